@@ -163,15 +163,17 @@ class FetchTimes:
 
 
 def second_turn(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Ten engines, one after the other, each asked at once, while its host memory is still being pinned: 24
-    conversations of 9,000 tokens, then the second turn of each, one at a time. Where does the time of a
-    second turn go: before its fetch begins, while it runs, or after it?"""
+    """Ten engines, or `runs`, one after the other, each asked at once, while its host memory is still being
+    pinned: 24 conversations of 9,000 tokens, then the second turn of each, one at a time. Where does the time
+    of a second turn go: before its fetch begins, while it runs, or after it?"""
     length, conversations = 9000, 24
     num_blocks = conversations * -(-(length + 200) // 16)
     rows = []
-    for run in range(10):
+    for run in range(args.runs):
         llm = build(
-            model, num_gpu_blocks_override=num_blocks // 3, kv_host_bytes=2 * num_blocks * args.block_bytes
+            model,
+            num_gpu_blocks_override=num_blocks // 3,
+            kv_host_bytes=int(1.1 * num_blocks) * args.block_bytes,
         )
         core, r = llm.core, Random(run)
         times = FetchTimes(core)
@@ -321,6 +323,7 @@ def main() -> None:
         "--turns-without", type=int, default=2, help="of the run without tiers: they are all alike, and slow"
     )
     parser.add_argument("--prefix", type=int, default=8000)
+    parser.add_argument("--runs", type=int, default=10, help="engines of second-turn")
     parser.add_argument("--disk", help="folder of the disk that is measured; default: the temporary one")
     parser.add_argument("--json")
     args = parser.parse_args()

@@ -271,7 +271,12 @@ class EngineConfig:
         None, "default: what the model was trained for", common=True, section="limits and memory", low=1
     )
     max_num_seqs: int | None = option(
-        None, "default: 256 on a GPU, 64 on the CPU", common=True, low=1, high=MAX_NUM_SEQS
+        None,
+        "sequences that run at once; default: 1024 on a GPU of 80 GB whose cache holds them, 256 on other "
+        "GPUs, 64 on the CPU",
+        common=True,
+        low=1,
+        high=MAX_NUM_SEQS,
     )
     max_num_batched_tokens: int | None = option(
         None, "token budget of a step; default: 16384 on a GPU, 1024 on the CPU", low=1

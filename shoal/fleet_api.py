@@ -50,10 +50,18 @@ class QueueView(msgspec.Struct):
     oldest_s: float = 0.0
 
 
-class FleetView(msgspec.Struct):
+class PlannerView(msgspec.Struct):
+    mode: str
+    last_decision: str  # its reason
+    desired: dict[str, int]  # workers by role
+    changing: bool  # whether workers are being added or removed
+
+
+class FleetView(msgspec.Struct, omit_defaults=True):
     policy: str
     workers: list[WorkerView]
     queue: QueueView
+    planner: PlannerView | None = None  # where there is one
 
 
 class Selected(msgspec.Struct):

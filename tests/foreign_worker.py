@@ -17,7 +17,11 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 MODEL = "toy"
-CHARACTERS = {"letters": "abcdefghij klmnopqrst", "unicode": "鱼群一起游动é😀 ab"}
+CHARACTERS = {
+    "letters": [c.encode() for c in "abcdefghij klmnopqrst"],
+    "unicode": [c.encode() for c in "鱼群一起游动é😀 ab"],
+    "junk": [b"a", b" ", b"\xc7", b"\xe9", b"\xb1", b"\xff", b"\xf0"],  # little of it is UTF-8
+}
 
 
 def ids_of(text: str | list[int]) -> list[int]:
@@ -32,7 +36,7 @@ def next_tokens(tokens: list[int], alphabet: str):
     """Yields tokens for ever. A character that is not whole yet is continued."""
     data = bytes(tokens)
     pending = b""
-    for size in (1, 2, 3):
+    for size in (1, 2, 3) if alphabet != "junk" else ():
         tail = data[-size:]
         if tail and tail[0] >= 0xC0 and len(tail) < (2 if tail[0] < 0xE0 else 3 if tail[0] < 0xF0 else 4):
             data, pending = data[:-size], tail
@@ -40,7 +44,7 @@ def next_tokens(tokens: list[int], alphabet: str):
     while True:
         number = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
         characters = CHARACTERS[alphabet]
-        character = characters[number % len(characters)].encode()
+        character = characters[number % len(characters)]
         yield from character[len(pending) :]
         data, pending = data + character, b""
 
@@ -48,7 +52,8 @@ def next_tokens(tokens: list[int], alphabet: str):
 def written(prompt: str | list[int], count: int, alphabet: str = "letters", stop: str | None = None) -> str:
     """What one worker writes behind the prompt."""
     source = next_tokens(ids_of(prompt), alphabet)
-    text = bytes(next(source) for _ in range(count)).decode(errors="ignore")
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text = decoder.decode(bytes(next(source) for _ in range(count)))
     return text if stop is None else text.partition(stop)[0]
 
 
@@ -57,6 +62,7 @@ class Received:
     path: str
     data: bytes
     headers: dict[str, str]
+    peer: object  # the other end of the connection
     prompt: list[int] = field(default_factory=list)
     state: str = "running"  # then "done", "broken", or "left" by the client
 
@@ -87,18 +93,23 @@ class ForeignWorker:
         has_tokenizer: bool = True,
         unknown_fields: tuple[str, ...] = (),
         adapters: tuple[str, ...] = (),
+        primes: bool = True,
         delay: float = 0.0,
+        port: int = 0,
     ) -> None:
         """chunk_sizes: how many tokens a chunk has, at random. unknown_fields: requests with one of them are
-        refused."""
+        refused. primes: half a character at the end of the prompt is shown whole with its second half, as by
+        vLLM."""
         self.alphabet, self.chunk_sizes, self.rng = alphabet, chunk_sizes, random.Random(seed)
         self.gives_ids, self.has_tokenizer, self.unknown_fields = gives_ids, has_tokenizer, unknown_fields
-        self.adapters, self.delay = adapters, delay
+        self.adapters, self.primes, self.delay, self.port = adapters, primes, delay, port
         self.faults: list[Fault] = []
         self.received: list[Received] = []  # but questions of the router itself
         self.asked: list[str] = []  # paths of these
         self.url = ""
         self.tokenize_delay = 0.0
+        self.says_done = True  # [DONE]
+        self.end_delay = 0.0  # seconds from [DONE] to the end of the answer
 
     async def __aenter__(self) -> ForeignWorker:
         app = web.Application(client_max_size=1 << 28)
@@ -109,7 +120,7 @@ class ForeignWorker:
         app.router.add_post("/{path:.*}", self._generate)
         self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        site = web.TCPSite(self._runner, "127.0.0.1", self.port)
         await site.start()
         self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}"
         return self
@@ -148,7 +159,12 @@ class ForeignWorker:
     # What clients ask
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        received = Received(request.path_qs, await request.read(), dict(request.headers))
+        received = Received(
+            request.path_qs,
+            await request.read(),
+            dict(request.headers),
+            request.transport.get_extra_info("peername"),
+        )
         if b'"1 2 3"' not in received.data:  # the router's own probe
             self.received.append(received)
         try:
@@ -191,9 +207,13 @@ class ForeignWorker:
                 return await self._misbehave(request, stream, received, fault)
             await stream.write(chunk)
             await asyncio.sleep(self.delay)
+        if fault is not None:
+            return await self._misbehave(request, stream, received, fault)
         if (body.get("stream_options") or {}).get("include_usage"):
             await stream.write(answer.usage_chunk())
-        await stream.write(b"data: [DONE]\n\n")
+        if self.says_done:
+            await stream.write(b"data: [DONE]\n\n")
+        await asyncio.sleep(self.end_delay)
         return stream
 
     async def _misbehave(
@@ -203,7 +223,13 @@ class ForeignWorker:
             await asyncio.sleep(3600)
         received.state = "broken"
         if stream is not None and fault.kind == "garble":
-            await stream.write(b'data: {"choices": [{\n\n')
+            nonsense = (
+                b'{"choices": [{',
+                b'{"choices": [5]}',
+                b'{"choices": [{"delta": 5, "text": 5}]}',
+                b"[]",
+            )
+            await stream.write(b"data: %b\n\n" % self.rng.choice(nonsense))
         if stream is not None and fault.kind == "error":
             await stream.write(
                 b'data: {"error": {"message": "the engine died", "code": 500}}\n\ndata: [DONE]\n\n'
@@ -241,7 +267,8 @@ class _Answer:
         """Yields chunks."""
         source = next_tokens(self.prompt, self.worker.alphabet)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        decoder.decode(bytes(self.prompt))
+        if self.worker.primes:
+            decoder.decode(bytes(self.prompt))
         held = max((len(stop) - 1 for stop in self.stops), default=0)
         sent = 0
         while self.finish_reason is None:

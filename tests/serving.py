@@ -10,7 +10,6 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import openai
 import psutil
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +57,8 @@ class Serve:
         return self.log.read_text()
 
     def client(self, **options):
+        import openai  # Not above: benchmarks and GPU tests start servers on machines without it.
+
         return openai.OpenAI(
             base_url=f"http://127.0.0.1:{self.port}/v1",
             api_key="none",
@@ -68,21 +69,27 @@ class Serve:
 
     def ask(self, path, body=None, port=None):
         """(status, text)"""
+        return self.request(path, body, port=port)[:2]
+
+    def request(self, path, body=None, headers=None, port=None):
+        """(status, text, headers by lower-case name)"""
         data = None if body is None else json.dumps(body).encode()
         asked = urllib.request.Request(
-            f"http://127.0.0.1:{port or self.port}{path}", data, {"content-type": "application/json"}
+            f"http://127.0.0.1:{port or self.port}{path}",
+            data,
+            {"content-type": "application/json", **(headers or {})},
         )
         try:
             with urllib.request.urlopen(asked, timeout=DEADLINE_S) as answer:
-                return answer.status, answer.read().decode()
+                return answer.status, answer.read().decode(), _lower(answer.headers)
         except urllib.error.HTTPError as error:
-            return error.code, error.read().decode()
+            return error.code, error.read().decode(), _lower(error.headers)
 
     def metric(self, name):
         return sum(
             float(line.rsplit(" ", 1)[1])
             for line in self.ask("/metrics")[1].splitlines()
-            if line.startswith(name + "{")
+            if line.startswith((name + "{", name + " "))
         )
 
     def cores(self):
@@ -107,9 +114,17 @@ class Route(Serve):
     def fleet(self):
         return {worker["id"]: worker for worker in json.loads(self.ask("/fleet")[1])["workers"]}
 
+    def operate(self, path, body=None):
+        """On the admin port: (status, text)."""
+        return self.ask(path, body, port=self.admin)
+
     def await_workers(self, count):
         until(lambda: [w["state"] for w in self.fleet().values()] == ["ready"] * count, self.text)
         return self
+
+
+def _lower(headers):
+    return {name.lower(): value for name, value in headers.items()}
 
 
 def until(condition, say=lambda: ""):

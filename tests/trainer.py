@@ -30,7 +30,8 @@ def start(
     mode: str, checkpoint: Path, device: str = "cpu", port: int = 0, world_size: int = 0
 ) -> subprocess.Popen[str]:
     arguments = [mode, str(checkpoint), device, str(port), str(world_size)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
         [sys.executable, "-m", "tests.trainer", *arguments],
         cwd=ROOT,

@@ -10,7 +10,14 @@ from __future__ import annotations
 
 import torch
 
-from shoal.kernels.attention import DecodeWorkspace, decode_attention, prefill_attention
+from shoal.kernels.attention import (
+    DecodeWorkspace,
+    PrefillWorkspace,
+    chunk_rows,
+    decode_attention,
+    num_prefill_tasks,
+    prefill_attention,
+)
 from shoal.kernels.hopper import HAS_GLUON, empty_product_input
 from shoal.kernels.prefix_attention import prefix_attention
 from shoal.kernels.step_input import StepInput
@@ -34,6 +41,7 @@ FULL_SPLIT = 160
 SHARE_FROM = 9  # the fewest decodes for which a shared prefix is worth one more launch a layer
 PREFIX_PROGRAMS_PER_SM = 2
 MAX_PARTS = 16  # the most parts of a shared prefix, each of which is one more result to weigh
+MIN_PREFILL_SPLIT = 512  # the fewest keys that are worth a program of their own beside a tile's others
 # From this many prefill tokens on Hopper's own kernel gets them. It takes the host longer to launch.
 HOPPER_FROM = 512
 
@@ -69,6 +77,12 @@ def prefix_parts(num_seqs: int, num_kv_heads: int, num_sms: int) -> int:
         return 0
     tiles = num_kv_heads * -(-num_seqs // 32)
     return min(MAX_PARTS, max(8, PREFIX_PROGRAMS_PER_SM * num_sms // tiles))
+
+
+def prefill_splits(num_tasks: int, num_sms: int) -> int:
+    """Into how many programs the keys of a tile of prefills are cut, if there may be `num_tasks` tiles over
+    all kv heads. Few of these are there usually, and the programs of the others leave at once."""
+    return max(1, num_sms * PROGRAMS_PER_SM // num_tasks)
 
 
 class TritonBackend:
@@ -112,6 +126,10 @@ class TritonBackend:
         partials = max(most_partials(num_seqs) for num_seqs in range(1, max_num_seqs + 1))
         self.workspace = DecodeWorkspace.allocate(
             partials * num_heads, max_num_seqs * num_kv_heads, head_dim, device
+        )
+        self.chunk_queries = chunk_rows(self.group, head_dim, dtype) // self.group  # of a tile with splits
+        self.prefill_workspace = PrefillWorkspace.allocate(
+            self.num_sms * PROGRAMS_PER_SM, self.group, head_dim, dtype, device
         )
 
     def begin(self, step: StepInput) -> None:
@@ -227,6 +245,10 @@ class TritonBackend:
                     self.num_sms,
                 )
         else:
+            paged, splits = not step.fresh_prefills, 1
+            if paged and window is None:
+                sizes = step.max_prefill_tokens, step.num_seqs - step.num_decodes, self.num_kv_heads
+                splits = prefill_splits(num_prefill_tasks(*sizes, self.chunk_queries), self.num_sms)
             prefill_attention(
                 q_THN,
                 k_TGN,
@@ -241,5 +263,8 @@ class TritonBackend:
                 step.max_prefill_tokens,
                 self.scale,
                 window,
-                paged=not step.fresh_prefills,
+                paged=paged,
+                splits=splits,
+                min_split=MIN_PREFILL_SPLIT,
+                workspace=self.prefill_workspace,
             )

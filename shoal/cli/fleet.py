@@ -8,21 +8,27 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
+import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from shoal import logs
 from shoal.cli.route import check_router, run_router
 from shoal.cli.serve import plan
 from shoal.config import ServerConfig
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UserError
 from shoal.fleet.components import components_of
+from shoal.fleet.connector_process import ProcessConnector
+from shoal.fleet.fleet import Fleet
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.fleet_file import FleetFile, ForeignWorkers, OwnWorkers, read_fleet_file
 from shoal.fleet.planes import NATS
+from shoal.fleet.planner_loop import PlannerLoop
 from shoal.fleet.process_log import ProcessLog
 from shoal.fleet.processes import Component, Processes
 from shoal.fleet.toml_file import keys_of
@@ -45,30 +51,43 @@ def fleet_up(path: str, verbose: bool = False) -> int:
             plane_url,
             more_words=_common_words(file, verbose),
             environment=_environment(file.server),
-            prefix=_prefix(plane_url),
+            prefix=_prefix(plane_url, file.server),
+            may_grow=file.planner.enabled,
         )
         log = ProcessLog(sys.stderr, file.server.log_format, width=_width(components, file.workers))
         level = logging.DEBUG if verbose else logging.INFO
         logs.set_up(level, file.server.log_format, log.stream_of(ROUTER))
         config = dataclasses.replace(file.router, plane=plane_url)
         check_router(config, file.server)
-        _check_models(file, path)
+        _check_workers(file, path)
         try:
             return asyncio.run(_up(file, config, components, log))
         finally:
             log.close()
 
 
-def _check_models(file: FleetFile, path: str) -> None:
-    """Finds what is wrong with models and options, and downloads what is missing once for all workers."""
+def _check_workers(file: FleetFile, path: str) -> None:
+    """Finds what is wrong with models, options and programs, and downloads what is missing once for all
+    workers."""
     for number, group in enumerate(file.workers, 1):
-        if isinstance(group, OwnWorkers):
-            server = {name: value for name, value in group.options.items() if name in keys_of(ServerConfig)}
-            engine = {name: value for name, value in group.options.items() if name not in server}
-            try:
-                plan(group.model, [], engine, ServerConfig(**server))
-            except ConfigError as error:
-                raise ConfigError(f"{path}: [[workers]] {number}: {error}") from None
+        try:
+            if isinstance(group, ForeignWorkers):
+                _check_program(group.words[0])
+            else:
+                _check_model(group)
+        except UserError as error:
+            raise ConfigError(f"{path}: [[workers]] {number}: {error}") from None
+
+
+def _check_program(name: str) -> None:
+    if shutil.which(name) is None:
+        raise ConfigError(f"{name!r} is no program here; install it, or give its whole path")
+
+
+def _check_model(group: OwnWorkers) -> None:
+    server = {name: value for name, value in group.options.items() if name in keys_of(ServerConfig)}
+    engine = {name: value for name, value in group.options.items() if name not in server}
+    plan(group.model, [], engine, ServerConfig(**server))
 
 
 async def _up(file: FleetFile, config: FleetConfig, components: Sequence[Component], log: ProcessLog) -> int:
@@ -80,7 +99,8 @@ async def _up(file: FleetFile, config: FleetConfig, components: Sequence[Compone
         try:
             specs = _start(file, components, processes)
             config = dataclasses.replace(config, worker=[*(config.worker or ()), *specs])
-            router = asyncio.create_task(run_router(config, file.server, ports, drain, force))
+            plans = partial(_plan, file, components, processes, drain) if file.planner.enabled else None
+            router = asyncio.create_task(run_router(config, file.server, ports, drain, force, plans))
             hopeless = asyncio.create_task(processes.until_hopeless())
             await asyncio.wait([router, hopeless], return_when=asyncio.FIRST_COMPLETED)
             is_hopeless = not router.done()
@@ -92,6 +112,40 @@ async def _up(file: FleetFile, config: FleetConfig, components: Sequence[Compone
         finally:
             await _end(processes, force)
     return 1 if is_hopeless or force.is_set() else 0
+
+
+async def _plan(
+    file: FleetFile, components: Sequence[Component], processes: Processes, drain: asyncio.Event, fleet: Fleet
+) -> None:
+    """The planner, until the fleet drains."""
+    by_model: dict[str, dict[str, Component]] = {}
+    for component, group in zip(components, file.workers, strict=True):
+        assert isinstance(group, OwnWorkers)
+        by_model.setdefault(group.served_name, {})[group.role] = component
+    roles = {name: "decode" if "decode" in found else "both" for name, found in by_model.items()}
+    connector = ProcessConnector(processes, by_model, fleet, fleet.clock, file.planner.start_timeout)
+    with ExitStack() as stack:
+        record = None
+        if file.planner.record is not None:
+            record = stack.enter_context(open(file.planner.record, "ab"))
+        loop = PlannerLoop(
+            file.planner,
+            lambda: {name: fleet.observe(name, role) for name, role in roles.items()},
+            connector,
+            fleet.clock,
+            record,
+        )
+        fleet.planner_view = loop.view
+        running = asyncio.create_task(loop.run())
+        draining = asyncio.create_task(drain.wait())
+        try:
+            await asyncio.wait([running, draining], return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+        finally:
+            running.cancel()
+            draining.cancel()
+            await asyncio.gather(running, draining, return_exceptions=True)
 
 
 def _start(file: FleetFile, components: Sequence[Component], processes: Processes) -> list[str]:
@@ -128,9 +182,11 @@ def _environment(config: ServerConfig) -> dict[str, str]:
     return {"SHOAL_API_KEY": ",".join(keys)} if keys else {}
 
 
-def _prefix(plane_url: str) -> str:
-    """Ids are unique on a plane, and NATS is one for many hosts."""
-    return f"{socket.gethostname().partition('.')[0]}-" if plane_url.startswith(NATS) else ""
+def _prefix(plane_url: str, config: ServerConfig) -> str:
+    """Ids are unique on a plane. NATS is one for many hosts, and for many fleets of a host."""
+    if not plane_url.startswith(NATS):
+        return ""
+    return f"{socket.gethostname().partition('.')[0]}-{config.port or os.getpid()}-"
 
 
 def _width(components: Sequence[Component], groups: Sequence[OwnWorkers | ForeignWorkers]) -> int:

@@ -2,9 +2,10 @@
 defaults:
 
 block_size is 16, so that a prefix is shared to within 15 tokens while a block over all layers is one copy of
-megabytes. gpu_memory_utilization is 0.9, as the driver and fragmentation need the rest. max_num_seqs is 256
-on a GPU, with graphs at 1, 2, 4, 8 and every 16, as a padded row costs little and a missing graph costs
-milliseconds. A step on a GPU takes at most 16384 tokens, as products of more are no faster; on the CPU 1024.
+megabytes. gpu_memory_utilization is 0.9, as the driver and fragmentation need the rest. A step on a GPU takes
+at most 16384 tokens, as products of more are no faster; on the CPU 1024. max_num_seqs is 1024 on a large
+card, as in vLLM, because many short requests are answered sooner so; 256 on a smaller one, and where the
+cache is too small for more.
 """
 
 from __future__ import annotations
@@ -22,6 +23,10 @@ from shoal.model_config import ModelConfig
 from shoal.models.shapes import num_weights
 
 CPU_CACHE_BYTES = 1 << 30
+CPU_SEQS, FEW_SEQS, MANY_SEQS = 64, 256, 1024  # the defaults of max_num_seqs
+LARGE_CARD_BYTES = 70 << 30  # A card that is sold with 80 GB has a little less.
+# MANY_SEQS are the default only where the cache has room for as many tokens of each.
+TOKENS_OF_SHORT_SEQ = 256
 PENALTY_BYTES = 5  # a sequence with a penalty keeps a flag and a count for each token of the vocabulary
 ALIASES = {"half": "float16", "float": "float32"}
 
@@ -64,7 +69,7 @@ def resolve_config(
         "device": device,
         "dtype": _dtype(config, model, gpu, quantized_bytes is not None),
         "max_model_len": max_model_len,
-        "max_num_seqs": config.max_num_seqs or (256 if gpu else 64),
+        "max_num_seqs": config.max_num_seqs or 0,  # its default depends on the rest: it follows below
         "max_num_batched_tokens": config.max_num_batched_tokens or (16384 if gpu else 1024),
         "kv_cache_memory_bytes": config.kv_cache_memory_bytes or (0 if gpu else CPU_CACHE_BYTES),
         "num_gpu_blocks_override": config.num_gpu_blocks_override or 0,
@@ -76,6 +81,8 @@ def resolve_config(
     }
     keep_quantized = quantized_bytes is not None and config.dtype == "auto" and not gpu
     resolved = ResolvedConfig(**(options | filled_in), keep_quantized=keep_quantized)
+    if not resolved.max_num_seqs:
+        resolved = dataclasses.replace(resolved, max_num_seqs=_default_num_seqs(resolved, model))
     _check_memory(config, resolved, model, quantized_bytes if keep_quantized else None)
     return resolved
 
@@ -124,6 +131,25 @@ def _check_memory(
             f"{'the GPU' if gpu else 'this machine'} has; take a smaller model, or lower "
             "max_model_len or max_num_seqs"
         )
+
+
+def _default_num_seqs(config: ResolvedConfig, model: ModelConfig) -> int:
+    """How many sequences run at once if nobody says so. `config` may have 0 there."""
+    if config.device != "cuda":
+        return CPU_SEQS
+    card_bytes = torch.cuda.get_device_properties(0).total_memory
+    if card_bytes < LARGE_CARD_BYTES:
+        return FEW_SEQS
+    block_bytes = cache_spec(config, model).block_bytes
+    cache_bytes = config.kv_cache_memory_bytes
+    if config.num_gpu_blocks_override:
+        cache_bytes = config.num_gpu_blocks_override * block_bytes
+    if not cache_bytes:
+        weights = num_weights(model) * getattr(torch, config.dtype).itemsize // config.tensor_parallel_size
+        cache_bytes = int(card_bytes * config.gpu_memory_utilization) - weights
+    num_tokens = cache_bytes // block_bytes * config.block_size
+    wanted = MANY_SEQS * min(TOKENS_OF_SHORT_SEQ, config.max_model_len)
+    return MANY_SEQS if num_tokens >= wanted else FEW_SEQS
 
 
 def _longest(model: ModelConfig) -> int:

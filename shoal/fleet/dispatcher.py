@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import itertools
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -24,11 +25,13 @@ from shoal.fleet.clock import Clock
 from shoal.fleet.indexer import WorkerRank
 from shoal.fleet.kv_router import KvRouter
 from shoal.fleet.policy import Choice
+from shoal.fleet.route_times import RouteTimes
 from shoal.fleet.worker import L, Worker
 from shoal.fleet_api import QueueView
 from shoal.hashing import block_hashes, sequence_hashes, wire_seed
 
 LONG_PROMPT = 16_384  # tokens, from which on a prompt is hashed in a thread
+MAX_BLOCKED = 64  # requests that need certain workers, past which others in the queue are looked at
 
 Chains = dict[int, list[int]]  # the chain hashes of a prompt, by block size
 
@@ -48,6 +51,7 @@ class Wanted:
     tried: set[str] = field(default_factory=set)  # ids of workers that failed at it: others come first
     # The dispatcher's own:
     number: int = -1
+    hash_s: float = 0.0  # seconds that hashing took
     has_begun: bool = False  # it has had a token: it waits for another worker, however long the queue is
     queued_at: float | None = None  # since when it waits; None: it never had to, or has its first token
 
@@ -118,6 +122,7 @@ class Dispatcher(Generic[L]):
         self.busy_prefill_tokens: int | None = None  # the same, for prompts under way
         self.num_queued = 0  # requests that had to wait, since the start
         self.num_refused = 0  # requests that found the queue full
+        self.times = RouteTimes()
         self.workers: dict[str, Worker[L]] = {}
         self._clock = clock
         self._numbers = itertools.count()
@@ -199,8 +204,8 @@ class Dispatcher(Generic[L]):
                 future.set_result(found)
                 continue
             blocked.append(entry)
-            if not wanted.is_choosy:
-                break  # there is no room at all
+            if not wanted.is_choosy or len(blocked) >= MAX_BLOCKED:
+                break  # there is no room at all, or hardly any
         for entry in blocked:
             heapq.heappush(self._waiting, entry)
 
@@ -252,10 +257,24 @@ class Dispatcher(Generic[L]):
                 ranks += [rank for rank in worker.ranks if not self._is_busy(rank)]
         if not ranks:
             return None
-        choice = self.router.schedule_chains(
-            len(wanted.token_ids), chains, request_id=wanted.request_id, session=wanted.session, among=ranks
+        begun = time.perf_counter()
+        found = self.router.find(chains)
+        looked_up = time.perf_counter()
+        choice = self.router.choose_among(
+            found,
+            len(wanted.token_ids),
+            chains,
+            request_id=wanted.request_id,
+            session=wanted.session,
+            among=ranks,
         )
+        self.times.observe(wanted.hash_s, looked_up - begun, time.perf_counter() - looked_up)
         worker = self.workers[choice.rank.worker]
+        self.times.overlap.observe(
+            min(1.0, self.router.num_cached_tokens(choice) / max(1, len(wanted.token_ids)))
+        )
+        waited_s = 0.0 if wanted.queued_at is None else self._clock.now() - wanted.queued_at
+        self.times.queue.observe(waited_s)
         worker.active += 1
         worker.num_requests += 1
         return worker, choice
@@ -306,13 +325,15 @@ class Dispatcher(Generic[L]):
 
     async def chains_of(self, wanted: Wanted) -> Chains:
         """Hashing never holds the loop up for long."""
+        sizes = self.router.block_sizes()
         if len(wanted.token_ids) < LONG_PROMPT:
-            return self._hashed(wanted)
-        return await asyncio.to_thread(self._hashed, wanted)
+            return _hashed(wanted, sizes)
+        return await asyncio.to_thread(_hashed, wanted, sizes)
 
-    def _hashed(self, wanted: Wanted) -> Chains:
-        seed = wire_seed(wanted.lora_name, wanted.cache_salt)
-        return {
-            size: sequence_hashes(block_hashes(wanted.token_ids, size, seed))
-            for size in self.router.block_sizes()
-        }
+
+def _hashed(wanted: Wanted, block_sizes: set[int]) -> Chains:
+    begun = time.perf_counter()
+    seed = wire_seed(wanted.lora_name, wanted.cache_salt)
+    chains = {size: sequence_hashes(block_hashes(wanted.token_ids, size, seed)) for size in block_sizes}
+    wanted.hash_s = time.perf_counter() - begun
+    return chains

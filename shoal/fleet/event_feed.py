@@ -97,7 +97,7 @@ class EventFeed:
             self._digests.clear()
             self._apply(batch, is_told_live=False)
         elif number < self._next:
-            if self._digests.get(number, batch.digest) != batch.digest:
+            if not self._is_known(batch):
                 self._is_other = True
                 return
             self._is_confirmed |= number == self._next - 1
@@ -114,7 +114,13 @@ class EventFeed:
             self._lose()
             self._begin_anew()
             return
-        waiting = sorted((batch for batch in self._waiting if batch.number >= self._next), key=_number)
+        # A batch that is older than what was just told, and was not among it, is of a predecessor.
+        waiting = [
+            batch
+            for batch in self._waiting
+            if batch.number >= self._next and batch.content.ts >= self._last_ts
+        ]
+        waiting.sort(key=_number)
         is_told, self.replay_from, self._is_confirmed = self._is_confirmed, None, False
         self._waiting.clear()
         if waiting and waiting[0].number > self._next:
@@ -152,6 +158,14 @@ class EventFeed:
         else:  # a gap, a number of long ago, or a clock that went back
             self._ask()
         self._waiting.append(batch)
+
+    def _is_known(self, batch: _Batch) -> bool:
+        """Whether this is what the publisher that is known has told under this number. Of what a snapshot
+        stood for, only the time is known: it was before the snapshot."""
+        known = self._digests.get(batch.number)
+        if known is None:
+            return batch.number < self._next - 1 or batch.content.ts <= self._last_ts
+        return known == batch.digest
 
     def _ask(self) -> None:
         self.replay_from = max(0, self._next - 1)

@@ -15,6 +15,7 @@ from prometheus_client.core import Metric
 
 from shoal.control import Command, UpdateWeights, WakeUp
 from shoal.errors import ConfigError, RequestError, ShoalError, UnavailableError, UnknownWorkerError
+from shoal.fleet import fleet_metrics
 from shoal.fleet.clock import Clock
 from shoal.fleet.dispatcher import Wanted
 from shoal.fleet.event_feed import EventFeed, listen
@@ -22,12 +23,21 @@ from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.model_fleet import ModelFleet
 from shoal.fleet.plane import Plane
 from shoal.fleet.plane_inbox import start, stop
+from shoal.fleet.planner import DecodeLoad, Observation
 from shoal.fleet.prober import Prober
 from shoal.fleet.rolling import command_workers
 from shoal.fleet.shared_books import SharedBooks
 from shoal.fleet.worker import Link, Worker, WorkerInfo, WorkerLoad
 from shoal.fleet.worker_spec import WorkerSpec, parse_worker
-from shoal.fleet_api import CommandResults, FleetView, QueueView, Selected, WorkerView
+from shoal.fleet_api import (
+    CommandResults,
+    FleetView,
+    PlannerView,
+    QueueView,
+    Selected,
+    WorkerState,
+    WorkerView,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -56,12 +66,13 @@ class Fleet:
         self._all: list[ModelFleet] = []
         self.workers: dict[str, Worker[Any]] = {}
         self.changed = asyncio.Event()
+        self.planner_view: Callable[[], PlannerView] | None = None  # where a planner is at work
         self.prober = Prober(
             clock,
             interval_s=config.check_interval,
             hang_timeout_s=config.hang_timeout,
             checked=self._checked,
-            loaded=self._loaded,
+            loaded=lambda worker, loads: self.published(worker.id, loads),
         )
         self.shared = None if plane is None else SharedBooks(plane, lambda: self._all)
         self._connect = connect
@@ -125,9 +136,7 @@ class Fleet:
         self._displace(worker)
         worker.interrupt()
         self._listening.pop(worker_id, None)
-        task = asyncio.create_task(self._part_from(worker))
-        self._leaving.add(task)
-        task.add_done_callback(self._leaving.discard)
+        self._await_at_end(asyncio.create_task(self._part_from(worker)))
 
     def model(self, name: str | None) -> ModelFleet | None:
         """The model of a request; the first if it names none. None if no worker has offered it."""
@@ -170,21 +179,13 @@ class Fleet:
         if self.workers.get(worker.id) is not worker:
             return
         is_back = not worker.is_reached
-        if (info.models, info.adapters) != (
-            worker.info.models,
-            worker.info.adapters,
-        ) or not worker.info.models:
+        was, worker.info = worker.info, info
+        if (was.models, was.adapters) != (info.models, info.adapters):
             self._displace(worker)
-            worker.info = info
             self._place(worker)
-        else:
-            worker.info = info
         if is_back:
             for feed, _ in self._feeds.get(worker.id, ()):
                 feed.check()
-
-    def _loaded(self, worker: Worker[Any], loads: Sequence[WorkerLoad]) -> None:
-        self.published(worker.id, loads)
 
     def published(self, worker_id: str, loads: Sequence[WorkerLoad]) -> None:
         """What a worker says of its load, each rank for itself."""
@@ -205,40 +206,57 @@ class Fleet:
 
     def _place(self, worker: Worker[Any]) -> None:
         """Gives the worker to the models that it serves, if it fits their other workers."""
-        info = worker.info
-        worker.set_aside = ""
+        info, misfit = worker.info, ""
         # Names of one of ours are names of one model; a foreign worker may have several models.
         for names in [(name,) for name in info.models] if info.is_foreign else [info.models]:
             model = next((self.models[name] for name in names if name in self.models), None)
-            if model is None:
-                model = ModelFleet(names[0], info.is_foreign, self.config, self.clock)
-                for setting, value in self._settings.items():
-                    model.configure(setting, value)
-                if self.config.wake_on_request:
-                    model.dispatcher.wake = self._wake
-                self._all.append(model)
-                if self.shared is not None:
-                    self.shared.follow(model)
-            elif why := model.misfit(info, names):
-                worker.set_aside = f"it cannot serve {names[0]!r}: {why}"
-                logger.warning("worker %s is set aside: %s", worker.id, worker.set_aside)
+            why = "" if model is None else model.misfit(info, names)
+            if why and model is not None and model.dispatcher.workers:
+                misfit = f"it cannot serve {names[0]!r}: {why}"
                 continue
-            model.empty_since = None
+            if model is None or why:
+                model = self._replace(model, names[0], info.is_foreign)
             worker.set_aside = model.obstacle
-            model.dispatcher.add(worker)
+            model.add(worker)
             self._name_models()
             if names[0] == info.models[0]:
                 self._begin_feeds(worker, model)
+        if misfit and not self._models_of(worker) and worker.set_aside != misfit:
+            worker.set_aside = misfit
+            logger.warning("worker %s is set aside: %s", worker.id, misfit)
+
+    def _replace(self, old: ModelFleet | None, name: str, is_foreign: bool) -> ModelFleet:
+        """A model, in place of one of this name that has no workers any more."""
+        if old is not None:
+            self._all.remove(old)
+        model = ModelFleet(name, is_foreign, self.config, self.clock)
+        for setting, value in self._settings.items():
+            model.configure(setting, value)
+        if self.config.wake_on_request:
+            model.dispatcher.wake = self._wake
+        if self.shared is not None:
+            self.shared.follow(model)
+        self._all.append(model)
+        return model
 
     def _displace(self, worker: Worker[Any]) -> None:
-        """Takes the worker away from its models, with all that is known of its blocks."""
+        """Takes the worker away from its models, with all that is known of its blocks. Those that did not fit
+        beside it may now."""
         for model in self._models_of(worker):
             model.dispatcher.remove(worker.id)
             if not model.dispatcher.workers:
                 model.empty_since = self.clock.now()
         for _, task in self._feeds.pop(worker.id, ()):
             task.cancel()
+            self._await_at_end(task)
         self._name_models()
+        for other in list(self.workers.values()):
+            if other is not worker and other.set_aside and not self._models_of(other):
+                self._place(other)
+
+    def _await_at_end(self, task: asyncio.Task[None]) -> None:
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)
 
     def _name_models(self) -> None:
         self.models = {name: model for model in self._all for name in model.current_names()}
@@ -266,13 +284,35 @@ class Fleet:
 
     # What an operator asks (shoal.fleet_api.FleetControl)
 
+    def observe(self, name: str, decode_role: str) -> Observation:
+        """What a model's workers do now, for the planner. `decode_role`: "decode", or "both" where prefill
+        and decode are not apart."""
+        model = self.models.get(name)
+        if model is None:
+            return Observation(at=0.0, decode=[], decode_role=decode_role)
+        ready = [worker for worker in model.dispatcher.workers.values() if worker.state == WorkerState.READY]
+        decode = [worker for worker in ready if worker.info.role != "prefill" and not worker.is_asleep]
+        loads = []
+        for worker in decode:
+            ranks = [model.router.candidates[rank] for rank in worker.ranks]
+            usage = max(model.router.kv_usage(candidate.rank) for candidate in ranks)
+            loads.append(DecodeLoad(usage, sum(candidate.num_waiting for candidate in ranks)))
+        return Observation(
+            at=0.0,
+            decode=loads,
+            decode_role=decode_role,
+            prefill_workers=sum(worker.info.role == "prefill" for worker in ready),
+            queued=model.dispatcher.queue.length,
+        )
+
     def view(self) -> FleetView:
         queues = [model.dispatcher.queue for model in self._all]
         queue = QueueView(
             sum(queue.length for queue in queues), max((queue.oldest_s for queue in queues), default=0.0)
         )
         workers = [self._view(worker) for worker in self.workers.values()]
-        return FleetView(self.config.policy, workers, queue)
+        planner = None if self.planner_view is None else self.planner_view()
+        return FleetView(self.config.policy, workers, queue, planner)
 
     def _view(self, worker: Worker[Any]) -> WorkerView:
         info = worker.info
@@ -366,7 +406,34 @@ class Fleet:
         return dict(self._settings)
 
     def metrics(self) -> Iterable[Metric]:
-        return []
+        yield from fleet_metrics.of_models(self._all)
+        workers = self.workers.values()
+        yield from fleet_metrics.of_workers(
+            [(one, self._view(one), self._prefill_tokens(one)) for one in workers]
+        )
+        yield from fleet_metrics.of_feeds(
+            (worker_id, feed) for worker_id, feeds in self._feeds.items() for feed, _ in feeds
+        )
+        yield fleet_metrics.one_counter(
+            "shoal:router_canaries", "Probes of one token, sent to silent workers.", self.prober.num_canaries
+        )
+        if self.shared is not None:
+            shared = self.shared
+            yield fleet_metrics.one_gauge(
+                "shoal:router_peers",
+                "Other routers that share their books with this one.",
+                shared.num_routers,
+            )
+            yield fleet_metrics.one_counter(
+                "shoal:router_book_changes_told", "Changes of books told to other routers.", shared.num_told
+            )
+            yield fleet_metrics.one_counter(
+                "shoal:router_book_changes_heard", "Changes of books heard from others.", shared.num_heard
+            )
+
+    def _prefill_tokens(self, worker: Worker[Any]) -> int:
+        models = self._models_of(worker)
+        return sum(model.router.books.load(rank).prefill_tokens for model in models for rank in worker.ranks)
 
     async def command(
         self, command: Command[Any], worker_ids: Sequence[str] | None, *, model: str | None, rolling: bool

@@ -10,20 +10,29 @@ read from the text of the one unbroken stream, so they do not notice.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any, TypeVar, cast
 
 from shoal.api import FinishReason, KvTierStats, Output, Request, SleepState, Stats
 from shoal.control import Command, Control, ReadSleepState
-from shoal.errors import BusyError, ConfigError, ShoalError, UnavailableError, UserError, WorkerFailedError
+from shoal.errors import (
+    BusyError,
+    ConfigError,
+    RequestError,
+    ShoalError,
+    UnavailableError,
+    UserError,
+    WorkerFailedError,
+)
 from shoal.fleet.dispatcher import Dispatcher, Place, Wanted
-from shoal.fleet.remote_engine import RemoteEngine
+from shoal.fleet.remote_engine import RemoteEngine, RemoteStream
 from shoal.request_builder import copy_params
 
 T = TypeVar("T")
 
-MIN_TRIES = 4  # workers that may fail a request before its first token, whatever the limit of migrations
+MAX_TRIES = 4  # workers that may fail a request before its first token, whatever the limit of migrations
+BOOKED_TOKENS = 8  # of a stream are told to the router's books at a time, which count in blocks
 MAX_REFUSALS = 10  # by workers that take nothing just now, until the request is told so
 
 
@@ -40,6 +49,10 @@ class FleetEngine(Control):
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """Raises BusyError if all workers and the queue are full, and UnavailableError if no worker is ready,
         or so many have failed the request that it is given up."""
+        if request.request_id in self._running:
+            raise RequestError(
+                f"request_id {request.request_id!r} is that of a request that runs; choose another"
+            )
         progress = self._running[request.request_id] = _Progress(request)
         wanted = Wanted(
             request.request_id,
@@ -53,16 +66,19 @@ class FleetEngine(Control):
             while not progress.has_ended:
                 place: Place[RemoteEngine] | None = None
                 try:
-                    async with (
-                        self._dispatcher.place(wanted) as place,
-                        aclosing(self._ask(place, progress)) as outputs,
-                    ):
-                        async for output in outputs:
-                            yield output
-                except BusyError as error:
+                    async with self._dispatcher.place(wanted) as place:
+                        with _errors_of(place.worker.id), closing(progress.begin(place)) as stream:
+                            while not progress.has_ended:
+                                output = progress.take(await stream.get(), place)
+                                if output.token_ids or progress.has_ended:
+                                    yield output
+                                if progress.must_move:
+                                    raise _Refused("it has ended its requests, to sleep or to stop")
+                except _Refused as error:
+                    progress.refused(error)
+                except BusyError:
                     if place is None:  # the queue is full
                         raise
-                    progress.refused(error)
                 except WorkerFailedError as error:
                     self._count(progress, error)
                 wanted.token_ids = progress.token_ids
@@ -71,12 +87,12 @@ class FleetEngine(Control):
             self._dispatcher.forget(wanted)
 
     async def abort(self, request_id: str) -> None:
-        """A request that still waits for a worker ends when it gets one."""
+        """A request that still waits for a worker ends there, as soon as it gets one."""
         progress = self._running.get(request_id)
         if progress is not None:
             progress.is_aborted = True
             if progress.link is not None:
-                await progress.link.abort(progress.attempt_id)
+                progress.link.tell_abort(progress.attempt_id)
 
     async def stats(self) -> Stats:
         """The sums over all workers, as they have reported lately; who waits here waits, too."""
@@ -100,41 +116,6 @@ class FleetEngine(Control):
 
     # Inside
 
-    async def _ask(self, place: Place[RemoteEngine], progress: _Progress) -> AsyncGenerator[Output, None]:
-        """One worker's outputs, up to the request's end. Raises WorkerFailedError and BusyError where another
-        worker may go on, and UserError for an impossible request."""
-        worker, link = place.worker, place.worker.link
-        attempt = progress.begin(worker.id, link)
-        if progress.is_aborted:
-            yield progress.aborted()
-            return
-        place.on_broken = lambda: link.break_off(
-            attempt.request_id, WorkerFailedError(f"worker {worker.id} was given up: {worker.why}")
-        )
-        has_told = False
-        try:
-            async with aclosing(link.generate(attempt)) as outputs:
-                async for output in outputs:
-                    place.generated(len(output.token_ids))
-                    if not has_told:
-                        has_told = True
-                        place.cached(output.num_cached_tokens)
-                    moves = output.finish_reason == FinishReason.ABORT and not progress.is_aborted
-                    if moves:
-                        output.finish_reason = None
-                    if output.token_ids or not moves:
-                        yield progress.take(output)
-                    if moves:
-                        raise BusyError(f"worker {worker.id} has ended its requests, to sleep or to stop")
-        except (UserError, BusyError, WorkerFailedError):
-            raise
-        except UnavailableError as error:  # it sleeps, say, and its report is on the way
-            raise BusyError(f"worker {worker.id}: {error}") from error
-        except ShoalError as error:
-            raise WorkerFailedError(f"worker {worker.id}: {error}") from error
-        finally:
-            progress.link = None
-
     def _count(self, progress: _Progress, error: WorkerFailedError) -> None:
         """Raises UnavailableError if the request ends here."""
         if not progress.was_sent:
@@ -149,12 +130,16 @@ class FleetEngine(Control):
             self.num_migrations += 1
         else:
             progress.num_failures += 1
-            if progress.num_failures >= MIN_TRIES:
+            if progress.num_failures >= MAX_TRIES:
                 raise UnavailableError(
                     f"{error}; {progress.num_failures} workers failed this request before its first token: "
                     "it may be what they fail at, so it is given up"
                 ) from None
             self.num_retries += 1
+
+
+class _Refused(BusyError):
+    """A worker lives, and takes nothing just now for another reason than that it is full."""
 
 
 class _Progress:
@@ -166,9 +151,12 @@ class _Progress:
         self.has_tokens = self.has_ended = self.is_aborted = False
         self.num_migrations = self.num_failures = self.num_refusals = 0
         self.was_sent = False  # by the attempt of now, to a worker that was there
+        self.must_move = False  # the worker of now does no more for it
         self.link: RemoteEngine | None = None
         self.attempt_id = request.request_id
         self._num_attempts = 0
+        self._is_told = False  # what this worker had cached
+        self._num_unbooked = 0
         self._num_cached = 0  # what the worker of the first token had cached
         self._has_prompt_logprobs = False
 
@@ -177,44 +165,82 @@ class _Progress:
         prompt = self.request.prompt_token_ids
         return prompt + self.output_ids if self.output_ids else prompt
 
-    def begin(self, worker_id: str, link: RemoteEngine) -> Request:
-        """The request as it is sent to a worker now. Every attempt has an id of its own: the worker may be
-        one that still has the last one."""
-        self.link, self.was_sent = link, link.is_connected
-        self._num_attempts += 1
+    def begin(self, place: Place[RemoteEngine]) -> RemoteStream:
+        """Sends the request to the worker. Every attempt has an id of its own, as the worker may be one that
+        still has the attempt before. Raises what RemoteEngine.open raises."""
+        worker, link = place.worker, place.worker.link
+        self.link, self.was_sent, self.must_move = link, link.is_connected, False
+        self._is_told, self._num_unbooked, self._num_attempts = False, 0, self._num_attempts + 1
+        request, params = self.request, self.request.params
         if not self.has_tokens:
-            self.request.worker = worker_id
-        if self._num_attempts == 1:
-            return self.request
-        self.attempt_id = f"{self.request.request_id}.{self._num_attempts}"
-        params = self.request.params
-        if self._has_prompt_logprobs:
-            params = copy_params(params)
-            params.prompt_logprobs = None
-        return dataclasses.replace(
-            self.request, request_id=self.attempt_id, params=params, output_token_ids=list(self.output_ids)
+            request.worker = worker.id
+        if self._num_attempts > 1:
+            if self._has_prompt_logprobs:
+                params = copy_params(params)
+                params.prompt_logprobs = None
+            request = dataclasses.replace(
+                request,
+                request_id=f"{request.request_id}.{self._num_attempts}",
+                params=params,
+                output_token_ids=list(self.output_ids),
+            )
+        attempt_id = self.attempt_id = request.request_id
+        place.on_broken = lambda: link.break_off(
+            attempt_id, WorkerFailedError(f"worker {worker.id} was given up: {worker.why}")
         )
+        stream = link.open(request)
+        if self.is_aborted:
+            link.tell_abort(attempt_id)
+        return stream
 
-    def take(self, output: Output) -> Output:
-        """What the reader gets. The prompt and its cached tokens are told once, whoever computes it again."""
+    def take(self, output: Output, place: Place[RemoteEngine]) -> Output:
+        """What the reader gets. The prompt and its cached tokens are told once, whoever computes it again.
+        `must_move` is set where the worker has aborted what nobody asked it to."""
+        self._num_unbooked += len(output.token_ids)
+        if not self._is_told:
+            self._is_told = True
+            place.cached(output.num_cached_tokens)
+            self._book(place)
+        elif self._num_unbooked >= BOOKED_TOKENS:
+            self._book(place)
         if self.has_tokens:
             output.num_cached_tokens, output.queued_seconds = self._num_cached, 0.0
         elif output.token_ids:
             self.has_tokens, self._num_cached = True, output.num_cached_tokens
-        self._has_prompt_logprobs |= output.prompt_logprobs is not None
+        if output.prompt_logprobs is not None:
+            self._has_prompt_logprobs = True
         self.output_ids += output.token_ids
         output.request_id = self.request.request_id
-        self.has_ended = output.finish_reason is not None
+        if output.finish_reason is not None:
+            self.must_move = output.finish_reason == FinishReason.ABORT and not self.is_aborted
+            self.has_ended = not self.must_move
+            if self.must_move:
+                output.finish_reason = None
         return output
 
-    def aborted(self) -> Output:
-        return self.take(Output(self.request.request_id, [], finish_reason=FinishReason.ABORT))
+    def _book(self, place: Place[RemoteEngine]) -> None:
+        place.generated(self._num_unbooked)
+        self._num_unbooked = 0
 
-    def refused(self, error: BusyError) -> None:
+    def refused(self, error: _Refused) -> None:
         """Raises UnavailableError if that was often enough."""
         self.num_refusals += 1
         if self.num_refusals >= MAX_REFUSALS:
             raise UnavailableError(f"{error}; so did {self.num_refusals - 1} tries before") from None
+
+
+@contextmanager
+def _errors_of(worker_id: str) -> Iterator[None]:
+    """A worker's errors as the fleet knows them: after BusyError and WorkerFailedError another worker may go
+    on."""
+    try:
+        yield
+    except (UserError, BusyError, WorkerFailedError):
+        raise
+    except UnavailableError as error:  # it sleeps, say, and its report is on the way
+        raise _Refused(f"worker {worker_id}: {error}") from error
+    except ShoalError as error:
+        raise WorkerFailedError(f"worker {worker_id}: {error}") from error
 
 
 def _depth(state: SleepState) -> int:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 import msgspec
 
@@ -28,7 +27,8 @@ REFUSED_FIELD = (400, 422)  # what a strict server answers to a field that it do
 MIN_TRIES = 2  # of a request without a token, even if there is one worker alone
 MAX_ERROR_BYTES = 1000
 LARGE_BODY = 1 << 20  # bytes; one of this size is read in a thread
-MOST_HALF_TOKENS = 4  # at the end of a chunk, whose last character is not whole
+HALF = "\ufffd"  # what half a character is shown as
+MOST_HALF_TOKENS = 4  # of a character that is not whole
 
 
 class _Details(msgspec.Struct):
@@ -107,7 +107,7 @@ class ForeignForwarder:
                     raise
             except WorkerFailedError as error:
                 stream.break_off()
-                if stream.has_begun and stream.obstacle() is None:
+                if stream.has_begun and not stream.has_finished and stream.obstacle() is None:
                     await self._settle(stream)
                 if stream.is_whole:
                     yield stream.finish()
@@ -165,16 +165,8 @@ class ForeignForwarder:
         """Whether the body is as it came, the path and the body."""
         request = stream.request
         if stream.has_begun:
-            try:
-                return (
-                    False,
-                    COMPLETIONS,
-                    request.next_body(
-                        stream.prompt_ids or [], stream.token_ids, link.max_model_len(request.model)
-                    ),
-                )
-            except ValueError as error:
-                raise UnavailableError(f"the stream broke and cannot be taken up: {error}") from None
+            room = link.max_model_len(request.model)
+            return False, COMPLETIONS, request.next_body(stream.prompt_ids or [], stream.token_ids, room)
         if request.obstacle is not None or not link.takes_token_ids:
             return True, request.call.path, request.call.body
         return False, request.call.path, request.first_body()
@@ -221,8 +213,14 @@ class ForeignForwarder:
                 if failure is not None:
                     raise failure
                 if stream.is_done:
-                    return
-        raise WorkerFailedError(f"the worker {place.worker.id} ended its stream before the end")
+                    break
+        if stream.is_done:
+            if not stream.is_stopped:
+                await exchange.read_end()
+            return
+        if not stream.has_finished:
+            raise WorkerFailedError(f"the worker {place.worker.id} ended its stream before the end")
+        yield stream.finish()  # some servers send no [DONE]
 
     async def _read_stream(
         self, exchange: ForeignExchange, place: Place[ForeignLink]
@@ -252,14 +250,16 @@ class ForeignForwarder:
         can say and it matters."""
         request, ids, sent = stream.request, stream.token_ids, stream.text
         model, prompt_ids = request.model, stream.prompt_ids or []
-        text = await self._tokens.text_of(model, prompt_ids, ids)
+        text = whole = await self._tokens.text_of(model, prompt_ids, ids)
         count = len(ids)
-        least = count if request.wants_token_ids else count - MOST_HALF_TOKENS
-        while text is not None and text != sent and text.endswith("\ufffd") and count > max(least, 0):
+        least = count if request.wants_token_ids else max(0, count - MOST_HALF_TOKENS)
+        while text is not None and text.endswith(HALF) and count > least:
             count -= 1
             text = await self._tokens.text_of(model, prompt_ids, ids[:count])
-        if text is not None and text.startswith(sent):
-            stream.settle(count, text[len(sent) :].rstrip("\ufffd"))
+        if text is not None and text.startswith(sent) and not text.endswith(HALF):
+            stream.settle(count, text[len(sent) :])
+        elif whole is not None and whole.startswith(sent):  # bytes that are no text, as vLLM shows them
+            stream.settle(len(ids), whole[len(sent) :].rstrip(HALF))
         elif any(len(stop) > 1 for stop in request.stops):
             raise UnavailableError(
                 "the stream broke, and nobody can tell the text of its tokens (/detokenize, --tokenizer), of "
@@ -279,11 +279,8 @@ class ForeignForwarder:
         self.num_migrations += 1
 
     def _has_fresh_worker(self, wanted: Wanted) -> bool:
-        """Whether there is a worker that the request was not sent to yet."""
-        return any(
-            worker.takes_requests and worker.id not in wanted.tried
-            for worker in self._dispatcher.workers.values()
-        )
+        """Whether there is a worker that could take the request, and has not failed at it."""
+        return any(worker.id not in wanted.tried for worker in self._dispatcher.ready_for(wanted))
 
     async def _wanted(self, request: ForeignRequest) -> Wanted:
         headers, model = request.call.headers, request.model
@@ -304,13 +301,18 @@ class ForeignForwarder:
             tags=frozenset(tag for one in tags.split(",") if (tag := one.strip())),
         )
 
-    async def _prompt_tokens(self, request: ForeignRequest) -> Any:
-        if request.path in (COMPLETIONS, CHAT):
-            try:
-                return await self._tokens.tokens_of(request.select(PROMPT_FIELDS))
-            except RequestError:
-                pass  # the worker will refuse it
-        return text_numbers(request.call.body)
+    async def _prompt_tokens(self, request: ForeignRequest) -> Sequence[int]:
+        body = request.call.body
+        if request.path not in (COMPLETIONS, CHAT):
+            return text_numbers(body)
+        if len(body) < LARGE_BODY:
+            prompt = request.select(PROMPT_FIELDS)
+        else:
+            prompt = await asyncio.to_thread(request.select, PROMPT_FIELDS)
+        try:
+            return await self._tokens.tokens_of(prompt)
+        except RequestError:  # the worker will refuse it
+            return text_numbers(body)
 
 
 def _tell_cached(place: Place[ForeignLink], num_cached: int, num_tokens: int) -> None:

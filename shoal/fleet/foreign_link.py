@@ -24,11 +24,12 @@ logger = logging.getLogger(__name__)
 
 CONNECT_SECONDS = 5.0
 TOKENIZE_SECONDS = 5.0
+END_SECONDS = 0.5
 # vLLM and others on uvicorn close a connection that is idle for 5 s. It is better closed here before that
 # than at the same moment as a request goes out.
 KEEP_ALIVE_SECONDS = 3.0
 NO_SUCH_PATH = (404, 405, 501)
-MAX_RETRY_SECONDS = 60.0
+RETRY_SECONDS = (0.1, 60.0)  # the least and the most that a Retry-After counts for
 # The load of a worker in the metrics of vLLM, SGLang and llama.cpp: running, waiting, use of the KV cache.
 GAUGES = {
     "vllm:num_requests_running": "num_running",
@@ -118,6 +119,16 @@ class ForeignExchange:
             raise self._link.failure(f"its answer broke off: {error!r}") from None
         if self._is_aborted:
             raise self._link.failure("it is taken for dead, or was removed")
+
+    async def read_end(self) -> None:
+        """Reads an answer that has said all to its very end, so that the connection can be used again. Gives
+        up soon."""
+        try:
+            async with asyncio.timeout(END_SECONDS):
+                while await self._started.content.readany():
+                    pass
+        except (TimeoutError, aiohttp.ClientError, OSError):
+            pass
 
     async def whole(self) -> bytes:
         """The body. Raises WorkerFailedError as `pieces` does."""
@@ -261,7 +272,8 @@ class ForeignLink:
             seconds = float(retry_after or "")
         except ValueError:  # none, or a date
             seconds = 1.0
-        seconds = min(max(seconds, 0.0), MAX_RETRY_SECONDS) if math.isfinite(seconds) else 1.0
+        least, most = RETRY_SECONDS
+        seconds = min(max(seconds, least), most) if math.isfinite(seconds) else 1.0
         return BusyError(f"the worker {self._spec.id} is full", seconds)
 
     async def _try(self, path: str, form: str, body: Mapping[str, Any]) -> dict[str, Any]:

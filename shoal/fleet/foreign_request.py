@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.errors import UnavailableError
 from shoal.fleet_api import ForeignCall
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -35,11 +36,14 @@ CHAT_FIELDS = frozenset(
         "reasoning_effort",
         "include_reasoning",
         "modalities",
+        "mm_processor_kwargs",
         "audio",
     }
 )
 # Fields that are done with once there is output.
-BEGIN_FIELDS = frozenset({"prompt", "echo", "suffix", "prompt_logprobs", "add_special_tokens"})
+BEGIN_FIELDS = frozenset(
+    {"prompt", "prompt_logprobs", "add_special_tokens", "truncate_prompt_tokens", "truncation_side"}
+)
 GRAMMAR_FIELDS = (
     "guided_json",
     "guided_regex",
@@ -108,15 +112,19 @@ class ForeignRequest:
     def stops(self) -> list[str]:
         """The strings at which the output ends."""
         stop = self.get("stop")
-        stops = [stop] if isinstance(stop, str) else stop or []
-        return [one for one in stops if isinstance(one, str) and one]
+        if isinstance(stop, str):
+            stop = [stop]
+        return [one for one in stop if isinstance(one, str) and one] if isinstance(stop, list) else []
 
     def headers(self) -> dict[str, str]:
-        """The headers that go on."""
+        """The headers that go on. A body of JSON goes by that name, whatever its client calls it: `curl -d`
+        calls it a form, which vLLM refuses."""
         found = {"X-Request-Id": self.call.request_id}
         for name in HEADERS:
             if name in self.call.headers:
                 found[name.decode("ascii")] = self.call.headers[name].decode("latin-1")
+        if self._fields:
+            found["content-type"] = "application/json"
         return found
 
     def first_body(self) -> bytes:
@@ -126,8 +134,8 @@ class ForeignRequest:
         return msgspec.json.encode({**self._fields, "return_token_ids": True, "stream_options": options})
 
     def next_body(self, prompt: Sequence[int], output: Sequence[int], max_model_len: int | None) -> bytes:
-        """The body of a completion that takes up the answer. `output`: its ids so far. Raises ValueError if
-        nobody knows how many tokens may follow."""
+        """The body of a completion that takes up the answer. `output`: its ids so far. Raises
+        UnavailableError if nobody knows how many tokens may follow."""
         left_out = BEGIN_FIELDS | CHAT_FIELDS if self.is_chat else BEGIN_FIELDS
         body: dict[str, Any] = {name: raw for name, raw in self._fields.items() if name not in left_out}
         body["prompt"] = [*prompt, *output]
@@ -136,7 +144,10 @@ class ForeignRequest:
         elif max_model_len is not None:
             body["max_tokens"] = max_model_len - len(prompt) - len(output)
         else:
-            raise ValueError("the request has no max_tokens, and the worker does not say how many fit")
+            raise UnavailableError(
+                "the stream broke and cannot be taken up: the request has no max_tokens, and no worker says "
+                "how many tokens fit"
+            )
         least = self.get("min_tokens")
         if isinstance(least, int):
             body["min_tokens"] = max(0, least - len(output))

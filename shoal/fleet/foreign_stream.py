@@ -31,16 +31,17 @@ class ForeignStream:
         self.prompt_ids: list[int] | None = None  # None: the worker has not told them
         self.has_begun = False  # the client was sent something
         self.is_done = False
+        self.has_finished = False  # the reason why the answer ends is known
+        self.is_stopped = False  # by a stop string that two workers wrote
         # Tokens of the prompt that the first worker had cached, and all of them, as it said.
         self.cached_tokens: tuple[int, int] | None = None
         self._head: Chunk = {}  # what all chunks have in common
-        self._held: list[Chunk | bytes] = []  # chunks that show nothing yet; bytes: as they came
+        # Chunks that show nothing yet, and the end, which goes out at once. Bytes are as they came.
+        self._held: list[Chunk | bytes] = []
         self._num_given = 0  # tokens of output that the present worker got with its prompt
         self._texts: list[str] = []  # sent
         self._begun_at = 0  # characters that were sent before the present worker
         self._owed = ""  # text of the tokens so far that was not sent
-        self._is_stopped = False  # by a stop string that two workers wrote
-        self._has_finished = False  # the client was sent the reason why the answer ends
         self._lacks_ids = False  # something was sent whose token ids are not known
         self._is_reasoning = False  # the last that was sent are thoughts, not the answer
         self._usage: Chunk | None = None
@@ -48,26 +49,28 @@ class ForeignStream:
     def push(self, data: bytes) -> tuple[bytes, int]:
         """The data of a worker's event. Returns what the client gets of it, and the number of its tokens.
         Raises WorkerFailedError for what shows that the worker has failed."""
-        events, num_tokens = self._take(data)
+        try:
+            events, num_tokens = self._take(data)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:  # it may be of any shape
+            raise WorkerFailedError(f"a worker's stream has an event that is none: {error!r:.300}") from None
         self.has_begun = self.has_begun or bool(events)
         return events, num_tokens
 
     def _take(self, data: bytes) -> tuple[bytes, int]:
         if data == b"[DONE]":
             return self._end(), 0
-        try:
-            chunk = decode(data)
-        except ValueError as error:
-            raise WorkerFailedError(f"a worker's stream has an event that is no JSON: {error}") from None
+        chunk = decode(data)
         if "error" in chunk or chunk.get("object") == "error":
             return self._pass_error(chunk, data)
         choices = chunk.get("choices") or []
         if self.request.obstacle is not None:
             self._held.append(data)
-            shows = self.has_begun or any(self._shows_something(choice) for choice in choices)
+            self.has_finished = any(choice.get("finish_reason") is not None for choice in choices)
+            shows = self.has_begun or self.has_finished or any(map(self._shows_something, choices))
             return self._release() if shows else b"", len(choices)
         if not choices:
-            return self._take_usage(chunk), 0
+            self._take_usage(chunk)
+            return b"", 0
         return self._take_choice(chunk, choices[0])
 
     @property
@@ -95,11 +98,13 @@ class ForeignStream:
         return "".join(self._texts)
 
     def break_off(self) -> None:
-        """The worker is lost, and with it what it sent and the client was not shown."""
+        """The worker is lost, and with it what it sent and the client was not shown, but for the end."""
+        if self.is_whole:
+            return
         self._held.clear()
         self._owed = ""
         if not self.has_begun:
-            self._head, self.prompt_ids = {}, None
+            self._head, self.prompt_ids, self.has_finished = {}, None, False
 
     def settle(self, num_tokens: int, owed: str) -> None:
         """So many of the tokens so far count, and this is the end of their text, which was not sent."""
@@ -112,16 +117,15 @@ class ForeignStream:
         return [*(self.prompt_ids or ()), *self.token_ids]
 
     def finish(self) -> bytes:
-        """The end of a stream whose answer was whole when its worker was lost, or that may have no more
-        tokens."""
-        events = b""
-        if not self._has_finished:
+        """The end of a stream whose answer is whole. Its worker did not send it, or was lost before."""
+        events = self._release()
+        if not self.has_finished:
             text = self._owed
             shown: Chunk = (
                 {"delta": {"content": text} if text else {}} if self.request.is_chat else {"text": text}
             )
             choice = {"index": 0, **shown, "logprobs": None, "finish_reason": "length"}
-            events = self._encode({**self._head, "choices": [choice]})
+            events += self._encode({**self._head, "choices": [choice]})
         if self.request.wants_usage and self._usage is None and self.prompt_ids is not None:
             given, done = len(self.prompt_ids), len(self.token_ids)
             usage = {"prompt_tokens": given, "completion_tokens": done, "total_tokens": given + done}
@@ -131,7 +135,9 @@ class ForeignStream:
     @property
     def is_whole(self) -> bool:
         """Whether the answer is, and only the end of the stream is missing."""
-        return self._has_finished or (self.has_begun and self.num_tokens_left == 0 and not self._lacks_ids)
+        if not self.has_begun or self.request.obstacle is not None:
+            return False
+        return self.has_finished or (self.num_tokens_left == 0 and not self._lacks_ids)
 
     def _end(self) -> bytes:
         self.is_done = True
@@ -153,15 +159,15 @@ class ForeignStream:
             return self._end(), 0
         raise WorkerFailedError(f"a worker ended a stream with an error: {about.get('message')!r:.500}")
 
-    def _take_usage(self, chunk: Chunk) -> bytes:
+    def _take_usage(self, chunk: Chunk) -> None:
         usage = chunk.get("usage")
         if isinstance(usage, dict):
             chunk["usage"] = self._usage = self._whole_usage(usage)
-            if not self.request.wants_usage:
-                return b""
-        return self._encode({**chunk, **self._head})
+        if self.request.wants_usage or not isinstance(usage, dict):
+            self._held.append(encode({**chunk, **self._head}))
 
     def _take_choice(self, chunk: Chunk, choice: Chunk) -> tuple[bytes, int]:
+        _check(choice)
         prompt_ids = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
         if prompt_ids and self.prompt_ids is None:
             self.prompt_ids = prompt_ids
@@ -177,10 +183,14 @@ class ForeignStream:
             }
         self._held.append(chunk)
         num_tokens = len(choice.get("token_ids") or ())
+        if self.is_stopped:
+            return self.finish(), num_tokens
+        if choice.get("finish_reason") is not None:
+            self.has_finished = True
+            return b"", num_tokens
         if not self._shows_something(choice):
             return b"", num_tokens
-        events = self._release()
-        return events + self.finish() if self._is_stopped else events, num_tokens or 1
+        return self._release(), num_tokens or 1
 
     def _reshape(self, choice: Chunk) -> None:
         """The choice of a completion's chunk becomes one of the first worker's."""
@@ -204,7 +214,7 @@ class ForeignStream:
             keeps_stop = bool(self.request.get("include_stop_str_in_output"))
             choice["text"] = text[: at + len(stop)] if keeps_stop else text[:at]
             choice["finish_reason"], choice["stop_reason"] = "stop", stop
-            self._is_stopped = True
+            self.is_stopped = self.has_finished = True
         elif may_begin and choice.get("finish_reason") is None:
             choice["text"], self._owed = "", text
             return
@@ -213,8 +223,6 @@ class ForeignStream:
         self._owed = ""
 
     def _shows_something(self, choice: Chunk) -> bool:
-        if choice.get("finish_reason") is not None:
-            return True
         if not self.request.is_chat:
             return bool(choice.get("text"))
         delta = choice.get("delta") or {}
@@ -235,7 +243,6 @@ class ForeignStream:
         elif text or thoughts:
             self._lacks_ids = True
         self._texts.append(text)
-        self._has_finished = self._has_finished or choice.get("finish_reason") is not None
         if not self.request.wants_token_ids:
             choice.pop("token_ids", None)
         if self._num_given or not self.request.wants_token_ids:
@@ -267,3 +274,14 @@ class ForeignStream:
     @staticmethod
     def _encode(chunk: Chunk) -> bytes:
         return b"data: %b\n\n" % encode(chunk)
+
+
+def _check(choice: Chunk) -> None:
+    """Raises TypeError for what is no choice of a chunk, before anything of it counts."""
+    delta = choice.get("delta") or {}
+    texts = (choice.get("text"), delta.get("content"))
+    ids = choice.get("token_ids") or []
+    if not all(text is None or isinstance(text, str) for text in texts) or not isinstance(ids, list):
+        raise TypeError(f"a choice is {choice!r:.200}")
+    if not all(type(one) is int for one in ids):
+        raise TypeError(f"token_ids are {ids!r:.200}")

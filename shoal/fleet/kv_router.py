@@ -295,12 +295,31 @@ class KvRouter:
     ) -> Choice:
         """The same for a prompt of `num_tokens` tokens whose chain hashes are known, for each block size that
         a worker has."""
+        return self.choose_among(
+            self.find(chains), num_tokens, chains, request_id=request_id, session=session, among=among
+        )
+
+    def find(self, chains: dict[int, list[int]]) -> dict[WorkerRank, Overlap]:
+        """Who has how much of the prompt, told or predicted."""
         found: dict[WorkerRank, Overlap] = {}
         for chain in chains.values():
             found |= self.indexer.find_chain(chain)
             for rank, overlap in self.predictions.find_chain(chain).items():
                 if overlap.total > found.get(rank, Overlap()).total:
                     found[rank] = overlap
+        return found
+
+    def choose_among(
+        self,
+        found: dict[WorkerRank, Overlap],
+        num_tokens: int,
+        chains: dict[int, list[int]],
+        *,
+        request_id: str | None = None,
+        session: str | None = None,
+        among: Iterable[WorkerRank] | None = None,
+    ) -> Choice:
+        """The second half of `schedule_chains`, with the first half's answer."""
         candidates = []
         for rank in self.candidates if among is None else among:
             candidate = self.candidates.get(rank)
@@ -323,7 +342,7 @@ class KvRouter:
 
     def _write(self, request_id: str, choice: Choice, num_tokens: int, chains: dict[int, list[int]]) -> None:
         size = self.indexer.block_size_of(choice.rank)
-        chain = chains[size]
+        chain = chains.get(size, [])  # a size that came after the prompt was hashed
         self._turn += 1
         self.books.begin(request_id, choice.rank, num_tokens, choice.overlap.total * size, chain, size)
         self._predict(choice.rank, chain)

@@ -10,7 +10,7 @@ from shoal.fleet.dispatcher import Dispatcher, Wanted
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.indexer import KvIndexer
 from shoal.fleet.kv_router import KvRouter
-from shoal.fleet.worker import WorkerInfo
+from shoal.fleet.worker import Worker, WorkerInfo
 from shoal.fleet_api import Selected
 
 
@@ -38,14 +38,23 @@ class ModelFleet:
         self.name, self.is_foreign = name, is_foreign
         self.names: list[str] = [name]  # its own first, then adapters
         self.index = KvIndexer(config.block_size)
-        self.router = KvRouter(self.index, policy=config.policy, seed=config.seed, clock=clock.now)
+        self.router = KvRouter(
+            self.index, policy=config.policy, weights=config.weights, seed=config.seed, clock=clock.now
+        )
         self.dispatcher: Dispatcher[Any] = Dispatcher(
             self.router, max_queued=config.max_queued_requests, clock=clock
         )
         self.tokens: TokenSource | None = None  # of foreign workers, for `Fleet.select`
+        self._identity: dict[str, Any] = {}  # what all its workers have in common
         self.streams: Streams | None = None  # what sends requests to the workers
         self.obstacle = ""  # why its workers get nothing, whatever their health
         self.empty_since: float | None = None  # seconds of the clock; None while it has a worker
+
+    def add(self, worker: Worker[Any]) -> None:
+        """A worker that fits."""
+        self._identity = {**worker.info.identity, **self._identity}
+        self.empty_since = None
+        self.dispatcher.add(worker)
 
     def hinder(self, why: str) -> None:
         """Its workers are not ready because of this; "": nothing is in their way."""
@@ -75,17 +84,15 @@ class ModelFleet:
         return name if any(name in worker.info.adapters for worker in workers) else None
 
     def misfit(self, info: WorkerInfo, names: Sequence[str]) -> str:
-        """Why a worker cannot serve its model of these names beside those that are here; "" if it can."""
+        """Why a worker cannot serve its model of these names as those do that are here, or were here last; ""
+        if it can."""
         if info.is_foreign != self.is_foreign:
             return "its other workers are " + ("foreign" if self.is_foreign else "ours") + ", and it is not"
         if info.is_foreign and self.name not in names:
             return f"{self.name!r} has an adapter of this name"
-        for worker in self.dispatcher.workers.values():
-            for key, value in worker.info.identity.items():
-                if key in info.identity and info.identity[key] != value:
-                    return (
-                        f"its {key} is {info.identity[key]!r:.80}, and that of {worker.id} is {value!r:.80}"
-                    )
+        for key, value in self._identity.items():
+            if info.identity.get(key, value) != value:
+                return f"its {key} is {info.identity[key]!r:.80}, and that of the others is {value!r:.80}"
         return ""
 
     async def select(self, wanted: Wanted) -> Selected:

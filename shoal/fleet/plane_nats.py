@@ -329,7 +329,14 @@ class NatsPlane(Plane):
 
     def _unseal(self, where: str, data: bytes) -> bytes:
         """The payload; an empty one, which is no message, if it has no valid seal."""
-        return data if self._key is None else self._key.unseal(where, data) or b""
+        if self._key is None or not data:
+            return data
+        payload = self._key.unseal(where, data)
+        if payload is None:
+            self._log_once(
+                "what has no seal of this key is passed over", ConfigError(f"something on {where!r}")
+            )
+        return payload or b""
 
     def _read_lease(self, key: str, value: bytes | None) -> _Lease | None:
         return self.reader.read("member", self._unseal(key, value or b""), _Lease)

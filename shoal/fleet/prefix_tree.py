@@ -24,6 +24,7 @@ from shoal.hashing import chain_hash
 
 NUM_LEVELS = 3
 DEVICE, HOST, DISK = range(NUM_LEVELS)
+MAX_MASKS = 1 << 16  # combinations of workers of which one object is kept
 
 
 class Node(msgspec.Struct, gc=False, eq=False):
@@ -73,7 +74,8 @@ class PrefixTree:
         # For each level: worker -> its orphans, and the mask of workers that have any.
         self._orphans: list[dict[int, set[int]]] = [{} for _ in range(NUM_LEVELS)]
         self._with_orphans = [0] * NUM_LEVELS
-        # One object a mask: masks are compared often, and would be spread over the memory otherwise.
+        # One object a mask: masks are compared often, and would be spread over the memory otherwise. What is
+        # beyond MAX_MASKS begins anew; equal masks may then be two objects for a while.
         self._masks: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -207,14 +209,20 @@ class PrefixTree:
 
     def _set(self, book: dict[int, int], chain: int, bit: int) -> None:
         mask = book.get(chain, 0) | bit
-        book[chain] = self._masks.setdefault(mask, mask)
+        book[chain] = self._one(mask)
 
     def _clear(self, book: dict[int, int], chain: int, bit: int) -> None:
         mask = book.get(chain, 0) & ~bit
         if mask:
-            book[chain] = self._masks.setdefault(mask, mask)
+            book[chain] = self._one(mask)
         else:
             book.pop(chain, None)
+
+    def _one(self, mask: int) -> int:
+        masks = self._masks
+        if len(masks) >= MAX_MASKS:
+            masks.clear()
+        return masks.setdefault(mask, mask)
 
     def _first_gap(self, worker: int, chain: Sequence[int], level: int) -> int:
         """The depth of a block that the worker lacks, with no gap above but one that reaches down to it."""

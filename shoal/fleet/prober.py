@@ -98,7 +98,10 @@ class Prober:
         since = self._clock.now()  # it works for all that is known
         while True:
             await self._clock.sleep(quiet_s / TICKS)
-            if not worker.is_reached or worker.is_asleep or worker.num_commands:
+            # A canary takes the one slot that a small server may have, and with it what that has cached. A
+            # server that tells of its cache has room for more.
+            is_left_alone = not worker.active and not worker.has_events
+            if not worker.is_reached or worker.is_asleep or worker.num_commands or is_left_alone:
                 since = self._clock.now()
                 continue
             since = max(since, worker.last_token_at)

@@ -64,14 +64,18 @@ class PromptTokens:
     async def _decode(self, model: str | None, token_ids: list[int]) -> str | None:
         if self._tokenizer is not None:
             return await asyncio.to_thread(self._tokenizer.decode, token_ids)
-        for link in self._links():
+        for link in self._links(model):
             if (text := await link.detokenize(model, token_ids)) is not None:
                 return text
         return None
 
-    def _links(self) -> list[ForeignLink]:
-        """Those of workers that are well, the least busy first."""
-        workers = [worker for worker in self._dispatcher.workers.values() if worker.takes_requests]
+    def _links(self, model: str | None) -> list[ForeignLink]:
+        """Those of workers that are well and have this model or adapter, the least busy first."""
+        workers = []
+        for worker in self._dispatcher.workers.values():
+            has_model = model is None or model in worker.info.models or model in worker.info.adapters
+            if has_model and worker.takes_requests:
+                workers.append(worker)
         return [worker.link for worker in sorted(workers, key=lambda worker: worker.active)]
 
     async def _text(self, text: str, body: Mapping[str, Any]) -> Sequence[int]:
@@ -110,9 +114,10 @@ class PromptTokens:
 
     async def _ask(self, form: str, asked: dict[str, Any], body: Mapping[str, Any]) -> list[int] | None:
         """Asks the worker with the least to do that may have /tokenize."""
-        if isinstance(body.get("model"), str):
-            asked["model"] = body["model"]
-        for link in self._links():
+        model = body.get("model") if isinstance(body.get("model"), str) else None
+        if model is not None:
+            asked["model"] = model
+        for link in self._links(model):
             if link.may_tokenize(form):
                 return await link.tokenize(form, asked)
         return None

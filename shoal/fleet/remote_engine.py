@@ -21,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 from shoal.api import Output, Request, SamplingParams, Stats
 from shoal.collector import Collector
 from shoal.control import Command, Control, result_type
-from shoal.errors import BusyError, RequestError, ShoalError, WorkerFailedError
+from shoal.errors import BusyError, ConfigError, RequestError, ShoalError, WorkerFailedError
 from shoal.fleet.event_feed import EventFeed
 from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.socket_reader import SocketReader
@@ -43,25 +43,46 @@ from shoal.wire import Abort, Add, Call, CoreCommand, Message, Outputs, ReadStat
 
 T = TypeVar("T")
 
-CHECK_S = 5.0  # a worker that does not answer a check within it fails it
+CONNECT_S = 1.0  # a worker that is not connected within it fails a check
 
 logger = logging.getLogger(__name__)
+
+
+class RemoteStream:
+    """One request's outputs. `has_ended` is set with the last one."""
+
+    def __init__(self, request_id: str, leave: Callable[[RemoteStream], None]) -> None:
+        self.request_id, self._leave = request_id, leave
+        self.collector = Collector()
+        self.has_ended = False
+
+    async def get(self) -> Output:
+        """All that has come since the last call. Raises what ended the request."""
+        output = await self.collector.get()
+        self.has_ended = output.finish_reason is not None
+        return output
+
+    def close(self) -> None:
+        """To be called once. A request that has not ended is aborted."""
+        self._leave(self)
 
 
 class RemoteEngine(Control):
     """`info` and `card` are what the worker says of itself. Used in the loop that it was built in.
 
-    `report` is its last one. `on_report` is called with each, `on_lost` when the connection broke.
+    `report` is its last one. `on_report` is called with each, `on_outputs` when tokens came, and `on_lost`
+    when the connection broke.
     """
 
     def __init__(self, info: WorkerInfo, card: ModelCard, address: str, key: FleetKey | None) -> None:
-        """address: of the worker's port, tcp://HOST:PORT."""
+        """address: of the worker's port, tcp://HOST:PORT. Raises ConfigError for what is none."""
         self.info, self.card, self.address = info, card, address
         self.report: Report | None = None
         self.on_report: Callable[[Report], None] = lambda report: None
+        self.on_outputs: Callable[[], None] = lambda: None
         self.on_lost: Callable[[WorkerFailedError], None] = lambda error: None
         self.num_unreadable = 0
-        self._collectors: dict[str, Collector] = {}
+        self._streams: dict[str, RemoteStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._feed: EventFeed | None = None
@@ -87,7 +108,11 @@ class RemoteEngine(Control):
         self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._reader = SocketReader(socket, self._take)
         self._monitor_reader = SocketReader(self._monitor, self._take_event)
-        socket.connect(address)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            self._close_sockets()
+            raise ConfigError(f"{address!r} is no address of a worker's port: {error}") from None
 
     @property
     def is_connected(self) -> bool:
@@ -96,27 +121,32 @@ class RemoteEngine(Control):
     # Engine
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
+        stream = self.open(request)
+        try:
+            while not stream.has_ended:
+                yield await stream.get()
+        finally:
+            stream.close()
+
+    def open(self, request: Request) -> RemoteStream:
+        """The same, for who reads outputs without a generator between: each token passes here. Raises
+        WorkerFailedError where nobody is connected, and RequestError."""
         request_id = request.request_id
-        if request_id in self._collectors:
+        if request_id in self._streams:
             raise RequestError(f"request_id {request_id!r} is that of a request that runs; choose another")
         try:
             self._send(Add(request))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise RequestError(f"the request cannot be sent to a worker: {error}") from None
-        collector = self._collectors[request_id] = Collector()
-        has_ended = False
-        try:
-            while not has_ended:
-                output = await collector.get()
-                has_ended = output.finish_reason is not None
-                yield output
-        finally:
-            del self._collectors[request_id]
-            if not has_ended and collector.error is None:
-                await self.abort(request_id)
+        stream = self._streams[request_id] = RemoteStream(request_id, self._leave)
+        return stream
 
     async def abort(self, request_id: str) -> None:
-        if self._is_connected:
+        self.tell_abort(request_id)
+
+    def tell_abort(self, request_id: str) -> None:
+        """The same, at once. A worker that is not there has aborted it already."""
+        with contextlib.suppress(WorkerFailedError):
             self._send(Abort([request_id]))
 
     async def stats(self) -> Stats:
@@ -124,11 +154,16 @@ class RemoteEngine(Control):
 
     def break_off(self, request_id: str, error: WorkerFailedError) -> None:
         """Whoever reads this request's outputs gets the error now; the worker is told to stop."""
-        collector = self._collectors.get(request_id)
-        if collector is not None and collector.error is None:
-            collector.fail(error)
-            if self._is_connected:
-                self._send(Abort([request_id]))
+        stream = self._streams.get(request_id)
+        if stream is not None and stream.collector.error is None:
+            stream.collector.fail(error)
+            self.tell_abort(request_id)
+
+    def _leave(self, stream: RemoteStream) -> None:
+        """Nobody reads this stream any more."""
+        del self._streams[stream.request_id]
+        if not stream.has_ended and stream.collector.error is None:
+            self.tell_abort(stream.request_id)
 
     # Control
 
@@ -139,11 +174,12 @@ class RemoteEngine(Control):
 
     async def check(self) -> WorkerInfo:
         try:
-            async with asyncio.timeout(CHECK_S):
+            async with asyncio.timeout(CONNECT_S):
                 await self._connected.wait()
-                await self.stats()
         except TimeoutError:
-            raise WorkerFailedError(f"worker {self.info.id} did not answer within {CHECK_S:g} s") from None
+            raise WorkerFailedError(f"worker {self.info.id} is not reached", is_absent=True) from None
+        try:
+            await self.stats()
         except WorkerFailedError:
             raise
         except ShoalError as error:
@@ -189,6 +225,9 @@ class RemoteEngine(Control):
             return
         self._is_closed = True
         self._lose("its worker has left the fleet")
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
         self._reader.close()
         self._monitor_reader.close()
         self._socket.disable_monitor()
@@ -218,7 +257,7 @@ class RemoteEngine(Control):
 
     def _send(self, message: Message) -> None:
         """Raises WorkerFailedError where nobody is connected."""
-        if not self._is_connected and not isinstance(message, Hello):
+        if not self._is_connected:
             raise WorkerFailedError(f"worker {self.info.id} is not reached", is_absent=True)
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
@@ -244,18 +283,19 @@ class RemoteEngine(Control):
                 logger.warning("worker %s sends what cannot be read: %s", self.info.id, error)
             return
         if isinstance(message, Outputs):
+            self.on_outputs()
             for output in message.outputs:
-                collector = self._collectors.get(output.request_id)
-                if collector is not None:  # else its reader has left
-                    collector.put(output)
+                stream = self._streams.get(output.request_id)
+                if stream is not None:  # else its reader has left
+                    stream.collector.put(output)
         elif isinstance(message, Report):
             self._take_report(message)
         elif isinstance(message, KvBatch | KvReplayed | KvReplayEnded):
             self._take_events(message)
         elif isinstance(message, Refused):
-            collector = self._collectors.get(message.request_id)
-            if collector is not None:
-                collector.fail(message.error.build())
+            stream = self._streams.get(message.request_id)
+            if stream is not None:
+                stream.collector.fail(message.error.build())
         elif isinstance(message, Reply):
             self._take_reply(message)
 
@@ -293,11 +333,18 @@ class RemoteEngine(Control):
         """What libzmq tells of the connection."""
         event = parse_monitor_message(frames)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._socket.send(encode(Hello(self.info.id)), zmq.NOBLOCK)
-            self._reader.look()
+            self._say_hello()
         elif event == zmq.EVENT_DISCONNECTED:
             self._reader.read_all()
             self._lose("the connection broke")
+
+    def _say_hello(self) -> None:
+        if self._is_connected or self._is_closed:
+            return
+        with contextlib.suppress(zmq.ZMQError):  # not quite there yet, or gone again
+            self._socket.send(encode(Hello(self.info.id)), zmq.NOBLOCK)
+        self._reader.look()
+        asyncio.get_running_loop().call_later(CONNECT_S, self._say_hello)
 
     def _lose(self, why: str) -> None:
         was_connected, self._is_connected = self._is_connected, False
@@ -306,9 +353,9 @@ class RemoteEngine(Control):
         if self._feed is not None:
             self._feed.check()  # the worker sends events to those alone who have asked on this connection
         error = WorkerFailedError(f"worker {self.info.id}: {why}", is_absent=True)
-        for collector in self._collectors.values():
-            if collector.error is None:
-                collector.fail(error)
+        for stream in self._streams.values():
+            if stream.collector.error is None:
+                stream.collector.fail(error)
         for reply in self._calls.values():
             if not reply.done():
                 reply.set_exception(error)

@@ -48,6 +48,13 @@ def prefill_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
     return Tiles(128, 64, 8, 3) if head_dim <= 128 else Tiles(64, 32, 8, 2)
 
 
+def chunk_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
+    """Of prefills so short that their keys are split: more and smaller programs."""
+    if dtype != torch.float32 and head_dim <= 128:
+        return Tiles(64, 64, 4, 3)
+    return prefill_tiles(head_dim, dtype)
+
+
 # ------------------------------------------------------------------------------------------
 # shared by both kernels
 
@@ -511,7 +518,7 @@ def _find_tile(starts_ptr, first_seq, num_seqs, tile, BLOCK_Q: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=["first_seq", "num_seqs", "num_tiles"],
+    do_not_specialize=["first_seq", "num_seqs", "num_tiles", "splits", "min_split"],
     do_not_specialize_on_alignment=["starts_ptr", "kv_lens_ptr", "rows_ptr"],
 )
 def prefill_kernel(
@@ -523,6 +530,9 @@ def prefill_kernel(
     kv_lens_ptr,
     rows_ptr,
     table_ptr,
+    partial_ptr,
+    lse_ptr,
+    arrived_ptr,
     scale_log2,
     stride_q,
     stride_table,
@@ -532,22 +542,30 @@ def prefill_kernel(
     first_seq,
     num_seqs,
     num_tiles,
+    splits,
+    min_split,
     G: tl.constexpr,
     GROUP: tl.constexpr,
     N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     PAGED: tl.constexpr,
+    SPLIT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_Q: tl.constexpr,
     N_PAD: tl.constexpr,
 ):
     """Attends from a tile of BLOCK_Q queries, with the GROUP query heads of one kv head. The grid is (G *
-    num_tiles), and a sequence's tiles with most keys come first.
+    num_tiles, splits), and a sequence's tiles with most keys come first.
 
     PAGED: keys and values come from the cache through the block table, and a chunk may follow a cached
     prefix. Otherwise every chunk is a whole sequence, and k and v are rows of the step's own projection.
+
+    SPLIT: at most `splits` programs share the keys of a tile, at least `min_split` keys each. Few queries
+    after a long prefix are few tiles, which would leave most of the GPU idle. Results are combined as in
+    decode_kernel. The last program of a tile takes the keys that only some queries see, and others before
+    these, so that every query sees some of each program's keys.
     """
     kv_head = tl.program_id(0) % G
     tile = num_tiles - 1 - tl.program_id(0) // G
@@ -557,6 +575,23 @@ def prefill_kernel(
     if first_query >= query_len:
         return
     kv_len = tl.load(kv_lens_ptr + seq)
+    first_pos = kv_len - query_len + first_query
+    # Keys [begin, middle) enter some windows only, [middle, diagonal) are seen by all queries, and
+    # [diagonal, end) by some.
+    middle = 0
+    diagonal = (first_pos + 1) // BLOCK_N * BLOCK_N
+    end = kv_len - query_len + tl.minimum(first_query + BLOCK_Q, query_len)
+    split = tl.program_id(1)
+    num_splits = 1
+    if SPLIT:
+        split_len = tl.cdiv(tl.maximum(tl.cdiv(diagonal, splits), min_split), BLOCK_N) * BLOCK_N
+        num_splits = tl.maximum(tl.cdiv(diagonal, split_len), 1)
+        if split >= num_splits:
+            return
+        middle = split * split_len
+        if split < num_splits - 1:
+            diagonal = middle + split_len
+            end = diagonal
 
     rows = tl.arange(0, BLOCK_M)
     dims = tl.arange(0, N_PAD)
@@ -578,12 +613,6 @@ def prefill_kernel(
     acc = tl.zeros((BLOCK_M, N_PAD), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     highest = tl.full((BLOCK_M,), LOWEST, tl.float32)
-    # Keys [begin, middle) enter some windows only, [middle, diagonal) are seen by all queries, and
-    # [diagonal, end) by some.
-    first_pos = kv_len - query_len + first_query
-    end = kv_len - query_len + tl.minimum(first_query + BLOCK_Q, query_len)
-    diagonal = (first_pos + 1) // BLOCK_N * BLOCK_N
-    middle = 0
     if WINDOW > 0:
         begin = tl.maximum(first_pos - WINDOW + 1, 0) // BLOCK_N * BLOCK_N
         middle = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), BLOCK_N) * BLOCK_N, diagonal)
@@ -651,11 +680,37 @@ def prefill_kernel(
         True,
     )
     result = acc / total[:, None]
-    tl.store(
-        out_ptr + (tokens * (G * GROUP * N) + heads * N)[:, None] + dims[None, :],
-        result.to(out_ptr.dtype.element_ty),
-        mask=mask,
-    )
+    out_ptrs = out_ptr + (tokens * (G * GROUP * N) + heads * N)[:, None] + dims[None, :]
+    if num_splits == 1:
+        tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
+        return
+    if SPLIT:
+        task = tl.program_id(0)
+        partial_ptr += task * splits * (BLOCK_M * N_PAD) + rows[:, None] * N_PAD + dims[None, :]
+        lse_ptr += task * splits * BLOCK_M + rows
+        tl.store(partial_ptr + split * (BLOCK_M * N_PAD), result)
+        tl.store(lse_ptr + split * BLOCK_M, highest + tl.log2(total))
+        # All threads have stored before one of them says so (release), and that one has heard of the other
+        # programs before any thread reads (acquire).
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrived_ptr + task, 1, sem="acq_rel", scope="gpu")
+        if arrived == num_splits - 1:
+            tl.store(arrived_ptr + task, 0)
+            tl.debug_barrier()
+            acc = tl.zeros((BLOCK_M, N_PAD), tl.float32)
+            total = tl.zeros((BLOCK_M,), tl.float32)
+            highest = tl.full((BLOCK_M,), LOWEST, tl.float32)
+            for part in range(num_splits):
+                lse = tl.load(lse_ptr + part * BLOCK_M, cache_modifier=".cg")
+                partial = tl.load(partial_ptr + part * (BLOCK_M * N_PAD), cache_modifier=".cg")
+                new_highest = tl.maximum(highest, lse)
+                shrink = tl.exp2(highest - new_highest)
+                weight = tl.exp2(lse - new_highest)
+                acc = acc * shrink[:, None] + partial * weight[:, None]
+                total = total * shrink + weight
+                highest = new_highest
+            result = acc / total[:, None]
+            tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def prefill_attention(
@@ -675,11 +730,17 @@ def prefill_attention(
     *,
     paged: bool,
     tiles: Tiles | None = None,
+    splits: int = 1,
+    min_split: int = 512,
+    workspace: PrefillWorkspace | None = None,
 ) -> None:
     """Writes out_THN for the sequences from `first_seq` on. They have at most `num_tokens` queries together.
 
     With `paged`, keys and values are read from the cache. Otherwise they are read from k_TGN and v_TGN, which
     must then hold everything that a query may see.
+
+    With `splits` > 1 as many programs share the keys of a tile of queries, at least `min_split` keys each.
+    That takes a workspace with room for `num_prefill_tasks` times `splits` tiles, and no window.
     """
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group = q_THN.shape[1] // num_kv_heads
@@ -689,13 +750,19 @@ def prefill_attention(
         and kv_layer.stride()[3:] == (head_dim, 1)
     )
     assert k_TGN.stride() == v_TGN.stride() and k_TGN.stride(2) == 1 and block_tables_RM.stride(1) == 1
-    tiles = tiles or prefill_tiles(head_dim, q_THN.dtype)
+    if tiles is None:
+        tiles = (prefill_tiles if splits == 1 else chunk_tiles)(head_dim, q_THN.dtype)
     block_m = max(tiles.block_m, triton.next_power_of_2(group))
-    block_q = block_m // group
     num_seqs = kv_lens_S.shape[0] - first_seq
-    num_tiles = num_tokens // block_q + num_seqs
+    num_tasks = num_prefill_tasks(num_tokens, num_seqs, num_kv_heads, block_m // group)
+    head_dim_pad = max(16, triton.next_power_of_2(head_dim))
     k, v = (kv_layer, kv_layer) if paged else (k_TGN, v_TGN)
-    prefill_kernel[(num_kv_heads * num_tiles,)](
+    partial = lse = arrived = rows_S  # nobody looks at them
+    if splits > 1:
+        assert workspace is not None and window is None and num_tasks <= workspace.arrived.numel()
+        assert num_tasks * splits * block_m * head_dim_pad <= workspace.partial.numel()
+        partial, lse, arrived = workspace.partial, workspace.lse, workspace.arrived
+    prefill_kernel[(num_tasks, splits)](
         q_THN,
         k,
         v,
@@ -704,6 +771,9 @@ def prefill_attention(
         kv_lens_S,
         rows_S,
         block_tables_RM,
+        partial,
+        lse,
+        arrived,
         scale * LOG2_E,
         q_THN.stride(0),
         block_tables_RM.stride(0),
@@ -712,18 +782,55 @@ def prefill_attention(
         kv_layer.stride(2) if paged else k.stride(1),
         first_seq,
         num_seqs,
-        num_tiles,
+        num_tasks // num_kv_heads,
+        splits,
+        min_split,
         G=num_kv_heads,
         GROUP=group,
         N=head_dim,
         BLOCK_SIZE=block_size,
         WINDOW=window or 0,
         PAGED=paged,
+        SPLIT=splits > 1,
         BLOCK_M=block_m,
         BLOCK_N=tiles.block_n,
-        BLOCK_Q=block_q,
-        N_PAD=max(16, triton.next_power_of_2(head_dim)),
+        BLOCK_Q=block_m // group,
+        N_PAD=head_dim_pad,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         maxnreg=tiles.max_registers,
     )
+
+
+def num_prefill_tasks(num_tokens: int, num_seqs: int, num_kv_heads: int, block_q: int) -> int:
+    """How many (tile of queries, kv head) there may be, if `num_seqs` sequences have at most `num_tokens`
+    queries together, in tiles of `block_q`."""
+    return num_kv_heads * (num_tokens // block_q + num_seqs)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillWorkspace:
+    """Memory for the partial results of tiles whose keys are split. Steps that share it must run one after
+    the other."""
+
+    partial: torch.Tensor  # fp32: normalised partial results
+    lse: torch.Tensor  # fp32: the log2-sum-exp of each partial result
+    arrived: torch.Tensor  # int32: how many programs of each task are done; 0 between launches
+
+    @classmethod
+    def allocate(
+        cls, num_partials: int, group: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> PrefillWorkspace:
+        """`num_partials` is the most partial results of a step, over all tasks and splits. `group` is the
+        number of query heads for each kv head."""
+        rows = num_partials * chunk_rows(group, head_dim, dtype)
+        return cls(
+            torch.empty(rows * max(16, triton.next_power_of_2(head_dim)), dtype=torch.float32, device=device),
+            torch.empty(rows, dtype=torch.float32, device=device),
+            torch.zeros(num_partials, dtype=torch.int32, device=device),
+        )
+
+
+def chunk_rows(group: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Rows of a tile of a prefill whose keys are split: its queries times the heads of their group."""
+    return max(chunk_tiles(head_dim, dtype).block_m, triton.next_power_of_2(group))

@@ -171,6 +171,7 @@ class Peers:
                     connection.transport, connection.peer = self._transports.connect(ranks, self._into)
             yield connection.transport, connection.peer
         except TransferError as error:
+            error.transport = connection.transport
             if error.failure in BROKEN:
                 connection.is_good = False
             raise

@@ -44,11 +44,13 @@ class Failure(StrEnum):
 
 
 class TransferError(ShoalError):
-    """Blocks did not come, or can't be trusted. Whoever wanted them computes them, or does without."""
+    """Blocks did not come, or can't be trusted. Whoever wanted them computes them, or does without.
+    `transport` is the one by which they were to come; empty if none was chosen yet."""
 
     def __init__(self, failure: Failure, message: str) -> None:
         super().__init__(message)
         self.failure = failure
+        self.transport = ""
 
 
 class WindowAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

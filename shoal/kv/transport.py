@@ -84,7 +84,6 @@ class Transport(Protocol):
 
     def connect(self, windows: Sequence[WindowAddress], into: BlockView) -> Peer:
         """`windows` are addresses of this transport, one for each of the owner's ranks that has heads of
-        `into`. Raises TransferError, UNREACHABLE if this way does not lead from here to there."""
+        `into`. Raises TransferError, UNREACHABLE if this way does not lead from here to there, and
+        TransportError if `into` can't be filled by this way."""
         ...
-
-    def close(self) -> None: ...

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import msgspec
 import torch
 
+from shoal.kv.cuda_driver import DriverError, call, context
 from shoal.kv.storage import Kind
 from shoal.kv.ticket import Failure, TransferError, WindowAddress
 from shoal.kv.transport import Reach, TransportError
@@ -38,10 +39,6 @@ class _Address(msgspec.Struct, frozen=True, array_like=True):
     offset: int  # of the cache in it, in bytes
 
 
-class _DriverError(Exception):
-    """A call of the CUDA driver failed."""
-
-
 class CudaIpcWindow:
     def __init__(self, view: BlockView) -> None:
         if view.storage.kind is not Kind.DEVICE:
@@ -49,20 +46,17 @@ class CudaIpcWindow:
                 f"CUDA IPC shares GPUs' memory, and the cache is in {view.storage.kind} memory"
             )
         start, _ = one_piece(view)
-        handle, base, size = _Handle(), ctypes.c_uint64(), ctypes.c_size_t()
+        device, handle = view.storage.device.index or 0, _Handle()
         try:
-            with _context(view.storage.device.index or 0):
-                _call(
-                    "cuMemGetAddressRange_v2", ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(start)
-                )
-                _call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(start))
-        except _DriverError as error:
+            base, _ = _range(device, start)
+            with context(device):
+                call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(start))
+        except DriverError as error:
             raise TransportError(
                 f"the cache's GPU memory can't be shared by CUDA IPC ({error}): it must come from "
                 "cudaMalloc, so leave out enable_sleep_mode and expandable_segments, or use NIXL"
             ) from None
-        gpu = _uuid(view.storage.device.index or 0)
-        address = _Address(boot_id(), gpu, bytes(handle), start - base.value)
+        address = _Address(boot_id(), _uuid(device), bytes(handle), start - base)
         self.address = WindowAddress(CudaIpc.name, view.spec, msgspec.msgpack.encode(address))
 
     def close(self) -> None:
@@ -92,19 +86,25 @@ class CudaIpc:
             for window, address in zip(windows, addresses):
                 start = _open(index, address.handle)
                 opened.append(start)
-                num_bytes, is_far = address.offset + window.spec.num_bytes, address.gpu != _uuid(index)
+                num_bytes = _range(index, start)[1]
+                if address.offset + window.spec.num_bytes > num_bytes:
+                    raise TransferError(
+                        Failure.INCOMPATIBLE, f"a cache of {window.spec.num_bytes} bytes does not fit there"
+                    )
+                is_far = address.gpu != _uuid(index)
                 storage = ForeignMemory(Kind.DEVICE, num_bytes, device, start, is_far)
                 views.append(BlockView.over(window.spec, storage, address.offset))
-        except _DriverError as error:
+        except DriverError as error:
             _close(index, opened)
             raise TransferError(
                 Failure.UNREACHABLE,
                 f"GPU {index} can't map the memory of the blocks' owner ({error}); it must live, on this "
                 "host, and the two GPUs must reach each other",
             ) from None
+        except TransferError:
+            _close(index, opened)
+            raise
         return MappedPeer(views, into, functools.partial(_close, index, opened))
-
-    def close(self) -> None: ...
 
 
 def _decode(window: WindowAddress) -> _Address:
@@ -122,47 +122,24 @@ def _uuid(device: int) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
+def _range(device: int, address: int) -> tuple[int, int]:
+    """Where the allocation begins that an address is in, and its bytes."""
+    start, size = ctypes.c_uint64(), ctypes.c_size_t()
+    with context(device):
+        call("cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(address))
+    return start.value, size.value
+
+
 def _open(device: int, handle: bytes) -> int:
     """Where the allocation begins in this process. The driver counts how often it was opened."""
     start = ctypes.c_uint64()
     given = _Handle.from_buffer_copy(handle)
-    with _context(device):
-        _call("cuIpcOpenMemHandle_v2", ctypes.byref(start), given, ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS))
+    with context(device):
+        call("cuIpcOpenMemHandle_v2", ctypes.byref(start), given, ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS))
     return start.value
 
 
 def _close(device: int, opened: list[int]) -> None:
-    with contextlib.suppress(_DriverError), _context(device):
+    with contextlib.suppress(DriverError), context(device):
         while opened:
-            _call("cuIpcCloseMemHandle", ctypes.c_uint64(opened.pop()))
-
-
-@functools.cache
-def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
-
-
-@functools.cache
-def _primary_context(device: int) -> ctypes.c_void_p:
-    """The context of a device that torch uses, too. It is kept to the end of the process."""
-    number, context = ctypes.c_int(), ctypes.c_void_p()
-    _call("cuInit", ctypes.c_uint(0))
-    _call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device))
-    _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), number)
-    return context
-
-
-@contextlib.contextmanager
-def _context(device: int) -> Iterator[None]:
-    """The driver's calls are about this device meanwhile."""
-    _call("cuCtxPushCurrent_v2", _primary_context(device))
-    try:
-        yield
-    finally:
-        _call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-
-
-def _call(name: str, *arguments: object) -> None:
-    code = getattr(_driver(), name)(*arguments)
-    if code:
-        raise _DriverError(f"{name} failed: the CUDA driver's error {code}")
+            call("cuIpcCloseMemHandle", ctypes.c_uint64(opened.pop()))

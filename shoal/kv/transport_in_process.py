@@ -55,5 +55,3 @@ class InProcess:
                 raise TransferError(Failure.UNREACHABLE, "the blocks are not in a window of this process")
             views.append(opened.view)
         return MappedPeer(views, into, lambda: None)
-
-    def close(self) -> None: ...

@@ -7,6 +7,7 @@ Needs the `nixl` package (the extra `nixl`), which is imported when the first wi
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import secrets
@@ -21,6 +22,7 @@ import numpy as np
 
 from shoal.kernels.block_copy import runs
 from shoal.kv.block_map import check_ids, pieces_between
+from shoal.kv.cuda_driver import context
 from shoal.kv.storage import Kind
 from shoal.kv.ticket import Failure, TransferError, WindowAddress
 from shoal.kv.transport import Reach, TransportError
@@ -50,7 +52,11 @@ class _Registered:
         on_device = view.storage.kind is Kind.DEVICE
         self.segment = "VRAM" if on_device else "DRAM"
         self.device = view.storage.device.index or 0 if on_device else 0
-        self.handle = agent.register_memory([(self.address, self.num_bytes, self.device, "")], self.segment)
+        # UCX looks for the GPU of memory in the calling thread's context.
+        self.context = functools.partial(context, self.device) if on_device else contextlib.nullcontext
+        with self.context():
+            descriptors = [(self.address, self.num_bytes, self.device, "")]
+            self.handle = agent.register_memory(descriptors, self.segment)
 
 
 class NixlWindow:
@@ -75,7 +81,7 @@ class NixlWindow:
 
     def close(self) -> None:
         if self._agent is not None:
-            with self._nixl.lock:
+            with self._nixl.lock, self._memory.context():
                 self._agent.deregister_memory(self._memory.handle)
                 self._agent = None
 
@@ -87,7 +93,7 @@ class NixlPull:
 
     def done(self) -> bool:
         peer = self._peer
-        with peer.nixl.lock:
+        with peer.nixl.lock, peer.memory.context():
             while self.handles:
                 try:
                     state = peer.agent.check_xfer_state(self.handles[-1])
@@ -136,7 +142,7 @@ class NixlPeer:
         with nixl.lock:
             _, self.agent = nixl.new_agent()
             try:
-                self._memory = _Registered(self.agent, into)
+                self.memory = _Registered(self.agent, into)
                 for address in self._addresses:
                     self.agent.add_remote_agent(address.metadata)
             except nixl.errors as error:
@@ -165,10 +171,10 @@ class NixlPeer:
     ) -> None:
         """Begins to read `run` bytes from each offset in the owner's cache, each to its target."""
         sources = _descriptors(offsets + address.address, run, address.device)
-        with self.nixl.lock:
+        with self.nixl.lock, self.memory.context():
             if self.agent is None:
                 raise TransferError(Failure.LOST, "the connection to the owner of the blocks was broken off")
-            memory = self._memory
+            memory = self.memory
             try:
                 remote = self.agent.get_xfer_descs(sources, address.segment)
                 local = self.agent.get_xfer_descs(_descriptors(targets, run, memory.device), memory.segment)
@@ -189,12 +195,12 @@ class NixlPeer:
         return TransferError(Failure.LOST, f"NIXL can't read from the owner of the blocks: {why}")
 
     def close(self) -> None:
-        with self.nixl.lock:
+        with self.nixl.lock, self.memory.context():
             if self.agent is not None:
                 for name in {address.agent for address in self._addresses}:
                     with contextlib.suppress(*self.nixl.errors):  # it is gone already
                         self.agent.remove_remote_agent(name)
-                self.agent.deregister_memory(self._memory.handle)
+                self.agent.deregister_memory(self.memory.handle)
                 self.agent = None
 
 
@@ -244,8 +250,6 @@ class Nixl:
         except ImportError as error:
             raise TransferError(Failure.UNREACHABLE, f"{MISSING} ({error})") from None
         return NixlPeer(self._nixl, windows, into)
-
-    def close(self) -> None: ...
 
 
 MISSING = "NIXL, which moves blocks between hosts, is not installed: pip install 'shoal[nixl]'"

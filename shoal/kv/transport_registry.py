@@ -72,6 +72,8 @@ class Transports:
                 continue
             try:
                 return transport.name, transport.connect(windows, into)
+            except TransportError as error:  # the cache here is of no kind that this transport can fill
+                reasons.append(f"{transport.name}: {error}")
             except TransferError as error:
                 if error.failure is not Failure.UNREACHABLE:
                     raise

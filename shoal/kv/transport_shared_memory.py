@@ -74,8 +74,6 @@ class SharedMemory:
             views.append(BlockView.over(window.spec, storage, offset))
         return MappedPeer(views, into, maps.clear)  # a map without users unmaps itself
 
-    def close(self) -> None: ...
-
 
 def _map(window: WindowAddress) -> tuple[mmap.mmap, int]:
     """The owner's memory, and where its cache begins in it."""

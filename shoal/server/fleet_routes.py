@@ -12,6 +12,7 @@ from shoal.server import system
 from shoal.server.catalog import Catalog
 from shoal.server.errors import ApiError
 from shoal.server.http import Exchange
+from shoal.server.protocol import decode
 from shoal.server.route import Route
 
 MANY = 1000  # workers in one request
@@ -118,7 +119,7 @@ class FleetRoutes:
         await exchange.json(await self._fleet.configure({}))
 
     async def _change_config(self, exchange: Exchange) -> None:
-        await exchange.json(await self._fleet.configure(exchange.decode(dict[str, Any])))
+        await exchange.json(await self._fleet.configure(decode(dict[str, Any], exchange.body)))
 
     async def _metrics(self, exchange: Exchange) -> None:
         await system.metrics(exchange, self._fleet.metrics())

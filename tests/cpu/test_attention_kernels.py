@@ -14,9 +14,15 @@ import pytest
 import torch
 
 from shoal.attention import triton as backend_module
-from shoal.attention.triton import TritonBackend, decode_splits, is_large
+from shoal.attention.triton import TritonBackend, decode_splits, is_large, prefill_splits
 from shoal.engine.runner.batch import MixedShape
-from shoal.kernels.attention import DecodeWorkspace, Tiles, decode_attention, prefill_attention
+from shoal.kernels.attention import (
+    DecodeWorkspace,
+    PrefillWorkspace,
+    Tiles,
+    decode_attention,
+    prefill_attention,
+)
 from shoal.kernels.attention_reference import paged_attention
 from shoal.kernels.hopper_attention import heads_an_item, prefill_work
 from shoal.kernels.step_input import HostView, StepInput
@@ -159,7 +165,7 @@ class Case:
             for x in (self.q, self.k, self.v)
         )
         self.check(backend.attend(q, k, v, self.kv_layer, captured, None)[:num_tokens])
-        assert not backend.workspace.arrived.any()
+        assert not backend.workspace.arrived.any() and not backend.prefill_workspace.arrived.any()
 
     def decode(
         self,
@@ -194,7 +200,14 @@ class Case:
         self.check(out, window)
         return workspace
 
-    def prefill(self, window: int | None = None, paged: bool = True, tiles: Tiles | None = None) -> None:
+    def prefill(
+        self,
+        window: int | None = None,
+        paged: bool = True,
+        tiles: Tiles | None = None,
+        splits: int = 1,
+        workspace: PrefillWorkspace | None = None,
+    ) -> None:
         out, step = self.poisoned(), self.step
         prefill_attention(
             self.q,
@@ -212,6 +225,9 @@ class Case:
             window,
             paged=paged,
             tiles=tiles or Tiles(16, 16, 4, 2),
+            splits=splits,
+            min_split=16,
+            workspace=workspace,
         )
         self.check(out, window)
 
@@ -330,6 +346,24 @@ def test_prefill_sees_its_window_only(window: int, paged: bool) -> None:
 def test_a_chunk_sees_its_window_only(window: int) -> None:
     Case([(20, 70), (2, 50)]).prefill(window)
     Case([(20, 70), (2, 50)]).prefill(window, tiles=Tiles(64, 16, 4, 2))
+
+
+@pytest.mark.parametrize("splits", [2, 3, 7])
+@pytest.mark.parametrize("heads", [(4, 2), (9, 3), (5, 1)])
+def test_the_keys_of_short_chunks_are_split(splits: int, heads: tuple[int, int]) -> None:
+    """Chunks that begin and end at every edge of tiles of keys, some so short that nothing is split."""
+    chunks = [(n, n + before) for n in (1, 5, 16, 20) for before in (0, 3, 15, 16, 31, 33, 100)]
+    case = Case(chunks, *heads)
+    workspace = PrefillWorkspace.allocate(2000, heads[0] // heads[1], 16, torch.float32, torch.device("cpu"))
+    for _ in range(2):
+        case.prefill(splits=splits, workspace=workspace)
+        assert not workspace.arrived.any()
+
+
+def test_short_chunks_are_split_so_that_programs_fill_the_gpu_and_others_are_not() -> None:
+    assert prefill_splits(96, 132) == 5  # 64 tokens and 8 sequences of a model with 8 kv heads
+    assert prefill_splits(264, 132) == 2 and prefill_splits(265, 132) == 1
+    assert all(num_tasks * prefill_splits(num_tasks, 132) <= 528 for num_tasks in range(1, 529))
 
 
 def test_prefill_of_more_sequences_than_one_search_chunk() -> None:

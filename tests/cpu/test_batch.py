@@ -1,6 +1,8 @@
 """What a step sends: at admission a whole row, then only what changed; sections come back from the packed
 buffer as they went in."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -14,7 +16,7 @@ from shoal.engine.runner.batch import (
     section_spans,
     token_spans,
 )
-from shoal.engine.runner.graphs import mixed_shapes
+from shoal.engine.runner.graphs import DecodeGraphs, decode_sizes, mixed_shapes
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.kernels.state import FIELDS, Field, StateLayout
 
@@ -197,14 +199,44 @@ def test_what_no_captured_step_has_room_for_runs_eagerly(ask):
 
 @pytest.mark.parametrize(
     ("most", "max_num_seqs", "share_from"),
-    [(4096, 256, 9), (16384, 256, None), (1000, 4, 9), (40, 1, None), (8, 256, 9)],
+    [(4096, 256, 9), (16384, 256, None), (16384, 1024, 9), (1000, 4, 9), (40, 1, None), (8, 256, 9)],
 )
 def test_the_ladder_of_mixed_steps_has_little_padding_and_room_for_every_decode(
     most, max_num_seqs, share_from
 ):
     shapes = mixed_shapes(most, max_num_seqs, share_from)
-    assert shapes == sorted(shapes) and len(shapes) <= 40
+    assert shapes == sorted(shapes) and len(shapes) <= (40 if max_num_seqs <= 256 else 48)
     assert all(s.tokens <= most and s.decodes <= s.tokens and s.samples <= max_num_seqs for s in shapes)
     for tokens in range(257, shapes[-1].tokens + 1 if shapes else 0):
         for decodes in {0, 1, min(tokens - 1, max_num_seqs - 1)}:
-            assert next(s for s in shapes if s.fits(tokens, decodes, 1, False)).tokens < 1.25 * tokens
+            padding = next(s for s in shapes if s.fits(tokens, decodes, 1, False)).tokens / tokens
+            assert padding < (1.25 if decodes < 256 else 1.5)
+
+
+def test_more_sequences_leave_the_shapes_of_256_and_fewer_as_they_are():
+    few, many = mixed_shapes(4096, 256, 9), mixed_shapes(4096, 1024, 9)
+    for tokens in range(2, 4097, 7):
+        for decodes in {0, 1, 20, min(tokens - 1, 255)}:
+            size = tokens, decodes, 1, False
+            assert next(s for s in few if s.fits(*size)) == next(s for s in many if s.fits(*size))
+
+
+def test_every_decode_step_has_a_graph_whether_it_shares_prefixes_or_not():
+    for share_from in (9, None):
+        graphs = DecodeGraphs(lambda _: None, decode_sizes(None, 1024), share_from, nullcontext)
+        assert graphs.keys == sorted(graphs.keys, reverse=True)
+        graphs.graphs = {key: key for key in graphs.keys}
+        for rows in range(1, 1025):
+            for sharing in (False, True) if share_from and rows >= share_from else (False,):
+                size, graph = graphs.fitting(rows, sharing)
+                assert graph == (size, sharing) and rows <= size <= graphs.padded(rows)
+        assert graphs.fitting(1025, False) is None
+
+
+def test_decode_steps_have_little_padding_up_to_the_last_size():
+    assert decode_sizes(None, 256) == [1, 2, 4, 8, *range(16, 257, 16)]
+    assert decode_sizes(None, 40) == [1, 2, 4, 8, 16, 32, 40]
+    sizes = decode_sizes(None, 1024)
+    assert sizes == sorted(set(sizes)) and sizes[-1] == 1024 and len(sizes) <= 32
+    for rows in range(9, 1025):
+        assert next(size for size in sizes if size >= rows) - rows < (16 if rows <= 256 else 64)

@@ -2,8 +2,10 @@
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from shoal import LLM, EngineArgs, SamplingParams
 from shoal.cli import option_tables
@@ -102,6 +104,59 @@ def test_a_resolved_config_has_decided_what_depends_on_model_and_machine():
         "structured_outputs_config": StructuredOutputsConfig(),
         "keep_quantized": False,
     }
+
+
+def pretend_cards(monkeypatch, num_bytes):
+    """From now on torch says that there are two GPUs with so much memory, all of it free."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    card = SimpleNamespace(total_memory=num_bytes)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (num_bytes, num_bytes))
+
+
+@pytest.mark.parametrize(
+    ("card_gib", "options", "expected"),
+    [
+        (140, {}, 1024),
+        (79, {}, 1024),
+        (48, {}, 256),
+        (140, dict(max_num_seqs=300), 300),
+        (48, dict(max_num_seqs=2000), 2000),
+        # the cache of the two layers below takes 256 bytes a token
+        (140, dict(kv_cache_memory_bytes=1024 * 256 * 256), 1024),
+        (140, dict(kv_cache_memory_bytes=1024 * 256 * 256 - 1), 256),
+        (140, dict(kv_cache_memory_bytes=1024 * 64 * 256, max_model_len=64), 1024),
+        (140, dict(num_gpu_blocks_override=1024 * 256 // 16), 1024),
+        (140, dict(num_gpu_blocks_override=1024 * 256 // 16 - 1), 256),
+    ],
+)
+def test_a_large_card_runs_as_many_sequences_at_once_as_its_cache_holds(
+    monkeypatch, card_gib, options, expected
+):
+    pretend_cards(monkeypatch, card_gib << 30)
+    config = EngineConfig(device="cuda", **options)
+    assert resolve_config(config, config_from_json(QWEN, "config.json")).max_num_seqs == expected
+
+
+def test_a_large_model_leaves_less_room_for_sequences(monkeypatch):
+    pretend_cards(monkeypatch, 79 << 30)
+    shape = dict(
+        hidden_size=5120,
+        intermediate_size=25600,
+        num_hidden_layers=64,
+        num_attention_heads=64,
+        num_key_value_heads=8,
+        head_dim=128,
+        vocab_size=151936,
+        max_position_embeddings=40960,
+    )
+    model = config_from_json(QWEN | shape, "config.json")
+    found = [
+        resolve_config(EngineConfig(device="cuda", tensor_parallel_size=size), model).max_num_seqs
+        for size in (1, 2)
+    ]
+    assert found == [256, 1024]  # a card has 6 GiB left, or 36
 
 
 def test_what_is_given_is_kept():

@@ -58,6 +58,11 @@ MODELS = {
         ),
         dict(max_num_seqs=1),
     ),
+    "many sequences": (
+        "Qwen3Config",
+        dict(num_hidden_layers=2),
+        dict(max_num_seqs=600, max_num_batched_tokens=9000),
+    ),
     "wide, on another GPU": (
         "Qwen3Config",
         dict(num_hidden_layers=2, hidden_size=2560, num_attention_heads=32, head_dim=128),
@@ -223,11 +228,10 @@ def launched_variants(folder: Path, name: str) -> dict:
     tiny.write_tokenizer(folder)
     rank = Rank(
         folder,
-        num_blocks=200,
-        **dict(dtype="bfloat16", max_num_seqs=48) | options,
+        num_blocks=2000,
+        **dict(dtype="bfloat16", max_num_seqs=48, max_num_batched_tokens=320) | options,
         load_format="dummy",
         max_model_len=1024,
-        max_num_batched_tokens=320,
     )
     runner = rank.runner
     take()
@@ -246,9 +250,13 @@ def launched_variants(folder: Path, name: str) -> dict:
     several = [[i] * n for i, n in enumerate((40, 300, 600, 33, *[20] * 9))]
     # a step that ends three prompts
     three = [[20 + i] * (100 + i) for i in range(3)]
-    for prompts in (several, three):
-        for prompt in prompts:
-            rank.add(prompt, temperature=1.0, max_tokens=4)
+    # thousands of short requests in small: most steps hold many decodes and many prompts
+    short = [
+        [i] * (8 + i % 33) for i in range(2 * rank.config.max_num_seqs if name == "many sequences" else 0)
+    ]
+    for prompts in (several, three, short):
+        for i, prompt in enumerate(prompts):
+            rank.add(prompt, temperature=1.0, max_tokens=4 + i % 9)
         rank.run()
     return {
         "graphs": graphs,

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file
 
 from shoal.api import Request, SamplingParams
 from shoal.attention.triton import TritonBackend
@@ -330,6 +331,17 @@ def test_a_captured_step_tells_its_layers_from_its_graph_or_runs_eagerly(folder,
     assert any(graph.replays for graph in runner.steps.mixed_graphs.graphs.values()) == in_graphs
 
 
+def test_a_start_runs_the_end_of_the_longest_sequence(start, monkeypatch):
+    rank = start(max_num_batched_tokens=20, max_model_len=128)
+    steps, seen = rank.runner.steps, []
+    begin = steps.backend.begin
+    monkeypatch.setattr(
+        steps.backend, "begin", lambda step: (seen.append((step.num_tokens, step.max_kv_len)), begin(step))
+    )
+    steps.rehearse_eager(8, 20)
+    assert (20, 128) in seen
+
+
 # Memory and weights
 
 
@@ -350,6 +362,28 @@ def test_weights_and_cache_stay_where_they_are_through_sleeps_and_new_weights(fo
     rank.runner.weights.load_checkpoint(str(folder), False)
     sleep_and_wake(rank.runner, kept=["weights"])
     assert addresses(rank.runner) == before
+    seq = rank.add(PROMPTS[1])
+    rank.run()
+    assert answer(seq) == tiny.greedy(folder, PROMPTS[1], 8)
+
+
+class OnAnotherCard:
+    """A tensor that says it lies on a GPU that is not the engine's."""
+
+    is_cuda, device = True, torch.device("cuda", 7)
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def to(self, device):
+        assert device.type == "cpu"
+        return self.tensor
+
+
+def test_weights_that_lie_on_another_card_are_copied_to_the_engines_own_first(start, folder):
+    rank = start(load_format="dummy")
+    tensors = load_file(folder / "model.safetensors")
+    rank.runner.weights.load_tensors({name: OnAnotherCard(tensor) for name, tensor in tensors.items()})
     seq = rank.add(PROMPTS[1])
     rank.run()
     assert answer(seq) == tiny.greedy(folder, PROMPTS[1], 8)

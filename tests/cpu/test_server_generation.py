@@ -1,14 +1,16 @@
 """Answers under way: what ends them, and that whoever leaves gives up his place."""
 
 import asyncio
+import dataclasses
 
 import pytest
 
 from shoal.api import SamplingParams
+from shoal.errors import RequestError
 from shoal.fake import FakeEngine
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
-from shoal.server.model import Prompt, ServedModel
+from shoal.server.model import OF_THE_MODEL, Prompt, ServedModel
 from tests.fake_server import (
     END,
     FakeServer,
@@ -136,3 +138,29 @@ def test_a_deadline_that_comes_while_a_whole_answer_is_let_go_spoils_nothing():
         model.close()
 
     asyncio.run(run())
+
+
+# Another model
+
+KEPT = {"names", "engine", "seed", "max_queued_requests", "request_timeout", "trust_request_chat_template"}
+KEPT |= {"on_gpu", "max_logprobs", "closes_objects"}  # options, which no model changes
+
+
+def test_a_served_model_that_becomes_another_speaks_for_it_and_keeps_its_queue():
+    async def become():
+        model, other = served(FakeEngine(300)), served(FakeEngine(300))
+        model.admission.enter(3)
+        other.max_model_len, other.tokenizer, other.admission.limit = 32, None, 5
+        model.become(other)
+        assert model.max_model_len == 32 and model.tokenizer is None and model.changed.is_set()
+        with pytest.raises(RequestError, match="without a tokenizer"):
+            await model.encode(["text"])
+        assert (model.admission.active, model.admission.limit) == (3, 5)
+        model.close()
+
+    asyncio.run(become())
+
+
+def test_every_field_of_a_served_model_is_known_to_change_or_to_stay():
+    names = {field.name for field in dataclasses.fields(ServedModel)}
+    assert names - set(OF_THE_MODEL) == KEPT

@@ -16,13 +16,15 @@ TAGS = ("weights", "kv_cache")
 
 
 @pytest.fixture(scope="module")
-def expected(folder):
-    return [tiny.greedy(folder, p, COUNT) for p in PROMPTS]
+def expected(folder, root):
+    """What each of two models says to the prompts."""
+    folders = [folder, tiny.write_model(root, "llama")]
+    return {path: [tiny.greedy(path, p, COUNT) for p in PROMPTS] for path in folders}
 
 
 class Fuzz:
     """The engine beside the model: `level` asked for, what is `asleep`, where weights are `kept`, whether
-    they are `lost`, and the streams that live (their number of tokens) or were aborted."""
+    they are `lost`, the `folder` of the engine's model, and the streams that live or were aborted."""
 
     def __init__(self, folder, expected, rng, offload):
         self.llm = LLM(
@@ -35,17 +37,18 @@ class Fuzz:
             sleep_offload=offload,
             async_scheduling=rng.random() < 0.5,
         )
-        self.folder, self.expected, self.rng, self.offload = folder, expected, rng, offload
-        self.weights = list(load_file(folder / "model.safetensors").items())
+        self.expected, self.rng, self.offload = expected, rng, offload
+        self.folder = folder
         self.is_files = True  # whether memory holds what the file does, as far as the engine knows
         self.level, self.asleep, self.kept, self.lost, self.version = None, set(), "", False, 0
-        self.streams = []  # [iterator, prompt's number, its last output]
+        self.streams = []  # [iterator, the tokens that it should give, its last output]
         self.actions = [
             *4 * [self.sleep],
             *6 * [self.wake_up],
             self.pause,
             *3 * [self.update],
             self.tensors,
+            *3 * [self.become_another],
             *6 * [self.begin],
             *2 * [self.advance],
             self.leave,
@@ -120,11 +123,29 @@ class Fuzz:
 
     def tensors(self):
         if "weights" not in self.asleep:
-            half = len(self.weights) // 2
-            self.rng.shuffle(self.weights)
-            for part in (self.weights[:half], self.weights[half:]):
+            weights = list(load_file(self.folder / "model.safetensors").items())
+            half = len(weights) // 2
+            self.rng.shuffle(weights)
+            for part in (weights[:half], weights[half:]):
                 self.llm.update_weights_from_tensors(dict(part))
             self.version, self.lost, self.is_files = self.version + 2, False, False
+
+    def become_another(self):
+        [other] = [path for path in self.expected if path != self.folder]
+        if not (self.lost and "kv_cache" in self.asleep):
+            with pytest.raises(CheckpointError, match=r"sleep\(level=2\)"):
+                self.llm.update_weights(other)
+            return
+        if self.rng.random() < 0.3:
+            self.once("holding", lambda: self.llm.update_weights(other))
+            self.level, self.asleep, self.kept = 2, set(TAGS), ""
+            return
+        self.llm.update_weights(other)
+        for entry in list(self.streams):
+            *_, entry[2] = [entry[2], *entry[0]]
+            self.end(entry, "abort")
+        self.folder, self.version, self.is_files, self.lost = other, self.version + 1, True, False
+        self.level, self.asleep, self.kept = 2, {"kv_cache"}, ""
 
     def begin(self):
         number = self.rng.randrange(len(PROMPTS))
@@ -135,7 +156,7 @@ class Fuzz:
             with pytest.raises(UnavailableError):
                 next(stream)
         else:
-            self.streams.append([stream, number, next(stream)])
+            self.streams.append([stream, self.expected[self.folder][number], next(stream)])
 
     def advance(self):
         if self.streams and self.runs:
@@ -161,7 +182,7 @@ class Fuzz:
 
     def end(self, entry, reason=None):
         self.streams.remove(entry)
-        output, wanted = entry[2].outputs[0], self.expected[entry[1]]
+        output, wanted = entry[2].outputs[0], entry[1]
         assert output.finish_reason == (reason or output.finish_reason) and output.finish_reason in (
             "length",
             "abort",
@@ -194,7 +215,9 @@ class Fuzz:
             *_, entry[2] = [entry[2], *entry[0]]
             self.end(entry, "length")
         params = SamplingParams(temperature=0.0, max_tokens=COUNT, ignore_eos=True)
-        assert [list(o.outputs[0].token_ids) for o in self.llm.generate(PROMPTS, params)] == self.expected
+        assert [list(o.outputs[0].token_ids) for o in self.llm.generate(PROMPTS, params)] == self.expected[
+            self.folder
+        ]
         stats = self.llm.stats()
         assert stats.num_running == stats.num_waiting == 0 and stats.num_free_blocks == stats.num_blocks
 

@@ -293,6 +293,18 @@ def test_large_prefills_answer_the_same_bits_every_time() -> None:
     assert not case.backend.taken.any()
 
 
+@pytest.mark.parametrize("heads", [(32, 8, 128), (16, 8, 128), (7, 1, 80), (8, 2, 256)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_short_chunks_after_long_prefixes(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Several programs share the keys of a tile, and whoever ends last combines their results."""
+    for sequences in ([(48, 9040)], [(1, 1)] * 3 + [(33, 5000), (2, 3000), (20, 20), (9, 600)]):
+        case = Case(sequences, *heads, dtype=dtype, num_decodes=3 if len(sequences) > 1 else 0)
+        first = case.attend()
+        case.check(first)
+        assert all(torch.equal(case.attend(), first) for _ in range(20))
+        assert not case.backend.prefill_workspace.arrived.any()
+
+
 def test_a_chunk_of_a_very_long_prompt() -> None:
     for sequences in ([(256, 131072), (33, 100_000)], [(600, 131072)]):
         case = Case(sequences)

@@ -31,7 +31,14 @@ def ids_of(outputs):
 
 @pytest.fixture
 def engine_options():
-    return {"dtype": "float32", "max_model_len": 256, "gpu_memory_utilization": 0.2, "max_num_seqs": 16}
+    # A cache of a given size: what other processes take of the card does not matter.
+    return {
+        "dtype": "float32",
+        "max_model_len": 256,
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": 512 << 20,
+        "max_num_seqs": 16,
+    }
 
 
 @pytest.mark.parametrize("name", tiny.MODELS)
@@ -189,6 +196,22 @@ def test_what_is_asked_beside_tokens_is_the_same_from_captured_mixed_steps(build
         )
 
 
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_hundreds_of_sequences_at_once_get_the_oracles_tokens(eager, root, build):
+    """Batches beyond 256 rows have graphs of their own, and products of their own."""
+    folder = tiny.write_model(root, "qwen3")
+    prompts = [random.Random(i).choices(range(256), k=8 + i % 33) for i in range(900)]
+    params = [greedy(max_tokens=1 + i % 12) for i in range(900)]
+    engine = build("qwen3", max_num_seqs=700, enforce_eager=eager)
+    for _ in range(2):
+        engine.reset_prefix_cache()
+        found = ids_of(engine.generate(prompts, params))
+        for i in range(0, 900, 37):
+            assert found[i] == tiny.greedy(folder, prompts[i], 1 + i % 12)
+        assert [len(ids) for ids in found] == [1 + i % 12 for i in range(900)]
+
+
+@pytest.mark.usefixtures("alone_on_the_card")
 def test_exit_gives_the_memory_back(build):
     torch.cuda.synchronize()
     build("qwen3").exit()
@@ -201,6 +224,7 @@ def test_exit_gives_the_memory_back(build):
     assert torch.cuda.mem_get_info()[0] > before - (64 << 20)
 
 
+@pytest.mark.usefixtures("alone_on_the_card")
 def test_a_share_larger_than_what_is_free_is_refused(build):
     free, total = torch.cuda.mem_get_info()
     hog = torch.empty(int(free - 0.3 * total), dtype=torch.uint8, device="cuda")

@@ -1,5 +1,7 @@
-"""Regions on a real device: the tests of vLLM's and torch_memory_saver's allocators, and what they leave
-out."""
+"""Regions on a real device: the tests of vLLM's and torch_memory_saver's allocators, and what they leave out.
+
+They compare the card's free memory before and after, so they need the card alone and are skipped otherwise.
+"""
 
 import gc
 
@@ -8,7 +10,10 @@ import torch
 
 from shoal.memory.regions import Regions
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("alone_on_the_card"),
+]
 GIB = 2**30
 MIB = 2**20
 

@@ -27,7 +27,8 @@ def engine_options():
     return {
         "dtype": "float32",
         "max_model_len": 320,
-        "gpu_memory_utilization": 0.2,
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": 256 << 20,  # whatever other processes take of the card
         "max_num_seqs": 16,
         "kv_load_policy": "always",
     }

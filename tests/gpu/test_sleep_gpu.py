@@ -12,8 +12,10 @@ from shoal import LLM, SamplingParams
 from shoal.errors import ShoalError, UnavailableError
 from shoal.weights.transfer import SharedTensors
 from tests import tiny
+from tests.cpu.test_runner import Rank
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+alone = pytest.mark.usefixtures("alone_on_the_card")
 
 PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((3, 17, 40, 70))]
 COUNT = 24
@@ -65,9 +67,6 @@ def build(folder):
 def test_the_same_tokens_after_every_level_with_graphs(build, folder, expected, eager, offload):
     llm = build(enforce_eager=eager, sleep_offload=offload)
     assert tokens(llm) == expected
-    addresses = [p.data_ptr() for p in llm.core.ranks.runner.model.parameters()] + [
-        llm.core.ranks.runner.cache.blocks.data_ptr()
-    ]
     for level in (1, 2, 1, 2):
         llm.sleep(level=level)
         llm.wake_up(tags=["weights"])
@@ -75,11 +74,9 @@ def test_the_same_tokens_after_every_level_with_graphs(build, folder, expected, 
             llm.update_weights(folder)
         llm.wake_up(tags=["kv_cache"])
         assert tokens(llm) == expected
-    assert addresses == [p.data_ptr() for p in llm.core.ranks.runner.model.parameters()] + [
-        llm.core.ranks.runner.cache.blocks.data_ptr()
-    ]
 
 
+@alone
 def test_the_memory_comes_back(build):
     before = free_bytes()
     llm = build(gpu_memory_utilization=0.5)
@@ -96,26 +93,72 @@ def test_the_memory_comes_back(build):
         llm.wake_up()
 
 
-def test_buffers_that_no_checkpoint_holds_survive_level_2(build, folder):
-    llm = build()
-    before = {name: buffer.clone() for name, buffer in llm.core.ranks.runner.model.named_buffers()}
-    assert "cos_sin" in before
-    sums = llm.check_weights()
-    llm.sleep(level=2)
-    with torch.no_grad():  # what is taken meanwhile overwrites what lay there
-        filler = torch.full((free_bytes() // 2,), 255, dtype=torch.uint8, device="cuda")
+@pytest.fixture
+def start(folder):
+    """Starts one rank of an engine on the GPU, its graphs captured."""
+    ranks = []
+
+    def make(**options):
+        defaults = {"device": "cuda", "max_model_len": 256, "max_num_seqs": 16, "gpu_memory_utilization": 0.3}
+        ranks.append(Rank(folder, **defaults | options))
+        return ranks[-1]
+
+    yield make
+    for rank in ranks:
+        rank.runner.drop_graphs()
+        rank.runner.exit()
+
+
+def answers(rank):
+    """What the rank answers to all prompts, computed together."""
+    seqs = [rank.add(prompt, max_tokens=COUNT) for prompt in PROMPTS]
+    rank.run()
+    return [seq.token_ids[seq.num_prompt_tokens :] for seq in seqs]
+
+
+def fill_the_card():
+    """What is free is overwritten, and free again."""
+    filler = torch.full((free_bytes() // 2,), 255, dtype=torch.uint8, device="cuda")
     del filler
     torch.cuda.empty_cache()
+
+
+def test_weights_cache_and_buffers_stay_where_they_are(start, folder, expected):
+    """Graphs have captured their addresses. Buffers that no checkpoint holds keep their content too."""
+    rank = start(enable_sleep_mode=True)
+    runner = rank.runner
+
+    def addresses():
+        return [tensor.data_ptr() for tensor in [*runner.model.parameters(), runner.cache.blocks]]
+
+    before, sums = addresses(), runner.weights.checksums()
+    buffers = {name: buffer.clone() for name, buffer in runner.model.named_buffers()}
+    assert "cos_sin" in buffers and answers(rank) == expected
+    rank.scheduler.reset_prefix_cache()
+    for kept in ((), ("weights",)):
+        runner.memory.release(["weights", "kv_cache"], kept)
+        fill_the_card()
+        runner.memory.take(["weights", "kv_cache"])
+        if not kept:
+            runner.weights.load_checkpoint(str(folder), False)
+        assert addresses() == before and runner.weights.checksums() == sums
+        assert all(torch.equal(buffer, buffers[name]) for name, buffer in runner.model.named_buffers())
+        assert answers(rank) == expected
+        rank.scheduler.reset_prefix_cache()
+
+
+def test_after_level_2_nothing_is_answered_without_weights(build, folder):
+    llm = build()
+    sums = llm.check_weights()
+    llm.sleep(level=2)
     llm.wake_up()
     with pytest.raises(UnavailableError, match="weights"):
         tokens(llm)
     llm.update_weights(folder)
-    assert all(
-        torch.equal(buffer, before[name]) for name, buffer in llm.core.ranks.runner.model.named_buffers()
-    )
     assert llm.check_weights() == sums
 
 
+@alone
 def test_a_hundred_cycles_grow_nothing(build, folder, expected):
     import os
 
@@ -123,7 +166,7 @@ def test_a_hundred_cycles_grow_nothing(build, folder, expected):
         with open("/proc/self/statm") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
-    llm = build()
+    llm = build(kv_cache_memory_bytes=1 << 30)  # A larger cache takes longer to come and go.
     for _ in range(3):
         llm.sleep(level=1)
         llm.wake_up()
@@ -137,6 +180,7 @@ def test_a_hundred_cycles_grow_nothing(build, folder, expected):
     assert tokens(llm) == expected
 
 
+@alone
 @pytest.mark.parametrize("level", [1, 2])
 def test_a_wake_without_room_loses_nothing(build, folder, expected, level):
     llm = build(gpu_memory_utilization=0.5)
@@ -157,24 +201,24 @@ def test_a_wake_without_room_loses_nothing(build, folder, expected, level):
 
 
 @pytest.mark.parametrize("eager", [False, True])
-def test_what_lies_in_unused_cache_slots_reaches_no_answer(build, expected, eager):
+def test_what_lies_in_unused_cache_slots_reaches_no_answer(start, expected, eager):
     """A woken cache's content is undefined: NaN at worst."""
-    llm = build(enforce_eager=eager)
+    rank = start(enforce_eager=eager)
     with torch.inference_mode():
-        llm.core.ranks.runner.cache.blocks.fill_(float("nan"))
-    assert tokens(llm) == expected
-    assert tokens(llm) == expected  # prompts found in the cache
+        rank.runner.cache.blocks.fill_(float("nan"))
+    assert answers(rank) == expected
+    assert answers(rank) == expected  # prompts found in the cache
 
 
 @pytest.mark.parametrize("backend, package", [("flash_attn", "flash_attn"), ("flashinfer", "flashinfer")])
-def test_nor_with_attention_from_other_libraries(build, backend, package):
+def test_nor_with_attention_from_other_libraries(start, backend, package):
     pytest.importorskip(package)
-    llm = build(attention_backend=backend, block_size=256, dtype="bfloat16")
-    before = tokens(llm)
+    rank = start(attention_backend=backend, block_size=256, dtype="bfloat16")
+    before = answers(rank)
     with torch.inference_mode():
-        llm.core.ranks.runner.cache.blocks.fill_(float("nan"))
-    llm.reset_prefix_cache()
-    assert tokens(llm) == before and tokens(llm) == before
+        rank.runner.cache.blocks.fill_(float("nan"))
+    rank.scheduler.reset_prefix_cache()
+    assert answers(rank) == before and answers(rank) == before
 
 
 def test_level_2_after_level_1_gives_the_hosts_memory_back(build, folder, expected):
@@ -184,9 +228,9 @@ def test_level_2_after_level_1_gives_the_hosts_memory_back(build, folder, expect
     llm.sleep(level=1)
     asleep = llm.memory_usage()["weights"]
     assert asleep["host_bytes"] > awake["host_bytes"] == 0 and asleep["ready_bytes"] < awake["ready_bytes"]
-    buffers = llm.core.ranks.runner.memory.regions._regions.host_usage
-    assert buffers()["used"] > 0
-    assert llm.sleep(level=2).host_bytes == 0 and buffers()["bytes"] == 0
+    assert llm.sleep(level=2).host_bytes == 0
+    usage = llm.memory_usage()["weights"]
+    assert usage["host_bytes"] == usage["ready_bytes"] == 0
     llm.wake_up()
     llm.update_weights(folder)
     for _ in range(2):
@@ -195,6 +239,7 @@ def test_level_2_after_level_1_gives_the_hosts_memory_back(build, folder, expect
         assert tokens(llm) == expected
 
 
+@alone
 def test_engines_that_do_not_start_leave_no_region(build, tmp_path, folder):
     """A process has room for 64 regions."""
     import shutil

@@ -29,7 +29,8 @@ def llm(request, folder):
     options = {
         "dtype": "float32",
         "max_model_len": 256,
-        "gpu_memory_utilization": 0.2,
+        "gpu_memory_utilization": 0.05,
+        "kv_cache_memory_bytes": 256 << 20,  # whatever other processes take of the card
         "max_num_seqs": 16,
     } | request.param
     with LLM(str(folder), **options) as llm:

@@ -7,13 +7,17 @@ import os
 import re
 import signal
 import subprocess
+import time
 import tomllib
+import urllib.error
+import urllib.request
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tests import nats_server
-from tests.serving import PYTHON, ROOT, free_port, until
+from tests.serving import PYTHON, ROOT, TINY, free_port
 
 LAPTOP = ROOT / "examples" / "fleet" / "laptop.toml"
 OPTIONS = "{ dtype = 'float32', max_model_len = 1024, kv_cache_memory_bytes = 200_000_000 }"
@@ -23,12 +27,19 @@ STORY = (
 PATIENCE_S = 240
 
 
-class Fleet:
-    """The command with a file of this text behind two ports. `text` of a path runs that file."""
+def until(condition, say=lambda: ""):
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, say()
+        time.sleep(0.1)
 
-    def __init__(self, folder, text, name="fleet"):
-        self.port, self.admin = free_port(), free_port()
-        self.file, self.log = folder / f"{name}.toml", folder / f"{name}.log"
+
+class Fleet:
+    """The command with a file of this text behind two ports. `key`: what requests bring along."""
+
+    def __init__(self, folder, text, key=None):
+        self.port, self.admin, self.key = free_port(), free_port(), key
+        self.file, self.log = folder / "fleet.toml", folder / "fleet.log"
         self.file.write_text(f"port = {self.port}\nadmin_port = {self.admin}\n{text}")
         path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
         env = os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)}
@@ -88,7 +99,8 @@ class Fleet:
         )
         try:
             data = None if body is None else json.dumps(body)
-            connection.request(method or ("GET" if body is None else "POST"), path, data)
+            headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
+            connection.request(method or ("GET" if body is None else "POST"), path, data, headers)
             answer = connection.getresponse()
             return answer.status, answer.headers, answer.read().decode()
         finally:
@@ -246,7 +258,9 @@ def test_a_second_ctrl_c_ends_all_at_once(fleet_of_one):
         fleet_of_one.until(lambda: any(w["active_requests"] for w in fleet_of_one.workers().values()))
         processes = fleet_of_one.descendants()
         fleet_of_one.signal()
-        until(lambda: "shutting down" in fleet_of_one.request("/v1/completions", ENDLESS)[2])
+        until(
+            lambda: "shutting down" in fleet_of_one.request("/v1/completions", ENDLESS | {"max_tokens": 1})[2]
+        )
         fleet_of_one.signal()
         assert fleet_of_one.process.wait(PATIENCE_S) == 1
         until(lambda: not [p for p in processes if is_running(p.pid)])
@@ -271,16 +285,19 @@ def fleet_of_one(tmp_path):
         yield fleet.ready(1)
 
 
-def test_two_models_are_behind_one_endpoint(tmp_path, folder):
+def test_two_models_are_behind_one_endpoint_and_its_key_guards_the_workers_too(tmp_path, folder):
     tiny = "{ dtype = 'float32', device = 'cpu', kv_cache_memory_bytes = 4_000_000, max_model_len = 512 }"
     workers = f"[[workers]]\nname = 'small'\noptions = {OPTIONS}\n"
     workers += f"[[workers]]\nmodel = '{folder}'\nname = 'tiny'\noptions = {tiny}\n"
-    with Fleet(tmp_path, workers) as fleet:
+    with Fleet(tmp_path, f"api_key = ['secret']\n{workers}", key="secret") as fleet:
         fleet.ready()
-        fleet.until(lambda: {m["id"] for m in fleet.json("/v1/models")["data"]} == {"small", "tiny"})
+        assert {model["id"] for model in fleet.json("/v1/models")["data"]} == {"small", "tiny"}
         for name in ("small", "tiny", "small"):
             assert fleet.ask("Some words", model=name)[1] == f"{name}-1"
         assert fleet.request("/v1/completions", {"model": "other", "prompt": "x"})[0] == 404
+        for url in [f"http://127.0.0.1:{fleet.port}", *[w["url"] for w in fleet.workers().values()]]:
+            with pytest.raises(urllib.error.HTTPError, match="401"):
+                urllib.request.urlopen(url + "/v1/models")
 
 
 def test_the_laptop_of_the_examples_answers_as_the_readme_says(tmp_path):
@@ -296,10 +313,49 @@ def test_the_laptop_of_the_examples_answers_as_the_readme_says(tmp_path):
         assert "<html" in fleet.request("/")[2]
 
 
-def test_a_foreign_command_that_cannot_start_ends_the_fleet_with_its_words(tmp_path):
-    with Fleet(tmp_path, "[[workers]]\ncommand = 'no-such-engine --port {port}'\n") as fleet:
+def test_a_command_starts_workers_that_speak_http(tmp_path, folder):
+    """Servers of ours stand for another engine's."""
+    command = f"{PYTHON} -m shoal serve {folder} --served-model-name tiny --port {{port}} {' '.join(TINY)}"
+    with Fleet(
+        tmp_path, f"[[workers]]\ncount = 2\ncommand = '{command}'\n[router]\npolicy = 'round_robin'\n"
+    ) as fleet:
+        fleet.ready()
+        name = Path(PYTHON).name
+        assert set(fleet.workers()) == {f"{name}-1", f"{name}-2"}
+        asked = [fleet.ask("Some words", model="tiny") for _ in range(4)]
+        assert len({text for text, *_ in asked}) == 1
+        assert {worker for _, worker, _ in asked} == {f"{name}-1", f"{name}-2"}
+        status, _, text = fleet.request("/sleep", method="POST", admin=True)
+        assert status == 503 and "no worker of ours" in text
+        processes = fleet.descendants()
+        fleet.signal(signal.SIGTERM)
+        assert fleet.process.wait(PATIENCE_S) == 0
+        until(lambda: not [p for p in processes if is_running(p.pid)])
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("[[workers]]\ncommand = 'no-such-engine --port {port}'\n", "'no-such-engine' is no program"),
+        ("[[workers]]\n[[workers]]\nmodel = '/no/such/folder'\n", "[[workers]] 2: "),
+        ("[plane]\nurl = 'tcp://10.0.0.1:5600'\n[[workers]]\n", "10.0.0.1"),
+        ("host = '0.0.0.0'\nadmin_host = '0.0.0.0'\n[[workers]]\n", "admin_host"),
+    ],
+    ids=["program", "model", "plane", "admin"],
+)
+def test_what_cannot_work_is_told_before_a_process_starts(tmp_path, text, wrong):
+    with Fleet(tmp_path, text) as fleet:
         assert fleet.process.wait(PATIENCE_S) == 1
-        assert "no-such-engine" in fleet.text() and "Traceback" not in fleet.text()
+        assert wrong in fleet.text()
+        assert "Traceback" not in fleet.text() and "starts as process" not in fleet.text()
+
+
+@pytest.mark.slow
+def test_a_fleet_whose_workers_all_fail_to_start_ends(tmp_path):
+    with Fleet(tmp_path, "[[workers]]\noptions = { kv_cache_memory_bytes = 1000 }\n") as fleet:
+        assert fleet.process.wait(2 * PATIENCE_S) == 1
+        assert "smollm2-1 has ended 5 times in succession" in fleet.text()
+        assert "no worker is left" in fleet.text() and "Traceback" not in fleet.text()
 
 
 @pytest.fixture

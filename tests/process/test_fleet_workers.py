@@ -1,12 +1,13 @@
-"""Real workers of a fleet: processes of `shoal serve --plane` with the default model on the CPU, and what a
-router makes of them."""
+"""Real workers with the default model on the CPU behind a real router: what they tell, and what becomes of
+answers when a worker is killed."""
 
 import asyncio
 import functools
 import os
+import random
 import signal
 import subprocess
-from contextlib import asynccontextmanager
+import time
 
 import pytest
 
@@ -16,14 +17,14 @@ from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.indexer import KvIndexer, WorkerRank
 from shoal.fleet.plane_workers import watch_plane
 from shoal.fleet.planes import open_plane
-from tests.serving import PYTHON, ROOT, free_port
+from tests import nats_server
+from tests.fleet_processes import PATIENCE_S, Processes, wait_for
+from tests.serving import free_port
 from tests.tiny import greedy, write_model
 
-PATIENCE_S = 240
-LEASE_S = 6.0
-# a tiny model's
-SMALL = ("--max-model-len", "256", "--kv-cache-memory-bytes", "8000000", "--max-num-seqs", "4")
-OPTIONS = ("--dtype", "float32", "--max-model-len", "1024", "--kv-cache-memory-bytes", "200000000")
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TINY = ("--max-model-len", "256", "--kv-cache-memory-bytes", "8000000", "--max-num-seqs", "4")
+BEFORE_KILL = 2  # events of each stream
 
 
 def asynchronous(test):
@@ -37,76 +38,14 @@ def asynchronous(test):
 
 
 async def eventually(condition, say=lambda: ""):
-    for _ in range(PATIENCE_S * 10):
-        if condition():
-            return
-        await asyncio.sleep(0.1)
-    raise AssertionError(say())
+    await asyncio.to_thread(wait_for, condition, say)
 
 
-class Site:
-    """A plane with a router's view of it, and workers as processes."""
-
-    def __init__(self, folder, plane, key):
-        self.folder, self.plane, self.key = folder, plane, key
-        self.workers, self.left, self.processes, self.closing = {}, [], {}, []
-
-    def start(self, name, *more, model="smollm2", url=None):
-        log = (self.folder / f"{name}.log").open("w")
-        command = [PYTHON, "-m", "shoal", "serve", model, "--plane", url or self.url, "--worker-id", name]
-        path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
-        self.processes[name] = subprocess.Popen(
-            [*command, *OPTIONS, *more],
-            env=os.environ | {"PYTHONPATH": path, "TMPDIR": str(self.folder)},
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-
-    def log(self, name):
-        return (self.folder / f"{name}.log").read_text()
-
-    async def worker(self, name):
-        await eventually(lambda: name in self.workers or self.processes[name].poll() is not None)
-        assert name in self.workers, self.log(name)
-        await self.workers[name].link.check()
-        return self.workers[name]
-
-    def on_join(self, worker):
-        self.workers[worker.id] = worker
-
-    def on_leave(self, name):
-        self.left.append(name)
-        self.closing.append(asyncio.create_task(self.workers.pop(name).link.close()))
-
-    def kill(self, name):
-        os.kill(self.processes[name].pid, signal.SIGKILL)
-        self.processes[name].wait()
+# What a worker tells
 
 
-@asynccontextmanager
-async def fleet(folder, key_file=None):
-    key = FleetKey.read(key_file)
-    url = f"tcp://127.0.0.1:{free_port()}"
-    plane = open_plane(url, may_host=True, lease_s=LEASE_S, key=key)
-    site = Site(folder, plane, key)
-    site.url = url
-    watching = asyncio.create_task(watch_plane(plane, key, site.on_join, site.on_leave))
-    try:
-        yield site
-    finally:
-        watching.cancel()
-        for worker in site.workers.values():
-            await worker.link.close()
-        for process in site.processes.values():
-            process.kill()
-            process.wait()
-        await plane.close()
-
-
-def request(name, prompt, max_tokens=8, **params):
-    params = SamplingParams(max_tokens=max_tokens, **{"temperature": 0.0, "seed": 0, **params})
-    return Request(name, list(prompt), params)
+def request(name, prompt, max_tokens=8):
+    return Request(name, list(prompt), SamplingParams(max_tokens=max_tokens, temperature=0.0, seed=0))
 
 
 async def ids_of(engine, asked):
@@ -116,55 +55,225 @@ async def ids_of(engine, asked):
     return found
 
 
-@pytest.mark.parametrize("has_key", [False, True], ids=["open", "with the key"])
 @asynchronous
-async def test_a_worker_joins_answers_tells_of_its_blocks_and_leaves(tmp_path, has_key):
+async def test_a_worker_joins_answers_tells_of_its_blocks_and_leaves(tmp_path):
     key_file = tmp_path / "key"
     key_file.write_text("0123456789abcdef" * 2)
-    options = ("--fleet-key-file", str(key_file)) if has_key else ()
-    async with fleet(tmp_path, str(key_file) if has_key else None) as site:
-        site.start("a", *options)
-        worker = await site.worker("a")
-        assert worker.info.models == ("smollm2",) and worker.info.pid == site.processes["a"].pid
+    key = FleetKey.read(str(key_file))
+    workers, left = {}, []
+    with Processes(tmp_path) as fleet:
+        plane = open_plane(fleet.plane, may_host=True, key=key)
+        watching = asyncio.create_task(
+            watch_plane(plane, key, lambda worker: workers.update({worker.id: worker}), left.append)
+        )
+        fleet.serve("a", "--fleet-key-file", key_file)
+        await eventually(lambda: "a" in workers or fleet.running["a"].poll() is not None)
+        assert "a" in workers, fleet.log("a")
+        worker = workers["a"]
+        await worker.link.check()
+        assert worker.info.models == ("smollm2",) and worker.info.pid == fleet.running["a"].pid
         assert worker.info.total_blocks > 0 and worker.info.url.startswith("http://127.0.0.1:")
-        index = KvIndexer(block_size=16)
-        prompt = list(range(100, 180))
+        index, prompt, other = KvIndexer(block_size=16), list(range(100, 180)), list(range(300, 380))
         first = await ids_of(worker.link, request("1", prompt))
-        # it begins late, so what is cached is asked for
+        # The router begins to listen late, so what is cached is asked for.
         following = asyncio.create_task(worker.link.follow_events(EventFeed(index, WorkerRank("a"))))
-        await eventually(lambda: index.find_matches(prompt).get(WorkerRank("a")) is not None)
+        await eventually(lambda: WorkerRank("a") in index.find_matches(prompt))
         assert index.find_matches(prompt)[WorkerRank("a")].device == 5
-        other = list(range(300, 380))
         again, _ = await asyncio.gather(
             ids_of(worker.link, request("2", prompt)), ids_of(worker.link, request("3", other))
         )
         assert first == again and len(first) == 8
-        await eventually(lambda: index.find_matches(other).get(WorkerRank("a")) is not None)
+        await eventually(lambda: WorkerRank("a") in index.find_matches(other))
         stream = worker.link.generate(request("4", other, 12))
         await anext(stream)
-        site.processes["a"].send_signal(signal.SIGTERM)
+        fleet.running["a"].send_signal(signal.SIGTERM)
         await eventually(lambda: worker.is_draining)
         assert sum([len(output.token_ids) async for output in stream]) >= 8, "what runs is drained"
-        await eventually(lambda: site.left == ["a"])
-        await eventually(lambda: site.processes["a"].poll() is not None)
-        assert site.processes["a"].returncode == 0 and "Traceback" not in site.log("a"), site.log("a")
+        await eventually(lambda: left == ["a"] and fleet.running["a"].poll() is not None)
+        assert fleet.running["a"].returncode == 0 and "Traceback" not in fleet.log("a"), fleet.log("a")
         assert not list(tmp_path.glob("shoal-*"))
         following.cancel()
+        watching.cancel()
+        await worker.link.close()
+        await plane.close()
 
 
 @asynchronous
 async def test_a_worker_that_becomes_another_model_leaves_and_joins_as_that_one(tmp_path):
     models = [write_model(tmp_path, name) for name in ("qwen3", "llama")]
-    prompt = list(range(40))
-    async with fleet(tmp_path) as site:
-        site.start("a", "--enable-sleep-mode", "--served-model-name", "m", *SMALL, model=str(models[0]))
-        first = await site.worker("a")
+    prompt, workers, left = list(range(40)), {}, []
+    with Processes(tmp_path) as fleet:
+        plane = open_plane(fleet.plane, may_host=True)
+        watching = asyncio.create_task(
+            watch_plane(plane, None, lambda worker: workers.update({worker.id: worker}), left.append)
+        )
+        fleet.serve("a", "--enable-sleep-mode", "--served-model-name", "m", *TINY, model=models[0])
+        await eventually(lambda: "a" in workers or fleet.running["a"].poll() is not None)
+        first = workers.pop("a")
+        await first.link.check()
         assert await ids_of(first.link, request("1", prompt)) == greedy(models[0], prompt, 8)
         await first.link.sleep(2)
         assert await first.link.update_weights(str(models[1])) == 1
-        await eventually(lambda: site.left == ["a"] and "a" in site.workers)
-        second = await site.worker("a")
+        await eventually(lambda: left == ["a"] and "a" in workers)
+        second = workers["a"]
+        await second.link.check()
         assert second.info.models == ("m",) and second.link.card.model == str(models[1])
         assert second.link.card.kind != first.link.card.kind
         await second.link.wake_up()
         assert await ids_of(second.link, request("2", prompt)) == greedy(models[1], prompt, 8)
+        watching.cancel()
+        await first.link.close()
+        await second.link.close()
+        await plane.close()
+
+
+# What becomes of answers
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "weather",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "minLength": 30}, "days": {"type": "integer"}},
+            "required": ["city", "days"],
+        },
+    },
+}
+TELL = {"stream_options": {"include_usage": True}}
+MODES = {
+    "greedy": (COMPLETIONS, {"prompt": "The old harbour", "temperature": 0, "ignore_eos": True}),
+    "seeded": (COMPLETIONS, {"prompt": "Once upon a time", "temperature": 0.9, "top_p": 0.95, "seed": 11}),
+    "penalties": (
+        COMPLETIONS,
+        {
+            "prompt": "Rain, rain, rain",
+            "temperature": 0,
+            "repetition_penalty": 1.2,
+            "presence_penalty": 0.7,
+            "min_tokens": 24,
+        },
+    ),
+    "grammar": (
+        COMPLETIONS,
+        {
+            "prompt": "Words:",
+            "temperature": 0,
+            "structured_outputs": {"regex": "([a-z]{2,6} ){8}end"},
+            "max_tokens": 60,
+        },
+    ),
+    "tools": (
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": "The weather in Paris for 3 days?"}],
+            "tools": [TOOL],
+            "tool_choice": "required",
+            "temperature": 0,
+            "max_tokens": 60,
+        },
+    ),
+    "several": (COMPLETIONS, {"prompt": "My favourite", "n": 2, "temperature": 1.0, "seed": 5}),
+    "logprobs": (COMPLETIONS, {"prompt": "The sea is", "temperature": 0, "logprobs": 3, "ignore_eos": True}),
+}
+GRAMMARS = ("grammar", "tools")  # they begin late, as their grammars are compiled first
+
+
+def ask(fleet, name, **more):
+    path, body = MODES[name]
+    return fleet.stream(path, **{"max_tokens": 24, **TELL, **body, **more})
+
+
+def settled(fleet):
+    return all(worker["active_requests"] == 0 for worker in fleet.workers().values())
+
+
+def test_a_kill_in_mid_stream_changes_nothing_in_any_sampling_mode(tmp_path):
+    """One worker writes all answers whole. Then another begins them, dies, and the first one goes on."""
+    with Processes(tmp_path).route() as fleet:
+        fleet.serve("a")
+        fleet.serve("b")
+        for name in "ab":
+            fleet.wait_state(name, "ready")
+        fleet.operate("drain", "a")
+        expected = {
+            name: asked.answer() for name, asked in {name: ask(fleet, name) for name in MODES}.items()
+        }
+        assert all(answer["error"] is None for answer in expected.values()), expected
+        # A stop string that is longer than what comes before the break: it lies across.
+        text = expected["greedy"]["choices"][0]["text"]
+        stop = text[6:-6]
+        fleet.operate("drain", "b")
+        fleet.operate("resume", "a")
+        streams = {name: ask(fleet, name) for name in GRAMMARS}
+        wait_for(lambda: all(asked.events or asked.error for asked in streams.values()))
+        streams |= {name: ask(fleet, name) for name in MODES if name not in GRAMMARS}
+        stopped = ask(fleet, "greedy", stop=stop)
+        wait_for(lambda: all(len(asked.events) >= BEFORE_KILL or asked.error for asked in streams.values()))
+        fleet.operate("resume", "b")
+        unfinished = [name for name, asked in streams.items() if asked.is_alive()]
+        fleet.kill("a")
+        assert {name: asked.answer() for name, asked in streams.items()} == expected
+        assert len(unfinished) >= 4 and stopped.headers["x-shoal-worker"] == "a"
+        whole = stopped.answer()
+        assert (whole["choices"][0]["text"], whole["choices"][0]["finish"]) == (text[:6], "stop")
+        assert {asked.worker for asked in streams.values()} == {"a"}
+        fleet.wait_state("a", "gone", None)
+        wait_for(lambda: settled(fleet))
+
+
+def test_a_restart_of_nats_under_load_is_not_seen(tmp_path):
+    port = free_port()
+    command = [nats_server.find(), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(tmp_path / "nats")]
+    server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        with Processes(tmp_path, f"nats://127.0.0.1:{port}").route() as fleet:
+            fleet.serve("a")
+            fleet.wait_state("a", "ready")
+            expected = ask(fleet, "greedy").answer()
+            assert expected["error"] is None
+            stream = ask(fleet, "greedy")
+            wait_for(lambda: len(stream.events) > 2)
+            server.kill()
+            server.wait()
+            while_away = ask(fleet, "greedy")
+            wait_for(lambda: len(while_away.events) > 2)
+            server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+            assert stream.answer() == while_away.answer() == expected
+            assert ask(fleet, "greedy").answer() == expected
+            fleet.wait_state("a", "ready")
+            fleet.kill("a")
+            fleet.wait_state("a", "gone", None)
+    finally:
+        server.kill()
+        server.wait()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_many_kills_under_load(tmp_path):
+    """A soak: SHOAL_SOAK_KILLS workers are killed (200), with streams under way all the time; SHOAL_SOAK_SEED
+    repeats one."""
+    kills, seed = int(os.environ.get("SHOAL_SOAK_KILLS", 200)), int(os.environ.get("SHOAL_SOAK_SEED", 0))
+    chance = random.Random(seed)
+    with Processes(tmp_path).route("--migration-limit", "20") as fleet:
+        for number in range(3):
+            fleet.serve(f"w{number}")
+        for number in range(3):
+            fleet.wait_state(f"w{number}", "ready")
+        names = [name for name in MODES if name != "several"]
+        expected = {name: ask(fleet, name).answer() for name in names}
+        moved = 0
+        for number in range(3, 3 + kills):
+            streams = {name: ask(fleet, name) for name in chance.sample(names, 3)}
+            time.sleep(chance.uniform(0.5, 5))
+            victim = chance.choice(sorted(fleet.running.keys() - {"router"}))
+            moved += sum(asked.worker == victim and asked.is_alive() for asked in streams.values())
+            fleet.kill(victim)
+            fleet.serve(f"w{number}")
+            for name, asked in streams.items():
+                assert asked.answer() == expected[name], f"SHOAL_SOAK_SEED={seed}, kill {number - 2}, {name}"
+            fleet.wait_state(f"w{number}", "ready")
+            print(f"kill {number - 2}: {moved} streams moved so far", flush=True)
+        assert moved >= kills / 10
+        wait_for(lambda: settled(fleet))

@@ -172,6 +172,8 @@ def test_llama_cpps_server_is_a_worker(route, tmp_path):
         "127.0.0.1",
         "--n_ctx",
         "512",
+        "--interrupt_requests",  # by a newer one
+        "false",
     ]
     with (tmp_path / "llama.log").open("w") as log:
         server = subprocess.Popen([LLAMA, "-m", "llama_cpp.server", *arguments], stdout=log, stderr=log)

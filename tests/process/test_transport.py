@@ -186,22 +186,23 @@ def test_an_owner_that_stands_still_is_given_up(name):
 
 @pytest.mark.slow
 @NAMES
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_kills_leak_nothing(name, seed):
-    """Readers come and are killed at random moments, owners are withdrawn from and stand still."""
+    """Readers are killed at random moments: before they come, while they read, in between. A killed one that
+    never came costs a lease. In the end the owner takes all back."""
     print(f"seed {seed}")
     rng = random.Random(seed)
-    owner = owner_of(name, [BIG], lease_s=3600)
+    owner = owner_of(name, [BIG], lease_s=20)
     readers = []
-    for _ in range(25):
-        if len(readers) < 3:
-            sealed, _ = owner.offer(rng.randint(1, 100), 100)
-            ours, theirs = SPAWN.Pipe()
-            reader = SPAWN.Process(target=_read_for_ever, args=(name, sealed, theirs), daemon=True)
-            reader.start()
-            readers.append((reader, ours))
-        else:
-            time.sleep(rng.random() * 4)
+    for _ in range(20):
+        count = rng.randint(1, BIG.num_blocks // 20)
+        sealed, _ = owner.offer(count, count)
+        ours, theirs = SPAWN.Pipe()
+        reader = SPAWN.Process(target=_read_for_ever, args=(name, sealed, theirs), daemon=True)
+        reader.start()
+        readers.append((reader, ours))
+        time.sleep(rng.random() * 4)
+        if len(readers) == 3:
             reader, _ = readers.pop(rng.randrange(3))
             reader.kill()
             reader.join()
@@ -209,7 +210,7 @@ def test_random_kills_leak_nothing(name, seed):
     owner.withdraw("the end")
     for reader, _ in readers:
         reader.join(60)
-        reader.kill()
+        assert reader.exitcode == 1  # with a TransferError
     until = time.monotonic() + 20
     while owner.num_free() < BIG.num_blocks:
         owner.let_go()

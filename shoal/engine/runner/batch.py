@@ -57,8 +57,8 @@ SHAPE_FIELDS = slice(Header.GRAPH_TOKENS, Header.GRAPH_SHARING + 1)  # the field
 @dataclass(frozen=True, slots=True, order=True)
 class MixedShape:
     """What a captured mixed step has room for. It has `decodes` places for sequences that decode, then
-    `prefills` places for the others; an empty place has row -1 and length 0. Tokens stay in one piece, those
-    of the decodes first, padding last."""
+    `prefills` places for the others; an empty place has row -1 and length 0. There are `samples` sequences at
+    most. Tokens stay in one piece, those of the decodes first, padding last."""
 
     tokens: int
     decodes: int
@@ -71,6 +71,7 @@ class MixedShape:
             num_tokens <= self.tokens
             and num_decodes <= self.decodes
             and num_prefills <= self.prefills
+            and num_decodes + num_prefills <= self.samples
             and sharing <= self.sharing
         )
 

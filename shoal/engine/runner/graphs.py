@@ -20,6 +20,10 @@ from shoal.engine.runner.batch import MixedShape
 from shoal.models.decoder import Decoder
 
 FEW_DECODES, FEW_PREFILLS = 16, 8  # the places of a shape for few sequences
+MANY = 256  # sequences of a shape for many, at most; a larger batch has shapes of its own
+FINE_SHARING = (
+    128  # rows up to which a decode step that shares prefixes has as many sizes as one that does not
+)
 # From as many tokens on there are shapes for few sequences; smaller steps lose nothing by more.
 FEW_FROM = 128
 TOKENS_PER_PREFILL = 16  # A shape for many sequences has a place for a prompt for as many of its tokens.
@@ -91,7 +95,9 @@ class StepGraphs(Generic[Key]):
 
 class DecodeGraphs(StepGraphs[tuple[int, bool]]):
     """Keys are (rows, sharing), outputs are logits [rows, V]. Sizes from `share_from` on are captured twice,
-    without and with `sharing`, because looking for shared prefixes that are not there costs 2 % of a step."""
+    without and with `sharing`, because looking for shared prefixes that are not there costs 2 % of a step.
+    Beyond FINE_SHARING rows every other size is captured with `sharing`, because a batch that shares prefixes
+    gains more by that than it loses by padding, and each graph lengthens the start."""
 
     def __init__(
         self,
@@ -101,29 +107,36 @@ class DecodeGraphs(StepGraphs[tuple[int, bool]]):
         rehearsal: Callable[[], AbstractContextManager[None]],
     ) -> None:
         self.sizes = sorted(sizes)
-        keys = [
-            (size, sharing)
-            for size in reversed(self.sizes)
-            for sharing in (True, False)
-            if not sharing or (share_from is not None and size >= share_from)
-        ]
-        super().__init__(decode, keys, rehearsal)
+        self.sharing_sizes: list[int] = []
+        if share_from is not None:
+            fine = [size for size in self.sizes if share_from <= size <= FINE_SHARING]
+            coarse = [size for size in self.sizes if size > max(FINE_SHARING, share_from - 1)]
+            self.sharing_sizes = fine + coarse[::-2][::-1]
+        keys = [(size, False) for size in self.sizes] + [(size, True) for size in self.sharing_sizes]
+        super().__init__(decode, sorted(keys, reverse=True), rehearsal)
 
     def fitting(self, size: int, sharing: bool) -> tuple[int, StepGraph] | None:
         """The fewest captured rows that are at least `size`, and their graph. None: there are not so many."""
-        i = bisect.bisect_left(self.sizes, size)
-        return (self.sizes[i], self.graphs[self.sizes[i], sharing]) if i < len(self.sizes) else None
+        sizes = self.sharing_sizes if sharing else self.sizes
+        i = bisect.bisect_left(sizes, size)
+        return (sizes[i], self.graphs[sizes[i], sharing]) if i < len(sizes) else None
 
     def padded(self, size: int) -> int:
-        """How many rows a step of `size` decodes has, with its padding."""
-        i = bisect.bisect_left(self.sizes, size)
-        return self.sizes[i] if i < len(self.sizes) else size
+        """How many rows a step of `size` decodes has at most, with its padding."""
+        found = size
+        for sizes in (self.sizes, self.sharing_sizes):
+            i = bisect.bisect_left(sizes, size)
+            if i < len(sizes):
+                found = max(found, sizes[i])
+        return found
 
 
 def decode_sizes(wanted: list[int] | None, max_num_seqs: int) -> list[int]:
-    """The ladder of decode steps, small to large: those `wanted`, or nano-vllm's 1, 2, 4, 8, then every 16.
-    max_num_seqs itself is on nano-vllm's ladder too, so that no batch falls off its end."""
-    sizes = wanted or [1, 2, 4, 8, *range(16, max_num_seqs + 1, 16), max_num_seqs]
+    """The ladder of decode steps, small to large: those `wanted`, or 1, 2, 4, 8, every 16 up to 256 and every
+    64 beyond. Products of more rows than 256 go by tiles of 64 rows and more, so smaller steps would save
+    little there, and each graph lengthens the start. max_num_seqs itself is on the ladder, so that no batch
+    falls off its end."""
+    sizes = wanted or [1, 2, 4, 8, *range(16, 257, 16), *range(320, max_num_seqs, 64), max_num_seqs]
     return sorted({min(size, max_num_seqs) for size in sizes})
 
 
@@ -147,21 +160,25 @@ def mixed_shapes(max_tokens: int, max_num_seqs: int, share_from: int | None) -> 
     """The ladder of mixed steps up to `max_tokens`, small to large. From 256 tokens on, rungs are at most a
     quarter apart, which costs 10 % of padding in the mean. Below, products take the time of reading their
     weights, whatever the padding. From FEW_FROM on each rung comes twice: for few sequences, whose decodes
-    are split finely, and for many, whose decodes may share prefixes."""
+    are split finely, and for many, whose decodes may share prefixes. Where more than MANY sequences may run,
+    every other rung beyond MANY tokens has a third shape, for all of them."""
     rungs = [32, 64, 128, 192, 256]
     rungs += [octave * quarters // 4 for octave in (256, 512, 1024, 2048) for quarters in (5, 6, 7, 8)]
     shapes = set()
 
-    def add(tokens: int, decodes: int, prefills: int, may_share: bool) -> None:
-        decodes, prefills = min(decodes, max_num_seqs), min(prefills, max_num_seqs)
-        samples = min(decodes + prefills, max_num_seqs)
+    def add(tokens: int, decodes: int, prefills: int, most_seqs: int, may_share: bool) -> None:
+        decodes, prefills = min(decodes, most_seqs), min(prefills, most_seqs)
+        samples = min(decodes + prefills, most_seqs)
         sharing = may_share and share_from is not None and decodes >= share_from
         shapes.add(MixedShape(tokens, decodes, prefills, samples, sharing))
 
-    for tokens in rungs:
+    for i, tokens in enumerate(rungs):
         if tokens > max_tokens:
             break
-        add(tokens, tokens, max(FEW_PREFILLS, tokens // TOKENS_PER_PREFILL), may_share=True)
+        prefills = max(FEW_PREFILLS, tokens // TOKENS_PER_PREFILL)
+        add(tokens, tokens, prefills, min(MANY, max_num_seqs), may_share=True)
         if tokens >= FEW_FROM:
-            add(tokens, FEW_DECODES, FEW_PREFILLS, may_share=False)
+            add(tokens, FEW_DECODES, FEW_PREFILLS, max_num_seqs, may_share=False)
+        if tokens > MANY and i % 2 == 0:
+            add(tokens, tokens, prefills, max_num_seqs, may_share=True)
     return sorted(shapes)

@@ -91,13 +91,18 @@ class RankWeights:
         for name, tensor in tensors:
             try:
                 if name in wanted:
-                    self.model.load_weight(name, tensor)
+                    self.model.load_weight(name, self._on_this_card(tensor))
             except ShoalError as error:
                 first = first or error
         if first is not None:
             raise first
         self.model.finish_loading()
         self._synchronize()
+
+    def _on_this_card(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor, or a copy of it if it lies on another GPU. Weights that can sleep lie in memory that
+        their own card alone may write, and a copy between cards is made by the sender's."""
+        return tensor.to(self.device) if tensor.is_cuda and tensor.device != self.device else tensor
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":

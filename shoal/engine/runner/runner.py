@@ -104,7 +104,7 @@ class ModelRunner:
         # With tiers, the device's copy engines may be busy with large copies of blocks, behind which a step's
         # small copies would wait. There a kernel makes them.
         copy = ops.copy_ints if config.has_kv_tiers else queue_copy
-        buffers = StepBuffers(self.max_num_seqs, self.device, copy)
+        buffers = StepBuffers(self.max_num_seqs, self.max_num_tokens, self.device, copy)
         self.shaper = LogitShaper(ops, self.max_num_seqs, model.vocab_size, self.device)
         transfer = config.kv_transfer_config
         self.cache = KvCache(spec, self.device, is_shared=transfer is not None and transfer.lends)
@@ -152,7 +152,7 @@ class ModelRunner:
         the other steps, because they compute together."""
         graphs = () if self.config.enforce_eager else self._new_graphs()
         with compiling_ahead() as compiled, self.model.one_layer_of_each_kind():
-            self.steps.rehearse(1, 1, True)
+            self.steps.rehearse(1, 1)
             for steps in graphs:
                 steps.rehearse(1)
             if self.tp.all_reduce(torch.tensor(len(compiled), device=self.device)).item():
@@ -165,16 +165,18 @@ class ModelRunner:
     @torch.inference_mode()
     def num_blocks_that_fit(self) -> int:
         """Returns how many KV blocks fit into what this rank's share of memory has left. To know what is
-        left, it runs the largest step that there can be, on a cache of one block, and measures the graphs."""
+        left, it runs the largest step that there can be and one at the end of the longest sequence, on a
+        cache of one block, and measures the graphs."""
         if self._share is None:
             return self.config.kv_cache_memory_bytes // self.cache.spec.block_bytes
         num_seqs = min(self.max_num_seqs, self.max_num_tokens)
         query_len = min(self.max_num_tokens // num_seqs, self.max_model_len)
-        logits_SV = self.steps.rehearse(num_seqs, query_len, fresh=True)
+        logits_SV = self.steps.rehearse(num_seqs, query_len)
         if self.tp.rank == 0:  # The rare requests that ask for more must find room too.
             logits_SV = self.shaper.shape(logits_SV, Extras(banned=[(0, 0)]))
             logprobs(logits_SV, self.state.sampled_S[:num_seqs], 1)
         del logits_SV
+        self.steps.rehearse_longest(self.max_num_tokens)
         self.state.reset()
         graph_bytes = 0
         if not self.config.enforce_eager:
@@ -218,7 +220,7 @@ class ModelRunner:
         # The first try loads what it needs, and another program may disturb a later one: the quickest counts.
         for _ in range(MEASURE_TRIES):
             start = time.perf_counter()
-            self.steps.rehearse(1, num_tokens, True)
+            self.steps.rehearse(1, num_tokens)
             if self.device.type == "cuda":
                 torch.cuda.synchronize(self.device)
             seconds = min(seconds, time.perf_counter() - start)

@@ -9,7 +9,8 @@ import torch
 
 Copy = Callable[[torch.Tensor, torch.Tensor], None]
 RING = 4  # buffers, which steps in flight use in turn
-FIRST_SIZE = 1 << 14  # int32s of an input buffer at first
+INTS_PER_TOKEN = 6  # int32s of an input buffer at first, for each token of the largest step,
+FIRST_SIZE = 1 << 18  # but no more than these
 
 
 def queue_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
@@ -21,10 +22,12 @@ class StepBuffers:
     """`copy` copies between the device and pinned memory in stream order, without waiting. On a CPU a step is
     read where it lies, and its tokens are copied at once."""
 
-    def __init__(self, max_num_seqs: int, device: torch.device, copy: Copy) -> None:
+    def __init__(self, max_num_seqs: int, max_num_tokens: int, device: torch.device, copy: Copy) -> None:
+        """`max_num_seqs` and `max_num_tokens`: those of the largest step."""
         self.copy = copy
         on_gpu = device.type == "cuda"
-        self._inputs = _InputRing(device, copy) if on_gpu else None
+        first_size = min(FIRST_SIZE, INTS_PER_TOKEN * max_num_tokens)
+        self._inputs = _InputRing(first_size, device, copy) if on_gpu else None
         self._tokens = [
             torch.zeros(max_num_seqs, dtype=torch.int32, device="cpu", pin_memory=on_gpu) for _ in range(RING)
         ]
@@ -55,9 +58,10 @@ class _InputRing:
     """Pinned buffers and their twins on the device, used in turn. An event guards a buffer whose copy is
     still in flight."""
 
-    def __init__(self, device: torch.device, copy: Copy) -> None:
+    def __init__(self, first_size: int, device: torch.device, copy: Copy) -> None:
+        """`first_size`: int32s of a buffer at first."""
         self._device, self._copy = device, copy
-        self._host = [self._pinned(FIRST_SIZE) for _ in range(RING)]
+        self._host = [self._pinned(first_size) for _ in range(RING)]
         self._device_side = [torch.empty_like(buffer, device=device) for buffer in self._host]
         self._copied = [torch.cuda.Event() for _ in range(RING)]
         self._next = 0

@@ -55,6 +55,10 @@ from shoal.models.decoder import AfterLayer, Decoder
 # Numbers of tokens. Between two neighbours here, all steps launch the same variants of the kernels (tile
 # sizes and the like), so a rehearsal at each of these numbers makes all variants ready.
 CUTS = 32, 64, 128, 192, 256, 1024, 2048
+# Further numbers of tokens. cuBLAS chooses other kernels for them, which are read from disk when they are
+# first launched. What such a step allocates stays with PyTorch for later steps.
+LARGE_STEPS = 1500, 1800, 2300, 2800, 3400, 4000, 5000, 6000, 7500, 9000, 11000, 13500
+SHORT_PROMPT = 17  # tokens of each sequence of a large step; their sum is odd or even, as in real steps
 POLL_S = 20e-6
 
 
@@ -326,14 +330,11 @@ class Steps:
     # Rehearsals
 
     @torch.inference_mode()
-    def rehearse(self, num_seqs: int, query_len: int, fresh: bool) -> torch.Tensor:
-        """Made-up prompts of `query_len` tokens, at their beginning (`fresh`) or after as many tokens,
-        sampling included; returns the logits [num_seqs, V]. The batch state has to be reset afterwards."""
+    def rehearse(self, num_seqs: int, query_len: int, cached_len: int = 0) -> torch.Tensor:
+        """Made-up prompts of `query_len` tokens after `cached_len` others, sampling included; returns the
+        logits [num_seqs, V]. The batch state has to be reset afterwards."""
         step = StepInput.rehearsal(
-            num_seqs,
-            query_len,
-            cached_len=0 if fresh else query_len,
-            block_tables_RM=self.state.block_tables_RM,
+            num_seqs, query_len, cached_len=cached_len, block_tables_RM=self.state.block_tables_RM
         )
         self.backend.begin(step)
         last_S = (step.query_starts_S[1:] - 1).long()
@@ -344,16 +345,29 @@ class Steps:
     @torch.inference_mode()
     def rehearse_eager(self, max_num_seqs: int, max_num_tokens: int) -> None:
         """Launches whatever kernel an eager step may launch."""
-        for fresh in (True, False):
-            self.rehearse(min(2, max_num_seqs), min(8, self.max_model_len // 2), fresh)
+        query_len = min(8, self.max_model_len // 2)
+        for cached_len in (0, query_len):
+            self.rehearse(min(2, max_num_seqs), query_len, cached_len)
         captured = self.mixed_shapes[-1].tokens if self.mixed_shapes else 0
         with self.model.one_layer_of_each_kind():
             for length in CUTS:
                 if captured < length <= min(max_num_tokens, self.max_model_len):
-                    self.rehearse(1, length, True)
+                    self.rehearse(1, length)
+            for num_tokens in LARGE_STEPS:
+                query_len = max(SHORT_PROMPT, -(-num_tokens // max_num_seqs))
+                if captured < num_tokens <= max_num_tokens and query_len <= self.max_model_len:
+                    self.rehearse(num_tokens // query_len, query_len)
+        self.rehearse_longest(max_num_tokens)
         flat = self.state.flat
         self.ops.apply_updates(flat, *torch.zeros(2, ALIGNMENT, dtype=torch.int32, device=flat.device))
         self.buffers.rehearse(self.state.sampled_S)
+
+    @torch.inference_mode()
+    def rehearse_longest(self, max_num_tokens: int) -> None:
+        """The last tokens of one sequence of max_model_len tokens, as many as a step may take."""
+        query_len = min(max_num_tokens, self.max_model_len)
+        with self.model.one_layer_of_each_kind():
+            self.rehearse(1, query_len, self.max_model_len - query_len)
 
     # Graphs
 

@@ -178,9 +178,21 @@ def test_a_probe_never_breaks_a_worker_that_still_delivers():
     scene(run)
 
 
+def test_a_worker_with_nothing_to_do_is_left_alone_if_a_probe_could_cost_it_its_cache():
+    async def run(s):
+        small, large = s.add("a"), s.add("b", [Publisher().listen])
+        await asyncio.sleep(100)
+        assert small.num_canaries == 0 and large.num_canaries > 2
+        async with s.fleet.models["m"].dispatcher.place(Wanted("1", PROMPT)):
+            await asyncio.sleep(20)
+        assert small.num_canaries + large.num_canaries > 2
+
+    scene(run)
+
+
 def test_a_worker_that_is_full_works():
     async def run(s):
-        link = s.add("a")
+        link = s.add("a", [Publisher().listen])
         link.is_full = True
         await asyncio.sleep(100)
         assert s.state("a") == "ready" and link.num_canaries > 2
@@ -233,6 +245,37 @@ def test_a_worker_of_another_model_or_hash_seed_is_set_aside_and_named(caplog):
             )
 
     scene(run, policy="random")
+
+
+def test_a_worker_that_was_set_aside_serves_when_the_others_have_gone():
+    async def run(s):
+        s.add("a", identity={"weights": "old"})
+        await asyncio.sleep(1)
+        old = s.fleet.models["m"]
+        s.add("b", identity={"weights": "new"})
+        await asyncio.sleep(1)
+        assert s.state("b") == "broken"
+        s.fleet.leave("a")
+        assert s.state("b") == "ready" and await s.went() == "b"
+        assert s.fleet.models["m"] is not old, "what was offered by the old one's card is offered anew"
+        s.fleet.leave("b")
+        s.add("c", is_foreign=False)
+        await asyncio.sleep(1)
+        assert s.state("c") == "ready" and await s.went() == "c"
+
+    scene(run)
+
+
+def test_a_model_that_a_worker_cannot_serve_does_not_keep_it_from_others():
+    async def run(s):
+        s.add("a", identity={"weights": "old"}, models=("x",))
+        await asyncio.sleep(1)
+        s.add("b", identity={"weights": "new"}, models=("m", "x"))
+        await asyncio.sleep(1)
+        assert s.state("b") == "ready" and await s.went() == "b"
+        assert set(s.fleet.models["x"].dispatcher.workers) == {"a"}
+
+    scene(run)
 
 
 def test_models_come_with_their_workers_and_are_remembered_for_a_while():
@@ -453,3 +496,33 @@ def test_load_from_elsewhere_counts_and_our_own_does_not_count_twice():
         assert {await s.went() for _ in range(20)} == {"a", "b"}
 
     scene(run, policy="least_loaded")
+
+
+def test_a_request_that_only_a_full_worker_can_take_does_not_hold_up_others():
+    async def run(s):
+        s.add("a", tags=frozenset({"big"}), max_running=1)
+        s.add("b", max_running=1)
+        await asyncio.sleep(1)
+        dispatcher = s.fleet.models["m"].dispatcher
+        big = frozenset({"big"})
+        order = []
+
+        async def ask(name, seconds, **more):
+            async with dispatcher.place(Wanted(name, PROMPT, **more)) as place:
+                order.append((name, place.worker.id))
+                await asyncio.sleep(seconds)
+
+        async with dispatcher.place(Wanted("1", PROMPT, tags=big)), asyncio.TaskGroup() as tasks:
+            tasks.create_task(ask("on b", 5))
+            await asyncio.sleep(1)
+            waiting = tasks.create_task(ask("big", 0, tags=big))
+            await asyncio.sleep(1)
+            tasks.create_task(ask("any", 0))
+            tasks.create_task(ask("urgent", 0, priority=-1))
+            await asyncio.sleep(10)
+            assert order == [("on b", "b"), ("urgent", "b"), ("any", "b")]
+            assert s.fleet.view().queue.length == 1 and s.fleet.view().queue.oldest_s > 9
+            waiting.cancel()
+        assert s.fleet.view().queue.length == 0 and s.fleet.view().workers[0].active_requests == 0
+
+    scene(run)

@@ -10,19 +10,21 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.api import FinishReason, Request, SamplingParams, SleepState, Stats
+from shoal.collector import Collector
 from shoal.control import ReadSleepState, ResetPrefixCache
 from shoal.errors import (
     BusyError,
     ConfigError,
     EngineDeadError,
     RequestError,
+    ShoalError,
     UnavailableError,
     WorkerFailedError,
 )
 from shoal.fake import FakeEngine
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.dispatcher import Dispatcher
-from shoal.fleet.fleet_engine import MIN_TRIES, FleetEngine
+from shoal.fleet.fleet_engine import MAX_TRIES, FleetEngine
 from shoal.fleet.indexer import KvIndexer
 from shoal.fleet.kv_router import KvRouter
 from shoal.fleet.worker import Worker, WorkerInfo
@@ -45,24 +47,14 @@ class FakeLink:
         self.received = []
         self.errors = {}
         self.error_at = {}  # position -> what a request raises there
+        self.aborted = set()
         self.running = 0
 
-    async def generate(self, request):
+    def open(self, request):
         if not self.is_connected:
             raise WorkerFailedError("is not reached", is_absent=True)
         self.received.append(request)
-        self.running += 1
-        try:
-            position = len(request.output_token_ids)
-            async with aclosing(self.engine.generate(request)) as outputs:
-                async for output in outputs:
-                    await self.clock.sleep(TOKEN_S)
-                    self.check(request, position)
-                    position += len(output.token_ids)
-                    yield output
-        finally:
-            self.running -= 1
-            self.errors.pop(request.request_id, None)
+        return FakeStream(self, request)
 
     def check(self, request, position):
         if not self.is_connected:
@@ -71,14 +63,49 @@ class FakeLink:
             if error is not None:
                 raise error
 
-    async def abort(self, request_id):
-        await self.engine.abort(request_id)
+    def tell_abort(self, request_id):
+        if request_id in self.engine._running:
+            self.engine._running[request_id].set()
+        else:  # it has not begun
+            self.aborted.add(request_id)
 
     def break_off(self, request_id, error):
         self.errors[request_id] = error
 
     def kill(self):
         self.is_connected = False
+
+
+class FakeStream:
+    """As RemoteStream: outputs are made by a task, whoever reads them."""
+
+    def __init__(self, link, request):
+        self.collector = Collector()
+        self.task = asyncio.create_task(self.run(link, request))
+        self.get = self.collector.get
+
+    async def run(self, link, request):
+        link.running += 1
+        try:
+            position = len(request.output_token_ids)
+            async with aclosing(link.engine.generate(request)) as outputs:
+                async for output in outputs:
+                    await link.clock.sleep(TOKEN_S)
+                    if request.request_id in link.aborted:
+                        output.token_ids, output.finish_reason = [], FinishReason.ABORT
+                    link.check(request, position)
+                    position += len(output.token_ids)
+                    self.collector.put(output)
+                    if output.finish_reason is not None:
+                        return
+        except ShoalError as error:
+            self.collector.fail(error)
+        finally:
+            link.running -= 1
+            link.errors.pop(request.request_id, None)
+
+    def close(self):
+        self.task.cancel()
 
 
 class Site:
@@ -106,7 +133,9 @@ class Site:
     def worker(self, i):
         return self.dispatcher.workers[f"w{i}"]
 
-    def assert_idle(self):
+    async def assert_idle(self):
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
         assert all(link.running == 0 and not link.engine._running for link in self.links)
         assert all(worker.active == 0 for worker in self.dispatcher.workers.values())
         assert not self.router.books._ranks and self.dispatcher.queue.length == 0
@@ -140,7 +169,7 @@ def test_a_worker_that_dies_at_any_token_changes_none(position):
         assert await answer(site.engine, request()) == WHOLE
         assert [len(link.received) for link in site.links] == [1, 1]
         assert (site.engine.num_migrations, site.engine.num_retries) == ((1, 0) if position else (0, 1))
-        site.assert_idle()
+        await site.assert_idle()
 
     run_virtual(run())
 
@@ -199,27 +228,27 @@ def test_a_request_with_tokens_ends_after_the_limit_of_migrations(limit):
         # A worker that goes on at an even position fails at once, and makes no progress.
         assert ids == list(REPLY[:2])
         assert sum(len(link.received) for link in site.links) == limit + 1
-        site.assert_idle()
+        await site.assert_idle()
 
     run_virtual(run())
 
 
 def test_a_request_that_kills_every_worker_before_its_first_token_is_given_up():
     async def run():
-        site = Site(MIN_TRIES + 3)
+        site = Site(MAX_TRIES + 3)
         for link in site.links:
             link.error_at[0] = EngineDeadError("the engine core was killed")
         with pytest.raises(UnavailableError, match="given up"):
             await answer(site.engine, request())
-        assert sum(len(link.received) for link in site.links) == MIN_TRIES
-        site.assert_idle()
+        assert sum(len(link.received) for link in site.links) == MAX_TRIES
+        await site.assert_idle()
 
     run_virtual(run())
 
 
 def test_workers_that_are_known_to_be_away_do_not_count_as_killed():
     async def run():
-        site = Site(MIN_TRIES + 3)
+        site = Site(MAX_TRIES + 3)
         for link in site.links[:-1]:
             link.kill()
         assert await answer(site.engine, request()) == WHOLE
@@ -263,6 +292,22 @@ def test_a_worker_that_takes_nothing_now_is_passed_over_and_not_broken(error):
     run_virtual(run())
 
 
+def test_a_full_worker_is_waited_for_however_long():
+    async def run():
+        site = Site(2)
+        for link in site.links:
+            link.error_at[0] = BusyError("the queue is full", retry_after_s=2.0)
+        running = asyncio.create_task(answer(site.engine, request()))
+        await site.clock.sleep(100)
+        assert not running.done()
+        for link in site.links:
+            link.error_at.clear()
+        assert await running == WHOLE
+        await site.assert_idle()
+
+    run_virtual(run())
+
+
 def test_a_request_that_every_worker_refuses_for_long_is_told_why():
     async def run():
         site = Site(2)
@@ -270,7 +315,7 @@ def test_a_request_that_every_worker_refuses_for_long_is_told_why():
             link.error_at[0] = UnavailableError("the engine sleeps at level 1")
         with pytest.raises(UnavailableError, match="sleeps at level 1"):
             await answer(site.engine, request())
-        site.assert_idle()
+        await site.assert_idle()
 
     run_virtual(run())
 
@@ -282,7 +327,7 @@ def test_a_worker_that_ends_its_requests_to_sleep_hands_them_on():
         running = asyncio.create_task(answer(site.engine, asked))
         await site.clock.sleep(5.5 * TOKEN_S)
         owner = next(link for link in site.links if link.running)
-        await owner.abort(owner.received[-1].request_id)
+        owner.tell_abort(owner.received[-1].request_id)
         assert await running == WHOLE
         assert site.engine.num_migrations == 0 and len(site.links[0].received + site.links[1].received) == 2
 
@@ -297,7 +342,7 @@ def test_an_abort_by_the_caller_is_no_reason_to_migrate():
         await site.engine.abort("r")
         ids, finish = await running
         assert finish == FinishReason.ABORT and ids == list(REPLY[: len(ids)]) and 0 < len(ids) < 20
-        site.assert_idle()
+        await site.assert_idle()
 
     run_virtual(run())
 
@@ -310,7 +355,7 @@ def test_a_request_that_is_aborted_while_it_waits_ends_with_its_place():
         await site.clock.sleep(5.5 * TOKEN_S)
         await site.engine.abort("b")
         assert await first == WHOLE and await second == ([], FinishReason.ABORT)
-        site.assert_idle()
+        await site.assert_idle()
 
     run_virtual(run())
 
@@ -322,7 +367,7 @@ def test_leaving_the_stream_leaves_the_worker():
         await anext(stream)
         assert site.links[0].running == 1
         await stream.aclose()
-        site.assert_idle()
+        await site.assert_idle()
 
     run_virtual(run())
 
@@ -338,7 +383,7 @@ def test_a_worker_that_is_removed_hands_its_requests_on():
         worker.interrupt()
         assert await asyncio.gather(*running) == [WHOLE] * 4
         assert worker.active == 0
-        site.assert_idle()
+        await site.assert_idle()
 
     run_virtual(run())
 
@@ -450,7 +495,7 @@ def test_in_a_storm_every_request_ends_once_with_the_right_tokens(seed):
                 worker.reached()
             elif kind == "abort":
                 for one in link.received[-3:]:
-                    await link.abort(one.request_id)
+                    link.tell_abort(one.request_id)
             else:
                 link.error_at = {
                     random.randint(0, 60): random.choice([WorkerFailedError("x"), BusyError("y")])
@@ -461,6 +506,6 @@ def test_in_a_storm_every_request_ends_once_with_the_right_tokens(seed):
         await asyncio.gather(trouble(site), *[client(site, i) for i in range(60)])
         assert outcome.whole + outcome.left + outcome.failed == 60
         assert outcome.whole > 20
-        site.assert_idle()
+        await site.assert_idle()
 
     run_virtual(run())

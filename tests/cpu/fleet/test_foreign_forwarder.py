@@ -149,6 +149,28 @@ async def test_a_stream_has_nothing_that_the_client_did_not_ask_for():
 
 
 @running
+async def test_a_server_that_does_not_say_done_has_not_failed():
+    a = ForeignWorker()
+    a.says_done = False
+    async with front(a) as router:
+        for options in ({}, {"n": 2}, {"max_tokens": 1}, {"stream_options": {"include_usage": True}}):
+            answer = await router.stream("completion", **{"max_tokens": 5, **options})
+            assert answer.text == written(PROMPT, options.get("max_tokens", 5)) and answer.is_done
+            assert answer.finish == "length" and (answer.usage is not None) == ("stream_options" in options)
+        assert len(a.received) == 4 and router.dispatcher.workers["a"].is_reached
+
+
+@running
+async def test_connections_to_a_worker_are_used_again():
+    a = ForeignWorker()
+    a.end_delay = 0.05
+    async with front(a) as router:
+        for stream in (True, False, True, True):
+            await router.ask(prompt="x", max_tokens=3, stream=stream)
+        assert len({one.peer for one in a.received}) == 1
+
+
+@running
 async def test_a_server_that_refuses_unknown_fields_is_asked_without_ours():
     a = ForeignWorker(unknown_fields=("return_token_ids",))
     async with front(a) as router:
@@ -159,18 +181,22 @@ async def test_a_server_that_refuses_unknown_fields_is_asked_without_ours():
 
 
 @running
-async def test_the_clients_key_does_not_go_on_and_the_workers_own_does(tmp_path):
+async def test_headers_go_on_but_for_the_clients_key_in_whose_place_is_the_workers_own(tmp_path):
     (tmp_path / "key").write_text("of the worker")
     a = ForeignWorker()
     async with front(a, keys=[tmp_path / "key"]) as router:
         await router.ask(
-            prompt="x", headers={b"authorization": b"Bearer of the router", b"traceparent": b"00-1-2-03"}
+            prompt="x",
+            headers={
+                b"authorization": b"Bearer of the router",
+                b"traceparent": b"00-1-2-03",
+                b"content-type": b"application/x-www-form-urlencoded",
+            },
         )
         (one,) = a.received
-        assert (
-            one.headers["Authorization"] == "Bearer of the worker"
-            and one.headers["traceparent"] == "00-1-2-03"
-        )
+        assert one.headers["Authorization"] == "Bearer of the worker"
+        assert one.headers["traceparent"] == "00-1-2-03"
+        assert one.headers["Content-Type"] == "application/json", "vLLM takes no form, which curl calls it"
 
 
 @running
@@ -242,20 +268,33 @@ async def test_a_request_that_every_worker_fails_at_ends():
         assert len(a.received) == len(b.received) == 1
 
 
+@running
+async def test_a_worker_without_the_adapter_is_no_other_try():
+    a, b = ForeignWorker(), ForeignWorker(adapters=("poems",))
+    b.faults = [Fault("break")]
+    async with front(a, b) as router:
+        with pytest.raises(WorkerFailedError):
+            await router.ask(data=b'{"model":"poems","prompt":"x"}')
+        assert not a.received and len(b.received) == 2 and router.dispatcher.workers["b"].is_reached
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("form", ["completion", "chat"])
 @running
 async def test_a_stream_that_breaks_anywhere_is_one_stream_to_the_client(form, seed):
     print(f"seed {seed}")
     rng = random.Random(seed)
-    alphabet = rng.choice(["letters", "unicode"])
+    alphabet = rng.choice(["letters", "unicode", "junk"])
     sizes = rng.choice([(1,), (1, 2, 3), (5,)])
-    workers = [ForeignWorker(alphabet=alphabet, chunk_sizes=sizes, seed=seed + i) for i in range(4)]
+    primes = alphabet == "junk" or rng.random() < 0.5
+    workers = [
+        ForeignWorker(alphabet=alphabet, chunk_sizes=sizes, primes=primes, seed=seed + i) for i in range(4)
+    ]
     async with front(*workers) as router:
         for _ in range(6):
             for worker in workers[:3]:
                 worker.faults = [Fault(rng.choice(["break", "garble", "error"]), rng.randrange(12), times=1)]
-            limit, wants_ids = rng.randrange(1, 40), rng.random() < 0.3
+            limit, wants_ids = rng.randrange(1, 40), primes and rng.random() < 0.3
             more = {"stream_options": {"include_usage": True}} | (
                 {"return_token_ids": True} if wants_ids else {}
             )
@@ -278,6 +317,19 @@ async def test_a_stream_that_breaks_anywhere_is_one_stream_to_the_client(form, s
                 assert [
                     i for c in answer.chunks for x in c["choices"] for i in x.get("token_ids", [])
                 ] == ids_of(answer.text)
+
+
+@pytest.mark.parametrize("form", ["completion", "chat"])
+@running
+async def test_a_worker_lost_behind_its_last_token_is_not_missed(form):
+    a, b = ForeignWorker(), ForeignWorker()
+    a.faults, b.faults = [Fault("break", 9)], [Fault("break", 9)]
+    async with front(a, b) as router:
+        for options in ({}, {"stream_options": {"include_usage": True}}):
+            answer = await router.stream(form, max_tokens=9, **options)
+            assert answer.text == written(prompt_of(form), 9) and answer.finish == "length" and answer.is_done
+            assert options == {} or answer.usage["completion_tokens"] == 9
+        assert len(a.received + b.received) == 2, "nothing went elsewhere"
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -453,6 +505,15 @@ async def test_tokens_are_asked_of_a_worker_and_a_worker_without_a_tokenizer_is_
             == [1, 2]
             == await router.tokens.tokens_of({"token_ids": [1, 2]})
         )
+
+
+@running
+async def test_only_a_worker_that_has_the_adapter_is_asked_for_tokens():
+    a, b = ForeignWorker(), ForeignWorker(adapters=("poems",))
+    async with front(a, b) as router:
+        for _ in range(2):
+            assert await router.tokens.tokens_of({"model": "poems", "prompt": "x"}) == ids_of("x")
+        assert "/tokenize" not in a.asked and b.asked.count("/tokenize") == 2
 
 
 @running

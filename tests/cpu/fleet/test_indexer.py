@@ -4,6 +4,7 @@ import random
 
 import pytest
 
+from shoal.fleet import prefix_tree
 from shoal.fleet.indexer import KvIndexer, Overlap, WorkerRank
 from shoal.hashing import block_hashes, sequence_hashes, wire_seed
 from shoal.kv_event_format import CPU, GPU, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored
@@ -217,3 +218,18 @@ def test_a_worker_with_more_orphans_than_the_prompt_has_blocks():
     index.apply(A, BlockRemoved(list(range(3, 100, 2)), GPU))
     assert index.find_matches(tokens[:24]) == {A: Overlap(3)} == index.find_matches(tokens)
     assert index.find_matches(tokens[:8]) == {A: Overlap(2)}
+
+
+def test_masks_that_are_kept_once_are_bounded_and_counts_stay_right(monkeypatch):
+    monkeypatch.setattr(prefix_tree, "MAX_MASKS", 3)
+    index, hashes = KvIndexer(4), list(range(1, 13))
+    chain = sequence_hashes(hashes)
+    ranks = [WorkerRank(f"w{n}") for n in range(12)]
+    for number, rank in enumerate(ranks):
+        index.store(rank, prefix_tree.DEVICE, chain[: number + 1], hashes[: number + 1], None)
+    assert len(index._tree._masks) <= 3
+    assert index.find_chain(chain) == {rank: Overlap(n + 1) for n, rank in enumerate(ranks)}
+    for rank in ranks[:6]:
+        index.remove_worker(rank)
+    assert len(index._tree._masks) <= 3
+    assert index.find_chain(chain) == {rank: Overlap(n + 7) for n, rank in enumerate(ranks[6:])}

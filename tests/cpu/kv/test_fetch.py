@@ -108,7 +108,7 @@ def test_a_late_read_fails_instead_of_giving_wrong_blocks(owner, into, peers):
         owner.reuse(2)
         with pytest.raises(TransferError, match="something else was put into block") as caught:
             peers.fetch(lease, range(4), range(4))
-        assert caught.value.failure is Failure.STALE
+        assert (caught.value.failure, caught.value.transport) == (Failure.STALE, "in_process")
 
 
 def test_a_fetch_is_cancelled_while_it_waits(owner, peers, monkeypatch):

@@ -1,0 +1,135 @@
+"""The fleet key on both planes: who has it meets the others, and who does not is neither heard nor told."""
+
+import asyncio
+import functools
+import subprocess
+
+import pytest
+
+from shoal.errors import ConfigError
+from shoal.fleet.fleet_key import FleetKey
+from shoal.fleet.plane import Member
+from shoal.fleet.planes import check_plane, open_plane
+from tests import nats_server
+from tests.process.plane_messages import Note
+from tests.serving import free_port
+
+PATIENCE_S = 60
+LEASE_S = 2.5
+KEY, OTHER_KEY = FleetKey(b"k" * 32), FleetKey(b"x" * 32)
+
+
+def asynchronous(test):
+    """Runs an async test; what hangs fails."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        return asyncio.run(asyncio.wait_for(test(*args, **kwargs), PATIENCE_S))
+
+    return run
+
+
+@pytest.fixture(params=["tcp", "ipc", "nats"])
+def url(request, tmp_path):
+    if request.param == "ipc":
+        yield f"ipc://{tmp_path}/plane"
+    elif request.param == "tcp":
+        yield f"tcp://127.0.0.1:{free_port()}"
+    else:
+        port = free_port()
+        command = [nats_server.find(), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(tmp_path)]
+        server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        yield f"nats://127.0.0.1:{port}"
+        server.kill()
+        server.wait()
+
+
+def open_with(url, key, may_host=False):
+    return open_plane(url, lease_s=LEASE_S, key=key, may_host=may_host)
+
+
+def member(name):
+    return Member(id=name, role="both", address="http://127.0.0.1:1")
+
+
+async def until(plane, *ids):
+    async for members in plane.watch():
+        if set(members) == set(ids):
+            return
+
+
+@asynchronous
+async def test_who_has_the_key_finds_everything_on_the_plane(url):
+    first, second = open_with(url, KEY, may_host=True), open_with(url, KEY)
+    await second.register(member("w"))
+    await until(first, "w")
+    notes = await first.subscribe("notes", Note)
+    await second.publish("notes", Note(1))
+    assert (await anext(notes)).n == 1
+    ticket = await first.push("work", Note(2), Note)
+    work = await second.pull("work", Note)
+    assert await work.done(Note(work.message.n + 1)) and (await ticket.answer()).n == 3
+
+    async def count(asked):
+        for n in range(asked.n):
+            yield Note(n)
+
+    await second.serve("count", Note, count)
+    assert [note.n async for note in await first.request("count", Note(3), Note)] == [0, 1, 2]
+    await second.unregister("w")
+    await until(first)
+    for plane in (second, first):
+        await plane.close()
+
+
+@pytest.mark.parametrize("key", [None, OTHER_KEY], ids=["none", "another"])
+@asynchronous
+async def test_who_has_another_key_or_none_changes_nothing(url, key):
+    plane, stranger = open_with(url, KEY, may_host=True), open_with(url, key)
+    await plane.register(member("w"))
+    notes = await plane.subscribe("notes", Note)
+    attempts = [
+        asyncio.create_task(stranger.register(member("impostor"))),
+        asyncio.create_task(stranger.publish("notes", Note(666))),
+    ]
+    await asyncio.sleep(LEASE_S / 2)
+    await plane.publish("notes", Note(1))
+    assert (await anext(notes)).n == 1, "a stranger's note is not among them"
+    assert set(plane.members) == {"w"} and "w" not in stranger.members
+    for task in attempts:
+        task.cancel()
+    await asyncio.gather(*attempts, return_exceptions=True)
+    for one in (stranger, plane):
+        await one.close()
+
+
+def test_a_seal_counts_for_its_subject_alone():
+    sealed = KEY.seal("a", b"payload")
+    assert KEY.unseal("a", sealed) == b"payload"
+    assert KEY.unseal("b", sealed) is None and OTHER_KEY.unseal("a", sealed) is None
+    assert KEY.unseal("a", sealed[:-1] + b"!") is None and KEY.unseal("a", b"") is None
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["nats://10.0.0.1:4222", "nats://127.0.0.1:4222,nats://nats.example:4222", "tls://nats.example:4222"],
+)
+def test_nats_beyond_this_machine_needs_a_key(url):
+    with pytest.raises(ConfigError, match="--fleet-key-file"):
+        check_plane(url, None)
+    check_plane(url, KEY)
+
+
+@pytest.mark.parametrize("key", [None, KEY], ids=["without a key", "with one"])
+def test_an_embedded_plane_beyond_this_machine_is_refused_and_says_what_is_needed(key):
+    with pytest.raises(ConfigError, match=r"one host.*nats://.*--fleet-key-file"):
+        check_plane("tcp://0.0.0.0:5600", key)
+
+
+def test_a_key_file_that_cannot_serve_is_named(tmp_path):
+    assert FleetKey.read(None) is None
+    with pytest.raises(ConfigError, match=r"cannot be read.*openssl rand"):
+        FleetKey.read(str(tmp_path / "none"))
+    (tmp_path / "short").write_text("abc\n")
+    with pytest.raises(ConfigError, match="3 characters"):
+        FleetKey.read(str(tmp_path / "short"))

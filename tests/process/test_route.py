@@ -1,0 +1,152 @@
+"""`shoal route` as its operators see it: workers that come, go, break and are told of; what is shown and measured."""
+
+import concurrent.futures
+import json
+import signal
+
+import pytest
+
+from tests.foreign_worker import MODEL, Fault, ForeignWorkerThread, ids_of, written
+from tests.serving import Route, free_port, until
+
+PROMPT = "A shoal of fish swims as one, and nobody leads. " * 3
+
+
+@pytest.fixture
+def routers(tmp_path):
+    """Starts routers of these options."""
+    running = []
+
+    def start(*options):
+        running.append(Route(tmp_path, *options))
+        return running[-1].ready()
+
+    yield start
+    for router in running:
+        router.stop()
+
+
+@pytest.fixture
+def workers():
+    """Two stand-ins."""
+    with ForeignWorkerThread(delay=0.01) as a, ForeignWorkerThread(delay=0.01) as b:
+        yield a, b
+
+
+def specs(*workers):
+    return [part for name, one in zip("abc", workers) for part in ("--worker", f"{one.url},id={name}")]
+
+
+def complete(router, prompt=PROMPT, **more):
+    return router.ask("/v1/completions", {"model": MODEL, "prompt": prompt, "max_tokens": 8, **more})
+
+
+def states(router):
+    return {name: worker["state"] for name, worker in router.fleet().items()}
+
+
+def test_a_request_before_any_worker_is_told_to_come_again(routers):
+    router = routers("--worker", f"http://127.0.0.1:{free_port()},id=late")
+    for body in ({"model": MODEL}, {}):
+        status, text, headers = router.request("/v1/completions", {"prompt": "x", **body})
+        assert status == 503 and int(headers["retry-after"]) >= 0 and "late" in text
+    assert json.loads(router.ask("/v1/models")[1])["data"] == []
+    assert router.ask("/health")[0] == 200
+    assert router.fleet()["late"]["state"] == "broken" and router.fleet()["late"]["why"]
+
+
+def test_workers_are_operated_on_the_admin_port_alone(routers, workers):
+    a, b = workers
+    router = routers(*specs(a), "--policy", "round_robin").await_workers(1)
+    status, text = router.operate("/fleet/workers", {"add": [f"{b.url},id=b,tag=new"]})
+    assert (status, json.loads(text)) == (200, {"added": ["b"], "removed": []})
+    router.await_workers(2)
+    assert router.fleet()["b"]["tags"] == ["new"]
+    for _ in range(4):
+        assert complete(router)[0] == 200
+    assert len(a.received) == len(b.received) == 2
+    assert router.operate("/fleet/drain/a", {})[0] == 200 and states(router)["a"] == "draining"
+    for _ in range(4):
+        assert complete(router)[0] == 200
+    assert len(a.received) == 2
+    assert router.operate("/fleet/resume/a", {})[0] == 200 and states(router)["a"] == "ready"
+    status, text, _ = router.request(
+        "/v1/completions", {"model": MODEL, "prompt": "x"}, {"X-Shoal-Tags": "new"}
+    )
+    assert status == 200 and len(b.received) == 7
+    assert router.operate("/fleet/workers", {"remove": ["a"]})[0] == 200 and set(states(router)) == {"b"}
+    for path, body, expected in (
+        ("/fleet/drain/nobody", {}, 404),
+        ("/fleet/workers", {"remove": ["nobody"]}, 404),
+        ("/fleet/workers", {"add": [f"{a.url},id=b"]}, 400),
+        ("/fleet/workers", {"add": ["http://127.0.0.1:9,colour=red"]}, 400),
+        ("/fleet/config", {"policy": "random"}, 400),
+        ("/fleet/config", {"busy_kv_usage": 7}, 400),
+    ):
+        assert router.operate(path, body)[0] == expected, path
+        assert router.ask(path, body)[0] == 404, "not on the public port"
+    assert json.loads(router.operate("/fleet/config", {"busy_kv_usage": 0.5})[1])["busy_kv_usage"] == 0.5
+
+
+def test_select_says_where_a_request_goes_and_sends_nothing(routers, workers):
+    router = routers(*specs(*workers), "--policy", "kv_approx", "--seed", "3").await_workers(2)
+    status, text, headers = router.request(
+        "/v1/completions", {"model": MODEL, "prompt": PROMPT, "max_tokens": 2}
+    )
+    assert status == 200 and json.loads(text)["choices"][0]["text"] == written(PROMPT, 2)
+    blocks = len(ids_of(PROMPT)) // 16
+    for body in ({"prompt": PROMPT}, {"token_ids": ids_of(PROMPT)}):
+        chosen = json.loads(router.ask("/fleet/select", {"model": MODEL, **body})[1])
+        assert (chosen["worker"], chosen["overlap_blocks"]) == (headers["x-shoal-worker"], blocks)
+        assert min(chosen["costs"], key=chosen["costs"].get) == chosen["worker"]
+    assert sum(len(one.received) for one in workers) == 1
+    assert router.ask("/fleet/select", {"model": MODEL})[0] == 400
+    assert router.ask("/fleet/select", {"model": "nothing", "prompt": "x"})[0] == 404
+
+
+def test_what_happens_is_measured(routers, workers):
+    a, b = workers
+    router = routers(*specs(a, b), "--policy", "round_robin").await_workers(2)
+    a.faults = [Fault(500, times=1)]
+    for number in range(4):
+        assert complete(router, f"{number} {PROMPT}")[0] == 200
+    assert router.metric("dynamo_router_overhead_total_ms_count") == 5, "four requests, one of them twice"
+    for part in ("block_hashing", "indexer_find_matches", "scheduling"):
+        assert router.metric(f"dynamo_router_overhead_{part}_ms_count") == 5
+    assert router.metric("shoal:worker_requests_total") == 5
+    assert router.metric("dynamo_frontend_model_migration_total") == 1
+    assert router.metric("shoal:worker_state") == 2 and router.metric("vllm:num_requests_running") == 0
+    assert router.metric("dynamo_frontend_queued_requests") == 0 == router.metric("shoal:worker_breaks_total")
+    assert router.metric("http_requests_total") >= 4
+
+
+def test_a_worker_that_dies_is_left_out_and_comes_back(routers, workers):
+    a, b = workers
+    with ForeignWorkerThread() as c:
+        router = routers(*specs(a, b, c), "--check-interval", "0.5").await_workers(3)
+    until(lambda: states(router)["c"] == "broken", router.text)
+    for number in range(6):
+        assert complete(router, f"{number} {PROMPT}")[0] == 200
+    assert len(a.received) + len(b.received) == 6
+    with ForeignWorkerThread(port=int(c.url.rpartition(":")[2])):
+        until(lambda: states(router)["c"] == "ready", router.text)
+
+
+def test_routers_on_one_plane_share_what_they_have_sent_and_one_may_be_killed(routers, workers):
+    plane = f"tcp://127.0.0.1:{free_port()}"
+    options = [*specs(*workers), "--plane", plane, "--policy", "least_loaded", "--lease", "1"]
+    first = routers(*options).await_workers(2)
+    second = routers(*options).await_workers(2)
+    until(lambda: second.metric("shoal:router_peers") == 1, second.text)
+    for worker in workers:
+        worker.delay = 0.2
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(complete, second, max_tokens=40)
+        until(lambda: sum(w["active_requests"] for w in first.fleet().values()) == 1, first.text)
+        running.result()
+        until(lambda: sum(w["active_requests"] for w in first.fleet().values()) == 0, first.text)
+        pool.submit(complete, second, max_tokens=1000)
+        until(lambda: sum(w["active_requests"] for w in first.fleet().values()) == 1, first.text)
+        second.process.send_signal(signal.SIGKILL)
+        until(lambda: sum(w["active_requests"] for w in first.fleet().values()) == 0, first.text)
+    assert states(first) == {"a": "ready", "b": "ready"} and complete(first, max_tokens=1)[0] == 200
