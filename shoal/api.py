@@ -258,6 +258,11 @@ class Request:
     # The first tokens of the answer, where they were drawn elsewhere: the engine goes on behind them. They
     # count as its own do for max_tokens, min_tokens, penalties and grammars.
     output_token_ids: list[int] = field(default_factory=list)
+    # Prefill and decode on different workers. One computes the prompt and holds its KV blocks for others to
+    # read; its first Output brings a ticket for them. The other one brings that ticket along: it reads the
+    # blocks that it lacks, and computes what it can't get.
+    offers_kv: bool = False
+    kv_ticket: bytes | None = None
     session: str | None = None  # requests of one session fit one worker of a fleet
     worker: str = ""  # a fleet writes here which of its workers has the answer, up to its first token
 
@@ -290,6 +295,8 @@ class Output:
     embedding: list[float] | None = None  # [hidden size], of unit length, if the request asked for it
     # why, where finish_reason is ERROR; the request's fault if stop_reason is "grammar"
     error: str | None = None
+    # With the first Output of a request that offers its KV blocks; None if the prompt fills no block.
+    kv_ticket: bytes | None = None
 
 
 @dataclass(slots=True)
