@@ -41,6 +41,7 @@ class WorkerView(msgspec.Struct, kw_only=True):
     hit_rate: float = 0.0  # the share of prompt tokens that it had cached
     asleep: bool = False
     weights_version: int = 0
+    prefills_done: int = 0  # prompts that it computed for other workers, since the router's start
 
 
 class QueueView(msgspec.Struct):
@@ -54,6 +55,7 @@ class FleetView(msgspec.Struct):
     policy: str
     workers: list[WorkerView]
     queue: QueueView
+    prefill_queue: QueueView  # prompts that wait for a prefill worker
 
 
 class Selected(msgspec.Struct):

@@ -32,6 +32,8 @@ from shoal.hashing import block_hashes, sequence_hashes, wire_seed
 
 LONG_PROMPT = 16_384  # tokens, from which on a prompt is hashed in a thread
 
+NOBODY = "no worker is ready for this model; start one, or try again later"
+
 Chains = dict[int, list[int]]  # the chain hashes of a prompt, by block size
 
 
@@ -82,6 +84,15 @@ class Place(Generic[L]):
         """Tokens of the prompt, as they were counted for the choice."""
         return len(self._wanted.token_ids)
 
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that the worker has, as far as is known."""
+        return self._cached_tokens
+
+    def prefilled_elsewhere(self) -> None:
+        """Another worker computes the prompt."""
+        self._dispatcher.router.books.first_token(self._wanted.request_id)
+
     def interrupt(self) -> None:
         self.on_broken()
 
@@ -123,6 +134,8 @@ class Dispatcher(Generic[L]):
         self.num_refused = 0  # requests that found the queue full
         self.times = RouteTimes()
         self.workers: dict[str, Worker[L]] = {}
+        self.why_nobody = NOBODY  # what requests are told while no worker is ready
+        self._num_placed = 0
         self._clock = clock
         self._numbers = itertools.count()
         self._waiting: list[tuple[int, int, Wanted, Chains, asyncio.Future[tuple[Worker[L], Choice]]]] = []
@@ -266,7 +279,9 @@ class Dispatcher(Generic[L]):
             request_id=wanted.request_id,
             session=wanted.session,
             among=ranks,
+            turn=self._num_placed,
         )
+        self._num_placed += 1
         self.times.observe(wanted.hash_s, looked_up - begun, time.perf_counter() - looked_up)
         worker = self.workers[choice.rank.worker]
         self.times.overlap.observe(
@@ -287,7 +302,7 @@ class Dispatcher(Generic[L]):
                 "requests do that (wake_on_request)"
             )
         if not ready:
-            raise UnavailableError("no worker is ready for this model; start one, or try again later")
+            raise UnavailableError(self.why_nobody)
         fit = [
             worker
             for worker in ready

@@ -35,7 +35,14 @@ logger = logging.getLogger(__name__)
 TICK_S = 1.0  # between two looks at what has grown old
 WAKE_AGAIN_S = 10.0  # until a worker that could not be woken is tried again
 MODEL_MEMORY_S = 600.0  # a model without workers is known for so long: requests are told to come again
-SETTINGS = ("max_queued_requests", "busy_kv_usage", "busy_prefill_tokens")  # that may change while running
+# Options that may change while running.
+SETTINGS = (
+    "max_queued_requests",
+    "busy_kv_usage",
+    "busy_prefill_tokens",
+    "max_local_prefill_length",
+    "max_prefill_queue_size",
+)
 
 # Feeds one rank's events to the index, until it is cancelled.
 Listening = Callable[[EventFeed], Coroutine[Any, Any, None]]
@@ -192,7 +199,7 @@ class Fleet:
                     )
 
     def _models_of(self, worker: Worker[Any]) -> list[ModelFleet]:
-        return [model for model in self._all if model.dispatcher.workers.get(worker.id) is worker]
+        return [model for model in self._all if model.workers.get(worker.id) is worker]
 
     def _place(self, worker: Worker[Any]) -> None:
         """Gives the worker to the models that it serves, if it fits their other workers."""
@@ -201,7 +208,7 @@ class Fleet:
         for names in [(name,) for name in info.models] if info.is_foreign else [info.models]:
             model = next((self.models[name] for name in names if name in self.models), None)
             why = "" if model is None else model.misfit(info, names)
-            if why and model is not None and model.dispatcher.workers:
+            if why and model is not None and model.workers:
                 misfit = f"it cannot serve {names[0]!r}: {why}"
                 continue
             if model is None or why:
@@ -233,8 +240,8 @@ class Fleet:
         """Takes the worker away from its models, with all that is known of its blocks. Those that did not fit
         beside it may now."""
         for model in self._models_of(worker):
-            model.dispatcher.remove(worker.id)
-            if not model.dispatcher.workers:
+            model.remove(worker.id)
+            if not model.workers:
                 model.empty_since = self.clock.now()
         for _, task in self._feeds.pop(worker.id, ()):
             task.cancel()
@@ -275,12 +282,10 @@ class Fleet:
     # What an operator asks (shoal.fleet_api.FleetControl)
 
     def view(self) -> FleetView:
-        queues = [model.dispatcher.queue for model in self._all]
-        queue = QueueView(
-            sum(queue.length for queue in queues), max((queue.oldest_s for queue in queues), default=0.0)
-        )
+        queue = _sum_of_queues(model.dispatcher.queue for model in self._all)
+        prefill_queue = _sum_of_queues(model.prefills.dispatcher.queue for model in self._all)
         workers = [self._view(worker) for worker in self.workers.values()]
-        return FleetView(self.config.policy, workers, queue)
+        return FleetView(self.config.policy, workers, queue, prefill_queue)
 
     def _view(self, worker: Worker[Any]) -> WorkerView:
         info = worker.info
@@ -298,6 +303,7 @@ class Fleet:
             hit_rate=worker.cached_tokens / worker.prompt_tokens if worker.prompt_tokens else 0.0,
             asleep=worker.is_asleep,
             weights_version=worker.weights_version,
+            prefills_done=worker.num_prefills,
         )
         for model in self._models_of(worker):
             for rank in worker.ranks:
@@ -358,7 +364,7 @@ class Fleet:
         models = self._models_of(worker)
         self.leave(worker_id)
         for model in models:  # nobody waits for what an operator took away
-            if not model.dispatcher.workers:
+            if not model.workers:
                 self._all.remove(model)
         self._name_models()
 
@@ -409,7 +415,7 @@ class Fleet:
         if worker_ids is not None:
             workers = [self._worker(worker_id) for worker_id in worker_ids]
         elif model is not None:
-            workers = list(self._known(model).dispatcher.workers.values())
+            workers = list(self._known(model).workers.values())
         else:
             if isinstance(command, UpdateWeights) and len(self._all) > 1:
                 raise ConfigError(f"model is missing; there are {self._names()}")
@@ -454,3 +460,8 @@ class Fleet:
             known = ", ".join(self.workers) or "none"
             raise UnknownWorkerError(f"no worker has the id {worker_id!r:.100}; there are {known}")
         return worker
+
+
+def _sum_of_queues(queues: Iterable[QueueView]) -> QueueView:
+    found = list(queues)
+    return QueueView(sum(one.length for one in found), max((one.oldest_s for one in found), default=0.0))

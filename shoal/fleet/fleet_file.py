@@ -27,6 +27,7 @@ from typing import Any
 from shoal.config import DEFAULT_MODEL, IGNORED_OPTIONS, UNSUPPORTED_OPTIONS, EngineConfig, ServerConfig
 from shoal.errors import ConfigError
 from shoal.fleet.fleet_config import FleetConfig
+from shoal.fleet.planes import NATS
 from shoal.fleet.processes import PORTS
 from shoal.fleet.toml_file import build, check_keys, keys_of, read_document, table, tables
 from shoal.fleet.worker_spec import parse_worker
@@ -197,8 +198,11 @@ def _fleet_of(document: Mapping[str, Any]) -> FleetFile:
         except ConfigError as error:
             raise ConfigError(f"[[workers]] {number}: {error}") from None
     _check_names(groups)
+    config = build(FleetConfig, router)
+    if config.plane is None or not config.plane.startswith(NATS):  # else partners may be on other hosts
+        _check_roles(groups)
     server = {name: document[name] for name in SERVER_OPTIONS if name in document}
-    return FleetFile(groups, build(ServerConfig, server), build(FleetConfig, router))
+    return FleetFile(groups, build(ServerConfig, server), config)
 
 
 def _group_of(entry: Mapping[str, Any], model: Any) -> OwnWorkers | ForeignWorkers:
@@ -217,4 +221,16 @@ def _check_names(groups: Sequence[OwnWorkers | ForeignWorkers]) -> None:
             raise ConfigError(
                 f"name {group.served_name!r} is of two models, {models[group.served_name]!r} and "
                 f"{group.model!r}; give each its own"
+            )
+
+
+def _check_roles(groups: Sequence[OwnWorkers | ForeignWorkers]) -> None:
+    """Prefill workers generate nothing: somebody must."""
+    own = [group for group in groups if isinstance(group, OwnWorkers)]
+    generating = {group.served_name for group in own if group.role != "prefill"}
+    for group in own:
+        if group.served_name not in generating:
+            raise ConfigError(
+                f"{group.served_name!r} has prefill workers alone, and they generate nothing; add "
+                '[[workers]] with role = "decode" (or "both")'
             )

@@ -318,8 +318,10 @@ class KvRouter:
         request_id: str | None = None,
         session: str | None = None,
         among: Iterable[WorkerRank] | None = None,
+        turn: int | None = None,
     ) -> Choice:
-        """The second half of `schedule_chains`, with the first half's answer."""
+        """The second half of `schedule_chains`, with the first half's answer. turn: the number of the request
+        among those that go to these workers, where others take turns of their own."""
         candidates = []
         for rank in self.candidates if among is None else among:
             candidate = self.candidates.get(rank)
@@ -331,7 +333,7 @@ class KvRouter:
             candidates.append(candidate)
         if not candidates:
             raise UnavailableError("no worker can take the request; start one, or try again later")
-        choice = self._selector(Ask(num_tokens, session, self._turn), candidates)
+        choice = self._selector(Ask(num_tokens, session, self._turn if turn is None else turn), candidates)
         if request_id is not None:
             self._write(request_id, choice, num_tokens, chains)
         return choice
