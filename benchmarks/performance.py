@@ -1,11 +1,15 @@
 """Draws what benchmarks/gpu.py measured into docs/performance.md: a table, bars beside vLLM, and a roofline.
 
 python benchmarks/performance.py benchmarks/results/h200.json
+
+A served load and second turns from host memory stand below them, as h200-target-itl.json and
+h200-second-turn.json in the same folder have them.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -46,6 +50,44 @@ def table(rows: list[dict[str, Any]]) -> str:
             *(_or_dash(row[name], ".2f") for name in ("vs_vllm", "vs_nano")),
         ]
         lines.append(f"| {row['model']} | {row['workload']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def served(measured: dict[str, Any]) -> str:
+    """The table of what benchmarks/target_itl.py measured."""
+    lines = [
+        "| target gap, ms | gap, median and p99, ms | first token, median and p99, ms | output tokens/s "
+        "| of those without a target |",
+        "|---" * 5 + "|",
+    ]
+    without = measured["targets"]["0.0"]["tokens_per_s"]
+    for target, found in sorted(measured["targets"].items(), key=lambda item: float(item[0])):
+        cells = [
+            f"{float(target):g}" if float(target) else "none",
+            f"{found['gap_median_ms']:.1f}, {found['gap_p99_ms']:.0f}",
+            f"{found['first_median_ms']:.0f}, {found['first_p99_ms']:,.0f}",
+            f"{found['tokens_per_s']:,.0f}",
+            f"{found['tokens_per_s'] / without:.1%}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def second_turns(rows: list[dict[str, Any]]) -> str:
+    """The table of what `benchmarks/offload.py second-turn` measured."""
+    parts = {
+        "median_ttft_s": "first token, median",
+        "max_ttft_s": "worst",
+        "before_s": "before the fetch",
+        "fetching_s": "the fetch",
+        "after_s": "behind it",
+    }
+    lines = [f"| engine | {' | '.join(parts.values())} | turns fetched |", "|---" * 7 + "|"]
+    for row in rows:
+        cells = [f"{row[name] * 1e3:.1f}" for name in parts]
+        lines.append(f"| {row['run'] + 1} | {' | '.join(cells)} | {row['fetched']} of 24 |")
+    medians = [f"{statistics.median(row[name] for row in rows) * 1e3:.1f}" for name in parts]
+    lines.append(f"| median | {' | '.join(medians)} | |")
     return "\n".join(lines)
 
 
@@ -99,6 +141,9 @@ def main() -> None:
     images = ROOT / "docs" / "images"
     draw_bars(rows, images / "performance-bars.png")
     draw_roofline(rows, images / "performance-roofline.png")
+    folder = Path(sys.argv[1]).parent
+    load = json.loads((folder / "h200-target-itl.json").read_text())
+    turns = json.loads((folder / "h200-second-turn.json").read_text())["rows"]
     (ROOT / "docs" / "performance.md").write_text(f"""# Performance
 
 {measured["gpu"]}, torch {measured["torch"]}, commit {measured["commit"][:10]}, {measured["date"]}:
@@ -116,6 +161,23 @@ Each point is a whole workload; the line is what the GPU could do with that many
 distance to it is what is left to gain.
 
 ![Roofline](images/performance-roofline.png)
+
+## A served load
+
+`shoal serve`, {load["model"]}, {load["concurrency"]} streams at any time, {load["requests"]} requests of
+about {load["input_len"]} tokens in and {load["output_len"]} out (`benchmarks/target_itl.py`), by
+`--target-itl-ms`:
+
+{served(load)}
+
+![Gap, first token and throughput by target](images/target-itl-h200.png)
+
+## Second turns from host memory
+
+Ten engines on a machine just started, the first thing that it does: 24 conversations of 9,000 tokens of
+qwen3-8b, then the second turn of each, one at a time (`benchmarks/offload.py second-turn`). Milliseconds:
+
+{second_turns(turns)}
 """)
 
 

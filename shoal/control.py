@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
-from shoal.api import MemoryReport, SleepState, check_sleep, check_tags
+from shoal.api import Engine, MemoryReport, SleepState, check_sleep, check_tags
 
 Result = TypeVar("Result")
 
@@ -180,3 +180,7 @@ class Control(Protocol):
         """Writes the traces (for ui.perfetto.dev) and returns their paths. Raises ConfigError if none is
         being made."""
         return await self.control(StopProfile())
+
+
+class ServedEngine(Engine, Control, Protocol):
+    """What stands behind a model that is served: a worker's engine, a fleet, a fake."""

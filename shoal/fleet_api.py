@@ -51,11 +51,19 @@ class QueueView(msgspec.Struct):
     oldest_s: float = 0.0
 
 
-class FleetView(msgspec.Struct):
+class PlannerView(msgspec.Struct):
+    mode: str
+    last_decision: str  # its reason
+    desired: dict[str, int]  # workers by role
+    changing: bool  # whether workers are being added or removed
+
+
+class FleetView(msgspec.Struct, omit_defaults=True):
     policy: str
     workers: list[WorkerView]
     queue: QueueView
     prefill_queue: QueueView  # prompts that wait for a prefill worker
+    planner: PlannerView | None = None  # where there is one
 
 
 class Selected(msgspec.Struct):

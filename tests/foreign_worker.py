@@ -17,7 +17,11 @@ from dataclasses import dataclass, field
 from aiohttp import web
 
 MODEL = "toy"
-CHARACTERS = {"letters": "abcdefghij klmnopqrst", "unicode": "鱼群一起游动é😀 ab"}
+CHARACTERS = {
+    "letters": [c.encode() for c in "abcdefghij klmnopqrst"],
+    "unicode": [c.encode() for c in "鱼群一起游动é😀 ab"],
+    "junk": [b"a", b" ", b"\xc7", b"\xe9", b"\xb1", b"\xff", b"\xf0"],  # little of it is UTF-8
+}
 
 
 def ids_of(text: str | list[int]) -> list[int]:
@@ -32,7 +36,7 @@ def next_tokens(tokens: list[int], alphabet: str):
     """Yields tokens for ever. A character that is not whole yet is continued."""
     data = bytes(tokens)
     pending = b""
-    for size in (1, 2, 3):
+    for size in (1, 2, 3) if alphabet != "junk" else ():
         tail = data[-size:]
         if tail and tail[0] >= 0xC0 and len(tail) < (2 if tail[0] < 0xE0 else 3 if tail[0] < 0xF0 else 4):
             data, pending = data[:-size], tail
@@ -40,7 +44,7 @@ def next_tokens(tokens: list[int], alphabet: str):
     while True:
         number = int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "big")
         characters = CHARACTERS[alphabet]
-        character = characters[number % len(characters)].encode()
+        character = characters[number % len(characters)]
         yield from character[len(pending) :]
         data, pending = data + character, b""
 
@@ -48,7 +52,8 @@ def next_tokens(tokens: list[int], alphabet: str):
 def written(prompt: str | list[int], count: int, alphabet: str = "letters", stop: str | None = None) -> str:
     """What one worker writes behind the prompt."""
     source = next_tokens(ids_of(prompt), alphabet)
-    text = bytes(next(source) for _ in range(count)).decode(errors="ignore")
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text = decoder.decode(bytes(next(source) for _ in range(count)))
     return text if stop is None else text.partition(stop)[0]
 
 
@@ -103,6 +108,7 @@ class ForeignWorker:
         self.asked: list[str] = []  # paths of these
         self.url = ""
         self.tokenize_delay = 0.0
+        self.says_done = True  # [DONE]
         self.end_delay = 0.0  # seconds from [DONE] to the end of the answer
 
     async def __aenter__(self) -> ForeignWorker:
@@ -205,7 +211,8 @@ class ForeignWorker:
             return await self._misbehave(request, stream, received, fault)
         if (body.get("stream_options") or {}).get("include_usage"):
             await stream.write(answer.usage_chunk())
-        await stream.write(b"data: [DONE]\n\n")
+        if self.says_done:
+            await stream.write(b"data: [DONE]\n\n")
         await asyncio.sleep(self.end_delay)
         return stream
 
@@ -216,7 +223,13 @@ class ForeignWorker:
             await asyncio.sleep(3600)
         received.state = "broken"
         if stream is not None and fault.kind == "garble":
-            await stream.write(b'data: {"choices": [{\n\n')
+            nonsense = (
+                b'{"choices": [{',
+                b'{"choices": [5]}',
+                b'{"choices": [{"delta": 5, "text": 5}]}',
+                b"[]",
+            )
+            await stream.write(b"data: %b\n\n" % self.rng.choice(nonsense))
         if stream is not None and fault.kind == "error":
             await stream.write(
                 b'data: {"error": {"message": "the engine died", "code": 500}}\n\ndata: [DONE]\n\n'

@@ -30,9 +30,9 @@ MEMORY = {"in_process": "host", "cuda_ipc": "device", "shared_memory": "shared",
 Allocate = Callable[[int], Storage]
 
 
-def why_not(name: str, needs_gpu: bool = False) -> str | None:
+def why_not(name: str) -> str | None:
     """Why a transport can't be tested on this machine."""
-    if (needs_gpu or MEMORY[name] == "device") and not torch.cuda.is_available():
+    if MEMORY[name] == "device" and not torch.cuda.is_available():
         return f"{name} needs a GPU here"
     if name == "nixl" and importlib.util.find_spec("nixl") is None:
         return "NIXL is not installed (pip install 'shoal[nixl]')"

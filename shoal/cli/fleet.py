@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import shutil
 import socket
 import sys
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 from shoal import logs
 from shoal.cli.route import check_router, run_router
@@ -21,9 +23,12 @@ from shoal.cli.serve import plan
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError, UserError
 from shoal.fleet.components import components_of
+from shoal.fleet.connector_process import ProcessConnector
+from shoal.fleet.fleet import Fleet
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.fleet_file import FleetFile, ForeignWorkers, OwnWorkers, read_fleet_file
 from shoal.fleet.planes import NATS
+from shoal.fleet.planner_loop import PlannerLoop
 from shoal.fleet.process_log import ProcessLog
 from shoal.fleet.processes import Component, Processes
 from shoal.fleet.toml_file import keys_of
@@ -46,7 +51,8 @@ def fleet_up(path: str, verbose: bool = False) -> int:
             plane_url,
             more_words=_common_words(file, verbose),
             environment=_environment(file.server),
-            prefix=_prefix(plane_url),
+            prefix=_prefix(plane_url, file.server),
+            may_grow=file.planner.enabled,
         )
         log = ProcessLog(sys.stderr, file.server.log_format, width=_width(components, file.workers))
         level = logging.DEBUG if verbose else logging.INFO
@@ -93,7 +99,8 @@ async def _up(file: FleetFile, config: FleetConfig, components: Sequence[Compone
         try:
             specs = _start(file, components, processes)
             config = dataclasses.replace(config, worker=[*(config.worker or ()), *specs])
-            router = asyncio.create_task(run_router(config, file.server, ports, drain, force))
+            plans = partial(_plan, file, components, processes, drain) if file.planner.enabled else None
+            router = asyncio.create_task(run_router(config, file.server, ports, drain, force, plans))
             hopeless = asyncio.create_task(processes.until_hopeless())
             await asyncio.wait([router, hopeless], return_when=asyncio.FIRST_COMPLETED)
             is_hopeless = not router.done()
@@ -105,6 +112,40 @@ async def _up(file: FleetFile, config: FleetConfig, components: Sequence[Compone
         finally:
             await _end(processes, force)
     return 1 if is_hopeless or force.is_set() else 0
+
+
+async def _plan(
+    file: FleetFile, components: Sequence[Component], processes: Processes, drain: asyncio.Event, fleet: Fleet
+) -> None:
+    """The planner, until the fleet drains."""
+    by_model: dict[str, dict[str, Component]] = {}
+    for component, group in zip(components, file.workers, strict=True):
+        assert isinstance(group, OwnWorkers)
+        by_model.setdefault(group.served_name, {})[group.role] = component
+    roles = {name: "decode" if "decode" in found else "both" for name, found in by_model.items()}
+    connector = ProcessConnector(processes, by_model, fleet, fleet.clock, file.planner.start_timeout)
+    with ExitStack() as stack:
+        record = None
+        if file.planner.record is not None:
+            record = stack.enter_context(open(file.planner.record, "ab"))
+        loop = PlannerLoop(
+            file.planner,
+            lambda: {name: fleet.observe(name, role) for name, role in roles.items()},
+            connector,
+            fleet.clock,
+            record,
+        )
+        fleet.planner_view = loop.view
+        running = asyncio.create_task(loop.run())
+        draining = asyncio.create_task(drain.wait())
+        try:
+            await asyncio.wait([running, draining], return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+        finally:
+            running.cancel()
+            draining.cancel()
+            await asyncio.gather(running, draining, return_exceptions=True)
 
 
 def _start(file: FleetFile, components: Sequence[Component], processes: Processes) -> list[str]:
@@ -141,9 +182,11 @@ def _environment(config: ServerConfig) -> dict[str, str]:
     return {"SHOAL_API_KEY": ",".join(keys)} if keys else {}
 
 
-def _prefix(plane_url: str) -> str:
-    """Ids are unique on a plane, and NATS is one for many hosts."""
-    return f"{socket.gethostname().partition('.')[0]}-" if plane_url.startswith(NATS) else ""
+def _prefix(plane_url: str, config: ServerConfig) -> str:
+    """Ids are unique on a plane. NATS is one for many hosts, and for many fleets of a host."""
+    if not plane_url.startswith(NATS):
+        return ""
+    return f"{socket.gethostname().partition('.')[0]}-{config.port or os.getpid()}-"
 
 
 def _width(components: Sequence[Component], groups: Sequence[OwnWorkers | ForeignWorkers]) -> int:

@@ -7,9 +7,10 @@ import gc
 import logging
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from typing import Any
 
 from shoal.cli.offer import Offer, read_tokenizer
 from shoal.config import ServerConfig
@@ -71,9 +72,11 @@ async def run_router(
     ports: Sequence[socket.socket],
     drain: asyncio.Event,
     force: asyncio.Event,
+    beside: Callable[[Fleet], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
     """Routes until `drain` is set and what runs has ended, or until `force` is set. `ports` are those of
-    open_ports; they are closed at the end. Raises ShoalError as serve_until does."""
+    open_ports; they are closed at the end. `beside` runs meanwhile and is cancelled at the end. Raises
+    ShoalError as serve_until does."""
     started = time.monotonic()
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     async with AsyncExitStack() as stack:
@@ -113,6 +116,8 @@ async def run_router(
         tasks = [start(Offer(fleet, catalog, config, server).follow())]
         if plane is not None:
             tasks.append(start(watch_plane(plane, key, partial(_join, fleet), fleet.leave, fleet.published)))
+        if beside is not None:
+            tasks.append(start(beside(fleet)))
         stack.push_async_callback(stop, tasks)
         await serve_until(drain, force, app, admin, server, ports, ready=ready)
 

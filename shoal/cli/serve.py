@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.cli.join import Planned, check_fleet, event_endpoints, joined, with_events
 from shoal.config import DEFAULT_MODEL, SERVER_TARGET_ITL_MS, EngineConfig, ServerConfig
+from shoal.control import ServedEngine
 from shoal.engine.process.async_llm import AsyncLLM
 from shoal.engine.process.swap import Swapper
 from shoal.errors import ConfigError, ShoalError
@@ -21,7 +22,7 @@ from shoal.model_card import ModelCard
 from shoal.server.app import create_admin_app, create_app
 from shoal.server.catalog import Catalog
 from shoal.server.keys import check_admin_port
-from shoal.server.model import ServedEngine, ServedModel, served_model
+from shoal.server.model import ServedModel, served_model
 from shoal.server.run import check_tls, open_ports, url_of, warn_of_open_port
 from shoal.server.run import serve as serve_http
 from shoal.server.tools import choose_reasoning_parser, choose_tool_call_parser

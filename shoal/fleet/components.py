@@ -30,9 +30,11 @@ def components_of(
     more_words: Sequence[str] = (),
     environment: Mapping[str, str] | None = None,
     prefix: str = "",
+    may_grow: bool = False,
 ) -> list[Component]:
     """A component for each group. `more_words` and `environment` are for each of our workers; `prefix` begins
-    all names. Raises ConfigError if this machine has too few GPUs for the groups that name none."""
+    all names. `may_grow`: groups that name no GPUs share all that are left, so that any of them may get more
+    workers. Raises ConfigError if this machine has too few GPUs for the groups that name none."""
     gpus = _gpus()
     free = iter(gpus)
     shared = {**(environment or {}), **_cores(groups, bool(gpus))}
@@ -44,7 +46,8 @@ def components_of(
         else:
             name, words = _name(group), _command(group, plane_url, more_words)
             if devices is None and gpus and group.options.get("device") != "cpu":
-                devices = _take(free, group.count * group.devices_per_worker, number, len(gpus))
+                wanted = group.count * group.devices_per_worker
+                devices = gpus if may_grow else _take(free, wanted, number, len(gpus))
         name = prefix + name
         others = [component.name for component in components]
         components.append(
@@ -54,6 +57,7 @@ def components_of(
                 environment=shared if isinstance(group, OwnWorkers) else {},
                 devices=tuple(devices or ()),
                 devices_per_worker=group.devices_per_worker,
+                shares_devices=may_grow and group.devices is None,
                 # Another engine may have processes that it must end itself.
                 death_signal=signal.SIGKILL if isinstance(group, OwnWorkers) else signal.SIGTERM,
             )

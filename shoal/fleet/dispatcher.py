@@ -31,6 +31,7 @@ from shoal.fleet_api import QueueView
 from shoal.hashing import block_hashes, sequence_hashes, wire_seed
 
 LONG_PROMPT = 16_384  # tokens, from which on a prompt is hashed in a thread
+MAX_BLOCKED = 64  # requests that need certain workers, past which others in the queue are looked at
 
 NOBODY = "no worker is ready for this model; start one, or try again later"
 
@@ -216,8 +217,8 @@ class Dispatcher(Generic[L]):
                 future.set_result(found)
                 continue
             blocked.append(entry)
-            if not wanted.is_choosy:
-                break  # there is no room at all
+            if not wanted.is_choosy or len(blocked) >= MAX_BLOCKED:
+                break  # there is no room at all, or hardly any
         for entry in blocked:
             heapq.heappush(self._waiting, entry)
 

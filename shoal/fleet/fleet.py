@@ -23,12 +23,13 @@ from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.model_fleet import ModelFleet
 from shoal.fleet.plane import Plane
 from shoal.fleet.plane_inbox import start, stop
+from shoal.fleet.planner import DecodeLoad, Observation
 from shoal.fleet.prober import Prober
 from shoal.fleet.rolling import command_workers
 from shoal.fleet.shared_books import SharedBooks
 from shoal.fleet.worker import Link, Worker, WorkerInfo, WorkerLoad
 from shoal.fleet.worker_spec import WorkerSpec, parse_worker
-from shoal.fleet_api import CommandResults, FleetView, QueueView, Selected, WorkerView
+from shoal.fleet_api import CommandResults, FleetView, PlannerView, QueueView, Selected, WorkerView
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +65,7 @@ class Fleet:
         self._all: list[ModelFleet] = []
         self.workers: dict[str, Worker[Any]] = {}
         self.changed = asyncio.Event()
+        self.planner_view: Callable[[], PlannerView] | None = None  # where a planner is at work
         self.prober = Prober(
             clock,
             interval_s=config.check_interval,
@@ -281,11 +283,34 @@ class Fleet:
 
     # What an operator asks (shoal.fleet_api.FleetControl)
 
+    def observe(self, name: str, decode_role: str) -> Observation:
+        """What a model's workers do now, for the planner. `decode_role`: "decode", or "both" where prefill
+        and decode are not apart."""
+        model = self.models.get(name)
+        if model is None:
+            return Observation(at=0.0, decode=[], decode_role=decode_role)
+        decode = [worker for worker in model.dispatcher.workers.values() if worker.takes_requests]
+        prefill = model.prefills.dispatcher
+        loads = []
+        for worker in decode:
+            ranks = [model.router.candidates[rank] for rank in worker.ranks]
+            usage = max(model.router.kv_usage(candidate.rank) for candidate in ranks)
+            loads.append(DecodeLoad(usage, sum(candidate.num_waiting for candidate in ranks)))
+        return Observation(
+            at=0.0,
+            decode=loads,
+            decode_role=decode_role,
+            prefill_workers=sum(worker.takes_requests for worker in prefill.workers.values()),
+            prefill_queue=prefill.queue.length,
+            queued=model.dispatcher.queue.length,
+        )
+
     def view(self) -> FleetView:
         queue = _sum_of_queues(model.dispatcher.queue for model in self._all)
         prefill_queue = _sum_of_queues(model.prefills.dispatcher.queue for model in self._all)
         workers = [self._view(worker) for worker in self.workers.values()]
-        return FleetView(self.config.policy, workers, queue, prefill_queue)
+        planner = None if self.planner_view is None else self.planner_view()
+        return FleetView(self.config.policy, workers, queue, prefill_queue, planner)
 
     def _view(self, worker: Worker[Any]) -> WorkerView:
         info = worker.info

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 
 from shoal.errors import ConfigError
 from shoal.fields import check_fields, option
-from shoal.fleet.policy import POLICIES
+from shoal.fleet.policy import POLICIES, RouterWeights
 from shoal.fleet.worker_spec import WorkerSpec, check_distinct, parse_worker
+
+DEFAULTS = RouterWeights()
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,44 @@ class FleetConfig:
     wake_on_request: bool = option(
         False, "a request for a model whose workers all sleep wakes one; else it is refused"
     )
+    prefill_load_scale: float = option(
+        DEFAULTS.prefill_load_scale,
+        "weight of a block to compute, beside one that a running request holds",
+        section="cost of a worker (policy kv), in KV blocks",
+        low=0,
+    )
+    overlap_score_credit: float = option(
+        DEFAULTS.overlap_score_credit,
+        "blocks to compute that a cached block outweighs: itself, and beyond 1 those that wait there",
+        low=0,
+    )
+    overlap_score_credit_decay: float = option(
+        DEFAULTS.overlap_score_credit_decay, "how fast that credit fades where more prefills wait", low=0
+    )
+    host_cache_hit_weight: float = option(
+        DEFAULTS.host_cache_hit_weight, "the credit of a block in host memory", low=0
+    )
+    disk_cache_hit_weight: float = option(
+        DEFAULTS.disk_cache_hit_weight, "the credit of a block on disk", low=0
+    )
+    decode_active_request_weight: float = option(
+        DEFAULTS.decode_active_request_weight, "weight of a running request", low=0
+    )
+    recent_prefill_weight: float = option(
+        DEFAULTS.recent_prefill_weight, "weight of a block that the worker was given to compute lately", low=0
+    )
+    track_prefill_tokens: bool = option(DEFAULTS.track_prefill_tokens, "blocks to compute count at all")
+    router_temperature: float = option(
+        DEFAULTS.router_temperature, "0: the least cost; above, a softmax over the costs draws", low=0
+    )
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
         check_distinct(self.workers)
+
+    @property
+    def weights(self) -> RouterWeights:
+        return RouterWeights(**{entry.name: getattr(self, entry.name) for entry in fields(RouterWeights)})
 
     @cached_property
     def workers(self) -> tuple[WorkerSpec, ...]:

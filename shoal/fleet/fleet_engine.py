@@ -16,16 +16,16 @@ from typing import Any, TypeVar, cast
 
 from shoal.api import FinishReason, KvTierStats, Output, Request, SleepState, Stats
 from shoal.control import Command, Control, ReadSleepState
-from shoal.errors import BusyError, ConfigError, UnavailableError, WorkerFailedError
+from shoal.errors import BusyError, ConfigError, RequestError, UnavailableError, WorkerFailedError
 from shoal.fleet.disagg import PrefillPool
 from shoal.fleet.dispatcher import Dispatcher, Place, Wanted
 from shoal.fleet.remote_engine import RemoteEngine, RemoteStream
-from shoal.fleet.worker import errors_of
+from shoal.fleet.worker import RefusedError, errors_of
 from shoal.request_builder import copy_params
 
 T = TypeVar("T")
 
-MIN_TRIES = 4  # workers that may fail a request before its first token, whatever the limit of migrations
+MAX_TRIES = 4  # workers that may fail a request before its first token, whatever the limit of migrations
 BOOKED_TOKENS = 8  # of a stream are told to the router's books at a time, which count in blocks
 MAX_REFUSALS = 10  # by workers that take nothing just now, until the request is told so
 
@@ -50,6 +50,10 @@ class FleetEngine(Control):
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         """Raises BusyError if all workers and the queue are full, and UnavailableError if no worker is ready,
         or so many have failed the request that it is given up."""
+        if request.request_id in self._running:
+            raise RequestError(
+                f"request_id {request.request_id!r} is that of a request that runs; choose another"
+            )
         progress = self._running[request.request_id] = _Progress(request)
         wanted = Wanted(
             request.request_id,
@@ -74,11 +78,12 @@ class FleetEngine(Control):
                                 if output.token_ids or progress.has_ended:
                                     yield output
                                 if progress.must_move:
-                                    raise BusyError("it has ended its requests, to sleep or to stop")
-                except BusyError as error:
+                                    raise RefusedError("it has ended its requests, to sleep or to stop")
+                except RefusedError as error:
+                    progress.refused(error)
+                except BusyError:
                     if place is None:  # the queue is full
                         raise
-                    progress.refused(error)
                 except WorkerFailedError as error:
                     self._count(progress, error)
                 wanted.token_ids = progress.token_ids
@@ -156,7 +161,7 @@ class FleetEngine(Control):
             self.num_migrations += 1
         else:
             progress.num_failures += 1
-            if progress.num_failures >= MIN_TRIES:
+            if progress.num_failures >= MAX_TRIES:
                 raise UnavailableError(
                     f"{error}; {progress.num_failures} workers failed this request before its first token: "
                     "it may be what they fail at, so it is given up"
@@ -268,7 +273,7 @@ class _Progress:
         place.generated(self._num_unbooked)
         self._num_unbooked = 0
 
-    def refused(self, error: BusyError) -> None:
+    def refused(self, error: RefusedError) -> None:
         """Raises UnavailableError if that was often enough."""
         self.num_refusals += 1
         if self.num_refusals >= MAX_REFUSALS:

@@ -13,6 +13,9 @@ policy = "kv"
 [plane]
 url = "nats://10.0.0.1:4222"  # without it an embedded one, for this host alone
 
+[planner]                     # adds and removes workers as the load changes
+enabled = true
+
 All mistakes are found before any process starts.
 """
 
@@ -28,6 +31,7 @@ from shoal.config import DEFAULT_MODEL, IGNORED_OPTIONS, UNSUPPORTED_OPTIONS, En
 from shoal.errors import ConfigError
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.planes import NATS
+from shoal.fleet.planner import PlannerConfig
 from shoal.fleet.processes import PORTS
 from shoal.fleet.toml_file import build, check_keys, keys_of, read_document, table, tables
 from shoal.fleet.worker_spec import parse_worker
@@ -76,7 +80,7 @@ NO_ROUTERS = frozenset(
 )
 SERVER_OPTIONS = frozenset(keys_of(ServerConfig)) - NO_ROUTERS
 ROUTER_OPTIONS = frozenset(keys_of(FleetConfig)) - {"plane"}
-TOP_KEYS = SERVER_OPTIONS | {"model", "workers", "router", "plane", "sim"}
+TOP_KEYS = SERVER_OPTIONS | {"model", "workers", "router", "plane", "planner", "sim"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,6 +176,24 @@ class FleetFile:
     workers: list[OwnWorkers | ForeignWorkers]
     server: ServerConfig
     router: FleetConfig
+    planner: PlannerConfig
+
+    def __post_init__(self) -> None:
+        if not self.planner.enabled:
+            return
+        seen: set[tuple[str, str]] = set()
+        for number, group in enumerate(self.workers, 1):
+            if isinstance(group, ForeignWorkers):
+                raise ConfigError(
+                    f"[[workers]] {number} has a command, and [planner] sizes our own workers alone; set "
+                    "enabled = false, or leave these workers out"
+                )
+            if (group.served_name, group.role) in seen:
+                raise ConfigError(
+                    f"[[workers]] {number}: the planner needs to know which {group.role} workers of "
+                    f"{group.served_name} to add, and there are two tables of them; write one"
+                )
+            seen.add((group.served_name, group.role))
 
 
 def read_fleet_file(path: str | Path) -> FleetFile:
@@ -201,8 +223,10 @@ def _fleet_of(document: Mapping[str, Any]) -> FleetFile:
     config = build(FleetConfig, router)
     if config.plane is None or not config.plane.startswith(NATS):  # else partners may be on other hosts
         _check_roles(groups)
+    planner = table(document, "planner")
+    check_keys(planner, keys_of(PlannerConfig), "[planner]")
     server = {name: document[name] for name in SERVER_OPTIONS if name in document}
-    return FleetFile(groups, build(ServerConfig, server), config)
+    return FleetFile(groups, build(ServerConfig, server), config, build(PlannerConfig, planner))
 
 
 def _group_of(entry: Mapping[str, Any], model: Any) -> OwnWorkers | ForeignWorkers:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from typing import Any
 
 import msgspec
 
@@ -219,7 +218,9 @@ class ForeignForwarder:
             if not stream.is_stopped:
                 await exchange.read_end()
             return
-        raise WorkerFailedError(f"the worker {place.worker.id} ended its stream before the end")
+        if not stream.has_finished:
+            raise WorkerFailedError(f"the worker {place.worker.id} ended its stream before the end")
+        yield stream.finish()  # some servers send no [DONE]
 
     async def _read_stream(
         self, exchange: ForeignExchange, place: Place[ForeignLink]
@@ -300,13 +301,18 @@ class ForeignForwarder:
             tags=frozenset(tag for one in tags.split(",") if (tag := one.strip())),
         )
 
-    async def _prompt_tokens(self, request: ForeignRequest) -> Any:
-        if request.path in (COMPLETIONS, CHAT):
-            try:
-                return await self._tokens.tokens_of(request.select(PROMPT_FIELDS))
-            except RequestError:
-                pass  # the worker will refuse it
-        return text_numbers(request.call.body)
+    async def _prompt_tokens(self, request: ForeignRequest) -> Sequence[int]:
+        body = request.call.body
+        if request.path not in (COMPLETIONS, CHAT):
+            return text_numbers(body)
+        if len(body) < LARGE_BODY:
+            prompt = request.select(PROMPT_FIELDS)
+        else:
+            prompt = await asyncio.to_thread(request.select, PROMPT_FIELDS)
+        try:
+            return await self._tokens.tokens_of(prompt)
+        except RequestError:  # the worker will refuse it
+            return text_numbers(body)
 
 
 def _tell_cached(place: Place[ForeignLink], num_cached: int, num_tokens: int) -> None:

@@ -112,15 +112,19 @@ class ForeignRequest:
     def stops(self) -> list[str]:
         """The strings at which the output ends."""
         stop = self.get("stop")
-        stops = [stop] if isinstance(stop, str) else stop or []
-        return [one for one in stops if isinstance(one, str) and one]
+        if isinstance(stop, str):
+            stop = [stop]
+        return [one for one in stop if isinstance(one, str) and one] if isinstance(stop, list) else []
 
     def headers(self) -> dict[str, str]:
-        """The headers that go on."""
+        """The headers that go on. A body of JSON goes by that name, whatever its client calls it: `curl -d`
+        calls it a form, which vLLM refuses."""
         found = {"X-Request-Id": self.call.request_id}
         for name in HEADERS:
             if name in self.call.headers:
                 found[name.decode("ascii")] = self.call.headers[name].decode("latin-1")
+        if self._fields:
+            found["content-type"] = "application/json"
         return found
 
     def first_body(self) -> bytes:

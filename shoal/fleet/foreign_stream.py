@@ -31,6 +31,8 @@ class ForeignStream:
         self.prompt_ids: list[int] | None = None  # None: the worker has not told them
         self.has_begun = False  # the client was sent something
         self.is_done = False
+        self.has_finished = False  # the reason why the answer ends is known
+        self.is_stopped = False  # by a stop string that two workers wrote
         # Tokens of the prompt that the first worker had cached, and all of them, as it said.
         self.cached_tokens: tuple[int, int] | None = None
         self._head: Chunk = {}  # what all chunks have in common
@@ -40,8 +42,6 @@ class ForeignStream:
         self._texts: list[str] = []  # sent
         self._begun_at = 0  # characters that were sent before the present worker
         self._owed = ""  # text of the tokens so far that was not sent
-        self.is_stopped = False  # by a stop string that two workers wrote
-        self.has_finished = False  # the reason why the answer ends is known
         self._lacks_ids = False  # something was sent whose token ids are not known
         self._is_reasoning = False  # the last that was sent are thoughts, not the answer
         self._usage: Chunk | None = None
@@ -49,23 +49,24 @@ class ForeignStream:
     def push(self, data: bytes) -> tuple[bytes, int]:
         """The data of a worker's event. Returns what the client gets of it, and the number of its tokens.
         Raises WorkerFailedError for what shows that the worker has failed."""
-        events, num_tokens = self._take(data)
+        try:
+            events, num_tokens = self._take(data)
+        except (TypeError, ValueError, LookupError, AttributeError) as error:  # it may be of any shape
+            raise WorkerFailedError(f"a worker's stream has an event that is none: {error!r:.300}") from None
         self.has_begun = self.has_begun or bool(events)
         return events, num_tokens
 
     def _take(self, data: bytes) -> tuple[bytes, int]:
         if data == b"[DONE]":
             return self._end(), 0
-        try:
-            chunk = decode(data)
-        except ValueError as error:
-            raise WorkerFailedError(f"a worker's stream has an event that is no JSON: {error}") from None
+        chunk = decode(data)
         if "error" in chunk or chunk.get("object") == "error":
             return self._pass_error(chunk, data)
         choices = chunk.get("choices") or []
         if self.request.obstacle is not None:
             self._held.append(data)
-            shows = self.has_begun or any(self._shows_something(choice) for choice in choices)
+            self.has_finished = any(choice.get("finish_reason") is not None for choice in choices)
+            shows = self.has_begun or self.has_finished or any(map(self._shows_something, choices))
             return self._release() if shows else b"", len(choices)
         if not choices:
             self._take_usage(chunk)
@@ -116,8 +117,7 @@ class ForeignStream:
         return [*(self.prompt_ids or ()), *self.token_ids]
 
     def finish(self) -> bytes:
-        """The end of a stream whose answer was whole when its worker was lost, or that may have no more
-        tokens."""
+        """The end of a stream whose answer is whole. Its worker did not send it, or was lost before."""
         events = self._release()
         if not self.has_finished:
             text = self._owed
@@ -167,6 +167,7 @@ class ForeignStream:
             self._held.append(encode({**chunk, **self._head}))
 
     def _take_choice(self, chunk: Chunk, choice: Chunk) -> tuple[bytes, int]:
+        _check(choice)
         prompt_ids = chunk.get("prompt_token_ids") or choice.get("prompt_token_ids")
         if prompt_ids and self.prompt_ids is None:
             self.prompt_ids = prompt_ids
@@ -222,8 +223,6 @@ class ForeignStream:
         self._owed = ""
 
     def _shows_something(self, choice: Chunk) -> bool:
-        if choice.get("finish_reason") is not None:
-            return True
         if not self.request.is_chat:
             return bool(choice.get("text"))
         delta = choice.get("delta") or {}
@@ -275,3 +274,14 @@ class ForeignStream:
     @staticmethod
     def _encode(chunk: Chunk) -> bytes:
         return b"data: %b\n\n" % encode(chunk)
+
+
+def _check(choice: Chunk) -> None:
+    """Raises TypeError for what is no choice of a chunk, before anything of it counts."""
+    delta = choice.get("delta") or {}
+    texts = (choice.get("text"), delta.get("content"))
+    ids = choice.get("token_ids") or []
+    if not all(text is None or isinstance(text, str) for text in texts) or not isinstance(ids, list):
+        raise TypeError(f"a choice is {choice!r:.200}")
+    if not all(type(one) is int for one in ids):
+        raise TypeError(f"token_ids are {ids!r:.200}")

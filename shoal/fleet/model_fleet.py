@@ -44,7 +44,9 @@ class ModelFleet:
         self.name, self.is_foreign = name, is_foreign
         self.names: list[str] = [name]  # its own first, then adapters
         self.index = KvIndexer(config.block_size)
-        self.router = KvRouter(self.index, policy=config.policy, seed=config.seed, clock=clock.now)
+        self.router = KvRouter(
+            self.index, policy=config.policy, weights=config.weights, seed=config.seed, clock=clock.now
+        )
         self.dispatcher: Dispatcher[Any] = Dispatcher(
             self.router, max_queued=config.max_queued_requests, clock=clock
         )

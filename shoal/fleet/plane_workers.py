@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from shoal.errors import ConfigError
 from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.plane import Member, Plane
 from shoal.fleet.remote_engine import RemoteEngine
@@ -70,6 +71,7 @@ async def watch_plane(
                 continue
             known[worker_id] = member
             details = _read(member)
+            found = None
             there = workers.get(worker_id)
             if there is not None and details is not None and _is_same(there, details):
                 there.is_draining = details.is_draining
@@ -78,8 +80,10 @@ async def watch_plane(
                 del workers[worker_id]
                 on_leave(worker_id)
             if details is not None:
-                workers[worker_id] = _worker_of(member, details, key, plane.clock.now, on_load)
-                on_join(workers[worker_id])
+                found = _worker_of(member, details, key, plane.clock.now, on_load)
+            if found is not None:
+                workers[worker_id] = found
+                on_join(found)
 
 
 def _read(member: Member) -> WorkerDetails | None:
@@ -104,7 +108,8 @@ def _worker_of(
     key: FleetKey | None,
     clock: Callable[[], float],
     on_load: Callable[[str, list[WorkerLoad]], None],
-) -> Worker[RemoteEngine]:
+) -> Worker[RemoteEngine] | None:
+    """None for an address that is none."""
     card = details.card
     info = WorkerInfo(
         id=member.id,
@@ -117,7 +122,11 @@ def _worker_of(
         max_running=card.info.max_num_seqs,
         identity=_identity(details),
     )
-    link = RemoteEngine(info, card, details.port, key)
+    try:
+        link = RemoteEngine(info, card, details.port, key)
+    except ConfigError as error:
+        logger.warning("worker %s is set aside: %s", member.id, error)
+        return None
     worker = Worker(info, link, clock)
     worker.is_draining = details.is_draining
     link.on_outputs, link.on_lost = worker.delivered, worker.failed

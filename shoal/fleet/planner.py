@@ -42,6 +42,8 @@ class PlannerConfig:
     grace_freezes_both: bool = option(False, "in its grace, decode does not grow either")
     checks_remaining_load: bool = option(True, "remove a worker only if the others can carry its load")
     no_operation: bool = option(False, "advise, and change nothing")
+    start_timeout: float = option(600.0, "seconds that a new worker has to become ready", above=0)
+    record: str | None = option(None, "file to which observations and decisions are appended, as JSON lines")
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
@@ -53,6 +55,12 @@ class PlannerConfig:
                     f"{kind}_scale_down_threshold {down:g} is not below {kind}_scale_up_threshold {up:g}; a "
                     "fleet would grow and shrink at the same load"
                 )
+        least = self.min_endpoint * self.decode_engine_num_gpu
+        if least > self.max_gpu_budget:
+            raise ConfigError(
+                f"min_endpoint {self.min_endpoint} needs {least} GPUs, and max_gpu_budget is "
+                f"{self.max_gpu_budget}; lower the one or raise the other"
+            )
         if self.adjustment_interval < self.metric_pulling_interval:
             raise ConfigError(
                 f"adjustment_interval {self.adjustment_interval:g} is shorter than metric_pulling_interval "

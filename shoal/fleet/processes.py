@@ -42,13 +42,15 @@ class Component:
     command: the words of the command line. In each of them `{id}` stands for the worker's id and `{port}`,
     `{events_port}` and `{replay_port}` for free ports, which a worker keeps when it starts again. devices:
     the GPUs of all its workers, of which each gets `devices_per_worker`; without them workers see what this
-    process sees. death_signal: what a worker gets when this process is killed."""
+    process sees. shares_devices: the GPUs are those of other components too, and one worker has each at a
+    time. death_signal: what a worker gets when this process is killed."""
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str] = field(default_factory=dict)
     devices: tuple[str, ...] = ()
     devices_per_worker: int = 1
+    shares_devices: bool = False
     death_signal: signal.Signals = signal.SIGKILL
 
 
@@ -57,13 +59,14 @@ class WorkerProcess:
 
     def __init__(
         self,
-        worker_id: str,
+        number: int,
         component: Component,
         devices: tuple[str, ...],
         ports: Mapping[str, int],
         log: ProcessLog,
     ) -> None:
-        self.id, self.component, self.devices, self.ports = worker_id, component, devices, ports
+        self.id, self.number = f"{component.name}-{number}", number
+        self.component, self.devices, self.ports = component, devices, ports
         self.has_given_up = False
         self._log = log
         self._process: asyncio.subprocess.Process | None = None
@@ -180,10 +183,9 @@ class Processes:
         number = 1
         while f"{component.name}-{number}" in self._workers:
             number += 1
-        worker_id = f"{component.name}-{number}"
-        worker = WorkerProcess(worker_id, component, devices, _free_ports(component), self._log)
+        worker = WorkerProcess(number, component, devices, _free_ports(component), self._log)
         worker.task.add_done_callback(lambda _: self._changed.set())
-        self._workers[worker_id] = worker
+        self._workers[worker.id] = worker
         return worker
 
     async def remove(self, worker_id: str, grace_s: float = GRACE_S) -> None:
@@ -212,7 +214,8 @@ class Processes:
     def _free_devices(self, component: Component) -> tuple[str, ...]:
         free = list(component.devices)
         for worker in self._workers.values():
-            if worker.component == component:
+            shares = component.shares_devices and worker.component.shares_devices
+            if worker.component == component or shares:
                 for device in worker.devices:
                     free.remove(device)
         wanted = component.devices_per_worker if component.devices else 0

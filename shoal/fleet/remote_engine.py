@@ -21,7 +21,7 @@ from zmq.utils.monitor import parse_monitor_message
 from shoal.api import Output, Request, SamplingParams, Stats
 from shoal.collector import Collector
 from shoal.control import Command, Control, result_type
-from shoal.errors import BusyError, RequestError, ShoalError, WorkerFailedError
+from shoal.errors import BusyError, ConfigError, RequestError, ShoalError, WorkerFailedError
 from shoal.fleet.event_feed import EventFeed
 from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.socket_reader import SocketReader
@@ -75,7 +75,7 @@ class RemoteEngine(Control):
     """
 
     def __init__(self, info: WorkerInfo, card: ModelCard, address: str, key: FleetKey | None) -> None:
-        """address: of the worker's port, tcp://HOST:PORT."""
+        """address: of the worker's port, tcp://HOST:PORT. Raises ConfigError for what is none."""
         self.info, self.card, self.address = info, card, address
         self.report: Report | None = None
         self.on_report: Callable[[Report], None] = lambda report: None
@@ -108,7 +108,11 @@ class RemoteEngine(Control):
         self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         self._reader = SocketReader(socket, self._take)
         self._monitor_reader = SocketReader(self._monitor, self._take_event)
-        socket.connect(address)
+        try:
+            socket.connect(address)
+        except zmq.ZMQError as error:
+            self._close_sockets()
+            raise ConfigError(f"{address!r} is no address of a worker's port: {error}") from None
 
     @property
     def is_connected(self) -> bool:
@@ -221,6 +225,9 @@ class RemoteEngine(Control):
             return
         self._is_closed = True
         self._lose("its worker has left the fleet")
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
         self._reader.close()
         self._monitor_reader.close()
         self._socket.disable_monitor()
@@ -250,7 +257,7 @@ class RemoteEngine(Control):
 
     def _send(self, message: Message) -> None:
         """Raises WorkerFailedError where nobody is connected."""
-        if not self._is_connected and not isinstance(message, Hello):
+        if not self._is_connected:
             raise WorkerFailedError(f"worker {self.info.id} is not reached", is_absent=True)
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
@@ -326,11 +333,18 @@ class RemoteEngine(Control):
         """What libzmq tells of the connection."""
         event = parse_monitor_message(frames)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._socket.send(encode(Hello(self.info.id)), zmq.NOBLOCK)
-            self._reader.look()
+            self._say_hello()
         elif event == zmq.EVENT_DISCONNECTED:
             self._reader.read_all()
             self._lose("the connection broke")
+
+    def _say_hello(self) -> None:
+        if self._is_connected or self._is_closed:
+            return
+        with contextlib.suppress(zmq.ZMQError):  # not quite there yet, or gone again
+            self._socket.send(encode(Hello(self.info.id)), zmq.NOBLOCK)
+        self._reader.look()
+        asyncio.get_running_loop().call_later(CONNECT_S, self._say_hello)
 
     def _lose(self, why: str) -> None:
         was_connected, self._is_connected = self._is_connected, False

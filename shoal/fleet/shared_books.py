@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 
+from shoal.errors import ShoalError
 from shoal.fleet.books import AnyChange, Begun, Ended
 from shoal.fleet.model_fleet import ModelFleet
 from shoal.fleet.plane import Member, Plane
@@ -24,6 +25,9 @@ SUBJECT = "books"
 ROUTER = "router"  # the role of a router on the plane
 FLUSH_S = 0.005  # changes that come within it go as one message
 MOST_CHANGES = 256  # of one message
+MOST_BLOCKS = 50_000  # of one message: NATS takes a megabyte
+MAX_UNTOLD = 100_000  # changes of a model; the next roll call makes up for those beyond
+MOST_PRESENT = 10_000  # requests that one message names
 ROLL_CALL_S = 30.0  # between two messages that name all requests
 
 
@@ -43,14 +47,15 @@ class SharedBooks:
         self.num_told = self.num_heard = 0  # changes
         self._plane, self._models = plane, models
         self._changes: dict[str, list[AnyChange]] = {}  # by model, not told yet
-        self._has_changes = asyncio.Event()
+        self._is_roll_due = False
+        self._has_changes = asyncio.Event()  # or the roll is due
         # What others have, by router and model: the ids under which it is in the books here.
         self._others: dict[str, dict[str, set[str]]] = {}
         self._routers: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
 
     def open(self) -> None:
-        loops = (self._register, self._hear, self._tell, self._call_the_roll, self._watch)
+        loops = (self._hear, self._tell, self._call_the_roll, self._watch)
         self._tasks = [start(loop()) for loop in loops]
 
     async def close(self) -> None:
@@ -69,12 +74,10 @@ class SharedBooks:
 
     def _changed(self, model: str, change: AnyChange) -> None:
         if self._routers:
-            self._changes.setdefault(model, []).append(change)
+            untold = self._changes.setdefault(model, [])
+            if len(untold) < MAX_UNTOLD:
+                untold.append(change)
             self._has_changes.set()
-
-    async def _register(self) -> None:
-        name = self._plane.name
-        await self._plane.register(Member(id=f"router-{name}", role=ROUTER, address=""))
 
     async def _tell(self) -> None:
         while True:
@@ -82,20 +85,29 @@ class SharedBooks:
             self._has_changes.clear()
             changes, self._changes = self._changes, {}
             for model, of_model in changes.items():
-                for first in range(0, len(of_model), MOST_CHANGES):
-                    await self._publish(model, of_model[first : first + MOST_CHANGES])
+                for part in _parts(of_model):
+                    await self._publish(model, part)
+            if self._is_roll_due:  # sent from here too, so that it comes behind what has been told
+                self._is_roll_due = False
+                for each in self._models():
+                    present = each.router.books.own_requests()
+                    if len(present) <= MOST_PRESENT:
+                        await self._publish(each.name, [], present)
             await self._plane.clock.sleep(FLUSH_S)
 
     async def _call_the_roll(self) -> None:
         while True:
             await self._plane.clock.sleep(ROLL_CALL_S)
             if self._routers:
-                for model in self._models():
-                    await self._publish(model.name, [], model.router.books.own_requests())
+                self._is_roll_due = True
+                self._has_changes.set()
 
     async def _publish(self, model: str, changes: list[AnyChange], present: list[str] | None = None) -> None:
         self.num_told += len(changes)
-        await self._plane.publish(SUBJECT, News(self._plane.name, model, changes, present))
+        try:
+            await self._plane.publish(SUBJECT, News(self._plane.name, model, changes, present))
+        except ShoalError as error:
+            logger.warning("%d changes of books are not told: %s", len(changes), error)
 
     async def _tell_all(self) -> None:
         """For a router that has just come."""
@@ -108,13 +120,15 @@ class SharedBooks:
     # Hearing
 
     async def _hear(self) -> None:
-        async for news in await self._plane.subscribe(SUBJECT, News):
-            if news.router != self._plane.name:
-                self._take(news)
+        subscription = await self._plane.subscribe(SUBJECT, News)
+        # Whoever sees this router tells it all, so it must listen before.
+        await self._plane.register(Member(id=f"router-{self._plane.name}", role=ROUTER, address=""))
+        async for news in subscription:
+            self._take(news)
 
     def _take(self, news: News) -> None:
         model = next((one for one in self._models() if one.name == news.model), None)
-        if model is None:
+        if model is None or news.router not in self._routers:  # one that has died, or is this one
             return
         known = self._others.setdefault(news.router, {}).setdefault(news.model, set())
         for change in news.changes:
@@ -154,3 +168,20 @@ class SharedBooks:
                 for own_id in known:
                     by_name[name].router.take(Ended(own_id), own_id)
                 by_name[name].changed()
+
+
+def _parts(changes: Iterable[AnyChange]) -> Iterator[list[AnyChange]]:
+    """The changes in messages of bounded size. What is beyond it of one chain is left out."""
+    part: list[AnyChange] = []
+    num_blocks = 0
+    for change in changes:
+        if isinstance(change, Begun) and len(change.chain) > MOST_BLOCKS:
+            change = msgspec.structs.replace(change, chain=change.chain[:MOST_BLOCKS])
+        size = len(change.chain) if isinstance(change, Begun) else 0
+        if len(part) >= MOST_CHANGES or num_blocks + size > MOST_BLOCKS:
+            yield part
+            part, num_blocks = [], 0
+        part.append(change)
+        num_blocks += size
+    if part:
+        yield part

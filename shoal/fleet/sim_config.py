@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError
+from shoal.fleet.fleet_file import ROUTER_OPTIONS, TOP_KEYS, WORKER_OPTIONS, OwnWorkers
 from shoal.fleet.planner import PlannerConfig
 from shoal.fleet.policy import RouterWeights, check_policy
 from shoal.fleet.sim_timing import find_timing
@@ -130,21 +131,21 @@ def _config_of(
     seed: int | None,
     planner: Mapping[str, Any],
 ) -> SimConfig:
-    # port and plane are of the fleet that is served; they change nothing here.
-    check_keys(document, ("model", "workers", "router", "planner", "sim", "port", "plane"), "the file")
+    # Much of a fleet's file changes nothing here: ports, keys, the plane.
+    check_keys(document, TOP_KEYS, "the file")
     if "model" not in document:
         raise ConfigError('"model" is missing; give the name of a published shape, such as "qwen3-8b"')
     given = table(document, "sim")
     check_keys(given, SIM_KEYS, "[sim]")
     router = table(document, "router")
-    weights = keys_of(RouterWeights)
-    check_keys(router, ("policy", "seed", *weights), "[router]")
+    check_keys(router, ROUTER_OPTIONS, "[router]")
     planned = {**table(document, "planner"), **planner}
     check_keys(planned, keys_of(PlannerConfig), "[planner]")
     values = {"model": document["model"], **given}
     for name, value in (("policy", policy), ("seed", seed)):
         if value is not None or name in router:
             values[name] = router[name] if value is None else value
+    weights = keys_of(RouterWeights)
     values["weights"] = build(RouterWeights, {name: router[name] for name in weights if name in router})
     values["workers"] = _workers_of(document, num_workers)
     values["planner"] = build(PlannerConfig, planned)
@@ -154,14 +155,13 @@ def _config_of(
 def _workers_of(document: Mapping[str, Any], num_workers: int | None) -> list[SimWorkers]:
     groups = []
     for entry in tables(document, "workers") or [{}]:
-        check_keys(entry, ("role", "count", "devices", "options"), "[[workers]]")
+        check_keys(entry, keys_of(OwnWorkers), "[[workers]]")
         if entry.get("role", "both") not in ROLES:
             raise ConfigError(f"role {entry['role']!r} is not simulated; there is {', '.join(ROLES)}")
         options = table(entry, "options")
-        check_keys(
-            options, [name for name in keys_of(SimWorkers) if name != "count"], "options of [[workers]]"
-        )
-        groups.append(build(SimWorkers, {**options, "count": entry.get("count", 1)}))
+        check_keys(options, WORKER_OPTIONS, "options of [[workers]]")
+        simulated = {name: options[name] for name in keys_of(SimWorkers) if name in options}
+        groups.append(build(SimWorkers, {**simulated, "count": entry.get("count", 1)}))
     if num_workers is not None:
         if len(groups) != 1:
             raise ConfigError(

@@ -209,6 +209,10 @@ class Worker(Generic[L]):
         self.why = why
 
 
+class RefusedError(BusyError):
+    """A worker lives, and takes nothing just now for another reason than that it is full."""
+
+
 @contextlib.contextmanager
 def errors_of(worker_id: str) -> Iterator[None]:
     """A worker's errors as the fleet knows them: after BusyError and WorkerFailedError another worker may go
@@ -218,6 +222,6 @@ def errors_of(worker_id: str) -> Iterator[None]:
     except (UserError, BusyError, WorkerFailedError):
         raise
     except UnavailableError as error:  # it sleeps, say, and its report is on the way
-        raise BusyError(f"worker {worker_id}: {error}") from error
+        raise RefusedError(f"worker {worker_id}: {error}") from error
     except ShoalError as error:
         raise WorkerFailedError(f"worker {worker_id}: {error}") from error

@@ -12,17 +12,19 @@ import contextlib
 import itertools
 import logging
 import socket
+from collections.abc import Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
 import zmq
+from zmq.auth.thread import ThreadAuthenticator
 
 from shoal import wire
-from shoal.api import Engine, FinishReason, Output, Request, SleepState, Stats
+from shoal.api import FinishReason, Output, Request, SleepState, Stats
 from shoal.collector import merge
-from shoal.control import Command, Control, UpdateWeights
+from shoal.control import Command, ServedEngine, UpdateWeights
 from shoal.errors import ConfigError, ShoalError, UnavailableError, UserError
 from shoal.fleet.clock import Clock
 from shoal.fleet.fleet_key import FleetKey, is_loopback
@@ -61,10 +63,7 @@ logger = logging.getLogger(__name__)
 REPLAY_PATIENCE_S = 10.0  # without a batch, a replay of the engine has ended
 MAX_WAITING_BATCHES = 10_000  # of KV events on their way from the engine
 LINGER_MS = 500
-
-
-class ServedEngine(Engine, Control, Protocol):
-    """The engine behind the port."""
+MAX_MESSAGE_BYTES = 64 << 20  # of a router; libzmq closes connections that announce more
 
 
 class Gate(Protocol):
@@ -102,13 +101,7 @@ class WorkerPort:
     """Built by `open`. `address` is where routers reach it."""
 
     def __init__(
-        self,
-        worker_id: str,
-        engine: ServedEngine,
-        gate: Gate,
-        metrics: ModelMetrics,
-        clock: Clock,
-        events: EventEndpoints | None,
+        self, worker_id: str, engine: ServedEngine, gate: Gate, metrics: ModelMetrics, clock: Clock
     ) -> None:
         self.worker_id = worker_id
         self.address = ""
@@ -123,8 +116,7 @@ class WorkerPort:
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         self._reader: SocketReader | None = None
-        self._authenticator: Any = None
-        self._events = events
+        self._authenticator: ThreadAuthenticator | None = None
         self._subscriber: tuple[zmq.Socket[bytes], SocketReader] | None = None
         self._replayer: tuple[zmq.Socket[bytes], SocketReader] | None = None
         self._asked: list[tuple[_Router, int]] = []  # replays; the first one is under way
@@ -147,10 +139,11 @@ class WorkerPort:
         """Listens. port: 0 is any that is free. Raises ConfigError for an address that cannot be had, or that
         lies beyond this machine, without a key."""
         check_host(host, key)
-        self = cls(worker_id, engine, gate, metrics, clock, events)
+        self = cls(worker_id, engine, gate, metrics, clock)
         listener = self._socket
         listener.router_mandatory = True
         listener.sndhwm = listener.rcvhwm = 0  # what waits is bounded by the requests that run
+        listener.maxmsgsize = MAX_MESSAGE_BYTES
         listener.linger = LINGER_MS
         listener.heartbeat_ivl, listener.heartbeat_timeout, listener.heartbeat_ttl = (
             HEARTBEAT_MS,
@@ -214,7 +207,7 @@ class WorkerPort:
             self._authenticator.stop()
         self._context.term()  # after LINGER_MS at the latest
 
-    def _start(self, work: Any) -> None:
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
@@ -229,7 +222,7 @@ class WorkerPort:
             self._take_unreadable(routing_id, data, error)
             return
         if isinstance(message, Hello):
-            if message.worker_id == self.worker_id:
+            if message.worker_id == self.worker_id and routing_id not in self._routers:
                 self._routers[routing_id] = _Router(routing_id)
                 self._send(self._routers[routing_id], self._report)  # by it the router knows that it is heard
                 self._start(self._report_once())
@@ -280,11 +273,9 @@ class WorkerPort:
                 await self._stream(router, request_id, request)
             finally:
                 self._gate.leave(1)
-        except ShoalError as error:
-            router.ends.append(Refused(request_id, Failure.of(error)))
-            self._flush_soon(router)
         except Exception as error:
-            logger.exception("a request of a router failed")
+            if not isinstance(error, ShoalError):
+                logger.exception("a request of a router failed")
             router.ends.append(Refused(request_id, Failure.of(error)))
             self._flush_soon(router)
         finally:
@@ -355,11 +346,12 @@ class WorkerPort:
 
     async def _call(self, router: _Router, call: Call) -> None:
         try:
-            result = await self._carry_out(call.command)
-        except ShoalError as error:
-            self._send(router, Reply(call.call_id, error=Failure.of(error)))
-        else:
-            self._send(router, Reply(call.call_id, result))
+            reply = Reply(call.call_id, await self._carry_out(call.command))
+        except Exception as error:
+            if not isinstance(error, ShoalError):
+                logger.exception("a command of a router failed")
+            reply = Reply(call.call_id, error=Failure.of(error))
+        self._send(router, reply)
 
     async def _carry_out(self, command: Command[Any]) -> Any:
         if isinstance(command, ReadStats):
@@ -421,6 +413,7 @@ class WorkerPort:
         if self._replay_timer is not None:
             self._replay_timer.cancel()
             self._replay_timer = None
+        self._asked = [asked for asked in self._asked if asked[0].routing_id in self._routers]
         if self._asked and self._replayer is not None:
             _, start = self._asked[0]
             socket, reader = self._replayer

@@ -216,6 +216,8 @@ class Generation:
                 if delta.finish_reason is not None:
                     return
         except (UserError, UnavailableError):
+            if started:  # a fleet could not go on
+                running.times.finish(FinishReason.ERROR)
             running.times.forget()
             raise
         except EngineDeadError as error:

@@ -7,11 +7,11 @@ import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from shoal.api import Engine, ModelSummary, SleepState, Stats, sampling_defaults
+from shoal.api import ModelSummary, SleepState, Stats, sampling_defaults
 from shoal.config import ServerConfig
-from shoal.control import Control
+from shoal.control import ServedEngine
 from shoal.errors import RequestError
 from shoal.metrics import ModelMetrics
 from shoal.model_card import ModelCard
@@ -61,10 +61,6 @@ OF_THE_MODEL = (
     "default_params",
     "default_max_tokens",
 )
-
-
-class ServedEngine(Engine, Control, Protocol):
-    """The engine behind a model: a worker, a fleet, a fake."""
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file
 
 from shoal.api import Request, SamplingParams
 from shoal.attention.triton import TritonBackend
@@ -361,6 +362,28 @@ def test_weights_and_cache_stay_where_they_are_through_sleeps_and_new_weights(fo
     rank.runner.weights.load_checkpoint(str(folder), False)
     sleep_and_wake(rank.runner, kept=["weights"])
     assert addresses(rank.runner) == before
+    seq = rank.add(PROMPTS[1])
+    rank.run()
+    assert answer(seq) == tiny.greedy(folder, PROMPTS[1], 8)
+
+
+class OnAnotherCard:
+    """A tensor that says it lies on a GPU that is not the engine's."""
+
+    is_cuda, device = True, torch.device("cuda", 7)
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def to(self, device):
+        assert device.type == "cpu"
+        return self.tensor
+
+
+def test_weights_that_lie_on_another_card_are_copied_to_the_engines_own_first(start, folder):
+    rank = start(load_format="dummy")
+    tensors = load_file(folder / "model.safetensors")
+    rank.runner.weights.load_tensors({name: OnAnotherCard(tensor) for name, tensor in tensors.items()})
     seq = rank.add(PROMPTS[1])
     rank.run()
     assert answer(seq) == tiny.greedy(folder, PROMPTS[1], 8)

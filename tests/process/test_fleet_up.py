@@ -11,12 +11,13 @@ import time
 import tomllib
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import psutil
 import pytest
 
 from tests import nats_server
-from tests.serving import PYTHON, ROOT, free_port
+from tests.serving import PYTHON, ROOT, TINY, free_port
 
 LAPTOP = ROOT / "examples" / "fleet" / "laptop.toml"
 OPTIONS = "{ dtype = 'float32', max_model_len = 1024, kv_cache_memory_bytes = 200_000_000 }"
@@ -310,6 +311,26 @@ def test_the_laptop_of_the_examples_answers_as_the_readme_says(tmp_path):
         question = {"messages": [{"role": "user", "content": "What is the capital of France?"}]}
         assert "Paris" in fleet.json("/v1/chat/completions", question)["choices"][0]["message"]["content"]
         assert "<html" in fleet.request("/")[2]
+
+
+def test_a_command_starts_workers_that_speak_http(tmp_path, folder):
+    """Servers of ours stand for another engine's."""
+    command = f"{PYTHON} -m shoal serve {folder} --served-model-name tiny --port {{port}} {' '.join(TINY)}"
+    with Fleet(
+        tmp_path, f"[[workers]]\ncount = 2\ncommand = '{command}'\n[router]\npolicy = 'round_robin'\n"
+    ) as fleet:
+        fleet.ready()
+        name = Path(PYTHON).name
+        assert set(fleet.workers()) == {f"{name}-1", f"{name}-2"}
+        asked = [fleet.ask("Some words", model="tiny") for _ in range(4)]
+        assert len({text for text, *_ in asked}) == 1
+        assert {worker for _, worker, _ in asked} == {f"{name}-1", f"{name}-2"}
+        status, _, text = fleet.request("/sleep", method="POST", admin=True)
+        assert status == 503 and "no worker of ours" in text
+        processes = fleet.descendants()
+        fleet.signal(signal.SIGTERM)
+        assert fleet.process.wait(PATIENCE_S) == 0
+        until(lambda: not [p for p in processes if is_running(p.pid)])
 
 
 @pytest.mark.parametrize(

@@ -195,6 +195,45 @@ def test_a_rank_in_the_payload_wins():
     assert index.find_matches([1, 2, 3, 4]) == {}
 
 
+def test_a_rank_that_the_worker_does_not_have_is_counted_and_left_out():
+    index = KvIndexer(4)
+    feed = EventFeed(index, RANK, num_ranks=2)
+    catch_up(feed, Publisher(random, 0, False))
+    feed.heard(0, batch(1, stored(1, [1, 2, 3, 4]), rank=2))
+    feed.heard(1, batch(2, stored(1, [1, 2, 3, 4]), rank=-1))
+    feed.heard(2, batch(3, stored(1, [5, 6, 7, 8]), rank=1))
+    assert index.ranks == {WorkerRank("a", 1)} and feed.num_unreadable == 2
+
+
+def test_the_only_rank_of_a_worker_is_its_own_whatever_number_it_has_elsewhere():
+    index = KvIndexer(4)
+    feed = EventFeed(index, RANK, num_ranks=1)
+    catch_up(feed, Publisher(random, 0, False))
+    feed.heard(0, batch(1, stored(1, [1, 2, 3, 4]), rank=5))
+    assert index.find_matches([1, 2, 3, 4]) == {RANK: Overlap(1)}
+
+
+@pytest.mark.parametrize("ts", [1.0, 500.0], ids=["earlier clock", "later clock"])
+def test_a_publisher_that_started_again_is_told_from_the_old_one(ts):
+    index = KvIndexer(4)
+    feed, old, new = (
+        EventFeed(index, RANK),
+        Publisher(random, 99, False, 100.0),
+        Publisher(random, 99, False, ts),
+    )
+    for tokens in ([1, 2, 3, 4], [5, 6, 7, 8]):
+        old.publish([stored(tokens[0], tokens)])
+    new.publish([stored(9, [9, 9, 9, 9])])
+    new.publish([stored(8, [8, 8, 8, 8])])
+    catch_up(feed, old)
+    feed.check()
+    catch_up(feed, new)
+    assert index.find_matches([1, 2, 3, 4]) == {} and index.find_matches([9, 9, 9, 9]) == {RANK: Overlap(1)}
+    for number in (0, 1):  # the same again, as live batches
+        feed.heard(number, new.batches[number])
+    assert feed.replay_from is None and index.num_blocks(RANK) == 2
+
+
 def test_our_own_publisher_is_heard_late_and_over_a_gap(monkeypatch, tmp_path):
     monkeypatch.setattr(event_feed, "REPLAY_PATIENCE_S", 20.0)
     context = zmq.asyncio.Context()

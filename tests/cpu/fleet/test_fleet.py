@@ -496,3 +496,33 @@ def test_load_from_elsewhere_counts_and_our_own_does_not_count_twice():
         assert {await s.went() for _ in range(20)} == {"a", "b"}
 
     scene(run, policy="least_loaded")
+
+
+def test_a_request_that_only_a_full_worker_can_take_does_not_hold_up_others():
+    async def run(s):
+        s.add("a", tags=frozenset({"big"}), max_running=1)
+        s.add("b", max_running=1)
+        await asyncio.sleep(1)
+        dispatcher = s.fleet.models["m"].dispatcher
+        big = frozenset({"big"})
+        order = []
+
+        async def ask(name, seconds, **more):
+            async with dispatcher.place(Wanted(name, PROMPT, **more)) as place:
+                order.append((name, place.worker.id))
+                await asyncio.sleep(seconds)
+
+        async with dispatcher.place(Wanted("1", PROMPT, tags=big)), asyncio.TaskGroup() as tasks:
+            tasks.create_task(ask("on b", 5))
+            await asyncio.sleep(1)
+            waiting = tasks.create_task(ask("big", 0, tags=big))
+            await asyncio.sleep(1)
+            tasks.create_task(ask("any", 0))
+            tasks.create_task(ask("urgent", 0, priority=-1))
+            await asyncio.sleep(10)
+            assert order == [("on b", "b"), ("urgent", "b"), ("any", "b")]
+            assert s.fleet.view().queue.length == 1 and s.fleet.view().queue.oldest_s > 9
+            waiting.cancel()
+        assert s.fleet.view().queue.length == 0 and s.fleet.view().workers[0].active_requests == 0
+
+    scene(run)

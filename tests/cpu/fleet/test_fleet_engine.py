@@ -24,7 +24,7 @@ from shoal.errors import (
 from shoal.fake import FakeEngine
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.dispatcher import Dispatcher
-from shoal.fleet.fleet_engine import MIN_TRIES, FleetEngine
+from shoal.fleet.fleet_engine import MAX_TRIES, FleetEngine
 from shoal.fleet.indexer import KvIndexer
 from shoal.fleet.kv_router import KvRouter
 from shoal.fleet.worker import Worker, WorkerInfo
@@ -235,12 +235,12 @@ def test_a_request_with_tokens_ends_after_the_limit_of_migrations(limit):
 
 def test_a_request_that_kills_every_worker_before_its_first_token_is_given_up():
     async def run():
-        site = Site(MIN_TRIES + 3)
+        site = Site(MAX_TRIES + 3)
         for link in site.links:
             link.error_at[0] = EngineDeadError("the engine core was killed")
         with pytest.raises(UnavailableError, match="given up"):
             await answer(site.engine, request())
-        assert sum(len(link.received) for link in site.links) == MIN_TRIES
+        assert sum(len(link.received) for link in site.links) == MAX_TRIES
         await site.assert_idle()
 
     run_virtual(run())
@@ -248,7 +248,7 @@ def test_a_request_that_kills_every_worker_before_its_first_token_is_given_up():
 
 def test_workers_that_are_known_to_be_away_do_not_count_as_killed():
     async def run():
-        site = Site(MIN_TRIES + 3)
+        site = Site(MAX_TRIES + 3)
         for link in site.links[:-1]:
             link.kill()
         assert await answer(site.engine, request()) == WHOLE
@@ -288,6 +288,22 @@ def test_a_worker_that_takes_nothing_now_is_passed_over_and_not_broken(error):
         for _ in range(5):
             assert await answer(site.engine, request()) == WHOLE
         assert site.worker(0).is_reached
+
+    run_virtual(run())
+
+
+def test_a_full_worker_is_waited_for_however_long():
+    async def run():
+        site = Site(2)
+        for link in site.links:
+            link.error_at[0] = BusyError("the queue is full", retry_after_s=2.0)
+        running = asyncio.create_task(answer(site.engine, request()))
+        await site.clock.sleep(100)
+        assert not running.done()
+        for link in site.links:
+            link.error_at.clear()
+        assert await running == WHOLE
+        await site.assert_idle()
 
     run_virtual(run())
 

@@ -1,6 +1,7 @@
 """A fleet's file: what it says is what is started, and every mistake is named before anything is."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from shoal.config import EngineConfig, ServerConfig
 from shoal.errors import ConfigError
 from shoal.fleet.components import components_of
 from shoal.fleet.fleet_file import ForeignWorkers, OwnWorkers, read_fleet_file
+from shoal.fleet.policy import RouterWeights
+from shoal.fleet.sim_config import read_sim_config
 from shoal.options import given_options
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "fleet"
@@ -76,6 +79,19 @@ def test_a_whole_file_is_read(read):
     assert [spec.id for spec in router.workers] == ["old"]
 
 
+def test_weights_of_the_cost_are_keys_of_the_router(read):
+    weights = read("[router]\nprefill_load_scale = 2\nrouter_temperature = 0.5").router.weights
+    assert weights == RouterWeights(prefill_load_scale=2, router_temperature=0.5)
+
+
+@pytest.mark.parametrize("name", ["laptop", "four_gpus", "two_hosts"])
+def test_a_fleet_of_ours_can_be_simulated_from_its_own_file(name, tmp_path):
+    text = (EXAMPLES / f"{name}.toml").read_text()
+    (tmp_path / "sim.toml").write_text(re.sub("(?m)^model = .*$", 'model = "qwen3-8b"', text))
+    [workers] = read_fleet_file(EXAMPLES / f"{name}.toml").workers
+    assert read_sim_config(tmp_path / "sim.toml").workers[0].count == workers.count
+
+
 def test_a_file_of_nothing_but_a_worker_serves_the_default_model(read):
     assert read("[[workers]]").workers == [OwnWorkers("smollm2")]
 
@@ -125,6 +141,9 @@ def test_a_file_of_nothing_but_a_worker_serves_the_default_model(read):
         ("router = 3", "router 3 is no table; write [router]"),
         ("[router]\npolciy = 'kv'", "'polciy' is no key of [router]"),
         ("[router]\npolicy = 'best'", "policy 'best' is not one of"),
+        ("[router]\nprefill_load_scale = 'x'", "prefill_load_scale 'x' is not of the type float"),
+        ("[router]\nprefill_load_scale = -1", "prefill_load_scale -1 is outside [0, inf)"),
+        ("[router]\nweights = {}", "'weights' is no key of [router]"),
         ("[router]\nplane = 'tcp://127.0.0.1:1'", "'plane' is no key of [router]"),
         ("[plane]\nulr = 'x'", "'ulr' is no key of [plane]; there are url; did you mean 'url'?"),
     ],

@@ -149,6 +149,18 @@ async def test_a_stream_has_nothing_that_the_client_did_not_ask_for():
 
 
 @running
+async def test_a_server_that_does_not_say_done_has_not_failed():
+    a = ForeignWorker()
+    a.says_done = False
+    async with front(a) as router:
+        for options in ({}, {"n": 2}, {"max_tokens": 1}, {"stream_options": {"include_usage": True}}):
+            answer = await router.stream("completion", **{"max_tokens": 5, **options})
+            assert answer.text == written(PROMPT, options.get("max_tokens", 5)) and answer.is_done
+            assert answer.finish == "length" and (answer.usage is not None) == ("stream_options" in options)
+        assert len(a.received) == 4 and router.dispatcher.workers["a"].is_reached
+
+
+@running
 async def test_connections_to_a_worker_are_used_again():
     a = ForeignWorker()
     a.end_delay = 0.05
@@ -169,18 +181,22 @@ async def test_a_server_that_refuses_unknown_fields_is_asked_without_ours():
 
 
 @running
-async def test_the_clients_key_does_not_go_on_and_the_workers_own_does(tmp_path):
+async def test_headers_go_on_but_for_the_clients_key_in_whose_place_is_the_workers_own(tmp_path):
     (tmp_path / "key").write_text("of the worker")
     a = ForeignWorker()
     async with front(a, keys=[tmp_path / "key"]) as router:
         await router.ask(
-            prompt="x", headers={b"authorization": b"Bearer of the router", b"traceparent": b"00-1-2-03"}
+            prompt="x",
+            headers={
+                b"authorization": b"Bearer of the router",
+                b"traceparent": b"00-1-2-03",
+                b"content-type": b"application/x-www-form-urlencoded",
+            },
         )
         (one,) = a.received
-        assert (
-            one.headers["Authorization"] == "Bearer of the worker"
-            and one.headers["traceparent"] == "00-1-2-03"
-        )
+        assert one.headers["Authorization"] == "Bearer of the worker"
+        assert one.headers["traceparent"] == "00-1-2-03"
+        assert one.headers["Content-Type"] == "application/json", "vLLM takes no form, which curl calls it"
 
 
 @running
@@ -268,9 +284,9 @@ async def test_a_worker_without_the_adapter_is_no_other_try():
 async def test_a_stream_that_breaks_anywhere_is_one_stream_to_the_client(form, seed):
     print(f"seed {seed}")
     rng = random.Random(seed)
-    alphabet = rng.choice(["letters", "unicode"])
+    alphabet = rng.choice(["letters", "unicode", "junk"])
     sizes = rng.choice([(1,), (1, 2, 3), (5,)])
-    primes = rng.random() < 0.5
+    primes = alphabet == "junk" or rng.random() < 0.5
     workers = [
         ForeignWorker(alphabet=alphabet, chunk_sizes=sizes, primes=primes, seed=seed + i) for i in range(4)
     ]

@@ -222,10 +222,11 @@ def test_a_worker_with_more_orphans_than_the_prompt_has_blocks():
 
 def test_masks_that_are_kept_once_are_bounded_and_counts_stay_right(monkeypatch):
     monkeypatch.setattr(prefix_tree, "MAX_MASKS", 3)
-    index, chain = KvIndexer(4), sequence_hashes(range(1, 13))
+    index, hashes = KvIndexer(4), list(range(1, 13))
+    chain = sequence_hashes(hashes)
     ranks = [WorkerRank(f"w{n}") for n in range(12)]
     for number, rank in enumerate(ranks):
-        index.store_chain(rank, chain[: number + 1])
+        index.store(rank, prefix_tree.DEVICE, chain[: number + 1], hashes[: number + 1], None)
     assert len(index._tree._masks) <= 3
     assert index.find_chain(chain) == {rank: Overlap(n + 1) for n, rank in enumerate(ranks)}
     for rank in ranks[:6]:

@@ -211,7 +211,7 @@ def test_a_trace_out_of_order_is_put_into_order(tmp_path):
         (FILE.replace("h200", "tpu"), "gpu 'tpu' is none that can be simulated: h200"),
         (FILE.replace("gpu", "gpus"), "'gpus' is no key of [sim]; there are block_size, cache_tokens, "),
         (FILE.replace("count", "number"), "'number' is no key of [[workers]]; there are count, "),
-        (FILE.replace("model", "modell"), "'modell' is no key of the file; there are model, plane, "),
+        (FILE.replace("model", "modell"), "'modell' is no key of the file; there are admin_host, "),
         (FILE.replace("2", '"2"', 1), "count '2' is not of the type int"),
         (FILE.replace('"both"', '"prefill"'), "role 'prefill' is not simulated; there is both"),
         (FILE + "cache_tokens = 3\n", "cache_tokens 3 has no room"),

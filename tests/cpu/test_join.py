@@ -1,0 +1,65 @@
+"""What `shoal serve --plane` refuses before an engine is started, and where its engine publishes."""
+
+from pathlib import Path
+
+import pytest
+
+from shoal.cli.join import Planned, check_fleet, event_endpoints, with_events
+from shoal.cli.serve import plan
+from shoal.config import EngineConfig, ServerConfig
+from shoal.errors import ConfigError
+from shoal.weights.source import CheckpointFiles
+
+PLANE = "tcp://127.0.0.1:5600"
+
+
+@pytest.mark.parametrize(
+    "options, named",
+    [
+        ({"plane": "http://127.0.0.1:1"}, "http://127.0.0.1:1"),
+        ({"plane": "tcp://0.0.0.0:5600"}, "--fleet-key-file"),
+        ({"plane": "nats://10.0.0.1:4222"}, "--fleet-key-file"),
+        ({"plane": PLANE, "fleet_host": "0.0.0.0"}, "--fleet-key-file"),
+        ({"plane": PLANE, "fleet_key_file": "/nowhere/key"}, "/nowhere/key"),
+        ({"plane": PLANE, "worker_id": "a b"}, "a b"),
+    ],
+    ids=str,
+)
+def test_mistakes_are_found_before_an_engine_starts(options, named):
+    with pytest.raises(ConfigError, match=named):
+        plan("/nowhere/model", [], {}, ServerConfig(**options))
+
+
+def test_a_worker_serves_one_model():
+    with pytest.raises(ConfigError, match="one model"):
+        plan(None, ["a=x", "b=y"], {}, ServerConfig(plane=PLANE, swap=True))
+
+
+@pytest.mark.parametrize("options", [{"role": "prefill"}, {"worker_id": "a"}], ids=str)
+def test_a_worker_without_a_plane_is_none(options):
+    with pytest.raises(ConfigError, match="--plane"):
+        ServerConfig(**options)
+
+
+def test_a_key_opens_what_lies_beyond_this_machine(tmp_path):
+    (tmp_path / "key").write_text("0123456789abcdef" * 2)
+    key = str(tmp_path / "key")
+    check_fleet(ServerConfig(plane="nats://10.0.0.1:4222", fleet_host="0.0.0.0", fleet_key_file=key))
+
+
+def test_the_engine_tells_this_process_of_its_blocks_and_nobody_else():
+    planned = Planned(["m"], EngineConfig(model="m"), CheckpointFiles(Path()))
+    with event_endpoints(planned.config) as events:
+        told = with_events(planned, events).config.kv_events_config
+        assert told.enable_kv_cache_events and (told.endpoint, told.replay_endpoint) == (
+            events.publisher,
+            events.replay,
+        )
+        folder = Path(told.endpoint.removeprefix("ipc://")).parent
+        assert folder.stat().st_mode & 0o777 == 0o700
+    assert not folder.exists()
+    with event_endpoints(EngineConfig(model="m", enable_prefix_caching=False)) as none:
+        assert none is None
+    own = EngineConfig(model="m", kv_events_config={"enable_kv_cache_events": True})
+    with pytest.raises(ConfigError, match="leave it out"), event_endpoints(own):
+        pass

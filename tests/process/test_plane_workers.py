@@ -1,0 +1,122 @@
+"""What a router makes of the members of a plane: workers that come, change, leave, and those that cannot be
+read."""
+
+import asyncio
+import functools
+import random
+from contextlib import asynccontextmanager
+
+import msgspec
+
+from shoal.fleet.clock import LoopClock
+from shoal.fleet.plane import Member
+from shoal.fleet.plane_embedded import EmbeddedPlane, Host
+from shoal.fleet.plane_workers import member_of, watch_plane
+from shoal.model_card import ModelCard
+from shoal.wire import ModelInfo
+from tests.serving import free_port
+
+PATIENCE_S = 60
+INFO = ModelInfo("fake", 1, 4096, 512, 64, (2,), {}, 1024, 16, 4, "cpu", "float32")
+CARD = ModelCard(info=INFO, names=["fake", "alias"], model="fake", eos_token_ids=(2,))
+
+
+def asynchronous(test):
+    """Runs an async test; what hangs fails."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        return asyncio.run(asyncio.wait_for(test(*args, **kwargs), PATIENCE_S))
+
+    return run
+
+
+class Router:
+    def __init__(self):
+        self.workers, self.left = {}, []
+
+    def on_join(self, worker):
+        assert worker.id not in self.workers
+        self.workers[worker.id] = worker
+
+    def on_leave(self, name):
+        worker = self.workers.pop(name)
+        self.left.append(name)
+        asyncio.get_running_loop().create_task(worker.link.close())
+
+
+@asynccontextmanager
+async def watched():
+    clock, router = LoopClock(), Router()
+    host = Host(clock)
+    planes = [EmbeddedPlane.of_host(host, clock, random.Random(i)) for i in range(2)]
+    watching = asyncio.create_task(watch_plane(planes[0], None, router.on_join, router.on_leave))
+    try:
+        yield planes[1], router
+        assert not watching.done(), "whatever members say, the watch goes on"
+    finally:
+        watching.cancel()
+        for name in list(router.workers):
+            router.on_leave(name)
+        for plane in planes:
+            await plane.close()
+        host.close()
+        await asyncio.sleep(0)
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+def worker(name="w", port=None, role="both", **changes):
+    return member_of(
+        name, role, "http://127.0.0.1:9001", port or f"tcp://127.0.0.1:{free_port()}", CARD, **changes
+    )
+
+
+@asynchronous
+async def test_a_worker_is_what_it_says_and_leaves_with_its_member():
+    async with watched() as (plane, router):
+        await plane.register(worker(role="decode"))
+        await until(lambda: router.workers)
+        info, link = router.workers["w"].info, router.workers["w"].link
+        assert info.models == ("fake", "alias") and info.role == "decode" and info.pid is not None
+        assert (info.block_size, info.total_blocks, info.max_running) == (16, 1024, 4)
+        assert link.card == CARD and info.identity["vocabulary size"] == 512
+        await plane.unregister("w")
+        await until(lambda: router.left == ["w"])
+
+
+@asynchronous
+async def test_one_that_drains_stays_and_one_that_changes_joins_anew():
+    async with watched() as (plane, router):
+        port = f"tcp://127.0.0.1:{free_port()}"
+        await plane.register(worker(port=port))
+        await until(lambda: router.workers)
+        first = router.workers["w"]
+        await plane.register(worker(port=port, is_draining=True))
+        await until(lambda: first.is_draining)
+        assert router.workers["w"] is first and not router.left
+        await plane.register(worker())
+        await until(lambda: router.left == ["w"] and "w" in router.workers)
+        assert router.workers["w"] is not first and not router.workers["w"].is_draining
+
+
+@asynchronous
+async def test_members_that_are_no_workers_of_ours_are_passed_over(caplog):
+    async with watched() as (plane, router):
+        good = worker("good")
+        await plane.register(Member(id="router", role="router", address="http://127.0.0.1:1"))
+        await plane.register(Member(id="empty", role="both", address="http://127.0.0.1:1", model="fake"))
+        wrong = msgspec.structs.replace(good, id="wrong", details={**good.details, "card": 3})
+        await plane.register(wrong)
+        await plane.register(worker("nowhere", port="garbage"))
+        await plane.register(good)
+        await until(lambda: router.workers)
+        assert set(router.workers) == {"good"}
+        for name in ("empty", "wrong", "nowhere"):
+            assert f"worker {name} is set aside" in caplog.text
+        assert "router" not in caplog.text
+        await plane.register(msgspec.structs.replace(good, id="wrong"))
+        await until(lambda: set(router.workers) == {"good", "wrong"})
