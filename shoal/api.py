@@ -316,6 +316,27 @@ class KvTierStats:
 
 
 @dataclass(slots=True)
+class KvTransferStats:
+    """KV blocks that were read from other workers by one transport, since the start."""
+
+    blocks: int = 0
+    num_bytes: int = 0  # over all ranks
+    seconds: float = 0.0  # from the first byte asked for to the last one that came, summed over the reads
+
+
+@dataclass(slots=True)
+class KvLoans:
+    """KV blocks of prompts that other workers may read here."""
+
+    offers: int = 0  # now
+    held_blocks: int = 0  # now; a block counts once for each offer
+    blocks_out: int = 0  # of offers that a reader was done with, since the start
+    bytes_out: int = 0  # likewise
+    # Offers that have ended since the start, by how: "done", or the failure's kind (kv/ticket.py).
+    ended: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Stats:
     """The engine at one moment."""
 
@@ -332,6 +353,11 @@ class Stats:
     kv_dropped_blocks: int = 0  # evicted from the device, and kept nowhere else
     kv_compute_seconds_per_block: float = 0.0  # of a prompt, as measured lately; 0 without such tiers
     kv_tiers: dict[str, KvTierStats] = field(default_factory=dict)  # "host", "disk", "store", those there are
+    kv_loans: KvLoans | None = None  # None: others read nothing here
+    kv_transfers: dict[str, KvTransferStats] = field(default_factory=dict)  # by transport
+    kv_transfer_failures: dict[str, int] = field(
+        default_factory=dict
+    )  # requests that computed instead, by kind
     step_tokens: int = 0  # computed in all steps
     # What the engine has measured, where it has a target for the gap between tokens; 0: nothing yet.
     decode_step_s: float = 0.0  # of a step with the decodes that run now
