@@ -330,6 +330,13 @@ class Fleet:
             weights_version=worker.weights_version,
             prefills_done=worker.num_prefills,
         )
+        stats = worker.stats
+        if stats is not None:
+            reads = stats.kv_transfers.values()
+            view.blocks_in = sum(read.blocks for read in reads)
+            seconds = sum(read.seconds for read in reads)
+            view.transfer_GB_s = sum(read.num_bytes for read in reads) / seconds / 1e9 if seconds else 0.0
+            view.blocks_out = 0 if stats.kv_loans is None else stats.kv_loans.blocks_out
         for model in self._models_of(worker):
             for rank in worker.ranks:
                 load = model.router.books.load(rank)

@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, Sequence
 from contextlib import closing
 from typing import Any, TypeVar, cast
 
-from shoal.api import FinishReason, KvTierStats, Output, Request, SleepState, Stats
+from shoal.api import FinishReason, Output, Request, SleepState, Stats
 from shoal.control import Command, Control, ReadSleepState
 from shoal.errors import BusyError, ConfigError, RequestError, UnavailableError, WorkerFailedError
 from shoal.fleet.disagg import PrefillPool
@@ -290,8 +290,11 @@ def sum_of(parts: Sequence[Stats]) -> Stats:
 
 
 def _sum_of(parts: Sequence[Any]) -> Any:
+    parts = [one for one in parts if one is not None]  # of an engine that has no such thing
+    if not parts:
+        return None
     first = parts[0]
-    if isinstance(first, Stats | KvTierStats):
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first)]
         return type(first)(**{name: _sum_of([getattr(one, name) for one in parts]) for name in names})
     if isinstance(first, dict):

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
+from shoal.api import Stats
 from shoal.errors import BusyError, ShoalError, UnavailableError, UserError, WorkerFailedError
 from shoal.fleet.indexer import WorkerRank
 from shoal.fleet_api import WorkerState
@@ -88,6 +89,7 @@ class Worker(Generic[L]):
         self.num_commands = 0  # of an operator that are at work: it may answer nothing else meanwhile
         self.sleep_level: int | None = None  # None: awake, 0: paused, 1 and 2: asleep
         self.weights_version = 0
+        self.stats: Stats | None = None  # as one of ours has reported last
         self.is_reached = False  # a probe has succeeded since it came, or since it broke
         self.is_gone = False
         self.why = "it was not reached yet"  # it gets nothing; "" while it is well
