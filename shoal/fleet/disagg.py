@@ -60,6 +60,8 @@ class PrefillPool:
     def takes(self, request: Request, place: Place[RemoteEngine]) -> bool:
         """Whether the prompt is to be computed here. place: at the decode worker."""
         dispatcher = self.dispatcher
+        if place.num_prompt_tokens <= self.max_local_prefill_length:  # the common case is cheap
+            return False
         if request.embed or request.output_token_ids or request.params.skip_reading_prefix_cache:
             return False
         if not any(worker.takes_requests for worker in dispatcher.workers.values()):
@@ -69,7 +71,7 @@ class PrefillPool:
             return False
         return is_remote(
             place.num_prompt_tokens,
-            place.num_cached_tokens,
+            place.num_stored_tokens,
             dispatcher.queue.length,
             max_local_prefill_length=self.max_local_prefill_length,
             max_prefill_queue_size=dispatcher.max_queued,

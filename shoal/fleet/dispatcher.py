@@ -86,9 +86,9 @@ class Place(Generic[L]):
         return len(self._wanted.token_ids)
 
     @property
-    def num_cached_tokens(self) -> int:
-        """Tokens of the prompt that the worker has, as far as is known."""
-        return self._cached_tokens
+    def num_stored_tokens(self) -> int:
+        """Tokens of the prompt that the worker has now, and will not only have soon, as far as is known."""
+        return self._dispatcher.router.num_stored_tokens(self.choice, self._wanted.request_id)
 
     def prefilled_elsewhere(self) -> None:
         """Another worker computes the prompt."""

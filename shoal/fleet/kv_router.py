@@ -220,6 +220,15 @@ class KvRouter:
         """How many tokens of the prompt the chosen worker is thought to have."""
         return choice.overlap.total * self.indexer.block_size_of(choice.rank)
 
+    def num_stored_tokens(self, choice: Choice, request_id: str) -> int:
+        """How many tokens of a running request's prompt the chosen worker has now. What it will have soon by
+        what it was sent does not count, unless it tells nothing of its cache."""
+        found = self.books.chain_of(request_id)
+        if found is None or choice.rank in self._without_events:
+            return self.num_cached_tokens(choice)
+        rank, chain, block_size = found
+        return self.indexer.find_chain(chain).get(rank, Overlap()).total * block_size
+
     def num_cached_blocks(self, rank: WorkerRank) -> int:
         """How many blocks it has, as far as is known."""
         return max(self.indexer.num_blocks(rank), self.predictions.num_blocks(rank))

@@ -19,8 +19,10 @@ from shoal.fleet.fleet import Fleet
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.fleet_engine import FleetEngine
 from shoal.fleet.fleet_file import read_fleet_file
+from shoal.fleet.indexer import WorkerRank
 from shoal.fleet.model_fleet import ModelFleet
 from shoal.fleet.worker import Worker, WorkerInfo
+from shoal.kv_event_format import GPU, BlockStored
 from tests.cpu.fleet.test_fleet_engine import REPLY, TOKEN_S, WHOLE, FakeLink, answer, request
 
 BASE_SEED = int(os.environ.get("SHOAL_STORM_SEED", "0"))
@@ -58,12 +60,13 @@ class Site:
         for _ in range(num_decode):
             self.add("decode")
 
-    def add(self, role, **options):
+    def add(self, role, has_events=False, **options):
         name = f"{role[0]}{self.counts[role]}"
         self.counts[role] += 1
         link = self.links[name] = Link(self.clock, **options)
         info = WorkerInfo(id=name, url="", models=("m",), role=role, max_running=self.max_running)
         worker = Worker(info, link, self.clock.now)
+        worker.has_events = has_events
         worker.reached()
         self.model.add(worker)
         return worker
@@ -161,6 +164,23 @@ async def test_a_prefix_that_the_decode_worker_has_stays():
     await answer(site.engine, request(prompt=LONG))
     assert await answer(site.engine, request("again", prompt=[*LONG, *range(50)])) == WHOLE
     assert site.received("p0") == 1 and site.received("d0") == 2
+
+
+@virtual
+async def test_what_the_decode_worker_will_have_only_soon_is_not_there():
+    """Else the second of two equal prompts would be computed where the first one is still on its way to."""
+    site = Site(0, 0, policy="kv")
+    for role in ("prefill", "decode"):
+        site.add(role, has_events=True)
+    running = [asyncio.create_task(answer(site.engine, request(f"r{i}", prompt=LONG))) for i in range(2)]
+    assert await asyncio.gather(*running) == [WHOLE] * 2
+    assert site.received("p0") == 2 and not site.prefills.fall_backs
+    tokens = list(LONG)
+    site.model.router.apply(
+        WorkerRank("d0"), BlockStored(range(12), None, tokens[: 12 * 16], 16, None, GPU, None)
+    )
+    await answer(site.engine, request("r2", prompt=LONG))
+    assert site.received("p0") == 2
 
 
 @virtual
