@@ -44,6 +44,8 @@ def fleet_up(path: str, verbose: bool = False) -> int:
     """Serves until a signal; returns the exit code: 0 after a drain, 1 after a second signal or if every
     worker is given up. Raises ShoalError for what cannot be served."""
     file = read_fleet_file(path)
+    if not file.workers and not file.router.workers and file.router.plane is None:
+        raise ConfigError(f"{path}: there is no worker; write [[workers]]")
     with tempfile.TemporaryDirectory(prefix="shoal-fleet-") as folder:
         plane_url = file.router.plane or f"ipc://{folder}/plane"
         components = components_of(

@@ -17,7 +17,7 @@ from shoal.bench import serving
 from shoal.bench.serving import ServeBench
 from shoal.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from shoal.errors import ConfigError, ShoalError
-from shoal.fleet.fleet_config import FleetConfig
+from shoal.fleet.fleet_config import NOT_OF_A_ROUTER, FleetConfig
 from shoal.options import SAMPLING, Parser, given_options, integer
 from shoal.version import __version__
 
@@ -28,6 +28,9 @@ requests fail, /health is 503, and with --restart the engine comes back."""
 ROUTE_DESCRIPTION = """A router: one OpenAI-compatible endpoint for many workers, each request going where
 most of its prefix is cached and least is waiting. Workers are any servers with OpenAI's API (--worker), and
 our own, which join by themselves (shoal serve --plane). SIGTERM or Ctrl-C lets running requests end."""
+PLAN_DESCRIPTION = """Decides again what the planner of a fleet decided, from the observations in its record
+([planner] record), and prints the decisions as JSON lines. With other settings it shows what these would have
+done."""
 FLEET_DESCRIPTION = """A router and its workers, all from one file (fleet up FILE). Workers that die are
 started again. Ctrl-C lets running requests end, then the workers; a second one ends all at once."""
 CHAT_DESCRIPTION = "A conversation, with a model on this machine or (--url) on a server. /help explains."
@@ -40,24 +43,6 @@ SIM_DESCRIPTION = """Simulates a fleet under a trace: the router's own code over
 virtual clock. No GPU and no model is needed. FILE is a fleet's TOML file with a table [sim]; docs/fleet.md
 explains it."""
 SHELLS = ("bash", "zsh", "fish")
-# Options of `shoal serve` that are of an engine, of a worker, or a router's own in FleetConfig.
-NOT_OF_A_ROUTER = (
-    "max_queued_requests",
-    "profile_dir",
-    "served_model_name",
-    "engine_timeout",
-    "restart",
-    "swap",
-    "swap_patience",
-    "tool_call_parser",
-    "reasoning_parser",
-    "plane",
-    "role",
-    "worker_id",
-    "fleet_key_file",
-    "fleet_host",
-    "fleet_port",
-)
 BROKEN_PIPE = 128 + 13  # the exit code of a program that SIGPIPE has ended
 
 
@@ -145,6 +130,13 @@ def build_parser() -> Parser:
     )
     route.add_flags(ServerConfig, "server", but=NOT_OF_A_ROUTER)
     route.set_defaults(run=run_route)
+
+    plan = commands.add_parser("plan", help="replay a planner's record", description=PLAN_DESCRIPTION)
+    plan.add_argument("--replay", metavar="FILE", required=True, help="the record, JSON lines")
+    plan.add_argument(
+        "--fleet", metavar="FILE", help="the fleet's TOML file, for its [planner] (default: none)"
+    )
+    plan.set_defaults(run=run_plan)
 
     fleet = commands.add_parser("fleet", help="many workers at once", description=FLEET_DESCRIPTION)
     fleet.set_defaults(run=_print_help(fleet))
@@ -432,6 +424,23 @@ def run_route(arguments: argparse.Namespace) -> int:
     server = ServerConfig(**{name: given[name] for name in given if name not in NOT_OF_A_ROUTER})
     logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, server.log_format)
     return route(FleetConfig(**given_options(arguments, FleetConfig)), server)
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    import msgspec
+
+    from shoal.errors import ConfigError
+    from shoal.fleet.fleet_file import read_fleet_file
+    from shoal.fleet.planner import PlannerConfig, replay
+
+    config = PlannerConfig() if arguments.fleet is None else read_fleet_file(arguments.fleet).planner
+    try:
+        with open(arguments.replay, "rb") as lines:
+            for entry in replay(config, lines):
+                print(msgspec.json.encode(entry).decode())
+    except OSError as error:
+        raise ConfigError(f"--replay {arguments.replay!r} cannot be read: {error}") from None
+    return 0
 
 
 def run_fleet_up(arguments: argparse.Namespace) -> int:

@@ -11,6 +11,24 @@ from shoal.fleet.policy import POLICIES, RouterWeights
 from shoal.fleet.worker_spec import WorkerSpec, check_distinct, parse_worker
 
 DEFAULTS = RouterWeights()
+# Options of `shoal serve` that are of an engine, of a worker, or a router's own in FleetConfig.
+NOT_OF_A_ROUTER = (
+    "max_queued_requests",
+    "profile_dir",
+    "served_model_name",
+    "engine_timeout",
+    "restart",
+    "swap",
+    "swap_patience",
+    "tool_call_parser",
+    "reasoning_parser",
+    "plane",
+    "role",
+    "worker_id",
+    "fleet_key_file",
+    "fleet_host",
+    "fleet_port",
+)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from typing import Any
 
 from shoal.config import DEFAULT_MODEL, IGNORED_OPTIONS, UNSUPPORTED_OPTIONS, EngineConfig, ServerConfig
 from shoal.errors import ConfigError
-from shoal.fleet.fleet_config import FleetConfig
+from shoal.fleet.fleet_config import NOT_OF_A_ROUTER, FleetConfig
 from shoal.fleet.planes import NATS
 from shoal.fleet.planner import PlannerConfig
 from shoal.fleet.processes import PORTS
@@ -58,27 +58,7 @@ GIVEN_OPTIONS = frozenset(
     }
 )
 WORKER_OPTIONS = frozenset([*keys_of(EngineConfig), *keys_of(ServerConfig)]) - GIVEN_OPTIONS
-# Options of the server that say something of an engine or of a worker, and those that [router] has.
-NO_ROUTERS = frozenset(
-    {
-        "served_model_name",
-        "swap",
-        "swap_patience",
-        "restart",
-        "engine_timeout",
-        "tool_call_parser",
-        "reasoning_parser",
-        "profile_dir",
-        "plane",
-        "role",
-        "worker_id",
-        "fleet_host",
-        "fleet_port",
-        "fleet_key_file",
-        "max_queued_requests",
-    }
-)
-SERVER_OPTIONS = frozenset(keys_of(ServerConfig)) - NO_ROUTERS
+SERVER_OPTIONS = frozenset(keys_of(ServerConfig)) - frozenset(NOT_OF_A_ROUTER)
 ROUTER_OPTIONS = frozenset(keys_of(FleetConfig)) - {"plane"}
 TOP_KEYS = SERVER_OPTIONS | {"model", "workers", "router", "plane", "planner", "sim"}
 
@@ -135,14 +115,20 @@ class ForeignWorkers:
             raise ConfigError("command is empty; give the words that start a worker")
         trial = self.worker
         for name in PORTS:
-            trial = trial.replace("{" + name + "}", "1")
+            place = "{" + name + "}"
+            if place in self.worker and place not in self.command:
+                raise ConfigError(
+                    f"worker {self.worker!r:.200} has {place}, and command {self.command!r:.200} has not; "
+                    "write it where the command takes that port, or the port's number in worker"
+                )
+            trial = trial.replace(place, "1")
         parse_worker(trial)
         if ",id=" in self.worker:
             raise ConfigError(f"worker {self.worker!r:.200} has an id; the fleet numbers its workers itself")
-        if self.count > 1 and ("{port}" not in self.worker or "{port}" not in self.command):
+        if self.count > 1 and "{port}" not in self.worker:
             raise ConfigError(
-                f"command {self.command!r:.200} and worker {self.worker!r:.200}: {self.count} workers cannot "
-                "share a port; write {port} in both"
+                f"worker {self.worker!r:.200}: {self.count} workers cannot share a port; write {{port}} "
+                "there and in command"
             )
         _check_count(self.count, self.devices, self.devices_per_worker)
 

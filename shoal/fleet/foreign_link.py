@@ -42,7 +42,8 @@ GAUGES = {
     "llamacpp:requests_deferred": "num_waiting",
     "llamacpp:kv_cache_usage_ratio": "kv_usage",
 }
-GAUGE_LINE = re.compile(rf"^({'|'.join(GAUGES)})(?:{{([^}}]*)}})? ([0-9.eE+-]+)$", re.MULTILINE)
+NUMBER = r"[0-9]{1,15}(?:\.[0-9]*)?(?:[eE]-?[0-9]{1,2})?"
+GAUGE_LINE = re.compile(rf"^({'|'.join(GAUGES)})(?:{{([^}}]*)}})? ({NUMBER})$", re.MULTILINE)
 RANK_LABEL = re.compile(r'(?:engine|dp_rank)="(\d+)"')
 
 

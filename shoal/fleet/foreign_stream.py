@@ -51,8 +51,10 @@ class ForeignStream:
         Raises WorkerFailedError for what shows that the worker has failed."""
         try:
             events, num_tokens = self._take(data)
-        except (TypeError, ValueError, LookupError, AttributeError) as error:  # it may be of any shape
-            raise WorkerFailedError(f"a worker's stream has an event that is none: {error!r:.300}") from None
+        except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+            raise WorkerFailedError(
+                f"a worker's stream has an event of no known shape: {error!r:.300}"
+            ) from None
         self.has_begun = self.has_begun or bool(events)
         return events, num_tokens
 

@@ -1,9 +1,9 @@
 """Workers as processes of this host: started, started again when they die, and ended.
 
     processes = Processes(log)
-    worker_id = processes.add(component)      # one more worker of this component
-    await processes.remove(worker_id)         # it ends what it has
-    await processes.close()                   # all of them
+    worker = processes.add(component)      # one more worker of this component
+    await processes.remove(worker.id)      # it ends what it has
+    await processes.close()                # all of them
 
 A worker has a process group of its own. So a Ctrl-C at the terminal reaches the supervisor alone, and what a
 worker started itself ends with it. If the supervisor is killed, the kernel ends its workers.
@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,7 @@ MAX_DEATHS = 5  # in succession, after which a worker is not started again
 LONG_LIFE_S = 60.0  # a worker that lived so long starts anew with these counts
 FIRST_DELAY_S = 1.0  # before the second start; each further delay is twice as long
 GRACE_S = 60.0  # for a worker to end what it has, after SIGTERM
+NOT_STARTED = 126  # the exit code of a shell for what cannot be run
 PORTS = ("port", "events_port", "replay_port")
 
 
@@ -140,16 +141,11 @@ class WorkerProcess:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)
         death = str(int(self.component.death_signal))
         words = [sys.executable, "-I", "-S", str(LAUNCH), str(os.getpid()), death]
-        with self._log.pipe(self.id) as output:
-            self._process = await asyncio.create_subprocess_exec(
-                *words,
-                *map(self.fill, self.component.command),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                env=environment,
-                start_new_session=True,
-            )
+        try:
+            self._process = await self._spawn(words, environment)
+        except OSError as error:
+            logger.error("%s cannot be started: %s", self.id, error)
+            return NOT_STARTED
         logger.info("%s starts as process %d", self.id, self._process.pid)
         if self._stopping.is_set():  # it was to end while it was made
             self._signal(signal.SIGTERM)
@@ -158,6 +154,20 @@ class WorkerProcess:
         finally:
             _kill_group(self._process.pid)
             self._process = None
+
+    async def _spawn(
+        self, words: Sequence[str], environment: Mapping[str, str]
+    ) -> asyncio.subprocess.Process:
+        with self._log.pipe(self.id) as output:
+            return await asyncio.create_subprocess_exec(
+                *words,
+                *map(self.fill, self.component.command),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                env=environment,
+                start_new_session=True,
+            )
 
     def _signal(self, number: int) -> None:
         if self._process is not None:

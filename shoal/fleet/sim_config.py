@@ -40,7 +40,7 @@ class SimWorkers:
     Raises ConfigError."""
 
     count: int = 1
-    max_num_seqs: int = 256
+    max_num_seqs: int = 1024
     max_num_batched_tokens: int = 16384
     gpu_memory_utilization: float = 0.9
 

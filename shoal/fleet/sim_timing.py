@@ -87,8 +87,8 @@ GPUS = {
         product_flops=620e12,
         attention_flops=535e12,
         layer_s=14.3e-6,
-        decode_s=5e-6,
-        chunk_s=45e-6,
+        decode_s=4.6e-6,
+        chunk_s=40e-6,
     )
 }
 

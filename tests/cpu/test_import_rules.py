@@ -53,6 +53,7 @@ TORCH_FREE = [
     "fields",
     "options",
     "fleet.event_feed",
+    "fleet.foreign_forwarder",
     "fleet.kv_router",
     "fleet.recorder",
     "fleet.simulator",
@@ -64,6 +65,7 @@ TORCH_FREE = [
     "fleet.planes",
     "fleet.plane_nats",
     "server.routes",
+    "server.foreign_routes",
     "server.admin",
     "server.run",
 ]

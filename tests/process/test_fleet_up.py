@@ -338,10 +338,11 @@ def test_a_command_starts_workers_that_speak_http(tmp_path, folder):
     [
         ("[[workers]]\ncommand = 'no-such-engine --port {port}'\n", "'no-such-engine' is no program"),
         ("[[workers]]\n[[workers]]\nmodel = '/no/such/folder'\n", "[[workers]] 2: "),
+        ("", "there is no worker; write [[workers]]"),
         ("[plane]\nurl = 'tcp://10.0.0.1:5600'\n[[workers]]\n", "10.0.0.1"),
         ("host = '0.0.0.0'\nadmin_host = '0.0.0.0'\n[[workers]]\n", "admin_host"),
     ],
-    ids=["program", "model", "plane", "admin"],
+    ids=["program", "model", "none", "plane", "admin"],
 )
 def test_what_cannot_work_is_told_before_a_process_starts(tmp_path, text, wrong):
     with Fleet(tmp_path, text) as fleet:

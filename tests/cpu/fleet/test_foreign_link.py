@@ -142,7 +142,10 @@ def test_a_canary_that_fails_is_told():
         ),
         (LLAMA, [WorkerLoad(num_running=2, num_waiting=1)]),
         (SGLANG, [WorkerLoad(num_running=4, kv_usage=0.5)]),
-        ("python_info 1\nvllm:num_requests_running{} what\n", []),
+        (
+            "python_info 1\nvllm:num_requests_running{} what\nvllm:num_requests_waiting 1.2.3\nsglang:token_usage NaN",
+            [],
+        ),
     ],
     ids=["vllm", "llama.cpp", "sglang", "others"],
 )

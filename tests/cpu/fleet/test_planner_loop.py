@@ -6,6 +6,7 @@ import io
 import msgspec
 import pytest
 
+from shoal.cli.main import main
 from shoal.errors import UnavailableError
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.planner import DecodeLoad, Observation, PlannerConfig, Recorded, replay
@@ -117,3 +118,23 @@ def test_a_record_replayed_gives_the_same_decisions(load):
     made = [line.decision for line in lines if line.decision is not None]
     assert len(made) == 40  # one for each of two models, every five seconds
     assert [line.decision for line in replay(CONFIG, record.getvalue().splitlines())] == made
+
+
+def test_the_command_prints_the_decisions_of_a_record(tmp_path, capsys):
+    connector, record = Counting(a=1), io.BytesIO()
+    connector.load["a"] = 0.95
+    plan(connector, 6, PlannerConfig(adjustment_interval=5.0), record)
+    file, fleet = tmp_path / "record.jsonl", tmp_path / "fleet.toml"
+    file.write_bytes(record.getvalue())
+    assert main(["plan", "--replay", str(file)]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    assert msgspec.json.decode(line, type=Recorded).decision.desired == {"both": 2}
+    fleet.write_text("[[workers]]\n[planner]\ndecode_kv_scale_up_threshold = 0.99\n")
+    assert main(["plan", "--replay", str(file), "--fleet", str(fleet)]) == 0
+    [line] = capsys.readouterr().out.splitlines()
+    assert msgspec.json.decode(line, type=Recorded).decision.changes == []
+
+
+def test_a_record_that_is_not_there_is_named(tmp_path, capsys):
+    assert main(["plan", "--replay", str(tmp_path / "none.jsonl")]) != 0
+    assert "none.jsonl" in capsys.readouterr().err

@@ -10,6 +10,7 @@ import pytest
 
 from shoal.bench.floor import Ceilings, Floor
 from shoal.errors import ConfigError
+from shoal.fleet.sim_config import SimWorkers
 from shoal.fleet.sim_timing import GPUS, SHAPES, Timing, find_timing
 from shoal.fleet.sim_worker import PAGE, SimCache, SimRequest, SimWorker
 from shoal.models.config_json import config_from_json
@@ -50,7 +51,7 @@ def test_simulated_times_are_those_of_an_h200(model, name, seconds):
     make = WORKLOADS["workload"] if name in OTHERS["COMPARED"] else OTHERS["other_workload"]
     prompts, lengths = make(name)
     names = {}
-    w = SimWorker(find_timing("h200", model), 700_000, BLOCK, 256, 16384)
+    w = SimWorker(find_timing("h200", model), 700_000, BLOCK, SimWorkers().max_num_seqs, 16384)
     for number, (prompt, length) in enumerate(zip(prompts, lengths)):
         ends = range(BLOCK, len(prompt) + 1, BLOCK) if name in ("shared", "tree") else ()
         chain = [names.setdefault(tuple(prompt[:end]), len(names)) for end in ends]
