@@ -80,8 +80,9 @@ class PrefillPool:
     async def first_token(
         self, request: Request, wanted: Wanted, sent: Callable[[RemoteEngine, str], None]
     ) -> tuple[str, Output] | None:
-        """The prefill worker's id, and an Output with the first token and the ticket. None if the decode
-        worker is to compute the prompt. The Output has a finish reason if the request ends with that token.
+        """The prefill worker's id, and an Output with the first token and the ticket; the Output has a finish
+        reason if the request ends with that token. None if the decode worker is to do all, or to end the
+        request as it was aborted.
 
         wanted: how the decode worker was asked for. sent: called with each worker that gets the request, and
         with the request's id there."""
@@ -108,7 +109,7 @@ class PrefillPool:
         finally:
             self.dispatcher.forget(own)
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            self.fall_backs["refused"] += 1
+            self.fall_backs["failed" if output.finish_reason == FinishReason.ERROR else "aborted"] += 1
             return None
         self.num_done += 1
         if output.finish_reason == FinishReason.LENGTH and request.params.max_tokens != 1:

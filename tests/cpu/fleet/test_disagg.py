@@ -15,6 +15,7 @@ from shoal.errors import BusyError, ConfigError, RequestError, UnavailableError,
 from shoal.fake import FakeEngine
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.disagg import PREFILL_WORKERS, is_remote
+from shoal.fleet.dispatcher import Wanted
 from shoal.fleet.fleet import Fleet
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.fleet_engine import FleetEngine
@@ -274,8 +275,8 @@ def aborts(site):
         (is_full, "refused"),
         (sleeps, "refused"),
         (refuses, "refused"),
-        (ends_with_an_error, "refused"),
-        (aborts, "refused"),
+        (ends_with_an_error, "failed"),
+        (aborts, "aborted"),
     ],
 )
 @virtual
@@ -433,6 +434,22 @@ async def test_thresholds_change_while_it_runs():
             await fleet.configure(wrong)
     fleet._displace(worker)
     assert not fleet.models["m"].workers
+
+
+@virtual
+async def test_what_waits_for_prefill_workers_is_told():
+    fleet = Fleet(FleetConfig(), LoopClock())
+    worker = Worker(WorkerInfo(id="p", url="", models=("m",), role="prefill"), None, fleet.clock.now)
+    fleet._place(worker)
+    worker.reached()
+    dispatcher = fleet.models["m"].prefills.dispatcher
+    async with dispatcher.place(Wanted("a", list(range(9000)))):
+        waiting = asyncio.create_task(dispatcher.place(Wanted("b", LONG)).__aenter__())
+        await fleet.clock.sleep(3)
+        queue, seen = fleet.view().prefill_queue, fleet.observe("m", "decode")
+        assert (queue.length, queue.oldest_s) == (1, 3) and fleet.view().queue.length == 0
+        assert (seen.prefill_workers, seen.prefill_queue, seen.decode, seen.queued) == (1, 1, [], 0)
+        waiting.cancel()
 
 
 @pytest.mark.parametrize(
