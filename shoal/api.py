@@ -342,7 +342,7 @@ class Stats:
 
     num_running: int = 0
     num_waiting: int = 0
-    num_deferred: int = 0  # of those: for a grammar, a store, a sleeping model
+    num_deferred: int = 0  # of those: for a grammar, a store, another worker, a sleeping model
     num_blocks: int = 0
     num_free_blocks: int = 0  # free or evictable
     num_preemptions: int = 0

@@ -164,6 +164,11 @@ class KVTransferConfig:
         check_fields(self, ConfigError, "kv_transfer_config.")
         if not isinstance(self.kv_ip, str) or not self.kv_ip:
             raise ConfigError(f"kv_transfer_config.kv_ip {self.kv_ip!r} is no address")
+        if self.kv_ip in ("0.0.0.0", "::"):
+            raise ConfigError(
+                f"kv_transfer_config.kv_ip {self.kv_ip!r} is no address that a reader could ask at; give the "
+                "one by which other hosts reach this one"
+            )
 
     @property
     def lends(self) -> bool:

@@ -94,7 +94,8 @@ def plan(
         options = {**options, "enable_sleep_mode": True}
     options = {"target_itl_ms": SERVER_TARGET_ITL_MS, **options}
     if config.role in KV_ROLES:
-        options = {"kv_transfer_config": {"kv_role": KV_ROLES[config.role]}, **options}
+        transfer = {"kv_role": KV_ROLES[config.role], "kv_ip": config.fleet_host}
+        options = {"kv_transfer_config": transfer, **options}
     found = []
     for name, (_, path) in zip(names, pairs):
         engine = EngineConfig.from_options(model=path, **options)

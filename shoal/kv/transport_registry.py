@@ -82,11 +82,6 @@ class Transports:
             Failure.UNREACHABLE, f"no transport leads to the owner of the blocks: {'; '.join(reasons)}"
         )
 
-    def close(self) -> None:
-        """All windows and connections are closed."""
-        for transport in self._transports:
-            transport.close()
-
 
 def _with_heads_of(
     ranks: Sequence[Sequence[WindowAddress]], into: BlockView

@@ -11,7 +11,8 @@ import msgspec
 import pytest
 
 from shoal.api import FinishReason, Request, SamplingParams, StructuredOutputsParams
-from shoal.config import EngineConfig
+from shoal.cli.serve import plan
+from shoal.config import EngineConfig, ServerConfig
 from shoal.engine.core import EngineCore
 from shoal.engine.runner.rank_peers import RankPeers
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -21,6 +22,7 @@ from shoal.kv import transport_registry
 from shoal.kv.fetch import Peers
 from shoal.kv.ticket import Failure, TransferError, seal, unseal
 from shoal.kv.transport import TransportError
+from shoal.metrics import ModelMetrics, exposition
 from shoal.weights.source import resolve
 from tests import tiny
 
@@ -236,6 +238,25 @@ def test_figures_say_what_went_where(trio):
     assert read.num_bytes == 4 * trio.reader.ranks.runner.cache.spec.block_bytes
     assert loans.ended["done"] == before.ended.get("done", 0) + 1
     assert trio.one.stats().kv_loans is None and trio.reader.stats().kv_loans is None
+
+
+def test_metrics_tell_what_went_where(trio):
+    decode(trio.reader, prefill(trio.lender))
+    trio.reader.reset_prefix_cache()
+    decode(trio.reader, prefill(trio.lender), kv_ticket=b"no ticket")
+    trio.lender.peers.withdraw_all("the test ends")
+
+    def lines(core):
+        families = ModelMetrics("tiny", 128, {}).collect(core.stats(), None, 0)
+        return [line for line in exposition(families).decode().splitlines() if line.startswith("shoal:kv_")]
+
+    told = " ".join(lines(trio.reader))
+    assert 'shoal:kv_transfer_blocks_total{engine="0",model_name="tiny",transport="in_process"} 4.0' in told
+    assert 'shoal:kv_transfer_failures_total{engine="0",kind="damaged",model_name="tiny"} 1.0' in told
+    told = " ".join(lines(trio.lender))
+    assert 'shoal:kv_loan_offers{engine="0",model_name="tiny"} 0.0' in told
+    assert 'how="done"' in told and 'how="ended"' in told and "kv_transfer" not in told
+    assert not lines(trio.one)
 
 
 # Tickets that are of no use
@@ -658,15 +679,28 @@ def test_options_that_do_not_go_together_are_refused(folder):
         config(kv_transfer_config={"kv_roles": "kv_both"})
     with pytest.raises(ConfigError, match=r"kv_transfer_config\.lease_s"):
         config(kv_transfer_config={"lease_s": 0})
+    with pytest.raises(ConfigError, match="no address that a reader could ask at"):
+        config(kv_transfer_config={"kv_ip": "0.0.0.0"})
     sleeper = config(kv_transfer_config={"kv_role": "kv_consumer"}, enable_sleep_mode=True)
     assert replace(sleeper, seed=1).kv_transfer_config == sleeper.kv_transfer_config
+
+
+@pytest.mark.parametrize("role, kv_role", [("prefill", "kv_producer"), ("decode", "kv_consumer")])
+def test_a_role_in_a_fleet_says_what_the_engine_does(folder, role, kv_role):
+    server = ServerConfig(plane="tcp://127.0.0.1:1", role=role)
+    [planned] = plan(str(folder), [], {}, server)
+    assert planned.config.kv_transfer_config.kv_role == kv_role
+    [planned] = plan(str(folder), [], {"kv_transfer_config": {"kv_role": "kv_both"}}, server)
+    assert planned.config.kv_transfer_config.kv_role == "kv_both"
+    [planned] = plan(str(folder), [], {}, ServerConfig(plane="tcp://127.0.0.1:1"))
+    assert planned.config.kv_transfer_config is None
 
 
 def test_readers_of_other_hosts_need_a_transport_that_reaches_them(folder, monkeypatch):
     def refuses(transport, view):
         raise TransportError("it is not installed")
 
-    transfer = {"kv_role": "kv_producer", "kv_ip": "0.0.0.0"}
+    transfer = {"kv_role": "kv_producer", "kv_ip": "10.0.0.1"}
     monkeypatch.setattr(transport_registry.Nixl, "open_window", refuses)
     with pytest.raises(ConfigError, match=r"on other hosts could read this cache.*it is not installed"):
         EngineCore(

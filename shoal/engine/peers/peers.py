@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from shoal.api import Stats
 from shoal.config import ResolvedConfig
@@ -143,7 +144,7 @@ class KvPeers:
         if self.lender is not None:
             stats.kv_loans = self.lender.loans()
         if self.reader is not None:
-            stats.kv_transfers = dict(self.reader.transfers)
+            stats.kv_transfers = {name: replace(one) for name, one in self.reader.transfers.items()}
             stats.kv_transfer_failures = dict(self.reader.failures)
         return stats
 

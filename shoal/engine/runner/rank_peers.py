@@ -106,7 +106,6 @@ class RankPeers:
         self._peers.close()
         if self._windows is not None:
             self._windows.close()
-        self._transports.close()
 
     # In a thread of the pool
 
@@ -127,7 +126,7 @@ class RankPeers:
                 done = self._read(sealed, positions, blocks, cancelled)
             ended = Ended(number, "", "", done.transport, done.num_bytes, done.seconds)
         except TransferError as error:
-            ended = Ended(number, error.failure, str(error))
+            ended = Ended(number, error.failure.value, str(error))
         except Exception as error:  # The request is computed here, whatever it is.
             logger.exception("KV blocks of another worker could not be read")
             ended = Ended(number, "error", repr(error))

@@ -503,7 +503,7 @@ class Scheduler:
 
         A sequence starts when all its tokens have room, so that prompts half done don't preempt each other.
         None overtakes one that lacks room. A sequence is passed over only while it waits for its grammar, for
-        a store's answer, or for a prefix that another sequence is computing.
+        the answer of a store or another worker, or for a prefix that another sequence is computing.
         """
         index = 0
         while index < len(self.waiting) and self._free_rows and not budget.is_spent:
