@@ -62,6 +62,8 @@ class PrefillPool:
         dispatcher = self.dispatcher
         if place.num_prompt_tokens <= self.max_local_prefill_length:  # the common case is cheap
             return False
+        if place.worker.info.role != "decode":  # it reads no blocks of others
+            return False
         if request.embed or request.output_token_ids or request.params.skip_reading_prefix_cache:
             return False
         if not any(worker.takes_requests for worker in dispatcher.workers.values()):

@@ -235,12 +235,12 @@ def _check_names(groups: Sequence[OwnWorkers | ForeignWorkers]) -> None:
 
 
 def _check_roles(groups: Sequence[OwnWorkers | ForeignWorkers]) -> None:
-    """Prefill workers generate nothing: somebody must."""
+    """Prefill workers compute prompts for decode workers alone."""
     own = [group for group in groups if isinstance(group, OwnWorkers)]
-    generating = {group.served_name for group in own if group.role != "prefill"}
+    served = {group.served_name for group in own if group.role == "decode"}
     for group in own:
-        if group.served_name not in generating:
+        if group.role == "prefill" and group.served_name not in served:
             raise ConfigError(
-                f"{group.served_name!r} has prefill workers alone, and they generate nothing; add "
-                '[[workers]] with role = "decode" (or "both")'
+                f"{group.served_name!r} has prefill workers and no decode workers, which they compute prompts "
+                'for; add [[workers]] with role = "decode", or take role = "both" for all'
             )

@@ -14,9 +14,7 @@ from shoal.fleet.kv_router import KvRouter
 from shoal.fleet.worker import Worker, WorkerInfo
 from shoal.fleet_api import Selected
 
-NO_DECODE = (
-    "this model has prefill workers alone, and they generate nothing; start one with --role decode (or both)"
-)
+NO_DECODE = "this model has prefill workers alone, and they generate nothing; start one with --role decode"
 
 
 class TokenSource(Protocol):

@@ -202,6 +202,14 @@ async def test_prefill_workers_alone_are_no_fleet():
 
 
 @virtual
+async def test_who_does_both_computes_its_own_prompts():
+    site = Site(1, 0)
+    site.add("both")
+    assert await answer(site.engine, request(prompt=LONG)) == WHOLE
+    assert site.received("p0") == 0
+
+
+@virtual
 async def test_a_prompt_that_leaves_room_for_one_token_stays():
     """The decode worker could not take it up behind the first token."""
     for prompt, remote in ((200, True), (201, False)):
@@ -459,12 +467,14 @@ async def test_what_waits_for_prefill_workers_is_told():
         (["prefill", "prefill"], "", False),
         (["decode"], "", True),
         (["prefill", "decode"], "", True),
-        (["prefill", "both"], "", True),
+        (["prefill", "both"], "", False),  # who does both reads nothing of others
+        (["prefill", "both", "decode"], "", True),
+        (["both"], "", True),
         (["prefill"], '[plane]\nurl = "nats://10.0.0.1:4222"', True),  # its partners are on another host
         (["prefill"], '[plane]\nurl = "tcp://127.0.0.1:5600"', False),
     ],
 )
-def test_a_file_with_prefill_workers_alone_is_refused_with_the_way_out(roles, plane, fits, tmp_path):
+def test_a_file_with_prefill_and_no_decode_workers_is_refused_with_the_way_out(roles, plane, fits, tmp_path):
     path = tmp_path / "fleet.toml"
     path.write_text("".join(f'[[workers]]\nrole = "{role}"\n' for role in roles) + plane)
     if fits:
