@@ -241,6 +241,6 @@ def _check_roles(groups: Sequence[OwnWorkers | ForeignWorkers]) -> None:
     for group in own:
         if group.role == "prefill" and group.served_name not in served:
             raise ConfigError(
-                f"{group.served_name!r} has prefill workers and no decode workers, which they compute prompts "
-                'for; add [[workers]] with role = "decode", or take role = "both" for all'
+                f"{group.served_name!r} has prefill workers and no decode workers to compute prompts for; "
+                'add [[workers]] with role = "decode", or take role = "both" for all'
             )

@@ -228,6 +228,8 @@ def test_components_have_names_of_their_own(read, gpus):
         options = { device = "cpu" }
         [[workers]]
         command = "/opt/vllm/bin/vllm serve m --port {port}"
+        [plane]
+        url = "nats://127.0.0.1:4222"
     """
     found = components_of(read(text).workers, "ipc:///p", prefix="host-")
     assert [component.name for component in found] == [
