@@ -73,7 +73,7 @@ async def watch_plane(
             details = _read(member)
             found = None
             there = workers.get(worker_id)
-            if there is not None and details is not None and _is_same(there, details):
+            if there is not None and details is not None and _is_same(there, member, details):
                 there.is_draining = details.is_draining
                 there.changed()
                 continue
@@ -99,7 +99,9 @@ def _read(member: Member) -> WorkerDetails | None:
         return None
 
 
-def _is_same(worker: Worker[RemoteEngine], details: WorkerDetails) -> bool:
+def _is_same(worker: Worker[RemoteEngine], member: Member, details: WorkerDetails) -> bool:
+    if (worker.info.role, worker.info.url) != (member.role, member.address):
+        return False
     return worker.link.address == details.port and worker.link.card == details.card
 
 

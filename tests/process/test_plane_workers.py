@@ -105,7 +105,11 @@ async def test_one_that_drains_stays_and_one_that_changes_joins_anew():
         assert changes == [False], "whoever waits for it is told"
         await plane.register(worker())
         await until(lambda: router.left == ["w"] and "w" in router.workers)
-        assert router.workers["w"] is not first and not router.workers["w"].is_draining
+        second = router.workers["w"]
+        assert second is not first and not second.is_draining
+        await plane.register(worker(port=second.link.address, role="prefill"))
+        await until(lambda: router.left == ["w", "w"] and "w" in router.workers)
+        assert router.workers["w"].info.role == "prefill"
 
 
 @asynchronous
