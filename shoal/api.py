@@ -258,6 +258,11 @@ class Request:
     # The first tokens of the answer, where they were drawn elsewhere: the engine goes on behind them. They
     # count as its own do for max_tokens, min_tokens, penalties and grammars.
     output_token_ids: list[int] = field(default_factory=list)
+    # Prefill and decode on different workers. One computes the prompt and holds its KV blocks for others to
+    # read; its first Output brings a ticket for them. The other one brings that ticket along: it reads the
+    # blocks that it lacks, and computes what it can't get.
+    offers_kv: bool = False
+    kv_ticket: bytes | None = None
     session: str | None = None  # requests of one session fit one worker of a fleet
     worker: str = ""  # a fleet writes here which of its workers has the answer, up to its first token
 
@@ -290,6 +295,8 @@ class Output:
     embedding: list[float] | None = None  # [hidden size], of unit length, if the request asked for it
     # why, where finish_reason is ERROR; the request's fault if stop_reason is "grammar"
     error: str | None = None
+    # With the first Output of a request that offers its KV blocks; None if the prompt fills no block.
+    kv_ticket: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -308,12 +315,33 @@ class KvTierStats:
 
 
 @dataclass(slots=True)
+class KvTransferStats:
+    """KV blocks that were read from other workers by one transport, since the start."""
+
+    blocks: int = 0
+    num_bytes: int = 0  # over all ranks
+    seconds: float = 0.0  # from the first byte asked for to the last one that came, summed over the reads
+
+
+@dataclass(slots=True)
+class KvLoans:
+    """KV blocks of prompts that other workers may read here."""
+
+    offers: int = 0  # now
+    held_blocks: int = 0  # now; a block counts once for each offer
+    blocks_out: int = 0  # of offers that a reader was done with, since the start
+    bytes_out: int = 0  # likewise
+    # Offers that have ended since the start, by how: "done", or the failure's kind (kv/ticket.py).
+    ended: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Stats:
     """The engine at one moment."""
 
     num_running: int = 0
     num_waiting: int = 0
-    num_deferred: int = 0  # of those: for a grammar, a store, a sleeping model
+    num_deferred: int = 0  # of those: for a grammar, a store, another worker, a sleeping model
     num_blocks: int = 0
     num_free_blocks: int = 0  # free or evictable
     num_preemptions: int = 0
@@ -324,6 +352,11 @@ class Stats:
     kv_dropped_blocks: int = 0  # evicted from the device, and kept nowhere else
     kv_compute_seconds_per_block: float = 0.0  # of a prompt, as measured lately; 0 without such tiers
     kv_tiers: dict[str, KvTierStats] = field(default_factory=dict)  # "host", "disk", "store", those there are
+    kv_loans: KvLoans | None = None  # None: others read nothing here
+    kv_transfers: dict[str, KvTransferStats] = field(default_factory=dict)  # by transport
+    kv_transfer_failures: dict[str, int] = field(
+        default_factory=dict
+    )  # requests that computed instead, by kind
     step_tokens: int = 0  # computed in all steps
     # What the engine has measured, where it has a target for the gap between tokens; 0: nothing yet.
     decode_step_s: float = 0.0  # of a step with the decodes that run now

@@ -59,3 +59,4 @@ def merge(first: Output, then: Output) -> None:
     first.queued_seconds = max(first.queued_seconds, then.queued_seconds)
     first.num_cached_tokens = max(first.num_cached_tokens, then.num_cached_tokens)
     first.embedding = then.embedding if first.embedding is None else first.embedding
+    first.kv_ticket = then.kv_ticket if first.kv_ticket is None else first.kv_ticket

@@ -138,6 +138,54 @@ class KVEventsConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class KVTransferConfig:
+    """Whether and how KV blocks go from engine to engine. The first three fields are vLLM's. Raises
+    ConfigError."""
+
+    kv_role: str = option(
+        "kv_both",
+        '"kv_producer": others read the blocks of prompts computed here; "kv_consumer": blocks are read from '
+        "others",
+        choices=("kv_producer", "kv_consumer", "kv_both"),
+        section="kv_transfer_config",
+    )
+    kv_ip: str = option("127.0.0.1", "the address at which readers ask; loopback is for this host alone")
+    kv_port: int = option(0, "likewise; 0: any that is free", low=0, high=65535)
+    lease_s: float = option(30.0, "seconds that blocks are held for a reader that is silent", above=0)
+
+    @classmethod
+    def of(cls, value: KVTransferConfig | dict[str, Any] | str | None) -> KVTransferConfig | None:
+        """From fields, or JSON of them."""
+        if value is None or isinstance(value, cls):
+            return value
+        return cls(**_fields_of(cls, "kv_transfer_config", value))
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError, "kv_transfer_config.")
+        if not isinstance(self.kv_ip, str) or not self.kv_ip:
+            raise ConfigError(f"kv_transfer_config.kv_ip {self.kv_ip!r} is no address")
+        if self.kv_ip in ("0.0.0.0", "::"):
+            raise ConfigError(
+                f"kv_transfer_config.kv_ip {self.kv_ip!r} is no address that a reader could ask at; give the "
+                "one by which other hosts reach this one"
+            )
+
+    @property
+    def lends(self) -> bool:
+        """Whether others may read the cache."""
+        return self.kv_role != "kv_consumer"
+
+    @property
+    def reads(self) -> bool:
+        return self.kv_role != "kv_producer"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether readers are on this host."""
+        return self.kv_ip == "localhost" or self.kv_ip == "::1" or self.kv_ip.startswith("127.")
+
+
+@dataclass(frozen=True, slots=True)
 class StructuredOutputsConfig:
     """Defaults of structured outputs, for requests that do not say. Fields are vLLM's. Raises ConfigError."""
 
@@ -257,6 +305,11 @@ class EngineConfig:
         "tell routers which KV blocks are cached, as vLLM does: its fields in JSON, "
         'such as {"enable_kv_cache_events": true, '
         '"endpoint": "tcp://lo:5557"}',
+    )
+    kv_transfer_config: KVTransferConfig | None = option(
+        None,
+        "exchange KV blocks with other engines, so that one computes a prompt and another one goes on: "
+        'fields in JSON, such as {"kv_role": "kv_both"}',
     )
     kv_host_bytes: int = option(
         0, "host memory, of all ranks together, that keeps KV blocks which leave the device", low=0
@@ -381,6 +434,8 @@ class EngineConfig:
                 "kv_events_config enables events of cached blocks, and enable_prefix_caching False caches "
                 "none; drop one"
             )
+        object.__setattr__(self, "kv_transfer_config", KVTransferConfig.of(self.kv_transfer_config))
+        self._check_kv_transfer()
         self._check_kv_tiers()
         sizes = self.cudagraph_capture_sizes
         if sizes is not None and (not sizes or not all(isinstance(s, int) and s > 0 for s in sizes)):
@@ -406,6 +461,22 @@ class EngineConfig:
     @property
     def has_kv_tiers(self) -> bool:
         return bool(self.kv_host_bytes or self.kv_disk_path or self.kv_store)
+
+    def _check_kv_transfer(self) -> None:
+        transfer = self.kv_transfer_config
+        if transfer is None:
+            return
+        if not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_transfer_config exchanges blocks by what they hold, and enable_prefix_caching False "
+                "keeps no account of that; drop one"
+            )
+        if transfer.lends and self.enable_sleep_mode:
+            raise ConfigError(
+                f"kv_transfer_config with kv_role {transfer.kv_role!r} lets other processes map the KV "
+                "cache, and enable_sleep_mode has to give its memory back; drop one, or take kv_role "
+                "'kv_consumer'"
+            )
 
     def _check_kv_tiers(self) -> None:
         for name in ("kv_disk_path", "kv_store"):

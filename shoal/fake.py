@@ -231,8 +231,15 @@ class FakeEngine(Control):
                 None,
                 *[self._logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:]],
             ]
+        offers = request.offers_kv and done == len(request.output_token_ids)
         return Output(
-            request.request_id, ids, logprobs, prompt_logprobs, reason, num_cached_tokens=self.cached_tokens
+            request.request_id,
+            ids,
+            logprobs,
+            prompt_logprobs,
+            reason,
+            num_cached_tokens=self.cached_tokens,
+            kv_ticket=f"KV of {request.request_id}".encode() if offers else None,
         )
 
     def _logprobs(self, token_id: int, count: int) -> TokenLogprobs:

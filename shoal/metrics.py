@@ -226,6 +226,7 @@ class ModelMetrics:
             yield self._one(CounterMetricFamily("vllm:" + name, text, labels=LABELS), value)
         if stats.kv_tiers:
             yield from self._tiers(stats)
+        yield from self._peers(stats)
         ended = CounterMetricFamily(
             "vllm:request_success", "Requests that ended, by reason.", labels=(*LABELS, "finished_reason")
         )
@@ -313,6 +314,41 @@ class ModelMetrics:
             for tier, value in values.items():
                 counter.add_metric((*self.labels, tier), value)
             yield counter
+
+    def _peers(self, stats: Stats) -> Iterable[Metric]:
+        """Yields the metrics of KV blocks that are exchanged with other workers, if any are."""
+        loans, reads = stats.kv_loans, stats.kv_transfers
+        if loans is not None:
+            for name, text, value in (
+                ("offers", "Prompts whose KV blocks are held for other workers.", loans.offers),
+                ("held_blocks", "KV blocks that are held for other workers.", loans.held_blocks),
+            ):
+                yield self._one(GaugeMetricFamily("shoal:kv_loan_" + name, text, labels=LABELS), value)
+            for name, text, value in (
+                ("blocks_out", "KV blocks that other workers have read here.", loans.blocks_out),
+                ("bytes_out", "Bytes of KV blocks that other workers have read here.", loans.bytes_out),
+            ):
+                yield self._one(CounterMetricFamily("shoal:kv_loan_" + name, text, labels=LABELS), value)
+            yield self._by(
+                "kv_loan_ended", "Prompts no longer held for other workers, by how.", "how", loans.ended
+            )
+        if reads:
+            for name, text, values in (
+                ("blocks", "KV blocks read from other workers.", {k: one.blocks for k, one in reads.items()}),
+                ("bytes", "Bytes of these.", {k: one.num_bytes for k, one in reads.items()}),
+                ("seconds", "Seconds that the reads took.", {k: one.seconds for k, one in reads.items()}),
+            ):
+                yield self._by("kv_transfer_" + name, text, "transport", values)
+        if stats.kv_transfer_failures:
+            text = "Requests that computed KV blocks which another worker had, by what went wrong."
+            yield self._by("kv_transfer_failures", text, "kind", stats.kv_transfer_failures)
+
+    def _by(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        """A counter for each value of a label."""
+        family = CounterMetricFamily("shoal:" + name, text, labels=(*LABELS, label))
+        for key, value in values.items():
+            family.add_metric((*self.labels, key), value)
+        return family
 
     def _one(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
         family.add_metric(self.labels, value)

@@ -122,6 +122,10 @@ def check_request(request: Request, vocab_size: int, max_logprobs: int) -> None:
     _check_token_ids("prompt", ids, vocab_size)
     if request.output_token_ids:
         _check_output(request, vocab_size)
+    if request.embed and (request.offers_kv or request.kv_ticket is not None):
+        raise RequestError(
+            "an embedding neither offers KV blocks nor takes any; leave out offers_kv and kv_ticket"
+        )
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
         for token_id in getattr(params, name) or ():
             if not 0 <= token_id < vocab_size:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.api import SamplingParams, StructuredOutputsParams
-from shoal.config import EngineConfig, KVEventsConfig, ServerConfig, StructuredOutputsConfig
+from shoal.config import EngineConfig, KVEventsConfig, KVTransferConfig, ServerConfig, StructuredOutputsConfig
 from shoal.fields import Limits, interval, kind_of
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.options import flag_of
@@ -56,6 +56,7 @@ def page() -> str:
     parts = [HEAD]
     parts += [ENGINE, _tables(EngineConfig, as_flags=True)]
     parts += [NESTED, _tables(KVEventsConfig, as_flags=False)]
+    parts += [_tables(KVTransferConfig, as_flags=False)]
     parts += [_tables(StructuredOutputsConfig, as_flags=False)]
     parts += [SERVER, _tables(ServerConfig, as_flags=True)]
     parts += [ROUTER, _tables(FleetConfig, as_flags=True)]

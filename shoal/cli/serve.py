@@ -33,6 +33,9 @@ from shoal.wire import ModelInfo
 
 logger = logging.getLogger(__name__)
 
+# What the engine of a worker with a role does with KV blocks, if its own options don't say it.
+KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+
 
 def serve(model: str | None, models: Sequence[str], options: dict[str, Any], config: ServerConfig) -> int:
     """Serves until a signal; returns the exit code. Raises ShoalError for what cannot be served.
@@ -90,6 +93,9 @@ def plan(
             )
         options = {**options, "enable_sleep_mode": True}
     options = {"target_itl_ms": SERVER_TARGET_ITL_MS, **options}
+    if config.role in KV_ROLES:
+        transfer = {"kv_role": KV_ROLES[config.role], "kv_ip": config.fleet_host}
+        options = {"kv_transfer_config": transfer, **options}
     found = []
     for name, (_, path) in zip(names, pairs):
         engine = EngineConfig.from_options(model=path, **options)

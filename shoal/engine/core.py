@@ -22,6 +22,7 @@ from shoal.config import EngineConfig, ResolvedConfig
 from shoal.engine.lifecycle.sleep import KV_CACHE, Sleeper
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
+from shoal.engine.peers.peers import KvPeers
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import commands
@@ -114,6 +115,9 @@ class EngineCore:
         self.tiers: KvTiers | None = None
         if config.has_kv_tiers:
             self.tiers = KvTiers(config, self.ranks, self.scheduler, self.events)
+        self.peers: KvPeers | None = None
+        if config.kv_transfer_config is not None:
+            self.peers = KvPeers(config, self.ranks, self.scheduler, lambda: self.weights.checkpoint)
         self.refused: str | None = None  # why no request is taken
         self._standstill = Standstill()
         # What steps cost is learned only where there is a target for the gap between tokens.
@@ -125,16 +129,26 @@ class EngineCore:
             grammars,
             self.admission,
             self.tiers,
+            self.peers,
             self.events,
             self._standstill,
             self.step_costs,
         )
         self.weights = Weights(
-            config, files, self.ranks, self.loop, self.scheduler, self.tiers, self._standstill
+            config, files, self.ranks, self.loop, self.scheduler, self.tiers, self.peers, self._standstill
         )
         self.sleeper = Sleeper(
-            config, self.ranks, self.loop, self.scheduler, self.weights, self.tiers, self._standstill
+            config,
+            self.ranks,
+            self.loop,
+            self.scheduler,
+            self.weights,
+            self.tiers,
+            self.peers,
+            self._standstill,
         )
+        if self.peers is not None:
+            self.peers.name_model()
         logger.info(
             "%d KV blocks of %d tokens, %d sequences at once, %s on %s",
             num_blocks,
@@ -185,6 +199,8 @@ class EngineCore:
         seq.added_at = time.monotonic()
         if self.tiers is not None:
             self.tiers.ask(seq)
+        if self.peers is not None:
+            self.peers.ask(seq)
         if structured is not None:
             self.admission.hold(seq, structured)
 
@@ -345,6 +361,7 @@ class EngineCore:
     def _hand_over(self, successor: EngineCore) -> None:
         """Ends this core, whose requests are aborted: their tokens mean nothing to another model."""
         self.tiers = None  # They have given their memory back.
+        self._leave_peers()
         try:
             successor.weights.version = self.weights.version + 1
             successor.refused = self.refused
@@ -362,11 +379,18 @@ class EngineCore:
             raise
         logger.info("weights version %d: another model, %s", successor.weights.version, successor.files.path)
 
+    def _leave_peers(self) -> None:
+        peers, self.peers, self.loop.peers = self.peers, None, None
+        if peers is not None:
+            peers.close()
+
     # The cache
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes; a shared store keeps its own. Returns False if running requests still
         hold some."""
+        if self.peers is not None:
+            self.peers.withdraw_all("the prefix cache was reset")
         idle = self.scheduler.reset_prefix_cache()
         if self.tiers is not None:
             self.tiers.reset()
@@ -389,10 +413,17 @@ class EngineCore:
         if costs is not None and costs.num_learned:
             stats.decode_step_s = costs.step_s + self.scheduler.num_decoding * costs.seq_s
             stats.prompt_token_s = costs.token_s
-        return stats if self.tiers is None else self.tiers.fill_in(stats)
+        if self.tiers is not None:
+            self.tiers.fill_in(stats)
+        if self.peers is not None:
+            self.peers.fill_in(stats)
+        return stats
 
     def check(self) -> None:
-        """Proves the books of scheduler, tiers and events by assertions. For tests and idle moments."""
+        """Proves the books of scheduler, tiers, peers and events by assertions. For tests and idle
+        moments."""
+        if self.peers is not None:
+            self.peers.check()
         self.scheduler.check()
         if self.tiers is not None:
             self.tiers.check()
@@ -414,6 +445,7 @@ class EngineCore:
             logger.warning("KV blocks were not written: %s", error)
         finally:  # also of an interrupt
             self.tiers = None
+            self._leave_peers()
             if self.events is not None:
                 self.events.close()
             self.ranks.close()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from shoal.api import Logprob, Output, TokenLogprobs
 from shoal.config import ResolvedConfig
 from shoal.engine.offload.tiers import KvTiers
+from shoal.engine.peers.peers import KvPeers
 from shoal.engine.profile import span
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner.batch import BatchBuilder, num_prompt_targets
@@ -55,12 +56,14 @@ class StepLoop:
         grammars: Grammars,
         admission: GrammarAdmission,
         tiers: KvTiers | None,
+        peers: KvPeers | None,
         events: KvEvents | None,
         standstill: Standstill,
         costs: StepCosts | None,
     ) -> None:
         """`costs`: learns from each step what steps cost, if the engine wants to know."""
         self.ranks, self.scheduler, self.tiers = ranks, scheduler, tiers
+        self.peers = peers
         self._grammars, self._admission, self._events = grammars, admission, events
         self._standstill = standstill
         self._costs = costs
@@ -95,13 +98,17 @@ class StepLoop:
             )
         runs = self._standstill.reason is None
         with self._guarded():
-            tiers = self.tiers if runs else None
+            tiers, peers = (self.tiers, self.peers) if runs else (None, None)
             if tiers is not None:
                 tiers.before_schedule()
+            if peers is not None:
+                peers.before_schedule()
             with span("schedule"):
                 plan = self.scheduler.schedule(self._costs) if runs else None
             if tiers is not None:
                 tiers.before_step(launches=plan is not None)
+            if peers is not None:
+                peers.before_step()
             if plan is not None:
                 with span("launch"):
                     self._in_flight.append(self._launch(plan))
@@ -110,19 +117,25 @@ class StepLoop:
                     outputs += self._complete(self._in_flight.popleft())
             elif self._admission.is_busy and not outputs:
                 self._admission.wait()
+            waits = plan is None and not (self._in_flight or outputs)
             if tiers is not None:
-                tiers.after_step(waits=plan is None and not (self._in_flight or outputs))
+                tiers.after_step(waits)
+            if peers is not None:
+                peers.after_step(waits)
         if self._events is not None:
             self._events.flush()
         return outputs
 
     def tick(self) -> bool:
-        """To be called while there is no work: KV blocks go to lower tiers. Returns whether it should be
-        called again soon."""
-        if self.tiers is None or self.ranks.error is not None:
+        """To be called while there is no work: KV blocks go to lower tiers, and leases of other workers'
+        blocks are looked after. Returns whether it should be called again soon."""
+        if self.ranks.error is not None:
             return False
         with self._guarded():
-            return self.tiers.tick()
+            has_more = self.peers is not None and self.peers.tick()
+            if self.tiers is not None:
+                has_more |= self.tiers.tick()
+        return has_more
 
     def drain(self) -> None:
         """Completes the steps in flight. The next `step` returns their outputs."""
@@ -165,6 +178,7 @@ class StepLoop:
         embeddings: dict[int, list[float]] = {}
         if result.embeddings is not None:
             embeddings = dict(zip(step.embeds, result.embeddings.tolist()))
+        tickets = self.peers.offer(step.plan) if self.peers is not None else {}
         outputs = []
         for drawn in self.scheduler.update(step.plan, tokens):
             seq, params = drawn.seq, drawn.seq.request.params
@@ -199,8 +213,12 @@ class StepLoop:
                     prompt_logprobs=prompt_logprobs,
                     num_cached_tokens=seq.num_cached_tokens,
                     queued_seconds=queued,
+                    kv_ticket=tickets.pop(seq.request.request_id, None),
                 )
             )
+        for ticket in tickets.values():
+            assert self.peers is not None
+            self.peers.withdraw(ticket)
         return outputs
 
     def _learn(self, costs: StepCosts, step: InFlight) -> None:
@@ -240,11 +258,15 @@ class StepLoop:
         )
         self.scheduler.abort_all()
         self.scheduler.reset_prefix_cache()
+        if self.peers is not None:
+            self.peers.abandon()
         if self.tiers is not None:
             try:
                 self.tiers.start_anew()
             except TimeoutError:  # a disk that hangs
                 return
+        for fetch in list(self.scheduler.fetches):
+            self.scheduler.fetched(fetch, 0)
         if self._events is not None:
             self._events.flush()
         self._in_flight.clear()

@@ -4,6 +4,7 @@ part."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -12,6 +13,9 @@ import xxhash
 
 from shoal.model_config import ModelConfig
 from shoal.weights.update import FREE_FIELDS
+
+SAMPLES = 16384  # of a file
+SAMPLE_BYTES = 256
 
 
 def weights_fingerprint(checksums: Sequence[Mapping[str, str]], config: ModelConfig) -> bytes:
@@ -23,3 +27,22 @@ def weights_fingerprint(checksums: Sequence[Mapping[str, str]], config: ModelCon
     return xxhash.xxh3_128_digest(
         msgspec.msgpack.encode((sorted(fields.items()), [sorted(own.items()) for own in checksums]))
     )
+
+
+def checkpoint_fingerprint(paths: Sequence[str], config: ModelConfig, is_packed: bool) -> bytes:
+    """The same for all engines that have read these files of weights, whatever their tensor-parallel size.
+    Their blocks differ by rounding alone. `is_packed`: the weights stay as a GGUF file has them.
+
+    The files are read at evenly spaced places, because whole ones take long. A checkpoint that differs in a
+    few small tensors alone may go unnoticed. Raises OSError."""
+    fields = {name: value for name, value in asdict(config).items() if name not in FREE_FIELDS}
+    hasher = xxhash.xxh3_128(msgspec.msgpack.encode((sorted(fields.items()), is_packed)))
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            size = os.fstat(file.fileno()).st_size
+            hasher.update(size.to_bytes(8, "little"))
+            stride = max(SAMPLE_BYTES, size // SAMPLES)
+            for offset in range(0, size, stride):
+                hasher.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
+            hasher.update(os.pread(file.fileno(), SAMPLE_BYTES, max(0, size - SAMPLE_BYTES)))
+    return hasher.digest()

@@ -73,9 +73,9 @@ class Offers:
 
     # The owner's calls
 
-    def offer(self, blocks: Sequence[int], whole: int = 0) -> bytes:
+    def offer(self, blocks: Sequence[int], whole: int = 0, keys: Sequence[bytes] = ()) -> bytes:
         """A ticket for these blocks, sealed, of which the first `whole` have all their bytes already. They
-        are in the order of a sequence, and the caller holds them."""
+        are in the order of a sequence, with the keys of their content, and the caller holds them."""
         offered = tuple(blocks)
         ticket = Ticket(
             id=secrets.token_bytes(ID_BYTES),
@@ -84,6 +84,7 @@ class Offers:
             lease_s=self.lease_s,
             blocks=offered,
             generations=tuple(map(self._generation_of, offered)),
+            keys=tuple(keys),
             ranks=self.ranks,
         )
         sealed = seal(ticket)
@@ -139,6 +140,11 @@ class Offers:
         with self._lock:
             blocks = [block for offer in self._offers.values() for block in offer.blocks]
             return blocks + [block for ended in self._ended for block in ended.blocks]
+
+    @property
+    def num_live(self) -> int:
+        """Offers that have not ended."""
+        return len(self._offers)
 
     # The readers' calls. `reader` is an object that stands for one connection. All raise TransferError.
 

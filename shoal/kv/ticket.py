@@ -15,6 +15,7 @@ import msgspec
 from msgspec import Meta
 
 from shoal.errors import ShoalError
+from shoal.hashing import KEY_SIZE
 from shoal.kv.layout import CacheSpec
 
 VERSION = 1
@@ -92,6 +93,9 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         tuple[Annotated[tuple[WindowAddress, ...], Meta(min_length=1, max_length=16)], ...],
         Meta(min_length=1, max_length=1024),
     ]
+    # The key of each block (hashing.py), so that a reader takes no block of another prompt for its own. Empty
+    # where the reader knows by other means what the blocks hold.
+    keys: Annotated[tuple[Annotated[bytes, Meta(max_length=KEY_SIZE)], ...], Meta(max_length=MAX_BLOCKS)] = ()
     version: int = VERSION
 
     @property
@@ -144,6 +148,8 @@ def _flaw(ticket: Ticket) -> str | None:
         return "it names no block, or one of them twice"
     if len(ticket.blocks) != len(ticket.generations):
         return f"{len(ticket.blocks)} blocks have {len(ticket.generations)} generation numbers"
+    if ticket.keys and len(ticket.keys) != len(ticket.blocks):
+        return f"{len(ticket.blocks)} blocks have {len(ticket.keys)} keys"
     last = max(ticket.blocks)
     for rank, addresses in enumerate(ticket.ranks):
         for address in addresses:

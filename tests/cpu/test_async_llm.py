@@ -36,6 +36,17 @@ def test_a_slow_reader_finds_one_output_with_everything_in_it():
     asyncio.run(check())
 
 
+def test_a_ticket_for_kv_blocks_survives_a_slow_reader():
+    async def check():
+        collector = Collector()
+        collector.put(Output("r", [1], kv_ticket=b"a ticket"))
+        collector.put(Output("r", [2], finish_reason=FinishReason.LENGTH))
+        output = await collector.get()
+        assert (output.token_ids, output.kv_ticket) == ([1, 2], b"a ticket")
+
+    asyncio.run(check())
+
+
 def test_a_reader_that_waits_gets_each_output():
     async def check():
         collector, seen = Collector(), []

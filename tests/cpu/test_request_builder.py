@@ -105,3 +105,9 @@ def test_a_request_at_the_limits_passes():
     params = SamplingParams(logprobs=20, stop_token_ids=[VOCAB - 1], max_tokens=3)
     check_request(Request("r", [0, VOCAB - 1], params, output_token_ids=[5, 6]), VOCAB, 20)
     check_request(Request("r", [0], SamplingParams(logprobs=-1)), VOCAB, -1)
+
+
+@pytest.mark.parametrize("options", [{"offers_kv": True}, {"kv_ticket": b"a ticket"}])
+def test_an_embedding_exchanges_no_kv_blocks(options):
+    with pytest.raises(RequestError, match="neither offers KV blocks nor takes any"):
+        check_request(Request("r", [1, 2], SamplingParams(), embed=True, **options), 10, 5)

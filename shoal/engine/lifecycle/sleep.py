@@ -21,6 +21,7 @@ from shoal.api import MEMORY_TAGS, MemoryReport, check_sleep, check_tags
 from shoal.config import ResolvedConfig
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
+from shoal.engine.peers.peers import KvPeers
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -48,10 +49,12 @@ class Sleeper:
         scheduler: Scheduler,
         weights: Weights,
         tiers: KvTiers | None,
+        peers: KvPeers | None,
         standstill: Standstill,
     ) -> None:
         self._config, self._ranks, self._loop = config, ranks, loop
-        self._scheduler, self._weights, self._tiers = scheduler, weights, tiers
+        self._scheduler, self._weights = scheduler, weights
+        self._tiers, self._peers = tiers, peers
         self._standstill, self._state = standstill, standstill.sleep
 
     @property
@@ -89,6 +92,8 @@ class Sleeper:
         self._loop.drain()
         if self._tiers is not None and KV_CACHE in going:
             self._tiers.quiesce()
+        if self._peers is not None and KV_CACHE in going:
+            self._peers.cache_changes("the engine went to sleep")
         reports: list[dict[str, int]] = []
         with self._knowing(level, kept):
             if going or deeper:

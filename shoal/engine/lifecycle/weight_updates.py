@@ -8,6 +8,7 @@ in the middle leaves an engine that refuses to generate until a good one.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -17,6 +18,7 @@ import torch
 
 from shoal.config import ResolvedConfig
 from shoal.engine.offload.tiers import KvTiers
+from shoal.engine.peers.peers import KvPeers
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -46,12 +48,13 @@ class Weights:
         loop: StepLoop,
         scheduler: Scheduler,
         tiers: KvTiers | None,
+        peers: KvPeers | None,
         standstill: Standstill,
     ) -> None:
         self.version = 0  # the number of updates
         self._config, self._model_config = config, files.config
         self._ranks, self._loop, self._scheduler, self._tiers = ranks, loop, scheduler, tiers
-        self._standstill = standstill
+        self._peers, self._standstill = peers, standstill
         self._packed_as = files if config.keep_quantized else None  # the checkpoint whose packing they have
         self._awaited: set[str] = set()  # the tensors of lost weights that have not come back yet
         self._source: CheckpointFiles | None = None  # the whole checkpoint that the weights equal
@@ -215,6 +218,15 @@ class Weights:
         )
         return False
 
+    @property
+    def checkpoint(self) -> CheckpointFiles | None:
+        """The checkpoint that the weights equal, if it still lies on disk as it was read."""
+        if self._source is not None:
+            with contextlib.suppress(CheckpointError):
+                if fingerprint(self._source) == self._fingerprint:
+                    return self._source
+        return None
+
     def reread(self) -> list[Exception]:
         """Reads the checkpoint again after a sleep that relied on it. Returns the ranks' errors."""
         source = self._source
@@ -280,6 +292,8 @@ class Weights:
         self._scheduler.reset_prefix_cache()
         if self._tiers is not None:
             self._tiers.weights_changed()
+        if self._peers is not None:
+            self._peers.weights_change()
         broke_off = f"the update {where} broke off"
         try:
             _, errors = load()

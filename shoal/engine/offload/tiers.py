@@ -137,7 +137,7 @@ class KvTiers:
         extend_keys(seq.keys, seq.root, seq.token_ids, block_size)
         keys = seq.keys[: (seq.num_tokens - 1) // block_size]
         if any(self.scheduler.pool.find(key) is None and self.offloader.where(key) is None for key in keys):
-            seq.asking = True
+            seq.asking += 1
             self._look_ups.append(_LookUp(seq, [tier.look_up(keys) for tier in asked]))
 
     def before_schedule(self) -> None:
@@ -146,7 +146,7 @@ class KvTiers:
         for look_up in list(self._look_ups):
             if all(answer.done() for answer in look_up.answers):
                 self._look_ups.remove(look_up)
-                look_up.seq.asking = False
+                look_up.seq.asking -= 1
         self.offloader.poll()
         self._publish()
 

@@ -16,6 +16,7 @@ import numpy as np
 from shoal.engine.runner.batch_state import BatchState
 from shoal.engine.runner.rank_kv import RankKv
 from shoal.engine.runner.rank_memory import RankMemory
+from shoal.engine.runner.rank_peers import RankPeers
 from shoal.engine.runner.rank_profile import RankProfile
 from shoal.engine.runner.rank_weights import RankWeights
 from shoal.engine.runner.runner import ModelRunner
@@ -70,6 +71,10 @@ def _weights(runner: ModelRunner) -> RankWeights:
 
 def _kv(runner: ModelRunner) -> RankKv:
     return runner.kv
+
+
+def _peers(runner: ModelRunner) -> RankPeers:
+    return runner.peers
 
 
 def _state(runner: ModelRunner) -> BatchState:
@@ -161,6 +166,15 @@ def measure_speed(runner: ModelRunner) -> tuple[float, float]:
 
 
 KV_MEASURE = _entry("kv_measure", _itself, measure_speed)
+
+# KV blocks of other workers
+
+PEERS_OPEN = _entry("peers_open", _itself, ModelRunner.open_peers)
+PEERS_OPEN_WINDOWS = _entry("peers_open_windows", _peers, RankPeers.open_windows)
+PEERS_NAME_MODEL = _entry("peers_name_model", _peers, RankPeers.name_model)
+PEERS_FETCH = _entry("peers_fetch", _peers, RankPeers.fetch)
+PEERS_CANCEL = _entry("peers_cancel", _peers, RankPeers.cancel)
+PEERS_POLL = _entry("peers_poll", _peers, RankPeers.poll)
 
 # Measurements and traces
 

@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 from shoal.config import ResolvedConfig
 from shoal.kv.layout import CacheSpec, Layout
+from shoal.kv.storage import memory_of, shared_memory
+from shoal.kv.view import BlockView
 from shoal.model_config import ModelConfig
 
 
@@ -29,22 +31,35 @@ def cache_spec(config: ResolvedConfig, model: ModelConfig, tp_rank: int = 0) -> 
 
 class KvCache:
     """`blocks` is a tensor of shape `spec.shape`, [blocks, layers, 2, kv heads, block_size, head_dim], so one
-    block is one contiguous piece over all layers. There is one block until `allocate`."""
+    block is one contiguous piece over all layers. There is one block until `allocate`.
 
-    def __init__(self, spec: CacheSpec, device: torch.device) -> None:
+    `is_shared`: other processes may read the cache. On the CPU it then lies in shared memory; a GPU's memory
+    can be shared as it is."""
+
+    def __init__(self, spec: CacheSpec, device: torch.device, is_shared: bool = False) -> None:
         self.spec = spec
-        self._device = device
-        self.blocks = self._new()
+        self._device, self._is_shared = device, is_shared
+        self._allocate()
 
     def allocate(self, num_blocks: int) -> None:
         """Replaces `blocks` by that many empty ones. Raises MemoryError or torch.OutOfMemoryError."""
         self.spec = replace(self.spec, num_blocks=num_blocks)
-        self.blocks = self._new()
+        self._allocate()
 
-    def _new(self) -> torch.Tensor:
+    def view(self) -> BlockView:
+        """The cache as transports read it. It keeps the memory."""
+        return BlockView.over(self.spec, self._storage)
+
+    def _allocate(self) -> None:
         spec, dtype = self.spec, getattr(torch, self.spec.dtype)
         if self._device.type == "cuda":
-            return torch.zeros(spec.shape, dtype=dtype, device=self._device)
-        # The kernel gives numpy's zeros, and takes memory for them when they are written. torch's zeros would
-        # be written at every start.
-        return torch.from_numpy(np.zeros(spec.num_bytes, np.uint8)).view(dtype).view(spec.shape)
+            self.blocks = torch.zeros(spec.shape, dtype=dtype, device=self._device)
+            self._storage = memory_of(self.blocks)
+            return
+        if self._is_shared:
+            self._storage = shared_memory(spec.num_bytes)
+        else:
+            # The kernel gives numpy's zeros, and takes memory for them when they are written. torch's zeros
+            # would be written at every start.
+            self._storage = memory_of(torch.from_numpy(np.zeros(spec.num_bytes, np.uint8)))
+        self.blocks = self._storage.tensor().view(dtype).view(spec.shape)

@@ -32,6 +32,7 @@ from shoal.engine.runner.kv_cache import KvCache, cache_spec
 from shoal.engine.runner.layer_ends import LayerEnds
 from shoal.engine.runner.rank_kv import RankKv
 from shoal.engine.runner.rank_memory import RankMemory, new_regions
+from shoal.engine.runner.rank_peers import RankPeers
 from shoal.engine.runner.rank_profile import RankProfile
 from shoal.engine.runner.rank_weights import RankWeights
 from shoal.engine.runner.sampling import LogitShaper, Sampler, logprobs
@@ -105,7 +106,8 @@ class ModelRunner:
         copy = ops.copy_ints if config.has_kv_tiers else queue_copy
         buffers = StepBuffers(self.max_num_seqs, self.max_num_tokens, self.device, copy)
         self.shaper = LogitShaper(ops, self.max_num_seqs, model.vocab_size, self.device)
-        self.cache = KvCache(spec, self.device)
+        transfer = config.kv_transfer_config
+        self.cache = KvCache(spec, self.device, is_shared=transfer is not None and transfer.lends)
         self.layer_ends = LayerEnds(model.num_layers, self.device)
         self.steps = Steps(
             self.model,
@@ -128,6 +130,7 @@ class ModelRunner:
         self.weights = RankWeights(self.model, tp, self.device)
         self.profile = RankProfile(tp.rank, self.device)
         self._kv: RankKv | None = None
+        self._peers: RankPeers | None = None
 
     @contextmanager
     def _building(self) -> Iterator[None]:
@@ -257,6 +260,19 @@ class ModelRunner:
         assert self._kv is not None
         return self._kv
 
+    # KV blocks of other workers
+
+    def open_peers(self) -> None:
+        """Makes `peers`, for the cache as it is now."""
+        assert self._peers is None
+        self._peers = RankPeers(self.cache.view(), self.device)
+
+    @property
+    def peers(self) -> RankPeers:
+        """Only after `open_peers`."""
+        assert self._peers is not None
+        return self._peers
+
     # The end
 
     def drop_graphs(self) -> None:
@@ -271,10 +287,13 @@ class ModelRunner:
             ends.callback(self.weights.close)
             if self._kv is not None:
                 ends.callback(self._kv.close)
+            if self._peers is not None:
+                ends.callback(self._peers.close)
 
     def _free(self) -> None:
         # Nothing may hold a tensor of a region when it is closed.
         del self.model, self.state, self.shaper, self.cache, self.steps, self.memory, self.weights, self._kv
+        del self._peers
         gc.collect()
         self._regions.close()
         if self.device.type == "cuda":

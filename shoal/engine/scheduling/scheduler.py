@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING
 from shoal.api import STEP_TOKENS, FinishReason, Request, Stats
 from shoal.engine.scheduling import policy
 from shoal.engine.scheduling.policy import PromptBudget
-from shoal.engine.scheduling.sequence import Fetch, Sequence, SequenceStatus, Tiers
+from shoal.engine.scheduling.sequence import Fetch, Sequence, SequenceStatus, Source, Tiers
 from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.errors import RequestError
 from shoal.hashing import common_length, extend_keys
@@ -106,6 +106,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
         self.tiers: Tiers | None = None
+        self.peers: Source | None = None  # other workers that have blocks of prompts
+        self._lent = Counter[int]()  # how often each block is held for readers elsewhere
         self.fetches: list[Fetch] = []  # all that are under way, also for sequences that have left meanwhile
         self._arriving: set[bytes] = set()  # keys of the blocks that fetches will make findable
         # key of a block -> how many of the sequences that compute prompts now will make it findable
@@ -277,7 +279,8 @@ class Scheduler:
             self._arriving.difference_update(fetch.keys)
             self._make_findable(fetch.seq, fetch.start, fetch.blocks[:num_blocks])
         seq = fetch.seq
-        if seq.fetch is fetch:  # otherwise the sequence has ended or was preempted meanwhile
+        is_wanted = seq.fetch is fetch  # otherwise the sequence has ended or was preempted meanwhile
+        if is_wanted:
             seq.fetch, seq.status = None, PREFILL
             num_tokens = num_blocks * self._block_size
             seq.num_computed += num_tokens
@@ -286,9 +289,24 @@ class Scheduler:
             if seq.num_admissions == 1:
                 seq.num_cached_tokens += num_tokens
                 self._external_hits += num_tokens
-        if self.tiers is not None:
-            self.tiers.released(fetch.held)  # before others can get the blocks
-        self.pool.release(fetch.held)
+        self._release(fetch.held)
+        if is_wanted and fetch.findable:
+            self._fetch(seq, fetch.start + num_blocks, fetch.rest)
+
+    # Blocks for readers elsewhere
+
+    def lend(self, blocks: AnySequence[int]) -> None:
+        """Holds blocks, of a sequence that has them, until `take_back`."""
+        self.pool.hold(blocks)
+        self._lent.update(blocks)
+
+    def take_back(self, blocks: AnySequence[int]) -> None:
+        self._lent.subtract(blocks)
+        self._release(blocks)
+
+    def check_lent(self, held: AnySequence[int]) -> None:
+        """Proves that these are the blocks that are held for readers, once for each of them."""
+        assert Counter(held) == +self._lent, "blocks that are held for nobody, or not held"
 
     # Everything else
 
@@ -310,7 +328,7 @@ class Scheduler:
         return Stats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
-            num_deferred=sum(seq.held or seq.asking for seq in self.waiting),
+            num_deferred=sum(seq.held or seq.asking > 0 for seq in self.waiting),
             num_blocks=self.pool.num_blocks,
             num_free_blocks=self.pool.num_free,
             num_preemptions=self._num_preemptions,
@@ -343,6 +361,7 @@ class Scheduler:
             [
                 block
                 for blocks in (
+                    self._lent.elements(),
                     *(seq.block_ids for seq in self.running),
                     *(fetch.held for fetch in self.fetches),
                 )
@@ -484,7 +503,7 @@ class Scheduler:
 
         A sequence starts when all its tokens have room, so that prompts half done don't preempt each other.
         None overtakes one that lacks room. A sequence is passed over only while it waits for its grammar, for
-        a store's answer, or for a prefix that another sequence is computing.
+        the answer of a store or another worker, or for a prefix that another sequence is computing.
         """
         index = 0
         while index < len(self.waiting) and self._free_rows and not budget.is_spent:
@@ -507,29 +526,38 @@ class Scheduler:
                 break
             del self.waiting[index]
             self._start(seq, blocks, len(hits))
-            if not self._fetch(seq, len(hits)):
+            if not self._fetch_first(seq, len(hits)):
                 self._schedule_chunk(scheduled, seq, num_tokens, budget)
 
-    def _fetch(self, seq: Sequence, start: int) -> bool:
-        """Has the next blocks of a sequence that has just started fetched from a lower tier, if they are
-        there. Returns whether the sequence waits for them. `start` is how many blocks it has already."""
-        if self.tiers is None or not self._looks_up(seq):
+    def _fetch_first(self, seq: Sequence, start: int) -> bool:
+        """Has the next blocks of a sequence that has just started fetched, if a source has them. Returns
+        whether the sequence waits for them. `start` is how many blocks it has already."""
+        sources = [source for source in (self.tiers, self.peers) if source is not None]
+        if not sources or not self._looks_up(seq):
             return False
-        # already, so that num_to_prefill, which `lookup` reads, leaves the sequence out
-        seq.status = FETCHING
-        num_blocks = self.tiers.lookup(seq.keys[: (seq.num_tokens - 1) // self._block_size], start)
         if seq.num_admissions == 1:
             self._external_queries += seq.num_tokens - seq.num_computed
-        if not num_blocks:
-            seq.status = PREFILL
-            return False
-        end = start + num_blocks
-        seq.fetch = fetch = Fetch(seq, start, seq.keys[start:end], seq.block_ids[:end])
-        self.pool.hold(fetch.held)
-        self.fetches.append(fetch)
-        self._arriving.update(fetch.keys)
-        self.tiers.begin(fetch)
-        return True
+        return self._fetch(seq, start, sources)
+
+    def _fetch(self, seq: Sequence, start: int, sources: AnySequence[Source]) -> bool:
+        """Likewise, from the first of these sources that has the next block. The others are asked for what is
+        missing then."""
+        # already, so that num_to_prefill, which `lookup` reads, leaves the sequence out
+        seq.status = FETCHING
+        keys = seq.keys[: (seq.num_tokens - 1) // self._block_size]
+        for i, source in enumerate(sources):
+            num_blocks = source.lookup(keys, start)
+            if num_blocks:
+                end = start + num_blocks
+                fetch = Fetch(seq, start, seq.keys[start:end], seq.block_ids[:end], sources[i + 1 :])
+                seq.fetch = fetch
+                self.pool.hold(fetch.held)
+                self.fetches.append(fetch)
+                self._arriving.update(fetch.keys)
+                source.begin(fetch)
+                return True
+        seq.status = PREFILL
+        return False
 
     def _start(self, seq: Sequence, blocks: list[int], num_hits: int) -> None:
         """Makes a waiting sequence a running one. The first `num_hits` of its blocks were found in the
@@ -646,12 +674,16 @@ class Scheduler:
     def _let_go(self, seq: Sequence) -> None:
         """Gives the sequence's row and blocks back. Steps in flight may still write there; whoever gets them
         next writes later."""
-        if self.tiers is not None:
-            self.tiers.released(seq.block_ids)
         self._drop_promises(seq)
-        self.pool.release(seq.block_ids)
+        self._release(seq.block_ids)
         heapq.heappush(self._free_rows, seq.row)
         seq.block_ids, seq.row, seq.fetch = [], -1, None
+
+    def _release(self, blocks: AnySequence[int]) -> None:
+        """Gives references on these blocks back. The tiers hear of it before others can get the blocks."""
+        if self.tiers is not None:
+            self.tiers.released(list(blocks))
+        self.pool.release(blocks)
 
     @property
     def _max_num_tokens(self) -> int:

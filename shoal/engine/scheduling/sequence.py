@@ -97,8 +97,9 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     added_at: float = 0.0  # when it came
     started_at: float | None = None  # when a step first held part of it
-    # The tiers write this.
-    asking: bool = False  # it must not start yet, as a store is asked what it has of the prompt
+    # It must not start yet, as so many are asked what they have of the prompt: a store, or a worker that gave
+    # out a ticket. Whoever asks counts here.
+    asking: int = 0
 
     def __post_init__(self) -> None:
         request, params = self.request, self.request.params
@@ -138,7 +139,7 @@ class Sequence:
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """Blocks of one sequence on their way up from lower tiers. The fetch has references of its own on them
+    """Blocks of one sequence on their way from a source. The fetch has references of its own on them
     and on the sequence's blocks before them. So whatever happens to the sequence, nobody else gets these
     blocks before `Scheduler.fetched`."""
 
@@ -146,6 +147,7 @@ class Fetch:
     start: int  # the first block on its way, counted in the sequence's blocks
     keys: list[bytes]  # keys of the blocks on their way
     held: list[int]  # the blocks that it has references on
+    rest: abc.Sequence[Source]  # who is asked for the blocks behind these when they have arrived
     findable: bool = True  # whether others may find the blocks when they have arrived; not after a reset
 
     @property
@@ -154,16 +156,21 @@ class Fetch:
         return self.held[self.start : self.start + len(self.keys)]
 
 
-class Tiers(Protocol):
-    """What the scheduler needs of the tiers below the device (engine/offload/offloader.py)."""
+class Source(Protocol):
+    """Where blocks come from that the device lacks: lower tiers (engine/offload/offloader.py), or other
+    workers (engine/peers/reader.py)."""
 
     def lookup(self, keys: abc.Sequence[bytes], start: int) -> int:
-        """How many of the first blocks of keys[start:] lie in lower tiers and are worth fetching now."""
+        """How many of the first blocks of keys[start:] lie there and are worth fetching now."""
         ...
 
     def begin(self, fetch: Fetch) -> None:
         """Begins a fetch. Scheduler.fetched ends it, some time later."""
         ...
+
+
+class Tiers(Source, Protocol):
+    """What the scheduler needs of the tiers below the device, beside that."""
 
     def registered(self, seq: Sequence, start: int, end: int) -> None:
         """The sequence's blocks from `start` to `end` are findable now."""

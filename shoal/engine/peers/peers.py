@@ -1,0 +1,171 @@
+"""The exchange of KV blocks with other workers over one engine's life: opened from the engine's options, kept
+in step with its weights, closed at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from shoal.api import Stats
+from shoal.config import ResolvedConfig
+from shoal.engine.peers.lender import KvLender
+from shoal.engine.peers.reader import POLL_S, KvReader
+from shoal.engine.ranks.ranks import Ranks
+from shoal.engine.runner import commands
+from shoal.engine.runner.rank_peers import decode_address
+from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
+from shoal.engine.scheduling.sequence import Sequence
+from shoal.kv.fingerprint import checkpoint_fingerprint, weights_fingerprint
+from shoal.kv.transport import Reach
+from shoal.weights.source import CheckpointFiles
+from shoal.weights.update import fingerprint
+
+
+class KvPeers:
+    """Raises ConfigError where an option can't be met. `checkpoint()` is what the weights were read from;
+    None if they are not a checkpoint's.
+
+    Around a step: `before_schedule`, Scheduler.schedule, `before_step`, the step, `after_step`. When a step
+    has run: `offer`, Scheduler.update.
+    """
+
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        ranks: Ranks,
+        scheduler: Scheduler,
+        checkpoint: Callable[[], CheckpointFiles | None],
+    ) -> None:
+        options = config.kv_transfer_config
+        assert options is not None
+        self._config, self._ranks, self._scheduler = config, ranks, scheduler
+        self._checkpoint = checkpoint
+        self._is_stale = True  # the ranks have not been told yet what the weights are
+        ranks.call(commands.PEERS_OPEN)
+        self.lender: KvLender | None = None
+        self.reader: KvReader | None = None
+        if options.lends:
+            reach = Reach.HOST if options.is_local else Reach.NETWORK
+            windows = ranks.call(commands.PEERS_OPEN_WINDOWS, int(reach))
+            self.lender = KvLender(
+                scheduler,
+                [[decode_address(address) for address in rank] for rank in windows],
+                config.block_size,
+                options.kv_ip,
+                options.kv_port,
+                options.lease_s,
+            )
+        if options.reads:
+            self.reader = scheduler.peers = KvReader(scheduler, ranks)
+
+    # Requests and steps
+
+    def ask(self, seq: Sequence) -> None:
+        """For a new sequence. A ticket that this engine does not read is left alone."""
+        if self.reader is not None:
+            self.reader.ask(seq)
+
+    def before_schedule(self) -> None:
+        if self._is_stale:
+            self.name_model()
+        if self.lender is not None:
+            self.lender.settle()
+        if self.reader is not None:
+            self.reader.before_schedule()
+
+    def before_step(self) -> None:
+        """The tiers' part of the step has been prepared."""
+        if self.reader is not None:
+            self.reader.before_step()
+
+    def after_step(self, waits: bool) -> None:
+        """`waits`: the step had nothing to do."""
+        if waits and self._scheduler.has_work:
+            time.sleep(POLL_S)
+
+    def tick(self) -> bool:
+        """Instead of a step. Whether it should be called again soon: a read of an aborted request has not
+        ended, or a lease is to be renewed or given back."""
+        if self.lender is not None:
+            self.lender.settle()
+        if self.reader is not None:
+            self.reader.before_schedule()
+        return self.reader is not None and self.reader.is_busy
+
+    def offer(self, plan: StepPlan) -> dict[str, bytes]:
+        """Tickets for the prompts of the requests that offer theirs. A step has run, and the scheduler has
+        not taken in its tokens yet."""
+        return self.lender.offer(plan) if self.lender is not None else {}
+
+    def withdraw(self, ticket: bytes) -> None:
+        """Takes a ticket back whose request has failed."""
+        assert self.lender is not None
+        self.lender.withdraw(ticket, "its request failed")
+
+    def withdraw_all(self, why: str) -> None:
+        """Takes back all blocks that others may read."""
+        if self.lender is not None:
+            self.lender.withdraw_all(why)
+
+    # The weights
+
+    def cache_changes(self, why: str) -> None:
+        """What is in the cache is about to be lost, or to mean something else. Afterwards nobody reads into
+        it, and others find out that what they read from it is stale."""
+        if self.reader is not None:
+            self.reader.quiesce()
+        self.withdraw_all(why)
+
+    def weights_change(self) -> None:
+        """The weights are about to change."""
+        self.cache_changes("the weights changed")
+        self._is_stale = True
+
+    def name_model(self) -> None:
+        """Tells readers and ranks which model and weights the blocks are of. Engines of other tensor-parallel
+        sizes have the same name for a checkpoint."""
+        self._is_stale = False
+        model, files = self._ranks.runner.model_config, self._checkpoint()
+        if files is not None:
+            paths = [path for path, _, _ in fingerprint(files)]
+            name = checkpoint_fingerprint(paths, model, is_packed=self._config.keep_quantized)
+        else:
+            checksums = self._ranks.call(commands.CHECKSUMS)
+            name = weights_fingerprint(checksums, model)
+        self._ranks.call(commands.PEERS_NAME_MODEL, name)
+        if self.lender is not None:
+            self.lender.offers.model = name
+
+    # The rest of an engine's life
+
+    def fill_in(self, stats: Stats) -> Stats:
+        """Adds the figures of the exchange to the scheduler's."""
+        if self.lender is not None:
+            stats.kv_loans = self.lender.loans()
+        if self.reader is not None:
+            stats.kv_transfers = {name: replace(one) for name, one in self.reader.transfers.items()}
+            stats.kv_transfer_failures = dict(self.reader.failures)
+        return stats
+
+    def abandon(self) -> None:
+        """After an interrupt: afterwards nothing is read into the cache. Somebody else ends the fetches."""
+        if self.reader is not None:
+            self.reader.abandon()
+
+    def check(self) -> None:
+        """Proves the books."""
+        if self.lender is not None:
+            self.lender.settle()
+        held = [] if self.lender is None else self.lender.offers.held()
+        self._scheduler.check_lent(held)
+        if self.reader is not None:
+            self.reader.check()
+
+    def close(self) -> None:
+        """Ends all offers and leases. The ranks still live."""
+        if self.reader is not None:
+            self._scheduler.peers = None
+            self.reader.close()
+        if self.lender is not None:
+            self.lender.close()

@@ -1,0 +1,269 @@
+"""Blocks of prompts that other workers hold for requests of this engine: a source of blocks beside the tiers
+below the device.
+
+A request brings a ticket. From then on its blocks are held at their owner by a lease, which is renewed until
+the request has started and has got what it lacks, or has ended. What can't be had is computed here.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from shoal.api import KvTransferStats
+from shoal.engine.ranks.ranks import Ranks
+from shoal.engine.ranks.workers import Pending
+from shoal.engine.runner import commands
+from shoal.engine.runner.rank_peers import Ended
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.scheduling.sequence import Fetch, SequenceStatus
+from shoal.engine.scheduling.sequence import Sequence as EngineSequence
+from shoal.kv.lease import Lease
+from shoal.kv.ticket import Failure, TransferError, unseal
+
+logger = logging.getLogger(__name__)
+
+MAX_OPENING = 16  # leases that are being opened at the same time
+POLL_S = 0.0003  # between polls while nothing can be done but to wait
+QUIESCE_S = 60.0
+
+
+@dataclass(slots=True, eq=False)
+class _Loan:
+    """What a request's ticket is for."""
+
+    seq: EngineSequence
+    sealed: bytes
+    positions: dict[bytes, int]  # key of each block -> its position in the ticket
+    opening: Future[Lease]
+    lease: Lease | None = None
+    renewed_at: float = 0.0
+    num_jobs: int = 0  # fetches that read from it
+
+    def positions_of(self, keys: Sequence[bytes]) -> list[int]:
+        """Those of the first of these blocks, as far as it has them and they ascend."""
+        found: list[int] = []
+        for key in keys:
+            position = self.positions.get(key, -1)
+            if position < 0 or (found and position <= found[-1]):
+                break
+            found.append(position)
+        return found
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """A fetch that is under way."""
+
+    fetch: Fetch
+    loan: _Loan
+    positions: list[int]
+    ended: list[Ended] = field(default_factory=list)  # of the ranks that have ended it
+    is_cancelled: bool = False
+
+
+class KvReader:
+    """The scheduler's `peers`. All calls are made between steps, in the engine's thread."""
+
+    def __init__(
+        self, scheduler: Scheduler, ranks: Ranks, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._scheduler, self._ranks, self._clock = scheduler, ranks, clock
+        self._threads = ThreadPoolExecutor(MAX_OPENING, "kv-lease")
+        self._loans: list[_Loan] = []
+        self._begun: list[_Job] = []  # their transfers begin with the next step
+        self._jobs: dict[int, _Job] = {}  # by number
+        self._last_number = 0
+        self._replies: Pending[list[Ended]] | None = None
+        self.transfers: dict[str, KvTransferStats] = {}  # by transport
+        self.failures = Counter[str]()
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self._loans or self._jobs or self._begun)
+
+    # Requests
+
+    def ask(self, seq: EngineSequence) -> None:
+        """For a new sequence that brings a ticket: it starts when the ticket's owner has answered."""
+        sealed = seq.request.kv_ticket
+        if sealed is None:
+            return
+        try:
+            keys = unseal(sealed).keys
+        except TransferError as error:
+            self._failed(error.failure, str(error))
+            return
+        positions = {key: position for position, key in enumerate(keys)}
+        seq.asking += 1
+        self._loans.append(_Loan(seq, sealed, positions, self._threads.submit(Lease, sealed)))
+
+    # What the scheduler asks
+
+    def lookup(self, keys: Sequence[bytes], start: int) -> int:
+        return len(self._find(keys[start:])[1])
+
+    def begin(self, fetch: Fetch) -> None:
+        loan, positions = self._find(fetch.keys)
+        assert loan is not None
+        loan.num_jobs += 1
+        self._begun.append(_Job(fetch, loan, positions))
+
+    def _find(self, keys: Sequence[bytes]) -> tuple[_Loan | None, list[int]]:
+        """The loan that has the most of the first of these blocks, and their positions in its ticket."""
+        best: _Loan | None = None
+        found: list[int] = []
+        for loan in self._loans:
+            if loan.lease is not None and len(positions := loan.positions_of(keys)) > len(found):
+                best, found = loan, positions
+        return best, found
+
+    # Around a step
+
+    def before_schedule(self) -> None:
+        """Takes in what has ended, and keeps leases alive."""
+        if self._jobs:
+            self._poll()
+        for loan in list(self._loans):
+            if not self._keep(loan):
+                self._drop(loan)
+
+    def before_step(self) -> None:
+        """Begins the fetches of the plan that was just made. The steps and copies that may still use their
+        blocks have been launched or are known to the device."""
+        begun, self._begun = self._begun, []
+        for job in begun:
+            self._last_number += 1
+            self._jobs[self._last_number] = job
+            self._ranks.send(
+                commands.PEERS_FETCH, self._last_number, job.loan.sealed, job.positions, job.fetch.blocks
+            )
+
+    def _keep(self, loan: _Loan) -> bool:
+        """Whether the loan is still needed. Renews its lease."""
+        if loan.lease is None:
+            if not loan.opening.done():
+                return True
+            loan.seq.asking -= 1
+            try:
+                loan.lease = loan.opening.result()
+            except TransferError as error:
+                self._failed(error.failure, str(error))
+                return False
+            loan.renewed_at = self._clock()
+        seq = loan.seq
+        has_started = seq.num_admissions > 0 and seq.status is not SequenceStatus.FETCHING
+        if not loan.num_jobs and (has_started or seq.status is SequenceStatus.FINISHED):
+            return False
+        if self._clock() - loan.renewed_at > loan.lease.ticket.lease_s / 3:
+            loan.renewed_at = self._clock()
+            try:
+                loan.lease.renew()
+            except TransferError as error:
+                self._failed(error.failure, str(error))
+                return False
+        return True
+
+    def _drop(self, loan: _Loan) -> None:
+        self._loans.remove(loan)
+        if loan.lease is not None and loan.seq.num_admissions:
+            loan.lease.release()
+        elif loan.lease is not None:
+            loan.lease.close()
+
+    def _poll(self) -> None:
+        for number, job in self._jobs.items():
+            if job.fetch.seq.fetch is not job.fetch and not job.is_cancelled:
+                self._cancel(number, job)
+        reports = [self._ranks.runner.peers.poll()]
+        if self._replies is not None and self._replies.complete:
+            reports += self._replies.results()
+            self._replies = None
+        if self._replies is None:
+            self._replies = self._ranks.ask_others(commands.PEERS_POLL)
+        for report in reports:
+            for of_rank in report:
+                ended = Ended(*of_rank)
+                job = self._jobs[ended.number]
+                job.ended.append(ended)
+                if ended.failure and not job.is_cancelled:  # the other ranks' bytes are of no use
+                    self._cancel(ended.number, job)
+                if len(job.ended) == self._ranks.size:
+                    del self._jobs[ended.number]
+                    self._end(job)
+
+    def _cancel(self, number: int, job: _Job) -> None:
+        job.is_cancelled = True
+        self._ranks.send(commands.PEERS_CANCEL, number)
+
+    def _end(self, job: _Job) -> None:
+        job.loan.num_jobs -= 1
+        num_blocks = len(job.positions)
+        failed = [ended for ended in job.ended if ended.failure]
+        for ended in failed:
+            if ended.failure != Failure.CANCELLED:
+                self._failed(ended.failure, ended.message)
+                break
+        if not failed and job.ended:
+            stats = self.transfers.setdefault(job.ended[0].transport, KvTransferStats())
+            stats.blocks += num_blocks
+            stats.num_bytes += sum(ended.num_bytes for ended in job.ended)
+            stats.seconds += max(ended.seconds for ended in job.ended)
+        self._scheduler.fetched(job.fetch, num_blocks if job.ended and not failed else 0)
+
+    def _failed(self, failure: str, message: str) -> None:
+        self.failures[failure] += 1
+        if self.failures[failure] == 1:
+            logger.warning(
+                "KV blocks of another worker can't be had and are computed here (%s): %s; this kind is not "
+                "logged again",
+                failure,
+                message,
+            )
+
+    # Everything else
+
+    def quiesce(self) -> None:
+        """Afterwards nothing is read into the cache. Raises RuntimeError if a rank does not come to an
+        end."""
+        begun, self._begun = self._begun, []
+        for job in begun:
+            self._end(job)
+        deadline = self._clock() + QUIESCE_S
+        for number, job in self._jobs.items():
+            if not job.is_cancelled:
+                self._cancel(number, job)
+        while self._jobs:
+            self._poll()
+            if self._clock() > deadline:
+                raise RuntimeError(f"reads of other workers' KV blocks have not ended within {QUIESCE_S} s")
+            if self._jobs:
+                time.sleep(POLL_S)
+
+    def abandon(self) -> None:
+        """After an interrupt, when nobody knows which fetches a rank has begun, and all requests are gone.
+        Afterwards nothing is read into the cache. For one rank; somebody else ends the fetches."""
+        self._ranks.runner.peers.abandon()
+        self._begun.clear()
+        self._jobs.clear()
+        for loan in self._loans:
+            loan.num_jobs = 0
+
+    def check(self) -> None:
+        """Proves the books."""
+        fetches = [job.fetch for job in (*self._begun, *self._jobs.values())]
+        assert all(fetch in self._scheduler.fetches for fetch in fetches), "a fetch that nobody knows"
+        jobs = Counter(id(job.loan) for job in (*self._begun, *self._jobs.values()))
+        assert all(loan.num_jobs == jobs[id(loan)] for loan in self._loans), "fetches of a loan miscounted"
+
+    def close(self) -> None:
+        """Leaves all owners, who let go of their blocks."""
+        self._threads.shutdown(cancel_futures=True)
+        for loan in self._loans:
+            if not loan.opening.cancelled() and loan.opening.exception() is None:
+                loan.opening.result().close()
+        self._loans.clear()

@@ -1,0 +1,144 @@
+"""One rank's part in exchanging KV blocks with other workers: it lets them read its cache, and reads theirs
+into it. engine/peers commands it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from shoal.errors import ConfigError
+from shoal.kv.fetch import Fetched, Peers
+from shoal.kv.lease import Lease
+from shoal.kv.ticket import TransferError, WindowAddress
+from shoal.kv.transport import Reach, TransportError
+from shoal.kv.transport_registry import Transports, Windows
+from shoal.kv.view import BlockView
+
+logger = logging.getLogger(__name__)
+
+MAX_FETCHES = 8  # at the same time; others wait for their turn
+PATIENCE_S = 10.0  # after this time without news the sequence computes its blocks
+
+
+class Ended(NamedTuple):
+    """A fetch that has ended on one rank. `failure` is empty if all its blocks are there, or the kind of what
+    went wrong; then they hold anything."""
+
+    number: int
+    failure: str
+    message: str = ""
+    transport: str = ""
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+class RankPeers:
+    """Every fetch has a number, which rank 0 chose. `poll` says which have ended."""
+
+    def __init__(self, view: BlockView, device: torch.device) -> None:
+        """`view` is the rank's cache."""
+        self._view, self._device = view, device
+        self._transports = Transports()
+        self._windows: Windows | None = None
+        self._peers = Peers(b"", self._transports, view)
+        self._threads = ThreadPoolExecutor(MAX_FETCHES, "kv-fetch")
+        self._cancels: dict[int, threading.Event] = {}  # of the fetches that have not been told of by `poll`
+        self._ended: deque[Ended] = deque()
+
+    def open_windows(self, reach: int) -> list[bytes]:
+        """Lets other workers read the cache, those of a Reach at least. Returns the addresses of its windows.
+        Raises ConfigError if none of the transports can do that."""
+        try:
+            self._windows = self._transports.open_windows(self._view, Reach(reach))
+        except TransportError as error:
+            raise ConfigError(f"kv_transfer_config: {error}") from None
+        return [msgspec.msgpack.encode(address) for address in self._windows.addresses]
+
+    def name_model(self, model: bytes) -> None:
+        """The model and its weights from now on. Blocks of any other one are not read."""
+        self._peers.model = model
+
+    def fetch(self, number: int, sealed: bytes, positions: Sequence[int], blocks: Sequence[int]) -> None:
+        """Begins to read the blocks at these positions of a ticket into `blocks` here, behind the steps and
+        copies that were launched before."""
+        behind = None
+        if self._device.type == "cuda":
+            behind = torch.cuda.Event(blocking=True)
+            behind.record(torch.cuda.current_stream(self._device))
+        self._cancels[number] = cancelled = threading.Event()
+        self._threads.submit(self._run, number, sealed, positions, blocks, behind, cancelled)
+
+    def cancel(self, number: int) -> None:
+        """The fetch need not go on. It ends soon, and `poll` tells of that."""
+        if number in self._cancels:
+            self._cancels[number].set()
+
+    def poll(self) -> list[Ended]:
+        """The fetches that have ended since the last call. Between processes they travel as tuples."""
+        ended: list[Ended] = []
+        while self._ended:
+            one = self._ended.popleft()
+            del self._cancels[one.number]
+            ended.append(one)
+        return ended
+
+    def abandon(self) -> None:
+        """Cancels what is under way, waits for its end, and tells nobody."""
+        for cancelled in self._cancels.values():
+            cancelled.set()
+        self._threads.shutdown()
+        self._threads = ThreadPoolExecutor(MAX_FETCHES, "kv-fetch")
+        self._cancels.clear()
+        self._ended.clear()
+
+    def close(self) -> None:
+        """Cancels what is under way and waits for its end. Nobody can read the cache any more."""
+        for cancelled in self._cancels.values():
+            cancelled.set()
+        self._threads.shutdown()
+        self._peers.close()
+        if self._windows is not None:
+            self._windows.close()
+
+    # In a thread of the pool
+
+    def _run(
+        self,
+        number: int,
+        sealed: bytes,
+        positions: Sequence[int],
+        blocks: Sequence[int],
+        behind: torch.cuda.Event | None,
+        cancelled: threading.Event,
+    ) -> None:
+        try:
+            with torch.inference_mode():
+                if behind is not None:
+                    torch.cuda.set_device(self._device)
+                    behind.synchronize()
+                done = self._read(sealed, positions, blocks, cancelled)
+            ended = Ended(number, "", "", done.transport, done.num_bytes, done.seconds)
+        except TransferError as error:
+            ended = Ended(number, error.failure.value, str(error))
+        except Exception as error:  # The request is computed here, whatever it is.
+            logger.exception("KV blocks of another worker could not be read")
+            ended = Ended(number, "error", repr(error))
+        self._ended.append(ended)
+
+    def _read(
+        self, sealed: bytes, positions: Sequence[int], blocks: Sequence[int], cancelled: threading.Event
+    ) -> Fetched:
+        with Lease(sealed) as lease:
+            return self._peers.fetch(lease, positions, blocks, PATIENCE_S, cancelled.is_set)
+
+
+def decode_address(address: bytes) -> WindowAddress:
+    """One of `open_windows`."""
+    return msgspec.msgpack.decode(address, type=WindowAddress)

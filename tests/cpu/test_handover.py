@@ -1,0 +1,717 @@
+"""Prefill and decode apart, in one process: one engine computes a prompt and lends its KV blocks, another one
+reads them and goes on. What comes is what a single engine gives, whatever happens to the ticket."""
+
+import logging
+import random
+import time
+from dataclasses import replace
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from shoal.api import FinishReason, Request, SamplingParams, StructuredOutputsParams
+from shoal.cli.serve import plan
+from shoal.config import EngineConfig, ServerConfig
+from shoal.engine.core import EngineCore
+from shoal.engine.runner.rank_peers import RankPeers
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.errors import ConfigError
+from shoal.hashing import KEY_SIZE
+from shoal.kv import transport_registry
+from shoal.kv.fetch import Peers
+from shoal.kv.ticket import Failure, TransferError, seal, unseal
+from shoal.kv.transport import TransportError
+from shoal.metrics import ModelMetrics, exposition
+from shoal.weights.source import resolve
+from tests import tiny
+
+PROMPT = random.Random(1).choices(range(256), k=70)  # four full blocks
+COUNT = 10
+DEADLINE_S = 60
+
+
+def core_of(folder, role=None, lease_s=30.0, **options):
+    transfer = None if role is None else {"kv_role": role, "lease_s": lease_s}
+    defaults = {"dtype": "float32", "device": "cpu", "max_model_len": 128, "kv_cache_memory_bytes": 4 << 20}
+    config = EngineConfig(model=str(folder), kv_transfer_config=transfer, **defaults | options)
+    return EngineCore(config, resolve(config.model, None, None))
+
+
+@pytest.fixture(scope="module")
+def cores(folder):
+    made = SimpleNamespace(
+        lender=core_of(folder, "kv_producer"), reader=core_of(folder, "kv_consumer"), one=core_of(folder)
+    )
+    yield made
+    for core in vars(made).values():
+        core.exit()
+
+
+@pytest.fixture
+def trio(cores):
+    """The three engines, with nothing in their caches. Afterwards nobody holds anything."""
+    for core in vars(cores).values():
+        assert core.reset_prefix_cache()
+    cores.reader.peers.reader.failures.clear()
+    cores.reader.peers.reader.transfers.clear()
+    yield cores
+    all_is_given_back(cores.lender, cores.reader, cores.one)
+
+
+@pytest.fixture
+def build(folder):
+    made = []
+
+    def make(*args, folder=folder, **options):
+        made.append(core_of(folder, *args, **options))
+        return made[-1]
+
+    yield make
+    for core in made:
+        core.exit()
+
+
+def all_is_given_back(*cores):
+    """Waits until no core has work and all blocks are free, and proves the books."""
+    until = time.monotonic() + DEADLINE_S
+    while True:
+        is_busy = [core.tick() for core in cores]
+        stats = [core.stats() for core in cores]
+        if not any(is_busy) and all(s.num_free_blocks == s.num_blocks for s in stats):
+            break
+        assert time.monotonic() < until, f"blocks are held: {stats}"
+        time.sleep(0.002)
+    for core in cores:
+        core.check()
+        assert not core.has_work
+
+
+def request(name, prompt=PROMPT, output_token_ids=(), **options):
+    fields = {key: options.pop(key) for key in ("offers_kv", "kv_ticket", "eos_token_ids") if key in options}
+    params = {"temperature": 0.0, "max_tokens": COUNT, "ignore_eos": True} | options
+    return Request(name, prompt, SamplingParams(**params), output_token_ids=list(output_token_ids), **fields)
+
+
+class Answer:
+    def __init__(self):
+        self.tokens, self.logprobs, self.ticket, self.reason, self.cached = [], [], None, None, 0
+
+    def take(self, output):
+        self.tokens += output.token_ids
+        self.logprobs += output.logprobs or []
+        if output.kv_ticket is not None:
+            assert self.ticket is None and len(self.tokens) == 1, "a ticket comes once, with the first token"
+            self.ticket = output.kv_ticket
+        self.reason, self.cached = output.finish_reason, output.num_cached_tokens
+
+
+def run(core, *requests):
+    """Steps until all is done. Returns the answers of the requests."""
+    answers = {}
+    for one in requests:
+        core.add(one)
+    until = time.monotonic() + DEADLINE_S
+    while core.has_work:
+        for output in core.step():
+            answers.setdefault(output.request_id, Answer()).take(output)
+        assert time.monotonic() < until, "the work does not end"
+    return [answers[one.request_id] for one in requests]
+
+
+def prefill(lender, prompt=PROMPT, **options):
+    [answer] = run(lender, request("prefill", prompt, offers_kv=True, **options | {"max_tokens": 1}))
+    return answer
+
+
+def decode(reader, first, prompt=PROMPT, **options):
+    [answer] = run(reader, request("decode", prompt, first.tokens, **{"kv_ticket": first.ticket} | options))
+    return answer
+
+
+def failures(core):
+    return core.stats().kv_transfer_failures
+
+
+def blocks_in(core):
+    return sum(stats.blocks for stats in core.stats().kv_transfers.values())
+
+
+# What comes
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.9, "seed": 5, "top_p": 0.95},
+        {"temperature": 1.2, "seed": 6, "repetition_penalty": 1.3, "presence_penalty": 0.7},
+        {"frequency_penalty": 1.5, "max_tokens": 20},
+        {"logprobs": 3},
+        {"min_tokens": 8, "ignore_eos": False, "eos_token_ids": tuple(range(0, 256, 2))},
+        {"structured_outputs": StructuredOutputsParams(regex="[a-f]{3}[0-9]{5}")},
+        {"skip_reading_prefix_cache": True},
+        {"prompt_logprobs": 1},
+    ],
+    ids=lambda options: "-".join(options) or "greedy",
+)
+def test_two_engines_give_what_one_gives(trio, options):
+    [expected] = run(trio.one, request("one", **options))
+    first = prefill(trio.lender, **options | ({"min_tokens": 1} if "min_tokens" in options else {}))
+    assert trio.lender.stats().kv_loans.held_blocks == 4 and len(unseal(first.ticket).blocks) == 4
+    rest = decode(trio.reader, first, **options)
+    assert first.tokens + rest.tokens == expected.tokens and rest.reason == expected.reason
+    for here, there in zip(first.logprobs + rest.logprobs, expected.logprobs, strict=True):
+        assert here.keys() == there.keys()
+        assert all(here[i].logprob == pytest.approx(there[i].logprob, abs=1e-4) for i in here)
+    reads = not options.keys() & {"skip_reading_prefix_cache", "prompt_logprobs"}
+    assert blocks_in(trio.reader) == 4 * reads and rest.cached == 64 * reads
+    assert not failures(trio.reader)
+
+
+def test_a_ticket_without_the_first_token_serves_as_well(trio):
+    [expected] = run(trio.one, request("one"))
+    first = prefill(trio.lender)
+    first.tokens = []
+    assert decode(trio.reader, first).tokens == expected.tokens and blocks_in(trio.reader) == 4
+
+
+@pytest.mark.parametrize("num_tokens", [15, 16, 17, 31, 32, 33, 64])
+def test_prompts_around_the_ends_of_blocks(trio, num_tokens):
+    prompt = PROMPT[:num_tokens]
+    [expected] = run(trio.one, request("one", prompt))
+    first = prefill(trio.lender, prompt)
+    assert (first.ticket is None) == (num_tokens < 16)
+    assert first.tokens + decode(trio.reader, first, prompt).tokens == expected.tokens
+    assert blocks_in(trio.reader) == num_tokens // 16 and not failures(trio.reader)
+
+
+def test_only_the_blocks_that_are_missing_travel(trio):
+    [expected] = run(trio.one, request("one"))
+    run(trio.reader, request("before", PROMPT[:40]))
+    first = prefill(trio.lender)
+    rest = decode(trio.reader, first)
+    assert first.tokens + rest.tokens == expected.tokens
+    assert blocks_in(trio.reader) == 2 and rest.cached == 64
+    # and if none is missing, the owner hears at once that nobody needs the blocks
+    first = prefill(trio.lender)
+    decode(trio.reader, first)
+    assert blocks_in(trio.reader) == 2
+    all_is_given_back(trio.lender, trio.reader)
+
+
+def test_prefix_hits_of_the_owner_are_offered_as_well(trio):
+    first = prefill(trio.lender)
+    again = prefill(trio.lender)
+    assert again.cached == 64 and len(unseal(again.ticket).blocks) == 4
+    assert trio.lender.stats().kv_loans.held_blocks == 8
+    decode(trio.reader, first)
+    decode(trio.reader, again)
+    assert blocks_in(trio.reader) == 4
+
+
+def test_a_prompt_in_pieces_is_offered_whole(build, trio):
+    lender = build("kv_producer", max_num_batched_tokens=16, async_scheduling=True)
+    [expected] = run(trio.one, request("one"))
+    first = prefill(lender)
+    assert first.tokens + decode(trio.reader, first).tokens == expected.tokens and blocks_in(trio.reader) == 4
+
+
+def test_an_engine_may_lend_and_read(build, trio):
+    both, expected = build("kv_both"), run(trio.one, request("one"))[0]
+    assert both.peers.lender.offers.model == trio.lender.peers.lender.offers.model
+    first = prefill(trio.lender)
+    assert first.tokens + decode(both, first).tokens == expected.tokens and blocks_in(both) == 4
+    again = prefill(both)
+    assert again.tokens + decode(trio.reader, again).tokens == expected.tokens
+    assert blocks_in(trio.reader) == 4
+
+
+def test_figures_say_what_went_where(trio):
+    before = trio.lender.stats().kv_loans
+    decode(trio.reader, prefill(trio.lender))
+    all_is_given_back(trio.lender, trio.reader)
+    loans, [(name, read)] = trio.lender.stats().kv_loans, trio.reader.stats().kv_transfers.items()
+    assert (name, read.blocks) == ("in_process", 4) and read.seconds > 0
+    assert loans.blocks_out - before.blocks_out == 4
+    assert loans.bytes_out - before.bytes_out == read.num_bytes
+    assert read.num_bytes == 4 * trio.reader.ranks.runner.cache.spec.block_bytes
+    assert loans.ended["done"] == before.ended.get("done", 0) + 1
+    assert trio.one.stats().kv_loans is None and trio.reader.stats().kv_loans is None
+
+
+def test_metrics_tell_what_went_where(trio):
+    decode(trio.reader, prefill(trio.lender))
+    trio.reader.reset_prefix_cache()
+    decode(trio.reader, prefill(trio.lender), kv_ticket=b"no ticket")
+    trio.lender.peers.withdraw_all("the test ends")
+
+    def lines(core):
+        families = ModelMetrics("tiny", 128, {}).collect(core.stats(), None, 0)
+        return [line for line in exposition(families).decode().splitlines() if line.startswith("shoal:kv_")]
+
+    told = " ".join(lines(trio.reader))
+    assert 'shoal:kv_transfer_blocks_total{engine="0",model_name="tiny",transport="in_process"} 4.0' in told
+    assert 'shoal:kv_transfer_failures_total{engine="0",kind="damaged",model_name="tiny"} 1.0' in told
+    told = " ".join(lines(trio.lender))
+    assert 'shoal:kv_loan_offers{engine="0",model_name="tiny"} 0.0' in told
+    assert 'how="done"' in told and 'how="ended"' in told and "kv_transfer" not in told
+    assert not lines(trio.one)
+
+
+# Tickets that are of no use
+
+
+def cut(ticket):
+    return ticket[:-3]
+
+
+def flipped(ticket):
+    return ticket[:-1] + bytes([ticket[-1] ^ 1])
+
+
+def forged(ticket):
+    """Well made, but with other blocks than those that were given out."""
+    known = unseal(ticket)
+    blocks = tuple((block + 1) % known.spec.num_blocks for block in known.blocks)
+    return seal(msgspec.structs.replace(known, blocks=blocks))
+
+
+def of_nobody(ticket):
+    return seal(msgspec.structs.replace(unseal(ticket), id=bytes(16)))
+
+
+def of_a_closed_port(ticket):
+    return seal(msgspec.structs.replace(unseal(ticket), server="127.0.0.1:1"))
+
+
+@pytest.mark.parametrize(
+    "spoil, kind",
+    [
+        (lambda ticket: b"", "damaged"),
+        (lambda ticket: b"no ticket", "damaged"),
+        (cut, "damaged"),
+        (flipped, "damaged"),
+        (forged, "forged"),
+        (of_nobody, "unknown"),
+        (of_a_closed_port, "unreachable"),
+    ],
+)
+def test_a_ticket_that_is_not_the_owners_means_computing(trio, caplog, spoil, kind):
+    [expected] = run(trio.one, request("one"))
+    first = prefill(trio.lender)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            trio.reader.reset_prefix_cache()
+            rest = decode(trio.reader, first, kv_ticket=spoil(first.ticket))
+            assert first.tokens + rest.tokens == expected.tokens and rest.cached == 0
+    assert failures(trio.reader) == {kind: 2} and blocks_in(trio.reader) == 0
+    assert caplog.text.count("are computed here") == 1, "each kind is logged once"
+    trio.lender.peers.withdraw_all("the test ends")
+
+
+def test_blocks_that_hold_something_else_by_now_are_computed(trio):
+    [expected] = run(trio.one, request("one"))
+    first = prefill(trio.lender)
+    trio.lender.scheduler.pool.reset()  # without a word to the books of offers
+    assert first.tokens + decode(trio.reader, first).tokens == expected.tokens
+    assert failures(trio.reader) == {"stale": 1} and blocks_in(trio.reader) == 0
+
+
+def test_blocks_that_the_owner_took_back_are_computed(trio):
+    [expected] = run(trio.one, request("one"))
+    first = prefill(trio.lender)
+    trio.lender.reset_prefix_cache()
+    assert trio.lender.stats().kv_loans.offers == 0
+    assert first.tokens + decode(trio.reader, first).tokens == expected.tokens
+    assert failures(trio.reader) == {"ended": 1}
+
+
+def test_the_ticket_of_another_prompt_is_not_used(trio):
+    other = PROMPT[:16] + PROMPT[:54]
+    [expected] = run(trio.one, request("one", other))
+    first, wrong = prefill(trio.lender, other), prefill(trio.lender)
+    first.ticket = wrong.ticket
+    assert first.tokens + decode(trio.reader, first, other).tokens == expected.tokens
+    assert blocks_in(trio.reader) == 1, "the block that both prompts begin with"
+    trio.lender.peers.withdraw_all("the test ends")
+
+
+def test_keys_that_claim_the_blocks_of_another_prompt_are_forged(trio):
+    first, other = prefill(trio.lender), prefill(trio.lender, PROMPT[::-1])
+    keys = unseal(first.ticket).keys
+    assert len(keys) == 4 and all(len(key) == KEY_SIZE for key in keys)
+    first.ticket = seal(msgspec.structs.replace(unseal(other.ticket), keys=keys))
+    [expected] = run(trio.one, request("one"))
+    assert first.tokens + decode(trio.reader, first).tokens == expected.tokens
+    assert failures(trio.reader) == {"forged": 1}
+    trio.lender.peers.withdraw_all("the test ends")
+
+
+def test_blocks_of_other_weights_are_computed(build, trio, folder, tmp_path):
+    """The same shapes, other weights: they were updated on one side, from a checkpoint or from tensors."""
+    changed = tiny.write_changed(folder, tmp_path / "changed")
+    lender, expected = build("kv_producer"), run(trio.one, request("one"))[0]
+    first = prefill(lender)
+    lender.update_weights(str(changed))
+    assert lender.stats().kv_loans.offers == 0
+    first.ticket = prefill(lender).ticket
+    assert first.tokens + decode(trio.reader, first).tokens == expected.tokens
+    assert failures(trio.reader) == {"incompatible": 1} and blocks_in(trio.reader) == 0
+    lender.update_weights(str(folder))
+    trio.reader.reset_prefix_cache()
+    first = prefill(lender)
+    assert first.tokens + decode(trio.reader, first).tokens == expected.tokens
+    assert blocks_in(trio.reader) == 4, "the weights are equal again"
+
+
+@pytest.mark.parametrize("options", [{"block_size": 32}, {"dtype": "bfloat16"}])
+def test_blocks_of_another_layout_are_computed(build, trio, options):
+    lender = build("kv_producer", **options)
+    first = prefill(lender)
+    [expected] = run(trio.one, request("one", PROMPT, first.tokens))
+    assert decode(trio.reader, first).tokens == expected.tokens
+    assert blocks_in(trio.reader) == 0
+    if "dtype" in options:
+        assert failures(trio.reader) == {"incompatible": 1}
+
+
+def test_an_engine_that_does_not_read_leaves_a_ticket_alone(trio):
+    [expected] = run(trio.one, request("one"))
+    first = prefill(trio.lender)
+    for core in (trio.one, trio.lender):
+        assert first.tokens + decode(core, first).tokens == expected.tokens
+    assert prefill(trio.reader).ticket is None, "nor does one that lends nothing give a ticket"
+    trio.lender.peers.withdraw_all("the test ends")
+
+
+# How long blocks are held
+
+
+def test_an_offer_that_nobody_wants_ends_with_its_lease(build):
+    lender = build("kv_producer", lease_s=0.05)
+    assert prefill(lender).ticket is not None and lender.stats().kv_loans.held_blocks == 4
+    time.sleep(0.06)
+    loans = lender.stats().kv_loans
+    assert loans.ended == {"expired": 1} and loans.held_blocks == 0
+    all_is_given_back(lender)
+
+
+def test_a_ticket_that_comes_too_late_means_computing(build, trio):
+    lender, expected = build("kv_producer", lease_s=0.05), run(trio.one, request("one"))[0]
+    first = prefill(lender)
+    time.sleep(0.06)
+    assert first.tokens + decode(trio.reader, first).tokens == expected.tokens
+    assert failures(trio.reader) == {"expired": 1}
+
+
+def test_a_request_that_waits_for_its_turn_renews_its_lease(build, trio):
+    lender, reader = build("kv_producer", lease_s=0.3), build("kv_consumer", max_num_seqs=1)
+    [expected] = run(trio.one, request("one"))
+    first = prefill(lender)
+    reader.add(request("long", PROMPT[::-1], max_tokens=50))
+    reader.add(request("decode", PROMPT, first.tokens, kv_ticket=first.ticket))
+    tokens = []
+    while reader.has_work:
+        for output in reader.step():
+            tokens += output.token_ids if output.request_id == "decode" else []
+        lender.tick()
+        time.sleep(0.02 if not tokens else 0)
+    assert first.tokens + tokens == expected.tokens and blocks_in(reader) == 4 and not failures(reader)
+    all_is_given_back(lender, reader)
+
+
+def test_a_request_that_is_aborted_before_it_starts_lets_the_owner_go(build, trio):
+    reader = build("kv_consumer", max_num_seqs=1)
+    first = prefill(trio.lender)
+    reader.add(request("long", PROMPT[::-1], max_tokens=50))
+    reader.add(request("decode", PROMPT, first.tokens, kv_ticket=first.ticket))
+    for _ in range(3):
+        reader.step()
+    reader.abort("decode")
+    lost = trio.lender.stats().kv_loans.ended.get("lost", 0)
+    run(reader)
+    all_is_given_back(trio.lender, reader)
+    assert blocks_in(reader) == 0 and trio.lender.stats().kv_loans.ended.get("lost", 0) == lost + 1
+
+
+class Slow:
+    """Reads that last until they are cancelled."""
+
+    def __init__(self, monkeypatch):
+        self.num_begun = 0
+        monkeypatch.setattr(Peers, "fetch", lambda peers, *args: self.fetch(*args))
+
+    def fetch(self, lease, positions, blocks, patience_s, is_cancelled):
+        self.num_begun += 1
+        while not is_cancelled():
+            time.sleep(0.001)
+        raise TransferError(Failure.CANCELLED, "the test cancelled it")
+
+    def wait_for(self, core):
+        """Until a read has begun."""
+        until = time.monotonic() + DEADLINE_S
+        while not self.num_begun:
+            core.step()
+            assert time.monotonic() < until
+
+
+def test_an_abort_while_blocks_travel_frees_everything(trio, monkeypatch):
+    slow, first = Slow(monkeypatch), prefill(trio.lender)
+    trio.reader.add(request("decode", PROMPT, first.tokens, kv_ticket=first.ticket))
+    slow.wait_for(trio.reader)
+    stats = trio.reader.stats()
+    assert stats.num_running == 1 and stats.num_free_blocks < stats.num_blocks
+    trio.reader.check()
+    trio.reader.abort("decode")
+    assert trio.reader.step()[0].finish_reason is FinishReason.ABORT
+    all_is_given_back(trio.lender, trio.reader)
+    assert not failures(trio.reader)
+
+
+def test_others_go_on_while_blocks_travel(trio, monkeypatch):
+    [expected] = run(trio.one, request("one", PROMPT[::-1]))
+    slow, first = Slow(monkeypatch), prefill(trio.lender)
+    trio.reader.add(request("decode", PROMPT, first.tokens, kv_ticket=first.ticket))
+    slow.wait_for(trio.reader)
+    trio.reader.add(request("other", PROMPT[::-1]))
+    tokens = []
+    while len(tokens) < COUNT:
+        tokens += [i for output in trio.reader.step() for i in output.token_ids]
+    assert tokens == expected.tokens
+    trio.reader.abort("decode")
+    run(trio.reader)
+
+
+def test_a_cache_that_sleeps_is_read_into_no_more(build, trio, monkeypatch):
+    reader, expected = build("kv_consumer", enable_sleep_mode=True), run(trio.one, request("one"))[0]
+    slow, first = Slow(monkeypatch), prefill(trio.lender)
+    reader.add(request("decode", PROMPT, first.tokens, kv_ticket=first.ticket))
+    slow.wait_for(reader)
+    reader.sleep(1, mode="keep")
+    reader.check()
+    reader.wake_up()
+    [answer] = run(reader, request("after"))
+    assert answer.tokens == expected.tokens
+    all_is_given_back(trio.lender, reader)
+
+
+def test_new_weights_end_what_is_being_read(build, trio, folder, tmp_path, monkeypatch):
+    changed = tiny.write_changed(folder, tmp_path / "changed")
+    reader, slow, first = build("kv_consumer"), Slow(monkeypatch), prefill(trio.lender)
+    reader.add(request("decode", PROMPT, first.tokens, kv_ticket=first.ticket))
+    slow.wait_for(reader)
+    reader.update_weights(str(changed))
+    run(reader)
+    assert blocks_in(reader) == 0
+    all_is_given_back(trio.lender, reader)
+
+
+def test_an_interrupt_while_blocks_travel_leaves_a_whole_core(build, trio, monkeypatch):
+    reader, expected = build("kv_consumer"), run(trio.one, request("one"))[0]
+    with monkeypatch.context() as patch:
+        slow, first = Slow(patch), prefill(trio.lender)
+        reader.add(request("decode", PROMPT, first.tokens, kv_ticket=first.ticket))
+        slow.wait_for(reader)
+
+        def interrupted(costs):
+            raise KeyboardInterrupt
+
+        patch.setattr(reader.scheduler, "schedule", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            reader.step()
+    assert reader.step()[0].finish_reason is FinishReason.ABORT
+    all_is_given_back(trio.lender, reader)
+    first = prefill(trio.lender)
+    assert first.tokens + decode(reader, first).tokens == expected.tokens and blocks_in(reader) == 4
+
+
+def test_a_read_that_fails_in_an_unknown_way_means_computing(trio, monkeypatch):
+    def broken(*args):
+        raise RuntimeError("a transport is broken")
+
+    monkeypatch.setattr(RankPeers, "_read", broken)
+    [expected] = run(trio.one, request("one"))
+    first = prefill(trio.lender)
+    assert first.tokens + decode(trio.reader, first).tokens == expected.tokens
+    assert failures(trio.reader) == {"error": 1}
+
+
+def test_an_owner_that_ends_while_a_reader_waits_means_computing(build, trio):
+    lender, expected = build("kv_producer"), run(trio.one, request("one"))[0]
+    first = prefill(lender)
+    loan = request("decode", PROMPT, first.tokens, kv_ticket=first.ticket)
+    trio.reader.add(loan)
+    [known] = trio.reader.peers.reader._loans
+    known.opening.result(DEADLINE_S)  # the owner has answered, and nothing was read yet
+    lender.exit()
+    tokens = []
+    while trio.reader.has_work:
+        tokens += [i for output in trio.reader.step() for i in output.token_ids]
+    assert first.tokens + tokens == expected.tokens
+    assert blocks_in(trio.reader) == 0 and sum(failures(trio.reader).values()) == 1
+
+
+# The scheduler
+
+
+class FakeSource:
+    """Has the blocks of a prompt up to `end`."""
+
+    def __init__(self, end):
+        self.end, self.begun = end, []
+
+    def lookup(self, keys, start):
+        return max(0, min(self.end, len(keys)) - start)
+
+    def begin(self, fetch):
+        self.begun.append(fetch)
+
+    def registered(self, seq, start, end):
+        pass
+
+    def released(self, blocks):
+        pass
+
+
+@pytest.mark.parametrize("num_arrived", [0, 1, 2])
+def test_what_the_tiers_lack_is_asked_of_other_workers(num_arrived):
+    scheduler = Scheduler(
+        num_blocks=20, block_size=4, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64
+    )
+    tiers, peers = scheduler.tiers, scheduler.peers = FakeSource(2), FakeSource(5)
+    seq = scheduler.add(request("a", list(range(22))))
+    assert scheduler.schedule() is None
+    assert (tiers.begun[0].start, len(tiers.begun[0].keys)) == (0, 2) and not peers.begun
+    scheduler.fetched(tiers.begun[0], num_arrived)
+    scheduler.check()
+    assert (peers.begun[0].start, len(peers.begun[0].keys)) == (num_arrived, 5 - num_arrived)
+    assert scheduler.schedule() is None
+    scheduler.fetched(peers.begun[0], 5 - num_arrived)
+    scheduler.check()
+    [entry] = scheduler.schedule().scheduled
+    assert (entry.start, entry.num_tokens) == (20, 2) and seq.num_cached_tokens == 20
+    assert scheduler.stats().external_prefix_cache_queries == 22
+
+
+def test_blocks_that_are_lent_are_nobody_elses_until_they_are_taken_back():
+    scheduler = Scheduler(
+        num_blocks=6, block_size=4, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=24
+    )
+    seq = scheduler.add(request("a", list(range(16)), max_tokens=1))
+    plan = scheduler.schedule()
+    lent = seq.block_ids[:4]
+    scheduler.lend(lent)
+    scheduler.update(plan, [7])
+    scheduler.check()
+    scheduler.check_lent(lent)
+    scheduler.add(request("b", list(range(100, 116)), max_tokens=1))
+    assert scheduler.schedule() is None, "two blocks are free, and it needs four"
+    scheduler.take_back(lent)
+    scheduler.check_lent([])
+    assert scheduler.schedule() is not None
+    scheduler.check()
+
+
+# Everything at once
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_any_mix_of_requests_gives_the_tokens_of_one_engine(build, trio, seed):
+    """Small caches, tiers below one of them, aborts, tickets spoilt and used twice, caches reset."""
+    print(f"seed {seed}")
+    rng = random.Random(seed)
+    stems = [rng.choices(range(256), k=60) for _ in range(3)]
+    prompts = [rng.choice(stems)[: rng.randint(1, 60)] + rng.choices(range(256), k=5) for _ in range(12)]
+    expected = [one.tokens for one in run(trio.one, *(request(str(i), p) for i, p in enumerate(prompts)))]
+    asynchronous = seed % 2 == 1
+    lender = build("kv_producer", num_gpu_blocks_override=40, async_scheduling=asynchronous)
+    tiers = {"kv_host_bytes": 1 << 20, "kv_load_policy": "always"} if seed > 1 else {}
+    reader = build("kv_consumer", num_gpu_blocks_override=14, async_scheduling=asynchronous, **tiers)
+    firsts = [prefill(lender, prompt) for prompt in prompts[:8]]
+    spoilers = [lambda t: t, lambda t: t, lambda t: t, flipped, forged]
+    waiting = []
+    for n in range(30):
+        i = rng.randrange(8)
+        ticket = firsts[i].ticket
+        if ticket is None or rng.random() < 0.4:
+            firsts[i] = prefill(lender, prompts[i])
+            ticket = firsts[i].ticket
+        spoilt = None if ticket is None else rng.choice(spoilers)(ticket)
+        waiting.append((i, request(str(n), prompts[i], firsts[i].tokens, kv_ticket=spoilt)))
+    tokens, aborted = {}, set()
+    until = time.monotonic() + DEADLINE_S
+    names = {one.request_id: i for i, one in waiting}
+    while waiting or reader.has_work:
+        assert time.monotonic() < until
+        if waiting and rng.random() < 0.3:
+            reader.add(waiting.pop()[1])
+        if rng.random() < 0.03:
+            aborted.add(name := str(rng.randrange(30)))
+            reader.abort(name)
+        if rng.random() < 0.02:
+            reader.reset_prefix_cache()
+        for output in reader.step():
+            tokens.setdefault(output.request_id, []).extend(output.token_ids)
+        reader.check()
+        lender.tick()
+    for name, i in names.items():
+        if name not in aborted:
+            assert firsts[i].tokens + tokens[name] == expected[i]
+    lender.peers.withdraw_all("the test ends")
+    all_is_given_back(lender, reader)
+
+
+# Options
+
+
+def test_options_that_do_not_go_together_are_refused(folder):
+    def config(**options):
+        return EngineConfig(model=str(folder), **options)
+
+    with pytest.raises(ConfigError, match="enable_prefix_caching"):
+        config(kv_transfer_config={}, enable_prefix_caching=False)
+    with pytest.raises(ConfigError, match="take kv_role 'kv_consumer'"):
+        config(kv_transfer_config='{"kv_role": "kv_producer"}', enable_sleep_mode=True)
+    with pytest.raises(ConfigError, match=r"kv_transfer_config\.kv_role"):
+        config(kv_transfer_config={"kv_role": "prefill"})
+    with pytest.raises(ConfigError, match="did you mean 'kv_role'"):
+        config(kv_transfer_config={"kv_roles": "kv_both"})
+    with pytest.raises(ConfigError, match=r"kv_transfer_config\.lease_s"):
+        config(kv_transfer_config={"lease_s": 0})
+    with pytest.raises(ConfigError, match="no address that a reader could ask at"):
+        config(kv_transfer_config={"kv_ip": "0.0.0.0"})
+    sleeper = config(kv_transfer_config={"kv_role": "kv_consumer"}, enable_sleep_mode=True)
+    assert replace(sleeper, seed=1).kv_transfer_config == sleeper.kv_transfer_config
+
+
+@pytest.mark.parametrize("role, kv_role", [("prefill", "kv_producer"), ("decode", "kv_consumer")])
+def test_a_role_in_a_fleet_says_what_the_engine_does(folder, role, kv_role):
+    server = ServerConfig(plane="tcp://127.0.0.1:1", role=role)
+    [planned] = plan(str(folder), [], {}, server)
+    assert planned.config.kv_transfer_config.kv_role == kv_role
+    [planned] = plan(str(folder), [], {"kv_transfer_config": {"kv_role": "kv_both"}}, server)
+    assert planned.config.kv_transfer_config.kv_role == "kv_both"
+    [planned] = plan(str(folder), [], {}, ServerConfig(plane="tcp://127.0.0.1:1"))
+    assert planned.config.kv_transfer_config is None
+
+
+def test_readers_of_other_hosts_need_a_transport_that_reaches_them(folder, monkeypatch):
+    def refuses(transport, view):
+        raise TransportError("it is not installed")
+
+    transfer = {"kv_role": "kv_producer", "kv_ip": "10.0.0.1"}
+    monkeypatch.setattr(transport_registry.Nixl, "open_window", refuses)
+    with pytest.raises(ConfigError, match=r"on other hosts could read this cache.*it is not installed"):
+        EngineCore(
+            EngineConfig(model=str(folder), device="cpu", kv_transfer_config=transfer),
+            resolve(str(folder), None, None),
+        )
+
+
+def test_an_address_that_is_not_ours_is_refused(build):
+    lender = build("kv_producer")
+    port = int(lender.peers.lender.offers.server.rpartition(":")[2])
+    config = replace(lender._given, kv_transfer_config={"kv_role": "kv_producer", "kv_port": port})
+    with pytest.raises(ConfigError, match=f"can't be served at 127.0.0.1:{port}"):
+        EngineCore(config, resolve(config.model, None, None))

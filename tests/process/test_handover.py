@@ -1,0 +1,184 @@
+"""Prefill and decode apart, in real processes: KV blocks through shared memory, between ranks, and from an
+owner that is killed."""
+
+import asyncio
+import os
+import random
+import signal
+import time
+
+import pytest
+
+from shoal.api import Request, SamplingParams
+from shoal.config import EngineConfig
+from shoal.engine.process.async_llm import AsyncLLM
+from shoal.errors import EngineDeadError
+from shoal.kv.ticket import unseal
+from tests import tiny
+
+COUNT = 8
+DEADLINE_S = 120
+
+
+@pytest.fixture(autouse=True)
+def nothing_in_dev_shm():
+    before = set(os.listdir("/dev/shm"))
+    yield
+    assert set(os.listdir("/dev/shm")) <= before
+
+
+def config(folder, role, lease_s=30.0, **options):
+    defaults = {"dtype": "float32", "device": "cpu", "kv_cache_memory_bytes": 8 << 20, "max_model_len": 512}
+    transfer = {"kv_role": role, "lease_s": lease_s}
+    return EngineConfig(model=str(folder), kv_transfer_config=transfer, **defaults | options)
+
+
+def prompts(count, length=100, seed=3):
+    rng = random.Random(seed)
+    return [rng.choices(range(256), k=length) for _ in range(count)]
+
+
+def request(name, prompt, first=(), **options):
+    fields = {key: options.pop(key) for key in ("offers_kv", "kv_ticket") if key in options}
+    params = {"temperature": 0.0, "max_tokens": COUNT, "ignore_eos": True} | options
+    return Request(name, prompt, SamplingParams(**params), output_token_ids=list(first), **fields)
+
+
+async def answer(llm, asked):
+    """The tokens, and the ticket if there is one."""
+    tokens, ticket = [], None
+    async for output in llm.generate(asked):
+        tokens += output.token_ids
+        ticket = ticket or output.kv_ticket
+    return tokens, ticket
+
+
+async def handed_over(lender, reader, name, prompt):
+    first, ticket = await answer(lender, request(f"p{name}", prompt, max_tokens=1, offers_kv=True))
+    rest, _ = await answer(reader, request(f"d{name}", prompt, first, kv_ticket=ticket))
+    return first + rest
+
+
+async def all_is_given_back(*engines):
+    until = time.monotonic() + DEADLINE_S
+    while True:
+        stats = [await llm.stats() for llm in engines]
+        if all(s.num_free_blocks == s.num_blocks for s in stats):
+            break
+        assert time.monotonic() < until, f"blocks are held: {stats}"
+        await asyncio.sleep(0.01)
+    for llm in engines:
+        await llm.check()
+    return stats
+
+
+async def start(*configs):
+    return await asyncio.gather(*map(AsyncLLM.start, configs))
+
+
+def test_blocks_go_from_process_to_process(folder):
+    async def check():
+        lender, reader = await start(config(folder, "kv_producer"), config(folder, "kv_consumer"))
+        asked = prompts(12)
+        found = await asyncio.gather(*(handed_over(lender, reader, i, p) for i, p in enumerate(asked)))
+        assert found == [tiny.greedy(folder, prompt, COUNT) for prompt in asked]
+        lent, read = await all_is_given_back(lender, reader)
+        [(name, transfers)] = read.kv_transfers.items()
+        assert (name, transfers.blocks, read.kv_transfer_failures) == ("shared_memory", 12 * 6, {})
+        assert lent.kv_loans.blocks_out == 12 * 6 and lent.kv_loans.bytes_out == transfers.num_bytes
+        await reader.close()
+        await lender.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("lender_tp, reader_tp", [(2, 1), (1, 2)])
+def test_blocks_go_between_tensor_parallel_sizes(folder, lender_tp, reader_tp):
+    async def check():
+        lender, reader = await start(
+            config(folder, "kv_producer", tensor_parallel_size=lender_tp),
+            config(folder, "kv_consumer", tensor_parallel_size=reader_tp),
+        )
+        asked = prompts(4)
+        for i, prompt in enumerate(asked):
+            tokens = await handed_over(lender, reader, i, prompt)
+            assert tokens == tiny.greedy(folder, prompt, COUNT)
+        _, read = await all_is_given_back(lender, reader)
+        assert read.kv_transfers["shared_memory"].blocks == 4 * 6 and not read.kv_transfer_failures
+        # a ticket that is of no use to any rank, and an abort
+        first, ticket = await answer(lender, request("p", asked[0][::-1], max_tokens=1, offers_kv=True))
+        assert await lender.reset_prefix_cache()
+        rest, _ = await answer(reader, request("d", asked[0][::-1], first, kv_ticket=ticket))
+        assert first + rest == tiny.greedy(folder, asked[0][::-1], COUNT)
+        _, read = await all_is_given_back(lender, reader)
+        assert read.kv_transfer_failures == {"ended": 1}
+        await reader.close()
+        await lender.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_an_owner_that_is_killed_costs_time_and_no_token(folder, seed):
+    """At any moment: before its blocks are asked for, while they travel, afterwards."""
+
+    async def check():
+        rng = random.Random(seed)
+        [reader] = await start(config(folder, "kv_consumer"))
+        for attempt in range(3):
+            [lender] = await start(config(folder, "kv_producer"))
+            asked = prompts(8, 300, seed=10 * seed + attempt)
+            firsts = [
+                await answer(lender, request(f"p{attempt}.{i}", prompt, max_tokens=1, offers_kv=True))
+                for i, prompt in enumerate(asked)
+            ]
+            reading = [
+                asyncio.create_task(
+                    answer(reader, request(f"d{attempt}.{i}", prompt, first, kv_ticket=ticket))
+                )
+                for i, (prompt, (first, ticket)) in enumerate(zip(asked, firsts))
+            ]
+            await asyncio.sleep(rng.choice((0, 0.005, 0.02, 0.05)))
+            os.kill(lender._core.pid, signal.SIGKILL)
+            for prompt, (first, _), task in zip(asked, firsts, reading):
+                assert first + (await task)[0] == tiny.greedy(folder, prompt, COUNT)
+            await all_is_given_back(reader)
+            with pytest.raises(EngineDeadError):
+                await lender.stats()
+            await lender.close()
+        await reader.close()
+
+    asyncio.run(check())
+
+
+def test_a_reader_that_is_killed_or_goes_away_lets_the_owner_go(folder):
+    async def check():
+        lender, reader = await start(config(folder, "kv_producer"), config(folder, "kv_consumer"))
+        for attempt in range(3):
+            asked = prompts(8, 300, seed=attempt)
+            tickets = []
+            for i, prompt in enumerate(asked):
+                name = f"p{attempt}.{i}"
+                tickets.append(await answer(lender, request(name, prompt, max_tokens=1, offers_kv=True)))
+            reading = [
+                asyncio.create_task(
+                    answer(reader, request(f"d{attempt}.{i}", prompt, first, kv_ticket=ticket))
+                )
+                for i, (prompt, (first, ticket)) in enumerate(zip(asked, tickets))
+            ]
+            await asyncio.sleep(0.02)
+            for task in reading[::2]:  # their clients leave
+                task.cancel()
+            if attempt == 2:
+                os.kill(reader._core.pid, signal.SIGKILL)
+            await asyncio.gather(*reading, return_exceptions=True)
+            live = [lender] if attempt == 2 else [lender, reader]
+            if attempt == 2:  # those whose readers never came are held until their lease ends
+                held = {block for _, ticket in tickets for block in unseal(ticket).blocks}
+                assert (await lender.stats()).kv_loans.held_blocks <= len(held)
+                await lender.reset_prefix_cache()
+            await all_is_given_back(*live)
+        await reader.close()
+        await lender.close()
+
+    asyncio.run(check())
