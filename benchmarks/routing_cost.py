@@ -9,7 +9,8 @@ OpenAI's API; our router with our workers, and Dynamo's frontend with its mocker
 Prompts are token ids: 3,000 that many requests share, and 1,000 of their own. Two routers refuse
 token ids and get as many words. Each router runs alone, on one
 core; workers and clients share another. The CPU time of a request is that of answers of one token; that of a
-token is the difference to answers of many, divided by their number.
+token is the difference to answers of many, divided by their number. What a router does without requests
+(probes, leases, reports) is measured before, and taken off both.
 
 `--peers`: a virtual environment with `vllm-router`, `sglang-router`, `smg`, `ai-dynamo` and
 `ai-dynamo-runtime` in it, or some of them. `--model`: a folder with a tokenizer, for Dynamo.
@@ -57,12 +58,16 @@ NUM_WORKERS = 16
 CONTEXTS, SHARED, OWN = 48, 3000, 1000  # prompts: how many beginnings, and tokens of each part
 FIRST_S, TOKEN_S = 0.02, 0.02  # the pace of workers: to the first token, and between tokens
 START_S = 120.0
+IDLE_S = 8.0
 
 
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Different ones, as all are held until the last is found."""
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in found:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in found]
 
 
 # Workers that speak OpenAI's API and do nothing
@@ -216,7 +221,7 @@ def ours_foreign(setting: Setting) -> Started:
 
 
 def ours(setting: Setting) -> Started:
-    plane = f"tcp://127.0.0.1:{free_port()}"
+    plane = f"tcp://127.0.0.1:{free_ports(1)[0]}"
     command = [sys.executable, "-m", "shoal", "route", "--port", str(setting.port), "--policy", "kv"]
     own = [sys.executable, __file__, "--serve-own", plane]
     return [*command, "--plane", plane], [own], {}
@@ -369,15 +374,20 @@ async def measure(name: str, setting: Setting, given: argparse.Namespace) -> dic
         prompts = made_up_prompts(given.seed, given.requests, as_text=name in TEXT_ONLY)
         await until_ready(url, prompts[0], process, log)
         await load(url, prompts[:50], given.rate, 1, given.seed)
+        before = cpu_seconds(process)
+        await asyncio.sleep(IDLE_S)
+        idle = (cpu_seconds(process) - before) / IDLE_S
         costs, seconds = [], []
         for num_tokens in (1, given.tokens):
             rate = given.rate if num_tokens == 1 else given.rate / 4
-            before = cpu_seconds(process)
+            before, start = cpu_seconds(process), time.perf_counter()
             seconds.append(await load(url, prompts, rate, num_tokens, given.seed))
-            costs.append((cpu_seconds(process) - before) / len(prompts))
+            spent = cpu_seconds(process) - before - idle * (time.perf_counter() - start)
+            costs.append(spent / len(prompts))
         first = statistics.quantiles(seconds[0], n=100)
     return {
         "router": name,
+        "idle_cpu_share": idle,
         "request_cpu_us": costs[0] * 1e6,
         "token_cpu_us": (costs[1] - costs[0]) / (given.tokens - 1) * 1e6,
         "first_token_p50_ms": first[49] * 1e3,
@@ -390,7 +400,7 @@ async def run(given: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        ports = [free_port() for _ in range(NUM_WORKERS)]
+        *ports, router_port = free_ports(NUM_WORKERS + 1)
         serve = [sys.executable, __file__, "--serve-workers", *map(str, ports)]
         with running(serve, 1, folder / "workers.log", {}) as workers:
             direct = f"http://127.0.0.1:{ports[0]}"
@@ -405,7 +415,7 @@ async def run(given: argparse.Namespace) -> list[dict[str, Any]]:
                 }
             )
             for router in given.only or ROUTERS:
-                setting = Setting(given.peers, given.model, free_port(), ports, folder)
+                setting = Setting(given.peers, given.model, router_port, ports, folder)
                 try:
                     rows.append(await measure(router, setting, given))
                 except (RuntimeError, aiohttp.ClientError, AssertionError, OSError) as error:
@@ -414,15 +424,16 @@ async def run(given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    print("| router | CPU of a request, us | CPU of a token, us | first token p50, ms | p99 |")
-    print("|---|---|---|---|---|")
+    print("| router | CPU idle | CPU of a request, us | CPU of a token, us | first token p50, ms | p99 |")
+    print("|---|---|---|---|---|---|")
     for row in rows:
         if "error" in row:
-            print(f"| {row['router']} | did not run: {row['error'][:200]!r} | | | |")
+            print(f"| {row['router']} | did not run: {row['error'][:200]!r} | | | | |")
             continue
         costs = [f"{row[key]:.0f}" if key in row else "" for key in ("request_cpu_us", "token_cpu_us")]
+        idle = f"{row['idle_cpu_share']:.1%}" if "idle_cpu_share" in row else ""
         print(
-            f"| {row['router']} | {costs[0]} | {costs[1]} | {row['first_token_p50_ms']:.1f} "
+            f"| {row['router']} | {idle} | {costs[0]} | {costs[1]} | {row['first_token_p50_ms']:.1f} "
             f"| {row['first_token_p99_ms']:.1f} |"
         )
 

@@ -265,6 +265,7 @@ class Request:
     kv_ticket: bytes | None = None
     session: str | None = None  # requests of one session fit one worker of a fleet
     worker: str = ""  # a fleet writes here which of its workers has the answer, up to its first token
+    prefill_worker: str = ""  # and which one has computed the prompt, if it was another
 
 
 @dataclass(slots=True)

@@ -41,6 +41,11 @@ class WorkerView(msgspec.Struct, kw_only=True):
     hit_rate: float = 0.0  # the share of prompt tokens that it had cached
     asleep: bool = False
     weights_version: int = 0
+    prefills_done: int = 0  # prompts that it computed for other workers, since the router's start
+    # KV blocks, since the worker's start:
+    blocks_in: int = 0  # read from other workers
+    blocks_out: int = 0  # that others have read here
+    transfer_GB_s: float = 0.0  # of what it read, in 10^9 bytes a second; 0: nothing yet
 
 
 class QueueView(msgspec.Struct):
@@ -61,6 +66,7 @@ class FleetView(msgspec.Struct, omit_defaults=True):
     policy: str
     workers: list[WorkerView]
     queue: QueueView
+    prefill_queue: QueueView  # prompts that wait for a prefill worker
     planner: PlannerView | None = None  # where there is one
 
 

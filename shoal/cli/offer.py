@@ -71,7 +71,7 @@ class Offer:
             offered.names[:] = model.names
             if isinstance(offered, ForeignModel):
                 offered.max_model_len = _shortest(model)
-        coming = [worker_id for model in self._coming for worker_id in model.dispatcher.workers]
+        coming = [worker_id for model in self._coming for worker_id in model.workers]
         self._catalog.awaited = self._fleet.unknown + coming
 
     async def _bring(self, model: ModelFleet) -> None:
@@ -111,12 +111,13 @@ class Offer:
 
     async def _own(self, model: ModelFleet) -> ServedModel:
         """Raises ShoalError where the model's files cannot be read here."""
-        workers = list(model.dispatcher.workers.values())
+        workers = list(model.workers.values())
         if not workers:
             raise ConfigError("its last worker has gone")
         card: ModelCard = workers[0].link.card
         tokenizer = await asyncio.to_thread(_tokenizer_of, card)
-        model.streams = FleetEngine(model.dispatcher, migration_limit=self._config.migration_limit)
+        limit = self._config.migration_limit
+        model.streams = FleetEngine(model.dispatcher, model.prefills, migration_limit=limit)
         return served_model(card, model.streams, tokenizer, self._server)
 
 

@@ -33,6 +33,8 @@ from shoal.hashing import block_hashes, sequence_hashes, wire_seed
 LONG_PROMPT = 16_384  # tokens, from which on a prompt is hashed in a thread
 MAX_BLOCKED = 64  # requests that need certain workers, past which others in the queue are looked at
 
+NOBODY = "no worker is ready for this model; start one, or try again later"
+
 Chains = dict[int, list[int]]  # the chain hashes of a prompt, by block size
 
 
@@ -83,6 +85,15 @@ class Place(Generic[L]):
         """Tokens of the prompt, as they were counted for the choice."""
         return len(self._wanted.token_ids)
 
+    @property
+    def num_stored_tokens(self) -> int:
+        """Tokens of the prompt that the worker has now, and will not only have soon, as far as is known."""
+        return self._dispatcher.router.num_stored_tokens(self.choice, self._wanted.request_id)
+
+    def prefilled_elsewhere(self) -> None:
+        """Another worker computes the prompt."""
+        self._dispatcher.router.books.first_token(self._wanted.request_id)
+
     def interrupt(self) -> None:
         self.on_broken()
 
@@ -124,6 +135,8 @@ class Dispatcher(Generic[L]):
         self.num_refused = 0  # requests that found the queue full
         self.times = RouteTimes()
         self.workers: dict[str, Worker[L]] = {}
+        self.why_nobody = NOBODY  # what requests are told while no worker is ready
+        self._num_placed = 0
         self._clock = clock
         self._numbers = itertools.count()
         self._waiting: list[tuple[int, int, Wanted, Chains, asyncio.Future[tuple[Worker[L], Choice]]]] = []
@@ -267,7 +280,9 @@ class Dispatcher(Generic[L]):
             request_id=wanted.request_id,
             session=wanted.session,
             among=ranks,
+            turn=self._num_placed,
         )
+        self._num_placed += 1
         self.times.observe(wanted.hash_s, looked_up - begun, time.perf_counter() - looked_up)
         worker = self.workers[choice.rank.worker]
         self.times.overlap.observe(
@@ -288,7 +303,7 @@ class Dispatcher(Generic[L]):
                 "requests do that (wake_on_request)"
             )
         if not ready:
-            raise UnavailableError("no worker is ready for this model; start one, or try again later")
+            raise UnavailableError(self.why_nobody)
         fit = [
             worker
             for worker in ready

@@ -29,22 +29,21 @@ from shoal.fleet.rolling import command_workers
 from shoal.fleet.shared_books import SharedBooks
 from shoal.fleet.worker import Link, Worker, WorkerInfo, WorkerLoad
 from shoal.fleet.worker_spec import WorkerSpec, parse_worker
-from shoal.fleet_api import (
-    CommandResults,
-    FleetView,
-    PlannerView,
-    QueueView,
-    Selected,
-    WorkerState,
-    WorkerView,
-)
+from shoal.fleet_api import CommandResults, FleetView, PlannerView, QueueView, Selected, WorkerView
 
 logger = logging.getLogger(__name__)
 
 TICK_S = 1.0  # between two looks at what has grown old
 WAKE_AGAIN_S = 10.0  # until a worker that could not be woken is tried again
 MODEL_MEMORY_S = 600.0  # a model without workers is known for so long: requests are told to come again
-SETTINGS = ("max_queued_requests", "busy_kv_usage", "busy_prefill_tokens")  # that may change while running
+# Options that may change while running.
+SETTINGS = (
+    "max_queued_requests",
+    "busy_kv_usage",
+    "busy_prefill_tokens",
+    "max_local_prefill_length",
+    "max_prefill_queue_size",
+)
 
 # Feeds one rank's events to the index, until it is cancelled.
 Listening = Callable[[EventFeed], Coroutine[Any, Any, None]]
@@ -202,7 +201,7 @@ class Fleet:
                     )
 
     def _models_of(self, worker: Worker[Any]) -> list[ModelFleet]:
-        return [model for model in self._all if model.dispatcher.workers.get(worker.id) is worker]
+        return [model for model in self._all if model.workers.get(worker.id) is worker]
 
     def _place(self, worker: Worker[Any]) -> None:
         """Gives the worker to the models that it serves, if it fits their other workers."""
@@ -211,7 +210,7 @@ class Fleet:
         for names in [(name,) for name in info.models] if info.is_foreign else [info.models]:
             model = next((self.models[name] for name in names if name in self.models), None)
             why = "" if model is None else model.misfit(info, names)
-            if why and model is not None and model.dispatcher.workers:
+            if why and model is not None and model.workers:
                 misfit = f"it cannot serve {names[0]!r}: {why}"
                 continue
             if model is None or why:
@@ -243,8 +242,8 @@ class Fleet:
         """Takes the worker away from its models, with all that is known of its blocks. Those that did not fit
         beside it may now."""
         for model in self._models_of(worker):
-            model.dispatcher.remove(worker.id)
-            if not model.dispatcher.workers:
+            model.remove(worker.id)
+            if not model.workers:
                 model.empty_since = self.clock.now()
         for _, task in self._feeds.pop(worker.id, ()):
             task.cancel()
@@ -290,8 +289,8 @@ class Fleet:
         model = self.models.get(name)
         if model is None:
             return Observation(at=0.0, decode=[], decode_role=decode_role)
-        ready = [worker for worker in model.dispatcher.workers.values() if worker.state == WorkerState.READY]
-        decode = [worker for worker in ready if worker.info.role != "prefill" and not worker.is_asleep]
+        decode = [worker for worker in model.dispatcher.workers.values() if worker.takes_requests]
+        prefill = model.prefills.dispatcher
         loads = []
         for worker in decode:
             ranks = [model.router.candidates[rank] for rank in worker.ranks]
@@ -301,18 +300,17 @@ class Fleet:
             at=0.0,
             decode=loads,
             decode_role=decode_role,
-            prefill_workers=sum(worker.info.role == "prefill" for worker in ready),
+            prefill_workers=sum(worker.takes_requests for worker in prefill.workers.values()),
+            prefill_queue=prefill.queue.length,
             queued=model.dispatcher.queue.length,
         )
 
     def view(self) -> FleetView:
-        queues = [model.dispatcher.queue for model in self._all]
-        queue = QueueView(
-            sum(queue.length for queue in queues), max((queue.oldest_s for queue in queues), default=0.0)
-        )
+        queue = _sum_of_queues(model.dispatcher.queue for model in self._all)
+        prefill_queue = _sum_of_queues(model.prefills.dispatcher.queue for model in self._all)
         workers = [self._view(worker) for worker in self.workers.values()]
         planner = None if self.planner_view is None else self.planner_view()
-        return FleetView(self.config.policy, workers, queue, planner)
+        return FleetView(self.config.policy, workers, queue, prefill_queue, planner)
 
     def _view(self, worker: Worker[Any]) -> WorkerView:
         info = worker.info
@@ -330,7 +328,15 @@ class Fleet:
             hit_rate=worker.cached_tokens / worker.prompt_tokens if worker.prompt_tokens else 0.0,
             asleep=worker.is_asleep,
             weights_version=worker.weights_version,
+            prefills_done=worker.num_prefills,
         )
+        stats = worker.stats
+        if stats is not None:
+            reads = stats.kv_transfers.values()
+            view.blocks_in = sum(read.blocks for read in reads)
+            seconds = sum(read.seconds for read in reads)
+            view.transfer_GB_s = sum(read.num_bytes for read in reads) / seconds / 1e9 if seconds else 0.0
+            view.blocks_out = 0 if stats.kv_loans is None else stats.kv_loans.blocks_out
         for model in self._models_of(worker):
             for rank in worker.ranks:
                 load = model.router.books.load(rank)
@@ -390,7 +396,7 @@ class Fleet:
         models = self._models_of(worker)
         self.leave(worker_id)
         for model in models:  # nobody waits for what an operator took away
-            if not model.dispatcher.workers:
+            if not model.workers:
                 self._all.remove(model)
         self._name_models()
 
@@ -441,7 +447,7 @@ class Fleet:
         if worker_ids is not None:
             workers = [self._worker(worker_id) for worker_id in worker_ids]
         elif model is not None:
-            workers = list(self._known(model).dispatcher.workers.values())
+            workers = list(self._known(model).workers.values())
         else:
             if isinstance(command, UpdateWeights) and len(self._all) > 1:
                 raise ConfigError(f"model is missing; there are {self._names()}")
@@ -486,3 +492,8 @@ class Fleet:
             known = ", ".join(self.workers) or "none"
             raise UnknownWorkerError(f"no worker has the id {worker_id!r:.100}; there are {known}")
         return worker
+
+
+def _sum_of_queues(queues: Iterable[QueueView]) -> QueueView:
+    found = list(queues)
+    return QueueView(sum(one.length for one in found), max((one.oldest_s for one in found), default=0.0))

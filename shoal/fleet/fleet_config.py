@@ -83,6 +83,21 @@ class FleetConfig:
     busy_prefill_tokens: int | None = option(
         None, "tokens of prompts under way beyond which a worker gets nothing new", low=1
     )
+
+    max_local_prefill_length: int = option(
+        1000,
+        "tokens of a prompt, beyond what the decode worker has cached, up to which that worker computes it "
+        "itself; longer ones go to a prefill worker, where there is one",
+        low=0,
+    )
+    max_prefill_queue_size: int = option(
+        2,
+        "prompts that may wait for a prefill worker; more are computed by decode workers; 0: all are",
+        low=0,
+    )
+    prefill_timeout: float = option(
+        60.0, "seconds until a prompt that no prefill worker has computed goes to its decode worker", above=0
+    )
     wake_on_request: bool = option(
         False, "a request for a model whose workers all sleep wakes one; else it is refused"
     )

@@ -10,23 +10,17 @@ read from the text of the one unbroken stream, so they do not notice.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import closing
 from typing import Any, TypeVar, cast
 
-from shoal.api import FinishReason, KvTierStats, Output, Request, SleepState, Stats
+from shoal.api import FinishReason, Output, Request, SleepState, Stats
 from shoal.control import Command, Control, ReadSleepState
-from shoal.errors import (
-    BusyError,
-    ConfigError,
-    RequestError,
-    ShoalError,
-    UnavailableError,
-    UserError,
-    WorkerFailedError,
-)
+from shoal.errors import BusyError, ConfigError, RequestError, UnavailableError, WorkerFailedError
+from shoal.fleet.disagg import PrefillPool
 from shoal.fleet.dispatcher import Dispatcher, Place, Wanted
 from shoal.fleet.remote_engine import RemoteEngine, RemoteStream
+from shoal.fleet.worker import RefusedError, errors_of
 from shoal.request_builder import copy_params
 
 T = TypeVar("T")
@@ -37,11 +31,18 @@ MAX_REFUSALS = 10  # by workers that take nothing just now, until the request is
 
 
 class FleetEngine(Control):
-    def __init__(self, dispatcher: Dispatcher[RemoteEngine], *, migration_limit: int) -> None:
-        """migration_limit: workers that may fail a request which has tokens, before it ends with an error."""
+    def __init__(
+        self,
+        dispatcher: Dispatcher[RemoteEngine],
+        prefills: PrefillPool | None = None,
+        *,
+        migration_limit: int,
+    ) -> None:
+        """dispatcher: of the workers that generate. prefills: those that compute long prompts for them.
+        migration_limit: workers that may fail a request which has tokens, before it ends with an error."""
         self.num_migrations = 0  # of streams that went on at another worker
         self.num_retries = 0  # of requests without a token
-        self._dispatcher, self._migration_limit = dispatcher, migration_limit
+        self._dispatcher, self._prefills, self._migration_limit = dispatcher, prefills, migration_limit
         self._running: dict[str, _Progress] = {}
 
     # Engine
@@ -67,14 +68,18 @@ class FleetEngine(Control):
                 place: Place[RemoteEngine] | None = None
                 try:
                     async with self._dispatcher.place(wanted) as place:
-                        with _errors_of(place.worker.id), closing(progress.begin(place)) as stream:
+                        if (first := await self._first_token(progress, wanted, place)) is not None:
+                            yield first
+                            if progress.has_ended:
+                                return
+                        with errors_of(place.worker.id), closing(progress.begin(place)) as stream:
                             while not progress.has_ended:
                                 output = progress.take(await stream.get(), place)
                                 if output.token_ids or progress.has_ended:
                                     yield output
                                 if progress.must_move:
-                                    raise _Refused("it has ended its requests, to sleep or to stop")
-                except _Refused as error:
+                                    raise RefusedError("it has ended its requests, to sleep or to stop")
+                except RefusedError as error:
                     progress.refused(error)
                 except BusyError:
                     if place is None:  # the queue is full
@@ -96,25 +101,51 @@ class FleetEngine(Control):
 
     async def stats(self) -> Stats:
         """The sums over all workers, as they have reported lately; who waits here waits, too."""
-        stats = sum_of([link.report.stats for link in self._links() if link.report is not None])
+        links = self._links(self._dispatcher)
+        if self._prefills is not None:
+            links += self._links(self._prefills.dispatcher)
+        stats = sum_of([link.report.stats for link in links if link.report is not None])
         stats.num_waiting += self._dispatcher.queue.length
         return stats
 
     # Control
 
     async def control(self, command: Command[T]) -> T:
-        """The state of sleep is told for the workers together: awake if one is. Every other command is for
-        workers by name, and not for their sum: raises ConfigError."""
+        """The state of sleep is told for the workers that generate together: awake if one is. Every other
+        command is for workers by name, and not for their sum: raises ConfigError."""
         if not isinstance(command, ReadSleepState):
             raise ConfigError("the workers of a fleet get commands by the router's admin port, under /fleet")
-        states = [link.report.sleep for link in self._links() if link.report is not None]
+        links = self._links(self._dispatcher)
+        states = [link.report.sleep for link in links if link.report is not None]
         state = min(states, key=_depth, default=SleepState())
         return cast(T, state)
 
-    def _links(self) -> list[RemoteEngine]:
-        return [worker.link for worker in self._dispatcher.workers.values()]
-
     # Inside
+
+    def _links(self, dispatcher: Dispatcher[RemoteEngine]) -> list[RemoteEngine]:
+        return [worker.link for worker in dispatcher.workers.values()]
+
+    async def _first_token(
+        self, progress: _Progress, wanted: Wanted, place: Place[RemoteEngine]
+    ) -> Output | None:
+        """From a prefill worker, if the prompt is to be computed by one; it is tried once. None: the worker
+        of `place` does all."""
+        prefills = self._prefills
+        if prefills is None or progress.is_local or progress.has_tokens:
+            return None
+        if not prefills.takes(progress.request, place):
+            return None
+        progress.is_local = True
+        place.prefilled_elsewhere()
+        found = await prefills.first_token(progress.request, wanted, progress.sent)
+        if found is None:
+            return None
+        worker_id, output = found
+        if output.token_ids:
+            wanted.has_begun = True
+        output = progress.take_first(output, worker_id, place)
+        wanted.token_ids = progress.token_ids
+        return output
 
     def _count(self, progress: _Progress, error: WorkerFailedError) -> None:
         """Raises UnavailableError if the request ends here."""
@@ -138,10 +169,6 @@ class FleetEngine(Control):
             self.num_retries += 1
 
 
-class _Refused(BusyError):
-    """A worker lives, and takes nothing just now for another reason than that it is full."""
-
-
 class _Progress:
     """What has become of a request, over all its workers."""
 
@@ -152,6 +179,7 @@ class _Progress:
         self.num_migrations = self.num_failures = self.num_refusals = 0
         self.was_sent = False  # by the attempt of now, to a worker that was there
         self.must_move = False  # the worker of now does no more for it
+        self.is_local = False  # prefill workers are not asked for it any more
         self.link: RemoteEngine | None = None
         self.attempt_id = request.request_id
         self._num_attempts = 0
@@ -159,18 +187,40 @@ class _Progress:
         self._num_unbooked = 0
         self._num_cached = 0  # what the worker of the first token had cached
         self._has_prompt_logprobs = False
+        self._kv_ticket: bytes | None = None  # for the worker that decodes, until it has read the blocks
 
     @property
     def token_ids(self) -> list[int]:
         prompt = self.request.prompt_token_ids
         return prompt + self.output_ids if self.output_ids else prompt
 
+    def sent(self, link: RemoteEngine, attempt_id: str) -> None:
+        """A prefill worker has the request, by this id."""
+        self.link, self.attempt_id = link, attempt_id
+        if self.is_aborted:
+            link.tell_abort(attempt_id)
+
+    def take_first(self, output: Output, prefill_worker: str, place: Place[RemoteEngine]) -> Output:
+        """What the reader gets of a prefill worker's answer. place: where the request goes on."""
+        self._num_attempts += 1
+        self.has_ended = output.finish_reason is not None
+        self._kv_ticket, output.kv_ticket = output.kv_ticket, None
+        self._has_prompt_logprobs = output.prompt_logprobs is not None
+        self.output_ids += output.token_ids
+        if output.token_ids:
+            self.has_tokens, self._num_cached = True, output.num_cached_tokens
+            self.request.worker, self.request.prefill_worker = place.worker.id, prefill_worker
+        output.request_id = self.request.request_id
+        return output
+
     def begin(self, place: Place[RemoteEngine]) -> RemoteStream:
         """Sends the request to the worker. Every attempt has an id of its own, as the worker may be one that
         still has the attempt before. Raises what RemoteEngine.open raises."""
         worker, link = place.worker, place.worker.link
-        self.link, self.was_sent, self.must_move = link, link.is_connected, False
+        self.link, self.was_sent, self.must_move = link, link.is_connected and worker.is_reached, False
         self._is_told, self._num_unbooked, self._num_attempts = False, 0, self._num_attempts + 1
+        if not worker.is_reached:  # it broke while another one computed the prompt
+            raise WorkerFailedError(f"worker {worker.id}: {worker.why}")
         request, params = self.request, self.request.params
         if not self.has_tokens:
             request.worker = worker.id
@@ -183,6 +233,7 @@ class _Progress:
                 request_id=f"{request.request_id}.{self._num_attempts}",
                 params=params,
                 output_token_ids=list(self.output_ids),
+                kv_ticket=self._kv_ticket,
             )
         attempt_id = self.attempt_id = request.request_id
         place.on_broken = lambda: link.break_off(
@@ -198,7 +249,7 @@ class _Progress:
         `must_move` is set where the worker has aborted what nobody asked it to."""
         self._num_unbooked += len(output.token_ids)
         if not self._is_told:
-            self._is_told = True
+            self._is_told, self._kv_ticket = True, None
             place.cached(output.num_cached_tokens)
             self._book(place)
         elif self._num_unbooked >= BOOKED_TOKENS:
@@ -222,25 +273,11 @@ class _Progress:
         place.generated(self._num_unbooked)
         self._num_unbooked = 0
 
-    def refused(self, error: _Refused) -> None:
+    def refused(self, error: RefusedError) -> None:
         """Raises UnavailableError if that was often enough."""
         self.num_refusals += 1
         if self.num_refusals >= MAX_REFUSALS:
             raise UnavailableError(f"{error}; so did {self.num_refusals - 1} tries before") from None
-
-
-@contextmanager
-def _errors_of(worker_id: str) -> Iterator[None]:
-    """A worker's errors as the fleet knows them: after BusyError and WorkerFailedError another worker may go
-    on."""
-    try:
-        yield
-    except (UserError, BusyError, WorkerFailedError):
-        raise
-    except UnavailableError as error:  # it sleeps, say, and its report is on the way
-        raise _Refused(f"worker {worker_id}: {error}") from error
-    except ShoalError as error:
-        raise WorkerFailedError(f"worker {worker_id}: {error}") from error
 
 
 def _depth(state: SleepState) -> int:
@@ -253,8 +290,11 @@ def sum_of(parts: Sequence[Stats]) -> Stats:
 
 
 def _sum_of(parts: Sequence[Any]) -> Any:
+    parts = [one for one in parts if one is not None]  # of an engine that has no such thing
+    if not parts:
+        return None
     first = parts[0]
-    if isinstance(first, Stats | KvTierStats):
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first)]
         return type(first)(**{name: _sum_of([getattr(one, name) for one in parts]) for name in names})
     if isinstance(first, dict):

@@ -30,6 +30,7 @@ from typing import Any
 from shoal.config import DEFAULT_MODEL, IGNORED_OPTIONS, UNSUPPORTED_OPTIONS, EngineConfig, ServerConfig
 from shoal.errors import ConfigError
 from shoal.fleet.fleet_config import NOT_OF_A_ROUTER, FleetConfig
+from shoal.fleet.planes import NATS
 from shoal.fleet.planner import PlannerConfig
 from shoal.fleet.processes import PORTS
 from shoal.fleet.toml_file import build, check_keys, keys_of, read_document, table, tables
@@ -205,12 +206,13 @@ def _fleet_of(document: Mapping[str, Any]) -> FleetFile:
         except ConfigError as error:
             raise ConfigError(f"[[workers]] {number}: {error}") from None
     _check_names(groups)
+    config = build(FleetConfig, router)
+    if config.plane is None or not config.plane.startswith(NATS):  # else partners may be on other hosts
+        _check_roles(groups)
     planner = table(document, "planner")
     check_keys(planner, keys_of(PlannerConfig), "[planner]")
     server = {name: document[name] for name in SERVER_OPTIONS if name in document}
-    return FleetFile(
-        groups, build(ServerConfig, server), build(FleetConfig, router), build(PlannerConfig, planner)
-    )
+    return FleetFile(groups, build(ServerConfig, server), config, build(PlannerConfig, planner))
 
 
 def _group_of(entry: Mapping[str, Any], model: Any) -> OwnWorkers | ForeignWorkers:
@@ -229,4 +231,16 @@ def _check_names(groups: Sequence[OwnWorkers | ForeignWorkers]) -> None:
             raise ConfigError(
                 f"name {group.served_name!r} is of two models, {models[group.served_name]!r} and "
                 f"{group.model!r}; give each its own"
+            )
+
+
+def _check_roles(groups: Sequence[OwnWorkers | ForeignWorkers]) -> None:
+    """Prefill workers compute prompts for decode workers alone."""
+    own = [group for group in groups if isinstance(group, OwnWorkers)]
+    served = {group.served_name for group in own if group.role == "decode"}
+    for group in own:
+        if group.role == "prefill" and group.served_name not in served:
+            raise ConfigError(
+                f"{group.served_name!r} has prefill workers and no decode workers to compute prompts for; "
+                'add [[workers]] with role = "decode", or take role = "both" for all'
             )

@@ -56,6 +56,35 @@ def of_models(models: Iterable[ModelFleet]) -> Iterable[Metric]:
         (*OF_MODEL, "migration_type"),
         migrations,
     )
+    yield _counter(
+        "shoal:router_remote_prefills",
+        "Prompts computed by a prefill worker for a decode worker.",
+        OF_MODEL,
+        [([model.name], model.prefills.num_done) for model in models],
+    )
+    yield _counter(
+        "shoal:router_prefill_fallbacks",
+        "Prompts that a prefill worker was to compute and a decode worker did: it failed, refused, was late, "
+        "or gave no ticket for the blocks.",
+        (*OF_MODEL, "reason"),
+        [
+            ([model.name, reason], count)
+            for model in models
+            for reason, count in model.prefills.fall_backs.items()
+        ],
+    )
+    yield _gauge(
+        "shoal:router_prefill_queue",
+        "Prompts that wait for a prefill worker.",
+        OF_MODEL,
+        [([model.name], model.prefills.dispatcher.queue.length) for model in models],
+    )
+    yield _gauge(
+        "shoal:router_prefill_queue_oldest_seconds",
+        "Seconds the longest waiting one has waited.",
+        OF_MODEL,
+        [([model.name], model.prefills.dispatcher.queue.oldest_s) for model in models],
+    )
     # For models of our own workers, the engine's figures are among the model's metrics already.
     foreign = [model for model in models if model.is_foreign]
     engine = (*OF_MODEL, "engine")

@@ -220,6 +220,15 @@ class KvRouter:
         """How many tokens of the prompt the chosen worker is thought to have."""
         return choice.overlap.total * self.indexer.block_size_of(choice.rank)
 
+    def num_stored_tokens(self, choice: Choice, request_id: str) -> int:
+        """How many tokens of a running request's prompt the chosen worker has now. What it will have soon by
+        what it was sent does not count, unless it tells nothing of its cache."""
+        found = self.books.chain_of(request_id)
+        if found is None or choice.rank in self._without_events:
+            return self.num_cached_tokens(choice)
+        rank, chain, block_size = found
+        return self.indexer.find_chain(chain).get(rank, Overlap()).total * block_size
+
     def num_cached_blocks(self, rank: WorkerRank) -> int:
         """How many blocks it has, as far as is known."""
         return max(self.indexer.num_blocks(rank), self.predictions.num_blocks(rank))
@@ -318,8 +327,10 @@ class KvRouter:
         request_id: str | None = None,
         session: str | None = None,
         among: Iterable[WorkerRank] | None = None,
+        turn: int | None = None,
     ) -> Choice:
-        """The second half of `schedule_chains`, with the first half's answer."""
+        """The second half of `schedule_chains`, with the first half's answer. turn: the number of the request
+        among those that go to these workers, where others take turns of their own."""
         candidates = []
         for rank in self.candidates if among is None else among:
             candidate = self.candidates.get(rank)
@@ -331,7 +342,7 @@ class KvRouter:
             candidates.append(candidate)
         if not candidates:
             raise UnavailableError("no worker can take the request; start one, or try again later")
-        choice = self._selector(Ask(num_tokens, session, self._turn), candidates)
+        choice = self._selector(Ask(num_tokens, session, self._turn if turn is None else turn), candidates)
         if request_id is not None:
             self._write(request_id, choice, num_tokens, chains)
         return choice

@@ -6,12 +6,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from shoal.fleet.clock import Clock
-from shoal.fleet.dispatcher import Dispatcher, Wanted
+from shoal.fleet.disagg import PrefillPool
+from shoal.fleet.dispatcher import NOBODY, Dispatcher, Wanted
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.indexer import KvIndexer
 from shoal.fleet.kv_router import KvRouter
 from shoal.fleet.worker import Worker, WorkerInfo
 from shoal.fleet_api import Selected
+
+NO_DECODE = "this model has prefill workers alone, and they generate nothing; start one with --role decode"
 
 
 class TokenSource(Protocol):
@@ -32,7 +35,8 @@ class Streams(Protocol):
 
 
 class ModelFleet:
-    """`name`: the first name of the model. All its workers are ours, or all are foreign (`is_foreign`)."""
+    """`name`: the first name of the model. All its workers are ours, or all are foreign (`is_foreign`).
+    `dispatcher` has those that generate, `prefills` those that compute prompts for them."""
 
     def __init__(self, name: str, is_foreign: bool, config: FleetConfig, clock: Clock) -> None:
         self.name, self.is_foreign = name, is_foreign
@@ -44,6 +48,7 @@ class ModelFleet:
         self.dispatcher: Dispatcher[Any] = Dispatcher(
             self.router, max_queued=config.max_queued_requests, clock=clock
         )
+        self.prefills = PrefillPool(self.router, config, clock)
         self.tokens: TokenSource | None = None  # of foreign workers, for `Fleet.select`
         self._identity: dict[str, Any] = {}  # what all its workers have in common
         self.streams: Streams | None = None  # what sends requests to the workers
@@ -54,24 +59,56 @@ class ModelFleet:
         """A worker that fits."""
         self._identity = {**worker.info.identity, **self._identity}
         self.empty_since = None
-        self.dispatcher.add(worker)
+        if worker.info.role == "prefill":
+            self.prefills.dispatcher.add(worker)
+        else:
+            self.dispatcher.add(worker)
+        self._explain()
+
+    def remove(self, worker_id: str) -> None:
+        """The worker serves this model no more."""
+        for dispatcher in (self.dispatcher, self.prefills.dispatcher):
+            if worker_id in dispatcher.workers:
+                dispatcher.remove(worker_id)
+        self._explain()
+
+    @property
+    def workers(self) -> dict[str, Worker[Any]]:
+        """All of them, by id."""
+        return self.dispatcher.workers | self.prefills.dispatcher.workers
+
+    def changed(self) -> None:
+        """Some of the workers may have got room."""
+        self.dispatcher.changed()
+        self.prefills.dispatcher.changed()
+
+    def _explain(self) -> None:
+        """Says what is missing, for requests that find no worker."""
+        is_prefill_alone = self.prefills.dispatcher.workers and not self.dispatcher.workers
+        self.dispatcher.why_nobody = NO_DECODE if is_prefill_alone else NOBODY
 
     def hinder(self, why: str) -> None:
         """Its workers are not ready because of this; "": nothing is in their way."""
         self.obstacle = why
-        for worker in self.dispatcher.workers.values():
+        for worker in self.workers.values():
             worker.set_aside = why
-        self.dispatcher.changed()
+        self.changed()
 
     def configure(self, setting: str, value: Any) -> None:
         """One of `shoal.fleet.fleet.SETTINGS`."""
-        name = "max_queued" if setting == "max_queued_requests" else setting
-        setattr(self.dispatcher, name, value)
-        self.dispatcher.changed()
+        if setting == "max_local_prefill_length":
+            self.prefills.max_local_prefill_length = value
+        elif setting == "max_prefill_queue_size":
+            self.prefills.dispatcher.max_queued = value
+        elif setting == "max_queued_requests":
+            self.dispatcher.max_queued = value
+        else:
+            setattr(self.dispatcher, setting, value)
+        self.changed()
 
     def current_names(self) -> list[str]:
         """The names that its workers offer; those that they offered while there is none."""
-        workers = [worker.info for worker in self.dispatcher.workers.values()]
+        workers = [worker.info for worker in self.workers.values()]
         own = {name for info in workers if not info.is_foreign for name in info.models}
         adapters = {name for info in workers if info.models[0] == self.name for name in info.adapters}
         if workers:

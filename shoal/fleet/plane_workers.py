@@ -134,6 +134,7 @@ def _worker_of(
     def reported(report: Report) -> None:
         worker.set_sleep_level(report.sleep.level)
         worker.weights_version = report.weights_version
+        worker.stats = report.stats
         on_load(worker.id, link.current_loads())
 
     link.on_report = reported

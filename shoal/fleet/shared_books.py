@@ -144,7 +144,7 @@ class SharedBooks:
             for own_id in known - present:
                 known.discard(own_id)
                 model.router.take(Ended(own_id), own_id)
-        model.dispatcher.changed()
+        model.changed()
 
     async def _watch(self) -> None:
         async for members in self._plane.watch():
@@ -167,7 +167,7 @@ class SharedBooks:
             if name in by_name:
                 for own_id in known:
                     by_name[name].router.take(Ended(own_id), own_id)
-                by_name[name].dispatcher.changed()
+                by_name[name].changed()
 
 
 def _parts(changes: Iterable[AnyChange]) -> Iterator[list[AnyChange]]:

@@ -13,7 +13,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from shoal.errors import WorkerFailedError
+from shoal.api import Stats
+from shoal.errors import BusyError, ShoalError, UnavailableError, UserError, WorkerFailedError
 from shoal.fleet.indexer import WorkerRank
 from shoal.fleet_api import WorkerState
 
@@ -88,6 +89,7 @@ class Worker(Generic[L]):
         self.num_commands = 0  # of an operator that are at work: it may answer nothing else meanwhile
         self.sleep_level: int | None = None  # None: awake, 0: paused, 1 and 2: asleep
         self.weights_version = 0
+        self.stats: Stats | None = None  # as one of ours has reported last
         self.is_reached = False  # a probe has succeeded since it came, or since it broke
         self.is_gone = False
         self.why = "it was not reached yet"  # it gets nothing; "" while it is well
@@ -95,6 +97,7 @@ class Worker(Generic[L]):
         self.needs_canary = False  # a check alone does not show that it is well again
         self.active = 0  # requests of this router that it has now
         self.num_requests = 0
+        self.num_prefills = 0  # prompts that it computed for another worker
         self.num_breaks = 0
         self.prompt_tokens = 0
         self.cached_tokens = 0
@@ -124,8 +127,8 @@ class Worker(Generic[L]):
 
     @property
     def takes_requests(self) -> bool:
-        """Whether it may be chosen: it is ready, awake, and does more than prefill for others."""
-        return self.state == WorkerState.READY and not self.is_asleep and self.info.role != "prefill"
+        """Whether it may be chosen: it is ready and awake."""
+        return self.state == WorkerState.READY and not self.is_asleep
 
     def has_room(self, num_active: int) -> bool:
         """Whether a request sent now would run soon, where it has so many."""
@@ -206,3 +209,21 @@ class Worker(Generic[L]):
             self.broke.set()
             self.changed()
         self.why = why
+
+
+class RefusedError(BusyError):
+    """A worker lives, and takes nothing just now for another reason than that it is full."""
+
+
+@contextlib.contextmanager
+def errors_of(worker_id: str) -> Iterator[None]:
+    """A worker's errors as the fleet knows them: after BusyError and WorkerFailedError another worker may go
+    on."""
+    try:
+        yield
+    except (UserError, BusyError, WorkerFailedError):
+        raise
+    except UnavailableError as error:  # it sleeps, say, and its report is on the way
+        raise RefusedError(f"worker {worker_id}: {error}") from error
+    except ShoalError as error:
+        raise WorkerFailedError(f"worker {worker_id}: {error}") from error

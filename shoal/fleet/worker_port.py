@@ -283,6 +283,7 @@ class WorkerPort:
 
     async def _stream(self, router: _Router, request_id: str, request: Request) -> None:
         times = self._metrics.begin(request)
+        moves_kv = request.offers_kv or request.kv_ticket is not None
         try:
             async with aclosing(self._engine.generate(request)) as outputs:
                 async for output in outputs:
@@ -291,6 +292,9 @@ class WorkerPort:
                     if output.finish_reason is not None:
                         times.finish(output.finish_reason)
                     self._give(router, request_id, output)
+                    if moves_kv:  # now its blocks are read, or offered: who looks at the fleet sees that
+                        moves_kv = False
+                        self._start(self._report_once())
         except (UserError, UnavailableError):
             times.forget()
             raise

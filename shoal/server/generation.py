@@ -182,6 +182,11 @@ class Generation:
         return self._running[0].request.worker if self._running else ""
 
     @property
+    def prefill_worker(self) -> str:
+        """Which worker has computed the first answer's prompt; "" where `worker` did itself."""
+        return self._running[0].request.prefill_worker if self._running else ""
+
+    @property
     def prompt_logprobs(self) -> list[list[TokenLogprobs | None] | None]:
         """The prompt log-probabilities of each answer, once its first token is there."""
         return [running.answer.prompt_logprobs for running in self._running]

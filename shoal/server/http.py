@@ -268,6 +268,8 @@ class Exchange:
         ]
         if self.generation is not None and (worker := self.generation.worker):
             headers.append((b"x-shoal-worker", worker.encode("ascii")))
+            if prefill_worker := self.generation.prefill_worker:
+                headers.append((b"x-shoal-prefill-worker", prefill_worker.encode("ascii")))
         headers += [(name.encode("ascii"), value.encode("ascii")) for name, value in (more or {}).items()]
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 

@@ -228,6 +228,8 @@ def test_components_have_names_of_their_own(read, gpus):
         options = { device = "cpu" }
         [[workers]]
         command = "/opt/vllm/bin/vllm serve m --port {port}"
+        [plane]
+        url = "nats://127.0.0.1:4222"
     """
     found = components_of(read(text).workers, "ipc:///p", prefix="host-")
     assert [component.name for component in found] == [
@@ -251,4 +253,11 @@ def test_an_example_is_a_fleet_whose_workers_can_be_started(path, gpus):
 
 
 def test_there_are_the_examples_that_the_docs_name():
-    assert {path.stem for path in EXAMPLES.glob("*.toml")} == {"laptop", "four_gpus", "two_hosts", "vllm"}
+    own = {"laptop", "laptop_prefill", "four_gpus", "four_gpus_prefill", "two_hosts"}
+    assert {path.stem for path in EXAMPLES.glob("*.toml")} == own | {"vllm"}
+
+
+@pytest.mark.parametrize("name", ["laptop_prefill", "four_gpus_prefill"])
+def test_prefill_and_decode_apart_are_as_many(name):
+    prefill, decode = read_fleet_file(EXAMPLES / f"{name}.toml").workers
+    assert (prefill.role, decode.role) == ("prefill", "decode") and prefill.count == decode.count

@@ -1,0 +1,149 @@
+"""A prefill worker and decode workers as processes, with the default model on the CPU: answers are those of a
+decode worker that computes all itself, whoever is killed and whenever."""
+
+import json
+import os
+import random
+import time
+
+import pytest
+
+from tests.fleet_processes import Processes, wait_for
+from tests.process.test_fleet_workers import CHAT, MODES, TELL, settled
+
+PREFILL = "x-shoal-prefill-worker"
+STORY = "The fishermen went down to the harbour and talked about wind, rain, nets and the price of salt. " * 4
+
+
+def ask(fleet, mode, **more):
+    """A request whose prompt is long; `name` makes it one that nobody has cached."""
+    path, body = MODES[mode]
+    name = more.pop("name", mode)
+    body = {"max_tokens": 24, **TELL, **body, **more}
+    begin = f"{name}: {STORY}"
+    if path == CHAT:
+        [message] = body["messages"]
+        body["messages"] = [{**message, "content": begin + message["content"]}]
+    else:
+        body["prompt"] = begin + body["prompt"]
+    return fleet.stream(path, **body)
+
+
+def answers(streams):
+    return {name: asked.answer() for name, asked in streams.items()}
+
+
+def computed_by_one(fleet, **names):
+    """The answers of a decode worker that has computed every token of the prompt."""
+    configure(fleet, max_local_prefill_length=100_000)
+    status, text = fleet.ask("/reset_prefix_cache", {}, admin=True)
+    assert status == 200, text
+    streams = {name: ask(fleet, mode, name=name) for name, mode in names.items()}
+    found = answers(streams)
+    assert all(PREFILL not in asked.headers for asked in streams.values())
+    assert all(answer["error"] is None for answer in found.values()), found
+    configure(fleet, max_local_prefill_length=16)
+    return found
+
+
+def configure(fleet, **settings):
+    status, text = fleet.ask("/fleet/config", settings, admin=True)
+    assert status == 200 and json.loads(text).items() >= settings.items(), text
+
+
+def apart(folder):
+    options = ("--policy", "kv", "--max-local-prefill-length", 16, "--max-prefill-queue-size", 100)
+    return Processes(folder).route(*options)
+
+
+def start(fleet, *names):
+    """p... prefill, d... decode."""
+    for name in names:
+        fleet.serve(name, "--role", "prefill" if name.startswith("p") else "decode")
+    for name in names:
+        fleet.wait_state(name, "ready")
+
+
+def shared_memory():
+    return set(os.listdir("/dev/shm"))
+
+
+def test_answers_in_every_sampling_mode_are_those_of_one_worker(tmp_path):
+    left_by_others = shared_memory()
+    with apart(tmp_path) as fleet:
+        start(fleet, "p", "d")
+        streams = {name: ask(fleet, name) for name in MODES}
+        found = answers(streams)
+        by = {name: asked.headers.get(PREFILL) for name, asked in streams.items()}
+        assert by == dict.fromkeys(MODES, "p"), (fleet.workers(), fleet.ask("/metrics")[1])
+        assert {asked.worker for asked in streams.values()} == {"d"}
+        workers = fleet.workers()
+        assert workers["p"]["prefills_done"] == len(MODES) + 1, "n = 2 is two of them"
+        assert workers["d"]["prefills_done"] == 0
+        wait_for(lambda: fleet.workers()["d"]["blocks_in"] > 0 and fleet.workers()["p"]["blocks_out"] > 0)
+        assert fleet.workers()["d"]["transfer_GB_s"] > 0
+        assert found == computed_by_one(fleet, **{name: name for name in MODES})
+        wait_for(lambda: settled(fleet))
+        status, text = fleet.ask("/metrics")
+        assert (
+            status == 200
+            and f'shoal:router_remote_prefills_total{{model_name="smollm2"}} {len(MODES) + 1}' in text
+        )
+        for process in fleet.running.values():
+            process.terminate()
+        for process in fleet.running.values():
+            process.wait(60)
+    wait_for(lambda: not [name for name in shared_memory() - left_by_others if "shoal" in name])
+
+
+def test_killed_workers_change_no_answer(tmp_path):
+    """The prefill worker before, in and after a transfer, then the decode worker in mid-stream."""
+    seed = int(os.environ.get("SHOAL_SOAK_SEED", time.time_ns() % 10_000))
+    print(f"SHOAL_SOAK_SEED={seed}")
+    chance = random.Random(seed)
+    with apart(tmp_path) as fleet:
+        start(fleet, "p0", "d0")
+        names = {
+            f"{mode} {number}": mode for number in range(2) for mode in ("greedy", "seeded", "penalties")
+        }
+        expected = computed_by_one(fleet, **names)
+        for number in range(3):
+            assert fleet.ask("/reset_prefix_cache", {}, admin=True)[0] == 200
+            streams = {name: ask(fleet, mode, name=name) for name, mode in names.items()}
+            time.sleep(chance.uniform(0, 3))
+            fleet.kill(f"p{number}")
+            assert answers(streams) == expected
+            start(fleet, f"p{number + 1}")
+        start(fleet, "d1")
+        fleet.operate("drain", "d1")
+        streams = {name: ask(fleet, mode, name=name) for name, mode in names.items()}
+        wait_for(lambda: all(asked.events for asked in streams.values()))
+        fleet.operate("resume", "d1")
+        fleet.kill("d0")
+        assert answers(streams) == expected
+        wait_for(lambda: settled(fleet))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+def test_nothing_leaks_after_many_kills(tmp_path):
+    """A soak: SHOAL_SOAK_KILLS workers of both roles are killed (500); SHOAL_SOAK_SEED repeats one."""
+    kills, seed = int(os.environ.get("SHOAL_SOAK_KILLS", 500)), int(os.environ.get("SHOAL_SOAK_SEED", 0))
+    chance, left_by_others = random.Random(seed), shared_memory()
+    with apart(tmp_path) as fleet:
+        start(fleet, "p0", "p1", "d0", "d1")
+        names = {
+            f"{mode} {number}": mode for number in range(2) for mode in ("greedy", "seeded", "penalties")
+        }
+        expected = computed_by_one(fleet, **names)
+        for number in range(2, 2 + kills):
+            fleet.ask("/reset_prefix_cache", {}, admin=True)
+            streams = {name: ask(fleet, names[name], name=name) for name in chance.sample(sorted(names), 3)}
+            time.sleep(chance.uniform(0, 4))
+            victim = chance.choice(sorted(fleet.running.keys() - {"router"}))
+            fleet.kill(victim)
+            for name, asked in streams.items():
+                assert asked.answer() == expected[name], f"SHOAL_SOAK_SEED={seed}, kill {number - 1}, {name}"
+            start(fleet, f"{victim[0]}{number}")
+        wait_for(lambda: settled(fleet))
+    wait_for(lambda: not [name for name in shared_memory() - left_by_others if "shoal" in name])
