@@ -361,8 +361,8 @@ class EngineCore:
     def _hand_over(self, successor: EngineCore) -> None:
         """Ends this core, whose requests are aborted: their tokens mean nothing to another model."""
         self.tiers = None  # They have given their memory back.
-        self._leave_peers()
         try:
+            self._leave_peers()
             successor.weights.version = self.weights.version + 1
             successor.refused = self.refused
             self.scheduler.abort_all()
@@ -445,10 +445,11 @@ class EngineCore:
             logger.warning("KV blocks were not written: %s", error)
         finally:  # also of an interrupt
             self.tiers = None
-            self._leave_peers()
-            if self.events is not None:
-                self.events.close()
-            self.ranks.close()
+            with ExitStack() as ends:  # It runs the last entry first, and all of them whatever one raises.
+                ends.callback(self.ranks.close)
+                if self.events is not None:
+                    ends.callback(self.events.close)
+                ends.callback(self._leave_peers)
 
 
 def _check_text(config: EngineConfig, files: CheckpointFiles) -> None:

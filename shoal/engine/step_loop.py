@@ -213,7 +213,7 @@ class StepLoop:
                     prompt_logprobs=prompt_logprobs,
                     num_cached_tokens=seq.num_cached_tokens,
                     queued_seconds=queued,
-                    kv_ticket=tickets.pop(seq.request.request_id, None),
+                    kv_ticket=tickets.pop(seq.request.request_id, None) if tickets else None,
                 )
             )
         for ticket in tickets.values():

@@ -150,6 +150,7 @@ def _flaw(ticket: Ticket) -> str | None:
         return f"{len(ticket.blocks)} blocks have {len(ticket.generations)} generation numbers"
     if ticket.keys and len(ticket.keys) != len(ticket.blocks):
         return f"{len(ticket.blocks)} blocks have {len(ticket.keys)} keys"
+    last = max(ticket.blocks)
     for rank, addresses in enumerate(ticket.ranks):
         for address in addresses:
             spec = address.spec
@@ -157,6 +158,6 @@ def _flaw(ticket: Ticket) -> str | None:
                 return f"rank {rank} of {len(ticket.ranks)} says that it is {spec.tp_rank} of {spec.tp_size}"
             if reason := ticket.spec.mismatch(spec):
                 return f"its ranks differ: {reason}"
-            if max(ticket.blocks) >= spec.num_blocks:
-                return f"it names block {max(ticket.blocks)} of a cache of {spec.num_blocks}"
+            if last >= spec.num_blocks:
+                return f"it names block {last} of a cache of {spec.num_blocks}"
     return None

@@ -19,7 +19,15 @@ from shoal.kv.cuda_driver import DriverError, call, context
 from shoal.kv.storage import Kind
 from shoal.kv.ticket import Failure, TransferError, WindowAddress
 from shoal.kv.transport import Reach, TransportError
-from shoal.kv.transport_mapped import ForeignMemory, MappedPeer, boot_id, check_fit, decode, one_piece
+from shoal.kv.transport_mapped import (
+    ForeignMemory,
+    MappedPeer,
+    boot_id,
+    check_fit,
+    decode,
+    foreign_view,
+    one_piece,
+)
 from shoal.kv.view import BlockView
 
 HANDLE_BYTES = 64
@@ -87,13 +95,9 @@ class CudaIpc:
                 start = _open(index, address.handle)
                 opened.append(start)
                 num_bytes = _range(index, start)[1]
-                if address.offset + window.spec.num_bytes > num_bytes:
-                    raise TransferError(
-                        Failure.INCOMPATIBLE, f"a cache of {window.spec.num_bytes} bytes does not fit there"
-                    )
                 is_far = address.gpu != _uuid(index)
                 storage = ForeignMemory(Kind.DEVICE, num_bytes, device, start, is_far)
-                views.append(BlockView.over(window.spec, storage, address.offset))
+                views.append(foreign_view(window, storage, address.offset))
         except DriverError as error:
             _close(index, opened)
             raise TransferError(

@@ -18,7 +18,7 @@ from shoal.kv.layout import CacheSpec, LayoutError, SharedHeads, shared_heads
 from shoal.kv.storage import Kind, Storage, StorageError
 from shoal.kv.ticket import NO_MESSAGE, Failure, TransferError, WindowAddress
 from shoal.kv.transport import TransportError
-from shoal.kv.view import BlockView
+from shoal.kv.view import BlockView, ViewError
 
 T = TypeVar("T")
 
@@ -88,6 +88,17 @@ class ForeignMemory(Storage):
         raise StorageError("another process's memory is only read")
 
     def _let_go(self) -> None: ...
+
+
+def foreign_view(window: WindowAddress, memory: ForeignMemory, offset: int) -> BlockView:
+    """The cache of a window, which begins at an offset in this memory. Raises TransferError if it cannot be
+    there: the address is another process's word."""
+    try:
+        return BlockView.over(window.spec, memory, offset)
+    except ViewError as error:
+        raise TransferError(
+            Failure.INCOMPATIBLE, f"a cache of {window.spec.num_bytes} bytes does not fit there: {error}"
+        ) from None
 
 
 def decode(window: WindowAddress, kind: type[T]) -> T:

@@ -66,8 +66,8 @@ class NixlWindow:
         self._nixl = nixl
         one_piece(view)
         with nixl.lock:
-            name, self._agent = nixl.new_agent()
             try:
+                name, self._agent = nixl.new_agent()
                 self._memory = _Registered(self._agent, view)
                 metadata = self._agent.get_agent_metadata()
             except nixl.errors as error:
@@ -140,8 +140,8 @@ class NixlPeer:
             storage = ForeignMemory(Kind.HOST, window.spec.num_bytes, into.storage.device, base)
             self._views.append(BlockView.over(window.spec, storage))
         with nixl.lock:
-            _, self.agent = nixl.new_agent()
             try:
+                _, self.agent = nixl.new_agent()
                 self.memory = _Registered(self.agent, into)
                 for address in self._addresses:
                     self.agent.add_remote_agent(address.metadata)
@@ -155,7 +155,8 @@ class NixlPeer:
         pull = NixlPull(self, len(to_ids) * len(layers) * self._into.spec.block_layer_bytes)
         if not len(layers) or not len(to_ids):
             return pull
-        self._pulls.add(pull)
+        with self.nixl.lock:
+            self._pulls.add(pull)
         for pieces in pieces_between(self._views, [self._into], self._shares, layers):
             sources, targets = runs(pieces, from_ids, to_ids)
             windows = sources >> RANGE_BITS
@@ -200,7 +201,8 @@ class NixlPeer:
                 for name in {address.agent for address in self._addresses}:
                     with contextlib.suppress(*self.nixl.errors):  # it is gone already
                         self.agent.remove_remote_agent(name)
-                self.agent.deregister_memory(self.memory.handle)
+                with contextlib.suppress(*self.nixl.errors):  # the agent's end takes it back, too
+                    self.agent.deregister_memory(self.memory.handle)
                 self.agent = None
 
 

@@ -21,7 +21,15 @@ import torch
 from shoal.kv.storage import KEY_BYTES, Kind
 from shoal.kv.ticket import Failure, TransferError, WindowAddress
 from shoal.kv.transport import Reach, TransportError
-from shoal.kv.transport_mapped import ForeignMemory, MappedPeer, boot_id, check_fit, decode, one_piece
+from shoal.kv.transport_mapped import (
+    ForeignMemory,
+    MappedPeer,
+    boot_id,
+    check_fit,
+    decode,
+    foreign_view,
+    one_piece,
+)
 from shoal.kv.view import BlockView
 
 
@@ -67,16 +75,16 @@ class SharedMemory:
         maps: list[mmap.mmap] = []
         views = []
         for window in windows:
-            memory, offset = _map(window)
+            memory, address = _map(window)
             maps.append(memory)
-            address = np.frombuffer(memory, np.uint8).ctypes.data
-            storage = ForeignMemory(Kind.HOST, len(memory), torch.device("cpu"), address)
-            views.append(BlockView.over(window.spec, storage, offset))
+            start = np.frombuffer(memory, np.uint8).ctypes.data
+            storage = ForeignMemory(Kind.HOST, address.key_offset, torch.device("cpu"), start)
+            views.append(foreign_view(window, storage, address.offset))
         return MappedPeer(views, into, maps.clear)  # a map without users unmaps itself
 
 
-def _map(window: WindowAddress) -> tuple[mmap.mmap, int]:
-    """The owner's memory, and where its cache begins in it."""
+def _map(window: WindowAddress) -> tuple[mmap.mmap, _Address]:
+    """The owner's memory, and its address, whose key is the one that lies there."""
     address = decode(window, _Address)
     if address.host != boot_id():
         raise TransferError(Failure.UNREACHABLE, "the blocks are in another host's memory")
@@ -100,8 +108,4 @@ def _map(window: WindowAddress) -> tuple[mmap.mmap, int]:
     key = memory[address.key_offset : address.key_offset + KEY_BYTES] if address.key_offset >= 0 else b""
     if not any(key) or not hmac.compare_digest(key, address.key):
         raise TransferError(Failure.UNREACHABLE, "the window over the blocks was closed, or is another one")
-    if not 0 <= address.offset <= address.offset + window.spec.num_bytes <= address.key_offset:
-        raise TransferError(
-            Failure.INCOMPATIBLE, f"a cache of {window.spec.num_bytes} bytes does not fit there"
-        )
-    return memory, address.offset
+    return memory, address

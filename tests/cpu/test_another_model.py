@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal import LLM, SamplingParams
+from shoal.engine.peers.peers import KvPeers
 from shoal.engine.runner import runner as runner_module
 from shoal.engine.step_loop import StepLoop
 from shoal.errors import CheckpointError, ConfigError, EngineDeadError, UnavailableError
@@ -339,14 +340,18 @@ def test_an_interrupt_while_the_other_model_is_built_leaves_the_old_one(build, f
     assert ids_of(llm) == of_the_oracle(other)
 
 
-def test_an_interrupt_while_one_hands_over_to_the_other_ends_both(build, folder, other, monkeypatch):
-    llm = build(folder, kv_host_bytes=4 << 20)
+@pytest.mark.parametrize("owner, name", [(StepLoop, "tell"), (KvPeers, "close")])
+def test_an_interrupt_while_one_hands_over_to_the_other_ends_both(
+    build, folder, other, monkeypatch, owner, name
+):
+    llm = build(folder, kv_host_bytes=4 << 20, kv_transfer_config={"kv_role": "kv_consumer"})
     llm.sleep(level=2)
 
     def interrupted(*args):
+        monkeypatch.undo()  # later calls work
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(StepLoop, "tell", interrupted)
+    monkeypatch.setattr(owner, name, interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.update_weights(other)
     with pytest.raises(EngineDeadError, match="build a new one"):

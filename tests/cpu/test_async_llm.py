@@ -7,8 +7,10 @@ import pytest
 from shoal.api import FinishReason, Logprob, Output
 from shoal.collector import Collector
 from shoal.config import EngineConfig
+from shoal.control import UpdateWeights
 from shoal.engine.process.async_llm import AsyncLLM
 from shoal.errors import EngineDeadError
+from shoal.wire import ModelInfo, Ready, Reply
 
 
 def test_a_slow_reader_finds_one_output_with_everything_in_it():
@@ -105,5 +107,35 @@ def test_an_engine_that_stays_dead_can_be_asked_for_ever():
         while frame is not None:
             depth, frame = depth + 1, frame.tb_next
         assert depth < 10
+
+    asyncio.run(check())
+
+
+def test_an_update_whose_caller_leaves_is_still_followed():
+    """An HTTP client may be gone before the core has read the weights. The core becomes the other model all
+    the same, so whoever speaks for it must follow."""
+
+    class Core:
+        def send(self, message):
+            self.call_id = message.call_id
+
+    async def check():
+        llm, followed = AsyncLLM(EngineConfig(), restart=False, engine_timeout=0), asyncio.Event()
+
+        async def follow():
+            followed.set()
+
+        llm._core, llm.on_other_model = Core(), follow
+        llm.info = ModelInfo("old", 1, 8, 8, 8, (0,), {}, 8, 8, 8, "cpu", "float32")
+        caller = asyncio.create_task(llm.control(UpdateWeights("other")))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        llm._on_message(Ready(ModelInfo("other", 1, 8, 8, 8, (0,), {}, 8, 8, 8, "cpu", "float32")))
+        llm._on_message(Reply(llm._core.call_id, 2))
+        await asyncio.wait_for(followed.wait(), 10)
+        assert llm.config.model == llm.info.model == "other"
 
     asyncio.run(check())

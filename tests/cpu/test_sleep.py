@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from shoal import LLM, SamplingParams
 from shoal.api import SleepState
+from shoal.engine.lifecycle.sleep import Sleeper
 from shoal.engine.runner import rank_memory
 from shoal.engine.runner.rank_memory import CpuRegions
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
@@ -581,6 +582,21 @@ def test_an_interrupt_behind_a_wake_up_leaves_an_engine_that_knows_what_is_awake
         with pytest.raises(UnavailableError, match="weights are not there"):
             tokens(llm)
         llm.update_weights(folder)
+    assert tokens(llm) == expected
+
+
+def test_an_interrupt_between_the_commands_of_several_ranks_leaves_an_engine_that_knows(
+    folder, build, expected, monkeypatch
+):
+    """All ranks have released their memory then, and each tells of its own."""
+    llm = build(folder)
+    call = llm.core.ranks.call
+    monkeypatch.setattr(llm.core.ranks, "call", lambda *command: call(*command) * 2)
+    fail_once(monkeypatch, Sleeper, "_settle", KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        llm.sleep(level=1)
+    assert llm.core.sleep_state().asleep == {"weights", "kv_cache"}
+    llm.wake_up()
     assert tokens(llm) == expected
 
 

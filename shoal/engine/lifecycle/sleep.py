@@ -197,7 +197,8 @@ class Sleeper:
             raise
 
     def _read_off(self, level: int, kept: str) -> None:
-        state, [usage] = self._state, self._ranks.call(commands.MEMORY_USAGE)
+        state = self._state
+        usage = self._ranks.call(commands.MEMORY_USAGE)[0]  # Between two commands all ranks agree.
         asleep = {tag for tag in MEMORY_TAGS if not usage[tag]["device_bytes"]}
         went, came = asleep - state.asleep, state.asleep - asleep
         on_host = usage[WEIGHTS]["host_bytes"] > 0

@@ -74,6 +74,7 @@ class AsyncLLM(Control):
         self._call_ids = itertools.count()
         self._restarts: deque[float] = deque(maxlen=MOST_RESTARTS)  # the times of the last ones
         self._restarting: asyncio.Task[None] | None = None
+        self._updating: set[asyncio.Task[Any]] = set()  # The event loop alone would not keep them.
         self._is_hung = False  # the core counts as dead, but its process is still there
         self._watchdog: Watchdog  # made anew with each core
         self._watching: asyncio.TimerHandle | None = None
@@ -155,13 +156,22 @@ class AsyncLLM(Control):
     # Control
 
     async def control(self, command: Command[T]) -> T:
+        source = command.source if isinstance(command, UpdateWeights) else None
+        if source is None:
+            return await self._call(command)
+        # The core goes on with an update whose caller has left, so this side goes on with it, too.
+        updating = asyncio.get_running_loop().create_task(self._update(command, source))
+        self._updating.add(updating)
+        updating.add_done_callback(self._updating.discard)
+        return await asyncio.shield(updating)
+
+    async def _update(self, command: Command[T], source: str) -> T:
         before = self.info
         result = await self._call(command)
-        if isinstance(command, UpdateWeights):
-            # what a core that is started again loads
-            self.config = dataclasses.replace(self.config, model=command.source)
-            if self.info is not before and self.on_other_model is not None:
-                await self.on_other_model()
+        # What a core that is started again loads.
+        self.config = dataclasses.replace(self.config, model=source)
+        if self.info is not before and self.on_other_model is not None:
+            await self.on_other_model()
         return result
 
     async def check(self) -> None:

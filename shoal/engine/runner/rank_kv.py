@@ -70,7 +70,7 @@ class RankKv:
                 f"{what} can't be had, {host_spec.num_bytes} bytes a rank: {error}; lower or drop it"
             ) from None
         self.tiers: dict[str, Tier] = {}  # by name, while they are open
-        inside = BlockView.of(cache.spec, cache.blocks)
+        inside = cache.view()
         outside = BlockView.over(host_spec, memory_of(self.slab.rows))
         self._out, self._in = CopyStream(device), CopyStream(device)
         self._maps = {"out": BlockMap(inside, outside), "in": BlockMap(outside, inside)}

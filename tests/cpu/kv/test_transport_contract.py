@@ -5,10 +5,13 @@ import ast
 import itertools
 from pathlib import Path
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 import shoal
 from shoal.kv.storage import DirectFile, host_memory
+from shoal.kv.ticket import Failure, TransferError
 from shoal.kv.transport_registry import TRANSPORTS
 from tests import transport_cases
 
@@ -29,6 +32,20 @@ def test_blocks_come_as_they_are(name, seed):
 @pytest.mark.parametrize("case", transport_cases.CASES, ids=lambda case: case.__name__.removeprefix("check_"))
 def test_what_every_transport_does(name, case):
     case(name, host_memory)
+
+
+@pytest.mark.parametrize("offset", [1, -4, 1 << 40])
+def test_an_address_of_shared_memory_where_no_cache_can_be_is_refused(offset):
+    """All but the offset is right, the key too."""
+    with transport_cases.owner_of("shared_memory", [transport_cases.SPEC]) as owner:
+        [[address]] = owner.addresses()
+        place = msgspec.msgpack.decode(address.memory)
+        forged = replace(address, memory=msgspec.msgpack.encode([*place[:3], offset, *place[4:]]))
+        with pytest.raises(TransferError) as caught:
+            transport_cases.connect(
+                "shared_memory", [[forged]], transport_cases.empty(transport_cases.SPEC, host_memory)
+            )
+        assert caught.value.failure is Failure.INCOMPATIBLE
 
 
 @pytest.mark.parametrize("name", ["in_process", "shared_memory"])
