@@ -367,11 +367,13 @@ def test_storage_that_is_forbidden_or_broken_costs_no_page(open_page, served):
         """localStorage.setItem("shoal.chat.a", "{"); localStorage.setItem("shoal.chat.b", "null")"""
     )
     page.reload()
+    expect(page.locator("#model option")).to_have_count(1, timeout=WAIT_MS)  # before that it takes no message
     ask(page, "Well?")
     assert titles(page) == ["Well?"]
     page.add_init_script("""for (const name of ["localStorage", "sessionStorage"])
         Object.defineProperty(window, name, {get() { throw new DOMException("forbidden", "SecurityError") }})""")
     page.reload()
+    expect(page.locator("#model option")).to_have_count(1, timeout=WAIT_MS)  # before that it takes no message
     assert ask(page, "Well?").locator(".body").inner_text() == "Yes."
     expect(page.locator("#notice")).to_contain_text("switched off")
 

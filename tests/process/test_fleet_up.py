@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 import tomllib
 import urllib.error
@@ -391,3 +392,44 @@ def checkpoint():
     from shoal.weights.source import resolve
 
     return str(resolve("smollm2").path)
+
+
+@pytest.mark.slow
+def test_a_fleet_grows_with_its_load_shrinks_behind_it_and_fails_no_request(tmp_path):
+    record = tmp_path / "planner.jsonl"
+    text = f"""
+        model = "smollm2"
+        [[workers]]
+        options = {{ dtype = "float32", max_model_len = 1024, num_gpu_blocks_override = 140 }}
+        [planner]
+        enabled = true
+        metric_pulling_interval = 0.5
+        adjustment_interval = 3.0
+        decode_kv_scale_up_threshold = 0.3
+        decode_kv_scale_down_threshold = 0.05
+        max_gpu_budget = 2
+        record = "{record}"
+    """
+    with Fleet(tmp_path, text) as fleet:
+        fleet.ready(1)
+        has_grown = threading.Event()
+
+        def client(number):
+            while not has_grown.is_set():
+                fleet.ask(f"Client {number} says: {STORY}", 200)  # raises unless its status is 200
+
+        with concurrent.futures.ThreadPoolExecutor(6) as pool:
+            clients = [pool.submit(client, number) for number in range(6)]
+            fleet.ready(2)
+            planner = fleet.json("/fleet")["planner"]
+            has_grown.set()
+            for each in clients:
+                each.result()
+        assert planner["mode"] == "load" and planner["desired"] == {"both": 2}
+        fleet.until(lambda: [worker["state"] for worker in fleet.workers().values()] == ["ready"])
+        assert fleet.ask("And then", 4)
+    decisions = [entry["decision"] for entry in map(json.loads, record.open()) if "decision" in entry]
+    command = [PYTHON, "-m", "shoal", "plan", "--replay", record, "--fleet", tmp_path / "fleet.toml"]
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [json.loads(line)["decision"] for line in again] == decisions
+    assert [change["count"] for decision in decisions for change in decision["changes"]] == [1, -1]

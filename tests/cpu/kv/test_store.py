@@ -263,6 +263,9 @@ def test_a_dead_store_is_left_alone_and_tried_again(make, shaky, monkeypatch, ca
     shaky.trouble = fails(ConnectionError("gone"))
     with caplog.at_level(logging.WARNING):
         assert [read(tier, metas[0]) for _ in range(3)] == [None] * 3
+        deadline = time.monotonic() + 30
+        while not caplog.records and time.monotonic() < deadline:  # a thread counts first, and then logs
+            time.sleep(0.01)
     assert tier.stats().problems == {"ConnectionError": 3} and len(caplog.records) == 1
     shaky.requests.clear()
     assert (
