@@ -104,6 +104,18 @@ def sequence_hashes(hashes: Iterable[int]) -> list[int]:
     return chain
 
 
+def chains_by_size(
+    token_ids: Sequence[int],
+    block_sizes: Iterable[int],
+    *,
+    adapter: str | None = None,
+    cache_salt: str | None = None,
+) -> dict[int, list[int]]:
+    """The sequence hashes of a prompt for each of these block sizes."""
+    seed = wire_seed(adapter, cache_salt)
+    return {size: sequence_hashes(block_hashes(token_ids, size, seed)) for size in block_sizes}
+
+
 def chain_hash(parent: int, own: int) -> int:
     """The sequence hash of a block with hash `own` behind a block with sequence hash `parent`."""
     return xxh3_64_intdigest(_PAIR(parent, own), WIRE_SEED)

@@ -28,7 +28,7 @@ from shoal.fleet.policy import Choice
 from shoal.fleet.route_times import RouteTimes
 from shoal.fleet.worker import L, Worker
 from shoal.fleet_api import QueueView
-from shoal.hashing import block_hashes, sequence_hashes, wire_seed
+from shoal.hashing import chains_by_size
 
 LONG_PROMPT = 16_384  # tokens, from which on a prompt is hashed in a thread
 MAX_BLOCKED = 64  # requests that need certain workers, past which others in the queue are looked at
@@ -353,7 +353,8 @@ class Dispatcher(Generic[L]):
 
 def _hashed(wanted: Wanted, block_sizes: set[int]) -> Chains:
     begun = time.perf_counter()
-    seed = wire_seed(wanted.lora_name, wanted.cache_salt)
-    chains = {size: sequence_hashes(block_hashes(wanted.token_ids, size, seed)) for size in block_sizes}
+    chains = chains_by_size(
+        wanted.token_ids, block_sizes, adapter=wanted.lora_name, cache_salt=wanted.cache_salt
+    )
     wanted.hash_s = time.perf_counter() - begun
     return chains

@@ -20,7 +20,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from shoal.fleet.prefix_tree import DEVICE, DISK, HOST, NUM_LEVELS, Node, PrefixTree
-from shoal.hashing import WIRE_SEED, block_hashes, chain_hash, sequence_hashes, wire_seed
+from shoal.hashing import WIRE_SEED, block_hashes, chain_hash, chains_by_size, wire_seed
 from shoal.kv_event_format import CPU, GPU, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 TIERS = {GPU: DEVICE, CPU: HOST, STORAGE: DISK}
@@ -107,10 +107,11 @@ class KvIndexer:
     ) -> dict[WorkerRank, Overlap]:
         """Who has how much of these tokens, each in blocks of its own size (`block_size_of`). Workers that
         have nothing of them are left out."""
-        seed = wire_seed(lora_name, cache_salt)
+        sizes = {worker.block_size for worker in self._workers.values()}
+        chains = chains_by_size(token_ids, sizes, adapter=lora_name, cache_salt=cache_salt)
         found: dict[WorkerRank, Overlap] = {}
-        for size in {worker.block_size for worker in self._workers.values()}:
-            found |= self.find_chain(sequence_hashes(block_hashes(token_ids, size, seed)))
+        for chain in chains.values():
+            found |= self.find_chain(chain)
         return found
 
     def find_chain(self, chain: Sequence[int]) -> dict[WorkerRank, Overlap]:

@@ -23,7 +23,7 @@ from shoal.errors import UnavailableError
 from shoal.fleet.books import AnyChange, Books, Ended, FirstToken, Load
 from shoal.fleet.indexer import KvIndexer, Overlap, WorkerRank
 from shoal.fleet.policy import Ask, Candidate, Choice, RouterWeights, check_policy, choose
-from shoal.hashing import block_hashes, sequence_hashes, wire_seed
+from shoal.hashing import chains_by_size
 from shoal.kv_event_format import AllBlocksCleared, BlockRemoved, KVEvent
 
 APPROXIMATE_TTL_S = 120.0  # how long the router's own decisions stand for events that never come
@@ -288,7 +288,7 @@ class KvRouter:
         """Chooses the worker for a prompt. With a `request_id` the choice is written into the books, to be
         followed by `books.first_token` and `books.end`; without one nothing changes. `among`: the workers
         that may be chosen, if not all. Raises UnavailableError where there is none."""
-        chains = self._chains(token_ids, wire_seed(lora_name, cache_salt))
+        chains = chains_by_size(token_ids, self.block_sizes(), adapter=lora_name, cache_salt=cache_salt)
         return self.schedule_chains(
             len(token_ids), chains, request_id=request_id, session=session, among=among
         )
@@ -381,8 +381,3 @@ class KvRouter:
 
     def _choose(self, ask: Ask, candidates: Sequence[Candidate]) -> Choice:
         return choose(self._policy, ask, candidates, self._weights, self._rng, self.indexer.block_size)
-
-    def _chains(self, token_ids: Sequence[int], seed: int) -> dict[int, list[int]]:
-        """The chain hashes of the prompt for each block size that a worker has."""
-        sizes = self.block_sizes()
-        return {size: sequence_hashes(block_hashes(token_ids, size, seed)) for size in sizes}
