@@ -19,7 +19,18 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from shoal.kernels import activation, hopper_linear, linear, moe, norm, reference, rope, sample, triton_ops
+from shoal.kernels import (
+    activation,
+    hopper_linear,
+    linear,
+    moe,
+    norm,
+    products,
+    reference,
+    rope,
+    sample,
+    triton_ops,
+)
 from shoal.kernels.state import FIELDS, Field, StateLayout
 
 DEVICE = torch.device("cuda")
@@ -84,7 +95,7 @@ PRODUCTS = (
     (151936, 4096, False),
 )
 TILES = [
-    linear.Tiles(*cut)
+    products.Tiles(*cut)
     for cut in (
         (4, 512, 4),
         (8, 512, 4),
@@ -108,7 +119,7 @@ TILES = [
 
 
 HOPPER_TILES = [
-    hopper_linear.HopperTiles(*cut)
+    products.HopperTiles(*cut)
     for cut in (
         (8, 64),
         (16, 64),
@@ -142,7 +153,7 @@ def bench_linear(sweep: bool) -> None:
                 if tiles.num_stages or in_registers:
                     run = partial(_product, tiles, x, weights, gated)
                     others.append((microseconds_of(run, len(weights)), f"{astuple(tiles)}"))
-            for cut in HOPPER_TILES if sweep and rows > 1 and hopper_linear.num_sms(x.device) else ():
+            for cut in HOPPER_TILES if sweep and rows > 1 and products.gpu_of(x.device).hopper else ():
                 if (
                     (cut.splits == 1 or not gated)
                     and (rows <= cut.rows or cut.rows >= 64)
@@ -176,13 +187,13 @@ def _cublas(x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int) -
 
 
 def _product(
-    tiles: linear.Tiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int
+    tiles: products.Tiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int
 ) -> torch.Tensor:
     return linear.product(tiles, x, weights[i], None, gated)
 
 
 def _hopper(
-    tiles: hopper_linear.HopperTiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int
+    tiles: products.HopperTiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int
 ) -> torch.Tensor:
     return hopper_linear.hopper_product(tiles, x, weights[i], None, gated)
 
@@ -300,7 +311,7 @@ def bench_sample(sweep: bool) -> None:
 
 
 MOE_BLOCKS = [
-    moe.Blocks(*cut)
+    products.Blocks(*cut)
     for cut in (
         (16, 32, 128, 4, 4),
         (16, 64, 128, 4, 3),

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from shoal.kernels.hopper import empty_product_input
 from shoal.kernels.pdl import ORDINARY
+from shoal.kernels.rounding import cdiv, next_power_of_2
 
 BLOCK = 1024  # With 4 warps each thread has 8 elements, one access of 16 bytes.
 
@@ -35,8 +36,8 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     assert gate_up_T2F.is_contiguous()
     num_tokens, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
     out_TF = empty_product_input(gate_up_T2F, num_tokens, size)
-    block = min(BLOCK, triton.next_power_of_2(size))
-    _silu_mul_kernel[(num_tokens, triton.cdiv(size, block))](gate_up_T2F, out_TF, size, BLOCK=block)
+    block = min(BLOCK, next_power_of_2(size))
+    _silu_mul_kernel[(num_tokens, cdiv(size, block))](gate_up_T2F, out_TF, size, BLOCK=block)
     return out_TF
 
 
@@ -56,7 +57,7 @@ def embed(ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
     num_tokens, size = ids_T.shape[0], weight_VD.shape[1]
     # a product reads it in models whose norms stand behind attention
     out_TD = empty_product_input(weight_VD, num_tokens, size)
-    block = min(BLOCK, triton.next_power_of_2(size))
-    grid = (num_tokens, triton.cdiv(size, block))
+    block = min(BLOCK, next_power_of_2(size))
+    grid = (num_tokens, cdiv(size, block))
     _embed_kernel[grid](ids_T, weight_VD, out_TD, size, BLOCK=block, **ORDINARY)
     return out_TD

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
+from shoal.kernels.rounding import next_power_of_2
 
 LOG2_E = 1.4426950408889634
 # A running maximum starts here. It is finite, so that a tile without any visible key adds 0 and not NaN.
@@ -371,8 +372,8 @@ def decode_attention(
         or num_seqs * num_kv_heads * (splits + max_parts) * group * head_dim <= workspace.partial.numel()
     )
     tiles = tiles or decode_tiles(head_dim, q_THN.dtype)
-    head_dim_pad = max(16, triton.next_power_of_2(head_dim))
-    rows = triton.next_power_of_2(group)
+    head_dim_pad = max(16, next_power_of_2(head_dim))
+    rows = next_power_of_2(group)
     grid = (
         (num_kv_heads, splits, num_seqs)
         if num_cut is None
@@ -403,7 +404,7 @@ def decode_attention(
         WINDOW=window or 0,
         SHARED=shared,
         CUT=num_cut or 0,
-        LENGTHS=triton.next_power_of_2(workspace.arrived.numel() // num_kv_heads) if num_cut else 0,
+        LENGTHS=next_power_of_2(workspace.arrived.numel() // num_kv_heads) if num_cut else 0,
         BLOCK_M=max(tiles.block_m, rows),
         BLOCK_N=tiles.block_n,
         N_PAD=head_dim_pad,
@@ -752,10 +753,10 @@ def prefill_attention(
     assert k_TGN.stride() == v_TGN.stride() and k_TGN.stride(2) == 1 and block_tables_RM.stride(1) == 1
     if tiles is None:
         tiles = (prefill_tiles if splits == 1 else chunk_tiles)(head_dim, q_THN.dtype)
-    block_m = max(tiles.block_m, triton.next_power_of_2(group))
+    block_m = max(tiles.block_m, next_power_of_2(group))
     num_seqs = kv_lens_S.shape[0] - first_seq
     num_tasks = num_prefill_tasks(num_tokens, num_seqs, num_kv_heads, block_m // group)
-    head_dim_pad = max(16, triton.next_power_of_2(head_dim))
+    head_dim_pad = max(16, next_power_of_2(head_dim))
     k, v = (kv_layer, kv_layer) if paged else (k_TGN, v_TGN)
     partial = lse = arrived = rows_S  # nobody looks at them
     if splits > 1:
@@ -825,7 +826,7 @@ class PrefillWorkspace:
         number of query heads for each kv head."""
         rows = num_partials * chunk_rows(group, head_dim, dtype)
         return cls(
-            torch.empty(rows * max(16, triton.next_power_of_2(head_dim)), dtype=torch.float32, device=device),
+            torch.empty(rows * max(16, next_power_of_2(head_dim)), dtype=torch.float32, device=device),
             torch.empty(rows, dtype=torch.float32, device=device),
             torch.zeros(num_partials, dtype=torch.int32, device=device),
         )
@@ -833,4 +834,4 @@ class PrefillWorkspace:
 
 def chunk_rows(group: int, head_dim: int, dtype: torch.dtype) -> int:
     """Rows of a tile of a prefill whose keys are split: its queries times the heads of their group."""
-    return max(chunk_tiles(head_dim, dtype).block_m, triton.next_power_of_2(group))
+    return max(chunk_tiles(head_dim, dtype).block_m, next_power_of_2(group))

@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from shoal.kernels.rounding import cdiv
 from shoal.kernels.state import Field
 
 TOKEN, POSITION = tl.constexpr(Field.TOKEN.value), tl.constexpr(Field.POSITION.value)
@@ -29,7 +30,7 @@ def _apply_updates_kernel(state_ptr, addresses_ptr, values_ptr, num_updates, BLO
 def apply_updates(state: torch.Tensor, addresses: torch.Tensor, values: torch.Tensor) -> None:
     """state[addresses] = values. No address may come twice, because the order of writes is not fixed."""
     num_updates = addresses.shape[0]
-    _apply_updates_kernel[(triton.cdiv(num_updates, 256),)](
+    _apply_updates_kernel[(cdiv(num_updates, 256),)](
         state, addresses, values, num_updates, BLOCK=256, num_warps=2
     )
 
@@ -51,7 +52,7 @@ def copy_ints(dst: torch.Tensor, src: torch.Tensor) -> None:
         and src.is_contiguous()
     )
     if size:
-        _copy_ints_kernel[(triton.cdiv(size, 1024),)](dst, src, size, BLOCK=1024, num_warps=4)
+        _copy_ints_kernel[(cdiv(size, 1024),)](dst, src, size, BLOCK=1024, num_warps=4)
 
 
 @triton.jit
@@ -78,6 +79,6 @@ def begin_decode(
     """Fills in the inputs of a decode step from the state rows. Padding (row -1) gets token 0, position -1
     and length 0."""
     size = tokens_B.shape[0]
-    _begin_decode_kernel[(triton.cdiv(size, 64),)](
+    _begin_decode_kernel[(cdiv(size, 64),)](
         rows_B, table, tokens_B, positions_B, kv_lens_B, table.stride(0), size, BLOCK=64, num_warps=2
     )

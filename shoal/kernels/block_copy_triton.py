@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.block_copy import Pieces
+from shoal.kernels.rounding import cdiv, next_power_of_2
 
 TILE_BYTES = 16 << 10  # A program of the kernel copies as many bytes.
 
@@ -77,10 +78,10 @@ def copy_by_kernel(pieces: Pieces, addresses: torch.Tensor, ids: torch.Tensor) -
     """
     word = min(8, pieces.word)
     run, rows = pieces.run // word, math.prod(pieces.sizes)
-    columns = min(triton.next_power_of_2(run), TILE_BYTES // word)
-    tile_rows = min(triton.next_power_of_2(rows), max(1, TILE_BYTES // word // columns))
+    columns = min(next_power_of_2(run), TILE_BYTES // word)
+    tile_rows = min(next_power_of_2(rows), max(1, TILE_BYTES // word // columns))
     num_pieces, num_pairs = len(pieces.src), ids.shape[0] // 2
-    grid = num_pairs * num_pieces * triton.cdiv(rows, tile_rows) * triton.cdiv(run, columns)
+    grid = num_pairs * num_pieces * cdiv(rows, tile_rows) * cdiv(run, columns)
     if grid:
         _copy_kernel[(grid,)](
             addresses,

@@ -8,6 +8,8 @@ import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from shoal.kernels.rounding import cdiv
+
 BLOCK = 2048  # words of 8 bytes: with 4 warps each thread has 16, in accesses of 16 bytes
 PROGRAMS = 4096  # the most programs that share a tensor
 # Odd 64-bit multipliers: that of the golden ratio, and the first of splitmix64's two (Steele, Lea and Flood
@@ -38,5 +40,5 @@ def checksum(tensor: torch.Tensor, sum_1: torch.Tensor) -> None:
         F.pad(flat, (0, -flat.numel() % 8)).view(torch.int64) if flat.numel() % 8 else flat.view(torch.int64)
     )
     if words.numel():
-        programs = min(PROGRAMS, triton.cdiv(words.numel(), BLOCK))
+        programs = min(PROGRAMS, cdiv(words.numel(), BLOCK))
         _checksum_kernel[(programs,)](words, words.numel(), sum_1, BLOCK=BLOCK)

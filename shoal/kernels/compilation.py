@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import inspect
 import os
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from shoal.kernels.launching import launches_replaced
+
 MAX_THREADS = 8  # More would wait for Python's lock.
-_patching = threading.Lock()  # All engines of a process share Triton's launch, which is patched here.
 
 
 @contextmanager
@@ -36,22 +36,22 @@ def compiling_ahead() -> Iterator[list[str]]:
     if mode is None or "ignore_errors" not in inspect.signature(mode).parameters:
         yield compiled
         return
-    with _patching, ExitStack() as patched, ExitStack() as threads:
-        run, listener, here = triton.JITFunction.run, triton.knobs.compilation.listener, threading.get_ident()
+    with ExitStack() as patched, ExitStack() as threads:
         in_threads, met = False, set()
 
-        def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-            nonlocal in_threads
-            if threading.get_ident() != here:
-                return run(self, *args, grid=grid, warmup=warmup, **options)
-            if compiled and not in_threads:
-                in_threads = True
-                pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
-                threads.enter_context(mode(pool, ignore_errors=True))
-                # The pool is left first: an interrupt while it waits must not keep the mode from ending.
-                threads.enter_context(pool)
-            met.add(self)
-            return run(self, *args, grid=grid, warmup=True, **options)
+        def compiling(run: Callable[..., Any]) -> Callable[..., Any]:
+            def launch(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+                nonlocal in_threads
+                if compiled and not in_threads:
+                    in_threads = True
+                    pool = ThreadPoolExecutor(min(MAX_THREADS, os.cpu_count() or 1))
+                    threads.enter_context(mode(pool, ignore_errors=True))
+                    # The pool is left first: an interrupt while it waits must not keep the mode from ending.
+                    threads.enter_context(pool)
+                met.add(self)
+                return run(self, *args, grid=grid, warmup=True, **options)
+
+            return launch
 
         def listen(*, src: Any, cache_hit: bool, **rest: Any) -> None:
             if not cache_hit:
@@ -66,8 +66,9 @@ def compiling_ahead() -> Iterator[list[str]]:
                 ]:
                     del kernels[key]
 
+        patched.enter_context(launches_replaced(compiling))
         patched.callback(forget_failed)
-        patched.callback(setattr, triton.JITFunction, "run", run)
+        listener = triton.knobs.compilation.listener
         patched.callback(setattr, triton.knobs.compilation, "listener", listener)
-        triton.JITFunction.run, triton.knobs.compilation.listener = launch, listen
+        triton.knobs.compilation.listener = listen
         yield compiled

@@ -22,7 +22,15 @@ from shoal.kernels.step_input import StepInput
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SOURCES = ("cpu_linear.c", "cpu_ops.c", "cpu_attention.c", "cpu_layers.c", "cpu_sample.c", "cpu_threads.c")
+SOURCES = (
+    "cpu_linear.c",
+    "cpu_fp8.c",
+    "cpu_ops.c",
+    "cpu_attention.c",
+    "cpu_layers.c",
+    "cpu_sample.c",
+    "cpu_threads.c",
+)
 HEADERS = ("cpu.h",)
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
 NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
@@ -30,6 +38,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "shoal_packed_bytes": (c_int64, (c_int, c_int, c_int)),
     "shoal_pack": (None, (c_void_p, c_void_p, c_int64, c_int, c_int, c_int)),
     "shoal_linear": (c_int, (c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
+    "shoal_fp8_linear": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_int, c_void_p)),
     "shoal_embed": (None, (c_void_p, c_void_p, c_int, c_void_p)),
     "shoal_rms_norm": (None, (c_void_p, c_void_p, c_void_p, c_float, c_int, c_int, c_void_p)),
     "shoal_silu_mul": (None, (c_void_p, c_int, c_int, c_void_p)),

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 
 from shoal.kernels import cpu_build
 from shoal.kernels.cpu_build import Packed
-from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.kernels.gguf_tensor import GGUFTensor
 
 GROUP = 32
 FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
@@ -38,6 +38,7 @@ class PackedWeight:
     library: ctypes.CDLL
 
     def linear(self, x_TD: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        """x W^T + bias, [T, outs], in x's dtype, computed in float32."""
         x = x_TD if x_TD.dtype == torch.float32 and x_TD.is_contiguous() else x_TD.float().contiguous()
         bias = bias_O if bias_O is None or bias_O.dtype == torch.float32 else bias_O.float()
         tokens, cols = x.shape
@@ -50,6 +51,7 @@ class PackedWeight:
         return out_TO if x_TD.dtype == torch.float32 else out_TO.to(x_TD.dtype)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """The rows `ids_T`, dequantized: float32 [T, cols]. The weight must be made of one tensor."""
         ids = (
             ids_T
             if ids_T.dtype == torch.int32 and ids_T.is_contiguous()
@@ -59,13 +61,16 @@ class PackedWeight:
         self.library.shoal_embed(self.address, ids.data_ptr(), ids.shape[0], out_TD.data_ptr())
         return out_TD
 
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"packed": self.data}
+
 
 @dataclass(frozen=True, slots=True)
 class TorchWeight:
     """A matrix of weights for PyTorch alone. It is packed for PyTorch's int4 product if there are scales, and
     is a plain matrix otherwise."""
 
-    source: QuantizedTensor
+    source: GGUFTensor
     data: torch.Tensor
     scales_and_zeros: torch.Tensor | None = None
 
@@ -82,21 +87,13 @@ class TorchWeight:
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self.source.take_rows(ids_T.numpy()).dequantize()
 
-
-def packed_linear(
-    x_TD: torch.Tensor, weight: PackedWeight | TorchWeight, bias_O: torch.Tensor | None
-) -> torch.Tensor:
-    """Returns x W^T + bias, [T, outs], in x's dtype. The C kernel computes it in float32."""
-    return weight.linear(x_TD, bias_O)
-
-
-def packed_embed(ids_T: torch.Tensor, weight: PackedWeight | TorchWeight) -> torch.Tensor:
-    """Returns the rows `ids_T`, dequantized: float32 [T, cols]. The weight must be made of one tensor."""
-    return weight.embed(ids_T)
+    def tensors(self) -> dict[str, torch.Tensor]:
+        scales = {} if self.scales_and_zeros is None else {"scales": self.scales_and_zeros}
+        return {"packed": self.data} | scales
 
 
 def pack(
-    tensors: Sequence[QuantizedTensor], replaced: PackedWeight | TorchWeight | None = None
+    tensors: Sequence[GGUFTensor], replaced: PackedWeight | TorchWeight | None = None
 ) -> PackedWeight | TorchWeight:
     """Makes one weight of all the tensors' rows, in order. If one tensor needs 8 bits, all get them. The
     memory of the weight `replaced` is used again if it fits, so that a new checkpoint lies at the addresses
@@ -136,7 +133,7 @@ def _zeros(num_bytes: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
-def _ggml_blocks(tensor: QuantizedTensor, bits: int) -> Iterator[tuple[np.ndarray, bool]]:
+def _ggml_blocks(tensor: GGUFTensor, bits: int) -> Iterator[tuple[np.ndarray, bool]]:
     """Yields the rows, some at a time, as blocks of Q4_0, Q4_1 or Q8_0, [rows, bytes of a row], and whether
     their groups have a minimum."""
     native = tensor.kind == "Q8_0" if bits == 8 else tensor.kind in ("Q4_0", "Q4_1")
@@ -173,7 +170,7 @@ def _q4_1_of_q4_k(data: np.ndarray) -> np.ndarray:
     return np.concatenate((heads, nibbles), axis=-1).reshape(len(data), -1)
 
 
-def _pack_for_torch(tensors: Sequence[QuantizedTensor], bits: int, outs: int, cols: int) -> TorchWeight:
+def _pack_for_torch(tensors: Sequence[GGUFTensor], bits: int, outs: int, cols: int) -> TorchWeight:
     # torch's int8 product has no groups, and its int4 product needs multiples of sixteen rows.
     if bits == 8 or outs % 16:
         dtype = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32

@@ -1,6 +1,6 @@
 """The types of tensors that GGUF files may hold here, as ggml numbers them. No torch.
 
-A type of groups has its formula in quantized_tensor.py. docs/howto/quantization.md says how to add one.
+A type of groups has its formula in gguf_tensor.py. docs/howto/quantization.md says how to add one.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ Figures are in benchmarks/results/products.md. T rows · I inputs · F outputs. 
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -26,11 +25,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from shoal.kernels import hopper_linear
+from shoal.kernels import products
 from shoal.kernels.hopper import barrier
-from shoal.kernels.hopper_linear import DTYPES, descriptor, silu_mul
+from shoal.kernels.hopper_linear import descriptor, silu_mul
+from shoal.kernels.rounding import cdiv
 
-MIN_ROWS = 4096  # For fewer rows, two launches cost the host less than this one.
 ROWS: gl.constexpr = gl.constexpr(64)  # rows of a warpgroup
 BLOCK_F: gl.constexpr = gl.constexpr(128)
 BLOCK_I: gl.constexpr = gl.constexpr(64)  # 128 bytes, which tensor cores and TMA swizzle as one row
@@ -162,31 +161,19 @@ def hopper_gated_kernel(x_desc, weight_desc, out_desc, F, steps, row_tiles, out_
     )  # warps, and registers a thread, of all but the first
 
 
-def is_for(x_TI: torch.Tensor, weight_2FI: torch.Tensor) -> bool:
-    """Whether this kernel is for the product: many rows on Hopper, of sizes that TMA can read and store, 16
-    bytes at a time."""
-    (rows, inputs), size = x_TI.shape, weight_2FI.shape[0] // 2
-    return (
-        rows >= MIN_ROWS
-        and x_TI.dtype in DTYPES
-        and inputs % 8 == size % 8 == 0
-        and hopper_linear.num_sms(x_TI.device) > 0
-    )
-
-
 def hopper_gated_product(x_TI: torch.Tensor, weight_2FI: torch.Tensor) -> torch.Tensor:
     """[T, F]. Gate is the first half of the weight's rows. Bits depend neither on timing nor on the number of
     rows."""
     assert x_TI.is_contiguous() and weight_2FI.is_contiguous()
     (rows, inputs), size = x_TI.shape, weight_2FI.shape[0] // 2
     out_TF = x_TI.new_empty((rows, size))
-    row_tiles, out_tiles = triton.cdiv(rows, 2 * ROWS.value), triton.cdiv(size, BLOCK_F.value)
-    hopper_gated_kernel[(min(hopper_linear.num_sms(x_TI.device), row_tiles * out_tiles),)](
+    row_tiles, out_tiles = cdiv(rows, 2 * ROWS.value), cdiv(size, BLOCK_F.value)
+    hopper_gated_kernel[(min(products.gpu_of(x_TI.device).sms, row_tiles * out_tiles),)](
         descriptor(x_TI, ROWS.value, BLOCK_I.value),
         descriptor(weight_2FI, BLOCK_F.value, BLOCK_I.value),
         descriptor(out_TF, ROWS.value, BLOCK_F.value),
         size,
-        triton.cdiv(inputs, BLOCK_I.value),
+        cdiv(inputs, BLOCK_I.value),
         row_tiles,
         out_tiles,
         num_warps=4,

@@ -21,103 +21,20 @@ T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows)
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from shoal.kernels.hopper import MAX_ROWS, barrier, empty_product_input, is_hopper, rows_with_room
+from shoal.kernels.hopper import barrier, empty_product_input
 from shoal.kernels.pdl import pdl_options
+from shoal.kernels.products import HopperTiles
+from shoal.kernels.rounding import cdiv
 
-MIN_ROWS = 2
-MAX_STAGES = 8  # The code is unrolled over them.
-MAX_SPLITS = 4
-SHARED_BYTES = 216 << 10  # what the tiles may take of an SM's 227 KiB
-MAX_TILES = 1024  # tiles of a launch whose inputs are split; choose_hopper_tiles stays far below
+MAX_TILES = 1024  # tiles of a launch whose inputs are split; products.py stays far below
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
-
-
-@dataclass(frozen=True, slots=True)
-class HopperTiles:
-    """A program computes `outs` outputs of `rows` rows from a `splits`-th of the inputs, `columns` at a
-    time."""
-
-    rows: int
-    outs: int
-    splits: int = 1
-    columns: int = 128
-
-    @functools.cache  # noqa: B019 -- there are as many instances as shapes
-    def stages(self, inputs: int, gated: bool) -> int:
-        """How many tiles of weight and rows lie in shared memory at once."""
-        tile_bytes = (self.rows + self.outs * (1 + gated)) * self.columns * 2
-        return min(SHARED_BYTES // tile_bytes, self.num_tiles(inputs), MAX_STAGES)
-
-    def num_tiles(self, inputs: int) -> int:
-        return triton.cdiv(triton.cdiv(inputs, self.columns), self.splits)
-
-
-@functools.cache
-def num_sms(device: torch.device) -> int:
-    """The number of SMs of a Hopper GPU. 0: the device is none."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if is_hopper(device) else 0
-
-
-def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> HopperTiles | None:
-    """Programs get the fewest outputs for which programs do not outnumber SMs. Then the inputs are split
-    while SMs are idle and a slice does not fit in shared memory.
-
-    None: cuBLAS gets the product. It has so many outputs and rows that programs would queue, or is bound by
-    arithmetic, or is gated (so it can't be split) and has so few outputs that most SMs would read nothing."""
-    # TMA reads 16 bytes at a time, and the end stores as many.
-    if not MIN_ROWS <= rows <= MAX_ROWS or inputs < 512 or inputs % 8 or outs % 8:
-        return None
-    return _choose_tiles(rows, outs, inputs, gated, sms)
-
-
-@functools.cache  # For so few rows there are not many different products.
-def _choose_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> HopperTiles | None:
-    block_rows = next(block for block in (8, 16, 32, 64) if rows <= block or block == 64)
-    if block_rows < 64:
-        smallest = 64
-    elif gated or rows > 64:
-        smallest = 32
-    else:
-        smallest = 16
-    largest = 128
-    large = rows > 64 and outs * inputs > 1 << 24
-    if large:  # Two tiles of rows would read such a weight twice.
-        if gated or rows > 128:
-            return None
-        block_rows, smallest, largest = 128, 64, 64
-    for block_outs in (16, 32, 64, 128):
-        programs = triton.cdiv(rows, block_rows) * triton.cdiv(outs, block_outs)
-        if smallest <= block_outs <= largest and programs <= sms:
-            assert triton.cdiv(rows, block_rows) * block_rows <= rows_with_room(rows)
-            if gated and inputs >= 4096 and 3 * programs < sms:
-                return None
-            narrow = gated and (inputs >= 4096 or rows > 64 or block_rows + 2 * block_outs > 288)
-            columns = 64 if large or narrow else 128  # There are at least 3 stages so.
-            choices = [
-                HopperTiles(block_rows, block_outs, splits, columns)
-                for splits in range(1, 2 if gated else MAX_SPLITS + 1)
-                if splits == 1 or programs * splits <= sms
-            ]
-            return next(
-                (tiles for tiles in choices if tiles.stages(inputs, gated) == tiles.num_tiles(inputs)),
-                choices[-1],
-            )
-    return None
-
-
-def tiles_for(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool) -> HopperTiles | None:
-    if x_TI.dtype not in DTYPES or not (sms := num_sms(x_TI.device)):
-        return None
-    return choose_hopper_tiles(x_TI.shape[0], weight.shape[0] // (1 + gated), weight.shape[1], gated, sms)
 
 
 @gluon.jit
@@ -375,7 +292,7 @@ def hopper_product(
     (rows, inputs), outs = x_TI.shape, weight.shape[0] // (1 + gated)
     out_TO = empty_product_input(x_TI, rows, outs) if residual_TO is None else residual_TO
     assert out_TO.is_contiguous() and out_TO.shape == (rows, outs) and out_TO.dtype == x_TI.dtype
-    grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(outs, tiles.outs), tiles.splits)
+    grid = (cdiv(rows, tiles.rows), cdiv(outs, tiles.outs), tiles.splits)
     parts, arrived = out_TO, out_TO
     if tiles.splits > 1:
         assert grid[0] * grid[1] <= MAX_TILES

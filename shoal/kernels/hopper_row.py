@@ -18,17 +18,15 @@ kernel. I inputs · O outputs (F of a gated product, whose weight has 2F rows). 
 from __future__ import annotations
 
 import torch
-import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
-from shoal.kernels import hopper_linear
-from shoal.kernels.hopper_linear import DTYPES, silu_mul, wait_for_inputs
+from shoal.kernels import products
+from shoal.kernels.hopper_linear import silu_mul, wait_for_inputs
 from shoal.kernels.pdl import pdl_options
+from shoal.kernels.rounding import cdiv, next_power_of_2
 
-SMALLEST = 2048  # the fewest outputs, and inputs
-LARGEST = 32768  # the most inputs: they lie in shared memory beside the ring
 OUTS: gl.constexpr = gl.constexpr(8)  # outputs of a group, one a warp
 PART: gl.constexpr = gl.constexpr(256)  # inputs that a warp reads at once, 16 bytes a thread
 PARTS: gl.constexpr = gl.constexpr(4)  # parts of a tile, which is 16 KB of weights
@@ -143,19 +141,6 @@ def hopper_row_kernel(
     async_copy.wait_group(0)  # The next program's ring lies in the same memory.
 
 
-def is_for(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool) -> bool:
-    """Whether this is one row, and a weight that is large in both directions, on Hopper."""
-    (rows, inputs), outs = x_TI.shape, weight.shape[0] // (1 + gated)
-    return (
-        rows == 1
-        and x_TI.dtype in DTYPES
-        and min(outs, inputs) >= SMALLEST
-        and inputs <= LARGEST
-        and inputs % 16 == 0
-        and hopper_linear.num_sms(x_TI.device) > 0
-    )
-
-
 def hopper_row_product(
     x_1I: torch.Tensor,
     weight: torch.Tensor,
@@ -174,7 +159,7 @@ def hopper_row_product(
     out_1O = x_1I.new_empty((1, outs)) if residual_1O is None else residual_1O
     assert out_1O.is_contiguous() and out_1O.shape == (1, outs) and out_1O.dtype == x_1I.dtype
     columns = PARTS.value * PART.value
-    hopper_row_kernel[(min(hopper_linear.num_sms(x_1I.device), triton.cdiv(outs, OUTS.value)),)](
+    hopper_row_kernel[(min(products.gpu_of(x_1I.device).sms, cdiv(outs, OUTS.value)),)](
         x_1I,
         norm_weight_I,
         weight,
@@ -183,11 +168,11 @@ def hopper_row_product(
         eps,
         outs,
         inputs,
-        triton.cdiv(inputs, columns),
+        cdiv(inputs, columns),
         GATED=gated,
         ADD=residual_1O is not None,
         EVEN=inputs % columns == 0,
-        BLOCK_X=max(columns, triton.next_power_of_2(inputs)),
+        BLOCK_X=max(columns, next_power_of_2(inputs)),
         num_warps=OUTS.value,
         **pdl_options(),
     )

@@ -1,7 +1,6 @@
 """Products of few rows with a weight matrix, in Triton. Their time is that of reading the weights.
 
-Many rows, and float32, go to cuBLAS. On Hopper, what lies between goes to hopper_linear.py, gate and up of
-thousands of rows to hopper_gated.py, and one row of a large weight to hopper_row.py.
+Which products come here, and which go to cuBLAS or to one of Hopper's kernels, is said in products.py.
 
 A few rows are multiplied elementwise in float32 with tiles of the weight, the first of which is loaded before
 the rows are there (pdl.py). More rows go to tensor cores. The weight is the left operand there, so that rows
@@ -20,58 +19,24 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 
+from shoal.kernels import products
 from shoal.kernels.activation import silu, silu_mul
-from shoal.kernels.hopper import HAS_GLUON, MAX_ROWS, empty_product_input
+from shoal.kernels.hopper import HAS_GLUON, empty_product_input
 from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.pdl import pdl_options, prefetch, wait_for_inputs
+from shoal.kernels.products import After, Before, Kernel, Product, Shape, Tiles, choose
+from shoal.kernels.rounding import cdiv, next_power_of_2
 
 if HAS_GLUON:
     from shoal.kernels import hopper_gated, hopper_linear, hopper_row
 
 PIECE = tl.constexpr(2048)  # bytes that a thread prefetches
-# A product of at most as many warps runs at once. Prefetching makes it faster, and larger products slower
-# (benchmarks/results/products.md).
-ONE_WAVE = 4096
-# cuBLAS adds a product of many rows to the residual up to as many inputs. Wider ones take longer so.
-WIDEST_SUM = 8192
-# The widest row whose norm is part of an elementwise product: each program reads x, residual and norm whole.
-FUSED_COLUMNS = 2048
-
-
-@dataclass(frozen=True, slots=True)
-class Tiles:
-    """How a product is cut: a program computes `outs` outputs of all rows, `columns` inputs at a time."""
-
-    outs: int
-    columns: int
-    num_warps: int
-    num_stages: int = 0  # of the pipeline into the tensor cores; 0: elementwise
-
-
-def choose_tiles(rows: int, weight_rows: int, columns: int, gated: bool) -> Tiles | None:
-    """How to cut a product. None: cuBLAS is as fast. All numbers are from a sweep on an H200 in bf16
-    (benchmarks/kernels.py linear; benchmarks/results/products.md)."""
-    if rows == 1:
-        if columns <= 1024:
-            return Tiles(4, 1024, 4) if weight_rows <= 4096 else Tiles(8, 512, 4)
-        if columns <= 2048:
-            return Tiles(2, 2048, 8 if weight_rows <= 1024 else 4)
-        # Whole rows: all of them are in flight before the wait.
-        if 3072 < columns <= 4096:
-            return Tiles(1, 4096, 4) if gated else Tiles(2, 4096, 8)
-        return Tiles(2, 1024, 4)  # Small tiles: more of them are there at once.
-    if rows <= 4 and not gated and triton.next_power_of_2(rows) * weight_rows * columns <= 1 << 25:
-        return Tiles(4, 256, 1) if columns <= 1024 else Tiles(4, 1024, 4)
-    if (rows <= 16 and columns < 4096) or (rows <= 32 and weight_rows >= 24576):
-        return Tiles(64, 128, 4, 5)
-    return None
 
 
 @triton.jit
@@ -257,11 +222,7 @@ def _exact_sums(num_outs: int) -> Iterator[None]:
 
 
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
-    y_TO = _multiply(x_TI, weight_OI, bias_O, gated=False)
-    if y_TO is not None:
-        return y_TO
-    with _exact_sums(weight_OI.shape[0]):
-        return F.linear(x_TI, weight_OI, bias_O)
+    return _run(_choose(x_TI, weight_OI, bias_O), x_TI, weight_OI, bias_O)
 
 
 def linear_add(
@@ -269,12 +230,10 @@ def linear_add(
 ) -> torch.Tensor | None:
     """residual += the product, in place, and returns None. A product that cuBLAS is slow to add is returned
     instead, for the next norm to add."""
-    if _multiply(x_TI, weight_OI, bias_O, gated=False, residual_TO=residual_TO) is not None:
-        return None
-    with _exact_sums(weight_OI.shape[0]):
-        if bias_O is not None or (x_TI.shape[0] > MAX_ROWS and x_TI.shape[1] > WIDEST_SUM):
-            return F.linear(x_TI, weight_OI, bias_O)
-        residual_TO.addmm_(x_TI, weight_OI.t())
+    chosen = _choose(x_TI, weight_OI, bias_O, after=After.ADD)
+    if not chosen.adds:
+        return _run(chosen, x_TI, weight_OI, bias_O)
+    _run(chosen, x_TI, weight_OI, bias_O, residual_TO=residual_TO)
     return None
 
 
@@ -282,10 +241,9 @@ def linear_silu_mul(
     x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None
 ) -> torch.Tensor:
     """silu(first half of the outputs) * second half."""
-    if HAS_GLUON and bias_2F is None and hopper_gated.is_for(x_TI, weight_2FI):
-        return hopper_gated.hopper_gated_product(x_TI, weight_2FI)
-    y_TF = _multiply(x_TI, weight_2FI, bias_2F, gated=True)
-    return silu_mul(F.linear(x_TI, weight_2FI, bias_2F)) if y_TF is None else y_TF
+    return _run(
+        _choose(x_TI, weight_2FI, bias_2F, after=After.SILU_MUL), x_TI, weight_2FI, bias_2F, gated=True
+    )
 
 
 def add_norm_linear(
@@ -299,52 +257,70 @@ def add_norm_linear(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The product of the norm of x + residual, and that sum. x None: there is nothing to add.
 
-    For one narrow row this is one kernel, and the sum is a tensor of its own, because no program may write
-    what others still read. More rows, and wide ones (but hopper_row.py's), are faster with a norm of their
-    own."""
-    if x_TD is None and HAS_GLUON and hopper_row.is_for(residual_TD, weight, gated):
-        return hopper_row.hopper_row_product(
-            residual_TD, weight, bias, gated, norm_weight_I=norm_weight_D, eps=eps
-        ), residual_TD
-    tiles = _tiles(residual_TD, weight, gated)
-    if tiles is None or residual_TD.shape[0] > 1 or residual_TD.shape[1] > FUSED_COLUMNS:
+    Where the norm is part of the product, there is one kernel, and the sum is a tensor of its own, because no
+    program may write what others still read."""
+    before = Before.NORM if x_TD is None else Before.SUM_AND_NORM
+    chosen = _choose(residual_TD, weight, bias, before, After.SILU_MUL if gated else After.NOTHING)
+    if not chosen.norms:
         normed_TD = (
             rms_norm(residual_TD, norm_weight_D, eps)
             if x_TD is None
             else add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
         )
-        return (linear_silu_mul if gated else linear)(normed_TD, weight, bias), residual_TD
+        return _run(chosen, normed_TD, weight, bias, gated), residual_TD
+    if chosen.kernel is Kernel.HOPPER_ROW:
+        return hopper_row.hopper_row_product(
+            residual_TD, weight, bias, gated, norm_weight_I=norm_weight_D, eps=eps
+        ), residual_TD
+    assert chosen.tiles is not None
     if x_TD is None:
         return product(
-            tiles, residual_TD, weight, bias, gated, norm=(norm_weight_D, None, None), eps=eps
+            chosen.tiles, residual_TD, weight, bias, gated, norm=(norm_weight_D, None, None), eps=eps
         ), residual_TD
     assert residual_TD.is_contiguous()
     sum_TD = torch.empty_like(residual_TD)
     return product(
-        tiles, x_TD, weight, bias, gated, norm=(norm_weight_D, residual_TD, sum_TD), eps=eps
+        chosen.tiles, x_TD, weight, bias, gated, norm=(norm_weight_D, residual_TD, sum_TD), eps=eps
     ), sum_TD
 
 
-def _multiply(
+def _choose(
     x_TI: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    gated: bool,
+    before: Before = Before.NOTHING,
+    after: After = After.NOTHING,
+) -> Product:
+    weight_rows, inputs = weight.shape
+    outs = weight_rows // 2 if after is After.SILU_MUL else weight_rows
+    shape = Shape(outs, inputs, before, after, bias is not None)
+    return choose(shape, x_TI.shape[0], x_TI.dtype, products.gpu_of(x_TI.device))
+
+
+def _run(
+    chosen: Product,
+    x_TI: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool = False,
     residual_TO: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """The product by one of our kernels. None: cuBLAS is as fast."""
-    if HAS_GLUON and hopper_row.is_for(x_TI, weight, gated):
+) -> torch.Tensor:
+    """The product by the kernel that was chosen. It is added to `residual_TO` in place, if there is one,
+    which is then returned."""
+    if chosen.kernel is Kernel.HOPPER_GATED:
+        return hopper_gated.hopper_gated_product(x_TI, weight)
+    if chosen.kernel is Kernel.HOPPER_ROW:
         return hopper_row.hopper_row_product(x_TI, weight, bias, gated, residual_TO)
-    if HAS_GLUON and (hopper_tiles := hopper_linear.tiles_for(x_TI, weight, gated)):
-        return hopper_linear.hopper_product(hopper_tiles, x_TI, weight, bias, gated, residual_TO)
-    tiles = _tiles(x_TI, weight, gated)
-    return None if tiles is None else product(tiles, x_TI, weight, bias, gated, residual_TO)
-
-
-def _tiles(x_TI: torch.Tensor, weight: torch.Tensor, gated: bool) -> Tiles | None:
-    if x_TI.shape[0] == 0 or x_TI.dtype == torch.float32:
-        return None
-    return choose_tiles(x_TI.shape[0], weight.shape[0], weight.shape[1], gated)
+    if chosen.hopper_tiles is not None:
+        return hopper_linear.hopper_product(chosen.hopper_tiles, x_TI, weight, bias, gated, residual_TO)
+    if chosen.tiles is not None:
+        return product(chosen.tiles, x_TI, weight, bias, gated, residual_TO)
+    if gated:
+        return silu_mul(F.linear(x_TI, weight, bias))
+    with _exact_sums(weight.shape[0]):
+        if residual_TO is None:
+            return F.linear(x_TI, weight, bias)
+        return residual_TO.addmm_(x_TI, weight.t())
 
 
 def product(
@@ -366,7 +342,7 @@ def product(
     out_TO = empty_product_input(x_TI, rows, outs) if residual_TO is None else residual_TO
     assert out_TO.is_contiguous() and out_TO.shape == (rows, outs) and out_TO.dtype == x_TI.dtype
     add = residual_TO is not None
-    grid, even = (triton.cdiv(outs, tiles.outs),), columns % tiles.columns == 0
+    grid, even = (cdiv(outs, tiles.outs),), columns % tiles.columns == 0
     if tiles.num_stages == 0:
         whole = columns <= tiles.columns
         _vector_kernel[grid](
@@ -383,8 +359,10 @@ def product(
             ADD=add,
             EVEN=even,
             WHOLE=whole,
-            PREFETCH=not whole and columns % 8 == 0 and grid[0] * tiles.num_warps <= ONE_WAVE,
-            BLOCK_T=triton.next_power_of_2(rows),
+            PREFETCH=not whole
+            and columns % 8 == 0
+            and grid[0] * tiles.num_warps <= products.gpu_of(x_TI.device).limits.prefetched_warps,
+            BLOCK_T=next_power_of_2(rows),
             BLOCK_O=tiles.outs,
             BLOCK_I=tiles.columns,
             num_warps=tiles.num_warps,
@@ -392,7 +370,7 @@ def product(
             **pdl_options(),
         )
     else:
-        block_t = max(16, triton.next_power_of_2(rows))
+        block_t = max(16, next_power_of_2(rows))
         stage_bytes = (tiles.outs * (1 + gated) + block_t) * tiles.columns * weight.itemsize
         _matrix_kernel[grid](
             x_TI,

@@ -14,14 +14,14 @@ T tokens · E experts · k choices of a token · D hidden · F intermediate. The
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from shoal.kernels.activation import silu
 from shoal.kernels.linear import fitting_stages
+from shoal.kernels.products import Blocks, choose_blocks
+from shoal.kernels.rounding import cdiv, next_power_of_2
 
 ARRANGED = tl.constexpr(128)  # slots, and tiles, of a program of `_arrange`
 
@@ -212,30 +212,6 @@ def _combine(slots_out_ptr, weights_ptr, out_ptr, D, K: tl.constexpr, ADD: tl.co
     tl.store(out_ptr + token * D + column, out, mask=mask)
 
 
-@dataclass(frozen=True, slots=True)
-class Blocks:
-    """Tile sizes of the two products."""
-
-    m: int
-    n: int
-    k: int
-    num_warps: int
-    num_stages: int
-
-
-def choose_blocks(num_slots: int, num_experts: int, dtype: torch.dtype) -> Blocks:
-    """Chooses tiles by the mean number of slots of an expert. Few rows are bound by bandwidth, so tiles are
-    deep and have little padding. Many rows are bound by arithmetic."""
-    rows = num_slots / num_experts
-    if dtype == torch.float32:
-        return Blocks(16 if rows <= 16 else 32, 32, 32, 4, 2)
-    if rows <= 16:
-        return Blocks(16, 64, 128, 4, 4)
-    if rows <= 64:
-        return Blocks(64, 64, 64, 4, 4)
-    return Blocks(128, 64, 64, 8, 3)
-
-
 def moe(
     x_TD: torch.Tensor,
     router_logits_TE: torch.Tensor,
@@ -279,8 +255,8 @@ def moe_with(
     num_experts, _, size = w2_EDF.shape
     num_slots = num_tokens * top_k
     # An expert fills all its tiles but one.
-    num_tiles = min(num_slots, triton.cdiv(num_slots, blocks.m) + num_experts)
-    block_e = triton.next_power_of_2(num_experts)
+    num_tiles = min(num_slots, cdiv(num_slots, blocks.m) + num_experts)
+    block_e = next_power_of_2(num_experts)
     counts = torch.zeros(num_experts, dtype=torch.int32, device=x_TD.device)
     # They are separate tensors so that each is aligned.
     experts, ranks, slots = (torch.empty(num_slots, dtype=torch.int32, device=x_TD.device) for _ in range(3))
@@ -289,7 +265,7 @@ def moe_with(
     hidden_states, slots_out = x_TD.new_empty((num_slots, size)), x_TD.new_empty((num_slots, hidden))
     out_TD = torch.empty_like(x_TD) if residual_TD is None else residual_TD
     assert out_TD.is_contiguous() and out_TD.shape == x_TD.shape and out_TD.dtype == x_TD.dtype
-    num_programs = triton.cdiv(max(num_slots, num_tiles), ARRANGED.value)
+    num_programs = cdiv(max(num_slots, num_tiles), ARRANGED.value)
     products = dict(
         D=hidden,
         F=size,
@@ -312,7 +288,7 @@ def moe_with(
         K=top_k,
         RENORMALISE=norm_topk_prob,
         BLOCK_E=block_e,
-        BLOCK_K=triton.next_power_of_2(top_k),
+        BLOCK_K=next_power_of_2(top_k),
         num_warps=1,
     )
     _arrange[(num_programs,)](
@@ -328,14 +304,12 @@ def moe_with(
         BLOCK_M=blocks.m,
         num_warps=8,
     )
-    _gate_up[(triton.cdiv(size, blocks.n), num_tiles)](
+    _gate_up[(cdiv(size, blocks.n), num_tiles)](
         x_TD, w13_E2FD, hidden_states, slots, tiles, K=top_k, **products
     )
-    _down[(triton.cdiv(hidden, blocks.n), num_tiles)](
-        hidden_states, w2_EDF, slots_out, slots, tiles, **products
-    )
-    block = min(1024, triton.next_power_of_2(hidden))
-    _combine[(num_tokens, triton.cdiv(hidden, block))](
+    _down[(cdiv(hidden, blocks.n), num_tiles)](hidden_states, w2_EDF, slots_out, slots, tiles, **products)
+    block = min(1024, next_power_of_2(hidden))
+    _combine[(num_tokens, cdiv(hidden, block))](
         slots_out, weights, out_TD, hidden, K=top_k, ADD=residual_TD is not None, BLOCK=block
     )
     return out_TD

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from shoal.kernels.hopper import empty_product_input
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
+from shoal.kernels.rounding import cdiv, next_power_of_2
 
 ELEMENTS_PER_THREAD = 8  # of 16 bits each: one access of 16 bytes
 MANY_ROWS = 2048  # From as many rows on a program takes two (benchmarks/results/kernels.md).
@@ -80,10 +81,10 @@ def _launch(
 ) -> None:
     size = x_TD.shape[-1]
     num_rows = x_TD.numel() // size
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     warps = min(max(block // (32 * ELEMENTS_PER_THREAD), 1), 16)
     rows = 2 if num_rows >= MANY_ROWS and block <= 8192 else 1
-    _rms_norm_kernel[(triton.cdiv(num_rows, rows),)](
+    _rms_norm_kernel[(cdiv(num_rows, rows),)](
         x_TD,
         residual_TD,
         weight_D,

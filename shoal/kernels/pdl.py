@@ -86,12 +86,16 @@ def prefetch(ptr, num_bytes, PDL: tl.constexpr):
 def pdl_options() -> dict[str, bool]:
     """Arguments of a launch that takes part, if the current device can. The kernel passes its PDL on to the
     functions above."""
-    enabled = not triton.knobs.runtime.interpret and _has_pdl(
-        triton.runtime.driver.active.get_current_device()
-    )
-    return {"PDL": enabled, "launch_pdl": enabled}
+    return _OFF if _INTERPRETED else _options(triton.runtime.driver.active.get_current_device())
+
+
+# What `triton.jit` has seen, as it decides when this file is imported. To look again takes longer than the
+# rest of `pdl_options`.
+_INTERPRETED = triton.knobs.runtime.interpret
+_OFF = {"PDL": False, "launch_pdl": False}
 
 
 @functools.cache
-def _has_pdl(device: int) -> bool:
-    return triton.runtime.driver.active.get_current_target().arch >= FIRST_CAPABILITY
+def _options(device: int) -> dict[str, bool]:
+    enabled = triton.runtime.driver.active.get_current_target().arch >= FIRST_CAPABILITY
+    return {"PDL": enabled, "launch_pdl": enabled}

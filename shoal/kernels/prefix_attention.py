@@ -16,6 +16,7 @@ import triton.language as tl
 
 from shoal.kernels.attention import LOG2_E, LOWEST, DecodeWorkspace, Tiles, _attend_range, prefill_tiles
 from shoal.kernels.pdl import pdl_options, wait_then_start_next
+from shoal.kernels.rounding import next_power_of_2
 from shoal.kernels.state import MAX_GROUPS, GroupField
 
 START, COUNT = tl.constexpr(GroupField.START.value), tl.constexpr(GroupField.COUNT.value)
@@ -196,7 +197,7 @@ def prefix_attention(
     assert groups.shape == (MAX_GROUPS, len(GroupField)) and groups.is_contiguous()
     assert num_seqs * num_kv_heads * (splits + max_parts) * group * head_dim <= workspace.partial.numel()
     tiles = tiles or prefix_tiles(head_dim, q_THN.dtype)
-    block_m = max(tiles.block_m, triton.next_power_of_2(group))
+    block_m = max(tiles.block_m, next_power_of_2(group))
     prefix_kernel[(num_programs,)](
         q_THN,
         kv_layer,
@@ -221,7 +222,7 @@ def prefix_attention(
         BLOCK_M=block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_Q=block_m // group,
-        N_PAD=max(16, triton.next_power_of_2(head_dim)),
+        N_PAD=max(16, next_power_of_2(head_dim)),
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         maxnreg=tiles.max_registers,

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
+from shoal.kernels.rounding import cdiv, next_power_of_2
 
 ONE_WAVE = 1024  # The programs of as many tokens are about as many as run at once.
 
@@ -138,9 +139,9 @@ def qk_norm_rope_store(
         and kv_layer.stride(4) == 1
     )
     all_heads = num_heads + 2 * num_kv_heads
-    half = triton.next_power_of_2(head_dim // 2)
+    half = next_power_of_2(head_dim // 2)
     heads = heads_per_program(num_tokens, all_heads)
-    _qk_norm_rope_store_kernel[(num_tokens, triton.cdiv(all_heads, heads))](
+    _qk_norm_rope_store_kernel[(num_tokens, cdiv(all_heads, heads))](
         qkv,
         q_weight,
         k_weight,
@@ -173,5 +174,5 @@ def heads_per_program(num_tokens: int, all_heads: int) -> int:
     heads, which share the loads of cos and sin, unless too many of a program's heads would be masked
     (benchmarks/results/kernels.md)."""
     if num_tokens <= 64:
-        return min(triton.next_power_of_2(all_heads), 4)
-    return 32 if all_heads % 32 == 0 else min(triton.next_power_of_2(all_heads), 16)
+        return min(next_power_of_2(all_heads), 4)
+    return 32 if all_heads % 32 == 0 else min(next_power_of_2(all_heads), 16)

@@ -21,6 +21,7 @@ import triton.language as tl
 
 from shoal.kernels import reference
 from shoal.kernels.pdl import pdl_options, start_next, wait_for_previous
+from shoal.kernels.rounding import cdiv, next_power_of_2
 from shoal.kernels.state import MIN_TEMPERATURE, Field
 
 GROUP = tl.constexpr(32)  # tokens that share one maximum
@@ -411,14 +412,14 @@ def sample(
     row."""
     assert logits_BV.stride(1) == 1
     num_seqs, vocab_size = rows_S.shape[0], logits_BV.shape[1]
-    num_tiles, num_groups = triton.cdiv(vocab_size, TILE.value), triton.cdiv(vocab_size, GROUP.value)
+    num_tiles, num_groups = cdiv(vocab_size, TILE.value), cdiv(vocab_size, GROUP.value)
     work = torch.empty(
         (num_seqs, 2 * num_tiles + num_groups + BEST_GROUPS.value),
         dtype=torch.float32,
         device=logits_BV.device,
     )
     tiles = tiles_per_program(num_seqs)
-    _measure_tiles[(triton.cdiv(num_tiles, tiles), num_seqs)](
+    _measure_tiles[(cdiv(num_tiles, tiles), num_seqs)](
         logits_BV,
         rows_S,
         table,
@@ -441,8 +442,8 @@ def sample(
         logits_BV.stride(0),
         table.stride(0),
         V=vocab_size,
-        TILES_BLOCK=triton.next_power_of_2(num_tiles),
-        GROUPS_BLOCK=triton.next_power_of_2(num_groups),
+        TILES_BLOCK=next_power_of_2(num_tiles),
+        GROUPS_BLOCK=next_power_of_2(num_groups),
         SHIFT=SHIFTS[logits_BV.dtype],
         num_warps=PICK_WARPS,
         **pdl_options(),

@@ -20,13 +20,7 @@ class Attention(nn.Module):
     hidden."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        tp: TensorParallel,
-        ops: Ops,
-        backend: AttentionBackend,
-        keep_quantized: bool,
+        self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backend: AttentionBackend
     ) -> None:
         super().__init__()
         self.ops, self.backend, self.eps = ops, backend, config.rms_norm_eps
@@ -47,7 +41,6 @@ class Attention(nn.Module):
             split="columns",
             bias=config.qkv_bias,
             replicas=(1, replicas, replicas),
-            keep_quantized=keep_quantized,
         )
         self.o_proj = Linear(
             config.num_heads * n,
@@ -56,7 +49,6 @@ class Attention(nn.Module):
             ops,
             split="rows",
             bias=config.o_bias,
-            keep_quantized=keep_quantized,
             multiplier=config.residual_multiplier,
         )
         self.q_norm = RMSNorm(n, config.rms_norm_eps, ops) if config.qk_norm else None

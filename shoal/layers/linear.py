@@ -1,26 +1,23 @@
 """Linear layers, whole or sharded over tensor-parallel ranks (Megatron-LM's column and row split). A layer
-cuts its own shard out of what it loads.
-
-A weight that comes quantized stays quantized on the CPU (`keep_quantized`), packed for our kernels. Elsewhere
-it is dequantized while it is loaded.
+cuts its own shard out of what it loads; how the shard lies in memory and is multiplied is its format's
+(weight_format.py).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
 
 from shoal.kernels.ops import Ops
-from shoal.kernels.quantized_tensor import QuantizedTensor
-from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, check_shape, copy_into, narrow
+from shoal.layers.loading import CheckpointTensor, Loaded, check_shape, copy_into, narrow
+from shoal.layers.matrix import MatrixLayer
 from shoal.layers.parallel import TensorParallel
 
 
-class Linear(LoadingLayer):
+class Linear(MatrixLayer):
     """y = x W^T + b.
 
     `parts` are the tensors of the checkpoint that are merged into this one product (q, k and v, or gate and
@@ -43,23 +40,19 @@ class Linear(LoadingLayer):
         split: str | None,
         bias: bool = False,
         replicas: tuple[int, ...] | None = None,
-        keep_quantized: bool = False,
         multiplier: float = 1.0,
     ) -> None:
-        super().__init__()
-        self.tp, self.ops, self.split, self.keep_quantized = tp, ops, split, keep_quantized
-        self.multiplier = multiplier
-        self.full_in, self.full_parts = in_features, dict(parts)
-        self.replicas = replicas or (1,) * len(parts)
+        replicas = replicas or (1,) * len(parts)
         columns = tp.size if split == "columns" else 1
-        self.parts = tuple(p * r // columns for p, r in zip(parts.values(), self.replicas))
-        self.in_features = in_features // tp.size if split == "rows" else in_features
-        self.weight: nn.Parameter | None = nn.Parameter(
-            torch.empty(sum(self.parts), self.in_features), requires_grad=False
+        super().__init__(
+            [size * same // columns for size, same in zip(parts.values(), replicas)],
+            in_features // tp.size if split == "rows" else in_features,
+            ops,
         )
+        self.tp, self.split, self.multiplier, self.replicas = tp, split, multiplier, replicas
+        self.full_in, self.full_parts = in_features, dict(parts)
+        self.in_features = in_features // tp.size if split == "rows" else in_features
         self.bias = nn.Parameter(torch.empty(sum(self.parts)), requires_grad=False) if bias else None
-        self.pieces: dict[int, QuantizedTensor] = {}
-        self.packed: Any = None  # kernels/cpu_linear.py's packed weights
 
     def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
         parent = path.rpartition(".")[0]
@@ -76,10 +69,7 @@ class Linear(LoadingLayer):
         tensor = self._rows_of_rank(part, tensor)
         if self.split == "rows":
             tensor = narrow(tensor, 1, self.tp.rank * self.in_features, self.in_features)
-        if self.keep_quantized and isinstance(tensor, QuantizedTensor):
-            self.pieces[part] = tensor
-        else:
-            copy_into(self._part_of(self.weight, part), tensor, name)
+        self._load_part(part, tensor, name)
 
     def _load_bias(self, part: int, tensor: Loaded, name: str) -> None:
         check_shape(name, tuple(tensor.shape), (list(self.full_parts.values())[part],))
@@ -91,30 +81,9 @@ class Linear(LoadingLayer):
         shard = self.tp.rank // self.replicas[part]
         return narrow(tensor, 0, shard * self.parts[part], self.parts[part])
 
-    def _part_of(self, parameter: torch.Tensor | None, part: int) -> torch.Tensor:
-        assert parameter is not None
-        return parameter[sum(self.parts[:part]) :][: self.parts[part]]
-
-    def finish(self) -> None:
-        """Packs weights that stay quantized. A merge of quantized and plain parts becomes plain."""
-        if len(self.pieces) == len(self.parts):
-            from shoal.kernels import cpu_linear
-
-            self.packed = cpu_linear.pack([self.pieces[i] for i in range(len(self.parts))], self.packed)
-            self.weight = None
-        else:
-            for part, piece in self.pieces.items():
-                copy_into(self._part_of(self.weight, part), piece, "weight")
-        self.pieces = {}
-
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         bias = self.bias if self.split != "rows" else None
-        if self.packed is not None:
-            from shoal.kernels import cpu_linear
-
-            y_TO = cpu_linear.packed_linear(x_TI, self.packed, bias)
-        else:
-            y_TO = self.ops.linear(x_TI, self.weight, bias)  # type: ignore[arg-type]
+        y_TO = self.format.multiply(x_TI, bias)
         if self.split == "rows":
             y_TO = self.tp.all_reduce(y_TO)
             if self.bias is not None:
@@ -126,17 +95,15 @@ class Linear(LoadingLayer):
         y.
 
         The sum is left to the norm on several ranks, where it would be rounded once more before the
-        all-reduce; with packed weights, as the norm's C kernel adds in passing; and with a multiplier, which
-        the kernel that adds a product does not know.
+        all-reduce; with a multiplier, which the kernel that adds a product does not know; and by formats
+        without such a kernel.
         """
         if self.multiplier != 1.0:
             return self(x_TI).mul_(self.multiplier)
-        if self.tp.size > 1 or self.packed is not None:
+        if self.tp.size > 1:
             return self(x_TI)
-        return self.ops.linear_add(x_TI, self.weight, self.bias, residual_TO)  # type: ignore[arg-type]
+        return self.format.add(x_TI, self.bias, residual_TO)
 
     def silu_mul(self, x_TI: torch.Tensor) -> torch.Tensor:
         """silu(gate) * up, for a layer of the parts gate and up that is not split over its inputs."""
-        if self.packed is not None:
-            return self.ops.silu_mul(self(x_TI))
-        return self.ops.linear_silu_mul(x_TI, self.weight, self.bias)  # type: ignore[arg-type]
+        return self.format.gated(x_TI, self.bias)

@@ -44,6 +44,8 @@ def narrow(tensor: Loaded, dim: int, start: int, length: int) -> Loaded:
     """The slice [start, start + length) along `dim`. A quantized tensor stays quantized unless the cut goes
     through a group of columns."""
     if isinstance(tensor, QuantizedTensor):
+        if (start, length) == (0, tensor.shape[dim]):
+            return tensor
         if dim == 0:
             return tensor.rows(start, start + length)
         if start % tensor.group_size == 0 and length % tensor.group_size == 0:

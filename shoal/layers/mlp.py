@@ -22,7 +22,7 @@ from shoal.model_config import ModelConfig
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: Ops, keep_quantized: bool) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, ops: Ops) -> None:
         super().__init__()
         size = config.intermediate_size
         self.gate_up_proj = Linear(
@@ -32,7 +32,6 @@ class MLP(nn.Module):
             ops,
             split="columns",
             bias=config.mlp_bias,
-            keep_quantized=keep_quantized,
         )
         self.down_proj = Linear(
             size,
@@ -41,7 +40,6 @@ class MLP(nn.Module):
             ops,
             split="rows",
             bias=config.mlp_bias,
-            keep_quantized=keep_quantized,
             multiplier=config.residual_multiplier,
         )
 

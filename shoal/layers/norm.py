@@ -43,14 +43,4 @@ class RMSNorm(LoadingLayer):
 
         One row takes one kernel.
         """
-        if linear.packed is None:
-            return self.ops.add_norm_linear(
-                x_TD,
-                residual_TD,
-                self.weight,
-                self.eps,
-                linear.weight,  # type: ignore[arg-type]
-                linear.bias,
-                silu_mul,
-            )
-        return (linear.silu_mul if silu_mul else linear)(self.add(x_TD, residual_TD)), residual_TD
+        return linear.format.normed(x_TD, residual_TD, self.weight, self.eps, linear.bias, silu_mul)

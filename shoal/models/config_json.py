@@ -14,6 +14,7 @@ from shoal.errors import CheckpointError
 from shoal.model_config import ROPE_THETA, ModelConfig, RopeConfig
 from shoal.models.architecture import Architecture
 from shoal.models.config_fields import ConfigFields
+from shoal.models.layouts.registry import read_quantization
 from shoal.models.registry import ARCHITECTURES, BY_HF_CLASS, BY_NAME
 
 ROPE_KINDS = ("default", "linear", "yarn", "llama3")
@@ -59,6 +60,7 @@ def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
         dtype=_dtype(fields),
         bos_token_id=next(iter(fields.ids("bos_token_id")), None),
         eos_token_ids=fields.ids("eos_token_id"),
+        quantization=read_quantization(fields),
     )
     return architecture.read(shared, fields)
 
@@ -81,13 +83,6 @@ def _refuse_unsupported(fields: ConfigFields, where: str) -> None:
     activation = fields.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise CheckpointError(f"{where}: hidden_act {activation!r:.80} is not supported; only silu is")
-    quantization = fields.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization
-        raise CheckpointError(
-            f"{where}: quant_method {method!r:.80} (quantization_config) is not "
-            "supported; use an unquantized checkpoint or a GGUF file"
-        )
 
 
 def _rope(fields: ConfigFields, max_position: int) -> RopeConfig:

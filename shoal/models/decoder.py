@@ -18,6 +18,7 @@ from shoal.kernels.ops import Ops
 from shoal.kernels.step_input import AttentionBackend, StepInput
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer
+from shoal.layers.matrix import MatrixLayer
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import ModelConfig
@@ -66,20 +67,19 @@ class Decoder(nn.Module):
         self.config, self.backend, self.keep_quantized = config, backend, keep_quantized
         # all layers as one call; None where that is not possible
         self.fused: Callable[..., torch.Tensor] | None = None
-        self.embed_tokens = Vocabulary(
-            config.vocab_size, config.hidden_size, tp, ops, keep_quantized=keep_quantized
-        )
+        self.embed_tokens = Vocabulary(config.vocab_size, config.hidden_size, tp, ops)
         self.layers = nn.ModuleList(
-            build_layer(config, i, tp, ops, backend, keep_quantized) for i in range(config.num_layers)
+            build_layer(config, i, tp, ops, backend) for i in range(config.num_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
-            self.lm_head = Vocabulary(
-                config.vocab_size, config.hidden_size, tp, ops, keep_quantized=keep_quantized
-            )
+            self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, tp, ops)
         if max_position:
             self.register_buffer("cos_sin", rope_table(config, max_position), persistent=False)
+        for module in self.modules():
+            if isinstance(module, MatrixLayer):
+                module.keep_quantized = keep_quantized
         self._awaited: dict[str, CheckpointTensor] = {}  # what a load still waits for, by name
 
     def forward(

@@ -20,16 +20,19 @@ def fuse_layers(layers: Iterable, config: ModelConfig, backend: AttentionBackend
         if type(layer) is not DecoderLayer or not isinstance(layer.mlp, MLP):
             return None
         attention, mlp = layer.self_attn, layer.mlp
-        linears = attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj
-        for linear in linears:
-            if linear.tp.size > 1 or linear.multiplier != 1.0 or not isinstance(linear.packed, PackedWeight):
+        packed = []
+        for linear in (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj):
+            held = getattr(linear.format, "packed", None)
+            if linear.tp.size > 1 or linear.multiplier != 1.0 or not isinstance(held, PackedWeight):
                 return None
+            packed.append(held)
+        qkv, o, gate_up, down = packed
         weights.append(
             LayerWeights(
-                qkv=attention.qkv_proj.packed,
-                o=attention.o_proj.packed,
-                gate_up=mlp.gate_up_proj.packed,
-                down=mlp.down_proj.packed,
+                qkv=qkv,
+                o=o,
+                gate_up=gate_up,
+                down=down,
                 qkv_bias=attention.qkv_proj.bias,
                 o_bias=attention.o_proj.bias,
                 gate_up_bias=mlp.gate_up_proj.bias,

@@ -16,18 +16,13 @@ from shoal.models.registry import BY_NAME
 
 
 def build_layer(
-    config: ModelConfig,
-    layer: int,
-    tp: TensorParallel,
-    ops: Ops,
-    backend: AttentionBackend,
-    keep_quantized: bool,
+    config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backend: AttentionBackend
 ) -> nn.Module:
     """Layer number `layer`, of the class that its architecture names. Such a class has the constructor and
     the forward of DecoderLayer, and its Attention and MLP or MoE as `self_attn` and `mlp`."""
     own_class = BY_NAME[config.architecture].layer_class
     layer_class = DecoderLayer if own_class is None else own_class()
-    return layer_class(config, layer, tp, ops, backend, keep_quantized)
+    return layer_class(config, layer, tp, ops, backend)
 
 
 class DecoderLayer(nn.Module):
@@ -40,21 +35,15 @@ class DecoderLayer(nn.Module):
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        layer: int,
-        tp: TensorParallel,
-        ops: Ops,
-        backend: AttentionBackend,
-        keep_quantized: bool,
+        self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backend: AttentionBackend
     ) -> None:
         super().__init__()
-        self.self_attn = Attention(config, layer, tp, ops, backend, keep_quantized)
+        self.self_attn = Attention(config, layer, tp, ops, backend)
         self.mlp: MLP | MoE
         if config.is_moe_layer(layer):
             self.mlp = MoE(config, tp, ops)
         else:
-            self.mlp = MLP(config, tp, ops, keep_quantized)
+            self.mlp = MLP(config, tp, ops)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
 

@@ -59,15 +59,9 @@ def layer_class() -> type[nn.Module]:
         k_norm: WidthNorm
 
         def __init__(
-            self,
-            config: ModelConfig,
-            layer: int,
-            tp: TensorParallel,
-            ops: Ops,
-            backend: AttentionBackend,
-            keep_quantized: bool,
+            self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backend: AttentionBackend
         ) -> None:
-            super().__init__(config, layer, tp, ops, backend, keep_quantized)
+            super().__init__(config, layer, tp, ops, backend)
             self.tp = tp
             n, eps, replicas = config.head_dim, config.rms_norm_eps, config.kv_head_replicas(tp.size)
             self.q_norm = WidthNorm(config.num_heads * n, 1, eps, tp, ops)
@@ -99,17 +93,11 @@ def layer_class() -> type[nn.Module]:
         the second sum is left to the next layer or to the final norm."""
 
         def __init__(
-            self,
-            config: ModelConfig,
-            layer: int,
-            tp: TensorParallel,
-            ops: Ops,
-            backend: AttentionBackend,
-            keep_quantized: bool,
+            self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backend: AttentionBackend
         ) -> None:
             super().__init__()
-            self.self_attn = Olmo2Attention(config, layer, tp, ops, backend, keep_quantized)
-            self.mlp = MLP(config, tp, ops, keep_quantized)
+            self.self_attn = Olmo2Attention(config, layer, tp, ops, backend)
+            self.mlp = MLP(config, tp, ops)
             self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
             self.post_feedforward_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
 

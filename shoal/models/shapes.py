@@ -53,7 +53,7 @@ def _without_layers(config: ModelConfig) -> Decoder:
 
 def _layer(config: ModelConfig, layer: int) -> nn.Module:
     with torch.device("meta"):
-        return build_layer(config, layer, TensorParallel.single(), NEVER_RUN, NEVER_RUN, False)
+        return build_layer(config, layer, TensorParallel.single(), NEVER_RUN, NEVER_RUN)
 
 
 def _count(module: nn.Module) -> int:

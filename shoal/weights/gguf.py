@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shoal.errors import CheckpointError
-from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.kernels.gguf_tensor import GGUFTensor
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import GGUFNames
 from shoal.models.registry import BY_GGUF
@@ -39,9 +39,7 @@ LAYER_TENSOR = re.compile(r"blk\.([0-9]{1,9})\.(\w+)")
 PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}  # numpy has no bfloat16: its bits
 
 
-def gguf_tensors(
-    header: GGUFHeader, config: ModelConfig
-) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
+def gguf_tensors(header: GGUFHeader, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor | GGUFTensor]]:
     """Each tensor under its checkpoint name. Raises CheckpointError for a tensor that this engine has no
     place for."""
     data = np.memmap(header.path, dtype=np.uint8, mode="c")  # copy on write: torch wants writable memory
@@ -119,7 +117,7 @@ def _experts(data: np.ndarray, info: TensorInfo, header: GGUFHeader) -> Iterator
         yield TensorInfo(info.name, info.kind, info.shape[1:], info.offset + expert * size, size)
 
 
-def _view(data: np.ndarray, info: TensorInfo, header: GGUFHeader) -> torch.Tensor | QuantizedTensor:
+def _view(data: np.ndarray, info: TensorInfo, header: GGUFHeader) -> torch.Tensor | GGUFTensor:
     raw = data[info.offset : info.offset + info.num_bytes]
     if info.kind in PLAIN:
         tensor = torch.from_numpy(raw.view(PLAIN[info.kind])).view(info.shape)
@@ -130,16 +128,12 @@ def _view(data: np.ndarray, info: TensorInfo, header: GGUFHeader) -> torch.Tenso
             "[out, in]"
         )
     rows, columns = info.shape
-    return QuantizedTensor(info.kind, (rows, columns), raw.reshape(rows, -1))
+    return GGUFTensor(info.kind, (rows, columns), raw.reshape(rows, -1))
 
 
 def _restore_rows(
-    tensor: torch.Tensor | QuantizedTensor,
-    num_heads: int,
-    head_dim: int,
-    info: TensorInfo,
-    header: GGUFHeader,
-) -> torch.Tensor | QuantizedTensor:
+    tensor: torch.Tensor | GGUFTensor, num_heads: int, head_dim: int, info: TensorInfo, header: GGUFHeader
+) -> torch.Tensor | GGUFTensor:
     """Puts back the rows of q or k. llama.cpp's converter interleaves the two halves of each head's rows: 0,
     N/2, 1, N/2 + 1, ... A row moves as a whole, so that packed rows can be moved too."""
     if info.shape[0] != num_heads * head_dim:
@@ -148,6 +142,6 @@ def _restore_rows(
             f"{head_dim} ask for {num_heads * head_dim} rows"
         )
     order = np.arange(info.shape[0]).reshape(num_heads, head_dim // 2, 2).swapaxes(1, 2).ravel()
-    if isinstance(tensor, QuantizedTensor):
+    if isinstance(tensor, GGUFTensor):
         return tensor.take_rows(order)
     return tensor[torch.from_numpy(order)]

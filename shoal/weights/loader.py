@@ -14,6 +14,7 @@ from shoal.kernels.quantized_tensor import QuantizedTensor
 from shoal.model_config import ModelConfig
 from shoal.models.shapes import checkpoint_shapes
 from shoal.weights.gguf import gguf_shapes, gguf_tensors
+from shoal.weights.quantized import quantized_shapes, quantized_tensors
 from shoal.weights.safetensors import safetensors_shapes, safetensors_tensors
 from shoal.weights.source import CheckpointFiles
 
@@ -58,7 +59,7 @@ def check_shapes(files: CheckpointFiles) -> None:
     at the first one that is missing."""
     try:
         if files.file is None:
-            shapes = safetensors_shapes(files.folder)
+            shapes = _folder_shapes(files)
         else:
             shapes = gguf_shapes(files.header, files.config)
         found = {name: shape for name, shape in shapes.items() if not is_derived(name, files.config)}
@@ -82,6 +83,12 @@ def check_shapes(files: CheckpointFiles) -> None:
         raise _named(error, files) from None
 
 
+def _folder_shapes(files: CheckpointFiles) -> dict[str, tuple[int, ...]]:
+    if files.config.quantization is not None:
+        return quantized_shapes(files.folder, files.config.quantization)
+    return safetensors_shapes(files.folder)
+
+
 def _named(error: Exception, files: CheckpointFiles) -> CheckpointError:
     if isinstance(error, CheckpointError) and str(files.path) in str(error):
         return error
@@ -91,6 +98,8 @@ def _named(error: Exception, files: CheckpointFiles) -> CheckpointError:
 def checkpoint_tensors(files: CheckpointFiles) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
     """Every tensor under its Hugging Face name. Raises CheckpointError."""
     if files.file is None:
+        if files.config.quantization is not None:
+            return quantized_tensors(files.folder, files.config.quantization)
         return safetensors_tensors(files.folder)
     return gguf_tensors(files.header, files.config)
 

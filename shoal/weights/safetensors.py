@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
@@ -25,22 +25,25 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"[^/\\\0]+\.safetensors")
 MAX_DIMS = 4
-# A format's name -> bytes of a number. Weights are real numbers; for what is packed otherwise there are no
-# kernels here.
+# A format's name -> bytes of a number. Weights are real numbers, or packed as a layout says
+# (models/layouts/).
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+PACKED_DTYPES = {"F8_E4M3": 1, "I32": 4, "I64": 8}
 
 
 class TensorHeader(NamedTuple):
     """What the header of a file says about a tensor."""
 
-    dtype: str  # a name in DTYPES
+    dtype: str  # a name in DTYPES or PACKED_DTYPES
     shape: tuple[int, ...]
 
 
-def safetensors_tensors(folder: Path) -> Iterator[tuple[str, torch.Tensor]]:
+def safetensors_tensors(
+    folder: Path, dtypes: Mapping[str, int] = DTYPES
+) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor with its name. Raises CheckpointError that names the file, and the tensor where there is
-    one."""
-    for path, tensors in safetensors_headers(folder):
+    one, also for a tensor of another dtype than these."""
+    for path, tensors in safetensors_headers(folder, dtypes):
         with _reading(path), safetensors.safe_open(path, framework="pt", device="cpu") as file:
             for name in tensors:
                 yield name, file.get_tensor(name)
@@ -84,11 +87,13 @@ def shards(folder: Path) -> dict[Path, list[str]]:
     return result
 
 
-def safetensors_headers(folder: Path) -> Iterator[tuple[Path, dict[str, TensorHeader]]]:
+def safetensors_headers(
+    folder: Path, dtypes: Mapping[str, int] = DTYPES
+) -> Iterator[tuple[Path, dict[str, TensorHeader]]]:
     """Each file with the headers of the tensors to take from it. Raises CheckpointError."""
     taken: set[str] = set()
     for path, names in shards(folder).items():
-        held = _read_header(path)
+        held = _read_header(path, dtypes)
         for name in names or sorted(held):
             if name not in held:
                 raise CheckpointError(
@@ -103,7 +108,7 @@ def safetensors_headers(folder: Path) -> Iterator[tuple[Path, dict[str, TensorHe
         yield path, {name: held[name] for name in names or sorted(held)}
 
 
-def _read_header(path: Path) -> dict[str, TensorHeader]:
+def _read_header(path: Path, dtypes: Mapping[str, int]) -> dict[str, TensorHeader]:
     """What the file says about each tensor. Raises CheckpointError unless all of them lie in the file, one
     after the other, as their shapes say."""
     try:
@@ -124,7 +129,7 @@ def _read_header(path: Path) -> dict[str, TensorHeader]:
     tensors: dict[str, TensorHeader] = {}
     spans: list[tuple[int, int, str]] = []
     for name, info in header.items():
-        tensors[name], start, end = _parse_tensor(info, f"{path}: the tensor {name!r:.200}")
+        tensors[name], start, end = _parse_tensor(info, f"{path}: the tensor {name!r:.200}", dtypes)
         spans.append((start, end, name))
     position, before = 0, "the header"
     for start, end, name in sorted(spans):
@@ -142,13 +147,13 @@ def _read_header(path: Path) -> dict[str, TensorHeader]:
     return tensors
 
 
-def _parse_tensor(info: Any, where: str) -> tuple[TensorHeader, int, int]:
+def _parse_tensor(info: Any, where: str, dtypes: Mapping[str, int]) -> tuple[TensorHeader, int, int]:
     """One entry of a header: the tensor, its first byte in the data, and its end."""
     fields = info if isinstance(info, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
-    if not isinstance(dtype, str) or dtype not in DTYPES:
+    if not isinstance(dtype, str) or dtype not in dtypes:
         raise CheckpointError(
-            f"{where} has dtype {dtype!r:.40}, which is not supported; these are: {', '.join(DTYPES)}"
+            f"{where} has dtype {dtype!r:.40}, which is not supported; these are: {', '.join(dtypes)}"
         )
     if not _are_counts(shape) or not 1 <= len(shape) <= MAX_DIMS:
         raise CheckpointError(
@@ -156,10 +161,10 @@ def _parse_tensor(info: Any, where: str) -> tuple[TensorHeader, int, int]:
         )
     if not _are_counts(offsets, least=0) or len(offsets) != 2:
         raise CheckpointError(f"{where} has data_offsets {offsets!r:.80}, which are no first byte and end")
-    if offsets[1] - offsets[0] != math.prod(shape) * DTYPES[dtype]:
+    if offsets[1] - offsets[0] != math.prod(shape) * dtypes[dtype]:
         raise CheckpointError(
             f"{where} of dtype {dtype} and shape {shape} takes "
-            f"{math.prod(shape) * DTYPES[dtype]} bytes, its data_offsets {offsets} are "
+            f"{math.prod(shape) * dtypes[dtype]} bytes, its data_offsets {offsets} are "
             f"{offsets[1] - offsets[0]}; fetch it again"
         )
     return TensorHeader(dtype, tuple(shape)), offsets[0], offsets[1]

@@ -24,6 +24,7 @@ from shoal.models.config_gguf import config_from_gguf
 from shoal.models.config_json import config_from_json
 from shoal.weights import default_model
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_rope_factors
+from shoal.weights.safetensors import shards
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TOKEN_ID = re.compile(r"[0-9]{1,9}")
@@ -84,9 +85,14 @@ class CheckpointFiles:
         return {} if self.file is None else self.header.metadata
 
     @property
-    def tensor_bytes(self) -> int:
-        """How many bytes the tensors of a GGUF file take in it."""
-        return sum(info.num_bytes for info in self.header.tensors.values())
+    def quantized_bytes(self) -> int | None:
+        """How many bytes the tensors take in the files, of a GGUF file or where the config says that they are
+        quantized; else None."""
+        if self.file is not None:
+            return sum(info.num_bytes for info in self.header.tensors.values())
+        if self.config.quantization is None:
+            return None
+        return sum(path.stat().st_size for path in shards(self.folder))
 
     @cached_property
     def generation_config(self) -> dict[str, Any]:
@@ -147,6 +153,18 @@ def _gguf_file(path: Path) -> CheckpointFiles:
             f"{path} is not a GGUF file; of a Hugging Face model, name the folder that holds its config.json"
         )
     return CheckpointFiles(path.parent, path)
+
+
+def local_snapshot(model: str, download_dir: str | None = None) -> CheckpointFiles | None:
+    """A hub id's files as they lie in the cache; None if they do not. Nothing is downloaded."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = snapshot_download(model, cache_dir=download_dir, local_files_only=True)
+    except LocalEntryNotFoundError:
+        return None
+    return CheckpointFiles(Path(folder))
 
 
 def _download(model: str, revision: str | None, download_dir: str | None) -> Path:

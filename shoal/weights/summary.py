@@ -8,7 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 from shoal.api import ModelSummary
-from shoal.weights.safetensors import safetensors_headers
+from shoal.weights.safetensors import DTYPES, PACKED_DTYPES, safetensors_headers
 from shoal.weights.source import CheckpointFiles
 
 
@@ -22,7 +22,7 @@ def summarize(files: CheckpointFiles) -> ModelSummary:
         for tensor in files.header.tensors.values():
             weights[tensor.kind] += math.prod(tensor.shape)
     elif any(files.folder.glob("*.safetensors")):
-        for path, tensors in safetensors_headers(files.folder):
+        for path, tensors in safetensors_headers(files.folder, DTYPES | PACKED_DTYPES):
             paths.append(path)
             for dtype, shape in tensors.values():
                 weights[dtype] += math.prod(shape)

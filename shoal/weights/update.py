@@ -5,15 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any
 
 import torch
 import xxhash
 from torch import nn
 
 from shoal.errors import CheckpointError
+from shoal.layers.matrix import MatrixLayer
 from shoal.model_config import ModelConfig
-from shoal.weights.safetensors import shards
+from shoal.weights.safetensors import DTYPES, PACKED_DTYPES, safetensors_headers, shards
 from shoal.weights.source import CheckpointFiles
 
 # These fields say nothing about what is computed. Tensors are converted to the engine's dtype, and the engine
@@ -33,13 +33,21 @@ def difference(ours: ModelConfig, theirs: ModelConfig) -> str | None:
 def packing_difference(ours: CheckpointFiles, files: CheckpointFiles) -> str | None:
     """For an engine whose weights stay quantized, as `ours` has them: the first tensor of the other files
     that is packed otherwise. None: all are packed alike."""
-    if files.file is None:
-        return f"it holds plain weights, and the engine's are packed as {ours.path} has them"
-    kinds = {name: info.kind for name, info in ours.header.tensors.items()}
-    for name, info in files.header.tensors.items():
-        if kinds.get(name, info.kind) != info.kind:
-            return f"its tensor {name} is {info.kind}, and the engine's is packed from {kinds[name]}"
+    if (files.file is None) != (ours.file is None):
+        return f"it is packed otherwise than {ours.path}, from which the engine's weights are"
+    kinds = _kinds(ours)
+    for name, kind in _kinds(files).items():
+        if kinds.get(name, kind) != kind:
+            return f"its tensor {name} is {kind}, and the engine's is packed from {kinds[name]}"
     return None
+
+
+def _kinds(files: CheckpointFiles) -> dict[str, str]:
+    """The type of each tensor in the files, by name."""
+    if files.file is not None:
+        return {name: info.kind for name, info in files.header.tensors.items()}
+    every = safetensors_headers(files.folder, DTYPES | PACKED_DTYPES)
+    return {name: header.dtype for _, headers in every for name, header in headers.items()}
 
 
 def check_tensor(
@@ -72,15 +80,12 @@ def fingerprint(files: CheckpointFiles) -> list[tuple[str, int, int]]:
 
 
 def weight_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors that hold weights: parameters, and the memory of packed weights."""
+    """All tensors that hold weights: parameters, and the memory of packed matrices."""
     yield from model.named_parameters()
-    for name, module in model.named_modules():
-        packed: Any = getattr(module, "packed", None)
-        if packed is not None:
-            yield f"{name}.packed", packed.data
-            scales = getattr(packed, "scales_and_zeros", None)
-            if scales is not None:
-                yield f"{name}.scales", scales
+    for path, layer in model.named_modules():
+        if isinstance(layer, MatrixLayer):
+            for name, tensor in layer.format.tensors().items():
+                yield f"{path}.{name}", tensor
 
 
 @torch.no_grad()

@@ -1,0 +1,76 @@
+"""Fp8Tensor: a matrix of weights in fp8 (e4m3), with scales for rows or for blocks of rows and columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from shoal.errors import CheckpointError
+from shoal.kernels.quantized_tensor import QuantizedTensor
+
+NAN = 0x7F  # The only bits, but for the sign, that are no number in e4m3.
+
+
+@dataclass(frozen=True)
+class Fp8Tensor(QuantizedTensor):
+    """A weight is its fp8 number times its scale.
+
+    data: float8_e4m3fn [O, I]. scales: float32 [O, ceil(I / group_size)], a row's own, so that rows can be
+    cut and merged anywhere."""
+
+    shape: tuple[int, int]
+    data: torch.Tensor
+    scales: torch.Tensor
+    size: int  # of a group
+
+    @classmethod
+    def of(cls, data: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> Fp8Tensor:
+        """`block`: rows and columns that share a scale; 0: all of them. Raises CheckpointError for what is no
+        number."""
+        outs, inputs = data.shape
+        tall, wide = block[0] or outs, block[1] or inputs
+        scales = scales.float().view(-(-outs // tall), -(-inputs // wide))
+        if not scales.isfinite().all() or bool(((data.view(torch.uint8) & NAN) == NAN).any()):
+            raise CheckpointError("there are weights or scales that are no numbers; the file is damaged")
+        scales = scales.repeat_interleave(tall, dim=0)[:outs].contiguous()
+        return cls((outs, inputs), data, scales, min(wide, inputs))
+
+    @property
+    def group_size(self) -> int:
+        return 1 if self.size == self.shape[1] else self.size  # A row with one scale is cut anywhere.
+
+    def dequantize(
+        self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        out = self.data.to(device).float()
+        for group, scale_O in enumerate(self.scales.to(device).unbind(1)):
+            out[:, group * self.size : (group + 1) * self.size] *= scale_O.unsqueeze(1)
+        return out.to(dtype)
+
+    def rows(self, start: int, stop: int) -> Fp8Tensor:
+        return replace(
+            self,
+            shape=(stop - start, self.shape[1]),
+            data=self.data[start:stop],
+            scales=self.scales[start:stop],
+        )
+
+    def columns(self, start: int, stop: int) -> Fp8Tensor:
+        if start == 0 and stop == self.shape[1]:
+            return self
+        one_group = self.size == self.shape[1]
+        if not one_group and (start % self.size or stop % self.size):
+            raise CheckpointError(
+                f"columns {start} to {stop} of an fp8 matrix of shape {list(self.shape)} cut through its "
+                f"blocks of {self.size}; choose a smaller tensor_parallel_size"
+            )
+        size = stop - start if one_group else self.size
+        taken = slice(None) if one_group else slice(start // self.size, stop // self.size)
+        return replace(
+            self,
+            shape=(self.shape[0], stop - start),
+            data=self.data[:, start:stop],
+            scales=self.scales[:, taken],
+            size=size,
+        )

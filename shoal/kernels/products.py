@@ -1,0 +1,306 @@
+"""Which kernel multiplies, and how it cuts the product: the one place that says so.
+
+`choose` is pure: it knows the product's shape, its rows, the numbers' type and what a GPU is. Kernels say
+what they can do; here is which of them is fastest. `Limits` are the numbers in the rules that were measured,
+on an H200 in bf16 (benchmarks/results/products.md). Those that count programs follow the number of SMs on
+other GPUs; `benchmarks/products.py` measures all of them for a GPU, and prints its line for `MEASURED`.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
+
+import torch
+
+from shoal.kernels.hopper import HAS_GLUON, MAX_ROWS, is_hopper, rows_with_room
+from shoal.kernels.rounding import cdiv, next_power_of_2
+
+TENSOR_TYPES = (torch.bfloat16, torch.float16)  # what Hopper's kernels multiply
+# Of hopper_linear.py
+MIN_ROWS = 2
+MAX_STAGES = 8  # The code is unrolled over them.
+MAX_SPLITS = 4
+SHARED_BYTES = 216 << 10  # what the tiles may take of an SM's 227 KiB
+# Of hopper_row.py: the most inputs, as they lie in shared memory beside the ring
+WIDEST_ROW = 32768
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The measured numbers. A limit belongs to the side that its comment names."""
+
+    # A product of at most as many warps runs at once. Prefetching makes it faster, and larger ones slower.
+    prefetched_warps: int = 4096
+    # The widest row whose norm is part of an elementwise product: each program reads x, residual and norm.
+    normed_inputs: int = 2048
+    # 2 to 4 rows with at most as many multiplications are multiplied elementwise.
+    elementwise_products: int = 1 << 25
+    # To Triton's tensor-core kernel go up to 16 rows of fewer inputs, and up to 32 of a weight with at least
+    # as many rows.
+    deep_inputs: int = 4096
+    many_weight_rows: int = 24576
+    # cuBLAS adds a product of many rows to the residual up to as many inputs. Wider ones take longer so.
+    added_inputs: int = 8192
+    # The fewest outputs, and inputs, of one row for Hopper's ring of tiles.
+    ring_side: int = 2048
+    # The fewest rows for Hopper's gate and up. For fewer, two launches cost the host less than this one.
+    gated_rows: int = 4096
+
+
+REFERENCE_SMS = 132  # of the H200
+MEASURED = {"NVIDIA H200": Limits()}
+
+
+def derived_limits(sms: int) -> Limits:
+    """Limits for a GPU that nobody has measured: those that count programs follow the number of SMs."""
+    reference = MEASURED["NVIDIA H200"]
+    return replace(
+        reference,
+        prefetched_warps=reference.prefetched_warps * sms // REFERENCE_SMS,
+        elementwise_products=reference.elementwise_products * sms // REFERENCE_SMS,
+        many_weight_rows=reference.many_weight_rows * sms // REFERENCE_SMS,
+    )
+
+
+class GPU(NamedTuple):
+    """What a choice depends on. Without Hopper's kernels, for which Gluon is needed, `hopper` is False."""
+
+    sms: int = REFERENCE_SMS
+    hopper: bool = False
+    limits: Limits = MEASURED["NVIDIA H200"]
+
+
+@functools.cache
+def gpu_of(device: torch.device) -> GPU:
+    """Where there is no GPU, kernels are interpreted, or compiled for one that is not there."""
+    if device.type != "cuda":
+        return GPU()
+    properties = torch.cuda.get_device_properties(device)
+    sms = properties.multi_processor_count
+    limits = MEASURED.get(properties.name) or derived_limits(sms)
+    return GPU(sms, HAS_GLUON and is_hopper(device), limits)
+
+
+class Before(Enum):
+    """What happens to the rows first."""
+
+    NOTHING = 0
+    NORM = 1
+    SUM_AND_NORM = 2
+
+
+class After(Enum):
+    """What happens to the outputs at the end."""
+
+    NOTHING = 0
+    SILU_MUL = 1  # The weight is gate over up.
+    ADD = 2  # They are added to the residual.
+
+
+class Shape(NamedTuple):
+    """A product with a weight [O, I], or [2F, I] where `after` is SILU_MUL: `outs` is O or F."""
+
+    outs: int
+    inputs: int
+    before: Before = Before.NOTHING
+    after: After = After.NOTHING
+    bias: bool = False
+
+    @property
+    def gated(self) -> bool:
+        return self.after is After.SILU_MUL
+
+    @property
+    def weight_rows(self) -> int:
+        return self.outs * (1 + self.gated)
+
+
+class Kernel(Enum):
+    CUBLAS = 0
+    TRITON = 1  # linear.py
+    HOPPER = 2  # hopper_linear.py
+    HOPPER_ROW = 3  # hopper_row.py
+    HOPPER_GATED = 4  # hopper_gated.py
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """How linear.py cuts a product: a program computes `outs` outputs of all rows, `columns` inputs at a
+    time."""
+
+    outs: int
+    columns: int
+    num_warps: int
+    num_stages: int = 0  # of the pipeline into the tensor cores; 0: elementwise
+
+
+@dataclass(frozen=True, slots=True)
+class HopperTiles:
+    """How hopper_linear.py cuts a product: a program computes `outs` outputs of `rows` rows from a
+    `splits`-th of the inputs, `columns` at a time."""
+
+    rows: int
+    outs: int
+    splits: int = 1
+    columns: int = 128
+
+    @functools.cache  # noqa: B019 -- there are as many instances as shapes
+    def stages(self, inputs: int, gated: bool) -> int:
+        """How many tiles of weight and rows lie in shared memory at once."""
+        tile_bytes = (self.rows + self.outs * (1 + gated)) * self.columns * 2
+        return min(SHARED_BYTES // tile_bytes, self.num_tiles(inputs), MAX_STAGES)
+
+    def num_tiles(self, inputs: int) -> int:
+        return cdiv(cdiv(inputs, self.columns), self.splits)
+
+
+class Product(NamedTuple):
+    """A choice. `norms`: the kernel does what comes before the product. `adds`: it adds to the residual;
+    otherwise that is left to the next norm."""
+
+    kernel: Kernel
+    tiles: Tiles | None = None
+    hopper_tiles: HopperTiles | None = None
+    norms: bool = False
+    adds: bool = True
+
+
+@functools.lru_cache(maxsize=8192)
+def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Product:
+    """The fastest product that is known. The result is the same whenever the arguments are."""
+    limits = gpu.limits
+    if shape.before is not Before.NOTHING:
+        # The ring norms a row that is ready; the elementwise kernel norms a narrow one, and sums before it.
+        if shape.before is Before.NORM and _is_for_ring(shape, rows, dtype, gpu):
+            return Product(Kernel.HOPPER_ROW, norms=True)
+        tiles = choose_tiles(shape, rows, dtype, limits)
+        if tiles is not None and rows == 1 and shape.inputs <= limits.normed_inputs:
+            return Product(Kernel.TRITON, tiles, norms=True)
+    if _is_for_hopper_gated(shape, rows, dtype, gpu):
+        return Product(Kernel.HOPPER_GATED)
+    if _is_for_ring(shape, rows, dtype, gpu):
+        return Product(Kernel.HOPPER_ROW)
+    if gpu.hopper and dtype in TENSOR_TYPES:
+        hopper_tiles = choose_hopper_tiles(rows, shape.outs, shape.inputs, shape.gated, gpu.sms)
+        if hopper_tiles is not None:
+            return Product(Kernel.HOPPER, hopper_tiles=hopper_tiles)
+    if (tiles := choose_tiles(shape, rows, dtype, limits)) is not None:
+        return Product(Kernel.TRITON, tiles)
+    adds = not shape.bias and (rows <= MAX_ROWS or shape.inputs <= limits.added_inputs)
+    return Product(Kernel.CUBLAS, adds=adds)
+
+
+def _is_for_ring(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> bool:
+    """Whether this is one row, and a weight that is large in both directions."""
+    return (
+        gpu.hopper
+        and rows == 1
+        and dtype in TENSOR_TYPES
+        and min(shape.outs, shape.inputs) >= gpu.limits.ring_side
+        and shape.inputs <= WIDEST_ROW
+        and shape.inputs % 16 == 0
+    )
+
+
+def _is_for_hopper_gated(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> bool:
+    """Whether these are many rows, of sizes that TMA can read and store, 16 bytes at a time."""
+    return (
+        gpu.hopper
+        and shape.gated
+        and not shape.bias
+        and rows >= gpu.limits.gated_rows
+        and dtype in TENSOR_TYPES
+        and shape.inputs % 8 == shape.outs % 8 == 0
+    )
+
+
+def choose_tiles(shape: Shape, rows: int, dtype: torch.dtype, limits: Limits) -> Tiles | None:
+    """How linear.py cuts a product. None: cuBLAS is as fast."""
+    if rows == 0 or dtype == torch.float32:
+        return None
+    columns = shape.inputs
+    if rows == 1:
+        if columns <= 1024:
+            return Tiles(4, 1024, 4) if shape.weight_rows <= 4096 else Tiles(8, 512, 4)
+        if columns <= 2048:
+            return Tiles(2, 2048, 8 if shape.weight_rows <= 1024 else 4)
+        # Whole rows: all of them are in flight before the wait.
+        if 3072 < columns <= 4096:
+            return Tiles(1, 4096, 4) if shape.gated else Tiles(2, 4096, 8)
+        return Tiles(2, 1024, 4)  # Small tiles: more of them are there at once.
+    elementwise = next_power_of_2(rows) * shape.weight_rows * columns <= limits.elementwise_products
+    if rows <= 4 and not shape.gated and elementwise:
+        return Tiles(4, 256, 1) if columns <= 1024 else Tiles(4, 1024, 4)
+    few = rows <= 16 and columns < limits.deep_inputs
+    if few or (rows <= 32 and shape.weight_rows >= limits.many_weight_rows):
+        return Tiles(64, 128, 4, 5)
+    return None
+
+
+def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> HopperTiles | None:
+    """How hopper_linear.py cuts a product. Programs get the fewest outputs for which programs do not
+    outnumber SMs. Then the inputs are split while SMs are idle and a slice does not fit in shared memory.
+
+    None: cuBLAS gets the product. It has so many outputs and rows that programs would queue, or is bound by
+    arithmetic, or is gated (so it can't be split) and has so few outputs that most SMs would read nothing."""
+    # TMA reads 16 bytes at a time, and the end stores as many.
+    if not MIN_ROWS <= rows <= MAX_ROWS or inputs < 512 or inputs % 8 or outs % 8:
+        return None
+    block_rows = next(block for block in (8, 16, 32, 64) if rows <= block or block == 64)
+    if block_rows < 64:
+        smallest = 64
+    elif gated or rows > 64:
+        smallest = 32
+    else:
+        smallest = 16
+    largest = 128
+    large = rows > 64 and outs * inputs > 1 << 24
+    if large:  # Two tiles of rows would read such a weight twice.
+        if gated or rows > 128:
+            return None
+        block_rows, smallest, largest = 128, 64, 64
+    for block_outs in (16, 32, 64, 128):
+        programs = cdiv(rows, block_rows) * cdiv(outs, block_outs)
+        if smallest <= block_outs <= largest and programs <= sms:
+            assert cdiv(rows, block_rows) * block_rows <= rows_with_room(rows)
+            if gated and inputs >= 4096 and 3 * programs < sms:
+                return None
+            narrow = gated and (inputs >= 4096 or rows > 64 or block_rows + 2 * block_outs > 288)
+            columns = 64 if large or narrow else 128  # There are at least 3 stages so.
+            choices = [
+                HopperTiles(block_rows, block_outs, splits, columns)
+                for splits in range(1, 2 if gated else MAX_SPLITS + 1)
+                if splits == 1 or programs * splits <= sms
+            ]
+            return next(
+                (tiles for tiles in choices if tiles.stages(inputs, gated) == tiles.num_tiles(inputs)),
+                choices[-1],
+            )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """Tile sizes of the two products of moe.py."""
+
+    m: int
+    n: int
+    k: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_blocks(num_slots: int, num_experts: int, dtype: torch.dtype) -> Blocks:
+    """Chooses tiles by the mean number of slots of an expert. Few rows are bound by bandwidth, so tiles are
+    deep and have little padding. Many rows are bound by arithmetic."""
+    rows = num_slots / num_experts
+    if dtype == torch.float32:
+        return Blocks(16 if rows <= 16 else 32, 32, 32, 4, 2)
+    if rows <= 16:
+        return Blocks(16, 64, 128, 4, 4)
+    if rows <= 64:
+        return Blocks(64, 64, 64, 4, 4)
+    return Blocks(128, 64, 64, 8, 3)

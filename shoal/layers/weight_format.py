@@ -1,0 +1,148 @@
+"""WeightFormat: one rank's matrix of weights as it lies in memory, and the products that it takes part in.
+
+A layer shards and merges; it asks its format for everything else. What a checkpoint holds in fewer bits comes
+as a QuantizedTensor, which knows how to be cut and what it means; `PACKED_BY` names the module that makes
+such tensors ready to multiply. A new quantization is a file with both, and a line there.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from typing import Protocol, cast
+
+import torch
+
+from shoal.kernels.fp8_tensor import Fp8Tensor
+from shoal.kernels.gguf_tensor import GGUFTensor
+from shoal.kernels.int4_tensor import Int4Tensor
+from shoal.kernels.ops import Ops
+from shoal.kernels.quantized_tensor import QuantizedTensor
+
+# The type of a quantized tensor -> the module whose `pack` makes a PackedMatrix of such tensors. It is
+# imported when the first one comes, because it may compile a library.
+PACKED_BY: dict[type[QuantizedTensor], str] = {
+    GGUFTensor: "shoal.kernels.cpu_linear",
+    Int4Tensor: "shoal.kernels.cpu_int4",
+    Fp8Tensor: "shoal.kernels.cpu_fp8",
+}
+
+
+class PackedMatrix(Protocol):
+    """A matrix that is multiplied without being unpacked first."""
+
+    def linear(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        """x W^T + bias, [T, O], in x's dtype."""
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """The rows `ids_T`, [T, I] float32. The matrix must be made of one tensor."""
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The memory in which it lies."""
+
+
+class WeightFormat:
+    """A rank's [O, I] matrix. The products that a format has no kernel for are made of those that it has.
+
+    T tokens · I inputs · O outputs (F of a gated product, whose matrix has 2F rows)."""
+
+    def __init__(self, ops: Ops) -> None:
+        self.ops = ops
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """The memory in which the weights lie, by name, but for parameters of the layer."""
+        return {}
+
+    def multiply(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        """x W^T + bias, [T, O]."""
+        raise NotImplementedError
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        """The rows `ids_T`, [T, I]."""
+        raise NotImplementedError
+
+    def add(
+        self, x_TI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
+    ) -> torch.Tensor | None:
+        """Adds the product to the residual in place, and returns None; or leaves the sum to the next norm,
+        and returns the product."""
+        return self.multiply(x_TI, bias_O)
+
+    def gated(self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor:
+        """silu(first half of the outputs) * second half, [T, F]."""
+        return self.ops.silu_mul(self.multiply(x_TI, bias_2F))
+
+    def normed(
+        self,
+        x_TI: torch.Tensor | None,
+        residual_TI: torch.Tensor,
+        norm_weight_I: torch.Tensor,
+        eps: float,
+        bias_O: torch.Tensor | None,
+        gated: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The product of the norm of residual + x (x None: of the residual), gated or not; and that sum."""
+        normed_TI = (
+            self.ops.rms_norm(residual_TI, norm_weight_I, eps)
+            if x_TI is None
+            else self.ops.add_rms_norm(x_TI, residual_TI, norm_weight_I, eps)
+        )
+        return (self.gated if gated else self.multiply)(normed_TI, bias_O), residual_TI
+
+
+class PlainWeight(WeightFormat):
+    """Numbers of the engine's dtype, in a parameter of the layer."""
+
+    def __init__(self, ops: Ops, weight_OI: torch.Tensor) -> None:
+        super().__init__(ops)
+        self.weight_OI = weight_OI
+
+    def multiply(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        return self.ops.linear(x_TI, self.weight_OI, bias_O)
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return self.ops.embed(ids_T, self.weight_OI)
+
+    def add(
+        self, x_TI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
+    ) -> torch.Tensor | None:
+        return self.ops.linear_add(x_TI, self.weight_OI, bias_O, residual_TO)
+
+    def gated(self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor:
+        return self.ops.linear_silu_mul(x_TI, self.weight_OI, bias_2F)
+
+    def normed(
+        self,
+        x_TI: torch.Tensor | None,
+        residual_TI: torch.Tensor,
+        norm_weight_I: torch.Tensor,
+        eps: float,
+        bias_O: torch.Tensor | None,
+        gated: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.ops.add_norm_linear(x_TI, residual_TI, norm_weight_I, eps, self.weight_OI, bias_O, gated)
+
+
+class PackedWeight(WeightFormat):
+    """Weights of fewer bits. The sum with the residual is left to the norm, whose kernel adds in passing."""
+
+    def __init__(self, ops: Ops, packed: PackedMatrix) -> None:
+        super().__init__(ops)
+        self.packed = packed
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        return self.packed.tensors()
+
+    def multiply(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+        return self.packed.linear(x_TI, bias_O)
+
+    def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return self.packed.embed(ids_T)
+
+
+def pack(pieces: Sequence[QuantizedTensor], ops: Ops, replaced: WeightFormat) -> PackedWeight:
+    """One matrix of all rows of the pieces, in order. Where the format that it replaces fits, its memory is
+    used again, so that new weights lie at the addresses of the old ones."""
+    module = importlib.import_module(PACKED_BY[type(pieces[0])])
+    old = replaced.packed if isinstance(replaced, PackedWeight) else None
+    return PackedWeight(ops, cast(PackedMatrix, module.pack(pieces, old)))

@@ -1,0 +1,136 @@
+"""compressed-tensors, the format of llm-compressor and vLLM, in two layouts: `pack-quantized`, 4 bits with
+eight inputs in an int32, and `float-quantized`, fp8 with a scale for each output, matrix or block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from shoal.errors import CheckpointError
+from shoal.model_config import Quantization
+from shoal.models.config_fields import ConfigFields
+from shoal.models.layouts.layout import HALVES, Layout, Stored, choice, group_size, num_groups, unpack
+
+if TYPE_CHECKING:
+    import torch
+
+    from shoal.kernels.fp8_tensor import Fp8Tensor
+    from shoal.kernels.int4_tensor import Int4Tensor
+
+METHOD = "compressed-tensors"
+INT4, FP8 = "pack-quantized", "float-quantized"
+
+
+def _weights(fields: ConfigFields, format: str) -> ConfigFields | None:
+    """How weights are quantized, which is the same for all of them. None: in another format."""
+    choice(fields, "format", (INT4, FP8))
+    if fields.get("format") != format:
+        return None
+    choice(fields, "quantization_status", (None, "compressed"))
+    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+        choice(fields, key, (None, {}))
+    groups = fields.get("config_groups")
+    if not isinstance(groups, dict) or not groups or not all(isinstance(g, dict) for g in groups.values()):
+        raise CheckpointError(f"{fields.where}: config_groups {groups!r:.80} says nothing about weights")
+    schemes: list[Any] = [group.get("weights") for group in groups.values()]
+    if any(scheme != schemes[0] for scheme in schemes) or not isinstance(schemes[0], dict):
+        raise CheckpointError(
+            f"{fields.where}: config_groups quantizes weights in {len(schemes)} ways, of which one is "
+            f"supported: {schemes!r:.200}"
+        )
+    for name, group in groups.items():
+        activations = group.get("input_activations")
+        if activations is not None:
+            own = ConfigFields(activations, f"{fields.where}: {name}: input_activations")
+            choice(own, "dynamic", (True,))
+            choice(own, "type", ("float",))
+    return ConfigFields(schemes[0], f"{fields.where}: weights")
+
+
+def read_int4(fields: ConfigFields) -> Quantization | None:
+    weights = _weights(fields, INT4)
+    if weights is None:
+        return None
+    choice(weights, "num_bits", (4,))
+    choice(weights, "type", ("int",))
+    by_group = choice(weights, "strategy", ("group", "channel")) == "group"
+    return Quantization(
+        INT4,
+        4,
+        (1, group_size(weights) if by_group else 0),
+        zero_points=not weights.flag("symmetric", True),
+        act_order=choice(weights, "actorder", (None, "group", "weight", "static", "dynamic")) == "group",
+    )
+
+
+def int4_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    outs, words = shapes["weight_packed"]
+    return outs, 8 * words
+
+
+def int4_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:
+    groups = num_groups(inputs, quantization.block[1])
+    stored = {
+        "weight_packed": Stored((outs, inputs // 8), ("I32",)),
+        "weight_scale": Stored((outs, groups), HALVES),
+        "weight_shape": Stored((2,), ("I64", "I32")),
+    }
+    if quantization.zero_points:
+        stored["weight_zero_point"] = Stored((-(-outs // 8), groups), ("I32",))
+    if quantization.act_order:
+        stored["weight_g_idx"] = Stored((inputs,), ("I32",))
+    return stored
+
+
+def join_int4(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Int4Tensor:
+    from shoal.kernels.int4_tensor import Int4Tensor
+
+    quants = unpack(stored["weight_packed"], 1)
+    if stored["weight_shape"].tolist() != list(quants.shape):
+        raise CheckpointError(
+            f"weight_shape is {stored['weight_shape'].tolist()}, but weight_packed holds {list(quants.shape)}"
+        )
+    zeros = unpack(stored["weight_zero_point"], 0)[: len(quants)] if quantization.zero_points else None
+    return Int4Tensor.of(quants, stored["weight_scale"], zeros, stored.get("weight_g_idx"))
+
+
+def read_fp8(fields: ConfigFields) -> Quantization | None:
+    weights = _weights(fields, FP8)
+    if weights is None:
+        return None
+    choice(weights, "num_bits", (8,))
+    choice(weights, "type", ("float",))
+    choice(weights, "symmetric", (None, True))
+    strategy = choice(weights, "strategy", ("channel", "tensor", "block"))
+    if strategy == "block":
+        return Quantization(FP8, 8, block_sizes(weights, "block_structure"))
+    return Quantization(FP8, 8, (1 if strategy == "channel" else 0, 0))
+
+
+def block_sizes(fields: ConfigFields, key: str) -> tuple[int, int]:
+    sizes = fields.get(key)
+    if not isinstance(sizes, list) or len(sizes) != 2 or not all(type(n) is int and n > 0 for n in sizes):
+        raise CheckpointError(f"{fields.where}: {key} {sizes!r:.80} is not two positive integers")
+    return sizes[0], sizes[1]
+
+
+def fp8_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    outs, inputs = shapes["weight"]
+    return outs, inputs
+
+
+def fp8_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:
+    tall, wide = quantization.block[0] or outs, quantization.block[1] or inputs
+    blocks = (-(-outs // tall), -(-inputs // wide))
+    scales = (1,) if quantization.block == (0, 0) else blocks
+    return {"weight": Stored((outs, inputs), ("F8_E4M3",)), "weight_scale": Stored(scales, HALVES)}
+
+
+def join_fp8(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Fp8Tensor:
+    from shoal.kernels.fp8_tensor import Fp8Tensor
+
+    return Fp8Tensor.of(stored["weight"], stored["weight_scale"], quantization.block)
+
+
+INT4_LAYOUT = Layout(INT4, METHOD, "weight_packed", read_int4, int4_shape, int4_tensors, join_int4)
+FP8_LAYOUT = Layout(FP8, METHOD, "weight_scale", read_fp8, fp8_shape, fp8_tensors, join_fp8)

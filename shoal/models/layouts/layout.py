@@ -1,0 +1,77 @@
+"""Layout: how one kind of checkpoint stores a matrix in fewer bits, as several tensors under one name.
+
+A layout reads its part of config.json, says which tensors make up a matrix, and joins them. Adding one is a
+file like these and a line in registry.py. No torch: `join` imports what it needs when the first matrix comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from shoal.errors import CheckpointError
+from shoal.model_config import Quantization
+from shoal.models.config_fields import ConfigFields
+
+if TYPE_CHECKING:
+    import torch
+
+    from shoal.kernels.quantized_tensor import QuantizedTensor
+
+HALVES = ("F16", "BF16", "F32")  # what scales come in
+
+
+class Stored(NamedTuple):
+    """A tensor of a matrix: its shape and what its numbers may be, by safetensors' names."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    name: str
+    quant_method: str  # as config.json names it
+    marker: str  # a matrix is stored so if there is a tensor `<its name>.<marker>`
+    # From the quantization_config to what it says. None: it is another layout of the same method. Raises
+    # CheckpointError for what is contradictory or not supported.
+    read: Callable[[ConfigFields], Quantization | None]
+    # From the shapes of the tensors that are there, by suffix, to the matrix's [outs, inputs].
+    matrix_shape: Callable[[Mapping[str, tuple[int, ...]]], tuple[int, int]]
+    # The tensors of such a matrix, by suffix.
+    tensors: Callable[[int, int, Quantization], dict[str, Stored]]
+    join: Callable[[Mapping[str, torch.Tensor], Quantization], QuantizedTensor]
+
+
+def choice(fields: ConfigFields, key: str, allowed: tuple[object, ...]) -> object:
+    """A value that is one of `allowed`. Raises CheckpointError that names both."""
+    value = fields.get(key)
+    if not any(value is one or (value == one and type(value) is type(one)) for one in allowed):
+        shown = ", ".join(repr(one) for one in allowed)
+        raise CheckpointError(f"{fields.where}: {key} {value!r:.80} is not supported; these are: {shown}")
+    return value
+
+
+def group_size(fields: ConfigFields) -> int:
+    """Inputs that share a scale; 0 for -1, all of them."""
+    return 0 if fields.get("group_size") == -1 else fields.count("group_size")
+
+
+def num_groups(inputs: int, size: int) -> int:
+    """Raises CheckpointError if the inputs are not whole groups."""
+    size = size or inputs
+    if inputs % size:
+        raise CheckpointError(f"{inputs} inputs are not whole groups of {size}, the group_size")
+    return inputs // size
+
+
+def unpack(words: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """The eight 4-bit numbers of each int32, which lie side by side along `dim`: uint8. Number `order[i]`
+    has bits 4 i and up."""
+    import torch
+
+    numbers: list[torch.Tensor] = [words] * 8
+    for i, place in enumerate(order):
+        numbers[place] = ((words >> (4 * i)) & 15).to(torch.uint8)
+    return torch.stack(numbers, dim=dim + 1).flatten(dim, dim + 1)

@@ -1,0 +1,44 @@
+"""The layouts of quantized checkpoints that are read, and the reading of a quantization_config."""
+
+from __future__ import annotations
+
+from shoal.errors import CheckpointError
+from shoal.model_config import Quantization
+from shoal.models.config_fields import ConfigFields
+from shoal.models.layouts import awq, compressed_tensors, fp8_blocks, gptq
+from shoal.models.layouts.layout import Layout
+
+LAYOUTS = (
+    awq.LAYOUT,
+    gptq.LAYOUT,
+    compressed_tensors.INT4_LAYOUT,
+    compressed_tensors.FP8_LAYOUT,
+    fp8_blocks.LAYOUT,
+)
+BY_NAME: dict[str, Layout] = {layout.name: layout for layout in LAYOUTS}
+
+
+def read_quantization(fields: ConfigFields) -> Quantization | None:
+    """What config.json says under quantization_config, or in older checkpoints under compression_config; None
+    for nothing. Raises CheckpointError for what is unknown, contradictory or not supported."""
+    given = {key: fields.get(key) for key in ("quantization_config", "compression_config")}
+    given = {key: value for key, value in given.items() if value}
+    if not given:
+        return None
+    if len(given) > 1:
+        raise CheckpointError(
+            f"{fields.where}: quantization_config and compression_config are both given; remove one"
+        )
+    ((key, values),) = given.items()
+    if not isinstance(values, dict):
+        raise CheckpointError(f"{fields.where}: {key} {values!r:.80} is not an object")
+    method = values.get("quant_method")
+    own = ConfigFields(values, f"{fields.where}: {key}")
+    for layout in LAYOUTS:
+        if layout.quant_method == method and (found := layout.read(own)) is not None:
+            return found
+    supported = ", ".join(dict.fromkeys(layout.quant_method for layout in LAYOUTS))
+    raise CheckpointError(
+        f"{fields.where}: quant_method {method!r:.80} ({key}) is not supported; these are: {supported}. Use "
+        "one of them, an unquantized checkpoint or a GGUF file"
+    )

@@ -1,0 +1,179 @@
+"""`shoal quantize`: a checkpoint with its layers' matrices in fewer bits, in the format of
+compressed-tensors, which vLLM and transformers read as well.
+
+Tensors come, are rounded and are written one by one, into as many files as there were. Embeddings, norms, the
+output head and a mixture's router stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+
+from shoal.errors import CheckpointError, ConfigError
+from shoal.json_file import read_object
+from shoal.models.layouts.compressed_tensors import FP8, INT4, METHOD
+from shoal.weights.loader import check_shapes
+from shoal.weights.safetensors import INDEX, TensorHeader, safetensors_headers
+from shoal.weights.source import HUB_FILES, CheckpointFiles
+
+LARGEST_FP8 = 448.0
+# An int4 group's scale is the one of these shares of its largest weight with the least squared error.
+SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.int32: "I32",
+    torch.int64: "I64",
+}
+Tensors = dict[str, torch.Tensor]
+
+
+def quantize(files: CheckpointFiles, to: str, target: Path, group_size: int = 128) -> Path:
+    """Writes the checkpoint to the folder `target`, which is new. `to`: "fp8", with a scale for each output
+    and activations rounded token by token, or "int4", with a scale for each `group_size` inputs. Raises
+    ConfigError, CheckpointError."""
+    if files.file is not None or files.config.quantization is not None:
+        raise CheckpointError(
+            f"{files.path} holds weights in fewer bits already; name a Hugging Face folder whose weights are "
+            "plain numbers"
+        )
+    if target.exists():
+        raise ConfigError(f"the folder {target} exists; remove it, or name another one with --output")
+    check_shapes(files)
+    shards = list(safetensors_headers(files.folder))
+    for _, headers in shards:
+        for name, header in headers.items():
+            if to == "int4" and _is_quantized(name) and header.shape[1] % group_size:
+                raise ConfigError(
+                    f"{name} has {header.shape[1]} inputs, which are not whole groups of {group_size}; "
+                    "choose another --group-size, such as 64 or 32"
+                )
+    rounding = _fp8 if to == "fp8" else lambda weight: _int4(weight, group_size)
+    target.mkdir(parents=True)
+    weight_map: dict[str, str] = {}
+    total = 0
+    for path, headers in shards:
+        names, size = _write(path, headers, rounding, target / path.name)
+        weight_map |= dict.fromkeys(names, path.name)
+        total += size
+    if (files.folder / INDEX).exists():
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (target / INDEX).write_text(json.dumps(index, indent=2))
+    for pattern in HUB_FILES:
+        for path in files.folder.glob(pattern):
+            if path.suffix != ".safetensors" and path.name not in (INDEX, "config.json"):
+                shutil.copyfile(path, target / path.name)
+    config = read_object(files.folder / "config.json")
+    config["quantization_config"] = _config(to, group_size)
+    (target / "config.json").write_text(json.dumps(config, indent=2))
+    return target
+
+
+def _is_quantized(name: str) -> bool:
+    """Products of attention, MLPs and experts alone end so."""
+    return name.endswith("_proj.weight")
+
+
+def _config(to: str, group_size: int) -> dict[str, Any]:
+    activations: dict[str, Any] | None = None
+    if to == "fp8":
+        weights: dict[str, Any] = dict(
+            num_bits=8, type="float", strategy="channel", symmetric=True, dynamic=False
+        )
+        activations = dict(num_bits=8, type="float", strategy="token", symmetric=True, dynamic=True)
+    else:
+        weights = dict(
+            num_bits=4, type="int", strategy="group", group_size=group_size, symmetric=True, dynamic=False
+        )
+    group = dict(targets=["Linear"], weights=weights, input_activations=activations)
+    return dict(
+        quant_method=METHOD,
+        format=FP8 if to == "fp8" else INT4,
+        quantization_status="compressed",
+        config_groups=dict(group_0=group),
+        ignore=["lm_head", "re:.*mlp.gate$"],
+    )
+
+
+def _fp8(weight: torch.Tensor) -> Tensors:
+    scale = _rounded(weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / LARGEST_FP8, weight.dtype)
+    data = (weight.float() / scale.float()).clamp(-LARGEST_FP8, LARGEST_FP8)
+    return {"weight": data.to(torch.float8_e4m3fn), "weight_scale": scale}
+
+
+def _int4(weight: torch.Tensor, group_size: int) -> Tensors:
+    groups = weight.float().unflatten(1, (-1, group_size))
+    most = groups.abs().amax(2, keepdim=True).clamp(min=1e-12)
+    best = torch.full_like(most, float("inf"))
+    quants, scales = torch.zeros_like(groups), most
+    for share in SHARES:
+        scale = _rounded(most * share / 7.5, weight.dtype).float()
+        rounded = (groups / scale).round_().clamp_(-8, 7)
+        error = (rounded * scale - groups).square_().sum(2, keepdim=True)
+        better = error < best
+        best = torch.where(better, error, best)
+        quants, scales = torch.where(better, rounded, quants), torch.where(better, scale, scales)
+    numbers = (quants.flatten(1) + 8).to(torch.int32).unflatten(1, (-1, 8))
+    packed = torch.zeros_like(numbers[:, :, 0])
+    for i in range(8):
+        packed |= numbers[:, :, i] << (4 * i)
+    return {
+        "weight_packed": packed,
+        "weight_scale": _rounded(scales.squeeze(2), weight.dtype),
+        "weight_shape": torch.tensor(weight.shape),
+    }
+
+
+def _rounded(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Scales in the type in which they are stored: bfloat16 for such weights, else float32, as float16 has no
+    room for small ones."""
+    return scales.to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+
+
+def _write(
+    source: Path, headers: dict[str, TensorHeader], rounding: Callable[[torch.Tensor], Tensors], target: Path
+) -> tuple[list[str], int]:
+    """Writes one file. Returns the names of its tensors, and their bytes.
+
+    What a matrix becomes is known from its shape alone, so that the header is written first."""
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, header in headers.items():
+        dtype = next(dtype for dtype, known in NAMES.items() if known == header.dtype)
+        for part, tensor in _become(name, torch.empty(header.shape, dtype=dtype, device="meta"), rounding):
+            size = tensor.numel() * tensor.itemsize
+            described[part] = {
+                "dtype": NAMES[tensor.dtype],
+                "shape": list(tensor.shape),
+                "data_offsets": [end, end + size],
+            }
+            end += size
+    text = json.dumps(described).encode()
+    text += b" " * (-len(text) % 8)
+    with safetensors.safe_open(source, framework="pt", device="cpu") as file, target.open("wb") as out:
+        out.write(struct.pack("<Q", len(text)) + text)
+        for name in headers:
+            for _, tensor in _become(name, file.get_tensor(name), rounding):
+                out.write(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return [name for name in described if name != "__metadata__"], end
+
+
+def _become(
+    name: str, tensor: torch.Tensor, rounding: Callable[[torch.Tensor], Tensors]
+) -> list[tuple[str, torch.Tensor]]:
+    """What is written in place of a tensor."""
+    if not _is_quantized(name):
+        return [(name, tensor)]
+    module = name.removesuffix(".weight")
+    return [(f"{module}.{suffix}", part) for suffix, part in rounding(tensor).items()]

@@ -1,0 +1,121 @@
+"""The tensors of a folder whose matrices are quantized: those that a layout stores for one matrix come as one
+QuantizedTensor under the matrix's own name, `<module>.weight`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+
+from shoal.errors import CheckpointError
+from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.model_config import Quantization
+from shoal.models.layouts.layout import Stored
+from shoal.models.layouts.registry import BY_NAME
+from shoal.weights.safetensors import (
+    DTYPES,
+    PACKED_DTYPES,
+    TensorHeader,
+    safetensors_headers,
+    safetensors_tensors,
+)
+
+EVERY_DTYPE = DTYPES | PACKED_DTYPES
+
+
+def quantized_shapes(folder: Path, quantization: Quantization) -> dict[str, tuple[int, ...]]:
+    """The shape of every matrix and every other tensor, from the files' headers alone. Raises CheckpointError
+    for a matrix whose tensors are not all there, or have other shapes or types than its layout says."""
+    headers = _headers(folder)
+    matrices = _matrices(headers, quantization)
+    taken = {name for parts in matrices.values() for name in parts.values()}
+    shapes = {name: header.shape for name, header in headers.items() if name not in taken}
+    for name in shapes:
+        if headers[name].dtype in PACKED_DTYPES:
+            raise CheckpointError(
+                f"the tensor {name} has dtype {headers[name].dtype}, and is no part of a matrix in the "
+                f"layout {quantization.layout}, in which the config says that matrices are; its scales are "
+                "missing, or the config is another checkpoint's"
+            )
+    layout = BY_NAME[quantization.layout]
+    for module, parts in matrices.items():
+        shapes[f"{module}.weight"] = layout.matrix_shape(_shapes_of(parts, headers))
+    return shapes
+
+
+def quantized_tensors(
+    folder: Path, quantization: Quantization
+) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
+    """Every matrix and every other tensor. A matrix comes when the last of its tensors has been read; the
+    others are views of the mapped files until then."""
+    matrices = _matrices(_headers(folder), quantization)
+    module_of = {
+        name: (module, suffix) for module, parts in matrices.items() for suffix, name in parts.items()
+    }
+    held: dict[str, dict[str, torch.Tensor]] = {module: {} for module in matrices}
+    layout = BY_NAME[quantization.layout]
+    for name, tensor in safetensors_tensors(folder, EVERY_DTYPE):
+        if name not in module_of:
+            yield name, tensor
+            continue
+        module, suffix = module_of[name]
+        held[module][suffix] = tensor
+        if len(held[module]) == len(matrices[module]):
+            try:
+                matrix = layout.join(held.pop(module), quantization)
+            except CheckpointError as error:
+                raise CheckpointError(f"{module}.weight: {error}") from None
+            yield f"{module}.weight", matrix
+
+
+def _headers(folder: Path) -> dict[str, TensorHeader]:
+    every = safetensors_headers(folder, EVERY_DTYPE)
+    return {name: header for _, headers in every for name, header in headers.items()}
+
+
+def _shapes_of(parts: Mapping[str, str], headers: Mapping[str, TensorHeader]) -> dict[str, tuple[int, ...]]:
+    return {suffix: headers[name].shape for suffix, name in parts.items()}
+
+
+def _matrices(headers: Mapping[str, TensorHeader], quantization: Quantization) -> dict[str, dict[str, str]]:
+    """The tensors of each quantized matrix by suffix, under its module's name."""
+    layout = BY_NAME[quantization.layout]
+    modules: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, header in headers.items():
+        module, _, suffix = name.rpartition(".")
+        modules.setdefault(module, {})[suffix] = header.shape
+    found = {}
+    for module, shapes in modules.items():
+        if layout.marker not in shapes:
+            continue
+        try:
+            stored = layout.tensors(*layout.matrix_shape(shapes), quantization)
+        except (KeyError, ValueError):
+            raise CheckpointError(
+                f"{module}: its tensors {sorted(shapes)} are no matrix in the layout {quantization.layout}"
+            ) from None
+        except CheckpointError as error:
+            raise CheckpointError(f"{module}.weight: {error}") from None
+        found[module] = {suffix: f"{module}.{suffix}" for suffix in stored}
+        for suffix, expected in stored.items():
+            _check(f"{module}.{suffix}", headers.get(f"{module}.{suffix}"), expected, quantization)
+    if not found:
+        raise CheckpointError(
+            f"the config says that matrices are quantized ({quantization.layout}), but there is no tensor "
+            f"that ends in .{layout.marker}; is it another checkpoint's config?"
+        )
+    return found
+
+
+def _check(name: str, header: TensorHeader | None, expected: Stored, quantization: Quantization) -> None:
+    if header is None:
+        raise CheckpointError(
+            f"the checkpoint lacks {name}, which belongs to a matrix in the layout {quantization.layout}"
+        )
+    if header.shape != expected.shape or header.dtype not in expected.dtypes:
+        raise CheckpointError(
+            f"{name} has dtype {header.dtype} and shape {list(header.shape)}, but the layout "
+            f"{quantization.layout} asks for {' or '.join(expected.dtypes)} and {list(expected.shape)}; does "
+            "the config say another group_size or block?"
+        )

@@ -1,0 +1,111 @@
+"""Every format of weights does the same products; the oracle is plain PyTorch on the unpacked matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shoal.kernels import cpu_ops, reference
+from shoal.kernels.fp8_tensor import Fp8Tensor
+from shoal.kernels.int4_tensor import Int4Tensor
+from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.layers.linear import Linear
+from shoal.layers.norm import RMSNorm
+from shoal.layers.parallel import TensorParallel
+from shoal.layers.weight_format import PACKED_BY, PackedWeight, PlainWeight
+from tests.cpu.test_weights_quantized import random_tensor
+
+INPUTS = 96
+
+
+def check(got: torch.Tensor, want: torch.Tensor) -> None:
+    """Products of packed weights round activations to 16 bits, group by group."""
+    assert got.shape == want.shape and (got - want).norm() <= 1e-3 * want.norm()
+
+
+def gguf_tensor(rows: int) -> QuantizedTensor:
+    return random_tensor("Q8_0", rows, INPUTS)[0]
+
+
+def plain_tensor(rows: int) -> torch.Tensor:
+    return torch.randn(rows, INPUTS) / 8
+
+
+def int4_tensor(rows: int) -> QuantizedTensor:
+    quants = torch.randint(0, 16, (rows, INPUTS), dtype=torch.uint8)
+    return Int4Tensor.of(
+        quants, torch.rand(rows, 3).half(), torch.randint(0, 16, (rows, 3), dtype=torch.uint8)
+    )
+
+
+def fp8_tensor(rows: int) -> QuantizedTensor:
+    return Fp8Tensor.of(plain_tensor(rows).to(torch.float8_e4m3fn), torch.rand(rows, 1), (1, 0))
+
+
+MAKERS = {
+    "plain": plain_tensor,
+    "GGUFTensor": gguf_tensor,
+    "Int4Tensor": int4_tensor,
+    "Fp8Tensor": fp8_tensor,
+}
+
+
+@pytest.fixture(params=MAKERS)
+def layer(request) -> Linear:
+    """Gate and up, 37 outputs each, with a bias. `layer.oracle` is the matrix that it stands for."""
+    print("seed", torch.manual_seed(5).initial_seed())
+    layer = Linear(INPUTS, {"gate": 37, "up": 37}, TensorParallel.single(), cpu_ops, split=None, bias=True)
+    layer.keep_quantized = True
+    layer.bias.normal_()
+    tensors = [MAKERS[request.param](37) for _ in range(2)]
+    for tensor, wanted in zip(tensors, [w for w in layer.checkpoint_tensors("mlp.x") if "weight" in w.name]):
+        wanted.load(tensor, wanted.name)
+    layer.finish()
+    layer.oracle = torch.cat([t if isinstance(t, torch.Tensor) else t.dequantize() for t in tensors])
+    return layer
+
+
+def test_each_kind_of_quantized_tensor_is_tried_here():
+    assert MAKERS.keys() == {"plain"} | {kind.__name__ for kind in PACKED_BY}
+
+
+@pytest.mark.parametrize("rows", [1, 5, 33])
+def test_a_format_multiplies_adds_gates_and_norms(layer, rows):
+    x, residual = torch.randn(rows, INPUTS), torch.randn(rows, 74)
+    y = F.linear(x, layer.oracle, layer.bias)
+    check(layer(x), y)
+    check(layer.silu_mul(x), reference.silu_mul(y))
+    total = residual.clone()
+    left = layer.add_to(x, total)
+    check(total if left is None else total + left, residual + y)
+    norm = RMSNorm(INPUTS, 1e-6, cpu_ops)
+    norm.weight.uniform_(0.5, 1.5)
+    before = torch.randn(rows, INPUTS)
+    normed = reference.rms_norm(before + x, norm.weight, 1e-6)
+    got, total = norm.add_linear(x, before.clone(), layer, silu_mul=True)
+    check(total, before + x)
+    expected = reference.silu_mul(F.linear(normed, layer.oracle, layer.bias))
+    check(got, expected)
+    got, _ = norm.add_linear(None, before + x, layer)
+    check(got, F.linear(normed, layer.oracle, layer.bias))
+
+
+def test_a_merge_of_quantized_and_plain_parts_is_plain():
+    layer = Linear(INPUTS, {"gate": 37, "up": 20}, TensorParallel.single(), cpu_ops, split=None)
+    layer.keep_quantized = True
+    gate, up = layer.checkpoint_tensors("mlp.x")
+    quantized, plain = gguf_tensor(37), plain_tensor(20)
+    gate.load(quantized, gate.name)
+    up.load(plain, up.name)
+    layer.finish()
+    assert isinstance(layer.format, PlainWeight)
+    assert torch.equal(layer.weight, torch.cat([quantized.dequantize(), plain]))
+
+
+def test_a_layer_that_is_not_told_to_keep_them_unpacks_quantized_tensors():
+    layer = Linear(INPUTS, {"down": 37}, TensorParallel.single(), cpu_ops, split=None)
+    (down,) = layer.checkpoint_tensors("mlp.x")
+    down.load(gguf_tensor(37), down.name)
+    layer.finish()
+    assert isinstance(layer.format, PlainWeight) and not isinstance(layer.format, PackedWeight)

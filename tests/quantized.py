@@ -1,0 +1,123 @@
+"""Tiny checkpoints whose matrices are quantized, written by compressed-tensors' own code or after a layout as
+it is published, and what each matrix is when it is unpacked."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import torch
+import transformers
+from compressed_tensors.compressors import BaseCompressor
+from compressed_tensors.quantization import QuantizationScheme
+from compressed_tensors.quantization.utils import calculate_qparams
+from safetensors.torch import load_file, save_file
+
+from tests import tiny
+
+Tensors = dict[str, torch.Tensor]
+GROUP = 128
+SIZES = dict(
+    vocab_size=tiny.VOCAB,
+    hidden_size=256,
+    intermediate_size=384,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=64,
+    max_position_embeddings=256,
+    bos_token_id=256,
+    eos_token_id=257,
+)
+INT4 = dict(num_bits=4, type="int", strategy="group", group_size=GROUP)
+FP8 = dict(num_bits=8, type="float", symmetric=True)
+TOKEN = dict(num_bits=8, type="float", strategy="token", symmetric=True, dynamic=True)
+# compressed-tensors' name of a format, how weights are quantized, and how activations are
+SCHEMES: dict[str, tuple[str, dict, dict | None]] = {
+    "int4": ("pack-quantized", INT4 | dict(symmetric=True), None),
+    "int4-zero-points": ("pack-quantized", INT4 | dict(symmetric=False), None),
+    "int4-channel": (
+        "pack-quantized",
+        dict(num_bits=4, type="int", strategy="channel", symmetric=True),
+        None,
+    ),
+    "fp8-channel": ("float-quantized", FP8 | dict(strategy="channel"), TOKEN),
+    "fp8-tensor": ("float-quantized", FP8 | dict(strategy="tensor"), TOKEN),
+}
+
+
+def compress(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
+    """The tensors of one matrix, by suffix, and what compressed-tensors unpacks from them."""
+    format, weights, _ = SCHEMES[kind]
+    scheme = QuantizationScheme(targets=["Linear"], weights=weights)
+    args = scheme.weights
+    groups = weight.unflatten(1, (-1, GROUP)) if args.strategy == "group" else weight.unsqueeze(1)
+    if args.strategy == "tensor":
+        groups = weight.view(1, 1, -1)
+    scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
+    if args.strategy == "tensor":
+        scale, zero = scale.view(1), zero.view(1)
+    state = {"weight": weight, "weight_scale": scale, "weight_zero_point": zero}
+    compressor = BaseCompressor.load_from_registry(format)
+    stored = compressor.compress(state, scheme)
+    stored = {name: tensor.contiguous() for name, tensor in stored.items() if tensor is not None}
+    return stored, compressor.decompress(stored, scheme)["weight"]
+
+
+def blocks_of_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+    """As Qwen and DeepSeek store a matrix: 128 x 128 weights share a scale, blocks at the edges are smaller."""
+    outs, inputs = weight.shape
+    padded = torch.nn.functional.pad(weight, (0, -inputs % 128, 0, -outs % 128))
+    blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    scales = blocks.abs().amax((1, 3)) / 448
+    of_each = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)[:outs, :inputs]
+    data = (weight / of_each).to(torch.float8_e4m3fn)
+    return {"weight": data, "weight_scale_inv": scales}, data.float() * of_each
+
+
+def config_of(kind: str) -> dict:
+    """The quantization_config of a checkpoint."""
+    if kind == "fp8-blocks":
+        return dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
+    format, weights, activations = SCHEMES[kind]
+    return dict(
+        quant_method="compressed-tensors",
+        format=format,
+        quantization_status="compressed",
+        ignore=["lm_head"],
+        config_groups=dict(group_0=dict(targets=["Linear"], weights=weights, input_activations=activations)),
+    )
+
+
+def write(
+    folder: Path, kind: str, config: transformers.PretrainedConfig | None = None
+) -> dict[str, torch.Tensor]:
+    """Writes a tiny qwen3, or a model of `config`, whose layers' matrices are quantized. Returns the whole
+    state dict, unpacked."""
+    quantize = blocks_of_fp8 if kind == "fp8-blocks" else partial(compress, kind=kind)
+    torch.manual_seed(3)
+    config = config or transformers.Qwen3Config(**SIZES, tie_word_embeddings=False)
+    model = transformers.AutoModelForCausalLM.from_config(config).float()
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if "norm" not in name:
+                weight.normal_(
+                    0, 0.6 if "embed" in name or "lm_head" in name else 2.2 / weight.shape[-1] ** 0.5
+                )
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_pretrained(folder)
+    tiny.write_tokenizer(folder)
+    stored, unpacked = {}, {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        if "_proj." not in name:
+            stored[name] = unpacked[name] = weight
+            continue
+        parts, unpacked[name] = quantize(weight)
+        module = name.removesuffix(".weight")
+        stored |= {f"{module}.{suffix}": tensor for suffix, tensor in parts.items()}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    written = json.loads((folder / "config.json").read_text())
+    written["quantization_config"] = config_of(kind)
+    (folder / "config.json").write_text(json.dumps(written))
+    return unpacked
