@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -224,7 +225,8 @@ def command(bench: ServeBench, result_file: str | None, plot_file: str | None) -
 async def run(
     bench: ServeBench, progress: Callable[[Answer], object] = lambda answer: None
 ) -> dict[str, Any]:
-    """Sends all requests and returns the figures (see `summarize`). Raises UnavailableError if the server
+    """Sends all requests and returns the figures (see `summarize`). Ctrl-C ends the measurement: what was
+    answered until then counts, and what runs is cut off and does not. Raises UnavailableError if the server
     cannot be reached at all."""
     # These two are imported here, because every command imports this file for its flags.
     import asyncio
@@ -256,8 +258,13 @@ async def run(
             progress(answer)
             return answer
 
-        answers = await asyncio.gather(*(one(ask, at) for ask, at in zip(asks, arrivals, strict=True)))
+        tasks = [asyncio.create_task(one(ask, at)) for ask, at in zip(asks, arrivals, strict=True)]
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, lambda: [task.cancel() for task in tasks])
+        await asyncio.wait(tasks)
+        loop.remove_signal_handler(signal.SIGINT)
         duration = time.perf_counter() - start
+        answers = [task.result() for task in tasks if not task.cancelled()]
     return summarize(bench, model, answers, duration)
 
 

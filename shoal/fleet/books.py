@@ -21,8 +21,7 @@ RECENT_HALF_LIFE_S = 10.0
 EXPIRY_S = 3600.0  # a request of which nothing was heard for so long is taken for lost
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
+class Load(msgspec.Struct, frozen=True, gc=False):
     """A worker's load, in tokens where a unit is not named."""
 
     active_requests: int = 0
@@ -67,6 +66,7 @@ class _Request:
     heard_at: float
     num_tokens: int
     is_own: bool  # this router's, and no other's
+    elsewhere_tokens: int = 0  # of the prompt, that another worker computes
 
 
 @dataclass(slots=True)
@@ -115,8 +115,7 @@ class Books:
         worker.block_tokens += (len(worker.blocks) - num_before) * block_size
         worker.tail_tokens += request.tail_tokens
         worker.prefill_tokens += prefill
-        worker.recent_tokens = _faded(worker, now) + prefill
-        worker.recent_at = now
+        self._add_recent(worker, prefill)
         if is_own and self.on_change is not None:
             self.on_change(_begun(request_id, request))
 
@@ -129,6 +128,26 @@ class Books:
             request.prefill_tokens = 0
             if request.is_own and self.on_change is not None:
                 self.on_change(FirstToken(request_id))
+
+    def prefill_elsewhere(self, request_id: str) -> None:
+        """Another worker computes its prompt: that is no work of this one, and was none lately."""
+        found = self._find(request_id)
+        if found is not None:
+            worker, request = found
+            request.elsewhere_tokens = request.prefill_tokens
+            self._add_recent(worker, -request.prefill_tokens)
+            self.first_token(request_id)
+
+    def prefill_here(self, request_id: str) -> None:
+        """The other worker has not computed the prompt, and this one does."""
+        found = self._find(request_id)
+        if found is not None:
+            worker, request = found
+            request.prefill_tokens, request.elsewhere_tokens = request.elsewhere_tokens, 0
+            worker.prefill_tokens += request.prefill_tokens
+            self._add_recent(worker, request.prefill_tokens)
+            if request.is_own and self.on_change is not None:
+                self.on_change(_begun(request_id, request))
 
     def generated(self, request_id: str, num_tokens: int) -> None:
         """It has so many more tokens."""
@@ -184,7 +203,13 @@ class Books:
         request = self._workers[rank].requests[request_id]
         return rank, request.chain, request.block_size
 
-    def load(self, rank: WorkerRank) -> Load:
+    def num_active(self, rank: WorkerRank) -> int:
+        """How many requests it has."""
+        worker = self._workers.get(rank)
+        return 0 if worker is None else len(worker.requests)
+
+    def load(self, rank: WorkerRank, now: float | None = None) -> Load:
+        """now: what the clock says, from who asks for many workers at once."""
         worker = self._workers.get(rank)
         if worker is None:
             return Load()
@@ -192,7 +217,7 @@ class Books:
             len(worker.requests),
             worker.prefill_tokens,
             worker.block_tokens + worker.tail_tokens,
-            _faded(worker, self._clock()),
+            _faded(worker, self._clock() if now is None else now),
         )
 
     def remove_worker(self, rank: WorkerRank) -> list[str]:
@@ -216,6 +241,10 @@ class Books:
         for request_id in lost:
             self.end(request_id)
         return lost
+
+    def _add_recent(self, worker: _Worker, num_tokens: int) -> None:
+        now = self._clock()
+        worker.recent_tokens, worker.recent_at = max(0.0, _faded(worker, now) + num_tokens), now
 
     def _find(self, request_id: str) -> tuple[_Worker, _Request] | None:
         rank = self._ranks.get(request_id)

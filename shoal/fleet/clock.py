@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -18,10 +18,16 @@ class Clock(Protocol):
 
 
 class LoopClock:
-    """The clock of the running event loop: monotonic time, or virtual time under `run_virtual`."""
+    """The clock of the event loop that it is first used in: monotonic time, or virtual time under
+    `run_virtual`."""
+
+    def __init__(self) -> None:
+        self._time: Callable[[], float] | None = None
 
     def now(self) -> float:
-        return asyncio.get_running_loop().time()
+        if self._time is None:  # asked for once, as each token asks for the time
+            self._time = asyncio.get_running_loop().time
+        return self._time()
 
     async def sleep(self, seconds: float) -> None:
         await asyncio.sleep(seconds)

@@ -14,8 +14,9 @@ from typing import Any
 
 from shoal.config import EngineConfig, ServerConfig
 from shoal.errors import ConfigError
+from shoal.fleet.connector import Component
 from shoal.fleet.fleet_file import ForeignWorkers, OwnWorkers
-from shoal.fleet.processes import Component
+from shoal.fleet.planes import NATS
 from shoal.fleet.toml_file import keys_of
 from shoal.options import flag_of
 
@@ -39,21 +40,27 @@ def components_of(
     free = iter(gpus)
     shared = {**(environment or {}), **_cores(groups, bool(gpus))}
     components: list[Component] = []
+    names = names_of(groups, prefix)
     for number, group in enumerate(groups, 1):
         devices = None if group.devices is None else [str(device) for device in sorted(group.devices)]
+        model, source, role, worker = "", "", "both", None
         if isinstance(group, ForeignWorkers):
-            name, words = Path(group.words[0]).name, tuple(group.words)
+            words, worker, model = group.words, group.worker, group.name or ""
         else:
-            name, words = _name(group), _command(group, plane_url, more_words)
+            words = [sys.executable, "-m", "shoal", *serve_words(group, plane_url), *more_words]
+            model, source, role = group.served_name, group.model, group.role
             if devices is None and gpus and group.options.get("device") != "cpu":
                 wanted = group.count * group.devices_per_worker
                 devices = gpus if may_grow else _take(free, wanted, number, len(gpus))
-        name = prefix + name
-        others = [component.name for component in components]
         components.append(
             Component(
-                name=name if name not in others else f"{name}-{number}",
-                command=words,
+                name=names[number - 1],
+                command=tuple(words),
+                model=model,
+                source=source,
+                role=role,
+                count=group.count,
+                worker=worker,
                 environment=shared if isinstance(group, OwnWorkers) else {},
                 devices=tuple(devices or ()),
                 devices_per_worker=group.devices_per_worker,
@@ -65,14 +72,46 @@ def components_of(
     return components
 
 
-def _name(group: OwnWorkers) -> str:
-    """Short, and fit for ids: "Qwen3-8B", "Qwen3-8B-prefill"."""
-    short = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(group.served_name).name).strip("-") or "worker"
-    return short if group.role == "both" else f"{short}-{group.role}"
+def components_of_pods(groups: Sequence[Group], plane_url: str | None) -> list[Component]:
+    """Components that a cluster runs: its manifests have their commands. Raises ConfigError for what cannot
+    run there."""
+    if plane_url is None or not plane_url.startswith(NATS):
+        raise ConfigError(
+            "connector 'kubernetes' has its workers on other hosts, which an embedded plane does not reach; "
+            'write [plane] url = "nats://HOST:4222"'
+        )
+    components = []
+    for name, group in zip(names_of(groups), groups, strict=True):
+        if isinstance(group, ForeignWorkers):
+            raise ConfigError(
+                f"component {name!r} has a command, and pods of another engine are named by the router's "
+                "`worker` option; leave it out of [[workers]]"
+            )
+        components.append(
+            Component(
+                name, (), model=group.served_name, source=group.model, role=group.role, count=group.count
+            )
+        )
+    return components
 
 
-def _command(group: OwnWorkers, plane_url: str, more_words: Sequence[str]) -> tuple[str, ...]:
-    words = [sys.executable, "-m", "shoal", "serve", group.model, "--port", "0", "--plane", plane_url]
+def names_of(groups: Sequence[Group], prefix: str = "") -> list[str]:
+    """A name for each group, which no other has: short, and fit for ids, as "Qwen3-8B" and
+    "Qwen3-8B-prefill"."""
+    names: list[str] = []
+    for number, group in enumerate(groups, 1):
+        if isinstance(group, ForeignWorkers):
+            name = prefix + Path(group.words[0]).name
+        else:
+            short = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(group.served_name).name).strip("-") or "worker"
+            name = prefix + (short if group.role == "both" else f"{short}-{group.role}")
+        names.append(name if name not in names else f"{name}-{number}")
+    return names
+
+
+def serve_words(group: OwnWorkers, plane_url: str, port: str = "0") -> list[str]:
+    """The words of `shoal` that serve as a worker of this group; `{id}` among them stands for its id."""
+    words = ["serve", group.model, "--port", port, "--plane", plane_url]
     words += ["--role", group.role, "--worker-id", "{id}"]
     if group.name is not None:
         words += ["--served-model-name", group.name]
@@ -80,7 +119,7 @@ def _command(group: OwnWorkers, plane_url: str, more_words: Sequence[str]) -> tu
     for name, value in group.options.items():
         if name in known:  # others have been warned of
             words += _flag(name, value)
-    return (*words, *more_words)
+    return words
 
 
 def _flag(name: str, value: Any) -> list[str]:

@@ -1,16 +1,18 @@
 """Prefill and decode apart: when a prompt is computed by a prefill worker, and how its first token comes.
 
 The worker that will decode is chosen first, since what it has cached decides how much there is to compute. A
-prefill worker then computes the prompt and gives the first token and a ticket. With the ticket the decode
-worker reads the KV blocks that it lacks. If anything goes wrong, the decode worker computes the prompt.
+prefill worker then gives a ticket when it begins with the prompt, and the first token at its end. With the
+ticket the decode worker reads the KV blocks that it lacks, layer by layer while later ones are
+computed. If anything goes wrong, the decode worker computes the prompt.
 """
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 
 from shoal.api import FinishReason, Output, Request
@@ -21,13 +23,18 @@ from shoal.fleet.dispatcher import Dispatcher, Place, Wanted
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.kv_router import KvRouter
 from shoal.fleet.remote_engine import RemoteEngine
-from shoal.fleet.worker import errors_of
+from shoal.fleet.worker import Worker, at_worker, errors_of
+from shoal.logs import about
 from shoal.request_builder import copy_params
+
+logger = logging.getLogger(__name__)
 
 PREFILL_WORKERS = 2  # that may fail a prompt, until the decode worker computes it
 # A prefill worker gets another prompt while it has no more tokens under way than this. It never idles between
 # two prompts then, and what waits can still go to the worker that is free first.
 TOKENS_AHEAD = 8192
+# So many prompts that wait are looked at, and the one goes next of which a worker with room has most.
+LOOK_AHEAD = 16
 
 
 def is_remote(
@@ -55,6 +62,7 @@ class PrefillPool:
             router, max_queued=config.max_prefill_queue_size, clock=clock
         )
         self.dispatcher.busy_prefill_tokens = TOKENS_AHEAD
+        self.dispatcher.look_ahead = LOOK_AHEAD
         self._timeout_s = config.prefill_timeout
 
     def takes(self, request: Request, place: Place[RemoteEngine]) -> bool:
@@ -62,32 +70,59 @@ class PrefillPool:
         dispatcher = self.dispatcher
         if place.num_prompt_tokens <= self.max_local_prefill_length:  # the common case is cheap
             return False
-        if place.worker.info.role != "decode":  # it reads no blocks of others
+        if not place.worker.info.reads_kv:
             return False
         if request.embed or request.output_token_ids or request.params.skip_reading_prefix_cache:
             return False
-        if not any(worker.takes_requests for worker in dispatcher.workers.values()):
+        if not any(self._others(place)):
             return False
         # Behind the first token the decode worker must have room for one more.
         if place.num_prompt_tokens + 2 > _most_tokens(place):
             return False
-        return is_remote(
+        if not is_remote(
             place.num_prompt_tokens,
             place.num_stored_tokens,
             dispatcher.queue.length,
             max_local_prefill_length=self.max_local_prefill_length,
             max_prefill_queue_size=dispatcher.max_queued,
-        )
+        ):
+            return False
+        return place.worker.info.role == "decode" or self._has_cheaper(place)
+
+    def _others(self, place: Place[RemoteEngine]) -> Iterator[Worker[RemoteEngine]]:
+        """Who could compute the prompt for the worker of `place` now."""
+        for worker in self.dispatcher.workers.values():
+            if worker is not place.worker and worker.takes_requests and place.wanted.fits(worker.info):
+                yield worker
+
+    def _has_cheaper(self, place: Place[RemoteEngine]) -> bool:
+        """Whether a prompt of a worker that could compute it, too, costs less elsewhere. Where it costs as
+        much it stays: nothing needs to travel then."""
+        router = self.dispatcher.router
+        found = router.books.chain_of(place.request_id)
+        if not router.weighs_blocks or found is None:
+            return False
+        _, chain, block_size = found
+        chains = {block_size: list(chain)}
+        ranks = [rank for worker in self._others(place) for rank in worker.ranks]
+        costs = router.choose_among(router.find(chains), place.num_prompt_tokens, chains, among=ranks).costs
+        return min(costs.values()) < place.choice.costs[place.choice.rank]
 
     async def first_token(
-        self, request: Request, wanted: Wanted, sent: Callable[[RemoteEngine, str], None]
+        self,
+        request: Request,
+        wanted: Wanted,
+        place: Place[RemoteEngine],
+        sent: Callable[[RemoteEngine, str], None],
+        begun: Callable[[bytes], None],
     ) -> tuple[str, Output] | None:
         """The prefill worker's id, and an Output with the first token and the ticket; the Output has a finish
         reason if the request ends with that token. None if the decode worker is to do all, or to end the
         request as it was aborted.
 
-        wanted: how the decode worker was asked for. sent: called with each worker that gets the request, and
-        with the request's id there."""
+        wanted: how the worker of `place` was asked for, which decodes. sent: called with each worker that
+        gets the request, and with the request's id there. begun: called with the ticket when a worker begins
+        with the prompt."""
         own = Wanted(
             f"{request.request_id}.prefill",
             wanted.token_ids,
@@ -95,23 +130,26 @@ class PrefillPool:
             session=wanted.session,
             cache_salt=wanted.cache_salt,
             lora_name=wanted.lora_name,
+            tags=wanted.tags,
+            not_at=place.worker.id if place.worker.id in self.dispatcher.workers else None,
         )
         try:
             async with asyncio.timeout(self._timeout_s):
-                worker_id, output = await self._from_any(request, own, sent)
+                worker_id, output = await self._from_any(request, own, sent, begun)
         except TimeoutError:
-            self.fall_backs["late"] += 1
+            self._fall_back(request, place, "late")
             return None
         except WorkerFailedError:
-            self.fall_backs["failed"] += 1
+            self._fall_back(request, place, "failed")
             return None
         except ShoalError:  # it is full or asleep, or the request is one that the decode worker refuses too
-            self.fall_backs["refused"] += 1
+            self._fall_back(request, place, "refused")
             return None
         finally:
             self.dispatcher.forget(own)
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            self.fall_backs["failed" if output.finish_reason == FinishReason.ERROR else "aborted"] += 1
+            kind = "failed" if output.finish_reason == FinishReason.ERROR else "aborted"
+            self._fall_back(request, place, kind)
             return None
         self.num_done += 1
         if output.finish_reason == FinishReason.LENGTH and request.params.max_tokens != 1:
@@ -120,8 +158,18 @@ class PrefillPool:
             self.fall_backs["no_ticket"] += 1
         return worker_id, output
 
+    def _fall_back(self, request: Request, place: Place[RemoteEngine], kind: str) -> None:
+        """The worker of `place` computes the prompt after all."""
+        self.fall_backs[kind] += 1
+        text = f"is computed by worker {place.worker.id}: no prefill worker has done it ({kind})"
+        logger.info(about(request.log_id, text, worker=place.worker.id, kind=kind))
+
     async def _from_any(
-        self, request: Request, wanted: Wanted, sent: Callable[[RemoteEngine, str], None]
+        self,
+        request: Request,
+        wanted: Wanted,
+        sent: Callable[[RemoteEngine, str], None],
+        begun: Callable[[bytes], None],
     ) -> tuple[str, Output]:
         """From another worker if the first one fails. Raises ShoalError."""
         attempt = 0
@@ -129,17 +177,24 @@ class PrefillPool:
             attempt += 1
             asked = _for_prefill(request, f"{wanted.request_id}{attempt}")
             try:
-                return await self._from_one(asked, wanted, sent)
+                return await self._from_one(asked, wanted, sent, begun)
             except WorkerFailedError:
                 if attempt >= PREFILL_WORKERS or not self._has_fresh_worker(wanted):
                     raise
 
     def _has_fresh_worker(self, wanted: Wanted) -> bool:
         workers = self.dispatcher.workers.values()
-        return any(worker.takes_requests and worker.id not in wanted.tried for worker in workers)
+        return any(
+            worker.takes_requests and worker.id not in wanted.tried and wanted.fits(worker.info)
+            for worker in workers
+        )
 
     async def _from_one(
-        self, asked: Request, wanted: Wanted, sent: Callable[[RemoteEngine, str], None]
+        self,
+        asked: Request,
+        wanted: Wanted,
+        sent: Callable[[RemoteEngine, str], None],
+        begun: Callable[[bytes], None],
     ) -> tuple[str, Output]:
         async with self.dispatcher.place(wanted) as place:
             self.dispatcher.forget(wanted)  # it waits no longer
@@ -147,11 +202,15 @@ class PrefillPool:
             place.on_broken = lambda: link.break_off(
                 asked.request_id, WorkerFailedError(f"worker {worker.id} was given up: {worker.why}")
             )
+            logger.debug(about(asked.log_id, f"goes to prefill worker {worker.id}", worker=worker.id))
             with errors_of(worker.id), closing(link.open(asked)) as stream:
                 sent(link, asked.request_id)
                 output = await stream.get()
+                if output.kv_ticket is not None and output.finish_reason is None:
+                    begun(output.kv_ticket)
                 while output.finish_reason is None:
                     merge(output, await stream.get())
+            output.spans = [*place.take_spans(), *at_worker(output.spans, worker.id)]
             if output.token_ids:
                 place.cached(output.num_cached_tokens)
                 place.generated(len(output.token_ids))

@@ -4,12 +4,14 @@ them."""
 from __future__ import annotations
 
 import asyncio
+import copy
 import functools
 import logging
 import math
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import zmq.asyncio
 from prometheus_client.core import Metric
 
@@ -21,15 +23,26 @@ from shoal.fleet.dispatcher import Wanted
 from shoal.fleet.event_feed import EventFeed, listen
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.model_fleet import ModelFleet
+from shoal.fleet.observation import DecodeLoad, Observation
 from shoal.fleet.plane import Plane
 from shoal.fleet.plane_inbox import start, stop
-from shoal.fleet.planner import DecodeLoad, Observation
+from shoal.fleet.planner_metrics import of_planner
 from shoal.fleet.prober import Prober
 from shoal.fleet.rolling import command_workers
 from shoal.fleet.shared_books import SharedBooks
 from shoal.fleet.worker import Link, Worker, WorkerInfo, WorkerLoad
-from shoal.fleet.worker_spec import WorkerSpec, parse_worker
-from shoal.fleet_api import CommandResults, FleetView, PlannerView, QueueView, Selected, WorkerView
+from shoal.fleet.worker_spec import WorkerSpec, check_distinct, parse_worker
+from shoal.fleet_api import (
+    CommandResults,
+    FleetView,
+    PlannerView,
+    QueueView,
+    Selected,
+    TierView,
+    WorkerState,
+    WorkerView,
+)
+from shoal.served import Served
 
 logger = logging.getLogger(__name__)
 
@@ -126,12 +139,19 @@ class Fleet:
         self.changed.set()
         self.prober.watch(worker)
 
+    def assume(self, worker: Worker[Any], role: str) -> None:
+        """A worker has another role from now on. What it has goes on."""
+        worker.link.info = worker.info = msgspec.structs.replace(worker.info, role=role)
+        for model in self._models_of(worker):
+            model.assign(worker)
+        self.changed.set()
+
     def leave(self, worker_id: str) -> None:
         """A worker has gone. What it has goes on elsewhere. An unknown id changes nothing."""
         worker = self.workers.pop(worker_id, None)
         if worker is None:
             return
-        worker.is_gone = True
+        worker.is_gone, worker.why = True, worker.why or "it is gone"
         self._displace(worker)
         worker.interrupt()
         self._listening.pop(worker_id, None)
@@ -192,6 +212,7 @@ class Fleet:
         worker = self.workers.get(worker_id)
         if worker is None:
             return
+        worker.loads = loads
         info = worker.info
         kv_tokens = info.total_blocks * info.block_size // max(1, info.dp_size)
         for model in self._models_of(worker):
@@ -284,6 +305,33 @@ class Fleet:
 
     # What an operator asks (shoal.fleet_api.FleetControl)
 
+    def state_of(self, worker_id: str) -> WorkerState | None:
+        """None for an unknown id."""
+        worker = self.workers.get(worker_id)
+        return None if worker is None else worker.state
+
+    def ready(self, model: str, role: str) -> list[str]:
+        """The ids of the model's workers of this role that are ready."""
+        return [
+            worker.id
+            for worker in self.workers.values()
+            if worker.state == WorkerState.READY and worker.info.role == role and model in worker.info.models
+        ]
+
+    def role_of(self, worker_id: str) -> str | None:
+        """The role that it has now. None for an unknown id."""
+        worker = self.workers.get(worker_id)
+        return None if worker is None else worker.info.role
+
+    def idlest(self, model: str, role: str) -> str | None:
+        """The model's worker of this role with the fewest requests; None if there is none that takes any."""
+        found = [
+            worker
+            for worker in self.workers.values()
+            if worker.takes_requests and worker.info.role == role and model in worker.info.models
+        ]
+        return min(found, key=lambda worker: self._view(worker).active_requests).id if found else None
+
     def observe(self, name: str, decode_role: str) -> Observation:
         """What a model's workers do now, for the planner. `decode_role`: "decode", or "both" where prefill
         and decode are not apart."""
@@ -301,9 +349,12 @@ class Fleet:
             at=0.0,
             decode=loads,
             decode_role=decode_role,
-            prefill_workers=sum(worker.takes_requests for worker in prefill.workers.values()),
+            prefill_workers=sum(
+                worker.takes_requests and worker.info.role == "prefill" for worker in prefill.workers.values()
+            ),
             prefill_queue=prefill.queue.length,
             queued=model.dispatcher.queue.length,
+            traffic=copy.copy(model.dispatcher.traffic),
         )
 
     def view(self) -> FleetView:
@@ -331,13 +382,15 @@ class Fleet:
             weights_version=worker.weights_version,
             prefills_done=worker.num_prefills,
         )
-        stats = worker.stats
-        if stats is not None:
-            reads = stats.kv_transfers.values()
-            view.blocks_in = sum(read.blocks for read in reads)
-            seconds = sum(read.seconds for read in reads)
-            view.transfer_GB_s = sum(read.num_bytes for read in reads) / seconds / 1e9 if seconds else 0.0
-            view.blocks_out = 0 if stats.kv_loans is None else stats.kv_loans.blocks_out
+        view.failed, view.breaks = worker.num_failed, worker.num_breaks
+        if worker.stats is not None:
+            view.tell(worker.stats)
+        elif worker.loads:
+            view.running = sum(load.num_running for load in worker.loads)
+            view.waiting = sum(load.num_waiting for load in worker.loads)
+            view.kv = {"device": TierView(max(load.kv_usage for load in worker.loads))}
+        if worker.served is not None and not info.is_foreign:
+            view.failed += worker.served.failed
         for model in self._models_of(worker):
             for rank in worker.ranks:
                 load = model.router.books.load(rank)
@@ -345,6 +398,11 @@ class Fleet:
                 view.active_blocks += math.ceil(load.active_tokens / model.index.block_size_of(rank))
                 view.cached_blocks += model.router.num_cached_blocks(rank)
         return view
+
+    def served(self) -> dict[str, Served]:
+        return {
+            worker.id: found for worker in self.workers.values() if (found := _served(worker)) is not None
+        }
 
     async def select(self, model: str | None, body: Mapping[str, Any]) -> Selected:
         found = self._known(model)
@@ -373,29 +431,49 @@ class Fleet:
         return ", ".join(self.models) or "none"
 
     async def drain(self, worker_id: str) -> None:
-        worker = self._worker(worker_id)
-        worker.is_draining = True
-        worker.changed()
+        self._worker(worker_id).drain(True)
 
     async def resume(self, worker_id: str) -> None:
+        self._worker(worker_id).drain(False)
+
+    async def change_role(self, worker_id: str, role: str) -> None:
         worker = self._worker(worker_id)
-        worker.is_draining = False
-        worker.changed()
+        if worker.info.is_foreign:
+            raise ConfigError(f"worker {worker_id} is foreign, and does prompts and answers both")
+        await worker.link.change_role(role)
+
+    async def retire(self, worker_id: str) -> None:
+        """Returns when this router has nothing there any more."""
+        worker = self._worker(worker_id)
+        worker.drain(True)
+        await worker.wait_idle()
 
     async def add(self, spec: str) -> str:
-        parsed = parse_worker(spec, self.config.block_size)
-        if parsed.id in self.workers:
-            raise ConfigError(
-                f"a worker has the id {parsed.id!r} already ({self.workers[parsed.id].info.url}); give "
-                "another (id=NAME), or remove that one first"
-            )
-        self._add(parsed)
-        return parsed.id
+        [worker_id] = await self.change_workers([spec], [])
+        return worker_id
 
     async def remove(self, worker_id: str) -> None:
-        worker = self._worker(worker_id)
+        await self.change_workers([], [worker_id])
+
+    async def change_workers(self, add: Sequence[str], remove: Sequence[str]) -> list[str]:
+        specs = [parse_worker(text, self.config.block_size) for text in add]
+        check_distinct(specs)
+        for spec in specs:
+            if spec.id in self.workers:
+                raise ConfigError(
+                    f"a worker has the id {spec.id!r} already ({self.workers[spec.id].info.url}); give "
+                    "another (id=NAME), or remove that one first"
+                )
+        removed = {worker_id: self._worker(worker_id) for worker_id in remove}
+        for spec in specs:
+            self._add(spec)
+        for worker in removed.values():
+            self._remove(worker)
+        return [spec.id for spec in specs]
+
+    def _remove(self, worker: Worker[Any]) -> None:
         models = self._models_of(worker)
-        self.leave(worker_id)
+        self.leave(worker.id)
         for model in models:  # nobody waits for what an operator took away
             # A worker that was set aside may have put a model of its own in this one's place.
             if not model.workers and model in self._all:
@@ -425,6 +503,8 @@ class Fleet:
         yield fleet_metrics.one_counter(
             "shoal:router_canaries", "Probes of one token, sent to silent workers.", self.prober.num_canaries
         )
+        if self.planner_view is not None:
+            yield from of_planner(self.planner_view())
         if self.shared is not None:
             shared = self.shared
             yield fleet_metrics.one_gauge(
@@ -494,6 +574,21 @@ class Fleet:
             known = ", ".join(self.workers) or "none"
             raise UnknownWorkerError(f"no worker has the id {worker_id!r:.100}; there are {known}")
         return worker
+
+
+def _served(worker: Worker[Any]) -> Served | None:
+    """What the worker has served; of a foreign one, a copy of what this router counts."""
+    served = worker.served
+    if served is None or not worker.info.is_foreign:
+        return served
+    return Served(
+        worker.prompt_tokens,
+        worker.cached_tokens,
+        served.output_tokens,
+        worker.num_failed,
+        list(served.first_token),
+        list(served.between_tokens),
+    )
 
 
 def _sum_of_queues(queues: Iterable[QueueView]) -> QueueView:

@@ -98,6 +98,11 @@ class FleetConfig:
     prefill_timeout: float = option(
         60.0, "seconds until a prompt that no prefill worker has computed goes to its decode worker", above=0
     )
+    enable_p2p: bool = option(
+        False,
+        "a worker reads a prefix that it lacks from another worker that has it, where that is quicker than "
+        "computing; both need kv_role kv_both",
+    )
     wake_on_request: bool = option(
         False, "a request for a model whose workers all sleep wakes one; else it is refused"
     )

@@ -21,22 +21,31 @@ All mistakes are found before any process starts.
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.config import DEFAULT_MODEL, IGNORED_OPTIONS, UNSUPPORTED_OPTIONS, EngineConfig, ServerConfig
+from shoal.config import (
+    DEFAULT_MODEL,
+    IGNORED_OPTIONS,
+    UNSUPPORTED_OPTIONS,
+    EngineConfig,
+    KVTransferConfig,
+    ServerConfig,
+)
 from shoal.errors import ConfigError
 from shoal.fleet.fleet_config import NOT_OF_A_ROUTER, FleetConfig
+from shoal.fleet.plane import ROLES
 from shoal.fleet.planes import NATS
-from shoal.fleet.planner import PlannerConfig
-from shoal.fleet.processes import PORTS
+from shoal.fleet.planner import read_profiles
+from shoal.fleet.planner_config import PlannerConfig
+from shoal.fleet.state_file import PORTS
 from shoal.fleet.toml_file import build, check_keys, keys_of, read_document, table, tables
 from shoal.fleet.worker_spec import parse_worker
 
-ROLES = ("both", "prefill", "decode")
 MAX_COUNT = 4096
 # Options of `shoal serve` that the fleet gives to its workers itself.
 GIVEN_OPTIONS = frozenset(
@@ -67,7 +76,8 @@ TOP_KEYS = SERVER_OPTIONS | {"model", "workers", "router", "plane", "planner", "
 class OwnWorkers:
     """Equal workers of ours. `name`: what clients call the model; None: as it is loaded. `devices`: the
     numbers of their GPUs, each worker takes its share of them in order; None: whatever is free. `options`:
-    those of `shoal serve`. Raises ConfigError."""
+    those of `shoal serve`. `resources`: what Ray reserves for each beside its GPUs, as {"CPU": 4}; one host
+    reserves nothing. Raises ConfigError."""
 
     model: str
     name: str | None = None
@@ -75,6 +85,7 @@ class OwnWorkers:
     count: int = 1
     devices: list[int] | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    resources: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
@@ -88,6 +99,7 @@ class OwnWorkers:
         server = {name: value for name, value in self.options.items() if name not in engine_names}
         build(ServerConfig, server)
         _check_count(self.count, self.devices, self.devices_per_worker)
+        _check_resources(self.resources)
 
     @property
     def served_name(self) -> str:
@@ -100,11 +112,13 @@ class OwnWorkers:
 
 @dataclass(frozen=True, slots=True)
 class ForeignWorkers:
-    """Equal workers of another engine. `command`: the command line that starts one. `worker`: how the router
-    reaches it, in the form of --worker without an id. In both `{port}`, `{events_port}` and `{replay_port}`
-    stand for free ports. Raises ConfigError."""
+    """Equal workers of another engine. `command`: the command line that starts one. `name`: what clients call
+    its model, for a planner to know what it sizes. `worker`: how the router reaches it, in the form of
+    --worker without an id. In command and worker `{port}`, `{events_port}` and `{replay_port}` stand for free
+    ports. Raises ConfigError."""
 
     command: str
+    name: str | None = None
     worker: str = "http://127.0.0.1:{port}"
     count: int = 1
     devices: list[int] | None = None
@@ -140,6 +154,14 @@ class ForeignWorkers:
             raise ConfigError(f"command {self.command!r:.200} cannot be split into words: {error}") from None
 
 
+def _check_resources(resources: Mapping[str, float]) -> None:
+    if "GPU" in resources:
+        raise ConfigError("resources has GPU; a worker's GPUs are the tensor_parallel_size of its options")
+    for name, amount in resources.items():
+        if not 0 <= amount < math.inf:
+            raise ConfigError(f"resources: {name} = {amount:g} is no amount; give one, as {{ CPU = 4 }}")
+
+
 def _check_count(count: int, devices: list[int] | None, devices_per_worker: int) -> None:
     if not 0 <= count <= MAX_COUNT:
         raise ConfigError(f"count {count} is not from 0 to {MAX_COUNT}")
@@ -157,29 +179,77 @@ def _check_count(count: int, devices: list[int] | None, devices_per_worker: int)
 @dataclass(frozen=True, slots=True)
 class FleetFile:
     """`server`: options of the router's ports. `router`: those of routing; its plane is None where the file
-    names none."""
+    names none. `may_grow`: the file has options of a planner, in this process or beside it."""
 
     workers: list[OwnWorkers | ForeignWorkers]
     server: ServerConfig
     router: FleetConfig
     planner: PlannerConfig
+    may_grow: bool = False
 
     def __post_init__(self) -> None:
-        if not self.planner.enabled:
-            return
-        seen: set[tuple[str, str]] = set()
+        if self.planner.enabled:
+            self.check_planner()
+
+    def _check_role_changes(self) -> None:
+        """A worker that takes another role should be as those that were started for it."""
+        first: dict[str, OwnWorkers] = {}
         for number, group in enumerate(self.workers, 1):
             if isinstance(group, ForeignWorkers):
+                continue
+            other = first.setdefault(group.served_name, group)
+            if other is group:
+                continue
+            kv = "kv_transfer_config"
+            parts = [{**each.options, kv: None} for each in (group, other)]
+            if parts[0] != parts[1]:
                 raise ConfigError(
-                    f"[[workers]] {number} has a command, and [planner] sizes our own workers alone; set "
-                    "enabled = false, or leave these workers out"
+                    f"[[workers]] {number}: with [planner] change_roles workers of {group.served_name} take "
+                    "each other's role, and these have other options than those before; give all the same"
                 )
-            if (group.served_name, group.role) in seen:
+            if not _exchanges(group) or not _exchanges(other):
                 raise ConfigError(
-                    f"[[workers]] {number}: the planner needs to know which {group.role} workers of "
-                    f"{group.served_name} to add, and there are two tables of them; write one"
+                    f"[[workers]] {number}: with [planner] change_roles workers of {group.served_name} take "
+                    "each other's role, so all have to lend and read KV blocks; add kv_transfer_config = "
+                    '{ kv_role = "kv_both" } to their options'
                 )
-            seen.add((group.served_name, group.role))
+
+    def check_planner(self) -> None:
+        """Raises ConfigError for workers that the planner could not size."""
+        seen: set[tuple[str, str]] = set()
+        for number, group in enumerate(self.workers, 1):
+            cannot_sleep = isinstance(group, OwnWorkers) and not group.options.get("enable_sleep_mode")
+            if self.planner.park_level is not None and cannot_sleep:
+                raise ConfigError(
+                    f"[[workers]] {number}: [planner] park_level puts workers to sleep, and these cannot; "
+                    "add enable_sleep_mode = true to their options"
+                )
+            name, role = _sized(group)
+            if name is None:
+                raise ConfigError(
+                    f"[[workers]] {number} has a command and no name, and [planner] needs to know what it "
+                    "sizes; write name = what /v1/models of that server says"
+                )
+            if (name, role) in seen:
+                raise ConfigError(
+                    f"[[workers]] {number}: the planner needs to know which {role} workers of {name} to add, "
+                    "and there are two tables of them; write one"
+                )
+            seen.add((name, role))
+        if self.planner.change_roles:
+            self._check_role_changes()
+        read_profiles(self.planner, dict.fromkeys(name for name, _ in seen))
+
+
+def _exchanges(group: OwnWorkers) -> bool:
+    """Whether its workers can lend and read KV blocks, and so do each role."""
+    transfer = KVTransferConfig.of(group.options.get("kv_transfer_config"))
+    return group.role == "decode" if transfer is None else transfer.lends and transfer.reads
+
+
+def _sized(group: OwnWorkers | ForeignWorkers) -> tuple[str | None, str]:
+    """The model and the role of its workers."""
+    return (group.name, "both") if isinstance(group, ForeignWorkers) else (group.served_name, group.role)
 
 
 def read_fleet_file(path: str | Path) -> FleetFile:
@@ -212,7 +282,9 @@ def _fleet_of(document: Mapping[str, Any]) -> FleetFile:
     planner = table(document, "planner")
     check_keys(planner, keys_of(PlannerConfig), "[planner]")
     server = {name: document[name] for name in SERVER_OPTIONS if name in document}
-    return FleetFile(groups, build(ServerConfig, server), config, build(PlannerConfig, planner))
+    return FleetFile(
+        groups, build(ServerConfig, server), config, build(PlannerConfig, planner), "planner" in document
+    )
 
 
 def _group_of(entry: Mapping[str, Any], model: Any) -> OwnWorkers | ForeignWorkers:
@@ -235,12 +307,19 @@ def _check_names(groups: Sequence[OwnWorkers | ForeignWorkers]) -> None:
 
 
 def _check_roles(groups: Sequence[OwnWorkers | ForeignWorkers]) -> None:
-    """Prefill workers compute prompts for decode workers alone."""
+    """Prefill workers compute prompts for workers that read KV blocks."""
     own = [group for group in groups if isinstance(group, OwnWorkers)]
-    served = {group.served_name for group in own if group.role == "decode"}
+    served = {group.served_name for group in own if group.role == "decode" or _reads(group)}
     for group in own:
         if group.role == "prefill" and group.served_name not in served:
             raise ConfigError(
                 f"{group.served_name!r} has prefill workers and no decode workers to compute prompts for; "
-                'add [[workers]] with role = "decode", or take role = "both" for all'
+                'add [[workers]] with role = "decode" (or "both" and options.kv_transfer_config = '
+                '{ kv_role = "kv_both" }), or take role = "both" for all'
             )
+
+
+def _reads(group: OwnWorkers) -> bool:
+    """Whether workers of the role `both` were told to read KV blocks of others."""
+    transfer = KVTransferConfig.of(group.options.get("kv_transfer_config"))
+    return group.role == "both" and transfer is not None and transfer.reads

@@ -33,21 +33,8 @@ class FleetKey:
 
     @classmethod
     def read(cls, path: str | None) -> FleetKey | None:
-        """None for no path. Raises ConfigError for a file that cannot be read or holds too short a key."""
-        if path is None:
-            return None
-        try:
-            secret = Path(path).read_bytes().strip()
-        except OSError as error:
-            raise ConfigError(
-                f"fleet_key_file {path!r} cannot be read: {error}; make one with: openssl rand -hex 32"
-            ) from None
-        if len(secret) < MIN_CHARACTERS:
-            raise ConfigError(
-                f"fleet_key_file {path!r} holds {len(secret)} characters, and a key has at least "
-                f"{MIN_CHARACTERS}; make one with: openssl rand -hex 32"
-            )
-        return cls(secret)
+        """None for no path. Raises ConfigError as read_secret does."""
+        return None if path is None else cls(read_secret(path))
 
     # ZMQ
 
@@ -86,6 +73,22 @@ class FleetKey:
         digest = hmac.new(self._seal_key, subject.encode() + b"\0", hashlib.sha256)
         digest.update(payload)
         return digest.digest()
+
+
+def read_secret(path: str) -> bytes:
+    """What the file holds. Raises ConfigError for one that cannot be read or holds too short a key."""
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(
+            f"fleet_key_file {path!r} cannot be read: {error}; make one with: openssl rand -hex 32"
+        ) from None
+    if len(secret) < MIN_CHARACTERS:
+        raise ConfigError(
+            f"fleet_key_file {path!r} holds {len(secret)} characters, and a key has at least "
+            f"{MIN_CHARACTERS}; make one with: openssl rand -hex 32"
+        )
+    return secret
 
 
 class _Holders:

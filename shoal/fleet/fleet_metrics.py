@@ -11,6 +11,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from shoal.fleet.event_feed import EventFeed
+from shoal.fleet.foreign_forwarder import ForeignForwarder
 from shoal.fleet.model_fleet import ModelFleet
 from shoal.fleet.worker import Worker
 from shoal.fleet_api import WorkerState, WorkerView
@@ -27,19 +28,19 @@ def of_models(models: Iterable[ModelFleet]) -> Iterable[Metric]:
         for model in models[1:]:
             model.dispatcher.times.histograms[number].add_to(first, [model.name])
         yield first
-    yield _gauge(
+    yield gauge(
         "dynamo_frontend_queued_requests",
         "Requests that wait for a worker with room.",
         OF_MODEL,
         [([model.name], model.dispatcher.queue.length) for model in models],
     )
-    yield _gauge(
+    yield gauge(
         "shoal:router_queue_oldest_seconds",
         "Seconds the longest waiting one has waited.",
         OF_MODEL,
         [([model.name], model.dispatcher.queue.oldest_s) for model in models],
     )
-    yield _counter(
+    yield counter(
         "dynamo_frontend_model_rejection",
         "Requests refused as the queue was full.",
         OF_MODEL,
@@ -50,19 +51,19 @@ def of_models(models: Iterable[ModelFleet]) -> Iterable[Metric]:
         if model.streams is not None:
             migrations.append(([model.name, "ongoing_request"], model.streams.num_migrations))
             migrations.append(([model.name, "new_request"], model.streams.num_retries))
-    yield _counter(
+    yield counter(
         "dynamo_frontend_model_migration",
         "Requests that went on at another worker, with tokens (ongoing) or without (new).",
         (*OF_MODEL, "migration_type"),
         migrations,
     )
-    yield _counter(
+    yield counter(
         "shoal:router_remote_prefills",
         "Prompts computed by a prefill worker for a decode worker.",
         OF_MODEL,
         [([model.name], model.prefills.num_done) for model in models],
     )
-    yield _counter(
+    yield counter(
         "shoal:router_prefill_fallbacks",
         "Prompts that a prefill worker was to compute and a decode worker did: it failed, refused, was late, "
         "or gave no ticket for the blocks.",
@@ -73,13 +74,29 @@ def of_models(models: Iterable[ModelFleet]) -> Iterable[Metric]:
             for reason, count in model.prefills.fall_backs.items()
         ],
     )
-    yield _gauge(
+    yield counter(
+        "shoal:router_kv_loans",
+        "Tickets for KV blocks that workers gave, for a stream that moves or a prefix that another one has.",
+        (*OF_MODEL, "reason"),
+        [
+            ([model.name, reason], count)
+            for model in models
+            for reason, count in model.moves.num_loans.items()
+        ],
+    )
+    yield counter(
+        "shoal:router_kv_loan_refusals",
+        "Workers that were asked for KV blocks and gave no ticket.",
+        OF_MODEL,
+        [([model.name], model.moves.num_refusals) for model in models],
+    )
+    yield gauge(
         "shoal:router_prefill_queue",
         "Prompts that wait for a prefill worker.",
         OF_MODEL,
         [([model.name], model.prefills.dispatcher.queue.length) for model in models],
     )
-    yield _gauge(
+    yield gauge(
         "shoal:router_prefill_queue_oldest_seconds",
         "Seconds the longest waiting one has waited.",
         OF_MODEL,
@@ -88,7 +105,7 @@ def of_models(models: Iterable[ModelFleet]) -> Iterable[Metric]:
     # For models of our own workers, the engine's figures are among the model's metrics already.
     foreign = [model for model in models if model.is_foreign]
     engine = (*OF_MODEL, "engine")
-    yield _gauge(
+    yield gauge(
         "vllm:num_requests_running",
         "Requests that are being computed.",
         engine,
@@ -97,13 +114,24 @@ def of_models(models: Iterable[ModelFleet]) -> Iterable[Metric]:
             for model in foreign
         ],
     )
-    yield _gauge(
+    yield gauge(
         "vllm:num_requests_waiting",
         "Requests that wait for their turn.",
         engine,
         [([model.name, "0"], model.dispatcher.queue.length) for model in foreign],
     )
-    yield _gauge(
+    counts = [
+        (model.name, model.streams.token_counts)
+        for model in foreign
+        if isinstance(model.streams, ForeignForwarder)
+    ]
+    for name, text, field in (
+        ("vllm:prompt_tokens", "Prompt tokens taken in.", "prompt"),
+        ("vllm:prompt_tokens_cached", "Prompt tokens taken in that the prefix cache held.", "cached"),
+        ("vllm:generation_tokens", "Tokens generated.", "generated"),
+    ):
+        yield counter(name, text, engine, [([model, "0"], getattr(found, field)) for model, found in counts])
+    yield gauge(
         "shoal:router_index_blocks",
         "KV blocks that the index knows of, of all workers together.",
         OF_MODEL,
@@ -114,7 +142,7 @@ def of_models(models: Iterable[ModelFleet]) -> Iterable[Metric]:
 def of_workers(workers: Iterable[tuple[Worker[Any], WorkerView, int]]) -> Iterable[Metric]:
     """Each with its view, and the tokens of prompts that it has under way."""
     found = [(worker, view, tokens, [view.id, view.model]) for worker, view, tokens in workers]
-    yield _gauge(
+    yield gauge(
         "shoal:worker_state",
         "1 for the state that the worker is in.",
         (*OF_WORKER, "state"),
@@ -152,7 +180,7 @@ def of_workers(workers: Iterable[tuple[Worker[Any], WorkerView, int]]) -> Iterab
             [view.hit_rate for _, view, _, _ in found],
         ),
     ):
-        yield _gauge(name, text, OF_WORKER, [(labels, value) for (*_, labels), value in zip(found, values)])
+        yield gauge(name, text, OF_WORKER, [(labels, value) for (*_, labels), value in zip(found, values)])
     for name, text, values in (
         ("shoal:worker_requests", "Requests sent to it.", [worker.num_requests for worker, *_ in found]),
         (
@@ -161,7 +189,7 @@ def of_workers(workers: Iterable[tuple[Worker[Any], WorkerView, int]]) -> Iterab
             [worker.num_breaks for worker, *_ in found],
         ),
     ):
-        yield _counter(name, text, OF_WORKER, [(labels, value) for (*_, labels), value in zip(found, values)])
+        yield counter(name, text, OF_WORKER, [(labels, value) for (*_, labels), value in zip(found, values)])
 
 
 def of_feeds(feeds: Iterable[tuple[str, EventFeed]]) -> Iterable[Metric]:
@@ -179,25 +207,25 @@ def of_feeds(feeds: Iterable[tuple[str, EventFeed]]) -> Iterable[Metric]:
         )
     ):
         rows: list[Row] = [([worker_id], counts[number]) for worker_id, counts in sums.items()]
-        yield _counter(name, text, ("worker_id",), rows)
+        yield counter(name, text, ("worker_id",), rows)
 
 
 def one_gauge(name: str, text: str, value: float) -> Metric:
-    return _gauge(name, text, (), [([], value)])
+    return gauge(name, text, (), [([], value)])
 
 
 def one_counter(name: str, text: str, value: float) -> Metric:
-    return _counter(name, text, (), [([], value)])
+    return counter(name, text, (), [([], value)])
 
 
-def _gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
+def gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
     family = GaugeMetricFamily(name, text, labels=labels)
     for values, number in rows:
         family.add_metric(values, number)
     return family
 
 
-def _counter(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
+def counter(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
     family = CounterMetricFamily(name, text, labels=labels)
     for values, number in rows:
         family.add_metric(values, number)

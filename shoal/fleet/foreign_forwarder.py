@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from typing import Any
 
 import msgspec
 
+from shoal.api import Span
 from shoal.errors import BusyError, RequestError, UnavailableError, WorkerFailedError
 from shoal.fleet.dispatcher import Dispatcher, Place, Wanted
 from shoal.fleet.foreign_link import ForeignExchange, ForeignLink
 from shoal.fleet.foreign_request import CHAT, COMPLETIONS, ForeignRequest
-from shoal.fleet.foreign_stream import ForeignStream
+from shoal.fleet.foreign_stream import ForeignStream, TokenCounts
 from shoal.fleet.prompt_tokens import PROMPT_FIELDS, PromptTokens, text_numbers
 from shoal.fleet.sse import SseReader
-from shoal.fleet_api import ForeignAnswer, ForeignCall
+from shoal.fleet_api import ForeignAnswer, ForeignCall, tags_of
+from shoal.logs import about
+from shoal.time_line import TimeLine
 
 STREAMS = ("text/event-stream", "application/x-ndjson")
 REFUSED_FIELD = (400, 422)  # what a strict server answers to a field that it does not know
@@ -30,20 +36,13 @@ LARGE_BODY = 1 << 20  # bytes; one of this size is read in a thread
 HALF = "\ufffd"  # what half a character is shown as
 MOST_HALF_TOKENS = 4  # of a character that is not whole
 
-
-class _Details(msgspec.Struct):
-    cached_tokens: int | None = None
-
-
-class _Usage(msgspec.Struct):
-    prompt_tokens: int | None = None
-    prompt_tokens_details: _Details | None = None
+logger = logging.getLogger(__name__)
 
 
 class _Whole(msgspec.Struct):
     """What the books want of an answer that is no stream."""
 
-    usage: _Usage | None = None
+    usage: dict[str, Any] | None = None
 
 
 class _Head:
@@ -62,6 +61,52 @@ class _Head:
             self.headers.append((b"retry-after", _bytes(exchange.headers["retry-after"])))
 
 
+class _Told:
+    """What becomes of a request, as its time line and the log are told. What a foreign worker does with it,
+    up to its first token, is one span. Errors of such workers may quote a prompt, so they are not told."""
+
+    def __init__(self, line: TimeLine) -> None:
+        self._line, self._answer = line, line.answer()
+        self._worker = ""
+        self._sent_at = 0.0
+        self._left: tuple[float, Span] | None = None
+
+    def arrived(self, place: Place[ForeignLink]) -> None:
+        """It has a place at a worker."""
+        self._sent_at, self._worker = time.perf_counter(), place.worker.id
+        self._line.add(place.take_spans(), self._sent_at)
+        logger.debug(about(self._line.id, f"goes to worker {self._worker}", worker=self._worker))
+
+    def tokens(self, count: int) -> None:
+        now = time.perf_counter()
+        spans = []
+        if self._left is not None:
+            then, span = self._left
+            span.ago_s = span.seconds = now - then
+            span.worker, self._left = self._worker, None
+            spans.append(span)
+        if self._sent_at:
+            spans.append(Span("prefill", now - self._sent_at, now - self._sent_at, self._worker))
+            self._sent_at = 0.0
+        if spans:
+            self._line.add(spans, now)
+        if count:
+            self._answer.tokens(count, now, self._worker)
+
+    def left(self, place: Place[ForeignLink], why: str) -> None:
+        """It goes on at another worker."""
+        worker_id, num_tokens = place.worker.id, self._line.output_tokens
+        move: dict[str, str | int | float] = {"from": worker_id, "why": why, "output_tokens": num_tokens}
+        self._left = time.perf_counter(), Span("migration", 0.0, 0.0, attributes=move)
+        text = f"leaves worker {worker_id} after {num_tokens} tokens: {why}"
+        logger.info(about(self._line.id, text, worker=worker_id))
+
+    def counted(self, num_prompt: int, num_cached: int) -> None:
+        """What the worker says of the prompt."""
+        if num_prompt:
+            self._line.prompt_tokens, self._line.cached_tokens = num_prompt, num_cached
+
+
 class ForeignForwarder:
     """The foreign workers of one model."""
 
@@ -71,6 +116,7 @@ class ForeignForwarder:
         """migration_limit: how many workers may fail one request after its first token."""
         self.num_migrations = 0  # of streams that went on at another worker
         self.num_retries = 0  # of requests without a token
+        self.token_counts = TokenCounts()  # of all answers that tell them
         self._dispatcher, self._tokens = dispatcher, tokens
         self._migration_limit = migration_limit
         self._numbers = itertools.count()
@@ -91,6 +137,7 @@ class ForeignForwarder:
         """Yields an empty piece once `head` is filled, and then the answer's bytes."""
         wanted = await self._wanted(request)
         stream = ForeignStream(request)
+        told = _Told(request.call.line)
         num_failures = num_migrations = 0
         try:
             while True:
@@ -98,7 +145,7 @@ class ForeignForwarder:
                 try:
                     async with (
                         self._dispatcher.place(wanted) as place,
-                        aclosing(self._ask(place, stream, head)) as pieces,
+                        aclosing(self._ask(place, stream, head, told)) as pieces,
                     ):
                         async for piece in pieces:
                             yield piece
@@ -106,7 +153,10 @@ class ForeignForwarder:
                 except BusyError:
                     if place is None:  # the router's own queue is full
                         raise
+                    told.left(place, "it is full")
                 except WorkerFailedError as error:
+                    if place is not None:
+                        told.left(place, "it is not reached" if error.is_absent else "it failed")
                     stream.break_off()
                     if stream.has_begun and not stream.has_finished and stream.obstacle() is None:
                         await self._settle(stream)
@@ -123,14 +173,19 @@ class ForeignForwarder:
                             raise
                         self.num_retries += 1
         finally:
-            self._dispatcher.forget(wanted)
+            self._dispatcher.end(wanted)
+            counts = stream.counts
+            told.counted(counts.prompt, counts.cached)
+            if request.has_chunks:
+                self.token_counts.add(stream.counts)
 
     async def _ask(
-        self, place: Place[ForeignLink], stream: ForeignStream, head: _Head
+        self, place: Place[ForeignLink], stream: ForeignStream, head: _Head, told: _Told
     ) -> AsyncGenerator[bytes]:
         """Sends the request to a worker and yields what the client gets of its answer. Raises BusyError if
         the worker is full, and WorkerFailedError."""
         link, request = place.worker.link, stream.request
+        told.arrived(place)
         headers = request.headers()
         if place.worker.info.dp_size > 1:  # vLLM's header
             headers["X-data-parallel-rank"] = str(place.choice.rank.rank)
@@ -150,11 +205,11 @@ class ForeignForwarder:
                 if error is not None:
                     pieces = _once(error)
                 elif request.has_chunks and _content_type(exchange) in STREAMS:
-                    pieces = self._read_chunks(exchange, place, stream)
+                    pieces = self._read_chunks(exchange, place, stream, told)
                 elif _content_type(exchange) in STREAMS:
-                    pieces = self._read_stream(exchange, place)
+                    pieces = self._read_stream(exchange, place, told)
                 else:
-                    pieces = self._read_whole(exchange, place)
+                    pieces = self._read_whole(exchange, place, told)
                 async with aclosing(pieces):
                     async for piece in pieces:
                         if not head.headers:
@@ -193,7 +248,7 @@ class ForeignForwarder:
         return body
 
     async def _read_chunks(
-        self, exchange: ForeignExchange, place: Place[ForeignLink], stream: ForeignStream
+        self, exchange: ForeignExchange, place: Place[ForeignLink], stream: ForeignStream, told: _Told
     ) -> AsyncGenerator[bytes]:
         reader = SseReader()
         failure: WorkerFailedError | None = None
@@ -211,7 +266,8 @@ class ForeignForwarder:
                 except WorkerFailedError as error:
                     failure = error
                 if num_tokens:
-                    place.generated(num_tokens)
+                    place.streamed(num_tokens)
+                    told.tokens(num_tokens)
                 if stream.is_done and stream.cached_tokens is not None:
                     _tell_cached(place, *stream.cached_tokens)
                 if shown := b"".join(events):  # what came before a failure counts as sent
@@ -229,16 +285,17 @@ class ForeignForwarder:
         yield stream.finish()  # some servers send no [DONE]
 
     async def _read_stream(
-        self, exchange: ForeignExchange, place: Place[ForeignLink]
+        self, exchange: ForeignExchange, place: Place[ForeignLink], told: _Told
     ) -> AsyncGenerator[bytes]:
         """Any other stream, as it is."""
         async with aclosing(exchange.pieces()) as pieces:
             async for piece in pieces:
                 place.generated(1)
+                told.tokens(1)
                 yield piece
 
     async def _read_whole(
-        self, exchange: ForeignExchange, place: Place[ForeignLink]
+        self, exchange: ForeignExchange, place: Place[ForeignLink], told: _Told
     ) -> AsyncGenerator[bytes]:
         body = await exchange.whole()
         place.generated(1)
@@ -246,8 +303,15 @@ class ForeignForwarder:
             usage = msgspec.json.decode(body, type=_Whole).usage
         except ValueError:
             usage = None
-        if usage is not None and usage.prompt_tokens and usage.prompt_tokens_details is not None:
-            _tell_cached(place, usage.prompt_tokens_details.cached_tokens or 0, usage.prompt_tokens)
+        if usage is not None:
+            counts = TokenCounts.of(usage)
+            self.token_counts.add(counts)
+            if place.worker.served is not None:
+                place.worker.served.output_tokens += counts.generated
+            told.counted(counts.prompt, counts.cached)
+            told.tokens(counts.generated)
+            if counts.prompt and usage.get("prompt_tokens_details"):
+                _tell_cached(place, counts.cached, counts.prompt)
         yield body
 
     async def _settle(self, stream: ForeignStream) -> None:
@@ -293,18 +357,17 @@ class ForeignForwarder:
         priority, session, salt = request.get("priority"), request.get("user"), request.get("cache_salt")
         if b"x-session-id" in headers:
             session = headers[b"x-session-id"].decode("latin-1")
-        tags = headers.get(b"x-shoal-tags", b"").decode("latin-1")
         adapters = [worker.info.adapters for worker in self._dispatcher.workers.values()]
         is_adapter = any(model in names for names in adapters)
         return Wanted(
             # Clients may send one request id twice.
-            f"{request.call.request_id}-{next(self._numbers)}",
+            f"{request.call.line.id}-{next(self._numbers)}",
             await self._prompt_tokens(request),
             priority=priority if isinstance(priority, int) else 0,
             session=session if isinstance(session, str) else None,
             cache_salt=salt if isinstance(salt, str) else None,
             lora_name=model if is_adapter else None,
-            tags=frozenset(tag for one in tags.split(",") if (tag := one.strip())),
+            tags=frozenset(tags_of(headers)),
         )
 
     async def _prompt_tokens(self, request: ForeignRequest) -> Sequence[int]:

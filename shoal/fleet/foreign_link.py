@@ -7,6 +7,7 @@ import asyncio
 import ipaddress
 import logging
 import math
+import os
 import re
 import urllib.parse
 from collections.abc import AsyncGenerator, Mapping
@@ -29,6 +30,7 @@ END_SECONDS = 0.5
 # vLLM and others on uvicorn close a connection that is idle for 5 s. It is better closed here before that
 # than at the same moment as a request goes out.
 KEEP_ALIVE_SECONDS = 3.0
+MAX_MODELS = 1000  # of one worker, with its adapters
 MAX_ANSWER_BYTES = 1 << 28  # of an answer that is no stream; one with the vectors of many texts has megabytes
 NO_SUCH_PATH = (404, 405, 501)
 RETRY_SECONDS = (0.1, 60.0)  # the least and the most that a Retry-After counts for
@@ -37,6 +39,7 @@ GAUGES = {
     "vllm:num_requests_running": "num_running",
     "vllm:num_requests_waiting": "num_waiting",
     "vllm:kv_cache_usage_perc": "kv_usage",
+    "vllm:gpu_cache_usage_perc": "kv_usage",  # its name before version 0.10
     "sglang:num_running_reqs": "num_running",
     "sglang:num_queue_reqs": "num_waiting",
     "sglang:token_usage": "kv_usage",
@@ -80,13 +83,13 @@ class ForeignExchange:
                 self._response = await self._link.session.request(self._method, self._url, **self._options)
         except aiohttp.ClientError as error:  # comes first, as some of them are TimeoutErrors too
             is_absent = isinstance(error, aiohttp.ClientConnectorError)
-            raise self._link.failure(f"{type(error).__name__}: {error}", is_absent) from None
+            raise self._link.failure(_without_address(error), is_absent) from None
         except TimeoutError:
             if self._response is not None:  # its head came at the same moment
                 self._response.close()
             raise self._link.failure("it gave no answer, and is taken for dead") from None
         except OSError as error:
-            raise self._link.failure(f"{type(error).__name__}: {error}") from None
+            raise self._link.failure(_without_address(error)) from None
         return self
 
     async def __aexit__(
@@ -119,7 +122,7 @@ class ForeignExchange:
             while piece := await content.readany():
                 yield piece
         except (aiohttp.ClientError, OSError) as error:
-            raise self._link.failure(f"its answer broke off: {error!r}") from None
+            raise self._link.failure(f"its answer broke off: {_without_address(error)}") from None
         if self._is_aborted:
             raise self._link.failure("it is taken for dead, or was removed")
 
@@ -197,6 +200,11 @@ class ForeignLink:
     def _read_cards(self, cards: list[dict[str, Any]]) -> WorkerInfo:
         names: list[str] = []
         adapters: list[str] = []
+        if len(cards) > MAX_MODELS:
+            if self._model is None:
+                told = "worker %s lists %d models, of which the first %d are offered"
+                logger.warning(told, self._spec.id, len(cards), MAX_MODELS)
+            del cards[MAX_MODELS:]
         for card in cards:
             name, parent, length = card.get("id"), card.get("parent"), card.get("max_model_len")
             if not isinstance(name, str):
@@ -273,7 +281,8 @@ class ForeignLink:
         return text if isinstance(text, str) else None
 
     def failure(self, why: str, is_absent: bool = False) -> WorkerFailedError:
-        return WorkerFailedError(f"the worker {self._spec.id} ({self._url}) failed: {why}", is_absent)
+        """Clients get to read it, so it names the worker and not where it is."""
+        return WorkerFailedError(f"the worker {self._spec.id} failed: {why}", is_absent)
 
     def busy(self, retry_after: str | None) -> BusyError:
         """What its answer 429 means. `retry_after`: the header of this name."""
@@ -310,6 +319,20 @@ class ForeignLink:
             return exchange.status, msgspec.json.decode(answer)
         except ValueError:
             return exchange.status, None
+
+
+def _without_address(error: Exception) -> str:
+    """The error's kind and what it says, but for the URL, host and port that aiohttp adds."""
+    if isinstance(error, aiohttp.ClientResponseError):
+        said = error.message
+    elif isinstance(error, aiohttp.ClientConnectorError):
+        said = os.strerror(error.errno) if isinstance(error.errno, int) and error.errno > 0 else ""
+    elif isinstance(error, OSError):
+        said = error.strerror or ""
+    else:
+        said = str(error)
+    kind = type(error).__name__
+    return f"{kind}: {said}" if said else kind
 
 
 def read_loads(metrics: str) -> list[WorkerLoad]:

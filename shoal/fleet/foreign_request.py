@@ -14,7 +14,7 @@ from shoal.fleet_api import ForeignCall
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DEFAULT_MAX_TOKENS = 16  # of a completion that does not say; as OpenAI
 # What goes on of a client's headers. Its key is for the router alone.
-HEADERS = (b"accept", b"content-type", b"traceparent", b"tracestate", b"user-agent", b"x-session-id")
+HEADERS = (b"accept", b"content-type", b"user-agent", b"x-session-id")
 # Fields of a chat that a completion does not have, or in which they mean something else.
 CHAT_FIELDS = frozenset(
     {
@@ -119,7 +119,8 @@ class ForeignRequest:
     def headers(self) -> dict[str, str]:
         """The headers that go on. A body of JSON goes by that name, whatever its client calls it: `curl -d`
         calls it a form, which vLLM refuses."""
-        found = {"X-Request-Id": self.call.request_id}
+        line = self.call.line
+        found = {"X-Request-Id": line.id, **(line.trace_headers or {})}
         for name in HEADERS:
             if name in self.call.headers:
                 found[name.decode("ascii")] = self.call.headers[name].decode("latin-1")

@@ -11,6 +11,8 @@ a stop string, the client is owed it: it goes out before the next worker's text.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -23,6 +25,28 @@ MOST_HELD = 1 << 16  # chunks in succession that show nothing
 Chunk = dict[str, Any]
 decode = msgspec.json.Decoder(dict[str, Any]).decode
 encode = msgspec.json.Encoder().encode
+
+
+@dataclass(slots=True)
+class TokenCounts:
+    """Tokens of prompts, those of them that a worker had cached, and tokens generated."""
+
+    prompt: int = 0
+    cached: int = 0
+    generated: int = 0
+
+    @classmethod
+    def of(cls, usage: Mapping[str, Any]) -> TokenCounts:
+        """By what an answer says in OpenAI's form. What is no number counts as none."""
+        details = usage.get("prompt_tokens_details")
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        found = (usage.get("prompt_tokens"), cached, usage.get("completion_tokens"))
+        return cls(*[count if isinstance(count, int) else 0 for count in found])
+
+    def add(self, other: TokenCounts) -> None:
+        self.prompt += other.prompt
+        self.cached += other.cached
+        self.generated += other.generated
 
 
 class ForeignStream:
@@ -46,6 +70,7 @@ class ForeignStream:
         self._lacks_ids = False  # something was sent whose token ids are not known
         self._is_reasoning = False  # the last that was sent are thoughts, not the answer
         self._usage: Chunk | None = None
+        self._num_tokens = 0  # that came, as far as they can be told
 
     def push(self, data: bytes) -> tuple[bytes, int]:
         """The data of a worker's event. Returns what the client gets of it, and the number of its tokens.
@@ -59,6 +84,7 @@ class ForeignStream:
         if len(self._held) > MOST_HELD:
             raise WorkerFailedError(f"a worker's stream has more than {MOST_HELD} chunks that show nothing")
         self.has_begun = self.has_begun or bool(events)
+        self._num_tokens += num_tokens
         return events, num_tokens
 
     def _take(self, data: bytes) -> tuple[bytes, int]:
@@ -70,6 +96,8 @@ class ForeignStream:
         choices = chunk.get("choices") or []
         if self.request.obstacle is not None:
             self._held.append(data)
+            if isinstance(chunk.get("usage"), dict):
+                self._usage = chunk["usage"]
             self.has_finished = any(choice.get("finish_reason") is not None for choice in choices)
             shows = self.has_begun or self.has_finished or any(map(self._shows_something, choices))
             return self._release() if shows else b"", len(choices)
@@ -96,6 +124,13 @@ class ForeignStream:
         if self._is_reasoning:
             return "it was in the middle of its reasoning, which cannot be taken up by another worker"
         return None
+
+    @property
+    def counts(self) -> TokenCounts:
+        """As the workers said; where they did not, as far as it could be seen."""
+        if self._usage is not None:
+            return TokenCounts.of(self._usage)
+        return TokenCounts(prompt=len(self.prompt_ids or ()), generated=self._num_tokens)
 
     @property
     def text(self) -> str:

@@ -11,7 +11,7 @@ gets a chain hash that no query of tokens meets.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
@@ -99,6 +99,7 @@ class KvIndexer:
         self._ranks: dict[int, WorkerRank] = {}  # by number
         self._free_numbers: list[int] = []
         self._num_blocks = 0
+        self._has_other_sizes = False  # a worker has, or had, blocks of another size than `block_size`
 
     # Queries
 
@@ -131,6 +132,12 @@ class KvIndexer:
         """How many tokens a block of this worker holds."""
         worker = self._workers.get(rank)
         return self.block_size if worker is None else worker.block_size
+
+    def block_sizes(self, ranks: Collection[WorkerRank]) -> set[int]:
+        """Each block size that one of these workers has."""
+        if not self._has_other_sizes:  # the common case does not look at each of them
+            return {self.block_size} if ranks else set()
+        return {self.block_size_of(rank) for rank in ranks}
 
     def block_of(self, rank: WorkerRank, name: int) -> int | None:
         """The chain hash of a block by the worker's name for it."""
@@ -244,6 +251,7 @@ class KvIndexer:
         if worker is None:
             number = self._free_numbers.pop() if self._free_numbers else len(self._ranks)
             worker = self._workers[rank] = _Worker(number, block_size or self.block_size)
+            self._has_other_sizes |= worker.block_size != self.block_size
             self._ranks[number] = rank
         return worker
 

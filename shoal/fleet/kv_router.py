@@ -12,12 +12,17 @@ No socket and no clock but the one that is given: the simulator and the served r
 
 from __future__ import annotations
 
+import heapq
 import math
 import time
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import repeat
 from random import Random
+
+import msgspec
 
 from shoal.errors import UnavailableError
 from shoal.fleet.books import AnyChange, Books, Ended, FirstToken, Load
@@ -31,6 +36,13 @@ PREDICTED_TTL_S = 5.0  # how long they stand until the event comes
 LOAD_TTL_S = 10.0  # how long a worker's published load counts
 PREDICTS = ("kv", "kv_approx")  # policies that count blocks before their events come
 
+# A choice among more workers than MANY looks at NUM_BEST of those that have a part of the prompt, and at
+# NUM_DRAWN others, with these policies.
+MANY, NUM_BEST, NUM_DRAWN = 64, 16, 32
+SAMPLED = ("kv", "kv_approx", "kv_logit", "random", "least_loaded", "power_of_two")
+
+NOTHING = Overlap()
+
 Selector = Callable[[Ask, Sequence[Candidate]], Choice]
 
 
@@ -42,6 +54,9 @@ class _Predicted:
     sent: deque[tuple[float, Sequence[int]]] = field(default_factory=deque)  # until when, chain
     # Blocks that the worker has dropped, and until when others behind them may be predicted.
     dropped: dict[int, float] = field(default_factory=dict)
+    # Blocks that the worker lacked when it was sent them again, and until when that sending stands. What lies
+    # behind them counts only if it was sent as late.
+    renewed: dict[int, float] = field(default_factory=dict)
 
 
 class Predictions:
@@ -54,14 +69,22 @@ class Predictions:
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._workers: dict[WorkerRank, _Predicted] = {}
+        # First blocks of chains that were sent, and to whom, the first of them first.
+        self._having: dict[int, dict[WorkerRank, None]] = {}
+        self._due: list[
+            tuple[float, WorkerRank]
+        ] = []  # a heap of when something of a worker has had its time
 
     def add(self, rank: WorkerRank, chain: Sequence[int], ttl_s: float) -> None:
         """The worker was sent a request with this chain of blocks. `ttl_s` is the same for all requests of a
         worker."""
         until = self._clock() + ttl_s
         mine = self._workers.setdefault(rank, _Predicted())
-        mine.until.update(dict.fromkeys(chain, until))
+        mine.until.update(zip(chain, repeat(until)))
         mine.sent.append((until, chain))
+        heapq.heappush(self._due, (until, rank))
+        if chain:
+            self._having.setdefault(chain[0], {})[rank] = None
         if mine.dropped:
             mine.dropped = {block: end for block, end in mine.dropped.items() if block not in mine.until}
 
@@ -69,8 +92,8 @@ class Predictions:
         """As KvIndexer.find_chain; all that is predicted counts as lying on the device."""
         self.expire()
         found = {}
-        for rank, mine in self._workers.items():
-            depth = _depth(mine, chain)
+        for rank in self._having.get(chain[0], ()) if chain else ():
+            depth = _depth(self._workers[rank], chain)
             if depth:
                 found[rank] = Overlap(depth)
         return found
@@ -86,12 +109,9 @@ class Predictions:
         mine = self._workers.get(rank)
         if mine is None or num_cached >= len(chain):
             return
-        computed = set(chain)
-        for _, other in mine.sent:
-            if len(other) > num_cached and other[num_cached] == chain[num_cached]:
-                for block in other[num_cached:]:
-                    if block not in computed:
-                        mine.until.pop(block, None)
+        until = mine.until.get(chain[-1])
+        if until is not None:
+            mine.renewed[chain[num_cached]] = until
 
     def drop(self, rank: WorkerRank, block: int) -> None:
         """The worker has dropped this block."""
@@ -100,20 +120,36 @@ class Predictions:
             mine.dropped[block] = mine.until.pop(block)  # those behind it do not last longer
 
     def remove_worker(self, rank: WorkerRank) -> None:
-        self._workers.pop(rank, None)
+        mine = self._workers.pop(rank, None)
+        for _, chain in () if mine is None else mine.sent:
+            self._forget_first(rank, chain)
+
+    def _forget_first(self, rank: WorkerRank, chain: Sequence[int]) -> None:
+        having = self._having.get(chain[0]) if chain else None
+        if having is not None:
+            having.pop(rank, None)
+            if not having:
+                del self._having[chain[0]]
 
     def expire(self) -> None:
         """Forgets what has had its time."""
         now = self._clock()
-        for rank, mine in list(self._workers.items()):
-            if mine.sent[0][0] > now:
+        while self._due and self._due[0][0] <= now:
+            _, rank = heapq.heappop(self._due)
+            mine = self._workers.get(rank)
+            if mine is None or mine.sent[0][0] > now:
                 continue
             while mine.sent and mine.sent[0][0] <= now:
                 _, chain = mine.sent.popleft()
-                for block in chain:
+                # What requests have in common is mostly predicted anew, and lies at the beginning.
+                kept = bisect_left(chain, True, key=lambda block: mine.until.get(block, 0.0) <= now)
+                for block in chain[kept:]:
                     if mine.until.get(block, math.inf) <= now:
                         del mine.until[block]
+                if chain and chain[0] not in mine.until:
+                    self._forget_first(rank, chain)
             mine.dropped = {block: end for block, end in mine.dropped.items() if end > now}
+            mine.renewed = {block: end for block, end in mine.renewed.items() if end > now}
             if not mine.sent:
                 del self._workers[rank]
 
@@ -123,8 +159,13 @@ def _depth(mine: _Predicted, chain: Sequence[int]) -> int:
     until = mine.until
     if not chain or chain[0] not in until:
         return 0
-    if not mine.dropped.keys().isdisjoint(chain):
-        return next((depth for depth, block in enumerate(chain) if block not in until), len(chain))
+    if not (mine.dropped.keys().isdisjoint(chain) and mine.renewed.keys().isdisjoint(chain)):
+        least = -math.inf
+        for depth, block in enumerate(chain):
+            if (end := until.get(block)) is None or end < least:
+                return depth
+            least = max(least, mine.renewed.get(block, least))
+        return len(chain)
     low, high = 0, len(chain)  # block `low` is predicted, and block `high` is not
     while high - low > 1:
         middle = (low + high) >> 1
@@ -207,14 +248,17 @@ class KvRouter:
             self.predictions.remove_worker(rank)
         self.indexer.apply(rank, event)
 
-    def was_cached(self, request_id: str, num_tokens: int) -> None:
-        """The worker says how many tokens of a running request's prompt it had cached. This corrects what was
-        predicted of a worker without events."""
+    def was_cached(self, request_id: str, num_tokens: int, num_expected: int) -> None:
+        """The worker says how many tokens of a running request's prompt it had cached, where `num_expected`
+        were expected. If it had fewer, this corrects what was predicted of a worker without events."""
         found = self.books.chain_of(request_id)
         if found is not None:
             rank, chain, block_size = found
-            if rank in self._without_events:
-                self.predictions.correct(rank, chain, num_tokens // block_size)
+            num_cached = num_tokens // block_size
+            # A worker that has the whole prompt computes its last token all the same, and may not count that
+            # token's block.
+            if rank in self._without_events and num_cached < min(num_expected // block_size, len(chain) - 1):
+                self.predictions.correct(rank, chain, num_cached)
 
     def num_cached_tokens(self, choice: Choice) -> int:
         """How many tokens of the prompt the chosen worker is thought to have."""
@@ -227,7 +271,12 @@ class KvRouter:
         if found is None or choice.rank in self._without_events:
             return self.num_cached_tokens(choice)
         rank, chain, block_size = found
-        return self.indexer.find_chain(chain).get(rank, Overlap()).total * block_size
+        return self.indexer.find_chain(chain).get(rank, NOTHING).total * block_size
+
+    @property
+    def weighs_blocks(self) -> bool:
+        """Whether costs are in blocks to compute and to hold, so that those of any workers compare."""
+        return self._policy in PREDICTS
 
     def num_cached_blocks(self, rank: WorkerRank) -> int:
         """How many blocks it has, as far as is known."""
@@ -254,22 +303,22 @@ class KvRouter:
         candidate = self.candidates.get(rank)
         if candidate is None:
             return 0.0
-        self._load_of(candidate)
+        self._load_of(candidate, self._clock())
         return candidate.kv_usage
 
-    def _load_of(self, candidate: Candidate) -> Load:
+    def _load_of(self, candidate: Candidate, now: float) -> Load:
         """By the books, and what of its load they do not know of."""
-        load = self.books.load(candidate.rank)
+        load = self.books.load(candidate.rank, now)
         published = self._published.get(candidate.rank)
         if published is None:
             return load
-        if self._clock() >= published.until:  # it is silent: nothing is known of its load any more
+        if now >= published.until:  # it is silent: nothing is known of its load any more
             del self._published[candidate.rank]
             candidate.kv_usage, candidate.num_waiting = 0.0, 0
             return load
         if not published.other_requests and not published.other_tokens:
             return load
-        return replace(
+        return msgspec.structs.replace(
             load,
             active_requests=load.active_requests + published.other_requests,
             active_tokens=load.active_tokens + published.other_tokens,
@@ -304,9 +353,27 @@ class KvRouter:
     ) -> Choice:
         """The same for a prompt of `num_tokens` tokens whose chain hashes are known, for each block size that
         a worker has."""
+        found = self.find(chains)
+        ranks = list(self.candidates if among is None else among)
         return self.choose_among(
-            self.find(chains), num_tokens, chains, request_id=request_id, session=session, among=among
+            found,
+            num_tokens,
+            chains,
+            request_id=request_id,
+            session=session,
+            among=self.worth_a_look(found, ranks),
         )
+
+    def worth_a_look(self, found: dict[WorkerRank, Overlap], ranks: Sequence[WorkerRank]) -> list[WorkerRank]:
+        """All of these workers where they are few. Of many, those that have most of the prompt, and some that
+        are drawn: the best of a sample is nearly the best of all (Mitzenmacher 2001), and a choice costs
+        hardly more in a large fleet. Policies that count on seeing all workers do."""
+        if len(ranks) <= MANY or self._policy not in SAMPLED or self._selector != self._choose:
+            return list(ranks)
+        own = set(ranks)
+        best = heapq.nlargest(NUM_BEST, found.items(), key=lambda item: item[1].total)
+        chosen = [rank for rank, _ in best if rank in own]
+        return list(dict.fromkeys([*chosen, *self._rng.sample(ranks, NUM_DRAWN)]))
 
     def find(self, chains: dict[int, list[int]]) -> dict[WorkerRank, Overlap]:
         """Who has how much of the prompt, told or predicted."""
@@ -314,7 +381,7 @@ class KvRouter:
         for chain in chains.values():
             found |= self.indexer.find_chain(chain)
             for rank, overlap in self.predictions.find_chain(chain).items():
-                if overlap.total > found.get(rank, Overlap()).total:
+                if overlap.total > found.get(rank, NOTHING).total:
                     found[rank] = overlap
         return found
 
@@ -331,14 +398,14 @@ class KvRouter:
     ) -> Choice:
         """The second half of `schedule_chains`, with the first half's answer. turn: the number of the request
         among those that go to these workers, where others take turns of their own."""
-        candidates = []
+        candidates, now, block_size_of = [], self._clock(), self.indexer.block_size_of
         for rank in self.candidates if among is None else among:
             candidate = self.candidates.get(rank)
             if candidate is None:  # it has just been removed
                 continue
-            candidate.overlap = found.get(rank, Overlap())
-            candidate.block_size = self.indexer.block_size_of(rank)
-            candidate.load = self._load_of(candidate)
+            candidate.overlap = found.get(rank, NOTHING)
+            candidate.block_size = block_size_of(rank)
+            candidate.load = self._load_of(candidate, now)
             candidates.append(candidate)
         if not candidates:
             raise UnavailableError("no worker can take the request; start one, or try again later")
@@ -349,7 +416,7 @@ class KvRouter:
 
     def block_sizes(self) -> set[int]:
         """Each block size that a worker has."""
-        return {self.indexer.block_size_of(rank) for rank in self.candidates}
+        return self.indexer.block_sizes(self.candidates)
 
     def _write(self, request_id: str, choice: Choice, num_tokens: int, chains: dict[int, list[int]]) -> None:
         size = self.indexer.block_size_of(choice.rank)

@@ -10,6 +10,7 @@ from shoal.fleet.disagg import PrefillPool
 from shoal.fleet.dispatcher import NOBODY, Dispatcher, Wanted
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.indexer import KvIndexer
+from shoal.fleet.kv_moves import KvMoves
 from shoal.fleet.kv_router import KvRouter
 from shoal.fleet.worker import Worker, WorkerInfo
 from shoal.fleet_api import Selected
@@ -36,7 +37,8 @@ class Streams(Protocol):
 
 class ModelFleet:
     """`name`: the first name of the model. All its workers are ours, or all are foreign (`is_foreign`).
-    `dispatcher` has those that generate, `prefills` those that compute prompts for them."""
+    `dispatcher` has those that generate, `prefills` those that compute prompts for them; a worker of the role
+    `both` is in either if others may read its KV blocks."""
 
     def __init__(self, name: str, is_foreign: bool, config: FleetConfig, clock: Clock) -> None:
         self.name, self.is_foreign = name, is_foreign
@@ -49,6 +51,7 @@ class ModelFleet:
             self.router, max_queued=config.max_queued_requests, clock=clock
         )
         self.prefills = PrefillPool(self.router, config, clock)
+        self.moves = KvMoves(lambda: self.workers, self.router, enable_p2p=config.enable_p2p)
         self.tokens: TokenSource | None = None  # of foreign workers, for `Fleet.select`
         self._identity: dict[str, Any] = {}  # what all its workers have in common
         self.streams: Streams | None = None  # what sends requests to the workers
@@ -59,10 +62,17 @@ class ModelFleet:
         """A worker that fits."""
         self._identity = {**worker.info.identity, **self._identity}
         self.empty_since = None
-        if worker.info.role == "prefill":
-            self.prefills.dispatcher.add(worker)
-        else:
-            self.dispatcher.add(worker)
+        self.assign(worker)
+
+    def assign(self, worker: Worker[Any]) -> None:
+        """Has the worker do what its role says, in place of what it did. What it has goes on."""
+        role, prefills = worker.info.role, self.prefills.dispatcher
+        computes = role == "prefill" or (role == "both" and worker.info.lends_kv)
+        for dispatcher, takes_it in ((self.dispatcher, role != "prefill"), (prefills, computes)):
+            if not takes_it:
+                dispatcher.dismiss(worker.id)
+            elif worker.id not in dispatcher.workers:
+                dispatcher.add(worker)
         self._explain()
 
     def remove(self, worker_id: str) -> None:

@@ -39,12 +39,13 @@ MAX_BUFFERED = 16_384  # messages of a subscription
 MAX_QUEUED = 10_000  # items of a queue; further ones are refused
 MAX_ATTEMPTS = 3  # workers that may fail at an item before it is given up
 MAX_PAYLOAD_BYTES = 64 << 20
+ROLES = ("both", "prefill", "decode")  # of workers
 NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
-    """A process that others see. `role`: "both", "prefill", "decode" or "router"; `model`: what it serves;
-    `address`: the URL at which it is reached; `details`: whatever else its kind tells."""
+    """A process that others see. `role`: one of ROLES, or "router", "supervisor", "planner"; `model`: what it
+    serves; `address`: the URL at which it is reached; `details`: whatever else its kind tells."""
 
     id: str
     role: str

@@ -29,7 +29,7 @@ def start(loop: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
     return task
 
 
-async def stop(tasks: Iterable[asyncio.Task[None]]) -> None:
+async def stop(tasks: Iterable[asyncio.Task[Any]]) -> None:
     """Cancels until all have ended: before Python 3.12, asyncio.wait_for may swallow a cancellation."""
     while pending := [task for task in tasks if not task.done()]:
         for task in pending:

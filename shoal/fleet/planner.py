@@ -1,228 +1,142 @@
 """How many workers of each role a fleet should have: a pure function of configuration, state and
-observations. It reads no clock and starts nothing.
+observations. It reads no clock and starts nothing. What it saw and decided is a record, which decides again.
 
-The load-based rules are those of NVIDIA Dynamo's first planner, with its names and its code's defaults (its
-documents give other numbers for the interval and for both thresholds of the queue). What differs, on purpose:
-the grace after an added decode worker lasts whole intervals, counts of workers change within a decision, and
-a worker is removed only if those that stay can carry its load.
+`decide` is that function, for one model. A Planner keeps what it needs from one interval to the next, for all
+models that share a budget: the planner at work and the simulator have one each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
 from shoal.errors import ConfigError
-from shoal.fields import check_fields, option
-
-WAITING_LOAD = 0.02  # of KV load, for each request that waits at a worker
-TREND_INTERVALS = 3  # how far ahead the trend of the prefill queue is followed
-GRACE_INTERVALS = 3  # full intervals in which a new decode worker proves itself
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerConfig:
-    """`[planner]` of a fleet's file. Raises ConfigError."""
-
-    enabled: bool = option(False, "whether the fleet is sized by its load")
-    mode: str = option("load", "by which rules", choices=("load",))
-    metric_pulling_interval: float = option(1.0, "seconds between two observations", above=0)
-    adjustment_interval: float = option(10.0, "seconds between two decisions", above=0)
-    prefill_queue_scale_up_threshold: float = option(5.0, "mean queue above which prefill grows", low=0)
-    prefill_queue_scale_down_threshold: float = option(0.2, "mean queue below which prefill shrinks", low=0)
-    decode_kv_scale_up_threshold: float = option(0.9, "mean KV load above which decode grows", low=0)
-    decode_kv_scale_down_threshold: float = option(0.5, "mean KV load below which decode shrinks", low=0)
-    min_endpoint: int = option(1, "workers of a role that always stay", low=0)
-    max_gpu_budget: int = option(8, "GPUs that all workers may have together", low=1)
-    decode_engine_num_gpu: int = option(1, "GPUs of a decode worker, or of one for both", low=1)
-    prefill_engine_num_gpu: int = option(1, "GPUs of a prefill worker", low=1)
-    grace_freezes_both: bool = option(False, "in its grace, decode does not grow either")
-    checks_remaining_load: bool = option(True, "remove a worker only if the others can carry its load")
-    no_operation: bool = option(False, "advise, and change nothing")
-    start_timeout: float = option(600.0, "seconds that a new worker has to become ready", above=0)
-    record: str | None = option(None, "file to which observations and decisions are appended, as JSON lines")
-
-    def __post_init__(self) -> None:
-        check_fields(self, ConfigError)
-        for kind in ("prefill_queue", "decode_kv"):
-            up = getattr(self, f"{kind}_scale_up_threshold")
-            down = getattr(self, f"{kind}_scale_down_threshold")
-            if down >= up:
-                raise ConfigError(
-                    f"{kind}_scale_down_threshold {down:g} is not below {kind}_scale_up_threshold {up:g}; a "
-                    "fleet would grow and shrink at the same load"
-                )
-        least = self.min_endpoint * self.decode_engine_num_gpu
-        if least > self.max_gpu_budget:
-            raise ConfigError(
-                f"min_endpoint {self.min_endpoint} needs {least} GPUs, and max_gpu_budget is "
-                f"{self.max_gpu_budget}; lower the one or raise the other"
-            )
-        if self.adjustment_interval < self.metric_pulling_interval:
-            raise ConfigError(
-                f"adjustment_interval {self.adjustment_interval:g} is shorter than metric_pulling_interval "
-                f"{self.metric_pulling_interval:g}; a decision needs an observation"
-            )
-
-    def gpus_of(self, role: str) -> int:
-        return self.prefill_engine_num_gpu if role == "prefill" else self.decode_engine_num_gpu
-
-
-class DecodeLoad(msgspec.Struct, frozen=True):
-    """One decode worker, or one that does both. `num_waiting` counts where the worker tells of its slots."""
-
-    kv_usage: float  # 0 to 1
-    num_waiting: int = 0
-    has_slots: bool = True
-
-    @property
-    def kv_load(self) -> float:
-        return self.kv_usage + WAITING_LOAD * self.num_waiting * self.has_slots
-
-
-class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """One model's workers at a moment. Only workers that are ready count in `prefill_workers` and `decode`.
-    `decode_role`: "both" where prefill and decode are not apart. `pending`: workers that are being started or
-    removed, or have died and will be replaced; while there are any, nothing is decided."""
-
-    at: float  # seconds, any clock
-    decode: list[DecodeLoad]
-    decode_role: str = "both"
-    prefill_workers: int = 0
-    prefill_queue: int = 0
-    queued: int = 0  # requests that the router holds until a worker has room
-    pending: int = 0
-
-
-class Change(msgspec.Struct, frozen=True):
-    role: str
-    count: int  # 1 to add a worker, -1 to remove one
-
-
-class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What should change, and why. `desired`: workers by role when the changes are made."""
-
-    at: float
-    changes: list[Change]
-    reason: str
-    desired: dict[str, int]
+from shoal.fleet.engine_profile import EngineProfile, read_profile
+from shoal.fleet.load_rules import decide_by_load
+from shoal.fleet.observation import Change, Decision, Move, Observation, counts_of
+from shoal.fleet.planner_config import PlannerConfig
+from shoal.fleet.sla_rules import SlaState, decide_by_latency
 
 
 class PlannerState(msgspec.Struct, frozen=True):
     """What a decision leaves for the next one."""
 
     grace: int = 0  # further intervals in which decode may not shrink
+    sla: SlaState = SlaState()
 
 
 def decide(
-    config: PlannerConfig, state: PlannerState, observations: Sequence[Observation], *, other_gpus: int = 0
-) -> tuple[Decision, PlannerState]:
-    """The decision at the end of an interval with these observations (at least one). `other_gpus`: those of
-    other models' workers, which share the budget."""
-    last = observations[-1]
-    counts = {last.decode_role: len(last.decode)}
-    if last.prefill_workers or last.decode_role == "decode":
-        counts["prefill"] = last.prefill_workers
-    hindrance = _hindrance(observations)
-    if hindrance is not None:
-        return Decision(at=last.at, changes=[], reason=hindrance, desired=counts), state
-    gpus = other_gpus + sum(config.gpus_of(role) * count for role, count in counts.items())
-    changes: list[Change] = []
-    reasons: list[str] = []
-    rested = PlannerState(max(0, state.grace - 1))
-    queue = [each.prefill_queue for each in observations] if "prefill" in counts else []
-    loads = [load for each in observations for load in _kv_loads(each)]
-    # Prefill comes before decode, as a queue for prefill raises the KV load of decode workers too. What is
-    # removed makes room for what is added.
-    for role, count, reason in list(_removals(config, state, counts, queue, loads)):
-        counts[role] += count
-        gpus += count * config.gpus_of(role)
-        changes.append(Change(role, count))
-        reasons.append(reason)
-    for role, count, reason in list(_additions(config, state, last, counts, queue, loads)):
-        if any(change.role == role for change in changes):
-            continue
-        if gpus + config.gpus_of(role) > config.max_gpu_budget:
-            reasons.append(f"{reason}, but all {config.max_gpu_budget} GPUs of the budget are taken")
-            continue
-        counts[role] += count
-        gpus += config.gpus_of(role)
-        changes.append(Change(role, count))
-        reasons.append(reason)
-        if role != "prefill":
-            rested = PlannerState(GRACE_INTERVALS)
-    reason = "; ".join(reasons) or "the load is between the thresholds"
-    return Decision(at=last.at, changes=changes, reason=reason, desired=counts), rested
-
-
-def _hindrance(observations: Sequence[Observation]) -> str | None:
-    """Why nothing can be decided now, if so."""
-    if observations[-1].pending:
-        return f"{observations[-1].pending} workers are coming or going"
-    sizes = {(each.prefill_workers, len(each.decode)) for each in observations}
-    if len(sizes) > 1:
-        return "workers came or went in this interval, so its averages say nothing"
-    return None
-
-
-def _kv_loads(observation: Observation) -> list[float]:
-    """The KV load of each worker, with its share of the requests that the router still holds."""
-    held = WAITING_LOAD * observation.queued / max(1, len(observation.decode))
-    return [load.kv_load + held for load in observation.decode]
-
-
-Step = tuple[str, int, str]  # role, 1 or -1, reason
-
-
-def _removals(
-    config: PlannerConfig, state: PlannerState, counts: dict[str, int], queue: list[int], loads: list[float]
-) -> Iterator[Step]:
-    prefill = counts.get("prefill", 0)
-    if queue and prefill > config.min_endpoint:
-        mean = fmean(queue)
-        low, high = config.prefill_queue_scale_down_threshold, config.prefill_queue_scale_up_threshold
-        if mean < low and _can_spare_one(config, mean, prefill, high):
-            yield "prefill", -1, f"the prefill queue is {mean:.2f} < {low:g}"
-    role = next(role for role in counts if role != "prefill")
-    if loads and counts[role] > config.min_endpoint and state.grace == 0:
-        mean = fmean(loads)
-        low, high = config.decode_kv_scale_down_threshold, config.decode_kv_scale_up_threshold
-        if mean < low and _can_spare_one(config, mean, counts[role], high):
-            yield role, -1, f"the KV load is {mean:.2f} < {low:g}"
-
-
-def _can_spare_one(config: PlannerConfig, load: float, count: int, most: float) -> bool:
-    """Whether the others would not be above the threshold at which one is added again."""
-    if not config.checks_remaining_load or count == 1:
-        return True
-    return load * count / (count - 1) <= most
-
-
-def _additions(
     config: PlannerConfig,
     state: PlannerState,
-    last: Observation,
-    counts: dict[str, int],
-    queue: list[int],
-    loads: list[float],
-) -> Iterator[Step]:
-    if queue:
-        mean, high = fmean(queue), config.prefill_queue_scale_up_threshold
-        ahead = queue[-1] + (queue[-1] - queue[0]) * TREND_INTERVALS
-        if mean > high and ahead > high:
-            yield "prefill", 1, f"the prefill queue is {mean:.2f} > {high:g}, and will be {ahead}"
-    if loads:
-        mean, high = fmean(loads), config.decode_kv_scale_up_threshold
-        if mean > high and not (config.grace_freezes_both and state.grace):
-            yield last.decode_role, 1, f"the KV load is {mean:.2f} > {high:g}"
-    elif last.queued:
-        yield last.decode_role, 1, f"{last.queued} requests wait, and there is no {last.decode_role} worker"
-    for role, count in counts.items():
-        if count < config.min_endpoint:
-            yield role, 1, f"{count} {role} workers are fewer than min_endpoint {config.min_endpoint}"
+    observations: Sequence[Observation],
+    *,
+    other_gpus: int = 0,
+    profile: EngineProfile | None = None,
+) -> tuple[Decision, PlannerState]:
+    """The decision at the end of an interval (config.judging_interval) with these observations (at least
+    one). `other_gpus`: those of other models' workers, which share the budget. `profile`: of the model's
+    workers, in mode "sla". Raises ConfigError where that is missing."""
+    if config.mode == "load":
+        decision, grace = decide_by_load(config, state.grace, observations, other_gpus=other_gpus)
+        return _with_moves(config, decision), PlannerState(grace)
+    if profile is None:
+        raise ConfigError(
+            'mode "sla" needs a profile of the model\'s workers; give its file ([planner] profile)'
+        )
+    decision, sla = decide_by_latency(config, profile, state.sla, observations, other_gpus=other_gpus)
+    return _with_moves(config, decision), PlannerState(sla=sla)
+
+
+def _with_moves(config: PlannerConfig, decision: Decision) -> Decision:
+    """With `change_roles`, workers of a role that is to shrink take the role that is to grow."""
+    if not config.change_roles:
+        return decision
+    counts = {change.role: change.count for change in decision.changes}
+    moves: list[Move] = []
+    for role in [name for name, count in counts.items() if count < 0]:
+        for to in [name for name, count in counts.items() if count > 0]:
+            count = min(-counts[role], counts[to])
+            moves.append(Move(role, to, count))
+            counts[role] += count
+            counts[to] -= count
+    changes = [Change(role, count) for role, count in counts.items() if count]
+    return msgspec.structs.replace(decision, changes=changes, moves=[move for move in moves if move.count])
+
+
+def read_profiles(config: PlannerConfig, models: Iterable[str]) -> dict[str, EngineProfile]:
+    """The profile of each model, by the name that clients call it; none in mode "load". Raises ConfigError
+    for one that is missing or wrong."""
+    if config.mode == "load":
+        return {}
+    given = config.profile
+    if given is None:
+        raise ConfigError(
+            'mode "sla" needs profile, a file that shoal plan --profile MODEL --output FILE writes; measure '
+            'one, or take mode = "load"'
+        )
+    found: dict[str, EngineProfile] = {}
+    for model in models:
+        path = given if isinstance(given, str) else given.get(model)
+        if path is None:
+            raise ConfigError(f"profile has no file for {model!r}; there are {', '.join(given) or 'none'}")
+        found[model] = read_profile(path)
+    return found
+
+
+class Judged(NamedTuple):
+    model: str
+    decision: Decision
+    other_gpus: int  # those of the other models' workers, when it was made
+
+
+class Planner:
+    """`profiles`: of the models' workers; None: those that `config` names."""
+
+    def __init__(self, config: PlannerConfig, profiles: Mapping[str, EngineProfile] | None = None) -> None:
+        self._config = config
+        self._profiles = None if profiles is None else dict(profiles)
+        self._states: dict[str, PlannerState] = {}
+        self._seen: dict[str, list[Observation]] = {}  # in this interval
+
+    def see(self, model: str, observation: Observation) -> None:
+        self._seen.setdefault(model, []).append(observation)
+
+    def forget(self) -> None:
+        """What was seen in this interval is not judged."""
+        self._seen = {}
+
+    def judge(self, last: Iterable[str] = ()) -> list[Judged]:
+        """The end of an interval: decides for one model after the other. What is decided for one counts in
+        the others' budget, so those in `last` come last, in their order. Raises ConfigError for a profile
+        that is missing."""
+        seen, self._seen = self._seen, {}
+        if self._profiles is None:
+            self._profiles = read_profiles(self._config, seen)
+        gpus = {model: _gpus_of(self._config, observations[-1]) for model, observations in seen.items()}
+        late = [model for model in last if model in seen]
+        judged: list[Judged] = []
+        for model in [*(model for model in seen if model not in late), *late]:
+            others = sum(count for name, count in gpus.items() if name != model)
+            decision, self._states[model] = decide(
+                self._config,
+                self._states.get(model, PlannerState()),
+                seen[model],
+                other_gpus=others,
+                profile=self._profiles.get(model),
+            )
+            gpus[model] += sum(self._config.gpus_of(each.role) * each.count for each in decision.changes)
+            judged.append(Judged(model, decision, others))
+        return judged
+
+
+def _gpus_of(config: PlannerConfig, observation: Observation) -> int:
+    """Those of a model's workers. Of what role workers are that come or go is not said, so they count as the
+    largest."""
+    counts = counts_of(observation)
+    largest = max(config.gpus_of(role) for role in counts)
+    return sum(config.gpus_of(role) * count for role, count in counts.items()) + largest * observation.pending
 
 
 # The record
@@ -239,8 +153,9 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def replay(config: PlannerConfig, lines: Iterable[bytes | str]) -> Iterator[Recorded]:
     """Decides again what was decided in a record, from its observations alone. Raises ConfigError for a line
-    that is no record."""
+    that is no record, and for a profile that is missing."""
     states: dict[str, PlannerState] = {}
+    profiles: dict[str, EngineProfile] = {}
     observations: dict[str, list[Observation]] = {}
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -252,10 +167,13 @@ def replay(config: PlannerConfig, lines: Iterable[bytes | str]) -> Iterator[Reco
         if entry.observation is not None:
             observations.setdefault(entry.model, []).append(entry.observation)
         elif entry.decision is not None and observations.get(entry.model):
+            if entry.model not in states:
+                profiles |= read_profiles(config, [entry.model])
             decision, states[entry.model] = decide(
                 config,
                 states.get(entry.model, PlannerState()),
                 observations.pop(entry.model),
                 other_gpus=entry.other_gpus,
+                profile=profiles.get(entry.model),
             )
             yield Recorded(model=entry.model, decision=decision, other_gpus=entry.other_gpus)

@@ -1,5 +1,4 @@
-"""The planner at work: it looks at a fleet, decides (fleet/planner.py), and has a connector add and remove
-workers.
+"""The planner at work: it looks at a fleet, decides (fleet/planner.py), and has workers added and removed.
 
 What it saw and decided can be recorded as JSON lines, from which `shoal plan --replay` decides again.
 """
@@ -7,68 +6,58 @@ What it saw and decided can be recorded as JSON lines, from which `shoal plan --
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
-from collections.abc import Callable, Mapping
-from typing import IO, Protocol
+from collections.abc import Awaitable
+from typing import IO
 
 import msgspec
 
-from shoal.errors import ShoalError
+from shoal.errors import ShoalError, UnavailableError
 from shoal.fleet.clock import Clock
+from shoal.fleet.observation import Decision
 from shoal.fleet.plane_inbox import start
-from shoal.fleet.planner import Change, Decision, Observation, PlannerConfig, PlannerState, Recorded, decide
-from shoal.fleet_api import PlannerView
+from shoal.fleet.planned_fleet import PlannedFleet
+from shoal.fleet.planner import Planner, Recorded
+from shoal.fleet.planner_config import PlannerConfig
+from shoal.fleet.planner_metrics import PlannerCounts
+from shoal.fleet_api import DecisionView, PlannerView
 
 logger = logging.getLogger(__name__)
 
-
-class Connector(Protocol):
-    """What starts and ends workers. Calls block until the change is made."""
-
-    def pending(self, model: str) -> int:
-        """Workers of the model that should be ready and are not: they start, start again, or end."""
-        ...
-
-    async def add(self, model: str, role: str) -> str:
-        """Returns the id of a new worker that is ready. One that is not ready in time is taken back: raises
-        UnavailableError; ConfigError if there is no such component, or no GPU for it."""
-        ...
-
-    async def remove(self, model: str, role: str) -> str:
-        """Ends one worker: it drains, and is gone. Returns its id. Raises UnavailableError if no worker of
-        this role was started here."""
-        ...
+SHOWN_DECISIONS = 20  # that changed something
 
 
 class PlannerLoop:
-    """`observe` returns what each model's workers do now; the loop adds what the connector knows."""
-
     def __init__(
-        self,
-        config: PlannerConfig,
-        observe: Callable[[], Mapping[str, Observation]],
-        connector: Connector,
-        clock: Clock,
-        record: IO[bytes] | None = None,
+        self, config: PlannerConfig, fleet: PlannedFleet, clock: Clock, record: IO[bytes] | None = None
     ) -> None:
         self.config = config
-        self._observe, self._connector, self._clock, self._record = observe, connector, clock, record
-        self._states: dict[str, PlannerState] = {}
-        self._seen: dict[str, list[Observation]] = {}
+        self._fleet, self._clock, self._record = fleet, clock, record
+        self._planner = Planner(config)
+        self._counts = PlannerCounts()
         self._last: dict[str, Decision] = {}
+        self._decisions: collections.deque[tuple[str, Decision]] = collections.deque(maxlen=SHOWN_DECISIONS)
         self._num_failures: dict[str, int] = {}  # of changes in succession, by model
         self._changing: asyncio.Task[None] | None = None
+        fleet.show(self.view)
 
     async def run(self) -> None:
         """Runs until it is cancelled; a change under way is cancelled with it."""
-        due = self._clock.now() + self.config.adjustment_interval
+        due = self._clock.now() + self.config.judging_interval
         try:
             while True:
                 await self._clock.sleep(self.config.metric_pulling_interval)
-                self._look()
-                if self._clock.now() >= due:
-                    due = self._clock.now() + self.config.adjustment_interval
-                    self._judge()
+                try:
+                    await self._look()
+                    if self._clock.now() >= due:
+                        due = self._clock.now() + self.config.judging_interval
+                        self._judge()
+                except UnavailableError as error:  # it may be back when the loop looks next
+                    logger.error("planner: %s", error)
+                    self._planner.forget()
+                except OSError as error:  # of the disk, which may have room again then
+                    logger.error("planner: %s", error)
         finally:
             if self._changing is not None:
                 self._changing.cancel()
@@ -80,61 +69,91 @@ class PlannerLoop:
             for role, count in decision.desired.items():
                 desired[role] = desired.get(role, 0) + count
         reasons = [f"{name}: {decision.reason}" for name, decision in self._last.items()]
-        return PlannerView(self.config.mode, "; ".join(reasons), desired, self._is_changing)
+        return PlannerView(
+            self.config.mode,
+            "; ".join(reasons),
+            desired,
+            self._is_changing,
+            [self._shown(model, decision) for model, decision in self._decisions],
+            models=self._counts.models,
+            max_gpus=self.config.max_gpu_budget,
+        )
+
+    def _shown(self, model: str, decision: Decision) -> DecisionView:
+        age_s = round(self._clock.now() - decision.at, 1)
+        return DecisionView(age_s, model, _in_words(decision), decision.reason)
 
     @property
     def _is_changing(self) -> bool:
         return self._changing is not None and not self._changing.done()
 
-    def _look(self) -> None:
-        for model, seen in self._observe().items():
-            pending = max(seen.pending + self._connector.pending(model), int(self._is_changing))
+    async def _look(self) -> None:
+        for model, seen in (await self._fleet.observe()).items():
+            pending = max(seen.pending, int(self._is_changing))
             seen = msgspec.structs.replace(seen, at=round(self._clock.now(), 3), pending=pending)
-            self._seen.setdefault(model, []).append(seen)
+            self._planner.see(model, seen)
+            self._counts.looked(model, seen)
             self._write(Recorded(model=model, observation=seen))
 
     def _judge(self) -> None:
-        """Decides for one model after the other. What is decided for one counts in the others' budget, so one
-        whose workers do not start comes last."""
-        changes: list[tuple[str, Change]] = []
-        gpus = {model: self._gpus(seen[-1]) for model, seen in self._seen.items()}
-        for model in sorted(self._seen, key=lambda name: self._num_failures.get(name, 0)):
-            seen = self._seen[model]
-            others = sum(count for name, count in gpus.items() if name != model)
-            state = self._states.get(model, PlannerState())
-            decision, self._states[model] = decide(self.config, state, seen, other_gpus=others)
-            gpus[model] += sum(self.config.gpus_of(each.role) * each.count for each in decision.changes)
-            self._write(Recorded(model=model, decision=decision, other_gpus=others))
-            if decision.changes or model not in self._last or not self._is_changing:
+        """A model whose workers do not start comes last."""
+        failed = sorted(self._num_failures, key=lambda name: self._num_failures[name])
+        decisions: list[tuple[str, Decision]] = []
+        for model, decision, other_gpus in self._planner.judge(failed):
+            self._counts.decided(model, decision)
+            self._write(Recorded(model=model, decision=decision, other_gpus=other_gpus))
+            is_change = bool(decision.changes or decision.moves)
+            if is_change or model not in self._last or not self._is_changing:
                 self._last[model] = decision
-            changes += [(model, change) for change in decision.changes]
-            for change in decision.changes:
-                word = "add" if change.count > 0 else "remove"
+            if is_change:
+                decisions.append((model, decision))
+                self._decisions.append((model, decision))
                 advice = ", which is advice only (no_operation)" if self.config.no_operation else ""
-                logger.info(
-                    "planner: %s a %s worker of %s%s: %s", word, change.role, model, advice, decision.reason
-                )
-        self._seen = {}
-        if changes and not self.config.no_operation:
-            self._changing = start(self._carry_out(changes))
+                logger.info("planner: %s of %s%s: %s", _in_words(decision), model, advice, decision.reason)
+        if decisions and not self.config.no_operation:
+            self._changing = start(self._carry_out(decisions))
 
-    def _gpus(self, seen: Observation) -> int:
-        decode = self.config.gpus_of(seen.decode_role) * len(seen.decode)
-        return decode + self.config.gpus_of("prefill") * seen.prefill_workers
+    async def _carry_out(self, decisions: list[tuple[str, Decision]]) -> None:
+        """Workers change their role; others end one after the other, which makes room; then those that are
+        added start side by side."""
+        for model, decision in decisions:
+            for move in decision.moves:
+                for _ in range(move.count):
+                    changing = self._fleet.change_role(model, move.role, move.to)
+                    await self._carry_out_one(model, "move", changing, f"has the role {move.to}")
+        for model, decision in decisions:
+            for change in decision.changes:
+                for _ in range(-change.count):
+                    removing = self._fleet.remove(model, change.role)
+                    await self._carry_out_one(model, "remove", removing, "is gone")
+        async with asyncio.TaskGroup() as group:
+            for model, decision in decisions:
+                for change in decision.changes:
+                    for _ in range(change.count):
+                        adding = self._fleet.add(model, change.role)
+                        group.create_task(self._carry_out_one(model, "add", adding, "is ready"))
 
-    async def _carry_out(self, changes: list[tuple[str, Change]]) -> None:
-        for model, change in changes:
-            work = self._connector.add if change.count > 0 else self._connector.remove
-            try:
-                worker_id = await work(model, change.role)
-            except ShoalError as error:  # the next decision begins with what there is then
-                logger.error("planner: %s", error)
-                self._num_failures[model] = self._num_failures.get(model, 0) + 1
-            else:
-                self._num_failures.pop(model, None)
-                logger.info("planner: %s is %s", worker_id, "ready" if change.count > 0 else "gone")
+    async def _carry_out_one(self, model: str, kind: str, work: Awaitable[str], outcome: str) -> None:
+        try:
+            worker_id = await work
+        except (ShoalError, OSError) as error:  # the next decision begins with what there is then
+            logger.error("planner: %s", error)
+            self._num_failures[model] = self._num_failures.get(model, 0) + 1
+            self._counts.changed(model, kind, has_failed=True)
+        else:
+            self._num_failures.pop(model, None)
+            self._counts.changed(model, kind, has_failed=False)
+            logger.info("planner: %s %s", worker_id, outcome)
 
     def _write(self, entry: Recorded) -> None:
         if self._record is not None:
             self._record.write(msgspec.json.encode(entry) + b"\n")
             self._record.flush()
+
+
+def _in_words(decision: Decision) -> str:
+    words = [f"{each.count} {each.role} become {each.to}" for each in decision.moves]
+    words += [
+        f"{'add' if each.count > 0 else 'remove'} {abs(each.count)} {each.role}" for each in decision.changes
+    ]
+    return ", ".join(words)

@@ -105,7 +105,9 @@ def check_policy(policy: str) -> None:
 def kv(
     ask: Ask, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
 ) -> dict[WorkerRank, float]:
-    least = min((c.load.prefill_tokens for c in candidates), default=0)
+    least = 0
+    if weights.overlap_score_credit_decay > 0:
+        least = min(c.load.prefill_tokens for c in candidates)
     return {c.rank: kv_cost(ask, c, weights, block_size, least) for c in candidates}
 
 
@@ -113,28 +115,28 @@ def kv_cost(
     ask: Ask, candidate: Candidate, weights: RouterWeights, block_size: int, least_prefill_tokens: int
 ) -> float:
     """The cost of one worker, in blocks of `block_size` tokens."""
-    load, scale = candidate.load, candidate.block_size / block_size
-    decay = 1.0
-    if weights.track_prefill_tokens and weights.overlap_score_credit_decay > 0:
-        beyond = (load.prefill_tokens - least_prefill_tokens) / block_size
-        decay = 1 / (1 + weights.overlap_score_credit_decay * beyond / max(1.0, ask.num_tokens / block_size))
-    on_device = weights.overlap_score_credit * decay
-    lower = weights.host_cache_hit_weight * candidate.overlap.host
-    lower += weights.disk_cache_hit_weight * candidate.overlap.disk
-    # What is cached need not be computed: up to one block of credit each. What a credit is above that stands
-    # against prefills that wait there, and never hides what is left to compute.
-    own_credit = scale * (min(1.0, on_device) * candidate.overlap.device + lower)
-    more_credit = scale * max(0.0, on_device - 1.0) * candidate.overlap.device
-    prefill = 0.0
-    if weights.track_prefill_tokens:
-        prompt = max(ask.num_tokens, candidate.cached_tokens) / block_size
-        prefill = max(0.0, prompt - own_credit) + max(0.0, load.prefill_tokens / block_size - more_credit)
-    return (
-        weights.prefill_load_scale * prefill
-        + load.active_tokens / block_size
+    load, overlap = candidate.load, candidate.overlap
+    cost = (
+        load.active_tokens / block_size
         + weights.decode_active_request_weight * load.active_requests
         + weights.recent_prefill_weight * load.recent_tokens / block_size
     )
+    if not weights.track_prefill_tokens:
+        return cost
+    prompt, waiting = ask.num_tokens / block_size, load.prefill_tokens / block_size
+    if overlap.total:
+        on_device = weights.overlap_score_credit
+        if weights.overlap_score_credit_decay > 0:
+            beyond = waiting - least_prefill_tokens / block_size
+            on_device /= 1 + weights.overlap_score_credit_decay * beyond / max(1.0, prompt)
+        lower = weights.host_cache_hit_weight * overlap.host + weights.disk_cache_hit_weight * overlap.disk
+        # What is cached need not be computed: up to one block of credit each. What a credit is above that
+        # stands against prefills that wait there, and never hides what is left to compute.
+        scale = candidate.block_size / block_size
+        prompt = max(prompt, scale * overlap.total)
+        prompt = max(0.0, prompt - scale * (min(1.0, on_device) * overlap.device + lower))
+        waiting = max(0.0, waiting - scale * max(0.0, on_device - 1.0) * overlap.device)
+    return weights.prefill_load_scale * (prompt + waiting) + cost
 
 
 def kv_logit(

@@ -2,8 +2,10 @@
 
 Each worker is checked at an interval. A worker that has delivered no token for a while generates one for a
 probe (a canary), so that one which answers and does nothing is noticed: within `hang_timeout` seconds of its
-last token. A worker that has delivered one lately is well, whatever a probe says: under load, a health check
-may time out. A worker that is broken is probed more often, until it is well again.
+last token. One that has failed a request which another worker failed, too, generates one at once: the request
+may be what they fail at, or all of them fail. A worker that has delivered a token lately is well, whatever a
+probe says: under load, a health check may time out. A worker that is broken is probed more often, until it is
+well again.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ LATELY_S = 5.0  # a token so young proves that the worker works
 QUIET_SHARE = 0.4  # of hang_timeout, after which a silent worker gets a canary; it has the rest to answer
 FIRST_RETRY_S = 0.25  # after a failure, and each time half as long again up to the interval
 TICKS = 4  # looks at a worker's silence in that share
+SUSPECT_S = 1.0  # a token so young clears a worker of suspicion; also the time between two canaries
 
 
 class Prober:
@@ -71,7 +74,7 @@ class Prober:
                 await self._first(self._clock.sleep(self._interval_s), worker.broke.wait())
             else:
                 if was_well:
-                    logger.warning("worker %s is broken: %s", worker.id, worker.why)
+                    logger.warning("worker %s at %s is broken: %s", worker.id, worker.info.url, worker.why)
                 was_well = False
                 await self._clock.sleep(retry)
                 retry = min(1.5 * retry, self._interval_s)
@@ -93,19 +96,22 @@ class Prober:
             worker.why = str(error)
 
     async def _watch_silence(self, worker: Worker[Any]) -> None:
-        """A canary for a worker that has not delivered for a while."""
+        """A canary for a worker that has not delivered for a while, or is suspected of failing requests."""
         quiet_s = QUIET_SHARE * self._hang_timeout_s
         since = self._clock.now()  # it works for all that is known
         while True:
-            await self._clock.sleep(quiet_s / TICKS)
+            await self._first(self._clock.sleep(quiet_s / TICKS), worker.suspected.wait())
+            is_suspected = worker.suspected.is_set()
+            worker.suspected.clear()
             # A canary takes the one slot that a small server may have, and with it what that has cached. A
             # server that tells of its cache has room for more.
-            is_left_alone = not worker.active and not worker.has_events
+            is_left_alone = not (worker.active or worker.has_events or is_suspected)
             if not worker.is_reached or worker.is_asleep or worker.num_commands or is_left_alone:
                 since = self._clock.now()
                 continue
             since = max(since, worker.last_token_at)
-            if self._clock.now() - since < quiet_s:
+            now = self._clock.now()
+            if now - since < quiet_s and not (is_suspected and now - worker.last_token_at >= SUSPECT_S):
                 continue
             try:
                 await self._canary(worker)
@@ -115,6 +121,7 @@ class Prober:
             except ShoalError as error:
                 logger.warning("a probe of worker %s cannot be sent: %s", worker.id, error)
             since = self._clock.now()
+            await self._clock.sleep(SUSPECT_S)
 
     async def _canary(self, worker: Worker[Any]) -> None:
         self.num_canaries += 1

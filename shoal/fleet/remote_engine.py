@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar, cast
@@ -30,6 +31,7 @@ from shoal.fleet.worker_wire import (
     HEARTBEAT_MS,
     SILENCE_MS,
     AskEvents,
+    ChangeRole,
     Hello,
     KvBatch,
     KvReplayed,
@@ -61,6 +63,13 @@ class RemoteStream:
         output = await self.collector.get()
         self.has_ended = output.finish_reason is not None
         return output
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether no end of the request has come yet."""
+        waiting = self.collector.output
+        ends = waiting is not None and waiting.finish_reason is not None
+        return not (ends or self.has_ended or self.collector.error is not None)
 
     def close(self) -> None:
         """To be called once. A request that has not ended is aborted."""
@@ -136,7 +145,7 @@ class RemoteEngine(Control):
         if request_id in self._streams:
             raise RequestError(f"request_id {request_id!r} is that of a request that runs; choose another")
         try:
-            self._send(Add(request))
+            self._send(Add(request, time.monotonic() - request.arrival))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise RequestError(f"the request cannot be sent to a worker: {error}") from None
         stream = self._streams[request_id] = RemoteStream(request_id, self._leave)
@@ -153,7 +162,12 @@ class RemoteEngine(Control):
     async def stats(self) -> Stats:
         return await self._call(ReadStats())
 
-    def break_off(self, request_id: str, error: WorkerFailedError) -> None:
+    def tell(self, command: Command[Any]) -> None:
+        """A command whose answer nobody waits for. A worker that is not there gets none."""
+        with contextlib.suppress(WorkerFailedError):
+            self._send(Call(next(self._call_ids), cast(CoreCommand, command)))
+
+    def break_off(self, request_id: str, error: ShoalError) -> None:
         """Whoever reads this request's outputs gets the error now; the worker is told to stop."""
         stream = self._streams.get(request_id)
         if stream is not None and stream.collector.error is None:
@@ -163,13 +177,18 @@ class RemoteEngine(Control):
     def _leave(self, stream: RemoteStream) -> None:
         """Nobody reads this stream any more."""
         del self._streams[stream.request_id]
-        if not stream.has_ended and stream.collector.error is None:
+        if stream.is_under_way:
             self.tell_abort(stream.request_id)
 
     # Control
 
     async def control(self, command: Command[T]) -> T:
         return await self._call(command)
+
+    async def change_role(self, role: str) -> None:
+        """Raises ConfigError if this worker cannot do it."""
+        call_id = next(self._call_ids)
+        await self._answer_to(call_id, ChangeRole(call_id, role))
 
     # Link
 
@@ -268,15 +287,20 @@ class RemoteEngine(Control):
 
     async def _call(self, command: Command[T]) -> T:
         call_id = next(self._call_ids)
-        self._send(Call(call_id, cast(CoreCommand, command)))
-        reply = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        reply = await self._answer_to(call_id, Call(call_id, cast(CoreCommand, command)))
         try:
-            return msgspec.convert(await reply, result_type(command))
+            return msgspec.convert(reply, result_type(command))
         except msgspec.ValidationError as error:
             raise WorkerFailedError(
                 f"worker {self.info.id}: its answer to {name_of(command)} cannot be read ({error}); is its "
                 "version another?"
             ) from None
+
+    async def _answer_to(self, call_id: int, message: Message) -> Any:
+        self._send(message)
+        reply = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            return await reply
         finally:
             del self._calls[call_id]
 

@@ -22,16 +22,26 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError
+from shoal.fleet.engine_profile import read_profile
+from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.fleet_file import ROUTER_OPTIONS, TOP_KEYS, WORKER_OPTIONS, OwnWorkers
-from shoal.fleet.planner import PlannerConfig
+from shoal.fleet.plane import ROLES
+from shoal.fleet.planner_config import PlannerConfig
 from shoal.fleet.policy import RouterWeights, check_policy
 from shoal.fleet.sim_timing import find_timing
 from shoal.fleet.sim_trace import TRACE_BLOCK_SIZE
 from shoal.fleet.sim_worker import PAGE
 from shoal.fleet.toml_file import build, check_keys, keys_of, read_document, table, tables
 
-ROLES = ("both",)
-SIM_KEYS = ("gpu", "cache_tokens", "event_delay_ms", "block_size", "worker_start_s")
+SIM_KEYS = (
+    "gpu",
+    "profile",
+    "cache_tokens",
+    "event_delay_ms",
+    "block_size",
+    "worker_start_s",
+    "transfer_GB_s",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +53,16 @@ class SimWorkers:
     max_num_seqs: int = 1024
     max_num_batched_tokens: int = 16384
     gpu_memory_utilization: float = 0.9
+    kv_host_bytes: int = 0
+    role: str = "both"
+    model: str | None = None  # None: that of the file
+    name: str | None = None  # what the trace calls it; None: as the model
 
     def __post_init__(self) -> None:
+        if self.role not in ROLES:
+            raise ConfigError(f"role {self.role!r} is none of {', '.join(ROLES)}")
+        if self.kv_host_bytes < 0:
+            raise ConfigError(f"kv_host_bytes {self.kv_host_bytes} is below 0; 0 is no host tier")
         if self.count < 0:
             raise ConfigError(f"count {self.count} of workers is below 0; give 1 or more")
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
@@ -61,13 +79,15 @@ class SimWorkers:
 
 @dataclass(frozen=True, slots=True)
 class SimConfig:
-    """`cache_tokens`: the room of a worker's KV cache, if it is not what the GPU's memory leaves.
-    `event_delay_ms`: until the router's index hears of a block. `block_size`: tokens of a block of the trace.
-    `worker_start_s`: until a worker that the planner adds serves; its GPU counts meanwhile. Raises
-    ConfigError."""
+    """`profile`: a file of `shoal plan --profile`, by which all workers take their time, in place of `gpu`
+    and a published model. `cache_tokens`: the room of a worker's KV cache, if it is not what the GPU's memory
+    leaves, or the profile says. `event_delay_ms`: until the router's index hears of a block. `block_size`:
+    tokens of a block of the trace. `worker_start_s`: until a worker that the planner adds serves; its GPU
+    counts meanwhile. `transfer_GB_s`: from a prefill worker to one that decodes. Raises ConfigError."""
 
     model: str
     gpu: str = "h200"
+    profile: str | None = None
     workers: Sequence[SimWorkers] = (SimWorkers(),)
     policy: str = "kv"
     seed: int = 0
@@ -76,10 +96,17 @@ class SimConfig:
     event_delay_ms: float = 0.0
     block_size: int = TRACE_BLOCK_SIZE
     worker_start_s: float = 30.0
+    transfer_GB_s: float = 50.0
+    max_local_prefill_length: int = FleetConfig.max_local_prefill_length
+    max_prefill_queue_size: int = FleetConfig.max_prefill_queue_size
     planner: PlannerConfig = field(default_factory=PlannerConfig)
 
     def __post_init__(self) -> None:
-        find_timing(self.gpu, self.model)
+        if self.profile is not None:
+            self._check_profile(self.profile)
+        else:
+            for group in self.workers:
+                find_timing(self.gpu, group.model or self.model)
         check_policy(self.policy)
         if self.block_size < PAGE or self.block_size % PAGE:
             raise ConfigError(
@@ -94,17 +121,47 @@ class SimConfig:
             raise ConfigError(f"event_delay_ms {self.event_delay_ms} is no length of time; 0 is none")
         if not 0 <= self.worker_start_s < math.inf:
             raise ConfigError(f"worker_start_s {self.worker_start_s} is no length of time; 30 is the default")
-        if self.planner.enabled and len(self.workers) != 1:
+        if not 0 < self.transfer_GB_s < math.inf:
+            raise ConfigError(f"transfer_GB_s {self.transfer_GB_s} is no speed; 50 is the default")
+        groups = [(self.name_of(group), group.role) for group in self.workers]
+        if self.planner.enabled and len(set(groups)) < len(groups):
             raise ConfigError(
-                f"the planner needs to know which workers to add: there are {len(self.workers)} [[workers]] "
-                "tables; write one"
+                f"the planner needs to know which workers to add: there are {len(groups)} [[workers]] "
+                "tables, two of them of one model and role; write one"
             )
+        for name, role in groups:
+            if role == "prefill" and (name, "decode") not in groups:
+                raise ConfigError(
+                    f"{name!r} has prefill workers and no decode workers to compute prompts for; add "
+                    '[[workers]] with role = "decode"'
+                )
+            if role == "both" and (name, "decode") in groups:
+                raise ConfigError(
+                    f"{name!r} has workers for both and decode workers, which is not simulated; choose one"
+                )
         if self.planner.enabled and self.planner.min_endpoint < 1:
             raise ConfigError(
                 "min_endpoint 0 is not simulated: requests would find no worker; give 1 or more"
             )
-        if not any(group.count for group in self.workers):
-            raise ConfigError("there is no worker; give [[workers]] a count of 1 or more, or --workers")
+        for name in {name for name, _ in groups}:
+            own = [group for group in self.workers if self.name_of(group) == name]
+            if not any(group.count for group in own if group.role != "prefill"):
+                raise ConfigError(
+                    f"there is no worker of {name!r}; give [[workers]] a count of 1 or more, or --workers"
+                )
+
+    def _check_profile(self, profile: str) -> None:
+        read_profile(profile)
+        if len({self.name_of(group) for group in self.workers}) > 1:
+            raise ConfigError(f"profile {profile!r} is of one model, and there are several; leave it out")
+        if any(group.role != "both" or group.kv_host_bytes for group in self.workers):
+            raise ConfigError(
+                f"profile {profile!r} says nothing of how long KV blocks take from memory or from another "
+                'worker; take role = "both" and no kv_host_bytes, or leave it out'
+            )
+
+    def name_of(self, group: SimWorkers) -> str:
+        return group.name or group.model or self.model
 
 
 def read_sim_config(
@@ -145,6 +202,9 @@ def _config_of(
     for name, value in (("policy", policy), ("seed", seed)):
         if value is not None or name in router:
             values[name] = router[name] if value is None else value
+    for name in ("max_local_prefill_length", "max_prefill_queue_size"):
+        if name in router:
+            values[name] = router[name]
     weights = keys_of(RouterWeights)
     values["weights"] = build(RouterWeights, {name: router[name] for name in weights if name in router})
     values["workers"] = _workers_of(document, num_workers)
@@ -156,12 +216,11 @@ def _workers_of(document: Mapping[str, Any], num_workers: int | None) -> list[Si
     groups = []
     for entry in tables(document, "workers") or [{}]:
         check_keys(entry, keys_of(OwnWorkers), "[[workers]]")
-        if entry.get("role", "both") not in ROLES:
-            raise ConfigError(f"role {entry['role']!r} is not simulated; there is {', '.join(ROLES)}")
         options = table(entry, "options")
         check_keys(options, WORKER_OPTIONS, "options of [[workers]]")
         simulated = {name: options[name] for name in keys_of(SimWorkers) if name in options}
-        groups.append(build(SimWorkers, {**simulated, "count": entry.get("count", 1)}))
+        simulated |= {name: entry[name] for name in ("count", "role", "model", "name") if name in entry}
+        groups.append(build(SimWorkers, simulated))
     if num_workers is not None:
         if len(groups) != 1:
             raise ConfigError(

@@ -8,9 +8,12 @@ runs of Shoal; docs/fleet.md has the measured times beside those of the simulato
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from shoal.errors import ConfigError
+from shoal.fleet.engine_profile import PROFILE_LENGTHS, PROFILE_USAGES, DecodePoint, PrefillPoint, ProfileData
 
 DTYPE_BYTES = 2  # bf16, for weights and for the KV cache
 # From so many decodes on, a prefix that several of them share is read once a step (attention/triton.py).
@@ -71,6 +74,7 @@ class Gpu:
     layer_s: float  # a layer of a step: launches, norms, writes into the cache
     decode_s: float  # a sequence that decodes in a step: sampling, and the host's work
     chunk_s: float  # a chunk of a prompt in a step
+    host_bytes_per_s: float  # from host memory, and to it
 
 
 SHAPES = {
@@ -88,7 +92,8 @@ GPUS = {
         attention_flops=535e12,
         layer_s=14.3e-6,
         decode_s=4.6e-6,
-        chunk_s=40e-6,
+        chunk_s=34e-6,
+        host_bytes_per_s=54e9,
     )
 }
 
@@ -105,8 +110,28 @@ class StepTime:
         return num_steps * self.first_s + self.growth_s * (num_steps * (num_steps - 1) // 2)
 
 
+class StepTiming(Protocol):
+    """How long a worker's steps take."""
+
+    def step(
+        self,
+        num_decodes: int,
+        context_tokens: int,
+        distinct_tokens: int,
+        num_chunks: int = 0,
+        chunk_tokens: int = 0,
+        chunk_pairs: int = 0,
+        num_first: int = 0,
+    ) -> StepTime:
+        """Of a step in which `num_decodes` sequences decode, with contexts of `context_tokens` together, of
+        which `distinct_tokens` differ, and in which `num_chunks` chunks of prompts are computed: of
+        `chunk_tokens` tokens and `chunk_pairs` pairs of a query and a key together, `num_first` of them the
+        last of their prompts."""
+        ...
+
+
 class Timing:
-    """Of one model on one GPU."""
+    """A StepTiming of one model on one GPU."""
 
     def __init__(self, gpu: Gpu, shape: Shape) -> None:
         self._gpu, self._shape = gpu, shape
@@ -117,6 +142,16 @@ class Timing:
         self._kv_token_s = shape.kv_bytes / gpu.kv_bytes_per_s
         self._pair_s = shape.pair_operations / gpu.attention_flops
         self._fixed_s = shape.num_layers * gpu.layer_s
+
+    @property
+    def kv_bytes(self) -> int:
+        """The keys and values of one token."""
+        return self._shape.kv_bytes
+
+    @property
+    def host_token_s(self) -> float:
+        """How long a token's keys and values take from host memory."""
+        return self._shape.kv_bytes / self._gpu.host_bytes_per_s
 
     def cache_tokens(self, gpu_memory_utilization: float) -> int:
         """How many tokens the KV cache has room for. Raises ConfigError if there is no room."""
@@ -139,10 +174,6 @@ class Timing:
         chunk_pairs: int = 0,
         num_first: int = 0,
     ) -> StepTime:
-        """Of a step in which `num_decodes` sequences decode, with contexts of `context_tokens` together, of
-        which `distinct_tokens` differ, and in which `num_chunks` chunks of prompts are computed: of
-        `chunk_tokens` tokens and `chunk_pairs` pairs of a query and a key together, `num_first` of them the
-        last of their prompts."""
         num_rows = num_decodes + num_first
         num_tokens = num_decodes + chunk_tokens
         num_read = distinct_tokens if num_decodes >= SHARE_FROM else context_tokens
@@ -156,6 +187,42 @@ class Timing:
             + num_chunks * self._gpu.chunk_s
         )
         return StepTime(seconds, num_decodes * self._kv_token_s)
+
+    def prompt_s(self, num_tokens: int, max_num_batched_tokens: int) -> float:
+        """Seconds until an idle worker has computed a prompt, in steps of so many tokens at most."""
+        seconds, done = 0.0, 0
+        while done < num_tokens:
+            count = min(max_num_batched_tokens, num_tokens - done)
+            pairs = count * done + count * (count + 1) // 2
+            done += count
+            seconds += self.step(0, 0, 0, 1, count, pairs, int(done == num_tokens)).first_s
+        return seconds
+
+
+def profile_of(
+    gpu: str,
+    model: str,
+    max_num_seqs: int,
+    cache_tokens: int,
+    max_num_batched_tokens: int = 16384,
+    *,
+    input_lengths: Sequence[int] = PROFILE_LENGTHS,
+    context_lengths: Sequence[int] = PROFILE_LENGTHS,
+    kv_usages: Sequence[float] = PROFILE_USAGES,
+) -> ProfileData:
+    """What `shoal plan --profile` would measure of such a worker. Raises ConfigError for a GPU or a model
+    that has no figures."""
+    timing = find_timing(gpu, model)
+    prefill = [
+        PrefillPoint(length, timing.prompt_s(length, max_num_batched_tokens)) for length in input_lengths
+    ]
+    decode = []
+    for context in context_lengths:
+        for count in sorted({round(usage * cache_tokens / context) for usage in kv_usages}):
+            if 1 <= count <= max_num_seqs and count * context <= cache_tokens:
+                itl_s = timing.step(count, count * context, count * context).first_s
+                decode.append(DecodePoint(context, count * context / cache_tokens, itl_s, count / itl_s))
+    return ProfileData(model, f"simulated {gpu}", 1, cache_tokens, max_num_seqs, prefill, decode)
 
 
 def find_timing(gpu: str, model: str) -> Timing:

@@ -2,7 +2,8 @@
 
 A file has a JSON object a line, in the Mooncake project's format:
 
-    {"timestamp": ms, "input_length": n, "output_length": m, "hash_ids": [0, 1, 2], "session": "optional"}
+    {"timestamp": ms, "input_length": n, "output_length": m, "hash_ids": [0, 1, 2],
+     "session": "optional", "model": "optional"}
 
 A hash id names a block of tokens and all before it, so equal ids mean equal prefixes. The last block of a
 prompt may be cut off; then nothing can share it.
@@ -10,7 +11,9 @@ prompt may be cut off; then nothing can share it.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +34,7 @@ class TraceRequest:
     output_length: int
     hash_ids: Sequence[int]
     session: str | None = None
+    model: str | None = None  # None: the first that the fleet has
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +128,43 @@ def make_random(
     return Trace(requests, block_size)
 
 
+def make_sine(
+    seconds: float,
+    *,
+    low_rate: float = 5.0,
+    high_rate: float = 20.0,
+    period_s: float = 150.0,
+    input_tokens: int = 3000,
+    output_tokens: int = 150,
+    seed: int = 0,
+    block_size: int = TRACE_BLOCK_SIZE,
+    model: str | None = None,
+) -> Trace:
+    """Requests that share nothing, whose rate (Poisson) goes up and down, beginning at the least: the load of
+    NVIDIA Dynamo's planner benchmark (sin_synth.py)."""
+    rng = Random(seed)
+    now, fresh, requests = 0.0, 0, []
+    while (now := now + rng.expovariate(high_rate)) < seconds:
+        height = (1 - math.cos(2 * math.pi * now / period_s)) / 2
+        if rng.random() * high_rate < low_rate + (high_rate - low_rate) * height:
+            chain = range(fresh, fresh + input_tokens // block_size)
+            fresh += len(chain)
+            requests.append(TraceRequest(now, input_tokens, output_tokens, chain, model=model))
+    return Trace(requests, block_size)
+
+
+def merge_traces(*traces: Trace) -> Trace:
+    """All their requests in the order of their times. Blocks of different traces are different."""
+    requests: list[TraceRequest] = []
+    first = 0
+    for trace in traces:
+        for each in trace.requests:
+            chain = [block + first for block in each.hash_ids]
+            requests.append(dataclasses.replace(each, hash_ids=chain))
+        first += 1 + max((max(each.hash_ids, default=0) for each in trace.requests), default=0)
+    return Trace(sorted(requests, key=lambda each: each.timestamp_s), traces[0].block_size)
+
+
 def write_trace(path: str | Path, requests: Iterable[TraceRequest]) -> None:
     """As `read_trace` reads it."""
     with open(path, "w", encoding="utf-8") as file:
@@ -134,8 +175,9 @@ def write_trace(path: str | Path, requests: Iterable[TraceRequest]) -> None:
                 "output_length": request.output_length,
                 "hash_ids": list(request.hash_ids),
             }
-            if request.session is not None:
-                line["session"] = request.session
+            for name in ("session", "model"):
+                if getattr(request, name) is not None:
+                    line[name] = getattr(request, name)
             file.write(json.dumps(line) + "\n")
 
 
@@ -145,7 +187,7 @@ def _parse(line: Any, block_size: int) -> TraceRequest:
     for name in ("timestamp", "input_length", "output_length", "hash_ids"):
         if name not in line:
             raise ValueError(f"{name!r} is missing")
-    timestamp, ids, session = line["timestamp"], line["hash_ids"], line.get("session")
+    timestamp, ids = line["timestamp"], line["hash_ids"]
     if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not 0 <= timestamp < 1e15:
         raise ValueError(f"timestamp {timestamp!r} is no number of milliseconds from 0 to 1e15")
     for name in ("input_length", "output_length"):
@@ -160,8 +202,14 @@ def _parse(line: Any, block_size: int) -> TraceRequest:
             f"{len(ids)} hash_ids do not go with input_length {line['input_length']}: blocks of {block_size} "
             f"tokens are {num_ids}; [sim] block_size may be another"
         )
-    if session is not None and not isinstance(session, str):
-        raise ValueError(f"session {session!r} is no text")
+    for name in ("session", "model"):
+        if not isinstance(line.get(name), str | None):
+            raise ValueError(f"{name} {line[name]!r} is no text")
     return TraceRequest(
-        timestamp / 1000, line["input_length"], line["output_length"], ids[:num_full], session
+        timestamp / 1000,
+        line["input_length"],
+        line["output_length"],
+        ids[:num_full],
+        line.get("session"),
+        line.get("model"),
     )

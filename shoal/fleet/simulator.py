@@ -1,4 +1,5 @@
-"""A fleet on a virtual clock: the router's own code over simulated workers, an hour of a trace in seconds.
+"""A fleet on a virtual clock: the router's and the planner's own code over simulated workers, an hour of a
+trace in seconds.
 
 Everything that happens is an event with a time, taken from a heap. Events of one time happen in the order in
 which they were made, so equal input and seed give equal results, and no clock on the wall has a part in them.
@@ -14,15 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.fleet.indexer import KvIndexer, WorkerRank
+from shoal.errors import ConfigError
+from shoal.fleet.engine_profile import EngineProfile, read_profile
+from shoal.fleet.indexer import WorkerRank
 from shoal.fleet.kv_router import KvRouter
-from shoal.fleet.planner import Decision, DecodeLoad, Observation, PlannerState, decide
-from shoal.fleet.prefix_tree import DEVICE
-from shoal.fleet.sim_config import SimConfig, SimWorkers
-from shoal.fleet.sim_timing import find_timing
+from shoal.fleet.observation import Decision
+from shoal.fleet.planner import Planner, read_profiles
+from shoal.fleet.sim_config import SimConfig
+from shoal.fleet.sim_model import SimModel
+from shoal.fleet.sim_timing import profile_of
 from shoal.fleet.sim_trace import Trace, TraceRequest
-from shoal.fleet.sim_worker import Progress, Run, SimRequest, SimWorker
-from shoal.hashing import sequence_hashes
+from shoal.fleet.sim_worker import Run, SimRequest, SimWorker
 
 GAP_CLASS = math.log(1.01)  # gaps between tokens are counted in classes of one per cent
 
@@ -31,7 +34,10 @@ GAP_CLASS = math.log(1.01)  # gaps between tokens are counted in classes of one 
 class SimResult:
     """Times are in seconds of the simulation. `throughput`: output tokens a second, from time 0 to the last
     token. `ttft`: from a request's time to its first token. `itl`: between two tokens of a request, within
-    one per cent. `hit_rate`: the share of prompt tokens that were found in a cache."""
+    one per cent. `goodput`: requests a second that hold the planner's targets, ttft and itl (the mean of a
+    request's own gaps); `good_share`: their share. `hit_rate`: the share of prompt tokens that were found in
+    a cache, and `host_hit_rate` in host memory of these. `remote_share`: prompts that a prefill worker
+    computed. `workers`: how many there were in the mean."""
 
     requests: int
     completed: int
@@ -42,6 +48,11 @@ class SimResult:
     hit_rate: float
     gpu_hours: float
     simulated_s: float
+    goodput: float
+    good_share: float
+    host_hit_rate: float
+    remote_share: float
+    workers: float
 
     def table(self) -> str:
         """For a reader."""
@@ -51,7 +62,11 @@ class SimResult:
             ("first token, p50", f"{self.ttft_p50:.3f} s"),
             ("first token, p90", f"{self.ttft_p90:.3f} s"),
             ("gap between tokens, p99", f"{self.itl_p99 * 1000:.1f} ms"),
+            ("within the planner's targets", f"{self.good_share:.1%}, {self.goodput:.2f} requests/s"),
             ("prompt tokens found in a cache", f"{self.hit_rate:.1%}"),
+            ("of these in host memory", f"{self.host_hit_rate:.1%}"),
+            ("prompts computed apart", f"{self.remote_share:.1%}"),
+            ("workers in the mean", f"{self.workers:.2f}"),
             ("GPU hours", f"{self.gpu_hours:.2f}"),
             ("simulated time", f"{self.simulated_s:,.1f} s"),
         ]
@@ -60,44 +75,72 @@ class SimResult:
 
 class Simulation:
     """One run of a trace. `finished`: the requests, in the order of their ends. `decisions`: those of the
-    planner."""
+    planner. `sizes`: after each change of a fleet with a planner, the time and all workers by model and
+    role, with those that start or leave."""
 
     def __init__(self, config: SimConfig, trace: Trace) -> None:
         self.now = 0.0
         self.finished: list[SimRequest] = []
         self.decisions: list[Decision] = []
-        self.workers: dict[WorkerRank, SimWorker] = {}  # those that serve
-        self._leaving: set[WorkerRank] = set()  # of these, those that finish what they have
-        self._num_starting = 0
-        self._num_made = 0
+        self.sizes: list[tuple[float, dict[tuple[str, str], int]]] = []
+        self.config, self._trace = config, trace
+        numbers = itertools.count()
+        self.models = {
+            name: SimModel(name, config, trace.block_size, lambda: self.now, lambda: next(numbers))
+            for name in dict.fromkeys(map(config.name_of, config.workers))
+        }
+        self._first_model = next(iter(self.models.values()))
         self._worker_s = 0.0  # of all workers, from their starts, up to _counted_until
         self._counted_until = 0.0
-        self._config, self._trace = config, trace
-        self._timing = find_timing(config.gpu, config.model)
-        self._state = PlannerState()
-        self._observations: list[Observation] = []
-        for group in config.workers:
-            for _ in range(group.count):
-                self._enter(group)
-        self.router = KvRouter(
-            KvIndexer(trace.block_size),
-            workers=self.workers,
-            policy=config.policy,
-            weights=config.weights,
-            seed=config.seed,
-            clock=lambda: self.now,
-        )
+        self._planner = Planner(config.planner, self._find_profiles())
+        self._num_judged = 0
         self._arrivals = iter(enumerate(trace.requests))
         self._gaps: Counter[int] = Counter()  # class -> how many
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
 
+    @property
+    def router(self) -> KvRouter:
+        """That of the first model."""
+        return self._first_model.router
+
+    @property
+    def workers(self) -> dict[WorkerRank, SimWorker]:
+        """All that serve."""
+        return {
+            rank: worker
+            for model in self.models.values()
+            for role in model.roles.values()
+            for rank, worker in role.workers.items()
+        }
+
+    def _find_profiles(self) -> dict[str, EngineProfile]:
+        """Of the workers that generate: from the planner's files, else made of the simulated times."""
+        planner = self.config.planner
+        if planner.mode != "sla" or planner.profile is not None:
+            return read_profiles(planner, self.models)
+        if self.config.profile is not None:
+            return dict.fromkeys(self.models, read_profile(self.config.profile))
+        found = {}
+        for name, model in self.models.items():
+            group = model.roles[model.decode_role].group
+            data = profile_of(
+                self.config.gpu,
+                group.model or self.config.model,
+                group.max_num_seqs,
+                model.cache_tokens_of(group),
+                group.max_num_batched_tokens,
+            )
+            found[name] = EngineProfile(data)
+        return found
+
     def run(self) -> SimResult:
         """Until every request has been answered. Raises ConfigError for a request that a worker's whole cache
-        has no room for."""
+        has no room for, and for a model that is not there."""
         self._await_arrival()
-        if self._config.planner.enabled:
-            self._at(self._config.planner.metric_pulling_interval, self._observe, 1)
+        if self.config.planner.enabled:
+            self._note_sizes()
+            self._at(self.config.planner.metric_pulling_interval, self._observe, 1)
         result: SimResult | None = None
         while self._heap:
             self.now, _, happen, arguments = heapq.heappop(self._heap)
@@ -114,70 +157,62 @@ class Simulation:
 
     # Workers come and go
 
-    def _enter(self, group: SimWorkers) -> WorkerRank:
-        """A worker serves from now on."""
-        tokens = self._config.cache_tokens
-        if tokens is None:
-            tokens = self._timing.cache_tokens(group.gpu_memory_utilization)
-        rank = WorkerRank(f"sim-{self._num_made}")
-        self._num_made += 1
-        self.workers[rank] = SimWorker(
-            self._timing, tokens, self._trace.block_size, group.max_num_seqs, group.max_num_batched_tokens
-        )
-        return rank
-
-    def _started(self) -> None:
+    def _started(self, model: SimModel, role: str) -> None:
         self._count_workers()
-        self._num_starting -= 1
-        self.router.add_worker(self._enter(self._config.workers[0]))
+        model.started(role)
+        self._got(model, model.send_prompts())
 
-    def _leave(self, rank: WorkerRank) -> None:
+    def _leave(self, model: SimModel, rank: WorkerRank) -> None:
         """A worker that drains has nothing left to do."""
         self._count_workers()
-        self._leaving.discard(rank)
-        del self.workers[rank]
-        self.router.remove_worker(rank)
+        model.leave(rank)
+        self._note_sizes()
 
     def _count_workers(self) -> None:
-        num_workers = len(self.workers) + self._num_starting
+        num_workers = sum(role.num_workers for model in self.models.values() for role in model.roles.values())
         self._worker_s += num_workers * (self.now - self._counted_until)
         self._counted_until = self.now
+
+    def _note_sizes(self) -> None:
+        sizes = {
+            (name, role): found.num_workers
+            for name, model in self.models.items()
+            for role, found in model.roles.items()
+        }
+        self.sizes.append((self.now, sizes))
 
     # The planner
 
     def _observe(self, number: int) -> None:
         if self._is_done:
             return
-        planner = self._config.planner
-        loads = [
-            DecodeLoad(round(worker.kv_usage, 6), len(worker.waiting))
-            for rank, worker in self.workers.items()
-            if rank not in self._leaving
-        ]
-        pending = self._num_starting + len(self._leaving)
-        self._observations.append(Observation(at=self.now, decode=loads, decode_role="both", pending=pending))
-        if self.now >= planner.adjustment_interval * (len(self.decisions) + 1):
-            decision, self._state = decide(planner, self._state, self._observations)
-            self._observations.clear()
-            self.decisions.append(decision)
-            if not planner.no_operation:
-                self._follow(decision)
+        planner = self.config.planner
+        for name, model in self.models.items():
+            self._planner.see(name, model.observe())
+        if self.now >= planner.judging_interval * (self._num_judged + 1):
+            self._num_judged += 1
+            for model_name, decision, _ in self._planner.judge():
+                self.decisions.append(decision)
+                if not planner.no_operation:
+                    self._follow(self.models[model_name], decision)
         self._at((number + 1) * planner.metric_pulling_interval, self._observe, number + 1)
 
-    def _follow(self, decision: Decision) -> None:
+    def _follow(self, model: SimModel, decision: Decision) -> None:
+        for move in decision.moves:
+            for _ in range(move.count):
+                model.change_role(move.role, move.to)
+            self._got(model, model.send_prompts())
         for change in decision.changes:
-            if change.count > 0:
-                self._count_workers()
-                self._num_starting += 1
-                self._at(self.now + self._config.worker_start_s, self._started)
-            else:
-                idlest = min(
-                    (rank for rank in self.workers if rank not in self._leaving),
-                    key=lambda rank: (self.workers[rank].kv_usage, rank),
-                )
-                self._leaving.add(idlest)
-                if self.workers[idlest].is_idle:
-                    self._leave(idlest)
+            self._count_workers()
+            for _ in range(change.count):
+                model.roles[change.role].num_starting += 1
+                self._at(self.now + self.config.worker_start_s, self._started, model, change.role)
+            for _ in range(-change.count):
+                idle = model.dismiss(change.role)
+                if idle is not None:
+                    self._leave(model, idle)
+        if decision.changes or decision.moves:
+            self._note_sizes()
 
     # Requests
 
@@ -190,78 +225,62 @@ class Simulation:
 
     def _arrive(self, number: int, asked: TraceRequest) -> None:
         self._await_arrival()
-        chain = sequence_hashes(asked.hash_ids)
-        request = SimRequest(
-            str(number), self.now, asked.input_length, asked.output_length, chain, asked.hash_ids
-        )
-        choice = self.router.schedule_chains(
-            asked.input_length,
-            {self._trace.block_size: chain},
-            request_id=request.id,
-            session=asked.session,
-            among=[rank for rank in self.workers if rank not in self._leaving],
-        )
-        worker = self.workers[choice.rank]
-        was_waiting = bool(worker.waiting)
-        worker.add(request)
-        if worker.run is None:
-            self._begin(choice.rank, worker)
-        elif not was_waiting and worker.run.num_steps > 1:
-            worker.shorten(self.now)
-            self._at(worker.run.end_s, self._end, choice.rank, worker, worker.run)
-        self._publish(choice.rank, worker)
+        model = self._first_model if asked.model is None else self.models.get(asked.model)
+        if model is None:
+            raise ConfigError(
+                f"request {number} is for the model {asked.model!r}; there are {', '.join(self.models)}"
+            )
+        self._got(model, model.arrive(str(number), asked))
 
-    def _begin(self, rank: WorkerRank, worker: SimWorker) -> None:
+    def _got(self, model: SimModel, ranks: Sequence[WorkerRank]) -> None:
+        """These workers have got a request each time that they are named. Where others waited already, there
+        is no room before the run's end."""
+        for rank, count in Counter(ranks).items():
+            worker = model.worker(rank)
+            assert worker is not None
+            if worker.run is None:
+                self._begin(model, rank, worker)
+            elif len(worker.waiting) == count and worker.run.num_steps > 1:
+                worker.shorten(self.now)
+                self._at(worker.run.end_s, self._end, model, rank, worker, worker.run)
+            model.publish(rank, worker)
+
+    def _begin(self, model: SimModel, rank: WorkerRank, worker: SimWorker) -> None:
         run = worker.begin(self.now)
         if run is not None:
-            self._at(run.end_s, self._end, rank, worker, run)
+            self._at(run.end_s, self._end, model, rank, worker, run)
+        elif worker.fetched_s is not None:
+            self._at(worker.fetched_s, self._wake, model, rank, worker)
 
-    def _end(self, rank: WorkerRank, worker: SimWorker, run: Run) -> None:
+    def _wake(self, model: SimModel, rank: WorkerRank, worker: SimWorker) -> None:
+        """What an idle worker waited for has come."""
+        if worker.run is None:
+            self._begin(model, rank, worker)
+
+    def _end(self, model: SimModel, rank: WorkerRank, worker: SimWorker, run: Run) -> None:
         if worker.run is not run or run.end_s != self.now:
             return  # the run was shortened, and has ended before or ends earlier
         progress = worker.complete()
-        self._keep_books(rank, progress)
+        ended, got = model.keep_books(progress)
         for gap, count in progress.gaps:
             self._gaps[round(math.log(gap) / GAP_CLASS)] += count
-        self.finished += progress.ended
-        if self._config.event_delay_ms and (progress.stored or progress.removed):
-            self._at(self.now + self._config.event_delay_ms / 1000, self._tell, rank, progress)
+        self.finished += ended
+        if self.config.event_delay_ms and (progress.stored or progress.removed):
+            self._at(self.now + self.config.event_delay_ms / 1000, model.tell, rank, progress)
         else:
-            self._tell(rank, progress)
-        self._begin(rank, worker)
-        self._publish(rank, worker)
-        if rank in self._leaving and worker.is_idle:
-            self._leave(rank)
-
-    # What the router hears
-
-    def _keep_books(self, rank: WorkerRank, progress: Progress) -> None:
-        books = self.router.books
-        for request in progress.first:
-            books.first_token(request.id)
-        for request in progress.decoded:
-            books.generated(request.id, progress.num_steps)
-        for request in progress.ended:
-            books.end(request.id)
-
-    def _publish(self, rank: WorkerRank, worker: SimWorker) -> None:
-        self.router.published(rank, worker.kv_usage, len(worker.waiting))
-
-    def _tell(self, rank: WorkerRank, progress: Progress) -> None:
-        """KV events of a run; `kv_approx` is a router without them."""
-        if self._config.policy == "kv_approx" or rank not in self.workers:
-            return
-        index = self.router.indexer
-        for block in progress.removed:
-            index.remove(rank, DEVICE, block)
-        for request, start, end in progress.stored:
-            parent = request.chain[start - 1] if start else None
-            index.store(rank, DEVICE, request.chain[start:end], request.own_hashes[start:end], parent)
+            model.tell(rank, progress)
+        self._begin(model, rank, worker)
+        model.publish(rank, worker)
+        self._got(model, got)
+        for leaver in model.leavers():
+            self._leave(model, leaver)
 
     def _result(self) -> SimResult:
-        done = self.finished
+        done, planner = self.finished, self.config.planner
         first = sorted(request.first_token_s - request.arrival_s for request in done)
         prompt_tokens = sum(request.num_tokens for request in done)
+        cached = sum(request.cached_tokens for request in done)
+        num_good = sum(is_good(request, planner.ttft, planner.itl) for request in done)
         return SimResult(
             requests=len(self._trace.requests),
             completed=len(done),
@@ -269,9 +288,14 @@ class Simulation:
             ttft_p50=_figure(_percentile(first, 0.5)),
             ttft_p90=_figure(_percentile(first, 0.9)),
             itl_p99=_figure(self._gap_percentile(0.99)),
-            hit_rate=_figure(sum(request.cached_tokens for request in done) / prompt_tokens),
+            hit_rate=_figure(cached / prompt_tokens),
             gpu_hours=_figure(self._worker_s / 3600),
             simulated_s=_figure(self.now),
+            goodput=_figure(num_good / self.now),
+            good_share=_figure(num_good / len(done)),
+            host_hit_rate=_figure(sum(request.host_tokens for request in done) / cached if cached else 0.0),
+            remote_share=_figure(sum(model.num_remote for model in self.models.values()) / len(done)),
+            workers=_figure(self._worker_s / self.now),
         )
 
     def _gap_percentile(self, share: float) -> float:
@@ -281,6 +305,15 @@ class Simulation:
             if left <= 0:
                 return math.exp(number * GAP_CLASS)
         return 0.0
+
+
+def is_good(request: SimRequest, ttft_s: float, itl_s: float) -> bool:
+    """Whether a request that has ended held these targets."""
+    gaps = max(1, request.num_generated - 1)
+    return (
+        request.first_token_s - request.arrival_s <= ttft_s
+        and (request.end_s - request.first_token_s) / gaps <= itl_s
+    )
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:

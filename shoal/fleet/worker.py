@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from shoal.api import Stats
+from shoal.api import Span, Stats
 from shoal.errors import BusyError, ShoalError, UnavailableError, UserError, WorkerFailedError
 from shoal.fleet.indexer import WorkerRank
 from shoal.fleet_api import WorkerState
+from shoal.served import Served
 
 FAILURES_TO_BREAK = 3  # requests or checks that fail one after the other
 
@@ -35,6 +36,9 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     dp_size: int = 1  # data-parallel ranks
     block_size: int = 16
     total_blocks: int = 0  # of all ranks
+    kv_block_bytes: int = 0  # of one block, where workers exchange them
+    lends_kv: bool = False  # others may read its KV blocks
+    reads_kv: bool = False  # it reads those of others
     max_running: int = 0  # sequences that it runs at once; 0: unknown
     # What all workers of a model must have in common, such as {"weights": digest, "hash_seed": 1337}.
     identity: dict[str, Any] = {}
@@ -83,13 +87,18 @@ class Worker(Generic[L]):
 
     def __init__(self, info: WorkerInfo, link: L, clock: Callable[[], float]) -> None:
         self.info, self.link = info, link
+        self.id = info.id
+        self.ranks = [WorkerRank(info.id, rank) for rank in range(info.dp_size)]
         self.has_events = False  # it tells what it caches
         self.is_draining = False
-        self.is_held = False  # an operator's command is at work: it gets nothing until that has ended
+        self.num_holds = 0  # commands of an operator at work: it gets nothing until the last one has ended
         self.num_commands = 0  # of an operator that are at work: it may answer nothing else meanwhile
         self.sleep_level: int | None = None  # None: awake, 0: paused, 1 and 2: asleep
         self.weights_version = 0
         self.stats: Stats | None = None  # as one of ours has reported last
+        # What it has served, as it has reported last; of a foreign one, what this router has had of it.
+        self.served: Served | None = Served.counting() if info.is_foreign else None
+        self.loads: Sequence[WorkerLoad] = ()  # as it has published last, of each rank
         self.is_reached = False  # a probe has succeeded since it came, or since it broke
         self.is_gone = False
         self.why = "it was not reached yet"  # it gets nothing; "" while it is well
@@ -99,23 +108,18 @@ class Worker(Generic[L]):
         self.num_requests = 0
         self.num_prefills = 0  # prompts that it computed for another worker
         self.num_breaks = 0
+        self.num_failed = 0  # requests that ended here with a WorkerFailedError
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.last_token_at = float("-inf")
         self.full_until = float("-inf")  # it has said that it is full
         self.broke = asyncio.Event()  # set while it is not reached
+        self.suspected = asyncio.Event()  # set by a failure that may be its own, or the request's
         self.on_change: set[Callable[[], None]] = set()  # called when it may have got room, or was lost
         self.on_broken: set[Callable[[], None]] = set()  # those who wait for it: they are to wait no longer
+        self.on_draining: set[Callable[[], None]] = set()  # those who may go on elsewhere
         self._clock = clock
         self._num_failures = 0
-
-    @property
-    def id(self) -> str:
-        return self.info.id
-
-    @property
-    def ranks(self) -> list[WorkerRank]:
-        return [WorkerRank(self.id, rank) for rank in range(self.info.dp_size)]
 
     @property
     def state(self) -> WorkerState:
@@ -123,12 +127,13 @@ class Worker(Generic[L]):
             return WorkerState.GONE
         if not self.is_reached or self.set_aside:
             return WorkerState.BROKEN
-        return WorkerState.DRAINING if self.is_draining or self.is_held else WorkerState.READY
+        return WorkerState.DRAINING if self.is_draining or self.num_holds else WorkerState.READY
 
     @property
     def takes_requests(self) -> bool:
-        """Whether it may be chosen: it is ready and awake."""
-        return self.state == WorkerState.READY and not self.is_asleep
+        """Whether it may be chosen: it is ready and awake. Each request asks all workers."""
+        is_kept_out = self.is_draining or self.num_holds or self.set_aside or self.is_gone
+        return self.is_reached and not is_kept_out and self.sleep_level is None
 
     def has_room(self, num_active: int) -> bool:
         """Whether a request sent now would run soon, where it has so many."""
@@ -142,13 +147,21 @@ class Worker(Generic[L]):
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
         """Inside of the block it gets nothing new. It is back behind it, so requests may wait for it."""
-        self.is_held = True
+        self.num_holds += 1
         self.changed()
         try:
             yield
         finally:
-            self.is_held = False
+            self.num_holds -= 1
             self.changed()
+
+    def drain(self, is_draining: bool) -> None:
+        """From now on it gets nothing new, or requests again."""
+        self.is_draining = is_draining
+        self.changed()
+        if is_draining:
+            for tell in list(self.on_draining):
+                tell()
 
     async def wait_idle(self) -> None:
         """Returns when this router has no request there."""
@@ -192,6 +205,10 @@ class Worker(Generic[L]):
         if error.is_absent or self._num_failures >= FAILURES_TO_BREAK:
             self._break(str(error))
 
+    def forgive(self) -> None:
+        """A failure was no fault of the worker's, as another one failed at the same request."""
+        self._num_failures = max(0, self._num_failures - 1)
+
     def hangs(self, error: WorkerFailedError) -> None:
         """It takes requests and delivers nothing. Those who wait for it stop waiting."""
         self._break(str(error))
@@ -209,6 +226,13 @@ class Worker(Generic[L]):
             self.broke.set()
             self.changed()
         self.why = why
+
+
+def at_worker(spans: list[Span] | None, worker_id: str) -> list[Span]:
+    """What a worker tells of a request, as the fleet tells it on."""
+    for span in spans or ():
+        span.worker = worker_id
+    return spans or []
 
 
 class RefusedError(BusyError):

@@ -12,7 +12,8 @@ import contextlib
 import itertools
 import logging
 import socket
-from collections.abc import Coroutine
+import time
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -34,6 +35,7 @@ from shoal.fleet.worker_wire import (
     REPORT_S,
     SILENCE_MS,
     AskEvents,
+    ChangeRole,
     Hello,
     KvBatch,
     KvReplayed,
@@ -43,20 +45,12 @@ from shoal.fleet.worker_wire import (
     encode,
 )
 from shoal.kv_event_format import END
-from shoal.metrics import ModelMetrics
-from shoal.wire import (
-    Abort,
-    Add,
-    Call,
-    CheckBooks,
-    Failure,
-    FlushKv,
-    Message,
-    Outputs,
-    ReadStats,
-    Refused,
-    Reply,
-)
+from shoal.logs import Event, about
+from shoal.metrics import ModelMetrics, RequestTimes
+from shoal.served import served_by
+from shoal.time_line import TimeLine
+from shoal.tracing import Tracing
+from shoal.wire import Abort, Add, Call, Failure, FlushKv, Message, Outputs, ReadStats, Refused, Reply
 
 logger = logging.getLogger(__name__)
 
@@ -101,12 +95,19 @@ class WorkerPort:
     """Built by `open`. `address` is where routers reach it."""
 
     def __init__(
-        self, worker_id: str, engine: ServedEngine, gate: Gate, metrics: ModelMetrics, clock: Clock
+        self,
+        worker_id: str,
+        engine: ServedEngine,
+        gate: Gate,
+        metrics: ModelMetrics,
+        clock: Clock,
+        tracing: Tracing | None,
     ) -> None:
-        self.worker_id = worker_id
+        self.worker_id, self._tracing = worker_id, tracing
         self.address = ""
         self.weights_version = 0
         self.num_unreadable = 0
+        self.on_role: Callable[[str], Awaitable[None]] | None = None  # does another role from now on
         self._engine, self._gate, self._metrics, self._clock = engine, gate, metrics, clock
         self._report = Report(Stats(), SleepState(), 0)  # the last one
         self._loop = asyncio.get_running_loop()
@@ -135,11 +136,13 @@ class WorkerPort:
         port: int = 0,
         key: FleetKey | None = None,
         events: EventEndpoints | None = None,
+        tracing: Tracing | None = None,
     ) -> WorkerPort:
-        """Listens. port: 0 is any that is free. Raises ConfigError for an address that cannot be had, or that
-        lies beyond this machine, without a key."""
+        """Listens. port: 0 is any that is free. tracing: where the worker's part of a request's trace
+        goes. Raises ConfigError for an address that cannot be had, or that lies beyond this machine,
+        without a key."""
         check_host(host, key)
-        self = cls(worker_id, engine, gate, metrics, clock)
+        self = cls(worker_id, engine, gate, metrics, clock, tracing)
         listener = self._socket
         listener.router_mandatory = True
         listener.sndhwm = listener.rcvhwm = 0  # what waits is bounded by the requests that run
@@ -231,13 +234,17 @@ class WorkerPort:
         if router is None:  # it did not say whom it wants: it is told nothing
             return
         if isinstance(message, Add):
+            # The routers' clocks differ, and requests of equal priority run in the order of their arrival.
+            message.request.arrival = time.monotonic() - (message.age_s or 0.0)
             self._add(router, message.request)
         elif isinstance(message, Abort):
             for request_id in message.request_ids:
                 if request_id in router.own_ids:
                     self._start(self._engine.abort(router.own_ids[request_id]))
         elif isinstance(message, Call):
-            self._start(self._call(router, message))
+            self._start(self._reply(router, message.call_id, self._carry_out(message.command)))
+        elif isinstance(message, ChangeRole):
+            self._start(self._reply(router, message.call_id, self._change_role(message.role)))
         elif isinstance(message, AskEvents):
             self._ask_replay(router, message.start)
 
@@ -263,19 +270,25 @@ class WorkerPort:
             return
         # Two routers may give the same id, and the engine needs each once.
         request.request_id = router.own_ids[request_id] = f"{request_id}/{next(self._numbers)}"
+        if request.continues is not None:
+            request.continues = router.own_ids.get(request.continues)
         task = self._loop.create_task(self._run(router, request_id, request))
         router.tasks[request_id] = task
 
     async def _run(self, router: _Router, request_id: str, request: Request) -> None:
         try:
-            self._gate.enter(1)
+            count = 0 if request.fetches_only else 1  # a forerunner and its successor are one
+            self._gate.enter(count)
             try:
                 await self._stream(router, request_id, request)
             finally:
-                self._gate.leave(1)
+                self._gate.leave(count)
         except Exception as error:
             if not isinstance(error, ShoalError):
-                logger.exception("a request of a router failed")
+                logger.exception(about(request.log_id, "of a router failed"))
+            else:
+                text = f"of a router is not answered: {type(error).__name__}"
+                logger.debug(about(request.log_id, text))
             router.ends.append(Refused(request_id, Failure.of(error)))
             self._flush_soon(router)
         finally:
@@ -283,14 +296,19 @@ class WorkerPort:
 
     async def _stream(self, router: _Router, request_id: str, request: Request) -> None:
         times = self._metrics.begin(request)
+        if request.fetches_only:
+            times.forget()
         moves_kv = request.offers_kv or request.kv_ticket is not None
+        part = None if self._tracing is None else _Part(request, self._metrics.labels[0], self._tracing)
         try:
             async with aclosing(self._engine.generate(request)) as outputs:
                 async for output in outputs:
-                    if output.token_ids or output.finish_reason != FinishReason.ABORT:
+                    if output.token_ids or output.finish_reason not in (None, FinishReason.ABORT):
                         times.tokens(len(output.token_ids), output.num_cached_tokens, output.queued_seconds)
                     if output.finish_reason is not None:
                         times.finish(output.finish_reason)
+                    if part is not None:
+                        part.push(output)
                     self._give(router, request_id, output)
                     if moves_kv:  # now its blocks are read, or offered: who looks at the fleet sees that
                         moves_kv = False
@@ -301,6 +319,9 @@ class WorkerPort:
         finally:
             times.finish(FinishReason.ABORT)  # where it has not ended otherwise
             self._metrics.end([times])
+            if part is not None:
+                part.end(has_failed=times.reason in (None, FinishReason.ERROR))
+            logger.debug(_ended(request, times))
 
     def _give(self, router: _Router, request_id: str, output: Output) -> None:
         output.request_id = request_id
@@ -348,19 +369,24 @@ class WorkerPort:
 
     # Commands and reports
 
-    async def _call(self, router: _Router, call: Call) -> None:
+    async def _reply(self, router: _Router, call_id: int, work: Awaitable[Any]) -> None:
         try:
-            reply = Reply(call.call_id, await self._carry_out(call.command))
+            reply = Reply(call_id, await work)
         except Exception as error:
             if not isinstance(error, ShoalError):
                 logger.exception("a command of a router failed")
-            reply = Reply(call.call_id, error=Failure.of(error))
+            reply = Reply(call_id, error=Failure.of(error))
         self._send(router, reply)
+
+    async def _change_role(self, role: str) -> None:
+        if self.on_role is None:
+            raise UnavailableError(f"worker {self.worker_id} is not on its plane yet; try again")
+        await self.on_role(role)
 
     async def _carry_out(self, command: Command[Any]) -> Any:
         if isinstance(command, ReadStats):
             return await self._engine.stats()
-        if isinstance(command, FlushKv | CheckBooks):
+        if isinstance(command, FlushKv):
             raise ConfigError(f"{wire.name_of(command)} is no command of a fleet")
         result = await self._engine.control(command)
         if isinstance(command, UpdateWeights):
@@ -378,7 +404,7 @@ class WorkerPort:
         """An engine that does not answer makes no report: its routers find out by other means."""
         with contextlib.suppress(ShoalError):
             stats, sleep = await asyncio.gather(self._engine.stats(), self._engine.sleep_state())
-            self._report = Report(stats, sleep, self.weights_version)
+            self._report = Report(stats, sleep, self.weights_version, served_by(self._metrics))
             for router in list(self._routers.values()):
                 self._send(router, self._report)
 
@@ -390,8 +416,11 @@ class WorkerPort:
         subscriber.rcvhwm = MAX_WAITING_BATCHES
         subscriber.connect(events.publisher)
         self._subscriber = (subscriber, SocketReader(subscriber, self._take_batch))
+        self._open_replayer(events.replay)
+
+    def _open_replayer(self, endpoint: str) -> None:
         replayer: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        replayer.connect(events.replay)
+        replayer.connect(endpoint)
         self._replayer = (replayer, SocketReader(replayer, self._take_replayed))
 
     def _take_batch(self, frames: list[bytes]) -> None:
@@ -423,7 +452,7 @@ class WorkerPort:
             socket, reader = self._replayer
             socket.send_multipart((b"", start.to_bytes(8, "big")), zmq.NOBLOCK)
             reader.look()
-            self._replay_timer = self._loop.call_later(REPLAY_PATIENCE_S, self._end_replay)
+            self._replay_timer = self._loop.call_later(REPLAY_PATIENCE_S, self._give_up_replay)
 
     def _take_replayed(self, frames: list[bytes]) -> None:
         if not self._asked or len(frames) < 2:
@@ -435,12 +464,49 @@ class WorkerPort:
         self._send(router, KvReplayed(int.from_bytes(frames[-2], "big"), frames[-1]))
         if self._replay_timer is not None:
             self._replay_timer.cancel()
-            self._replay_timer = self._loop.call_later(REPLAY_PATIENCE_S, self._end_replay)
+            self._replay_timer = self._loop.call_later(REPLAY_PATIENCE_S, self._give_up_replay)
+
+    def _give_up_replay(self) -> None:
+        """What may still come of this answer is not the next one's, which therefore gets a socket of its
+        own."""
+        assert self._replayer is not None
+        replayer, reader = self._replayer
+        endpoint = replayer.getsockopt_string(zmq.LAST_ENDPOINT)
+        reader.close()
+        replayer.close(linger=0)
+        self._open_replayer(endpoint)
+        self._end_replay()
 
     def _end_replay(self) -> None:
         router, _ = self._asked.pop(0)
         self._send(router, KvReplayEnded())
         self._replay_next()
+
+
+class _Part:
+    """This worker's part of a request's trace."""
+
+    def __init__(self, request: Request, model: str, tracing: Tracing) -> None:
+        self._line = TimeLine(request.log_id, model, "", time.perf_counter())
+        self._line.prompt_tokens, self._line.params = len(request.prompt_token_ids), request.params
+        self._answer = self._line.answer(request)
+        self._trace = tracing.begin(self._line, request.trace_headers)
+
+    def push(self, output: Output) -> None:
+        self._line.cached_tokens = max(self._line.cached_tokens, output.num_cached_tokens)
+        self._answer.push(output, time.perf_counter())
+
+    def end(self, *, has_failed: bool) -> None:
+        self._trace.end(self._line, "failed" if has_failed else None)
+        self._line.end(has_failed=has_failed)
+
+
+def _ended(request: Request, times: RequestTimes) -> Event:
+    """The line of a request of a router that has ended."""
+    prompt, reason = len(request.prompt_token_ids), "refused" if times.reason is None else str(times.reason)
+    text = f"of a router has ended in={prompt} out={times.count} finish={reason}"
+    fields = {"prompt_tokens": prompt, "completion_tokens": times.count, "finish_reason": reason}
+    return about(request.log_id, text, **fields)
 
 
 def check_host(host: str, key: FleetKey | None) -> None:

@@ -12,7 +12,7 @@ from shoal.errors import ConfigError
 from shoal.fleet.worker import WorkerInfo
 
 KEYS = ("id", "tag", "kv_events", "replay", "topic", "block_size", "dp_size", "api_key_file")
-ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:\-]{0,99}")  # it goes into a header and a URL
+ID = re.compile(r"[A-Za-z0-9:][A-Za-z0-9_.:\-]{0,99}")  # it goes into a header and a URL; ::1:9001 is one
 DEFAULT_BLOCK_SIZE = 16
 MOST_RANKS = 1024
 

@@ -10,6 +10,7 @@ from typing import Annotated
 import msgspec
 
 from shoal.api import SleepState, Stats
+from shoal.served import Served
 from shoal.wire import Abort, Add, Call, Message, Outputs, Refused, Reply
 
 HEARTBEAT_MS = 2000  # libzmq's own signs of life, both ways
@@ -31,7 +32,15 @@ class AskEvents(Message, frozen=True):
     start: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
-ToWorker = Hello | Add | Abort | Call | AskEvents
+class ChangeRole(Message, frozen=True):
+    """The worker does another role from now on, and says so on the plane; what it has goes on. It answers
+    with a Reply."""
+
+    call_id: int
+    role: str
+
+
+ToWorker = Hello | Add | Abort | Call | AskEvents | ChangeRole
 
 # From the worker; beside these: Outputs (what one step added), Refused (a request ended with an error), Reply
 
@@ -42,6 +51,7 @@ class Report(Message, frozen=True):
     stats: Stats
     sleep: SleepState
     weights_version: int
+    served: Served | None = None
 
 
 class KvBatch(Message, frozen=True):

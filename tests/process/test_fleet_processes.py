@@ -14,10 +14,11 @@ import time
 import psutil
 import pytest
 
-from shoal.errors import ConfigError, UnknownWorkerError
-from shoal.fleet import processes as module
+from shoal.fleet import restarts
+from shoal.fleet.connector import Component
 from shoal.fleet.process_log import ProcessLog
-from shoal.fleet.processes import Component, Processes
+from shoal.fleet.processes import Processes
+from shoal.fleet.state_file import Life, State
 
 SLEEP = "import time; print('begun', flush=True); time.sleep(600)"
 DEADLINE_S = 60
@@ -25,6 +26,26 @@ DEADLINE_S = 60
 
 def python(code, name="toy", **more):
     return Component(name, (sys.executable, "-c", textwrap.dedent(code)), **more)
+
+
+class Toys:
+    """Processes, with places for their workers."""
+
+    def __init__(self, log):
+        self.processes, self.state = Processes(log), State()
+
+    async def add(self, component):
+        placement = self.state.place(component)
+        await self.processes.start(placement)
+        return placement
+
+    async def pid(self, placement):
+        return (await self.processes.running())[placement.id].pid
+
+    async def until_given_up(self, *placements):
+        for placement in placements:
+            while not (await self.processes.running())[placement.id].has_given_up:
+                await asyncio.sleep(0.02)
 
 
 def lives(pid):
@@ -42,21 +63,20 @@ async def until(condition, say=lambda: ""):
 @pytest.fixture
 def quick(monkeypatch):
     """Delays that are as many, and too short to wait for."""
-    monkeypatch.setattr(module, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
 
 
 def run(test, style="text"):
-    """Runs `test(processes, stream)`; returns what the processes said."""
+    """Runs `test(toys, stream)`; returns what the processes said."""
     stream = io.StringIO()
 
     async def all_of_it():
         log = ProcessLog(stream, style)
-        processes = Processes(log)
+        toys = Toys(log)
         try:
-            await test(processes, stream)
+            await test(toys, stream)
         finally:
-            processes.kill()
-            await processes.close()
+            await toys.processes.close(0.0)
             log.close()
 
     asyncio.run(asyncio.wait_for(all_of_it(), 2 * DEADLINE_S))
@@ -64,10 +84,10 @@ def run(test, style="text"):
 
 
 def test_every_line_has_the_name_of_who_said_it():
-    async def both_speak(processes, stream):
+    async def both_speak(toys, stream):
         for text in ("fish", "boat"):
             code = f"import sys; print('{text} 1'); print('{text} 2', file=sys.stderr); {SLEEP}"
-            processes.add(python(code, name=text))
+            await toys.add(python(code, name=text))
         await until(lambda: stream.getvalue().count("begun") == 2)
 
     lines = run(both_speak).splitlines()
@@ -76,8 +96,8 @@ def test_every_line_has_the_name_of_who_said_it():
 
 
 def test_a_log_of_objects_has_an_object_a_line():
-    async def speak(processes, stream):
-        processes.add(python('print(\'plain\'); print(\'{"level": "info", "message": "said"}\')'))
+    async def speak(toys, stream):
+        await toys.add(python('print(\'plain\'); print(\'{"level": "info", "message": "said"}\')'))
         await until(lambda: "said" in stream.getvalue())
 
     said = [json.loads(line) for line in run(speak, "json").splitlines()]
@@ -86,8 +106,8 @@ def test_a_log_of_objects_has_an_object_a_line():
 
 
 def test_a_long_line_without_an_end_is_cut_and_not_kept():
-    async def flood(processes, stream):
-        processes.add(python("print('x' * 200_000); print('end', flush=True); import time; time.sleep(600)"))
+    async def flood(toys, stream):
+        await toys.add(python("print('x' * 200_000); print('end', flush=True); import time; time.sleep(600)"))
         await until(lambda: "end" in stream.getvalue())
 
     lines = run(flood).splitlines()
@@ -95,44 +115,42 @@ def test_a_long_line_without_an_end_is_cut_and_not_kept():
 
 
 def test_a_worker_that_dies_is_started_again(quick):
-    async def kill_it(processes, stream):
-        worker = processes.add(python(SLEEP))
+    async def kill_it(toys, stream):
+        worker = await toys.add(python(SLEEP))
         for life in (1, 2, 3):
             await until(lambda life=life: stream.getvalue().count("begun") == life)
-            os.kill(worker.pid, signal.SIGKILL)
+            os.kill(await toys.pid(worker), signal.SIGKILL)
         await until(lambda: stream.getvalue().count("begun") == 4)
-        assert not worker.has_given_up and lives(worker.pid)
+        assert lives(await toys.pid(worker))
 
     run(kill_it)
 
 
 def test_a_worker_that_cannot_start_is_given_up_with_its_exit_code(quick, caplog):
-    async def wait(processes, stream):
-        worker = processes.add(python("import sys; sys.exit('no such model')"))
-        await processes.until_hopeless()
-        assert worker.has_given_up and worker.pid is None
+    async def wait(toys, stream):
+        worker = await toys.add(python("import sys; sys.exit('no such model')"))
+        await toys.until_given_up(worker)
+        assert await toys.pid(worker) is None
 
     said = run(wait)
-    assert said.count("no such model") == module.MAX_DEATHS
+    assert said.count("no such model") == restarts.MAX_DEATHS
     assert "toy-1 has ended 5 times in succession (exit code 1)" in caplog.text
 
 
 def test_one_worker_that_is_given_up_leaves_the_others(quick):
-    async def wait(processes, stream):
-        bad = processes.add(python("raise SystemExit(1)", name="bad"))
-        good = processes.add(python(SLEEP, name="good"))
-        hopeless = asyncio.create_task(processes.until_hopeless())
-        await until(lambda: bad.has_given_up and "begun" in stream.getvalue())
-        assert not hopeless.done() and lives(good.pid)
-        hopeless.cancel()
+    async def wait(toys, stream):
+        bad = await toys.add(python("raise SystemExit(1)", name="bad"))
+        good = await toys.add(python(SLEEP, name="good"))
+        await toys.until_given_up(bad)
+        await until(lambda: "begun" in stream.getvalue())
+        assert lives(await toys.pid(good))
 
     run(wait)
 
 
 def test_a_program_that_is_not_there_is_named(quick):
-    async def wait(processes, stream):
-        processes.add(Component("toy", ("no-such-program-at-all",)))
-        await processes.until_hopeless()
+    async def wait(toys, stream):
+        await toys.until_given_up(await toys.add(Component("toy", ("no-such-program-at-all",))))
 
     assert "'no-such-program-at-all' cannot be started" in run(wait)
 
@@ -145,14 +163,13 @@ def test_a_worker_ends_what_it_has_when_it_is_removed():
         time.sleep(600)
     """
 
-    async def remove(processes, stream):
-        worker = processes.add(python(code))
+    async def remove(toys, stream):
+        worker = await toys.add(python(code))
         await until(lambda: "begun" in stream.getvalue())
-        pid = worker.pid
-        await processes.remove("toy-1")
-        assert not lives(pid) and list(processes) == []
-        with pytest.raises(UnknownWorkerError, match="toy-1"):
-            await processes.remove("toy-1")
+        pid = await toys.pid(worker)
+        await toys.processes.stop(worker.id, DEADLINE_S)
+        assert not lives(pid) and await toys.processes.running() == {}
+        await toys.processes.stop(worker.id, DEADLINE_S)  # it is gone already
 
     assert "drained" in run(remove)
 
@@ -166,12 +183,12 @@ def test_a_worker_that_does_not_end_is_killed_with_what_it_has_started():
         time.sleep(600)
     """
 
-    async def remove(processes, stream):
-        worker = processes.add(python(code))
+    async def remove(toys, stream):
+        worker = await toys.add(python(code))
         await until(lambda: "child" in stream.getvalue())
-        pids = [worker.pid, int(stream.getvalue().split()[-1])]
+        pids = [await toys.pid(worker), int(stream.getvalue().split()[-1])]
         assert all(map(lives, pids))
-        await processes.remove("toy-1", grace_s=0.3)
+        await toys.processes.stop(worker.id, 0.3)
         await until(lambda: not any(map(lives, pids)))
 
     run(remove)
@@ -185,38 +202,49 @@ def test_what_a_dead_worker_has_started_ends_too(quick):
         os._exit(1)
     """
 
-    async def wait(processes, stream):
-        processes.add(python(code))
-        await processes.until_hopeless()
+    async def wait(toys, stream):
+        await toys.until_given_up(await toys.add(python(code)))
         children = [int(line.split()[-1]) for line in stream.getvalue().splitlines() if "child" in line]
-        assert len(children) == module.MAX_DEATHS
+        assert len(children) == restarts.MAX_DEATHS
         await until(lambda: not any(map(lives, children)))
 
     run(wait)
 
 
-def test_ids_are_the_lowest_that_are_free_and_devices_are_shared_out():
-    async def add(processes, stream):
-        component = python(
-            "import os; print('GPUs', os.environ['CUDA_VISIBLE_DEVICES'], flush=True);" + SLEEP,
-            devices=("0", "2", "4", "6"),
-            devices_per_worker=2,
-        )
-        first, second = processes.add(component), processes.add(component)
-        assert [first.id, second.id] == ["toy-1", "toy-2"]
-        assert [first.devices, second.devices] == [("0", "2"), ("4", "6")]
-        with pytest.raises(ConfigError, match="2 devices, and 0 of 4 are free"):
-            processes.add(component)
-        await processes.remove("toy-1")
-        third = processes.add(component)
-        assert (third.id, third.devices) == ("toy-1", ("0", "2"))
-        await until(lambda: stream.getvalue().count("GPUs") == 3 or stream.getvalue().count("GPUs 0,2") == 1)
+def test_a_worker_sees_its_own_gpus_in_the_order_of_their_numbers():
+    async def add(toys, stream):
+        code = "import os; print('GPUs', os.environ['CUDA_VISIBLE_DEVICES'], flush=True);" + SLEEP
+        component = python(code, devices=("10", "2", "4", "0"), devices_per_worker=2)
+        for _ in range(2):
+            await toys.add(component)
+        await until(lambda: stream.getvalue().count("GPUs") == 2)
 
-    assert "toy-2 | GPUs 4,6" in run(add)
+    said = run(add)
+    assert "toy-1 | GPUs 0,2" in said and "toy-2 | GPUs 4,10" in said
+
+
+def test_what_a_supervisor_before_has_left_is_ended():
+    left = subprocess.Popen([sys.executable, "-c", SLEEP], start_new_session=True)
+    other = subprocess.Popen([sys.executable, "-c", SLEEP], start_new_session=True)
+    try:
+
+        async def open_(toys, stream):
+            waiting = asyncio.create_task(asyncio.to_thread(left.wait))
+            life = Life.of(other.pid)
+            await toys.processes.open([Life.of(left.pid), Life(life.pid, life.started - 1)])
+            await waiting
+
+        run(open_)
+        assert left.returncode == -signal.SIGKILL
+        assert other.poll() is None, "it has the number of one that has died, and is another process"
+    finally:
+        left.kill()
+        other.kill()
+        other.wait()
 
 
 def test_ports_are_free_differ_and_stay_over_a_restart(quick):
-    async def add(processes, stream):
+    async def add(toys, stream):
         words = (
             sys.executable,
             "-c",
@@ -225,28 +253,29 @@ def test_ports_are_free_differ_and_stay_over_a_restart(quick):
             "{port}",
             "{events_port}",
         )
-        first, second = (processes.add(Component("toy", words)) for _ in range(2))
+        first, second = [await toys.add(Component("toy", words)) for _ in range(2)]
         ports = [*first.ports.values(), *second.ports.values()]
         assert len(set(ports)) == 4 and "replay_port" not in first.ports
-        await processes.until_hopeless()
+        await toys.until_given_up(first, second)
         for worker in (first, second):
             line = f"{worker.id} | at {worker.id} {worker.ports['port']} {worker.ports['events_port']}\n"
-            assert stream.getvalue().count(line) == module.MAX_DEATHS
-        assert first.fill("http://127.0.0.1:{port}") == f"http://127.0.0.1:{first.ports['port']}"
+            assert stream.getvalue().count(line) == restarts.MAX_DEATHS
 
     run(add)
 
 
 SUPERVISOR = """
     import asyncio, sys
+    from shoal.fleet.connector import Component
     from shoal.fleet.process_log import ProcessLog
-    from shoal.fleet.processes import Component, Processes
+    from shoal.fleet.processes import Processes
+    from shoal.fleet.state_file import Placement
 
     async def main():
         processes = Processes(ProcessLog(sys.stdout, "text"))
         words = (sys.executable, "-c", "import os, time; print('pid', os.getpid(), flush=True); time.sleep(600)")
-        for _ in range(2):
-            processes.add(Component("toy", words))
+        for number in (1, 2):
+            await processes.start(Placement(Component("toy", words), number, (), {}))
         await asyncio.sleep(600)
 
     asyncio.run(main())

@@ -1,6 +1,7 @@
 """`shoal fleet up` as a user runs it: real workers with the default model on the CPU, in processes of their own."""
 
 import concurrent.futures
+import contextlib
 import http.client
 import json
 import os
@@ -14,10 +15,11 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests import nats_server
+from tests.fleet_up import PATIENCE_S, Crowd, Fleet, is_running, sized, until
+from tests.foreign_worker import written
 from tests.serving import PYTHON, ROOT, TINY, free_port
 
 LAPTOP = ROOT / "examples" / "fleet" / "laptop.toml"
@@ -25,111 +27,6 @@ OPTIONS = "{ dtype = 'float32', max_model_len = 1024, kv_cache_memory_bytes = 20
 STORY = (
     "Every morning the fishermen went down to the harbour, looked at the sky, and talked about the wind. " * 5
 )
-PATIENCE_S = 240
-
-
-def until(condition, say=lambda: ""):
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, say()
-        time.sleep(0.1)
-
-
-class Fleet:
-    """The command with a file of this text behind two ports. `key`: what requests bring along."""
-
-    def __init__(self, folder, text, key=None):
-        self.port, self.admin, self.key = free_port(), free_port(), key
-        self.file, self.log = folder / "fleet.toml", folder / "fleet.log"
-        self.file.write_text(f"port = {self.port}\nadmin_port = {self.admin}\n{text}")
-        path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
-        env = os.environ | {"PYTHONPATH": path, "TMPDIR": str(folder)}
-        with self.log.open("w") as log:
-            self.process = subprocess.Popen(
-                [PYTHON, "-m", "shoal", "fleet", "up", str(self.file)],
-                env=env,
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-            )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        left = self.descendants()
-        if self.process.poll() is None:
-            self.process.kill()
-            self.process.wait()
-        for process in left:
-            if is_running(process.pid):
-                process.kill()
-
-    def text(self):
-        return self.log.read_text()
-
-    def descendants(self):
-        if self.process.poll() is not None:
-            return []
-        return psutil.Process(self.process.pid).children(recursive=True)
-
-    def until(self, condition):
-        """Waits, and fails at once if the fleet has ended."""
-
-        def met():
-            assert self.process.poll() is None, self.text()
-            try:
-                return condition()
-            except OSError:
-                return False  # it does not listen yet
-
-        until(met, self.text)
-
-    def ready(self, count=2):
-        self.until(lambda: [w["state"] for w in self.workers().values()].count("ready") >= count)
-        self.until(lambda: self.json("/v1/models")["data"])
-        return self
-
-    def workers(self):
-        return {worker["id"]: worker for worker in self.json("/fleet")["workers"]}
-
-    def request(self, path, body=None, *, method=None, admin=False):
-        """(status, headers, text)"""
-        connection = http.client.HTTPConnection(
-            "127.0.0.1", self.admin if admin else self.port, timeout=PATIENCE_S
-        )
-        try:
-            data = None if body is None else json.dumps(body)
-            headers = {"authorization": f"Bearer {self.key}"} if self.key else {}
-            connection.request(method or ("GET" if body is None else "POST"), path, data, headers)
-            answer = connection.getresponse()
-            return answer.status, answer.headers, answer.read().decode()
-        finally:
-            connection.close()
-
-    def json(self, path, body=None, **more):
-        status, _, text = self.request(path, body, **more)
-        assert status == 200, (path, text, self.text())
-        return json.loads(text)
-
-    def operate(self, path, body=None):
-        return self.json(path, body, method="POST", admin=True)
-
-    def ask(self, prompt, max_tokens=8, **more):
-        """(text, worker, cached tokens)"""
-        body = {"model": "smollm2", "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        status, headers, text = self.request("/v1/completions", body | {"ignore_eos": True} | more)
-        assert status == 200, text
-        answer = json.loads(text)
-        cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
-        return answer["choices"][0]["text"], headers["x-shoal-worker"], cached
-
-    def signal(self, number=signal.SIGINT):
-        self.process.send_signal(number)
-
-
-def is_running(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 def two(more="", options=OPTIONS):
@@ -229,6 +126,7 @@ def test_a_worker_that_dies_is_started_again(fleet):
 SLEEPY = "{ dtype = 'float32', max_model_len = 512, kv_cache_memory_bytes = 200_000_000, enable_sleep_mode = true }"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("plane", ["embedded", "nats"])
 def test_a_sleeping_fleet_wakes_for_a_request_and_one_ctrl_c_ends_it(tmp_path, plane, nats_url):
     more = "[router]\nwake_on_request = true\n"
@@ -253,6 +151,7 @@ def test_a_sleeping_fleet_wakes_for_a_request_and_one_ctrl_c_ends_it(tmp_path, p
         assert "Traceback" not in fleet.text()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_all_at_once(fleet_of_one):
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         running = pool.submit(fleet_of_one.request, "/v1/completions", ENDLESS)
@@ -266,6 +165,16 @@ def test_a_second_ctrl_c_ends_all_at_once(fleet_of_one):
         assert fleet_of_one.process.wait(PATIENCE_S) == 1
         until(lambda: not [p for p in processes if is_running(p.pid)])
         assert running.exception() or running.result()[0] != 200 or "length" not in running.result()[2]
+
+
+def test_workers_take_leave_before_the_fleet_ends(tmp_path, folder):
+    """They ended after their plane, waited for it for a lease, and warned that it does not answer."""
+    options = "{ dtype = 'float32', max_model_len = 256, kv_cache_memory_bytes = 8_000_000 }"
+    with Fleet(tmp_path, f"[[workers]]\nmodel = '{folder}'\noptions = {options}\n") as fleet:
+        fleet.ready(1)
+        fleet.signal()
+        assert fleet.process.wait(PATIENCE_S) == 0
+        assert "WARNING" not in fleet.text(), fleet.text()
 
 
 ENDLESS = {"model": "smollm2", "prompt": "x", "max_tokens": 4000, "ignore_eos": True, "timeout": 600}
@@ -395,41 +304,241 @@ def checkpoint():
 
 
 @pytest.mark.slow
-def test_a_fleet_grows_with_its_load_shrinks_behind_it_and_fails_no_request(tmp_path):
-    record = tmp_path / "planner.jsonl"
+def test_a_worker_that_sleeps_under_circus_is_woken_by_the_next_fleet(tmp_path, folder):
+    """It used to start a third one, as only the fleet that was killed knew of the sleeper."""
+    text = sized(folder, tmp_path / "planner.jsonl", "circus").replace(
+        'device = "cpu",', 'device = "cpu", enable_sleep_mode = true,'
+    )
+    with Fleet(tmp_path, text + "park_level = 1\n") as fleet:
+
+        def asleep():
+            return sorted(worker["asleep"] for worker in fleet.workers().values())
+
+        fleet.ready(1)
+        with Crowd(fleet):
+            fleet.ready(2)
+        fleet.until(lambda: asleep() == [False, True])
+        pids = {name: worker["pid"] for name, worker in fleet.workers().items()}
+        fleet.process.kill()
+        fleet.process.wait()
+        with Fleet(tmp_path, text + "park_level = 1\n") as fleet:
+            fleet.until(lambda: asleep() == [False, True])
+            fleet.until(lambda: fleet.json("/v1/models")["data"])
+            with Crowd(fleet):
+                fleet.until(lambda: asleep() == [False, False])
+            assert {name: worker["pid"] for name, worker in fleet.workers().items()} == pids
+            fleet.signal()
+            assert fleet.process.wait(PATIENCE_S) == 0 and "Traceback" not in fleet.text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_worker_that_is_not_needed_sleeps_and_wakes_with_the_next_load(tmp_path, folder, level):
     text = f"""
-        model = "smollm2"
+        model = "{folder}"
         [[workers]]
-        options = {{ dtype = "float32", max_model_len = 1024, num_gpu_blocks_override = 140 }}
+        name = "tiny"
+        options = {{ dtype = "float32", max_model_len = 256, num_gpu_blocks_override = 40, enable_sleep_mode = true }}
         [planner]
         enabled = true
-        metric_pulling_interval = 0.5
-        adjustment_interval = 3.0
+        park_level = {level}
+        metric_pulling_interval = 0.3
+        adjustment_interval = 1.0
         decode_kv_scale_up_threshold = 0.3
         decode_kv_scale_down_threshold = 0.05
         max_gpu_budget = 2
-        record = "{record}"
     """
     with Fleet(tmp_path, text) as fleet:
         fleet.ready(1)
-        has_grown = threading.Event()
+        alone = fleet.ask("A prompt", 30, model="tiny")[0]
 
-        def client(number):
-            while not has_grown.is_set():
-                fleet.ask(f"Client {number} says: {STORY}", 200)  # raises unless its status is 200
+        def asleep():
+            return sorted(worker["asleep"] for worker in fleet.workers().values())
 
-        with concurrent.futures.ThreadPoolExecutor(6) as pool:
-            clients = [pool.submit(client, number) for number in range(6)]
+        def under_load(number):
+            while asleep() != [False, False]:
+                fleet.ask(f"Client {number} says", 200, model="tiny")  # raises unless its status is 200
+
+        pids = []
+        for _ in range(2):
+            with concurrent.futures.ThreadPoolExecutor(8) as pool:
+                for each in [pool.submit(under_load, number) for number in range(8)]:
+                    each.result()
+            fleet.until(lambda: asleep() == [False, True])
+            assert fleet.ask("A prompt", 30, model="tiny")[0] == alone
+            pids.append({worker["pid"] for worker in fleet.workers().values()})
+        assert pids[0] == pids[1]  # it was woken, not started
+        if level == 1:
+            [sleeper] = [name for name, worker in fleet.workers().items() if worker["asleep"]]
+            fleet.operate(f"/wake_up?workers={sleeper}")  # a person's hand is taken as it is,
+            fleet.until(lambda: asleep() == [False, True])  # and it is parked again
+
+
+@pytest.mark.slow
+def test_a_planner_sizes_workers_of_another_engine_by_their_metrics_and_fails_no_request(tmp_path):
+    """That engine ends at a SIGTERM with all it has, so the router has to drain it first."""
+    text = f"""
+        [[workers]]
+        command = "{PYTHON} {ROOT / "tests" / "foreign_worker.py"} {{port}}"
+        name = "toy"
+        [router]
+        check_interval = 0.2
+        [planner]
+        enabled = true
+        metric_pulling_interval = 0.2
+        adjustment_interval = 1.0
+        decode_kv_scale_up_threshold = 0.6
+        decode_kv_scale_down_threshold = 0.4
+        max_gpu_budget = 2
+    """
+    with Fleet(tmp_path, text) as fleet:
+        fleet.ready(1)
+        has_grown, has_shrunk = threading.Event(), threading.Event()
+
+        def client(until):
+            while not until.is_set():
+                body = {"model": "toy", "prompt": STORY, "max_tokens": 50, "temperature": 0}
+                answer = fleet.json("/v1/completions", body)
+                assert answer["choices"][0]["text"] == written(STORY, 50)
+
+        with concurrent.futures.ThreadPoolExecutor(4) as pool:
+            clients = [pool.submit(client, until) for until in (has_grown, has_grown, has_grown, has_shrunk)]
             fleet.ready(2)
-            planner = fleet.json("/fleet")["planner"]
             has_grown.set()
+            fleet.until(lambda: [worker["state"] for worker in fleet.workers().values()] == ["ready"])
+            assert fleet.json("/fleet")["planner"]["desired"] == {"both": 1}
+            has_shrunk.set()
             for each in clients:
                 each.result()
-        assert planner["mode"] == "load" and planner["desired"] == {"both": 2}
-        fleet.until(lambda: [worker["state"] for worker in fleet.workers().values()] == ["ready"])
-        assert fleet.ask("And then", 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connector", ["process", "circus"])
+def test_a_fleet_follows_its_load_and_survives_a_killed_worker_without_a_failed_request(
+    tmp_path, folder, connector
+):
+    record = tmp_path / "planner.jsonl"
+    with Fleet(tmp_path, sized(folder, record, connector)) as fleet:
+        fleet.ready(1)
+        with Crowd(fleet):
+            fleet.ready(2)
+            planner = fleet.json("/fleet")["planner"]
+            assert planner["mode"] == "load" and planner["desired"] == {"both": 2}
+            victim = fleet.workers()["tiny-1"]["pid"]
+            os.kill(victim, signal.SIGKILL)
+            fleet.until(lambda: fleet.workers().get("tiny-1", {}).get("pid") not in (None, victim))
+            fleet.ready(2)
+        fleet.until(lambda: list(fleet.workers()) == ["tiny-1"])
+        assert fleet.ask("And then", 4, model="tiny")
+        fleet.signal()
+        assert fleet.process.wait(PATIENCE_S) == 0 and "Traceback" not in fleet.text()
     decisions = [entry["decision"] for entry in map(json.loads, record.open()) if "decision" in entry]
     command = [PYTHON, "-m", "shoal", "plan", "--replay", record, "--fleet", tmp_path / "fleet.toml"]
     again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     assert [json.loads(line)["decision"] for line in again] == decisions
     assert [change["count"] for decision in decisions for change in decision["changes"]] == [1, -1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("connector", ["process", "circus"])
+def test_a_fleet_that_is_killed_starts_again_with_the_workers_that_it_had(tmp_path, folder, connector):
+    text = sized(folder, tmp_path / "planner.jsonl", connector)
+    with Fleet(tmp_path, text) as fleet:
+        fleet.ready(1)
+        with contextlib.suppress(OSError, http.client.HTTPException), Crowd(fleet):
+            before = {name: worker["pid"] for name, worker in fleet.ready(2).workers().items()}
+            fleet.process.kill()
+            fleet.process.wait()
+        with Fleet(tmp_path, text) as again:
+            again.until(lambda: set(again.workers()) == {"tiny-1", "tiny-2"})
+            after = {name: worker["pid"] for name, worker in again.workers().items()}
+            assert (after == before) == (connector == "circus"), "Circus keeps them, ours die with the fleet"
+            again.ready(1)
+            assert again.ask("And then", 4, model="tiny")
+            again.signal()
+            assert again.process.wait(PATIENCE_S) == 0 and "Traceback" not in again.text()
+        until(lambda: not [pid for pid in [*before.values(), *after.values()] if is_running(pid)])
+
+
+@pytest.mark.slow
+def test_prefill_workers_follow_the_prompts_that_wait_without_a_failed_request(tmp_path, folder):
+    common = "dtype = 'float32', device = 'cpu', max_model_len = 512, num_gpu_blocks_override = 200"
+    text = f"""
+        model = "{folder}"
+        [[workers]]
+        name = "tiny"
+        role = "prefill"
+        options = {{ {common}, max_num_batched_tokens = 16, max_num_seqs = 1 }}
+        [[workers]]
+        name = "tiny"
+        role = "decode"
+        options = {{ {common} }}
+        [router]
+        max_local_prefill_length = 16
+        max_prefill_queue_size = 1000
+        [planner]
+        enabled = true
+        metric_pulling_interval = 0.2
+        adjustment_interval = 2.0
+        prefill_queue_scale_up_threshold = 1.0
+        prefill_queue_scale_down_threshold = 0.1
+        max_gpu_budget = 3
+    """
+    with Fleet(tmp_path, text) as fleet:
+        fleet.ready(2)
+        is_over = threading.Event()
+
+        def client(number):
+            prompt, count = [3 + (7 * number + i) % 290 for i in range(450)], 0
+            while not is_over.is_set():
+                count += 1
+                fleet.ask(prompt, 2, model="tiny", cache_salt=f"{number}-{count}")
+
+        def prefills():
+            return sorted(name for name, worker in fleet.workers().items() if worker["role"] == "prefill")
+
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            clients = [pool.submit(client, number) for number in range(12)]
+            try:
+                while prefills() != ["tiny-prefill-1", "tiny-prefill-2"]:
+                    assert not any(each.done() for each in clients)
+                    time.sleep(0.1)
+                fleet.ready(3)
+            finally:
+                is_over.set()
+            for each in clients:
+                each.result()  # raises unless each of its requests had status 200
+        fleet.until(lambda: prefills() == ["tiny-prefill-1"])
+        assert fleet.json("/fleet")["planner"]["desired"] == {"prefill": 1, "decode": 1}
+        fleet.signal()
+        assert fleet.process.wait(PATIENCE_S) == 0 and "Traceback" not in fleet.text()
+
+
+def test_a_second_command_for_one_file_is_refused(fleet):
+    path = os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)])
+    env = os.environ | {"PYTHONPATH": path, "XDG_STATE_HOME": str(fleet.folder)}
+    command = [PYTHON, "-m", "shoal", "fleet", "up", str(fleet.file)]
+    second = subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert second.returncode == 1 and f"process {fleet.process.pid} is the supervisor" in second.stderr
+    assert "--state-dir" in second.stderr and fleet.ask(STORY)
+
+
+def test_a_fleet_of_another_orchestrator_starts_nothing_and_needs_no_model_here(tmp_path):
+    text = f"""
+        [[workers]]
+        model = "nobody/has-this-model"
+        count = 3
+        [plane]
+        url = "tcp://127.0.0.1:{free_port()}"
+        [planner]
+        connector = "virtual"
+    """
+    with Fleet(tmp_path, text) as fleet:
+        fleet.until(lambda: list(tmp_path.glob("shoal/*/decision.json")))
+        [file] = tmp_path.glob("shoal/*/decision.json")
+        decision = json.loads(file.read_text())
+        assert decision["decision_id"] == 1 and decision["workers"] == {"nobody/has-this-model": {"both": 3}}
+        fleet.until(lambda: fleet.workers() == {})
+        assert str(file) in fleet.text() and fleet.descendants() == []
+        fleet.signal()
+        assert fleet.process.wait(PATIENCE_S) == 0 and "Traceback" not in fleet.text()

@@ -27,6 +27,10 @@ TINY = ("--max-model-len", "256", "--kv-cache-memory-bytes", "8000000", "--max-n
 BEFORE_KILL = 2  # events of each stream
 
 
+def no_role(worker, role):
+    raise AssertionError(f"{worker.id} takes the role {role}")
+
+
 def asynchronous(test):
     """Runs an async test; what hangs fails."""
 
@@ -64,7 +68,7 @@ async def test_a_worker_joins_answers_tells_of_its_blocks_and_leaves(tmp_path):
     with Processes(tmp_path) as fleet:
         plane = open_plane(fleet.plane, may_host=True, key=key)
         watching = asyncio.create_task(
-            watch_plane(plane, key, lambda worker: workers.update({worker.id: worker}), left.append)
+            watch_plane(plane, key, lambda worker: workers.update({worker.id: worker}), left.append, no_role)
         )
         fleet.serve("a", "--fleet-key-file", key_file)
         await eventually(lambda: "a" in workers or fleet.running["a"].poll() is not None)
@@ -105,7 +109,7 @@ async def test_a_worker_that_becomes_another_model_leaves_and_joins_as_that_one(
     with Processes(tmp_path) as fleet:
         plane = open_plane(fleet.plane, may_host=True)
         watching = asyncio.create_task(
-            watch_plane(plane, None, lambda worker: workers.update({worker.id: worker}), left.append)
+            watch_plane(plane, None, lambda worker: workers.update({worker.id: worker}), left.append, no_role)
         )
         fleet.serve("a", "--enable-sleep-mode", "--served-model-name", "m", *TINY, model=models[0])
         await eventually(lambda: "a" in workers or fleet.running["a"].poll() is not None)
@@ -222,6 +226,7 @@ def test_a_kill_in_mid_stream_changes_nothing_in_any_sampling_mode(tmp_path):
         wait_for(lambda: settled(fleet))
 
 
+@pytest.mark.slow
 def test_a_restart_of_nats_under_load_is_not_seen(tmp_path):
     port = free_port()
     command = [nats_server.find(), "-a", "127.0.0.1", "-p", str(port), "-js", "-sd", str(tmp_path / "nats")]

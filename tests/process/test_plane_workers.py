@@ -3,16 +3,23 @@ read."""
 
 import asyncio
 import functools
+import logging
 import random
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import msgspec
 
+from shoal.cli import join
+from shoal.config import ServerConfig
+from shoal.fake import FakeEngine
 from shoal.fleet.clock import LoopClock
 from shoal.fleet.plane import Member
 from shoal.fleet.plane_embedded import EmbeddedPlane, Host
 from shoal.fleet.plane_workers import member_of, watch_plane
+from shoal.metrics import ModelMetrics
 from shoal.model_card import ModelCard
+from shoal.server.admission import Admission
 from shoal.wire import ModelInfo
 from tests.serving import free_port
 
@@ -33,7 +40,7 @@ def asynchronous(test):
 
 class Router:
     def __init__(self):
-        self.workers, self.left = {}, []
+        self.workers, self.left, self.roles = {}, [], []
 
     def on_join(self, worker):
         assert worker.id not in self.workers
@@ -44,13 +51,19 @@ class Router:
         self.left.append(name)
         asyncio.get_running_loop().create_task(worker.link.close())
 
+    def on_role(self, worker, role):
+        worker.info = msgspec.structs.replace(worker.info, role=role)
+        self.roles.append(role)
+
 
 @asynccontextmanager
 async def watched():
     clock, router = LoopClock(), Router()
     host = Host(clock)
     planes = [EmbeddedPlane.of_host(host, clock, random.Random(i)) for i in range(2)]
-    watching = asyncio.create_task(watch_plane(planes[0], None, router.on_join, router.on_leave))
+    watching = asyncio.create_task(
+        watch_plane(planes[0], None, router.on_join, router.on_leave, router.on_role)
+    )
     try:
         yield planes[1], router
         assert not watching.done(), "whatever members say, the watch goes on"
@@ -76,16 +89,19 @@ def worker(name="w", port=None, role="both", **changes):
 
 
 @asynchronous
-async def test_a_worker_is_what_it_says_and_leaves_with_its_member():
+async def test_a_worker_is_what_it_says_and_leaves_with_its_member(caplog):
+    caplog.set_level(logging.INFO, "shoal.fleet.plane_workers")
     async with watched() as (plane, router):
-        await plane.register(worker(role="decode"))
+        await plane.register(worker(role="decode", tags=["x", "y"]))
         await until(lambda: router.workers)
         info, link = router.workers["w"].info, router.workers["w"].link
         assert info.models == ("fake", "alias") and info.role == "decode" and info.pid is not None
+        assert info.tags == {"x", "y"}
         assert (info.block_size, info.total_blocks, info.max_running) == (16, 1024, 4)
         assert link.card == CARD and info.identity["vocabulary size"] == 512
         await plane.unregister("w")
         await until(lambda: router.left == ["w"])
+        assert "worker w is gone from the plane" in caplog.messages
 
 
 @asynchronous
@@ -107,9 +123,47 @@ async def test_one_that_drains_stays_and_one_that_changes_joins_anew():
         await until(lambda: router.left == ["w"] and "w" in router.workers)
         second = router.workers["w"]
         assert second is not first and not second.is_draining
-        await plane.register(worker(port=second.link.address, role="prefill"))
-        await until(lambda: router.left == ["w", "w"] and "w" in router.workers)
-        assert router.workers["w"].info.role == "prefill"
+
+
+@asynchronous
+async def test_one_that_changes_its_role_stays_and_drains_on_if_an_operator_drains_it():
+    async with watched() as (plane, router):
+        port = f"tcp://127.0.0.1:{free_port()}"
+        await plane.register(worker(port=port))
+        await until(lambda: router.workers)
+        there = router.workers["w"]
+        there.drain(True)
+        await plane.register(worker(port=port, role="prefill"))
+        await until(lambda: router.roles == ["prefill"])
+        assert router.workers["w"] is there and not router.left
+        assert there.is_draining, "the operator's word stands until the worker says something else itself"
+        await plane.register(worker(port=port, role="decode", is_draining=True))
+        await until(lambda: router.roles == ["prefill", "decode"])
+        await plane.register(worker(port=port, role="decode"))
+        await until(lambda: not there.is_draining)
+
+
+@asynchronous
+async def test_a_worker_that_ends_says_so_on_when_it_is_given_another_role(monkeypatch):
+    async with watched() as (plane, router):
+        monkeypatch.setattr(join, "open_plane", lambda *_, **__: plane)
+        model = SimpleNamespace(
+            engine=FakeEngine(vocab_size=512),
+            admission=Admission(4, 4),
+            metrics=ModelMetrics("fake", 4096, {}),
+            card=CARD,
+            changed=asyncio.Event(),
+        )
+        config = ServerConfig(plane="tcp://127.0.0.1:5600")
+        async with join.joined(model, None, "http://127.0.0.1:9001", config, "w", None):
+            await until(lambda: router.workers)
+            there = router.workers["w"]
+            await there.link.check()
+            model.admission.drain()
+            await until(lambda: there.is_draining)
+            await there.link.change_role("decode")
+            await until(lambda: router.roles == ["decode"])
+            assert there.is_draining
 
 
 @asynchronous

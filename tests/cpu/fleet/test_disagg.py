@@ -3,6 +3,7 @@ request ends once and has the tokens that one worker would have given."""
 
 import asyncio
 import functools
+import logging
 import os
 from collections import Counter
 from random import Random
@@ -10,11 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from shoal.api import FinishReason, Output
+from shoal.api import FinishReason, Output, Stats
 from shoal.errors import BusyError, ConfigError, RequestError, UnavailableError, WorkerFailedError
 from shoal.fake import FakeEngine
 from shoal.fleet.clock import LoopClock, run_virtual
-from shoal.fleet.disagg import PREFILL_WORKERS, is_remote
+from shoal.fleet.disagg import LOOK_AHEAD, PREFILL_WORKERS, is_remote
 from shoal.fleet.dispatcher import Wanted
 from shoal.fleet.fleet import Fleet
 from shoal.fleet.fleet_config import FleetConfig
@@ -24,19 +25,57 @@ from shoal.fleet.indexer import WorkerRank
 from shoal.fleet.model_fleet import ModelFleet
 from shoal.fleet.worker import Worker, WorkerInfo
 from shoal.kv_event_format import GPU, BlockStored
+from shoal.wire import LendKv, ModelInfo, TakeBackKv
 from tests.cpu.fleet.test_fleet_engine import REPLY, TOKEN_S, WHOLE, FakeLink, answer, request
 
 BASE_SEED = int(os.environ.get("SHOAL_STORM_SEED", "0"))
 LONG = range(1, 201)
 MAX_LOCAL = 100
 TIMEOUT_S = 5.0
+BLOCK_BYTES = 1 << 20
 
 
 class Link(FakeLink):
-    def __init__(self, clock, max_model_len=4096):
+    def __init__(self, clock, kv_role, max_model_len=4096):
         super().__init__(clock)
-        info = SimpleNamespace(max_model_len=max_model_len, num_blocks=1024, block_size=16)
+        sizes = {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "num_blocks": 1024,
+            "block_size": 16,
+            "max_num_seqs": 4,
+        }
+        info = ModelInfo(
+            "m",
+            1,
+            max_model_len,
+            eos_token_ids=(),
+            generation_config={},
+            device="cpu",
+            dtype="float32",
+            kv_role=kv_role,
+            kv_block_bytes=BLOCK_BYTES,
+            **sizes,
+        )
         self.card = SimpleNamespace(info=info)
+        self.lent, self.returned, self.asked = [], [], []  # tickets, and what they were for
+        self.refuses = False  # it has none of these blocks
+        self.lend_s = 0.0  # how long it takes to give one; None: it never does
+
+    async def control(self, command):
+        assert isinstance(command, LendKv)
+        self.check(SimpleNamespace(request_id=""), None)
+        await self.clock.sleep(1e6 if self.lend_s is None else self.lend_s)
+        if self.refuses:
+            return None
+        self.lent.append(f"lent {id(self)} {len(self.lent)}".encode())
+        self.asked.append((len(command.token_ids), command.cache_salt, command.adapter))
+        return self.lent[-1]
+
+    def tell(self, command):
+        assert isinstance(command, TakeBackKv)
+        if self.is_connected:
+            self.returned.append(command.ticket)
 
 
 class Site:
@@ -54,33 +93,62 @@ class Site:
         }
         self.model = ModelFleet("m", False, FleetConfig(**options), self.clock)
         self.prefills = self.model.prefills
-        self.engine = FleetEngine(self.model.dispatcher, self.prefills, migration_limit=limit)
+        self.engine = FleetEngine(
+            self.model.dispatcher, self.prefills, self.model.moves, migration_limit=limit
+        )
         self.max_running, self.links, self.counts = max_running, {}, Counter()
         for _ in range(num_prefill):
             self.add("prefill")
         for _ in range(num_decode):
             self.add("decode")
 
-    def add(self, role, has_events=False, **options):
+    def add(self, role, has_events=False, kv_role=None, tags=(), **options):
         name = f"{role[0]}{self.counts[role]}"
         self.counts[role] += 1
-        link = self.links[name] = Link(self.clock, **options)
-        info = WorkerInfo(id=name, url="", models=("m",), role=role, max_running=self.max_running)
+        if kv_role is None:
+            kv_role = {"prefill": "kv_producer", "decode": "kv_both", "both": ""}[role]
+        link = self.links[name] = Link(self.clock, kv_role, **options)
+        info = WorkerInfo(
+            id=name,
+            url="",
+            models=("m",),
+            role=role,
+            tags=frozenset(tags),
+            max_running=self.max_running,
+            total_blocks=link.card.info.num_blocks,
+            kv_block_bytes=BLOCK_BYTES,
+            lends_kv=link.card.info.lends_kv,
+            reads_kv=link.card.info.reads_kv,
+        )
         worker = Worker(info, link, self.clock.now)
         worker.has_events = has_events
+        worker.stats = Stats(prompt_token_s=0.001)
         worker.reached()
         self.model.add(worker)
         return worker
 
+    def answered(self, name):
+        """The requests that a worker has got, but for those that only fetch."""
+        return [asked for asked in self.links[name].received if not asked.fetches_only]
+
+    def forerunners(self, name):
+        return [asked for asked in self.links[name].received if asked.fetches_only]
+
     def received(self, name):
-        return len(self.links[name].received)
+        return len(self.answered(name))
 
     async def assert_idle(self):
         for _ in range(4):
             await asyncio.sleep(0)
-        assert all(link.running == 0 and not link.engine._running for link in self.links.values())
-        assert all(worker.active == 0 and not worker.on_broken for worker in self.model.workers.values())
+        links = self.links.values()
+        assert all(link.running == 0 and not link.engine._running for link in links)
+        used = {request.kv_ticket for link in links for request in link.received}
+        unused = {ticket for link in links if link.is_connected for ticket in link.lent} - used
+        assert unused <= {ticket for link in links for ticket in link.returned}, "blocks are held for nobody"
+        for worker in self.model.workers.values():
+            assert worker.active == 0 and not worker.on_broken and not worker.on_draining
         assert not self.model.router.books._ranks and not self.engine._running
+        assert not self.engine._leaving
         for dispatcher in (self.model.dispatcher, self.prefills.dispatcher):
             assert dispatcher.queue.length == 0 and not [e for e in dispatcher._waiting if not e[-1].done()]
 
@@ -123,17 +191,22 @@ async def test_the_prefill_worker_gives_the_first_token_and_the_decode_worker_th
     )
     site.links["p0"].engine.cached_tokens = 32
     outputs = [output async for output in site.engine.generate(asked)]
-    [prefill], [decode] = site.links["p0"].received, site.links["d0"].received
+    [prefill], [forerunner, decode] = site.links["p0"].received, site.links["d0"].received
     assert (prefill.params.max_tokens, prefill.params.min_tokens, prefill.offers_kv) == (1, 1, True)
     assert prefill.params.prompt_logprobs == 1 and prefill.cache_salt == decode.cache_salt == "s"
     assert decode.output_token_ids == [REPLY[0]] and decode.params.prompt_logprobs is None
-    assert decode.kv_ticket == f"KV of {prefill.request_id}".encode() and not decode.offers_kv
+    assert forerunner.kv_ticket == f"KV of {prefill.request_id}".encode() and forerunner.fetches_only
+    assert forerunner.prompt_token_ids == prefill.prompt_token_ids and forerunner.cache_salt == "s"
+    assert decode.continues == forerunner.request_id and decode.kv_ticket is None and not decode.offers_kv
     assert (decode.params.max_tokens, decode.params.min_tokens, decode.params.seed) == (20, 7, 5)
     assert [i for o in outputs for i in o.token_ids] == WHOLE[0] and outputs[-1].finish_reason == WHOLE[1]
     assert outputs[0].token_ids == [REPLY[0]] and outputs[0].prompt_logprobs is not None
     assert sum(len(o.logprobs) for o in outputs) == 20
     assert {o.num_cached_tokens for o in outputs} == {32} and {o.request_id for o in outputs} == {"r"}
     assert all(o.kv_ticket is None for o in outputs), "tickets are not for clients"
+    [first, second] = [[(one.name, one.worker) for one in o.spans] for o in outputs if o.spans]
+    own = [("queue", ""), ("routing", "d0"), ("queue", ""), ("routing", "p0")]
+    assert first == [*own, ("queue", "p0"), ("prefill", "p0")] and {worker for _, worker in second} == {"d0"}
     assert (asked.worker, asked.prefill_worker) == ("d0", "p0")
     assert site.model.workers["p0"].num_prefills == site.prefills.num_done == 1
     assert not site.prefills.fall_backs
@@ -288,7 +361,8 @@ def aborts(site):
     ],
 )
 @virtual
-async def test_the_decode_worker_computes_what_the_prefill_worker_does_not(trouble, reason):
+async def test_the_decode_worker_computes_what_the_prefill_worker_does_not(caplog, trouble, reason):
+    caplog.set_level(logging.INFO, "shoal.fleet.disagg")
     site = Site()
     trouble(site)
     asked = request(prompt=LONG)
@@ -296,18 +370,42 @@ async def test_the_decode_worker_computes_what_the_prefill_worker_does_not(troub
     assert await answer(site.engine, asked) == WHOLE
     assert site.clock.now() - begun < TIMEOUT_S + 30 * TOKEN_S
     assert site.prefills.fall_backs == {reason: 1} and site.prefills.num_done == 0
+    assert [(r.msg.fields["request_id"], r.msg.fields["kind"]) for r in caplog.records] == [("r", reason)]
     assert (asked.worker, asked.prefill_worker) == ("d0", "")
-    [decode] = site.links["d0"].received
-    assert decode.kv_ticket is None and decode.output_token_ids == []
+    [decode] = site.answered("d0")
+    assert decode.kv_ticket is None and decode.continues is None and decode.output_token_ids == []
     assert (site.engine.num_migrations, site.engine.num_retries) == (0, 0)
     await site.assert_idle()
 
 
+@virtual
+async def test_the_books_say_who_computes_the_prompt():
+    site = Site()
+    for link in site.links.values():
+        link.engine.prefill_seconds = 1.0
+
+    def loads():
+        found = {name: site.model.router.books.load(WorkerRank(name)) for name in ("p0", "d0")}
+        return {name: (load.prefill_tokens, load.recent_tokens > 150) for name, load in found.items()}
+
+    running = asyncio.create_task(answer(site.engine, request(prompt=LONG)))
+    await site.clock.sleep(TOKEN_S / 2)
+    assert loads() == {"p0": (200, True), "d0": (0, False)}
+    site.links["p0"].errors["r.prefill1"] = WorkerFailedError("died")
+    while not site.received("d0"):
+        await site.clock.sleep(TOKEN_S)
+    prefill, decode = loads().values()
+    assert prefill[0] == 0 and decode == (200, True), "it computes the prompt after all"
+    await running
+    assert loads()["d0"][0] == 0
+    await site.assert_idle()
+
+
 class WithoutTickets(FakeEngine):
-    def _output(self, *args):
-        output = super()._output(*args)
-        output.kv_ticket = None
-        return output
+    async def generate(self, request):
+        async for output in super().generate(request):
+            if output.kv_ticket is None:
+                yield output
 
 
 @virtual
@@ -340,9 +438,9 @@ async def test_a_decode_worker_that_dies_at_any_token_changes_none(position):
     site = Site(1, 2)
     site.links["d0"].error_at[position] = WorkerFailedError("died")
     assert await answer(site.engine, request(prompt=LONG)) == WHOLE
-    [second] = site.links["d1"].received
+    [second] = site.answered("d1")
     assert site.received("p0") == 1 and second.output_token_ids == list(REPLY[:position])
-    assert (second.kv_ticket is not None) == (position == 1), "the ticket is good until the blocks were read"
+    assert second.kv_ticket is None, "the ticket ended with its reader"
     assert site.engine.num_migrations == 1
     await site.assert_idle()
 
@@ -364,7 +462,10 @@ async def test_a_decode_worker_that_is_lost_during_the_prefill_is_replaced(way):
         site.model.remove("d0")
         worker.interrupt()
     assert await running == WHOLE
-    assert site.received("d0") == 0 and site.links["d1"].received[0].kv_ticket is not None
+    assert site.received("d0") == 0
+    assert site.answered("d1")[0].kv_ticket is None, (
+        "its reader was lost, and no index names another's blocks"
+    )
     assert site.engine.num_migrations == 0
     await site.assert_idle()
 
@@ -399,9 +500,63 @@ async def test_no_more_wait_for_prefill_workers_than_may():
     running = [asyncio.create_task(answer(site.engine, request(f"r{i}", prompt=LONG))) for i in range(6)]
     await site.clock.sleep(TOKEN_S / 2)
     assert site.links["p0"].running == 1 and site.prefills.dispatcher.queue.length == 2
-    assert site.links["d0"].running == 3, "the others are computed where they are decoded"
+    assert site.received("d0") == 3, "the others are computed where they are decoded"
     assert await asyncio.gather(*running) == [WHOLE] * 6
     assert site.received("p0") == 3 and not site.prefills.fall_backs
+    await site.assert_idle()
+
+
+@virtual
+async def test_a_free_prefill_worker_takes_what_its_cache_suits_best():
+    site = Site(0, 1, policy="kv")
+    worker = site.add("prefill", has_events=True)
+    site.prefills.dispatcher.busy_prefill_tokens = len(LONG) - 1  # one at a time
+    prompts = [[number, *LONG] for number in range(300, 304)]
+    for number, num_blocks in ((2, 4), (3, 8)):
+        tokens = list(prompts[number])[: num_blocks * 16]
+        hashes = range(100 * number, 100 * number + num_blocks)
+        site.model.router.apply(WorkerRank(worker.id), BlockStored(hashes, None, tokens, 16, None, GPU, None))
+    running = []
+    for number, prompt in enumerate(prompts):
+        running.append(asyncio.create_task(answer(site.engine, request(f"r{number}", prompt=prompt))))
+        await asyncio.sleep(0)
+    urgent = request("urgent", prompt=[400, *LONG], priority=-1)
+    running.append(asyncio.create_task(answer(site.engine, urgent)))
+    assert await asyncio.gather(*running) == [WHOLE] * 5
+    order = [one.request_id.partition(".")[0] for one in site.links[worker.id].received]
+    assert order == ["r0", "urgent", "r3", "r2", "r1"]
+    await site.assert_idle()
+
+
+@virtual
+async def test_the_oldest_prompt_is_passed_so_often_and_not_for_ever():
+    site = Site(0, 0, policy="kv", max_prefill_queue_size=1000, prefill_timeout=1e6)
+    worker, _ = site.add("prefill", has_events=True), site.add("decode", has_events=True)
+    site.prefills.dispatcher.busy_prefill_tokens = len(LONG) - 1  # one at a time
+    known = [400, *LONG]
+    stored = BlockStored(range(1000, 1004), None, known[: 4 * 16], 16, None, GPU, None)
+    site.model.router.apply(WorkerRank(worker.id), stored)
+    running = [asyncio.create_task(answer(site.engine, request("r", prompt=[402, *LONG])))]
+    await asyncio.sleep(0)
+    running.append(asyncio.create_task(answer(site.engine, request("oldest", prompt=[401, *LONG]))))
+    for number in range(3 * LOOK_AHEAD):
+        running.append(asyncio.create_task(answer(site.engine, request(f"r{number}", prompt=known))))
+        await asyncio.sleep(0)
+    assert await asyncio.gather(*running) == [WHOLE] * len(running)
+    order = [one.request_id.partition(".")[0] for one in site.links[worker.id].received]
+    assert order.index("oldest") == 1 + LOOK_AHEAD
+    await site.assert_idle()
+
+
+@virtual
+async def test_a_prompt_stays_if_no_prefill_worker_has_its_tags():
+    site = Site()
+    site.add("decode", tags={"big"})
+    assert await answer(site.engine, request("r0", prompt=LONG, tags=("big",))) == WHOLE
+    assert site.received("d1") == 1 and site.received("p0") == 0 and not site.prefills.fall_backs
+    site.add("prefill", tags={"big"})
+    assert await answer(site.engine, request("r1", prompt=LONG, tags=("big",))) == WHOLE
+    assert site.received("p1") == 1 and not site.prefills.fall_backs
     await site.assert_idle()
 
 
@@ -455,6 +610,9 @@ async def test_what_waits_for_prefill_workers_is_told():
         waiting = asyncio.create_task(dispatcher.place(Wanted("b", LONG)).__aenter__())
         await fleet.clock.sleep(3)
         queue, seen = fleet.view().prefill_queue, fleet.observe("m", "decode")
+        told = {sample.name: sample.value for family in fleet.metrics() for sample in family.samples}
+        assert told["shoal:router_prefill_queue"] == 1
+        assert told["shoal:router_prefill_queue_oldest_seconds"] == 3
         assert (queue.length, queue.oldest_s) == (1, 3) and fleet.view().queue.length == 0
         assert (seen.prefill_workers, seen.prefill_queue, seen.decode, seen.queued) == (1, 1, [], 0)
         waiting.cancel()
@@ -555,6 +713,8 @@ async def test_in_a_storm_every_request_ends_once_with_the_right_tokens(seed):
             else:
                 kinds = [WorkerFailedError("x"), BusyError("y"), UnavailableError("z")]
                 link.error_at = {random.choice([0, random.randint(1, 60)]): random.choice(kinds)}
+        for link in site.links.values():  # a worker that is busy for ever would be asked for ever
+            link.error_at = {}
 
     await asyncio.gather(trouble(), *[client(i) for i in range(60)])
     assert sum(outcome.values()) == 60 and outcome["whole"] > 15, outcome

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 
+from shoal.api import Stats
 from shoal.errors import BusyError, ConfigError, UnavailableError, UnknownWorkerError, WorkerFailedError
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.dispatcher import Wanted
@@ -12,6 +13,7 @@ from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.indexer import WorkerRank
 from shoal.fleet.worker import Worker, WorkerInfo, WorkerLoad
 from shoal.kv_event_format import GPU, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode
+from shoal.served import Served, quantiles_of
 
 PROMPT = list(range(100, 170))  # four blocks of 16 and a tail
 
@@ -21,7 +23,7 @@ class StandIn:
 
     def __init__(self, info):
         self.info = info
-        self.is_dead = self.is_frozen = self.is_hung = self.is_full = False
+        self.is_dead = self.is_frozen = self.is_hung = self.is_full = self.fails = False
         self.load = []
         self.num_checks = self.num_canaries = 0
         self.is_closed = False
@@ -38,6 +40,8 @@ class StandIn:
             await asyncio.sleep(1e9)
         if self.is_full:
             raise BusyError("full")
+        if self.fails:
+            raise WorkerFailedError("it answers 500")
 
     async def loads(self):
         return self.load
@@ -223,6 +227,92 @@ def test_three_failures_in_succession_break_the_circuit_and_a_token_between_them
     scene(run)
 
 
+def test_a_request_that_fails_at_every_worker_counts_against_none():
+    async def run(s):
+        for name in "ab":
+            s.add(name)
+        await asyncio.sleep(1)
+        dispatcher = s.fleet.models["m"].dispatcher
+
+        async def fail(wanted, **more):
+            with pytest.raises(WorkerFailedError):
+                async with dispatcher.place(wanted) as place:
+                    raise WorkerFailedError("it answers 500", **more)
+            return place.worker.id
+
+        for number in range(20):
+            poison = Wanted(str(number), PROMPT)
+            assert {await fail(poison), await fail(poison)} == {"a", "b"}
+        assert s.state("a") == s.state("b") == "ready"
+        poison = Wanted("another", PROMPT)
+        first = await fail(poison)
+        assert s.state(await fail(poison, is_absent=True)) == "broken" and s.state(first) == "ready"
+
+    scene(run)
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["the workers", "the request"])
+def test_a_request_that_fails_at_every_worker_has_them_probed_at_once(fails):
+    async def run(s):
+        links = [s.add(name) for name in "abc"]
+        await asyncio.sleep(1)
+        for link in links:
+            link.fails = fails
+        wanted = Wanted("1", PROMPT)
+        for _ in links:
+            with pytest.raises(WorkerFailedError):
+                async with s.fleet.models["m"].dispatcher.place(wanted):
+                    raise WorkerFailedError("it answers 500")
+        await asyncio.sleep(0.1)
+        assert {s.state(name) for name in "abc"} == {"broken" if fails else "ready"}
+        if fails:
+            with pytest.raises(UnavailableError):
+                await s.went()
+            for link in links:
+                link.fails = False
+            await until(lambda: {s.state(name) for name in "abc"} == {"ready"}, 10)
+        else:
+            assert [link.num_canaries for link in links] == [1, 1, 1]
+
+    scene(run)
+
+
+def test_who_delivers_to_others_is_not_probed_for_a_request_that_fails():
+    async def run(s):
+        links = [s.add(name) for name in "ab"]
+        await asyncio.sleep(1)
+        wanted = Wanted("1", PROMPT)
+        for worker in s.fleet.workers.values():
+            worker.delivered()
+        for _ in links:
+            with pytest.raises(WorkerFailedError):
+                async with s.fleet.models["m"].dispatcher.place(wanted):
+                    raise WorkerFailedError("it answers 500")
+        await asyncio.sleep(5)
+        assert [link.num_canaries for link in links] == [0, 0]
+
+    scene(run)
+
+
+def test_a_change_of_workers_is_made_whole_or_not_at_all():
+    async def run(s):
+        s.fleet._connect = lambda spec: StandIn(spec.info())
+        assert await s.fleet.change_workers(["http://a:1,id=a", "http://b:1,id=b"], []) == ["a", "b"]
+        for add, remove, error in (
+            (["http://c:1,id=c"], ["nobody"], UnknownWorkerError),
+            (["http://c:1,id=c", "http://x:1,id=a"], ["b"], ConfigError),
+            (["http://c:1,id=c", "http://d:1,id=c"], ["b"], ConfigError),
+            (["http://c:1,id=c", "http://d:1,colour=red"], ["b"], ConfigError),
+        ):
+            with pytest.raises(error):
+                await s.fleet.change_workers(add, remove)
+            assert set(s.fleet.workers) == {"a", "b"}
+        assert await s.fleet.change_workers(["http://c:1,id=c"], ["a", "a"]) == ["c"]
+        assert set(s.fleet.workers) == {"b", "c"}
+
+    scene(run)
+
+
 def test_a_worker_of_another_model_or_hash_seed_is_set_aside_and_named(caplog):
     async def run(s):
         s.add("a", identity={"hash_seed": 1, "weights": "x"})
@@ -255,7 +345,9 @@ def test_a_worker_that_was_set_aside_serves_when_the_others_have_gone():
         s.add("b", identity={"weights": "new"})
         await asyncio.sleep(1)
         assert s.state("b") == "broken"
+        gone = s.fleet.workers["a"]
         s.fleet.leave("a")
+        assert gone.why == "it is gone", "requests that move from it say why"
         assert s.state("b") == "ready" and await s.went() == "b"
         assert s.fleet.models["m"] is not old, "what was offered by the old one's card is offered anew"
         s.fleet.leave("b")
@@ -272,7 +364,7 @@ def test_a_removed_worker_makes_room_for_one_that_was_set_aside():
         await until(lambda: s.state("a") == "ready")
         s.add("b", identity={"weights": "2"})
         await until(lambda: s.fleet.workers["b"].set_aside)
-        await s.fleet.remove("a")
+        await s.fleet.change_workers([], ["a"])
         await until(lambda: s.state("b") == "ready")
         assert await s.went() == "b"
 
@@ -367,7 +459,7 @@ def test_a_removed_worker_gives_its_requests_up():
         with pytest.raises(WorkerFailedError):
             async with s.fleet.models["m"].dispatcher.place(Wanted("1", PROMPT)) as place:
                 place.on_broken = lambda: told.append(1)
-                await s.fleet.remove("a")
+                await s.fleet.change_workers([], ["a"])
                 assert told == [1]
                 raise WorkerFailedError("the link was closed")
         assert s.fleet.view().workers == [] and s.fleet.models == {}
@@ -537,5 +629,43 @@ def test_a_request_that_only_a_full_worker_can_take_does_not_hold_up_others():
             assert s.fleet.view().queue.length == 1 and s.fleet.view().queue.oldest_s > 9
             waiting.cancel()
         assert s.fleet.view().queue.length == 0 and s.fleet.view().workers[0].active_requests == 0
+
+    scene(run)
+
+
+def test_what_is_known_of_a_foreign_worker_is_shown_and_counted():
+    async def run(s):
+        link = s.add("a")
+        link.load = [WorkerLoad(num_running=2, num_waiting=1, kv_usage=0.25, rank=0)]
+        await until(lambda: s.state("a") == "ready")
+        await until(lambda: s.fleet.view().workers[0].running)
+        dispatcher = s.fleet.models["m"].dispatcher
+        async with dispatcher.place(Wanted("1", PROMPT)) as place:
+            await asyncio.sleep(0.2)
+            place.streamed(1)
+            for _ in range(3):
+                await asyncio.sleep(0.05)
+                place.streamed(2)
+        with pytest.raises(WorkerFailedError):
+            async with dispatcher.place(Wanted("2", PROMPT)):
+                raise WorkerFailedError("broke off")
+        [view], served = s.fleet.view().workers, s.fleet.served()["a"]
+        assert (view.running, view.waiting, view.kv["device"].usage, view.failed) == (2, 1, 0.25, 1)
+        assert (served.prompt_tokens, served.output_tokens, served.failed) == (len(PROMPT), 7, 1)
+        assert quantiles_of(served.first_token).p50 == pytest.approx(0.2, rel=0.13)
+        assert quantiles_of(served.between_tokens).p50 == pytest.approx(0.025, rel=0.13)
+
+    scene(run)
+
+
+def test_one_of_ours_counts_for_itself():
+    async def run(s):
+        s.add("a", is_foreign=False)
+        worker = s.fleet.workers["a"]
+        assert s.fleet.served() == {}
+        worker.stats, worker.served = Stats(num_running=4, num_blocks=10), Served(output_tokens=9, failed=2)
+        [view] = s.fleet.view().workers
+        assert (view.running, view.kv["device"].usage, view.failed) == (4, 1.0, 2)
+        assert s.fleet.served()["a"].output_tokens == 9
 
     scene(run)

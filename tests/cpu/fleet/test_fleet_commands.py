@@ -58,7 +58,7 @@ class Rig:
     async def ask(self, number, seconds=2.0):
         async with self.dispatcher.place(Wanted(str(number), [number] * 20)) as place:
             worker = place.worker
-            assert not worker.is_held and not worker.is_asleep
+            assert not worker.num_holds and not worker.is_asleep
             worker.link.running += 1
             await asyncio.sleep(seconds)
             worker.link.running -= 1
@@ -177,6 +177,18 @@ async def test_whoever_leaves_a_rolling_command_leaves_no_worker_held():
     assert all(
         worker.takes_requests and not worker.on_change - {rig.dispatcher.changed} for worker in rig.workers
     )
+
+
+@virtual
+async def test_a_worker_is_held_until_the_last_of_two_rolling_commands_has_ended():
+    rig = Rig("a")
+    first = asyncio.create_task(rig.command(UpdateWeights("x"), rolling=True))
+    await asyncio.sleep(2)
+    second = asyncio.create_task(rig.command(UpdateWeights("y"), rolling=True))
+    await first
+    assert rig.workers[0].state == WorkerState.DRAINING
+    await second
+    assert rig.workers[0].state == WorkerState.READY
 
 
 @virtual

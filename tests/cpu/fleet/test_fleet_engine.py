@@ -2,6 +2,8 @@
 and has the tokens that one worker would have given."""
 
 import asyncio
+import json
+import logging
 import os
 from contextlib import aclosing
 from random import Random
@@ -29,6 +31,7 @@ from shoal.fleet.indexer import KvIndexer
 from shoal.fleet.kv_router import KvRouter
 from shoal.fleet.worker import Worker, WorkerInfo
 from shoal.fleet.worker_wire import Report
+from shoal.logs import JsonFormatter
 
 REPLY = range(10, 500)  # another token at each position
 TOKEN_S = 0.1
@@ -80,7 +83,7 @@ class FakeStream:
     """As RemoteStream: outputs are made by a task, whoever reads them."""
 
     def __init__(self, link, request):
-        self.collector = Collector()
+        self.request_id, self.collector = request.request_id, Collector()
         self.task = asyncio.create_task(self.run(link, request))
         self.get = self.collector.get
 
@@ -90,6 +93,9 @@ class FakeStream:
             position = len(request.output_token_ids)
             async with aclosing(link.engine.generate(request)) as outputs:
                 async for output in outputs:
+                    if not output.token_ids and output.finish_reason is None:  # a ticket
+                        self.collector.put(output)
+                        continue
                     await link.clock.sleep(TOKEN_S)
                     if request.request_id in link.aborted:
                         output.token_ids, output.finish_reason = [], FinishReason.ABORT
@@ -103,6 +109,10 @@ class FakeStream:
         finally:
             link.running -= 1
             link.errors.pop(request.request_id, None)
+
+    @property
+    def is_under_way(self):
+        return not self.task.done()
 
     def close(self):
         self.task.cancel()
@@ -119,10 +129,14 @@ class Site:
         for _ in range(count):
             self.add()
 
-    def add(self):
+    def add(self, tags=()):
         link = FakeLink(self.clock)
         info = WorkerInfo(
-            id=f"w{len(self.links)}", url="http://127.0.0.1:1", models=("m",), max_running=self.max_running
+            id=f"w{len(self.links)}",
+            url="http://127.0.0.1:1",
+            models=("m",),
+            max_running=self.max_running,
+            tags=frozenset(tags),
         )
         worker = Worker(info, link, self.clock.now)
         worker.reached()
@@ -170,6 +184,63 @@ def test_a_worker_that_dies_at_any_token_changes_none(position):
         assert [len(link.received) for link in site.links] == [1, 1]
         assert (site.engine.num_migrations, site.engine.num_retries) == ((1, 0) if position else (0, 1))
         await site.assert_idle()
+
+    run_virtual(run())
+
+
+def spans_of(site, outputs):
+    """By name and worker: when it began and how long it took, by the clock of the workers."""
+    return {
+        (span.name, span.worker): (round(at - span.ago_s, 3), round(span.seconds, 3), span.attributes)
+        for at, output in outputs
+        for span in output.spans or ()
+    }
+
+
+async def timed(site, asked):
+    return [(site.clock.now(), output) async for output in site.engine.generate(asked)]
+
+
+def test_a_move_is_told_with_its_reason_and_how_long_it_took_and_logged_under_the_clients_id(caplog):
+    async def run():
+        site = Site(2)
+        site.links[0].error_at[5] = WorkerFailedError("it was unplugged")
+        began = site.clock.now()
+        outputs = await timed(site, request(external_id="a client's"))
+        told = [at for at, output in outputs if output.spans]
+        assert len(told) == 2, "with the first output of each worker"
+        found = spans_of(site, outputs)
+        assert {name for name, worker in found if worker == "w1"} == {
+            "migration",
+            "routing",
+            "queue",
+            "prefill",
+        }
+        start, seconds, attributes = found["migration", "w1"]
+        assert start == pytest.approx(began + 6 * TOKEN_S) and seconds == pytest.approx(TOKEN_S)
+        assert attributes == {"from": "w0", "why": "it was unplugged", "output_tokens": 5}
+        assert found["routing", "w0"][:2] == (pytest.approx(began), 0)
+
+    caplog.set_level(logging.DEBUG, "shoal.fleet.fleet_engine")
+    run_virtual(run())
+    said = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert said == [
+        ("DEBUG", 'request goes to worker w0 id="a client\'s"'),
+        ("INFO", 'request leaves worker w0 after 5 tokens: it was unplugged id="a client\'s"'),
+        ("DEBUG", 'request goes to worker w1 id="a client\'s"'),
+    ]
+    assert {json.loads(JsonFormatter().format(one))["request_id"] for one in caplog.records} == {"a client's"}
+
+
+def test_a_wait_for_a_worker_is_told_as_a_queue():
+    async def run():
+        site = Site(1, max_running=1)
+        first = asyncio.create_task(timed(site, request("first")))
+        await asyncio.sleep(0.5)
+        found = spans_of(site, await timed(site, request("second")))
+        assert found["queue", ""][1] == pytest.approx(20 * TOKEN_S - 0.5, abs=0.01)
+        assert spans_of(site, await first)["queue", ""][1] == 0
+        assert (await timed(site, request("third")))[0][1].queued_seconds == 0
 
     run_virtual(run())
 
@@ -412,6 +483,22 @@ def test_a_session_stays_with_its_worker():
     run_virtual(run())
 
 
+def test_a_request_goes_to_workers_with_all_of_its_tags():
+    async def run():
+        site = Site(2)
+        site.add(tags=("x",))
+        site.add(tags=("x", "y"))
+        for tags, expected in ((("x",), {"w2", "w3"}), (("y", "x"), {"w3"}), ((), {"w0", "w1", "w2", "w3"})):
+            asked = [request(f"r{i}", tags=tags) for i in range(8)]
+            for one in asked:
+                await answer(site.engine, one)
+            assert {one.worker for one in asked} == expected
+        with pytest.raises(UnavailableError, match="no worker that is ready has the tags z"):
+            await answer(site.engine, request(tags=("z",)))
+
+    run_virtual(run())
+
+
 def test_the_queue_is_bounded_and_moves_on():
     async def run():
         site = Site(1, max_running=2, max_queued=3)
@@ -506,6 +593,37 @@ def test_in_a_storm_every_request_ends_once_with_the_right_tokens(seed):
         await asyncio.gather(trouble(site), *[client(site, i) for i in range(60)])
         assert outcome.whole + outcome.left + outcome.failed == 60
         assert outcome.whole > 20
+        await site.assert_idle()
+
+    run_virtual(run())
+
+
+@pytest.mark.parametrize("position", [None, 0, 5])
+def test_traffic_counts_a_request_once_whatever_workers_it_had(position):
+    async def run():
+        site = Site(2)
+        if position is not None:
+            site.links[0].error_at[position] = WorkerFailedError("died")
+        before, begun = site.dispatcher.traffic, site.clock.now()
+        await answer(site.engine, request())
+        seconds = site.clock.now() - begun
+        assert (before.num_requests, before.input_tokens, before.num_first) == (1, 39, 1)
+        assert (before.num_ended, before.output_tokens, before.num_gaps) == (1, 20, 19)
+        assert before.ttft_s >= TOKEN_S and before.ttft_s + before.gaps_s == pytest.approx(seconds)
+
+    run_virtual(run())
+
+
+def test_in_a_large_fleet_the_last_worker_with_room_is_found():
+    """A choice looks at some of the workers, and at all before it lets a request wait."""
+
+    async def run():
+        site = Site(100, max_running=1)
+        site.router._policy = "least_loaded"
+        answers = [answer(site.engine, request(f"r{n}")) for n in range(100)]
+        assert await asyncio.gather(*answers) == [WHOLE] * 100
+        assert site.dispatcher.num_queued == 0
+        assert [len(link.received) for link in site.links] == [1] * 100
         await site.assert_idle()
 
     run_virtual(run())

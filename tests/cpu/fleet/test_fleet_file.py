@@ -1,5 +1,6 @@
 """A fleet's file: what it says is what is started, and every mistake is named before anything is."""
 
+import json
 import os
 import re
 import signal
@@ -216,6 +217,28 @@ def test_gpus_are_taken_in_order_where_the_file_names_none(read, gpus):
     assert named[0].devices == ("9", "10")
 
 
+PREFILL = "[[workers]]\nrole = 'prefill'\n"
+BOTH = "[[workers]]\nrole = 'both'\n"
+EXCHANGES = "options = { kv_transfer_config = { kv_role = 'kv_both' } }\n"
+
+
+def test_prefill_workers_need_workers_that_read_their_blocks(read):
+    for partner in ("[[workers]]\nrole = 'decode'\n", BOTH + EXCHANGES):
+        assert read(PREFILL + partner).workers[0].role == "prefill"
+    for text in (PREFILL, PREFILL + BOTH, PREFILL + BOTH + EXCHANGES.replace("kv_both", "kv_producer")):
+        with pytest.raises(ConfigError, match=r'no decode workers.*role = "decode".*kv_role = "kv_both"'):
+            read(text)
+
+
+def test_workers_of_all_roles_get_their_options(read, gpus):
+    text = PREFILL + BOTH + EXCHANGES + "[[workers]]\nrole = 'decode'\ncount = 2\n"
+    found = components_of(read(text).workers, "ipc:///p")
+    parsed = [build_parser().parse_args(one.command[3:]) for one in found]
+    assert [one.role for one in parsed] == ["prefill", "both", "decode"]
+    [transfer] = [word for word in found[1].command if "kv_role" in word]
+    assert json.loads(transfer[transfer.index("{") :]) == {"kv_role": "kv_both"}
+
+
 def test_components_have_names_of_their_own(read, gpus):
     text = """
         [[workers]]
@@ -253,7 +276,8 @@ def test_an_example_is_a_fleet_whose_workers_can_be_started(path, gpus):
 
 
 def test_there_are_the_examples_that_the_docs_name():
-    own = {"laptop", "laptop_prefill", "four_gpus", "four_gpus_prefill", "two_hosts"}
+    own = {"laptop", "laptop_prefill", "four_gpus", "four_gpus_prefill", "two_hosts", "ray"}
+    own |= {"planner", "circus", "virtual", "namespaces"}
     assert {path.stem for path in EXAMPLES.glob("*.toml")} == own | {"vllm"}
 
 
@@ -261,3 +285,38 @@ def test_there_are_the_examples_that_the_docs_name():
 def test_prefill_and_decode_apart_are_as_many(name):
     prefill, decode = read_fleet_file(EXAMPLES / f"{name}.toml").workers
     assert (prefill.role, decode.role) == ("prefill", "decode") and prefill.count == decode.count
+
+
+def test_a_planner_sizes_another_engines_workers_if_it_knows_their_model(read):
+    planner = "\n[planner]\nenabled = true\n"
+    with pytest.raises(
+        ConfigError, match=r"\[\[workers\]\] 1 has a command and no name, and \[planner\] needs"
+    ):
+        read(FOREIGN + planner)
+    file = read(FOREIGN + "name = 'm'\n" + planner)
+    [component] = components_of(file.workers, "ipc:///p")
+    assert (component.model, component.role, component.worker) == ("m", "both", "http://127.0.0.1:{port}")
+    with pytest.raises(ConfigError, match="there are two tables of them"):
+        read(2 * (FOREIGN + "name = 'm'\n") + planner)
+
+
+def test_workers_that_change_their_role_are_alike_and_exchange_blocks(read):
+    both = 'kv_transfer_config = { kv_role = "kv_both" }'
+    planner = "[planner]\nenabled = true\nchange_roles = true\n"
+
+    def of(prefill, decode):
+        roles = {"prefill": prefill, "decode": decode}
+        tables = [f'[[workers]]\nrole = "{role}"\noptions = {{ {roles[role]} }}\n' for role in roles]
+        return read("".join(tables) + planner)
+
+    assert of(both, both).planner.change_roles and of(both, "").planner.change_roles
+    with pytest.raises(ConfigError, match="all have to lend and read KV blocks; add kv_transfer_config"):
+        of("", "")
+    with pytest.raises(ConfigError, match="these have other options than those before"):
+        of(both, both + ", max_model_len = 512")
+
+
+def test_workers_of_a_file_with_a_planner_share_the_gpus_that_are_left(read):
+    """Also where the planner is a process of its own."""
+    assert not read("[[workers]]\n").may_grow
+    assert read("[[workers]]\n[planner]\nmax_gpu_budget = 4\n").may_grow

@@ -5,6 +5,7 @@ import asyncio
 import functools
 import json
 import random
+import time
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 
 import pytest
@@ -26,11 +27,22 @@ from shoal.fleet.sse import SseReader
 from shoal.fleet.worker import Worker
 from shoal.fleet.worker_spec import parse_worker
 from shoal.fleet_api import ForeignCall
+from shoal.time_line import TimeLine
+from shoal.tracing import TRACE_HEADERS
 from tests.fake_server import byte_tokenizer
 from tests.foreign_worker import MODEL, Fault, ForeignWorker, ids_of, template, written
 
 PROMPT = "Which fish swim together? "
 MESSAGES = [{"role": "user", "content": "Which fish swim together?"}]
+
+
+def line(headers=()):
+    """headers: those of a client, whose trace context goes on."""
+    found = TimeLine("request", "tiny", "/v1/completions", time.perf_counter())
+    found.trace_headers = {
+        name: headers[name.encode()].decode() for name in TRACE_HEADERS if name.encode() in headers
+    }
+    return found
 
 
 class Answer:
@@ -80,7 +92,8 @@ class Front:
     async def begin(self, path="/v1/completions", data=None, headers=None, **body):
         data = json.dumps({"model": MODEL, **body}).encode() if data is None else data
         headers = {b"content-type": b"application/json", **(headers or {})}
-        return await self.forwarder.forward(ForeignCall("request", "POST", path, headers, data))
+        self.line = line(headers)
+        return await self.forwarder.forward(ForeignCall(self.line, "POST", path, headers, data))
 
     async def ask(self, *args, **body):
         answer = await self.begin(*args, **body)
@@ -308,6 +321,35 @@ async def test_a_worker_without_the_adapter_is_no_other_try():
         assert not a.received and len(b.received) == 2 and router.dispatcher.workers["b"].is_reached
 
 
+@pytest.mark.parametrize("form", ["completion", "chat"])
+@running
+async def test_a_time_line_tells_of_a_move_and_not_of_what_the_worker_said(form):
+    a, b = ForeignWorker(), ForeignWorker()
+    a.faults = [Fault("break", 4)]
+    async with front(a, b) as router:
+        await router.stream(form, max_tokens=10)
+        told = router.line
+        assert (told.output_tokens, told.prompt_tokens) == (10, len(ids_of(prompt_of(form))))
+        spans = told.all_spans()
+        names = [(span.name, span.worker) for span in spans]
+        assert names[:4] == [("queue", ""), ("routing", "a"), ("prefill", "a"), ("decode", "a")]
+        assert {"migration", "routing", "prefill", "decode"} == {
+            name for name, worker in names if worker == "b"
+        }
+        [move] = [span for span in spans if span.name == "migration"]
+        assert move.attributes == {"from": "a", "why": "it failed", "output_tokens": 4}
+        assert told.summary().workers == ["a", "b"]
+
+
+@running
+async def test_a_whole_answers_tokens_are_counted_as_its_worker_counts_them():
+    async with front(ForeignWorker()) as router:
+        await router.ask(prompt=PROMPT, max_tokens=7)
+        told = router.line
+        assert (told.output_tokens, told.prompt_tokens) == (7, len(ids_of(PROMPT)))
+        assert [span.name for span in told.all_spans()] == ["queue", "routing", "prefill", "decode"]
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("form", ["completion", "chat"])
 @running
@@ -502,7 +544,7 @@ async def test_a_client_that_leaves_is_gone_at_the_worker(stream):
 def test_chunks_that_show_nothing_are_not_kept_without_end(monkeypatch):
     monkeypatch.setattr(foreign_stream, "MOST_HELD", 10)
     body = json.dumps({"model": MODEL, "prompt": "x", "stream": True}).encode()
-    stream = ForeignStream(ForeignRequest(ForeignCall("request", "POST", "/v1/completions", {}, body)))
+    stream = ForeignStream(ForeignRequest(ForeignCall(line(), "POST", "/v1/completions", {}, body)))
     empty = json.dumps({"choices": [{"index": 0, "text": ""}]}).encode()
     for _ in range(10):
         assert stream.push(empty) == (b"", 0)

@@ -117,12 +117,48 @@ def test_an_answer_without_end_is_a_failure(monkeypatch):
 def test_nobody_there_is_a_failure_that_needs_no_second_try():
     async def run():
         async with new_session() as session:
-            link = ForeignLink(parse_worker("http://127.0.0.1:9"), session)
+            link = ForeignLink(parse_worker("http://127.0.0.1:9,id=a"), session)
             with pytest.raises(WorkerFailedError) as failure:
                 await link.check()
             assert failure.value.is_absent
+            assert str(failure.value) == "the worker a failed: ClientConnectorError: Connection refused"
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"nonsense\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{"]
+)
+def test_clients_are_not_told_where_a_worker_is(answer):
+    async def speak(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        writer.close()
+
+    async def run():
+        server = await asyncio.start_server(speak, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        async with server, new_session() as session:
+            link = ForeignLink(parse_worker(f"http://localhost:{port},id=a"), session)
+            with pytest.raises(WorkerFailedError, match=r"the worker a failed: \w") as failure:
+                async with link.exchange("GET", "/secret") as exchange:
+                    await exchange.whole()
+            assert not any(
+                part in str(failure.value) for part in ("localhost", "127.0.0.1", str(port), "secret")
+            )
+
+    asyncio.run(run())
+
+
+def test_a_worker_offers_no_more_models_than_the_limit(caplog):
+    models = {"data": [{"id": f"model-{number}"} for number in range(foreign_link.MAX_MODELS + 5)]}
+
+    async def use(link, asked):
+        for _ in range(3):
+            assert len((await link.check()).models) == foreign_link.MAX_MODELS
+        assert caplog.text.count("of which the first") == 1
+
+    with_server({("GET", "/v1/models"): (200, models)}, use)
 
 
 @pytest.mark.parametrize("status", [200, 400, 429])

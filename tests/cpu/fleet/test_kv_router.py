@@ -5,12 +5,13 @@ import io
 import itertools
 import json
 import random
+from collections import Counter
 
 import pytest
 
 from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet.indexer import KvIndexer, Overlap, WorkerRank
-from shoal.fleet.kv_router import KvRouter, Predictions
+from shoal.fleet.kv_router import NUM_BEST, NUM_DRAWN, KvRouter, Predictions
 from shoal.fleet.policy import Choice
 from shoal.fleet.recorder import EventPublisher, Recorder, apply_router_event, read
 from shoal.kv_event_format import GPU, AllBlocksCleared, BlockStored
@@ -152,6 +153,38 @@ def test_all_blocks_cleared_forgets_one_worker_alone():
     assert index.find_matches(PROMPT) == {B: Overlap(4)}
 
 
+def test_a_worker_that_has_a_whole_prompt_loses_nothing_by_computing_its_last_token():
+    clock = Clock()
+    r = router("kv_approx", clock)
+    for rank in (A, B):
+        r.add_worker(rank, has_events=False)
+    longer = [*PROMPT, *range(300, 364)]
+    r.schedule(longer, request_id="1")
+    clock.now = 1.0
+    r.schedule(PROMPT, request_id="2")
+    r.was_cached("2", 48, num_expected=64)  # 63 of 64 tokens, of which three blocks are full
+    assert r.schedule(longer).overlap == Overlap(8)
+    r.was_cached("2", 32, num_expected=64)
+    assert r.schedule(longer).overlap == Overlap(4)
+
+
+def test_a_correction_does_not_walk_all_that_was_sent():
+    class Chain(tuple):
+        num_looks = 0
+
+        def __getitem__(self, index):
+            Chain.num_looks += 1
+            return super().__getitem__(index)
+
+    predictions = Predictions(Clock())
+    chains = [Chain((7, number, -number)) for number in range(1, 1001)]
+    for chain in chains:
+        predictions.add(A, chain, 120.0)
+    Chain.num_looks = 0
+    predictions.correct(A, chains[-1], 0)
+    assert Chain.num_looks <= 10
+
+
 def test_a_usage_that_is_no_number_does_not_stop_the_router():
     r = router("kv_logit")
     r.published(A, float("nan"), 3)
@@ -204,3 +237,29 @@ def test_predictions_equal_those_of_a_naive_book():
         assert predictions.find_chain(query) == expected
     now[0] += 6.0
     assert predictions.find_chain(named[0]) == {} and predictions.num_blocks(WorkerRank("a")) == 0
+
+
+def large(num_workers=300, policy="kv", seed=0):
+    return KvRouter(KvIndexer(16), workers=[f"w{n}" for n in range(num_workers)], policy=policy, seed=seed)
+
+
+def test_in_a_large_fleet_who_has_the_prompt_is_found_and_a_burst_spreads():
+    router = large()
+    tokens = list(range(160))
+    first = router.schedule(tokens, request_id="first")
+    router.books.first_token("first")
+    router.books.end("first")
+    again = router.schedule(tokens)
+    assert again.rank == first.rank and len(again.costs) <= NUM_BEST + NUM_DRAWN
+    got = [router.schedule(list(range(n * 1000, n * 1000 + 160)), request_id=str(n)).rank for n in range(300)]
+    assert max(Counter(got).values()) <= 4
+
+
+def test_a_choice_in_a_large_fleet_is_repeated_by_a_seed():
+    chosen = [[large(seed=3).schedule(list(range(64))).rank for _ in range(3)] for _ in range(2)]
+    assert chosen[0] == chosen[1]
+
+
+@pytest.mark.parametrize("policy", ["affinity", "round_robin"])
+def test_policies_that_count_on_seeing_all_workers_do(policy):
+    assert len(large(policy=policy).schedule(list(range(64)), session="s").costs) == 300

@@ -7,17 +7,9 @@ import msgspec
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.fleet.planner import (
-    Change,
-    Decision,
-    DecodeLoad,
-    Observation,
-    PlannerConfig,
-    PlannerState,
-    Recorded,
-    decide,
-    replay,
-)
+from shoal.fleet.observation import Change, Decision, DecodeLoad, Move, Observation
+from shoal.fleet.planner import PlannerState, Recorded, decide, replay
+from shoal.fleet.planner_config import PlannerConfig
 
 CONFIG = PlannerConfig(enabled=True)
 GROW, SHRINK = Change("decode", 1), Change("decode", -1)
@@ -150,6 +142,29 @@ def test_what_is_removed_makes_room_for_what_is_added():
     assert changes(seen(0.99, prefill=2, queue=0), config=config) == [Change("prefill", -1), GROW]
 
 
+def test_a_role_that_shrinks_gives_its_worker_to_one_that_grows():
+    config = PlannerConfig(max_gpu_budget=3, change_roles=True)
+    decision, _ = decide(config, PlannerState(), [seen(0.99, prefill=2, queue=0)])
+    assert (decision.moves, decision.changes) == ([Move("prefill", "decode", 1)], [])
+    assert decision.desired == {"decode": 2, "prefill": 1}
+    back = [seen(0.1, 0.1, prefill=1, queue=length) for length in (6, 7)]
+    decision, _ = decide(config, PlannerState(), back)
+    assert (decision.moves, decision.changes) == ([Move("decode", "prefill", 1)], [])
+
+
+def test_a_role_that_alone_shrinks_or_grows_changes_no_other():
+    config = PlannerConfig(change_roles=True)
+    for observation in (seen(0.99, queue=1), seen(0.7, prefill=2, queue=0)):
+        decision, _ = decide(config, PlannerState(), [observation])
+        assert decision.moves == [] and len(decision.changes) == 1
+
+
+def test_a_worker_that_has_become_a_decode_worker_is_in_its_grace():
+    config = PlannerConfig(change_roles=True)
+    _, state = decide(config, PlannerState(), [seen(0.99, prefill=2, queue=0)])
+    assert state.grace == 3
+
+
 @pytest.mark.parametrize("pending", [1, 3])
 def test_nothing_is_decided_while_workers_come_or_go_or_are_missing(pending):
     assert changes(seen(0.99, queue=1, pending=pending)) == []
@@ -197,6 +212,8 @@ def test_the_decision_says_why_and_what_is_wanted():
         ({"adjustment_interval": 0.5}, "metric_pulling_interval"),
         ({"mode": "guess"}, "mode"),
         ({"decode_kv_scale_down_threshold": 0.9}, "decode_kv_scale_down_threshold"),
+        ({"change_roles": True, "connector": "virtual"}, "change_roles"),
+        ({"change_roles": True, "prefill_engine_num_gpu": 2}, "prefill_engine_num_gpu is 2"),
         ({"prefill_queue_scale_up_threshold": float("nan")}, "prefill_queue_scale_up_threshold"),
     ],
     ids=str,

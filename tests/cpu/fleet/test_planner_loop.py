@@ -1,60 +1,63 @@
 """The planner at work on virtual time, with a connector that only counts."""
 
 import asyncio
+import copy
 import io
 
 import msgspec
 import pytest
 
 from shoal.cli.main import main
-from shoal.errors import UnavailableError
 from shoal.fleet.clock import LoopClock, run_virtual
-from shoal.fleet.planner import DecodeLoad, Observation, PlannerConfig, Recorded, replay
+from shoal.fleet.connector import Component
+from shoal.fleet.engine_profile import write_profile
+from shoal.fleet.observation import DecodeLoad, Observation
+from shoal.fleet.planner import Recorded, replay
+from shoal.fleet.planner_config import PlannerConfig
 from shoal.fleet.planner_loop import PlannerLoop
+from shoal.fleet.planner_metrics import of_planner
+from shoal.fleet.sim_timing import profile_of
+from shoal.fleet.traffic import Traffic
+from shoal.fleet_api import WorkerState
+from tests.fake_connector import FakeConnector
 
 CONFIG = PlannerConfig(
     enabled=True, metric_pulling_interval=1.0, adjustment_interval=5.0, max_gpu_budget=3, start_timeout=60.0
 )
 
 
-class Counting:
-    """Models with their workers of one role. `load` is the KV load of all workers of a model together."""
+class Counting(FakeConnector):
+    """Models with so many workers of one role. `load` is the KV load of all workers of a model together."""
 
-    def __init__(self, start_s=20.0, **workers):
-        self.workers, self.load, self.start_s = dict(workers), dict.fromkeys(workers, 0.0), start_s
-        self.starting = dict.fromkeys(workers, 0)
-        self.changes, self.fails = [], set()
+    def __init__(self, start_s=20.0, **counts):
+        super().__init__([Component(name, (), name, count=count) for name, count in counts.items()], start_s)
+        self.load = dict.fromkeys(counts, 0.0)
 
-    def observe(self):
+    def show(self, view):
+        self.view = view
+
+    async def observe(self):
+        counts = {name: self.count(name) for name in self.load}
+        loads = {name: min(1.0, self.load[name] / max(1, count)) for name, count in counts.items()}
         return {
-            name: Observation(at=0, decode=[DecodeLoad(min(1.0, self.load[name] / count))] * count)
-            for name, count in self.workers.items()
+            name: Observation(at=0, decode=[DecodeLoad(loads[name])] * count, pending=self.pending(name))
+            for name, count in counts.items()
         }
 
-    def pending(self, model):
-        return self.starting[model]
-
-    async def add(self, model, role):
-        self.starting[model] += 1
-        try:
-            await asyncio.sleep(self.start_s)
-        finally:
-            self.starting[model] -= 1
-        if model in self.fails:
-            raise UnavailableError(f"no worker of {model} starts")
-        self.workers[model] += 1
-        self.changes.append((asyncio.get_running_loop().time(), model, 1))
-        return f"{model}-{self.workers[model]}"
-
-    async def remove(self, model, role):
-        self.workers[model] -= 1
-        self.changes.append((asyncio.get_running_loop().time(), model, -1))
-        return f"{model}-{self.workers[model] + 1}"
+    @property
+    def workers(self):
+        return {name: self.count(name) for name in self.load}
 
 
 def plan(connector, seconds, config=CONFIG, record=None, meanwhile=None):
+    """What the planner shows in the end."""
+
     async def run():
-        loop = PlannerLoop(config, connector.observe, connector, LoopClock(), record)
+        for component in connector.components:
+            connector.states |= {
+                f"{component.name}-{number}": WorkerState.READY for number in range(1, component.count + 1)
+            }
+        loop = PlannerLoop(config, connector, LoopClock(), record)
         running = asyncio.create_task(loop.run())
         if meanwhile is not None:
             await meanwhile()
@@ -77,6 +80,33 @@ def test_a_fleet_grows_to_its_load_and_shrinks_behind_it():
 
     view = plan(connector, 200, meanwhile=rush)
     assert connector.workers == {"a": 1} and view.desired == {"both": 1} and not view.changing
+    assert [one.what for one in view.decisions] == ["add 1 both"] * 2 + ["remove 1 both"] * 2
+    ages = [one.age_s for one in view.decisions]
+    assert ages == sorted(ages, reverse=True) and 200 < ages[0] < 400 and view.decisions[0].model == "a"
+
+
+def test_a_disk_that_fails_for_a_while_ends_no_planner():
+    """The connector keeps its state there."""
+
+    class Shaky(Counting):
+        failures = 0
+
+        def pending(self, model):
+            if self.failures < 7:
+                self.failures += 1
+                raise OSError(28, "No space left on device")
+            return super().pending(model)
+
+        async def add(self, model, role):
+            if self.failures < 8:
+                self.failures += 1
+                raise OSError(28, "No space left on device")
+            return await super().add(model, role)
+
+    connector = Shaky(a=1)
+    connector.load["a"] = 2.8
+    plan(connector, 200)
+    assert connector.workers == {"a": 3}
 
 
 def test_one_change_at_a_time_and_none_while_it_is_under_way():
@@ -85,6 +115,61 @@ def test_one_change_at_a_time_and_none_while_it_is_under_way():
     plan(connector, 100)
     times = [time for time, _, _ in connector.changes]
     assert len(times) == 2 and times[1] - times[0] >= 20.0
+
+
+def test_workers_of_one_decision_start_side_by_side(tmp_path):
+    write_profile(tmp_path / "p.json", profile_of("h200", "qwen3-8b", 1024, 700_000))
+    config = PlannerConfig(mode="sla", profile=str(tmp_path / "p.json"))
+    connector, traffic = Counting(a=1, start_s=20.0), Traffic()
+
+    async def observe():
+        for _ in range(50):
+            traffic.arrived(3000)
+            traffic.began(0.2)
+            traffic.ended(150, 1.5)
+        return {"a": msgspec.structs.replace((await look())["a"], traffic=copy.copy(traffic))}
+
+    look, connector.observe = connector.observe, observe
+    plan(connector, 60, config)
+    times = {time for time, _, _ in connector.changes}
+    assert len(connector.changes) == 4 and len(times) == 1
+
+
+class Apart:
+    """A fleet of prefill and decode workers that are changed at once."""
+
+    def __init__(self, **counts):
+        self.counts, self.done = counts, []
+
+    def show(self, view):
+        pass
+
+    async def observe(self):
+        loads = [DecodeLoad(0.99)] * self.counts["decode"]
+        return {
+            "m": Observation(at=0, decode=loads, decode_role="decode", prefill_workers=self.counts["prefill"])
+        }
+
+    async def change_role(self, model, role, to):
+        self.counts[role] -= 1
+        self.counts[to] += 1
+        self.done.append((role, to))
+        return "m-1"
+
+
+def test_a_worker_changes_its_role_where_one_role_shrinks_and_the_other_grows():
+    fleet = Apart(prefill=3, decode=1)
+    config = PlannerConfig(max_gpu_budget=4, change_roles=True)
+
+    async def run():
+        loop = PlannerLoop(config, fleet, LoopClock())
+        planning = asyncio.create_task(loop.run())
+        await asyncio.sleep(100)
+        planning.cancel()
+        return loop.view()
+
+    assert run_virtual(run()).desired == {"prefill": 1, "decode": 3}
+    assert fleet.done == [("prefill", "decode")] * 2
 
 
 def test_models_share_the_budget():
@@ -133,6 +218,41 @@ def test_the_command_prints_the_decisions_of_a_record(tmp_path, capsys):
     assert main(["plan", "--replay", str(file), "--fleet", str(fleet)]) == 0
     [line] = capsys.readouterr().out.splitlines()
     assert msgspec.json.decode(line, type=Recorded).decision.changes == []
+
+
+# What Prometheus reads of it
+
+
+def samples(view):
+    return {
+        (sample.name.removeprefix("shoal:planner_"), *list(sample.labels.values())[1:]): sample.value
+        for family in of_planner(view)
+        for sample in family.samples
+    }
+
+
+def test_metrics_tell_workers_as_they_are_and_as_decided_and_decisions_by_kind():
+    connector = Counting(a=1, start_s=20.0)
+    connector.load["a"] = 2.8
+    found = samples(plan(connector, 12))
+    assert (found["workers", "both"], found["desired_workers", "both"]) == (1, 2)
+    assert found["pending_workers",] == 1 and found["max_gpus",] == 3
+    assert found["decisions_total", "add"] == 1 and found["decisions_total", "held"] == 1
+    connector = Counting(a=1, start_s=20.0)
+    connector.load["a"] = 2.8
+    found = samples(plan(connector, 200))
+    assert (found["workers", "both"], found["desired_workers", "both"]) == (3, 3)
+    assert (found["changes_total", "add"], found["changes_total", "remove"]) == (2, 0)
+    assert found["failures_total", "add"] == 0 and found["decisions_total", "none"] > 5
+
+
+def test_metrics_count_workers_that_did_not_start():
+    connector = Counting(a=1)
+    connector.load["a"] = 10.0
+    connector.fails.add("a")
+    found = samples(plan(connector, 200))
+    assert found["failures_total", "add"] >= 2 and found["changes_total", "add"] == 0
+    assert found["workers", "both"] == 1 and found["desired_workers", "both"] == 2
 
 
 def test_a_record_that_is_not_there_is_named(tmp_path, capsys):

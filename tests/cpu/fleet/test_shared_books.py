@@ -1,6 +1,7 @@
 """Routers that share their books, on a plane of this process and on virtual time."""
 
 import asyncio
+from collections import Counter
 from random import Random
 
 from shoal.fleet.books import Ended
@@ -36,10 +37,10 @@ class Well:
 
 
 class Routers:
-    """Routers over the same two workers."""
+    """Routers over the same workers."""
 
-    def __init__(self, **options):
-        self.clock, self.random = LoopClock(), Random(0)
+    def __init__(self, *, workers="ab", **options):
+        self.clock, self.random, self.workers = LoopClock(), Random(0), workers
         self.host = Host(self.clock, LEASE_S)
         self.options = {"seed": 1, "policy": "least_loaded", "lease": LEASE_S, **options}
         self.fleets = []
@@ -49,7 +50,7 @@ class Routers:
         fleet = Fleet(FleetConfig(**self.options), self.clock, plane)
         self.fleets.append(fleet)
         await fleet.start()
-        for name in "ab":
+        for name in self.workers:
             info = WorkerInfo(id=name, url=f"http://{name}:1", models=("m",), is_foreign=True, **more)
             fleet.join(Worker(info, Well(info), self.clock.now))
         await asyncio.sleep(1)
@@ -173,3 +174,42 @@ def test_without_events_what_the_other_router_sent_is_taken_for_cached():
         assert (choice.rank.worker, choice.overlap.total) == (mine.worker.id, 4)
 
     scene(run, policy="kv")
+
+
+def busiest(num_routers, num_sites):
+    """How many requests the busiest of eight workers has on average, where 64 run on all of them. The routers
+    share their books with those of their site alone."""
+    mean_load, num_requests, seconds = 64, 600, 0.5
+
+    async def main():
+        rng, active, seen = Random(5), Counter(), []
+        sites = [Routers(workers="abcdefgh") for _ in range(num_sites)]
+        fleets = [await sites[number % num_sites].add() for number in range(num_routers)]
+
+        async def ask(number):
+            dispatcher = fleets[number % num_routers].models["m"].dispatcher
+            async with dispatcher.place(Wanted(str(number), [number] * 20)) as place:
+                active[place.worker.id] += 1
+                seen.append(max(active.values()))
+                place.generated(1)
+                await asyncio.sleep(rng.expovariate(1 / seconds))
+                active[place.worker.id] -= 1
+
+        async with asyncio.TaskGroup() as asked:
+            for number in range(num_requests):
+                asked.create_task(ask(number))
+                await asyncio.sleep(rng.expovariate(mean_load / seconds))
+        for site in sites:
+            await site.close()
+        steady = seen[num_requests // 3 :]
+        return sum(steady) / len(steady)
+
+    return run_virtual(main())
+
+
+def test_several_routers_spread_load_as_one_does():
+    alone, shared, apart = busiest(1, 1), busiest(6, 1), busiest(6, 6)
+    print(
+        f"the busiest worker has {alone:.1f} of 64 with one router, {shared:.1f} with six, {apart:.1f} apart"
+    )
+    assert shared < alone + 0.6 < apart

@@ -15,11 +15,23 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.errors import ConfigError
-from shoal.fleet.planner import PlannerConfig
+from shoal.fleet.engine_profile import EngineProfile, write_profile
+from shoal.fleet.planner_config import PlannerConfig
 from shoal.fleet.policy import POLICIES, RouterWeights
-from shoal.fleet.prefix_tree import DEVICE
+from shoal.fleet.prefix_tree import DEVICE, HOST
 from shoal.fleet.sim_config import SimConfig, SimWorkers, read_sim_config
-from shoal.fleet.sim_trace import Trace, TraceRequest, make_customers, make_random, read_trace, write_trace
+from shoal.fleet.sim_profile import ProfileTiming
+from shoal.fleet.sim_timing import find_timing, profile_of
+from shoal.fleet.sim_trace import (
+    Trace,
+    TraceRequest,
+    make_customers,
+    make_random,
+    make_sine,
+    merge_traces,
+    read_trace,
+    write_trace,
+)
 from shoal.fleet.simulator import Simulation
 
 CUSTOMERS = make_customers(400, 30.0, num_customers=40, output_tokens=50, seed=2)
@@ -213,7 +225,12 @@ def test_a_trace_out_of_order_is_put_into_order(tmp_path):
         (FILE.replace("count", "number"), "'number' is no key of [[workers]]; there are count, "),
         (FILE.replace("model", "modell"), "'modell' is no key of the file; there are admin_host, "),
         (FILE.replace("2", '"2"', 1), "count '2' is not of the type int"),
-        (FILE.replace('"both"', '"prefill"'), "role 'prefill' is not simulated; there is both"),
+        (FILE.replace('"both"', '"prefill"'), "has prefill workers and no decode workers"),
+        (FILE.replace('"both"', '"all"'), "role 'all' is none of both, prefill, decode"),
+        (FILE + "transfer_GB_s = 0\n", "transfer_GB_s 0 is no speed"),
+        (FILE + "[[workers]]\nrole = 'decode'\n", "has workers for both and decode workers"),
+        (FILE + "[[workers]]\nmodel = 'qwen3-32b'\ncount = 0\n", "there is no worker of 'qwen3-32b'"),
+        (FILE.replace("count = 2", "options = {kv_host_bytes = -1}"), "kv_host_bytes -1 is below 0"),
         (FILE + "cache_tokens = 3\n", "cache_tokens 3 has no room"),
         (FILE + "block_size = 20\n", "block_size 20 is no multiple of 16"),
         (FILE + "event_delay_ms = -1\n", "event_delay_ms -1 is no length of time"),
@@ -264,6 +281,11 @@ def test_the_command_prints_a_table_or_one_json_object(tmp_path, capsys):
         "hit_rate",
         "gpu_hours",
         "simulated_s",
+        "goodput",
+        "good_share",
+        "host_hit_rate",
+        "remote_share",
+        "workers",
     ]
     assert main(words) == 0
     assert "first token, p90" in capsys.readouterr().out
@@ -312,3 +334,270 @@ def test_an_adviser_changes_nothing():
 def test_a_planner_without_workers_to_stay_is_refused():
     with pytest.raises(ConfigError, match="min_endpoint"):
         planned(CUSTOMERS, min_endpoint=0)
+
+
+# Prefill and decode apart
+
+
+LONG = make_sine(30, low_rate=4, high_rate=12, period_s=30, output_tokens=100, seed=1)
+
+
+def apart(trace=LONG, prefill=2, decode=1, **options):
+    groups = [SimWorkers(prefill, role="prefill"), SimWorkers(decode, role="decode")]
+    return Simulation(SimConfig("qwen3-8b", workers=groups, **options), trace)
+
+
+def test_prompts_are_computed_apart_and_every_request_is_answered_once():
+    s = apart()
+    result = s.run()
+    assert result.completed == len(LONG.requests) and result.remote_share > 0.9
+    assert Counter(r.id for r in s.finished) == Counter(str(n) for n in range(len(LONG.requests)))
+    for r in s.finished:
+        asked = LONG.requests[int(r.id)]
+        assert r.num_generated == asked.output_length
+        assert asked.timestamp_s == r.arrival_s < r.first_token_s < r.end_s
+    for rank, worker in s.workers.items():
+        assert worker.is_idle and worker.cache.used_pages == 0
+        assert s.router.books.load(rank).active_requests == s.router.books.load(rank).active_tokens == 0
+
+
+def test_the_index_knows_what_workers_of_both_roles_have():
+    s = apart(cache_tokens=40_000)
+    s.run()
+    assert s.router.indexer.num_unplaced == 0
+    for rank, worker in s.workers.items():
+        known = {name for tier, name, *_ in s.router.indexer.dump(rank).blocks if tier == DEVICE}
+        assert known == worker.cache.blocks()
+
+
+def test_tokens_come_more_evenly_where_prompts_are_computed_apart():
+    together = Simulation(SimConfig("qwen3-8b", workers=[SimWorkers(3)]), LONG).run()
+    assert apart().run().itl_p99 < 0.5 * together.itl_p99
+
+
+def test_a_slow_link_costs_time_between_the_first_two_tokens():
+    quick, slow = (apart(transfer_GB_s=speed) for speed in (100.0, 1.0))
+    assert quick.run().ttft_p50 == pytest.approx(slow.run().ttft_p50, rel=0.2)
+    mean = lambda s: sum(r.end_s - r.first_token_s for r in s.finished) / len(s.finished)  # noqa: E731
+    bytes_per_prompt = 3000 * 147_456
+    assert mean(slow) - mean(quick) > 0.8 * (bytes_per_prompt / 1e9 - bytes_per_prompt / 100e9)
+
+
+def test_short_prompts_and_those_before_a_full_queue_stay_where_they_decode():
+    assert apart(max_local_prefill_length=3000).run().remote_share == 0.0
+    assert apart(max_prefill_queue_size=0).run().remote_share == 0.0
+    some = apart(
+        prefill=1, decode=2, max_prefill_queue_size=1, trace=make_sine(20, low_rate=30, high_rate=40)
+    )
+    assert 0.05 < some.run().remote_share < 0.95
+
+
+def test_what_the_decode_worker_has_cached_is_not_computed_apart():
+    turns = [TraceRequest(float(n), 3000, 20, range(5)) for n in range(10)]
+    s = apart(Trace(turns, 512))
+    assert s.run().remote_share == 0.1
+
+
+def test_a_request_of_one_token_ends_where_its_prompt_is_computed():
+    trace = Trace([TraceRequest(0.1 * n, 3000, 1, [n]) for n in range(20)], 512)
+    result = apart(trace).run()
+    assert result.completed == 20 and result.remote_share == 1.0
+
+
+# Host memory
+
+
+def test_what_left_the_device_is_found_in_host_memory():
+    trace = make_customers(400, 4.0, num_customers=40, output_tokens=20, seed=2)
+    none, some, much = (
+        Simulation(
+            SimConfig("qwen3-8b", workers=[SimWorkers(1, kv_host_bytes=size)], cache_tokens=60_000), trace
+        )
+        for size in (0, 10 << 30, 100 << 30)
+    )
+    results = [s.run() for s in (none, some, much)]
+    assert results[0].host_hit_rate == 0.0 < results[1].host_hit_rate < results[2].host_hit_rate
+    assert results[0].hit_rate < results[1].hit_rate < results[2].hit_rate
+    assert results[2].ttft_p90 < results[0].ttft_p90
+    for s in (none, some, much):
+        assert s.router.indexer.num_unplaced == 0
+        [(rank, worker)] = s.workers.items()
+        assert worker.is_idle and worker.cache.used_pages == 0
+        known = s.router.indexer.dump(rank).blocks
+        assert {name for tier, name, *_ in known if tier == DEVICE} == worker.cache.blocks()
+        host = set() if worker.host is None else worker.host.blocks()
+        assert {name for tier, name, *_ in known if tier == HOST} == host
+
+
+def test_a_host_tier_of_several_workers_repeats_itself():
+    trace = make_customers(200, 10.0, num_customers=40, output_tokens=20, seed=2)
+
+    def once():
+        config = SimConfig("qwen3-8b", workers=[SimWorkers(3, kv_host_bytes=20 << 30)], cache_tokens=60_000)
+        return Simulation(config, trace).run()
+
+    assert once() == once()
+
+
+# Several models
+
+
+TWO = [SimWorkers(1, model="qwen3-8b", name="a"), SimWorkers(1, model="qwen3-0.6b", name="b")]
+
+
+def test_models_have_workers_of_their_own():
+    traces = [make_random(50, 5.0, seed=seed) for seed in range(2)]
+    named = [
+        Trace([dataclasses.replace(each, model=name) for each in trace.requests], trace.block_size)
+        for name, trace in zip("ab", traces)
+    ]
+    s = Simulation(SimConfig("qwen3-8b", workers=TWO), merge_traces(*named))
+    assert s.run().completed == 100
+    [first], [second] = (model.roles["both"].workers for model in s.models.values())
+    assert first != second and all(s.models[name].traffic.num_ended == 50 for name in "ab")
+
+
+def test_a_request_for_no_model_is_a_mistake_and_without_one_is_for_the_first():
+    s = Simulation(SimConfig("qwen3-8b", workers=TWO), Trace([TraceRequest(0.0, 100, 5, [])], 512))
+    s.run()
+    assert s.models["a"].traffic.num_ended == 1
+    with pytest.raises(ConfigError, match="model 'c'; there are a, b"):
+        trace = Trace([TraceRequest(0.0, 100, 5, [], model="c")], 512)
+        Simulation(SimConfig("qwen3-8b", workers=TWO), trace).run()
+
+
+def test_a_trace_names_models(tmp_path):
+    asked = TraceRequest(1.0, 600, 5, [1], model="b")
+    write_trace(tmp_path / "t", [dataclasses.replace(asked, hash_ids=[1, 2])])
+    assert read_trace(tmp_path / "t").requests == [asked]
+
+
+# Planners
+
+
+SLA = PlannerConfig(enabled=True, mode="sla", startup_time=5.0, max_gpu_budget=8)
+SINE = make_sine(120, low_rate=5, high_rate=40, period_s=60, output_tokens=40, seed=2)
+
+
+@pytest.mark.parametrize("mode", ["load", "sla"])
+@pytest.mark.parametrize("is_apart", [False, True])
+def test_a_planner_sizes_roles_and_never_exceeds_its_budget(mode, is_apart):
+    roles = ("prefill", "decode") if is_apart else ("both",)
+    planner = dataclasses.replace(SLA, mode=mode, max_gpu_budget=5, prefill_queue_scale_up_threshold=1.0)
+    config = SimConfig(
+        "qwen3-8b",
+        workers=[SimWorkers(1, role=role) for role in roles],
+        worker_start_s=5.0,
+        max_prefill_queue_size=100,
+        planner=planner,
+    )
+    s = Simulation(config, SINE)
+    result = s.run()
+    assert result.completed == len(SINE.requests)
+    totals = [sum(sizes.values()) for _, sizes in s.sizes]
+    assert len(roles) == min(totals) < max(totals) <= 5
+    assert result.workers == pytest.approx(result.gpu_hours * 3600 / result.simulated_s, rel=1e-3)
+
+
+def test_a_planner_for_latency_serves_more_within_its_targets_than_a_fixed_fleet_of_its_mean_size():
+    trace = make_sine(180, low_rate=2, high_rate=45, period_s=180, output_tokens=30, seed=2)
+
+    def fleet(count, enabled):
+        planner = dataclasses.replace(SLA, enabled=enabled, startup_time=2.0)
+        config = SimConfig("qwen3-8b", workers=[SimWorkers(count)], worker_start_s=2.0, planner=planner)
+        return Simulation(config, trace).run()
+
+    planned = fleet(1, True)
+    assert planned.good_share > 1.5 * fleet(round(planned.workers), False).good_share
+
+
+def test_simulated_workers_change_their_role_and_every_request_is_answered_once():
+    """Prompts are short, so prefill workers have nothing to do, and decode caches are full."""
+    trace = make_sine(120, low_rate=4, high_rate=4, input_tokens=512, output_tokens=400, seed=1)
+
+    def run(change_roles):
+        planner = PlannerConfig(
+            enabled=True,
+            max_gpu_budget=4,
+            change_roles=change_roles,
+            decode_kv_scale_up_threshold=0.3,
+            decode_kv_scale_down_threshold=0.01,
+        )
+        config = SimConfig(
+            "qwen3-8b",
+            workers=[SimWorkers(3, role="prefill"), SimWorkers(1, role="decode")],
+            worker_start_s=60.0,
+            cache_tokens=5_120,
+            max_local_prefill_length=10_000,
+            planner=planner,
+        )
+        s = Simulation(config, trace)
+        return s, s.run()
+
+    simulation, result = run(change_roles=True)
+    assert result.completed == len(trace.requests)
+    assert any(decision.moves for decision in simulation.decisions)
+    assert simulation.sizes[-1][1] == {("qwen3-8b", "prefill"): 1, ("qwen3-8b", "decode"): 3}
+    assert {sum(sizes.values()) for _, sizes in simulation.sizes} == {4}, "nobody starts"
+    plain, restarted = run(change_roles=False)
+    assert not any(decision.moves for decision in plain.decisions)
+    assert result.ttft_p90 < restarted.ttft_p90
+
+
+def test_models_share_a_budget():
+    traces = [
+        make_sine(60, low_rate=20, high_rate=40, output_tokens=40, seed=seed, model=name)
+        for seed, name in enumerate("ab")
+    ]
+    groups = [SimWorkers(1, model="qwen3-8b", name=name) for name in "ab"]
+    config = SimConfig(
+        "qwen3-8b", workers=groups, worker_start_s=2.0, planner=dataclasses.replace(SLA, max_gpu_budget=5)
+    )
+    s = Simulation(config, merge_traces(*traces))
+    assert s.run().completed == sum(len(trace.requests) for trace in traces)
+    assert max(sum(sizes.values()) for _, sizes in s.sizes) == 5
+    assert all(max(sizes[name, "both"] for _, sizes in s.sizes) >= 2 for name in "ab")
+
+
+# Times of a measured profile
+
+
+def test_a_profile_of_simulated_times_simulates_the_same(tmp_path):
+    file = tmp_path / "p.json"
+    tokens = find_timing("h200", "qwen3-8b").cache_tokens(0.9)
+    lengths = [64 * 2**number for number in range(9)]
+    usages = [0.01, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6, 0.9]
+    data = profile_of(
+        "h200", "qwen3-8b", 1024, tokens, input_lengths=lengths, context_lengths=lengths, kv_usages=usages
+    )
+    write_profile(file, data)
+    trace = make_sine(60, low_rate=4, high_rate=12, input_tokens=2000, output_tokens=100, seed=3)
+    for policy in ("kv", "round_robin"):
+        by_gpu = SimConfig("qwen3-8b", workers=[SimWorkers(2)], policy=policy)
+        by_profile = dataclasses.replace(by_gpu, model="mine", profile=str(file))
+        known, found = (Simulation(config, trace).run() for config in (by_gpu, by_profile))
+        assert found.completed == known.completed == len(trace.requests)
+        assert found.ttft_p50 == pytest.approx(known.ttft_p50, rel=0.1)
+        assert found.itl_p99 == pytest.approx(known.itl_p99, rel=0.1)
+        assert found.throughput == pytest.approx(known.throughput, rel=0.02)
+
+
+def test_a_prompt_in_chunks_takes_what_the_profile_says_of_the_whole():
+    data = profile_of("h200", "qwen3-8b", 1024, 700_000)
+    timing, whole = ProfileTiming(EngineProfile(data)), EngineProfile(data).ttft_s(8192)
+    chunks, before = [], 0
+    for _ in range(4):
+        chunks.append(timing.step(0, 0, 0, 1, 2048, 2048 * before + 2048 * 2049 // 2).first_s)
+        before += 2048
+    idle = timing.step(1, 2048, 2048).first_s
+    assert sum(chunks) == pytest.approx(whole + 3 * idle, rel=0.02)  # each is a step
+
+
+def test_a_profile_says_nothing_of_blocks_that_move(tmp_path):
+    file = tmp_path / "p.json"
+    write_profile(file, profile_of("h200", "qwen3-8b", 1024, 700_000))
+    for workers in ([SimWorkers(1), SimWorkers(1, role="prefill")], [SimWorkers(1, kv_host_bytes=1 << 30)]):
+        with pytest.raises(ConfigError, match="says nothing of how long KV blocks take"):
+            SimConfig("mine", profile=str(file), workers=workers)
+    with pytest.raises(ConfigError, match="is of one model, and there are several"):
+        SimConfig("mine", profile=str(file), workers=[SimWorkers(1, name="a"), SimWorkers(1, name="b")])

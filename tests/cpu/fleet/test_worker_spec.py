@@ -26,6 +26,7 @@ def test_a_worker_is_a_url_with_keys(tmp_path):
         ("tcp://127.0.0.1:5557", "tcp://127.0.0.1:5657"),
         ("tcp://127.0.0.1:5558", "tcp://127.0.0.1:5658"),
     ]
+    assert parse_worker("http://[::1]:9001").id == "::1:9001"
     plain = parse_worker("https://example.com/v1", block_size=64)
     assert (plain.id, plain.block_size, plain.event_endpoints()) == ("example.com:443.v1", 64, [])
 

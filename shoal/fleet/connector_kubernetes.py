@@ -1,0 +1,293 @@
+"""Workers as pods of a Kubernetes cluster: each component is a Deployment, and the connector patches how many
+replicas it has.
+
+Kubernetes itself starts pods, starts them again with a back-off, and finds a node for them. A pod's name is
+the worker's id (`--worker-id=$(POD_NAME)`). A Deployment is named as its component, in small letters; its
+pods have that name as the label `app.kubernetes.io/component`. deploy/kubernetes/ has the manifests.
+
+Deployments outlive the fleet's router, as their counts are Kubernetes' to keep: `start` and `close` leave
+them as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from kubernetes_asyncio import client, config
+from kubernetes_asyncio.client.exceptions import ApiException
+
+from shoal.errors import ConfigError, ShoalError, UnavailableError
+from shoal.fleet.connector import Component, Setting, component_of, is_missing
+from shoal.fleet.plane_inbox import start
+from shoal.fleet_api import WorkerState
+
+NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
+POLL_S = 1.0  # between two questions to the API server about the same Deployment
+TIMEOUT_S = 30.0  # for the API server's answer
+MAX_CONFLICTS = 8  # others that change a Deployment's scale while it is being changed here
+# Pods with a lower cost go first when a Deployment shrinks; 0 is that of all others.
+DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+
+
+class Cluster:
+    """What the connector asks of the Kubernetes API, in one namespace. Raises UnavailableError where the
+    server cannot be reached or refuses."""
+
+    def __init__(self, api: Any, namespace: str) -> None:
+        self._api, self._namespace = api, namespace
+        self._apps, self._core = client.AppsV1Api(api), client.CoreV1Api(api)
+
+    @classmethod
+    async def connect(cls) -> Cluster:
+        """By the pod's service account inside of a cluster, elsewhere by the user's kubeconfig. Raises
+        ConfigError if there is neither."""
+        configuration = client.Configuration()
+        if NAMESPACE.exists():
+            config.load_incluster_config(configuration)
+            return cls(client.ApiClient(configuration), NAMESPACE.read_text().strip())
+        try:
+            loaded = await config.load_kube_config(client_configuration=configuration)
+        except (config.ConfigException, OSError) as error:
+            raise ConfigError(
+                f"connector 'kubernetes' found no cluster: {error}; run it in a pod, or give it a kubeconfig "
+                "(KUBECONFIG)"
+            ) from None
+        context = loaded.current_context["context"] if loaded.current_context else {}
+        namespace = context.get("namespace", "default")
+        return cls(client.ApiClient(configuration), namespace)
+
+    async def close(self) -> None:
+        await self._api.close()
+
+    async def replicas(self, deployment: str) -> tuple[int, str]:
+        """How many there should be, and the version of that word. Raises ConfigError if there is no such
+        Deployment."""
+        with self._errors(deployment):
+            scale = await self._apps.read_namespaced_deployment_scale(
+                deployment, self._namespace, _request_timeout=TIMEOUT_S
+            )
+            return scale.spec.replicas or 0, scale.metadata.resource_version
+
+    async def change_replicas(self, deployment: str, by: int) -> int:
+        """Raises or lowers how many there should be, whatever others do at the same time. Returns the new
+        count, which is never below 0."""
+        for _ in range(MAX_CONFLICTS):
+            count, version = await self.replicas(deployment)
+            wanted = max(0, count + by)
+            body = {"metadata": {"resourceVersion": version}, "spec": {"replicas": wanted}}
+            with self._errors(deployment, HTTPStatus.CONFLICT):
+                await self._apps.patch_namespaced_deployment_scale(
+                    deployment, self._namespace, body, _request_timeout=TIMEOUT_S
+                )
+                return wanted
+        raise UnavailableError(
+            f"Deployment {deployment!r} was changed by others {MAX_CONFLICTS} times while its scale was to "
+            "be changed; is something else scaling it, a HorizontalPodAutoscaler say?"
+        )
+
+    async def pods(self, deployment: str) -> tuple[list[str], int]:
+        """The names of its pods, the oldest first, without those that end; and how many end."""
+        with self._errors(deployment):
+            found = await self._core.list_namespaced_pod(
+                self._namespace,
+                label_selector=f"app.kubernetes.io/component={deployment}",
+                _request_timeout=TIMEOUT_S,
+            )
+            living = [pod.metadata for pod in found.items if pod.metadata.deletion_timestamp is None]
+            living.sort(key=lambda pod: (pod.creation_timestamp, pod.name))
+            return [pod.name for pod in living], len(found.items) - len(living)
+
+    async def has_pod(self, name: str) -> bool:
+        with self._errors(name, HTTPStatus.NOT_FOUND):
+            await self._core.read_namespaced_pod(name, self._namespace, _request_timeout=TIMEOUT_S)
+            return True
+        return False
+
+    async def let_go_first(self, pod: str) -> None:
+        """Has this pod be the one that ends when its Deployment shrinks by one."""
+        with self._errors(pod, HTTPStatus.NOT_FOUND):
+            body = {"metadata": {"annotations": {DELETION_COST: "-1000"}}}
+            await self._core.patch_namespaced_pod(pod, self._namespace, body, _request_timeout=TIMEOUT_S)
+
+    @contextlib.contextmanager
+    def _errors(self, name: str, *passed_over: HTTPStatus) -> Iterator[None]:
+        try:
+            yield
+        except ApiException as error:
+            if error.status in passed_over:
+                return
+            if error.status == HTTPStatus.NOT_FOUND:
+                raise ConfigError(
+                    f"namespace {self._namespace!r} has no Deployment {name!r}; a component's Deployment has "
+                    "its name in small letters, and must be applied before the fleet starts"
+                ) from None
+            raise UnavailableError(
+                f"the Kubernetes API refuses {name!r} in namespace {self._namespace!r}: {error.status} "
+                f"{error.reason}; the service account needs the rights in deploy/kubernetes/router.yaml"
+            ) from None
+        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            raise UnavailableError(f"the Kubernetes API does not answer: {error!r}") from None
+
+
+class KubernetesConnector:
+    """See the module. `cluster` is connected by `start` where none is given."""
+
+    def __init__(self, setting: Setting, cluster: Cluster | None = None) -> None:
+        self._components = setting.components
+        self._registry, self._clock = setting.registry, setting.clock
+        self._start_timeout_s = setting.start_timeout_s
+        self._cluster = cluster
+        self._seen: dict[str, _Seen] = {}
+        self._num_adding = 0
+        self._claimed: set[str] = set()  # pods that the present calls of `add` have got
+        self._watching: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Looks whether all Deployments are there, and lets them be as many as they are."""
+        if self._cluster is None:
+            self._cluster = await Cluster.connect()
+        for component in self._components:
+            await self._look(component)
+        self._watching = start(self._watch())
+
+    def pending(self, model: str) -> int:
+        """Pods that start, or that end. A count that has not been reached within `start_timeout` is taken as
+        it is: pods for which no node has room would block all decisions."""
+        now, pending = self._clock.now(), 0
+        for component in self._components:
+            seen = self._seen.get(component.name)
+            if component.model != model or seen is None:
+                continue
+            if now - seen.since < self._start_timeout_s:
+                pending += abs(seen.replicas - self._num_there(seen.pods)) + seen.num_ending
+        return pending
+
+    async def add(self, model: str, role: str) -> str:
+        component = component_of(self._components, model, role)
+        if not self._num_adding:
+            self._claimed.clear()
+        self._num_adding += 1
+        try:
+            return await self._add(component)
+        finally:
+            self._num_adding -= 1
+
+    async def remove(self, model: str, role: str) -> str:
+        """The youngest pod goes: it is the one whose cache is likely to have least in it."""
+        pods = [
+            (component.role != role, component, pod)
+            for component in self._components
+            if component.model == model
+            for pod in (await self._look(component)).pods
+            if (self._registry.role_of(pod) or component.role) == role
+        ]
+        if not pods:
+            component_of(self._components, model, role)
+            raise UnavailableError(f"there is no {role} worker of {model} here to be removed")
+        _, component, youngest = sorted(pods, key=lambda each: each[0])[-1]
+        deployment, cluster = deployment_of(component), self._connected
+        await cluster.let_go_first(youngest)
+        await cluster.change_replicas(deployment, -1)
+        deadline = self._clock.now() + self._start_timeout_s
+        while self._registry.state_of(youngest) is not None or await cluster.has_pod(youngest):
+            if self._clock.now() >= deadline:
+                raise UnavailableError(
+                    f"pod {youngest} has not ended within {self._start_timeout_s:g} s (start_timeout) and is "
+                    f"left to Kubernetes; kubectl describe pod/{youngest} says why"
+                )
+            await self._look(component)
+            await self._clock.sleep(POLL_S)
+        await self._look(component)
+        return youngest
+
+    async def until_hopeless(self) -> None:
+        """Kubernetes does not give up."""
+        await asyncio.Event().wait()
+
+    async def close(self, grace_s: float) -> None:
+        """Leaves the Deployments as they are: their pods serve whichever router comes next."""
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.gather(self._watching, return_exceptions=True)
+            self._watching = None
+        if self._cluster is not None:
+            await self._cluster.close()
+            self._cluster = None
+
+    async def _add(self, component: Component) -> str:
+        deployment, cluster = deployment_of(component), self._connected
+        before = self._ready((await self._look(component)).pods)
+        deadline = self._clock.now() + self._start_timeout_s
+        await cluster.change_replicas(deployment, +1)
+        while True:
+            pods = (await self._look(component)).pods
+            new = [pod for pod in pods if pod not in before and pod not in self._claimed]
+            ready = self._ready(new)
+            if ready:
+                self._claimed.add(ready[0])
+                return ready[0]
+            if self._clock.now() >= deadline:
+                for pod in new[-1:]:
+                    await cluster.let_go_first(pod)
+                await cluster.change_replicas(deployment, -1)
+                await self._look(component)
+                pod = new[-1] if new else f"number {len(pods) + 1}"
+                raise UnavailableError(
+                    f"pod {pod} was not ready within {self._start_timeout_s:g} s (start_timeout) and is "
+                    f"taken back; kubectl describe deployment/{deployment} says why"
+                )
+            await self._clock.sleep(POLL_S)
+
+    @property
+    def _connected(self) -> Cluster:
+        assert self._cluster is not None, "start comes first"
+        return self._cluster
+
+    async def _watch(self) -> None:
+        """Keeps what `pending` says up to date, also of what other hands do."""
+        while True:
+            await self._clock.sleep(POLL_S)
+            for component in self._components:
+                with contextlib.suppress(ShoalError):  # what was seen last holds until there is an answer
+                    await self._look(component)
+
+    async def _look(self, component: Component) -> _Seen:
+        deployment = deployment_of(component)
+        replicas, _ = await self._connected.replicas(deployment)
+        pods, num_ending = await self._connected.pods(deployment)
+        last = self._seen.get(component.name)
+        now = self._clock.now()
+        is_settled = replicas == self._num_there(pods) and not num_ending
+        since = now if last is None or is_settled or last.replicas != replicas else last.since
+        self._seen[component.name] = _Seen(replicas, pods, num_ending, since)
+        return self._seen[component.name]
+
+    def _ready(self, pods: Sequence[str]) -> list[str]:
+        return [pod for pod in pods if self._registry.state_of(pod) == WorkerState.READY]
+
+    def _num_there(self, pods: Sequence[str]) -> int:
+        return sum(not is_missing(self._registry.state_of(pod)) for pod in pods)
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A Deployment at the last look: how many pods it should have, which it has, how many more are ending,
+    and since when it is not as it should be."""
+
+    replicas: int
+    pods: list[str]
+    num_ending: int
+    since: float
+
+
+def deployment_of(component: Component) -> str:
+    """The name of its Deployment: the component's, as names are in Kubernetes ("qwen3-8b-prefill")."""
+    return re.sub(r"[^a-z0-9]+", "-", component.name.lower()).strip("-")

@@ -1,0 +1,290 @@
+"""Workers whose places are kept in a file of this host (fleet/state_file.py). What makes them run is a
+Supervisor: this process (fleet/processes.py), another one, or the actors of a Ray cluster
+(fleet/connector_ray.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+from shoal.errors import ShoalError, UnavailableError, UnknownWorkerError
+from shoal.fleet.connector import GRACE_S, LOOK_S, Setting, component_of, is_missing
+from shoal.fleet.plane_inbox import start, stop
+from shoal.fleet.state_file import Life, Placement, StateFile
+from shoal.fleet_api import WorkerState
+
+logger = logging.getLogger(__name__)
+
+GONE_S = 60.0  # for the router to see that a worker has ended; a lease is much shorter
+WATCH_S = 1.0  # between two looks at the workers' processes
+
+
+class Running(NamedTuple):
+    """A worker as its supervisor knows it. `pid`: None between two lives, and on another host."""
+
+    pid: int | None
+    has_given_up: bool  # it died too often, and is not started again
+
+
+class Supervisor(Protocol):
+    """Keeps processes alive, by the worker's id."""
+
+    async def open(self, leftovers: Sequence[Life]) -> None:
+        """Called once, by who runs the fleet. `leftovers`: processes of its workers before a crash; those
+        that it does not take over end."""
+        ...
+
+    async def running(self) -> Mapping[str, Running]: ...
+
+    async def start(self, placement: Placement) -> None:
+        """Does not wait for the worker. Raises UnavailableError if it cannot be tried."""
+        ...
+
+    async def stop(self, worker_id: str, grace_s: float) -> None:
+        """Returns when the worker has ended: by itself within `grace_s` seconds of a SIGTERM, or killed. An
+        unknown id changes nothing."""
+        ...
+
+    async def close(self, grace_s: float) -> None:
+        """Ends all workers at the same time. It may be called again, with less, while it runs."""
+        ...
+
+
+class KeptWorker(Protocol):
+    async def stop(self, grace_s: float) -> None: ...
+
+
+K = TypeVar("K", bound=KeptWorker)
+
+
+class WorkersById(Generic[K]):
+    """What supervisors have in common that keep their workers in this process."""
+
+    def __init__(self) -> None:
+        self._workers: dict[str, K] = {}
+
+    async def stop(self, worker_id: str, grace_s: float) -> None:
+        worker = self._workers.get(worker_id)
+        if worker is not None:
+            await worker.stop(grace_s)
+            self._workers.pop(worker_id, None)
+
+    async def close(self, grace_s: float) -> None:
+        await asyncio.gather(*(self.stop(worker_id, grace_s) for worker_id in list(self._workers)))
+
+
+class LocalConnector:
+    """A Connector. `start` and `close` are for who runs the fleet; a planner in a process of its own does
+    without them."""
+
+    def __init__(self, setting: Setting, supervisor: Supervisor) -> None:
+        self._components, self._registry = setting.components, setting.registry
+        self._clock, self._start_timeout_s = setting.clock, setting.start_timeout_s
+        self._supervisor, self._file = supervisor, StateFile(setting.folder)
+        self._mine: dict[str, Placement] = {}  # what this process has placed or taken over
+        self._running: Mapping[str, Running] = {}  # as it was seen last
+        self._missing_since: dict[str, float] = {}  # workers that are not ready
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        with self._file.changing() as state:
+            leftovers = state.lives
+            kept, new = state.begin(self._components)
+        await self._supervisor.open(leftovers)
+        running = await self._supervisor.running()
+        there = {placement.id for placement in kept if placement.id in running} - {
+            name for name, one in running.items() if one.has_given_up
+        }
+        await asyncio.gather(*(self._supervisor.stop(name, GRACE_S) for name in running if name not in there))
+        for placement in [*kept, *new]:
+            await self._begin(placement, is_there=placement.id in there)
+        self._tasks.append(start(self._watch()))
+        await self._look()
+
+    def pending(self, model: str) -> int:
+        now, count = self._clock.now(), 0
+        state = self._file.read()
+        for component in self._components:
+            if component.model == model:
+                for placement in state.placements(component):
+                    if self._is_missing(placement.id):
+                        since = self._missing_since.setdefault(placement.id, now)
+                        count += now - since < self._start_timeout_s
+                    else:
+                        self._missing_since.pop(placement.id, None)
+        return count
+
+    async def add(self, model: str, role: str) -> str:
+        return await self.begin(await self.place(model, role))
+
+    async def place(self, model: str, role: str) -> Placement:
+        """Takes a place for one more worker, which `begin` then starts. Raises ConfigError as `add` does."""
+        component = component_of(self._components, model, role)
+        await self._look()
+        with self._file.changing() as state:
+            return state.place(component, self._running)
+
+    async def begin(self, placement: Placement) -> str:
+        """The second half of `add`."""
+        self._missing_since.pop(placement.id, None)
+        try:
+            await self._begin(placement)
+            await self._until_ready(placement)
+        except ShoalError:
+            await self._end(placement)
+            raise
+        await self._look()
+        return placement.id
+
+    async def remove(self, model: str, role: str) -> str:
+        await self._look()
+        ours = self._with_role(model, role)
+        if not ours:
+            component_of(self._components, model, role)
+            raise UnavailableError(f"there is no {role} worker of {model} here to be removed")
+        await self._end(ours[-1])
+        await self._until_gone(ours[-1].id)
+        return ours[-1].id
+
+    def placed(self, model: str, role: str) -> list[str]:
+        """The ids of its workers; the one that `remove` would end comes last."""
+        return [placement.id for placement in self._with_role(model, role)]
+
+    def _with_role(self, model: str, role: str) -> list[Placement]:
+        """The workers that have this role now, in the order of their numbers; those of other components come
+        last."""
+        state = self._file.read()
+        ours = [
+            (component.role != role, placement)
+            for component in self._components
+            if component.model == model
+            for placement in state.placements(component)
+            if (self._registry.role_of(placement.id) or component.role) == role
+        ]
+        return [placement for _, placement in sorted(ours, key=lambda each: each[0])]
+
+    def roles(self) -> list[str]:
+        """The role of each worker that has a place."""
+        state = self._file.read()
+        return [one.role for one in self._components for _ in state.placements(one)]
+
+    def parked(self) -> list[tuple[str, str, str]]:
+        """Id, model and role of each worker that is noted as parked. One with the highest number comes
+        first."""
+        state = self._file.read()
+        return [
+            (placement.id, component.model, component.role)
+            for component in self._components
+            for placement in reversed(state.placements(component))
+            if state.is_parked(placement)
+        ]
+
+    def note_parked(self, worker_id: str, is_parked: bool) -> None:
+        """For who takes over the workers of this process when it is killed."""
+        with self._file.changing() as state:
+            for component in self._components:
+                for placement in state.placements(component):
+                    if placement.id == worker_id:
+                        state.park(placement, is_parked)
+
+    async def end(self, worker_id: str) -> None:
+        """Ends this worker, as `remove` does; an unknown one changes nothing."""
+        state = self._file.read()
+        for component in self._components:
+            for placement in state.placements(component):
+                if placement.id == worker_id:
+                    await self._end(placement)
+                    await self._until_gone(worker_id)
+
+    async def until_hopeless(self) -> None:
+        while not self._running or not all(one.has_given_up for one in self._running.values()):
+            await self._clock.sleep(WATCH_S)
+
+    async def close(self, grace_s: float) -> None:
+        await stop(self._tasks)
+        await self._supervisor.close(grace_s)
+        with self._file.changing() as state:
+            state.supervisor = None
+            for entry in state.components.values():
+                entry.workers = {}
+
+    async def _begin(self, placement: Placement, is_there: bool = False) -> None:
+        if not is_there:
+            await self._supervisor.start(placement)
+        self._mine[placement.id] = placement
+        if placement.spec is not None:
+            await self._registry.add(placement.spec)
+
+    async def _until_ready(self, placement: Placement) -> None:
+        deadline = self._clock.now() + self._start_timeout_s
+        while self._registry.state_of(placement.id) != WorkerState.READY:
+            running = (await self._supervisor.running()).get(placement.id)
+            if running is None or running.has_given_up:
+                raise UnavailableError(
+                    f"worker {placement.id} does not stay alive, and is taken back; its lines in the log say "
+                    "why"
+                )
+            if self._clock.now() >= deadline:
+                raise UnavailableError(
+                    f"worker {placement.id} was not ready within {self._start_timeout_s:g} s (start_timeout) "
+                    "and is taken back; its lines in the log say why"
+                )
+            await self._clock.sleep(LOOK_S)
+
+    async def _until_gone(self, worker_id: str) -> None:
+        deadline = self._clock.now() + GONE_S
+        while self._registry.state_of(worker_id) is not None:
+            if self._clock.now() >= deadline:
+                raise UnavailableError(
+                    f"worker {worker_id} has ended, and the router names it {GONE_S:g} s later; does another "
+                    "process have its id?"
+                )
+            await self._clock.sleep(LOOK_S)
+
+    async def _end(self, placement: Placement) -> None:
+        """Ours drain by themselves at SIGTERM; another engine may not."""
+        if placement.spec is not None:
+            with contextlib.suppress(UnknownWorkerError, TimeoutError):
+                await asyncio.wait_for(self._registry.retire(placement.id), GRACE_S)
+        await self._supervisor.stop(placement.id, GRACE_S)
+        self._mine.pop(placement.id, None)
+        with self._file.changing() as state:
+            state.free(placement)
+        if placement.spec is not None:
+            with contextlib.suppress(UnknownWorkerError):  # a person has removed it
+                await self._registry.remove(placement.id)
+
+    async def _watch(self) -> None:
+        told = ""
+        while True:
+            await self._clock.sleep(WATCH_S)
+            try:
+                await self._look()
+                told = ""
+            except (UnavailableError, OSError) as error:  # a disk may be full for a while
+                if told != str(error):
+                    told = str(error)
+                    logger.error("what runs cannot be noted in %s: %s", self._file.path, error)
+
+    async def _look(self) -> None:
+        """Brings the file up to date with what runs."""
+        running = await self._supervisor.running()
+        self._mine = {name: placement for name, placement in self._mine.items() if name in running}
+        self._running = running
+        with self._file.changing() as state:
+            if self._tasks:
+                state.supervisor = Life.of(os.getpid())
+            for placement in self._mine.values():
+                state.adopt(placement)
+            state.see({name: one.pid for name, one in running.items()})
+
+    def _is_missing(self, worker_id: str) -> bool:
+        running = self._running.get(worker_id)
+        if running is not None and running.has_given_up:
+            return False
+        return is_missing(self._registry.state_of(worker_id))

@@ -1,0 +1,219 @@
+"""Workers that another orchestrator starts and ends. The connector writes how many there should be, and waits
+until that is confirmed, as the VirtualConnector of NVIDIA Dynamo does:
+
+    decision.json    written here: {"decision_id": 7, "workers": {"m": {"decode": 3, "prefill": 1}}, ...}
+    scaled.json      written by the orchestrator, when it has scaled: {"scaled_decision_id": 7}
+
+Both lie in the fleet's folder (on a shared file system, if the orchestrator is elsewhere), so an orchestrator
+may be written in any language. One in Python has a VirtualClient:
+
+    client = VirtualClient(folder)
+    while True:
+        decision = await client.wait()
+        ...                                # scale to decision.workers
+        client.complete(decision)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from shoal.errors import ConfigError, UnavailableError
+from shoal.fleet.connector import LOOK_S, Setting, component_of
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DECISION, SCALED = "decision.json", "scaled.json"
+
+
+class ScalingDecision(msgspec.Struct, frozen=True):
+    """`workers`: how many there should be, by model and role. `counts`: those of the fleet's file, from which
+    this has come. Decisions are numbered; a later one takes the place of those before it."""
+
+    decision_id: int
+    workers: dict[str, dict[str, int]]
+    counts: dict[str, dict[str, int]] = {}
+
+
+class Scaled(msgspec.Struct, frozen=True):
+    scaled_decision_id: int
+
+
+class VirtualClient:
+    """The orchestrator's side. `folder`: where `shoal fleet up` says that it writes decisions."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+
+    async def wait(self) -> ScalingDecision:
+        """The latest decision, as soon as there is one that is not confirmed."""
+        while True:
+            decision = _read(self._folder / DECISION, ScalingDecision)
+            if decision is not None and decision.decision_id > _scaled_id(self._folder):
+                return decision
+            await asyncio.sleep(LOOK_S)
+
+    def complete(self, decision: ScalingDecision) -> None:
+        """There are as many workers as it says, or they start."""
+        _write(self._folder / SCALED, Scaled(decision.decision_id))
+
+
+class VirtualConnector:
+    """A Connector. Counts outlive it, as workers are the orchestrator's: `start` goes on with them, unless
+    the fleet's file says other ones than it did, and `close` leaves them."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._components, self._registry = setting.components, setting.registry
+        self._clock, self._start_timeout_s = setting.clock, setting.start_timeout_s
+        self._folder = setting.folder
+        self._decision = ScalingDecision(0, {})
+        self._decided_at = 0.0
+        self._deciding = asyncio.Lock()
+        self._num_changing = 0
+        self._claimed: set[str] = set()  # what the present calls of `add` have got
+
+    async def start(self) -> None:
+        counts: dict[str, dict[str, int]] = {}
+        for one in self._components:
+            roles = counts.setdefault(one.model, {})
+            roles[one.role] = roles.get(one.role, 0) + one.count
+        path = self._folder / DECISION
+        before = _read(path, ScalingDecision)
+        if before is None and path.exists():
+            raise ConfigError(
+                f"{path} is no decision of a planner; remove it, and its numbers begin at 1 again"
+            )
+        logger.info("decisions are written to %s, and confirmed in %s", path, self._folder / SCALED)
+        self._decision = before or self._decision
+        if self._decision.counts != counts:
+            self._decision = msgspec.structs.replace(self._decision, workers=counts, counts=counts)
+            self._write()
+
+    def pending(self, model: str) -> int:
+        if self._clock.now() - self._decided_at >= self._start_timeout_s:
+            return 0
+        wanted = self._decision.workers.get(model, {})
+        return sum(max(0, count - len(self._registry.ready(model, role))) for role, count in wanted.items())
+
+    async def add(self, model: str, role: str) -> str:
+        component_of(self._components, model, role)
+        deadline = self._clock.now() + self._start_timeout_s
+        before = set(self._registry.ready(model, role))
+        if not self._num_changing:
+            self._claimed.clear()
+        with self._changing():
+            decision_id = await self._decide(model, role, 1, deadline)
+            while True:
+                new = [one for one in self._registry.ready(model, role) if one not in before | self._claimed]
+                if new and self._is_confirmed(decision_id):
+                    self._claimed.add(new[0])
+                    return new[0]
+                if self._clock.now() >= deadline:
+                    self._change(model, role, -1)
+                    raise UnavailableError(
+                        f"decision {decision_id}, one more {role} worker of {model}, had no ready worker "
+                        f"within {self._start_timeout_s:g} s (start_timeout) and is taken back; "
+                        f"{self._confirmation(decision_id)}"
+                    )
+                await self._clock.sleep(LOOK_S)
+
+    async def remove(self, model: str, role: str) -> str:
+        component_of(self._components, model, role)
+        deadline = self._clock.now() + self._start_timeout_s
+        before = self._registry.ready(model, role)
+        if not before:
+            raise UnavailableError(f"there is no {role} worker of {model} here to be removed")
+        with self._changing():
+            decision_id = await self._decide(model, role, -1, deadline)
+            while True:
+                gone = [one for one in before if self._registry.state_of(one) is None]
+                if gone and self._is_confirmed(decision_id):
+                    return gone[-1]
+                if self._clock.now() >= deadline:
+                    raise UnavailableError(
+                        f"decision {decision_id}, one {role} worker of {model} fewer, ended no worker within "
+                        f"{self._start_timeout_s:g} s (start_timeout); {self._confirmation(decision_id)}"
+                    )
+                await self._clock.sleep(LOOK_S)
+
+    async def until_hopeless(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self, grace_s: float) -> None:
+        """Workers stay: they are the orchestrator's."""
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        self._num_changing += 1
+        try:
+            yield
+        finally:
+            self._num_changing -= 1
+
+    async def _decide(self, model: str, role: str, by: int, deadline: float) -> int:
+        """Waits until the decision before is confirmed, and writes the next one. Returns its number."""
+        async with self._deciding:
+            while not self._is_confirmed(self._decision.decision_id):
+                if self._clock.now() >= deadline:
+                    raise UnavailableError(
+                        f"decision {self._decision.decision_id} is not confirmed in {self._folder / SCALED}, "
+                        "so no other one is made; does the orchestrator run?"
+                    )
+                await self._clock.sleep(LOOK_S)
+            if self._num_changing == 1 and not self.pending(model):
+                # Workers that a person has added or removed meanwhile are taken as they are.
+                self._change(model, role, by, len(self._registry.ready(model, role)))
+            else:
+                self._change(model, role, by)
+            return self._decision.decision_id
+
+    def _change(self, model: str, role: str, by: int, count: int | None = None) -> None:
+        """`count`: how many there are; None: as many as were wanted."""
+        roles = dict(self._decision.workers.get(model, {}))
+        roles[role] = max(0, (roles.get(role, 0) if count is None else count) + by)
+        workers = {**self._decision.workers, model: roles}
+        self._decision = msgspec.structs.replace(self._decision, workers=workers)
+        self._write()
+
+    def _write(self) -> None:
+        number = self._decision.decision_id + 1
+        self._decision = msgspec.structs.replace(self._decision, decision_id=number)
+        self._decided_at = self._clock.now()
+        _write(self._folder / DECISION, self._decision)
+
+    def _is_confirmed(self, decision_id: int) -> bool:
+        return _scaled_id(self._folder) >= decision_id
+
+    def _confirmation(self, decision_id: int) -> str:
+        is_confirmed = self._is_confirmed(decision_id)
+        return f"it {'is' if is_confirmed else 'is not'} confirmed in {self._folder / SCALED}"
+
+
+def _scaled_id(folder: Path) -> int:
+    """The last decision that is confirmed; 0 if there is none."""
+    scaled = _read(folder / SCALED, Scaled)
+    return 0 if scaled is None else scaled.scaled_decision_id
+
+
+def _read(path: Path, type_: type[T]) -> T | None:
+    """None if there is no such file, or if it cannot be read: an orchestrator may be writing it."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=type_)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+def _write(path: Path, content: msgspec.Struct) -> None:
+    """Nobody sees a part of it."""
+    new = path.with_suffix(".new")
+    new.write_bytes(msgspec.json.encode(content) + b"\n")
+    new.replace(path)

@@ -1,0 +1,115 @@
+"""The planner's rules by load: at most one worker of a role comes or goes in an interval, as queues and KV
+caches fill and empty.
+
+They are those of NVIDIA Dynamo's first planner, with its names and its code's defaults (its documents give
+other numbers for the interval and for both thresholds of the queue). What differs, on purpose: the grace
+after an added decode worker lasts whole intervals, counts of workers change within a decision, and a worker
+is removed only if those that stay can carry its load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from statistics import fmean
+
+from shoal.fleet.observation import WAITING_LOAD, Change, Decision, Observation, counts_of, hindrance_of
+from shoal.fleet.planner_config import PlannerConfig
+
+TREND_INTERVALS = 3  # how far ahead the trend of the prefill queue is followed
+GRACE_INTERVALS = 3  # full intervals in which a new decode worker proves itself
+
+
+def decide_by_load(
+    config: PlannerConfig, grace: int, observations: Sequence[Observation], *, other_gpus: int = 0
+) -> tuple[Decision, int]:
+    """The decision at the end of an interval with these observations (at least one). `grace`: further
+    intervals in which decode may not shrink; it is returned for the next interval."""
+    last = observations[-1]
+    counts = counts_of(last)
+    hindrance = hindrance_of(observations)
+    if hindrance is not None:
+        return Decision(at=last.at, changes=[], reason=hindrance, desired=counts), grace
+    gpus = other_gpus + sum(config.gpus_of(role) * count for role, count in counts.items())
+    changes: list[Change] = []
+    reasons: list[str] = []
+    rested = max(0, grace - 1)
+    queue = [each.prefill_queue for each in observations] if "prefill" in counts else []
+    loads = [load for each in observations for load in _kv_loads(each)]
+    # Prefill comes before decode, as a queue for prefill raises the KV load of decode workers too. What is
+    # removed makes room for what is added.
+    for role, count, reason in list(_removals(config, grace, counts, queue, loads)):
+        counts[role] += count
+        gpus += count * config.gpus_of(role)
+        changes.append(Change(role, count))
+        reasons.append(reason)
+    for role, count, reason in list(_additions(config, grace, last, counts, queue, loads)):
+        if any(change.role == role for change in changes):
+            continue
+        if gpus + config.gpus_of(role) > config.max_gpu_budget:
+            reasons.append(f"{reason}, but all {config.max_gpu_budget} GPUs of the budget are taken")
+            continue
+        counts[role] += count
+        gpus += config.gpus_of(role)
+        changes.append(Change(role, count))
+        reasons.append(reason)
+        if role != "prefill":
+            rested = GRACE_INTERVALS
+    reason = "; ".join(reasons) or "the load is between the thresholds"
+    return Decision(at=last.at, changes=changes, reason=reason, desired=counts), rested
+
+
+def _kv_loads(observation: Observation) -> list[float]:
+    """The KV load of each worker, with its share of the requests that the router still holds."""
+    held = WAITING_LOAD * observation.queued / max(1, len(observation.decode))
+    return [load.kv_load + held for load in observation.decode]
+
+
+Step = tuple[str, int, str]  # role, 1 or -1, reason
+
+
+def _removals(
+    config: PlannerConfig, grace: int, counts: dict[str, int], queue: list[int], loads: list[float]
+) -> Iterator[Step]:
+    prefill = counts.get("prefill", 0)
+    if queue and prefill > config.min_endpoint:
+        mean = fmean(queue)
+        low, high = config.prefill_queue_scale_down_threshold, config.prefill_queue_scale_up_threshold
+        if mean < low and _can_spare_one(config, mean, prefill, high):
+            yield "prefill", -1, f"the prefill queue is {mean:.2f} < {low:g}"
+    role = next(role for role in counts if role != "prefill")
+    if loads and counts[role] > config.min_endpoint and grace == 0:
+        mean = fmean(loads)
+        low, high = config.decode_kv_scale_down_threshold, config.decode_kv_scale_up_threshold
+        if mean < low and _can_spare_one(config, mean, counts[role], high):
+            yield role, -1, f"the KV load is {mean:.2f} < {low:g}"
+
+
+def _can_spare_one(config: PlannerConfig, load: float, count: int, most: float) -> bool:
+    """Whether the others would not be above the threshold at which one is added again."""
+    if not config.checks_remaining_load or count == 1:
+        return True
+    return load * count / (count - 1) <= most
+
+
+def _additions(
+    config: PlannerConfig,
+    grace: int,
+    last: Observation,
+    counts: dict[str, int],
+    queue: list[int],
+    loads: list[float],
+) -> Iterator[Step]:
+    if queue:
+        mean, high = fmean(queue), config.prefill_queue_scale_up_threshold
+        ahead = queue[-1] + (queue[-1] - queue[0]) * TREND_INTERVALS
+        if mean > high and ahead > high:
+            yield "prefill", 1, f"the prefill queue is {mean:.2f} > {high:g}, and will be {ahead}"
+    if loads:
+        mean, high = fmean(loads), config.decode_kv_scale_up_threshold
+        if mean > high and not (config.grace_freezes_both and grace):
+            yield last.decode_role, 1, f"the KV load is {mean:.2f} > {high:g}"
+    elif last.queued:
+        yield last.decode_role, 1, f"{last.queued} requests wait, and there is no {last.decode_role} worker"
+    for role, count in counts.items():
+        if count < config.min_endpoint:
+            yield role, 1, f"{count} {role} workers are fewer than min_endpoint {config.min_endpoint}"

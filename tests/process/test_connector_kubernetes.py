@@ -1,0 +1,299 @@
+"""The connector to Kubernetes against a fake API server; and the manifests against the published schemas."""
+
+import asyncio
+import contextlib
+import re
+from pathlib import Path
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from shoal.cli.fleet import fleet_up
+from shoal.cli.main import main
+from shoal.errors import ConfigError, UnavailableError
+from shoal.fleet import connector_kubernetes
+from shoal.fleet.clock import LoopClock
+from shoal.fleet.components import components_of_pods
+from shoal.fleet.connector import Component, Setting
+from shoal.fleet.connector_kubernetes import KubernetesConnector, deployment_of
+from shoal.fleet.fleet_file import read_fleet_file
+from shoal.fleet_api import WorkerState
+from tests.fake_kubernetes import FakeKubernetes, use
+
+MANIFESTS = Path(__file__).parents[2] / "deploy" / "kubernetes"
+WORKER = Component("Tiny", ("shoal", "serve"), model="tiny", count=1)
+PREFILL = Component("Tiny-prefill", ("shoal", "serve"), model="tiny", role="prefill", count=0)
+
+
+class FakeRegistry:
+    """The router's word of each worker."""
+
+    def __init__(self):
+        self.states, self.roles = {}, {}
+
+    def role_of(self, worker_id):
+        return self.roles.get(worker_id)
+
+    def state_of(self, worker_id):
+        return self.states.get(worker_id)
+
+
+class Setup:
+    def __init__(self):
+        self.registry = FakeRegistry()
+        self.fake = FakeKubernetes(self._join, self._leave)
+        self.never_ready = False
+
+    async def _join(self, pod, deployment):
+        await asyncio.sleep(0.02)
+        if not self.never_ready:
+            self.registry.states[pod] = WorkerState.READY
+
+    async def _leave(self, pod, deployment):
+        self.registry.states[pod] = WorkerState.DRAINING
+        await asyncio.sleep(0.02)
+        self.registry.states.pop(pod)
+
+    @contextlib.asynccontextmanager
+    async def connector(self, tmp_path, monkeypatch, *components, start_timeout_s=10.0):
+        async with self.fake.serving(tmp_path) as kubeconfig:
+            use(monkeypatch, kubeconfig)
+            setting = Setting(components, self.registry, LoopClock(), start_timeout_s, None, tmp_path)
+            connector = KubernetesConnector(setting)
+            try:
+                await connector.start()
+                yield connector
+            finally:
+                await connector.close(1.0)
+
+
+@pytest.fixture(autouse=True)
+def _looks_often(monkeypatch):
+    monkeypatch.setattr(connector_kubernetes, "POLL_S", 0.02)
+
+
+def run(tmp_path, monkeypatch, scenario, *components, deployed=(("tiny", 1), ("tiny-prefill", 0)), **options):
+    async def body():
+        setup = Setup()
+        for name, replicas in deployed:
+            setup.fake.deploy(name, replicas)
+        async with setup.connector(
+            tmp_path, monkeypatch, *(components or (WORKER, PREFILL)), **options
+        ) as made:
+            await scenario(setup, made)
+
+    asyncio.run(asyncio.wait_for(body(), 30))
+
+
+def test_add_returns_the_pod_when_it_is_ready_and_remove_when_it_is_gone(tmp_path, monkeypatch):
+    async def scenario(setup, connector):
+        added = await connector.add("tiny", "both")
+        assert setup.registry.states[added] == WorkerState.READY
+        assert setup.fake.replicas["tiny"] == 2
+        assert await connector.remove("tiny", "both") == added  # the youngest
+        assert added not in setup.registry.states
+        assert added not in setup.fake.pods
+        assert setup.fake.replicas == {"tiny": 1, "tiny-prefill": 0}
+
+    run(tmp_path, monkeypatch, scenario)
+
+
+def test_the_router_has_the_right_to_all_that_the_connector_asks_of_the_api(tmp_path, monkeypatch):
+    asked = set()
+
+    async def scenario(setup, connector):
+        await connector.add("tiny", "both")
+        await connector.remove("tiny", "both")
+        for request in setup.fake.requests:
+            method, path = request.split()
+            _, found = path.split("/namespaces/llm/")
+            kind, *more = found.split("/")  # ["pods"], ["pods", NAME] or ["deployments", NAME, "scale"]
+            verb = {"GET": "get" if more else "list", "PATCH": "patch"}[method]
+            asked.add(("/".join([kind, *more[1:]]), verb))
+
+    run(tmp_path, monkeypatch, scenario)
+    rules = of_kind("router", "Role")["shoal-planner"]["rules"]
+    assert asked == {
+        (resource, verb) for rule in rules for resource in rule["resources"] for verb in rule["verbs"]
+    }
+
+
+def test_a_worker_that_a_person_drains_is_not_awaited_in_a_pod(tmp_path, monkeypatch):
+    async def scenario(setup, connector):
+        for state, pending in ((WorkerState.DRAINING, 0), (WorkerState.BROKEN, 1)):
+            setup.registry.states["tiny-1"] = state
+            while connector.pending("tiny") != pending:
+                await asyncio.sleep(0.01)
+
+    run(tmp_path, monkeypatch, scenario)
+
+
+def test_a_pod_that_does_not_end_is_not_awaited_for_ever(tmp_path, monkeypatch):
+    async def scenario(setup, connector):
+        added = await connector.add("tiny", "both")
+        monkeypatch.setattr(setup.registry, "state_of", lambda worker_id: WorkerState.DRAINING)
+        with pytest.raises(UnavailableError, match=f"pod {added} has not ended within .*start_timeout"):
+            await connector.remove("tiny", "both")
+
+    run(tmp_path, monkeypatch, scenario, start_timeout_s=0.5)
+
+
+def test_a_role_returns_from_zero(tmp_path, monkeypatch):
+    async def scenario(setup, connector):
+        with pytest.raises(UnavailableError, match="no prefill worker of tiny"):
+            await connector.remove("tiny", "prefill")
+        pod = await connector.add("tiny", "prefill")
+        assert pod.startswith("tiny-prefill-")
+        assert await connector.remove("tiny", "prefill") == pod
+        assert setup.fake.replicas["tiny-prefill"] == 0
+
+    run(tmp_path, monkeypatch, scenario)
+
+
+def test_a_pod_that_is_not_ready_in_time_is_taken_back_and_no_other(tmp_path, monkeypatch):
+    async def scenario(setup, connector):
+        first = setup.fake.pods_of("tiny")[0].name
+        setup.never_ready = True
+        with pytest.raises(UnavailableError, match=r"pod tiny-2 was not ready within 0\.2 s"):
+            await connector.add("tiny", "both")
+        assert [pod.name for pod in setup.fake.pods_of("tiny")] == [first]
+        assert setup.fake.replicas["tiny"] == 1
+
+    run(tmp_path, monkeypatch, scenario, start_timeout_s=0.2)
+
+
+def test_pods_that_no_node_has_room_for_count_as_pending_until_the_start_timeout(tmp_path, monkeypatch):
+    async def scenario(setup, connector):
+        async def settled(count):
+            while connector.pending("tiny") != count:
+                await asyncio.sleep(0.01)
+
+        await settled(0)
+        setup.fake.has_room = False
+        setup.fake.deploy("tiny", 3)  # by another hand
+        await settled(2)
+        assert connector.pending("another") == 0
+        await settled(0)  # half a second later they block nothing
+        assert setup.fake.replicas["tiny"] == 3
+
+    run(tmp_path, monkeypatch, scenario, start_timeout_s=0.5)
+
+
+def test_a_scale_that_another_hand_changed_meanwhile_is_read_again(tmp_path, monkeypatch):
+    async def scenario(setup, connector):
+        setup.fake.conflicts = 2
+        await connector.add("tiny", "both")
+        assert setup.fake.replicas["tiny"] == 2
+        setup.fake.conflicts = 100
+        with pytest.raises(UnavailableError, match="is something else scaling it"):
+            await connector.add("tiny", "both")
+        assert setup.fake.replicas["tiny"] == 2
+
+    run(tmp_path, monkeypatch, scenario)
+
+
+def test_closing_leaves_the_deployments_as_they_are(tmp_path, monkeypatch):
+    async def scenario(setup, connector):
+        await connector.add("tiny", "both")
+        await connector.close(1.0)
+        assert setup.fake.replicas["tiny"] == 2
+        assert len(setup.fake.pods_of("tiny")) == 2
+
+    run(tmp_path, monkeypatch, scenario)
+
+
+def test_a_deployment_that_is_not_there_is_named_at_the_start(tmp_path, monkeypatch):
+    with pytest.raises(ConfigError, match="namespace 'llm' has no Deployment 'tiny-prefill'"):
+        run(tmp_path, monkeypatch, None, deployed=[("tiny", 1)])
+
+
+def test_an_api_that_refuses_or_is_not_there_is_named(tmp_path, monkeypatch):
+    async def scenario(setup, connector):
+        setup.fake.status = 403
+        with pytest.raises(UnavailableError, match="403 Forbidden; the service account needs the rights"):
+            await connector.add("tiny", "both")
+        setup.fake.status = 200
+        await connector.add("tiny", "both")  # the connector lives on
+
+    run(tmp_path, monkeypatch, scenario)
+
+    async def starting():
+        connector = KubernetesConnector(Setting([WORKER], FakeRegistry(), LoopClock(), 1.0, None, tmp_path))
+        try:
+            await connector.start()
+        finally:
+            await connector.close(1.0)
+
+    # The kubeconfig is still that of the server, which has ended.
+    with pytest.raises(UnavailableError, match="the Kubernetes API does not answer"):
+        asyncio.run(starting())
+    use(monkeypatch, tmp_path / "none")
+    with pytest.raises(ConfigError, match="found no cluster"):
+        asyncio.run(starting())
+
+
+def test_what_cannot_run_in_pods_is_refused(tmp_path):
+    path = tmp_path / "fleet.toml"
+    foreign = "[[workers]]\ncommand = 'vllm serve m --port {port}'\nname = 'm'\n"
+    planner = "[planner]\nconnector = 'kubernetes'\n"
+    for text, told in (
+        (foreign + planner + "[plane]\nurl = 'nats://127.0.0.1:4222'\n", "component 'vllm' has a command"),
+        ("[[workers]]\n" + planner, "write [plane] url = "),
+    ):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=re.escape(told)):
+            fleet_up(str(path), str(tmp_path))
+
+
+def documents():
+    for path in sorted(MANIFESTS.glob("*.yaml")):
+        for document in yaml.safe_load_all(path.read_text()):
+            yield pytest.param(document, id=f"{path.stem}-{document['kind']}-{document['metadata']['name']}")
+
+
+@pytest.mark.parametrize("document", list(documents()))
+def test_a_manifest_keeps_the_published_schema(document):
+    kubernetes_validate.validate(document, "1.32", strict=True)
+
+
+def of_kind(stem, kind):
+    found = [
+        each for each in yaml.safe_load_all((MANIFESTS / f"{stem}.yaml").read_text()) if each["kind"] == kind
+    ]
+    return {each["metadata"]["name"]: each for each in found}
+
+
+@pytest.mark.parametrize("stem", ["cpu", "gpu"])
+def test_the_file_and_the_deployments_of_a_manifest_fit_together(stem, tmp_path):
+    path = tmp_path / "fleet.toml"
+    path.write_text(of_kind(stem, "ConfigMap")["shoal-fleet"]["data"]["fleet.toml"])
+    file = read_fleet_file(path)
+    assert file.planner.connector == "kubernetes"
+    components = components_of_pods(file.workers, file.router.plane)
+    deployments = of_kind(stem, "Deployment")
+    assert {deployment_of(component) for component in components} == set(deployments)
+    for component in components:
+        deployment = deployments[deployment_of(component)]
+        label = deployment["spec"]["template"]["metadata"]["labels"]["app.kubernetes.io/component"]
+        assert label == deployment_of(component)
+        arguments = deployment["spec"]["template"]["spec"]["containers"][0]["args"]
+        assert f"--role={component.role}" in arguments
+        assert arguments[1] == file.workers[0].model
+        assert f"--plane={file.router.plane}" in arguments
+
+
+@pytest.mark.parametrize(
+    "stem, name", [("cpu", "smollm2"), ("gpu", "qwen3-8b-decode"), ("gpu", "qwen3-8b-prefill")]
+)
+def test_the_arguments_of_a_manifest_are_options_that_the_command_has(stem, name, capsys):
+    container = of_kind(stem, "Deployment")[name]["spec"]["template"]["spec"]["containers"][0]
+    names = {each["name"] for each in container["env"]}
+    used = {found for word in container["args"] for found in re.findall(r"\$\((\w+)\)", word)}
+    assert used == names
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "--help-all"])
+    assert ended.value.code == 0
+    offered = capsys.readouterr().out
+    for word in container["args"][2:]:
+        assert word.partition("=")[0] in offered, word

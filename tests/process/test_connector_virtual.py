@@ -1,0 +1,155 @@
+"""Counts for another orchestrator: one decision at a time, and nothing is lost when either side starts again."""
+
+import asyncio
+import json
+
+import pytest
+
+from shoal.errors import ConfigError, UnavailableError
+from shoal.fleet.clock import LoopClock
+from shoal.fleet.connector import Component, Setting
+from shoal.fleet.connector_virtual import VirtualClient, VirtualConnector
+from shoal.fleet_api import WorkerState
+
+COMPONENTS = (
+    Component("m-decode", (), "m", role="decode", count=2),
+    Component("m-prefill", (), "m", role="prefill", count=1),
+)
+
+
+class Cluster:
+    """A Registry whose workers are there as soon as the orchestrator has said so."""
+
+    def __init__(self):
+        self.counts = {"decode": 0, "prefill": 0}
+
+    def ready(self, model, role):
+        return [f"{role}-{number}" for number in range(1, self.counts[role] + 1)]
+
+    def state_of(self, worker_id):
+        role, _, number = worker_id.rpartition("-")
+        return WorkerState.READY if int(number) <= self.counts[role] else None
+
+
+def connector(folder, cluster, timeout_s=5.0, components=COMPONENTS):
+    return VirtualConnector(Setting(components, cluster, LoopClock(), timeout_s, None, folder))
+
+
+async def obey(folder, cluster, seen, times):
+    client = VirtualClient(folder)
+    for _ in range(times):
+        decision = await client.wait()
+        seen.append((decision.decision_id, decision.workers["m"]))
+        cluster.counts = dict(decision.workers["m"])
+        client.complete(decision)
+
+
+def test_changes_side_by_side_are_decisions_one_after_the_other(tmp_path):
+    async def run():
+        cluster, seen = Cluster(), []
+        virtual = connector(tmp_path, cluster)
+        await virtual.start()
+        obeying = asyncio.create_task(obey(tmp_path, cluster, seen, 5))
+        while virtual.pending("m"):
+            await asyncio.sleep(0.01)
+        added = await asyncio.gather(
+            virtual.add("m", "decode"), virtual.add("m", "decode"), virtual.add("m", "prefill")
+        )
+        assert sorted(added) == ["decode-3", "decode-4", "prefill-2"]
+        assert await virtual.remove("m", "decode") == "decode-4"
+        await obeying
+        assert [number for number, _ in seen] == [1, 2, 3, 4, 5]
+        assert seen[0][1] == {"decode": 2, "prefill": 1} and seen[-1][1] == {"decode": 3, "prefill": 2}
+
+    asyncio.run(run())
+
+
+def test_no_decision_is_made_while_one_is_not_confirmed(tmp_path):
+    async def run():
+        virtual = connector(tmp_path, Cluster(), timeout_s=0.3)
+        await virtual.start()
+        before = (tmp_path / "decision.json").read_text()
+        with pytest.raises(
+            UnavailableError, match=r"decision 1 is not confirmed .*does the orchestrator run"
+        ):
+            await virtual.add("m", "decode")
+        assert (tmp_path / "decision.json").read_text() == before
+
+    asyncio.run(run())
+
+
+def test_an_orchestrator_that_confirms_and_brings_no_worker_gets_the_count_of_before(tmp_path):
+    async def run():
+        cluster = Cluster()
+        virtual = connector(tmp_path, cluster, timeout_s=0.5)
+        await virtual.start()
+        await obey(tmp_path, cluster, [], 1)
+        adding, client = asyncio.create_task(virtual.add("m", "decode")), VirtualClient(tmp_path)
+        client.complete(await client.wait())
+        with pytest.raises(UnavailableError, match="is taken back; it is confirmed"):
+            await adding
+        assert (await client.wait()).workers["m"] == {"decode": 2, "prefill": 1}
+
+    asyncio.run(run())
+
+
+def test_numbers_and_counts_go_on_when_the_planner_starts_again(tmp_path):
+    async def run():
+        cluster, seen = Cluster(), []
+        first = connector(tmp_path, cluster)
+        await first.start()
+        obeying = asyncio.create_task(obey(tmp_path, cluster, seen, 3))
+        while first.pending("m"):
+            await asyncio.sleep(0.01)
+        await first.add("m", "decode")
+        await first.close(0.0)
+        second = connector(tmp_path, cluster)
+        await second.start()
+        assert await second.add("m", "decode") == "decode-4"
+        await obeying
+        assert seen[-1] == (3, {"decode": 4, "prefill": 1})
+        more = Component("m-decode", (), "m", role="decode", count=5)
+        await connector(tmp_path, cluster, components=(more, COMPONENTS[1])).start()
+        assert (await VirtualClient(tmp_path).wait()).workers["m"]["decode"] == 5, (
+            "a person has changed the file"
+        )
+
+    asyncio.run(run())
+
+
+def test_workers_that_a_person_has_added_are_taken_as_they_are(tmp_path):
+    async def run():
+        cluster, seen = Cluster(), []
+        virtual = connector(tmp_path, cluster)
+        await virtual.start()
+        await obey(tmp_path, cluster, seen, 1)
+        cluster.counts["decode"] = 4
+        obeying = asyncio.create_task(obey(tmp_path, cluster, seen, 1))
+        assert await virtual.add("m", "decode") == "decode-5"
+        await obeying
+        assert seen[-1] == (2, {"decode": 5, "prefill": 1})
+
+    asyncio.run(run())
+
+
+def test_the_files_are_for_any_language(tmp_path):
+    async def run():
+        await connector(tmp_path, Cluster()).start()
+        written = json.loads((tmp_path / "decision.json").read_text())
+        assert written["decision_id"] == 1 and written["workers"] == {"m": {"decode": 2, "prefill": 1}}
+        waiting = asyncio.create_task(VirtualClient(tmp_path).wait())
+        assert (await waiting).decision_id == 1
+        (tmp_path / "scaled.json").write_text('{"scaled_decision_id": 1}\n')
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(VirtualClient(tmp_path).wait(), 0.3)
+        (tmp_path / "scaled.json").write_text('{"scaled_dec')  # being written
+        assert (await VirtualClient(tmp_path).wait()).decision_id == 1
+
+    asyncio.run(run())
+
+
+def test_a_file_that_is_no_decision_is_not_overwritten(tmp_path):
+    (tmp_path / "decision.json").write_text("important")
+    with pytest.raises(ConfigError, match=r"decision\.json is no decision of a planner; remove it"):
+        asyncio.run(connector(tmp_path, Cluster()).start())
+    assert (tmp_path / "decision.json").read_text() == "important"

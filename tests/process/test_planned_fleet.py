@@ -1,0 +1,245 @@
+"""A planner that reaches its fleet over a plane, with a connector and a router that only count."""
+
+import asyncio
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+
+from shoal.errors import ConfigError, UnavailableError
+from shoal.fleet.clock import LoopClock
+from shoal.fleet.connector import Component
+from shoal.fleet.observation import DecodeLoad, Observation
+from shoal.fleet.plane import Member
+from shoal.fleet.plane_streams import PeerGone
+from shoal.fleet.planes import open_plane
+from shoal.fleet.planned_fleet import OwnFleet, PlannerPort, RemoteFleet, become_planner, find_fleet
+from shoal.fleet.planner_config import PlannerConfig
+from shoal.fleet.planner_loop import PlannerLoop
+from shoal.fleet_api import PlannerView, WorkerState
+from tests.fake_connector import FakeConnector
+from tests.serving import free_port
+
+VIEW = PlannerView("load", "because", {"both": 2}, True)
+
+
+class Router:
+    """As much of a Fleet as a planner sees."""
+
+    def __init__(self, connector):
+        self.connector, self.load, self.planner_view = connector, 0.0, None
+        self.roles = {"m-1": "both"}
+
+    def idlest(self, model, role):
+        return next((name for name, found in self.roles.items() if found == role), None)
+
+    async def change_role(self, worker_id, role):
+        asyncio.get_running_loop().call_later(0.05, self.roles.__setitem__, worker_id, role)
+
+    def role_of(self, worker_id):
+        return self.roles[worker_id]
+
+    def observe(self, model, decode_role):
+        count = self.connector.count(model)
+        loads = [DecodeLoad(min(1.0, self.load / max(1, count)))] * count
+        return Observation(at=0.0, decode=loads, decode_role=decode_role)
+
+
+@contextlib.asynccontextmanager
+async def fleet(start_s=0.05, name="fleet"):
+    """A fleet of one worker on a plane of its own: (router, connector, how to open the plane)."""
+    url, planes = f"tcp://127.0.0.1:{free_port()}", []
+
+    def join(may_host=False):
+        planes.append(open_plane(url, lease_s=1.0, may_host=may_host))
+        return planes[-1]
+
+    components = [Component("m", (), model="m", count=1)]
+    connector = FakeConnector(components, start_s=start_s)
+    connector.states["m-1"] = WorkerState.READY
+    router = Router(connector)
+    port = PlannerPort(OwnFleet(router, connector, components), join(may_host=True), name)
+    serving = asyncio.create_task(port.run())
+    try:
+        yield SimpleNamespace(router=router, connector=connector, join=join)
+    finally:
+        for plane in reversed(planes[1:]):
+            await plane.close()
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+        await planes[0].close()
+
+
+def run(test):
+    async def bounded():
+        async with asyncio.timeout(30):
+            await test()
+
+    asyncio.run(bounded())
+
+
+async def until(condition):
+    while not condition():
+        await asyncio.sleep(0.01)
+
+
+async def planner(world, show=lambda: VIEW):
+    """Another process's end, which has become the planner."""
+    plane = world.join()
+    name = await find_fleet(plane, "fleet")
+    await become_planner(plane, name)
+    found = RemoteFleet(plane, name)
+    found.show(show)
+    return plane, found
+
+
+def test_it_sees_what_the_fleet_does_and_is_shown_until_it_leaves():
+    async def test():
+        async with fleet() as world:
+            plane, remote = await planner(world)
+            world.router.load = 0.25
+            assert (await remote.observe())["m"].decode == [DecodeLoad(0.25)]
+            assert world.router.planner_view() == VIEW
+            await plane.close()
+            await until(lambda: world.router.planner_view is None)
+
+    run(test)
+
+
+def test_a_fleet_follows_its_load_by_it():
+    async def test():
+        async with fleet() as world:
+            _, remote = await planner(world)
+            config = PlannerConfig(metric_pulling_interval=0.02, adjustment_interval=0.1, max_gpu_budget=2)
+            loop = PlannerLoop(config, remote, LoopClock())
+            planning = asyncio.create_task(loop.run())
+            world.router.load = 1.9
+            await until(lambda: world.connector.count("m") == 2)
+            await until(lambda: world.router.planner_view().desired == {"both": 2})
+            world.router.load = 0.1
+            await until(lambda: world.connector.count("m") == 1)
+            planning.cancel()
+            assert [count for _, _, count in world.connector.changes] == [1, -1]
+
+    run(test)
+
+
+def test_what_a_planner_had_begun_goes_on_without_it_and_is_pending_for_the_next():
+    async def test():
+        async with fleet(start_s=0.5) as world:
+            plane, remote = await planner(world)
+            adding = asyncio.create_task(remote.add("m", "both"))
+            await until(lambda: "m-2" in world.connector.states)
+            adding.cancel()
+            await plane.close()
+            plane, remote = await planner(world)
+            assert (await remote.observe())["m"].pending == 1
+            await until(lambda: world.connector.count("m") == 2)
+            assert (await remote.observe())["m"].pending == 0
+
+    run(test)
+
+
+def test_an_error_of_a_change_reaches_the_planner():
+    async def test():
+        async with fleet() as world:
+            _, remote = await planner(world)
+            with pytest.raises(ConfigError, match="role 'prefill'"):
+                await remote.add("m", "prefill")
+            assert await remote.remove("m", "both") == "m-1"
+            with pytest.raises(UnavailableError, match="no both worker of m"):
+                await remote.remove("m", "both")
+
+    run(test)
+
+
+def test_a_worker_has_its_new_role_when_the_planner_hears_of_it():
+    async def test():
+        async with fleet() as world:
+            _, remote = await planner(world)
+            assert await remote.change_role("m", "both", "prefill") == "m-1"
+            assert world.router.roles == {"m-1": "prefill"}
+            with pytest.raises(UnavailableError, match="no both worker of m"):
+                await remote.change_role("m", "both", "prefill")
+
+    run(test)
+
+
+def test_a_look_that_is_lost_on_its_way_ends_no_planner():
+    """The error of a lost stream has no type of its own behind the plane."""
+
+    async def test():
+        async with fleet() as world:
+            plane, remote = await planner(world)
+            observe, lost = world.router.observe, []
+
+            def lose(model, role):
+                lost.append(model)
+                raise PeerGone("the server has cancelled the stream")
+
+            world.router.observe = lose
+            with pytest.raises(UnavailableError, match="the server has cancelled the stream"):
+                await remote.observe()
+            config = PlannerConfig(metric_pulling_interval=0.02, adjustment_interval=0.1, max_gpu_budget=2)
+            planning = asyncio.create_task(PlannerLoop(config, remote, LoopClock()).run())
+            await until(lambda: len(lost) > 2)
+            world.router.observe, world.router.load = observe, 1.9
+            await until(lambda: world.connector.count("m") == 2)
+            planning.cancel()
+            await plane.close()
+
+    run(test)
+
+
+def test_a_second_planner_is_refused_and_one_that_has_left_makes_room():
+    async def test():
+        async with fleet() as world:
+            plane, _ = await planner(world)
+            with pytest.raises(ConfigError, match="another process is the planner of the fleet fleet"):
+                await planner(world)
+            await plane.close()
+            await planner(world)
+
+    run(test)
+
+
+def test_a_planner_waits_for_a_fleet_and_does_not_guess_among_several():
+    async def test():
+        async with fleet(name="here-fleet") as world:
+            plane = world.join()
+            assert await find_fleet(plane, "elsewhere-fleet") == "here-fleet"  # the only one
+            await plane.register(Member(id="there-fleet", role="supervisor", address=""))
+            await until(lambda: "there-fleet" in plane.members)
+            assert await find_fleet(plane, "here-fleet") == "here-fleet"
+            with pytest.raises(ConfigError, match="here-fleet, there-fleet"):
+                await find_fleet(plane, "elsewhere-fleet")
+
+    run(test)
+
+
+def test_a_planner_whose_fleet_is_away_goes_on_when_it_is_back():
+    class Away:
+        is_away = True
+
+        def show(self, view):
+            pass
+
+        async def observe(self):
+            if self.is_away:
+                raise UnavailableError("the fleet does not answer")
+            return {"m": Observation(at=0.0, decode=[DecodeLoad(0.95)])}
+
+        async def add(self, model, role):
+            self.added = (model, role)
+            return "m-2"
+
+    async def test():
+        away = Away()
+        config = PlannerConfig(metric_pulling_interval=0.02, adjustment_interval=0.1)
+        planning = asyncio.create_task(PlannerLoop(config, away, LoopClock()).run())
+        await asyncio.sleep(0.2)
+        away.is_away = False
+        await until(lambda: hasattr(away, "added"))
+        planning.cancel()
+
+    run(test)
