@@ -1,24 +1,21 @@
-"""What it costs to tell the end of each layer of a prompt's step, and how early the first layer is told: by
-events that graphs record, and by running the step eagerly instead.
+"""What it costs to tell the end of each layer of a prompt's step, and how early the first layer is told.
 
     python benchmarks/layer_events.py [--model qwen3-8b] [--tokens 64,256,512,1024,3000] [--json PATH]
 
 A prompt of so many tokens is computed alone, with nothing cached. `ms` is the whole request of one output
 token on the host's clock, the median of 30. `first` and `last` are when the first and the last layer ended on
 the device, and `copied` when the last layer's blocks were in pinned host memory, all counted from the
-request's start. Steps beyond the captured sizes are eager in both engines. Random weights.
+request's start. Steps beyond the captured sizes are eager, and tell each layer by itself. Random weights.
 """
 
 from __future__ import annotations
 
 import argparse
-import gc
 import statistics
 import tempfile
 import time
 from random import Random
 from typing import Any
-from unittest import mock
 
 import torch
 from msgspec.structs import replace
@@ -26,7 +23,6 @@ from report import write_json
 from workloads import write_model
 
 from shoal import LLM, SamplingParams
-from shoal.engine.runner import layer_ends
 from shoal.kv.block_map import BlockMap
 from shoal.kv.copy import CopyStream, StagedCopy
 from shoal.kv.storage import pinned_memory
@@ -101,23 +97,20 @@ def times_of_layers(llm: LLM, watch: Watch, num_tokens: int) -> tuple[float, flo
     return begin.elapsed_time(ends[0]), begin.elapsed_time(ends[-1]), begin.elapsed_time(copied)
 
 
-def measure(model: str, in_graphs: bool, counts: list[int]) -> list[dict[str, Any]]:
-    with mock.patch.object(layer_ends, "IN_GRAPHS", in_graphs):
-        llm = LLM(
-            model,
-            load_format="dummy",
-            max_model_len=max(counts) + 64,
-            max_num_batched_tokens=max(counts) + 64,
-            enable_prefix_caching=False,
-            num_gpu_blocks_override=4096,
-        )
+def measure(model: str, counts: list[int]) -> list[dict[str, Any]]:
+    llm = LLM(
+        model,
+        load_format="dummy",
+        max_model_len=max(counts) + 64,
+        max_num_batched_tokens=max(counts) + 64,
+        enable_prefix_caching=False,
+        num_gpu_blocks_override=4096,
+    )
     watch = Watch(llm, num_blocks=max(counts) // llm.core.config.block_size)
     captured = max((shape.tokens for shape in llm.core.ranks.runner.mixed_shapes), default=0)
     rows = []
     for num_tokens in counts:
-        row: dict[str, Any] = dict(
-            tokens=num_tokens, events="in graphs" if in_graphs else "eager", captured=num_tokens <= captured
-        )
+        row: dict[str, Any] = dict(tokens=num_tokens, captured=num_tokens <= captured)
         for way in ("nobody", "events", "copies"):
             row[f"{way}_ms"] = round(request_ms(llm, watch, way, num_tokens), 3)
         times_of_layers(llm, watch, num_tokens)
@@ -127,8 +120,6 @@ def measure(model: str, in_graphs: bool, counts: list[int]) -> list[dict[str, An
         print("  ".join(f"{name} {value}" for name, value in row.items()), flush=True)
     del watch
     llm.exit()
-    gc.collect()
-    torch.cuda.empty_cache()
     return rows
 
 
@@ -140,7 +131,7 @@ def main() -> None:
     args = parser.parse_args()
     model = write_model(tempfile.mkdtemp(), args.model)
     counts = [int(count) for count in args.tokens.split(",")]
-    rows = [row for in_graphs in (False, True) for row in measure(model, in_graphs, counts)]
+    rows = measure(model, counts)
     if args.json:
         write_json(args.json, rows)
 

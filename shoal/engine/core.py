@@ -19,6 +19,7 @@ import torch
 
 from shoal.api import FinishReason, MemoryReport, Output, Request, SleepState, Stats
 from shoal.config import EngineConfig, ResolvedConfig
+from shoal.engine.compile_cache import CompileCache, keep_kernels_together
 from shoal.engine.lifecycle.sleep import KV_CACHE, Sleeper
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
@@ -41,6 +42,7 @@ from shoal.errors import (
     UnavailableError,
     UserError,
 )
+from shoal.hashing import root_key
 from shoal.kv.event_publisher import KvEvents
 from shoal.models.decoder import check_parallel
 from shoal.request_builder import check_request
@@ -64,12 +66,15 @@ class EngineCore:
         self.files, self._given = files, config
         self.model_config = files.config
         check_parallel(self.model_config, config.tensor_parallel_size)
-        quantized_bytes = files.tensor_bytes if files.kind == "gguf" else None
-        self.config: ResolvedConfig = resolve_config(config, self.model_config, quantized_bytes)
+        self.config: ResolvedConfig = resolve_config(config, self.model_config, files.quantized_bytes)
         if self.config.load_format != "dummy":
             check_shapes(files)
             if config.check_weights:
                 verify_weights(files)
+        keep_kernels_together()
+        compiled = CompileCache(self.config.compile_cache) if self.config.compile_cache is not None else None
+        if compiled is not None:
+            logger.info("%d compiled kernels and libraries came from compile_cache", compiled.fetch())
         with ExitStack() as undo:
             if predecessor is None:
                 self.events = self._open_events()
@@ -80,10 +85,14 @@ class EngineCore:
             others = predecessor.ranks if predecessor is not None else None
             self.ranks: Ranks = Ranks(self.config, files, others)
             undo.callback(self.ranks.close)
+            self.peers: KvPeers | None = None
+            undo.callback(self._close_peers)
             self._start(files)
             if predecessor is not None:
                 self.sleep(2, [KV_CACHE])  # Listeners hear by it that all blocks are gone.
             undo.pop_all()
+        if compiled is not None:
+            compiled.offer_in_background()
 
     def _open_events(self) -> KvEvents | None:
         options = self.config.kv_events_config
@@ -115,7 +124,6 @@ class EngineCore:
         self.tiers: KvTiers | None = None
         if config.has_kv_tiers:
             self.tiers = KvTiers(config, self.ranks, self.scheduler, self.events)
-        self.peers: KvPeers | None = None
         if config.kv_transfer_config is not None:
             self.peers = KvPeers(config, self.ranks, self.scheduler, lambda: self.weights.checkpoint)
         self.refused: str | None = None  # why no request is taken
@@ -195,9 +203,14 @@ class EngineCore:
             without = "this engine runs without a tokenizer (skip_tokenizer_init)"
             why = "an embedding has no text" if request.embed else without
             raise RequestError(f"structured_outputs needs tokens of text, and {why}; leave it out")
+        if request.fetches_only and (self.peers is None or self.peers.reader is None):
+            raise RequestError(
+                "fetches_only brings KV blocks of another engine in, and this engine reads none; send it to "
+                "one whose kv_role is kv_consumer or kv_both"
+            )
         seq = self.scheduler.add(request)
         seq.added_at = time.monotonic()
-        if self.tiers is not None:
+        if self.tiers is not None and request.continues is None:  # else its forerunner has asked
             self.tiers.ask(seq)
         if self.peers is not None:
             self.peers.ask(seq)
@@ -239,6 +252,22 @@ class EngineCore:
         return self.loop.tick()
 
     # Commands
+
+    def lend_kv(
+        self, token_ids: list[int], cache_salt: str | None = None, adapter: str | None = None
+    ) -> bytes | None:
+        """Offers other engines the blocks that the cache has of the beginning of these tokens. Returns a
+        ticket for them, None where there is nothing to be had."""
+        if self.peers is None or self.standstill is not None:
+            return None
+        self.loop.drain()  # what a step in flight computes is findable already, and is not there yet
+        return self.peers.lend(token_ids, root_key(adapter, cache_salt))
+
+    def take_back_kv(self, ticket: bytes) -> None:
+        """Nobody will use this ticket. One that has ended changes nothing. Raises TransferError for what is
+        no ticket."""
+        if self.peers is not None:
+            self.peers.take_back(ticket, "nobody needs it any more")
 
     @property
     def error(self) -> EngineDeadError | None:
@@ -383,6 +412,11 @@ class EngineCore:
         peers, self.peers, self.loop.peers = self.peers, None, None
         if peers is not None:
             peers.close()
+
+    def _close_peers(self) -> None:
+        """At a start that fails, wherever it does."""
+        if self.peers is not None:
+            self.peers.close()
 
     # The cache
 

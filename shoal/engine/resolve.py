@@ -54,6 +54,12 @@ def resolve_config(
             "lower it"
         )
     gpu = device == "cuda"
+    if gpu and model.quantization is not None and config.dtype == "auto":
+        raise ConfigError(
+            f"{config.model}: its weights are quantized ({model.quantization.layout}), and no kernel here "
+            "multiplies them on a GPU; name a dtype ('bfloat16'), to which they are unpacked while they "
+            "load, or use device='cpu'"
+        )
     if config.kv_host_bytes > (free := available_bytes()):
         raise ConfigError(
             f"kv_host_bytes {config.kv_host_bytes} > {free}, the host memory that can be had; lower it"

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from shoal.api import Logprob, Output, TokenLogprobs
+from shoal.api import Logprob, Output, Span, TokenLogprobs
 from shoal.config import ResolvedConfig
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.peers.peers import KvPeers
@@ -25,6 +25,7 @@ from shoal.engine.runner.sampling import LogprobLists
 from shoal.engine.scheduling.grammar import Grammars
 from shoal.engine.scheduling.grammar_admission import GrammarAdmission
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
+from shoal.engine.scheduling.sequence import Sequence
 from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.engine.standstill import Standstill
 from shoal.errors import EngineDeadError, ShoalError
@@ -110,6 +111,8 @@ class StepLoop:
             if peers is not None:
                 peers.before_step()
             if plan is not None:
+                if peers is not None:
+                    outputs += peers.begin(plan)
                 with span("launch"):
                     self._in_flight.append(self._launch(plan))
             if self._in_flight and (plan is None or len(self._in_flight) > self._depth):
@@ -178,13 +181,15 @@ class StepLoop:
         embeddings: dict[int, list[float]] = {}
         if result.embeddings is not None:
             embeddings = dict(zip(step.embeds, result.embeddings.tolist()))
-        tickets = self.peers.offer(step.plan) if self.peers is not None else {}
         outputs = []
-        for drawn in self.scheduler.update(step.plan, tokens):
+        results = self.scheduler.update(step.plan, tokens)
+        if self.peers is not None:
+            self.peers.completed(step.plan)
+        for drawn in results:
             seq, params = drawn.seq, drawn.seq.request.params
             num_given = seq.num_prompt_tokens + len(seq.request.output_token_ids)
             is_first = len(seq.token_ids) == num_given + 1
-            queued = seq.started_at - seq.added_at if is_first and seq.started_at is not None else 0.0
+            spans = _spans_of(seq, num_given, time.monotonic()) if is_first else None
             if seq.request.embed:
                 outputs.append(
                     Output(
@@ -193,7 +198,7 @@ class StepLoop:
                         finish_reason=drawn.finish_reason,
                         embedding=embeddings[drawn.sample],
                         num_cached_tokens=seq.num_cached_tokens,
-                        queued_seconds=queued,
+                        spans=spans,
                     )
                 )
                 continue
@@ -212,13 +217,9 @@ class StepLoop:
                     logprobs=figures,
                     prompt_logprobs=prompt_logprobs,
                     num_cached_tokens=seq.num_cached_tokens,
-                    queued_seconds=queued,
-                    kv_ticket=tickets.pop(seq.request.request_id, None) if tickets else None,
+                    spans=spans,
                 )
             )
-        for ticket in tickets.values():
-            assert self.peers is not None
-            self.peers.withdraw(ticket)
         return outputs
 
     def _learn(self, costs: StepCosts, step: InFlight) -> None:
@@ -274,6 +275,21 @@ class StepLoop:
         self.builder = self._new_builder()
         self.ranks.runner.state.reset()
         self.ranks.error = None
+
+
+def _spans_of(seq: Sequence, num_given: int, now: float) -> list[Span]:
+    """Where the time up to the first token went, which came now. A request waits until its first step, or
+    until blocks are fetched for it; those that a forerunner has fetched came before the request did.
+    num_given: tokens that it came with."""
+    assert seq.started_at is not None, "a token of no step"
+    begun = [one.begun_at for one in seq.transfers if one.begun_at >= seq.added_at]
+    spans = [Span("queue", now - seq.added_at, min([seq.started_at, *begun]) - seq.added_at)]
+    for one in seq.transfers:
+        attributes: dict[str, str | int | float] = {"from": one.source, "blocks": one.num_blocks}
+        spans.append(Span("transfer", now - one.begun_at, one.seconds, attributes=attributes))
+    seconds = now - seq.started_at
+    spans.append(Span("prefill", seconds, seconds, attributes={"tokens": num_given - seq.num_cached_tokens}))
+    return spans
 
 
 def _keep_prompt_logprobs(plan: StepPlan, found: LogprobLists) -> None:

@@ -34,10 +34,14 @@ class Advancer:
         self._thread = threading.Thread(target=self._run, name="kv-advance", daemon=True)
         self._thread.start()
 
-    def put(self, event: Event, tickets: Sequence[tuple[bytes, int]], num_layers: int) -> None:
+    def put(self, event: Event | None, tickets: Sequence[tuple[bytes, int]], num_layers: int) -> None:
         """When the event comes, the first `num_layers` layers are there of each ticket's first blocks:
-        `tickets` are (ticket id, number of blocks), of all prompts in the step."""
-        self._queue.put((event, tickets, num_layers))
+        `tickets` are (ticket id, number of blocks), of all prompts in the step. Without an event, as on the
+        CPU, they are there now."""
+        if event is None:
+            self._advance(tickets, num_layers)
+        else:
+            self._queue.put((event, tickets, num_layers))
 
     def close(self) -> None:
         """Waits for the events that were put. Safe to call twice."""
@@ -53,5 +57,8 @@ class Advancer:
                 logger.error("the device failed while others read its KV blocks: %s", error)
                 self._offers.withdraw(f"the owner's device failed: {error}")
                 continue
-            for ticket_id, num_blocks in tickets:
-                self._offers.advance(ticket_id, num_blocks, num_layers)
+            self._advance(tickets, num_layers)
+
+    def _advance(self, tickets: Sequence[tuple[bytes, int]], num_layers: int) -> None:
+        for ticket_id, num_blocks in tickets:
+            self._offers.advance(ticket_id, num_blocks, num_layers)

@@ -20,7 +20,7 @@ from shoal.kv.view import BlockView
 MAX_IDLE_PEERS = 16
 IDLE_S = 60.0  # a connection that no fetch used for so long is closed
 WATCH_S = 0.5  # at most; then it is looked whether the fetch was cancelled
-POLL_S = 0.0002
+POLL_S = 0.00005
 PATIENCE_S = 60.0
 # After these a connection is not used again
 BROKEN = (Failure.LOST, Failure.LATE, Failure.NONSENSE, Failure.UNREACHABLE, Failure.INCOMPATIBLE)
@@ -28,8 +28,8 @@ BROKEN = (Failure.LOST, Failure.LATE, Failure.NONSENSE, Failure.UNREACHABLE, Fai
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What a fetch has brought. `seconds` counts from the first pull to the last byte, so it includes the
-    time in which the owner computed."""
+    """What a fetch has brought. `seconds` counts the time in which bytes were under way, without that in
+    which the owner computed the next ones."""
 
     transport: str
     num_blocks: int
@@ -86,18 +86,26 @@ class Peers:
             )
         with self._connected(lease.ticket.ranks) as (transport, peer):
             pulls: list[Pull] = []
-            started = self._now()
+            num_bytes, seconds = 0, 0.0
             try:
-                for src_ids, ids, layers in self._news(lease, positions, dst_ids, patience_s, is_cancelled):
-                    pulls.append(peer.pull(src_ids, ids, layers))
-                self._wait(pulls, lease, patience_s, is_cancelled)
-                seconds = self._now() - started
+                for parts in self._news(lease, positions, dst_ids, patience_s, is_cancelled):
+                    started = self._now()
+                    for part in parts:
+                        pulls.append(peer.pull(*part))  # kept at once: the next one may fail
+                    self._wait(pulls, lease, patience_s, is_cancelled)
+                    seconds += self._now() - started
+                    num_bytes += sum(pull.num_bytes for pull in pulls)
+                    pulls.clear()
                 lease.verify()
             finally:
                 for pull in pulls:
                     pull.cancel()
-            num_bytes = sum(pull.num_bytes for pull in pulls)
             return Fetched(transport, len(dst_ids), num_bytes, seconds)
+
+    @property
+    def num_connected(self) -> int:
+        """The connections that there are, in use or kept."""
+        return len(self._connections)
 
     def tidy(self) -> None:
         """Closes connections that no fetch used for IDLE_S, and lets go of the memory behind them. To be
@@ -117,9 +125,9 @@ class Peers:
         dst_ids: Sequence[int],
         patience_s: float,
         is_cancelled: Callable[[], bool],
-    ) -> Iterator[tuple[list[int], Sequence[int], range]]:
-        """What can be pulled, as it becomes known: blocks of the owner, blocks here, layers. Ends when all of
-        it was told."""
+    ) -> Iterator[list[tuple[list[int], Sequence[int], range]]]:
+        """What can be pulled, as it becomes known: blocks of the owner, blocks here, layers. What became
+        known while the parts before were pulled comes at once. Ends when all of it was told."""
         blocks, num_layers = lease.ticket.blocks, lease.ticket.spec.num_layers
         if positions and positions[-1] >= len(blocks):
             raise ValueError(f"position {positions[-1]} is beyond the ticket's {len(blocks)} blocks")
@@ -131,8 +139,12 @@ class Peers:
                 raise TransferError(
                     Failure.NONSENSE, f"{lease.ticket.server} says that more is there than can be"
                 )
-            for which, layers in news(positions, seen, current, num_layers):
-                yield [blocks[i] for i in positions[which]], dst_ids[which], layers
+            parts = [
+                ([blocks[i] for i in positions[which]], dst_ids[which], layers)
+                for which, layers in news(positions, seen, current, num_layers)
+            ]
+            if parts:
+                yield parts
             if current.whole >= wanted:
                 return
             if current != seen:

@@ -31,7 +31,7 @@ def weights_fingerprint(checksums: Sequence[Mapping[str, str]], config: ModelCon
 
 def checkpoint_fingerprint(paths: Sequence[str], config: ModelConfig, is_packed: bool) -> bytes:
     """The same for all engines that have read these files of weights, whatever their tensor-parallel size.
-    Their blocks differ by rounding alone. `is_packed`: the weights stay as a GGUF file has them.
+    Their blocks differ by rounding alone. `is_packed`: the weights stay as the files have them.
 
     The files are read at evenly spaced places, because whole ones take long. A checkpoint that differs in a
     few small tensors alone may go unnoticed. Raises OSError."""

@@ -205,6 +205,8 @@ class Lease:
 def _connect(server: str, timeout_s: float) -> socket.socket:
     host, _, port = server.rpartition(":")
     try:
+        if not 0 < int(port) < 1 << 16:  # the system's look-up of addresses takes a larger one modulo 2^16
+            raise ValueError(f"{port} is no port")
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except (OSError, ValueError, OverflowError) as error:

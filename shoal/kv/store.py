@@ -11,7 +11,6 @@ business (an object store's lifecycle rules).
 from __future__ import annotations
 
 import logging
-import re
 import secrets
 import threading
 import time
@@ -27,13 +26,12 @@ from shoal.errors import ConfigError
 from shoal.kv.block_file import BlockFormat, BlockMeta, Event, group_name
 from shoal.kv.io_threads import Breaker, IoThreads, close_all, done
 from shoal.kv.layout import CacheSpec
+from shoal.kv.object_store import ObjectStore, shown
 from shoal.kv.tier import TierStats
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bool, int)
 
-# Where one put is all or nothing. Elsewhere an object is written under another name and moved.
-OBJECT_STORES = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "oss", "obs", "memory"}
 PRESENT_S, ABSENT_S = 300.0, 10.0  # how long an answer is believed
 MAX_KNOWN = 1 << 18  # answers that are remembered: about 40 MiB
 
@@ -83,11 +81,9 @@ class StoreTier:
     ) -> None:
         self.url, self.spec, self.timeout_s = shown(url), spec, timeout_s
         self._format = BlockFormat(fingerprint, spec)
-        self._fs, base = open_url(url)
-        protocols = {self._fs.protocol} if isinstance(self._fs.protocol, str) else set(self._fs.protocol)
-        self._moves = not protocols & OBJECT_STORES
-        self._root = f"{base.rstrip('/')}/{fingerprint.hex()}/{group_name(spec)}/rank{spec.tp_rank}"
-        self._made: set[str] = set()  # folders that are there
+        self._objects = ObjectStore(url, "kv_store")
+        self._fs = self._objects.fs
+        self._root = f"{self._objects.root}/{fingerprint.hex()}/{group_name(spec)}/rank{spec.tp_rank}"
         # For each key: whether the block is there, and until when that is believed
         self._known: OrderedDict[bytes, tuple[bool, float]] = OrderedDict()
         self._counts: Counter[str] = Counter()
@@ -202,7 +198,7 @@ class StoreTier:
             value = call.taken(lambda: b"".join((self._format.seal(meta, data), data)))
             if value is None:
                 return
-            self._put(path, value)
+            self._objects.put(path, value)
             with self._lock:
                 self._counts["written"] += 1
                 self._counts["bytes"] += len(value)
@@ -221,8 +217,10 @@ class StoreTier:
         problem = self._format.problem(meta, value[:front_bytes], value[front_bytes:]) if whole else "torn"
         if problem is not None:
             self._lost(meta.key, problem)
-            call.answer(False)
-            self._fs.rm_file(path)
+            try:
+                self._fs.rm_file(path)  # first, as whoever gets the answer may write the block anew
+            finally:
+                call.answer(False)
         elif call.answer(True, before=partial(into.cast("B").__setitem__, slice(None), value[front_bytes:])):
             self._remember([meta.key], True)
             with self._lock:
@@ -235,26 +233,6 @@ class StoreTier:
         except FileNotFoundError:
             return False
         return True
-
-    def _put(self, path: str, value: bytes) -> None:
-        if not self._moves:
-            self._fs.pipe_file(path, value)
-            return
-        folder = path.rpartition("/")[0]
-        if folder not in self._made:
-            self._fs.makedirs(folder, exist_ok=True)
-            self._made.add(folder)
-        unfinished = f"{path}.{secrets.token_hex(8)}.tmp"
-        try:
-            self._fs.pipe_file(unfinished, value)
-            self._fs.mv(unfinished, path)
-        except Exception:
-            self._made.discard(folder)  # it may be gone
-            try:
-                self._fs.rm_file(unfinished)
-            except Exception:  # noqa: BLE001   backends raise what they like; the first error counts
-                pass
-            raise
 
     # Calls
 
@@ -342,7 +320,7 @@ class StoreTier:
         def put(call: Call[bool]) -> None:
             path = f"{self._root}/probe-{secrets.token_hex(8)}"
             try:
-                self._put(path, b"shoal")
+                self._objects.put(path, b"shoal")
                 self._fs.rm_file(path)
                 call.answer(True)
             except Exception as error:  # noqa: BLE001   backends raise what they like
@@ -354,26 +332,3 @@ class StoreTier:
             self.close(0.0)
             why = reasons[0] if reasons else f"no answer in {self.timeout_s:g} s"
             raise ConfigError(f"kv_store {self.url} can't be written: {why}; check the URL and the rights")
-
-
-def open_url(url: str) -> tuple[Any, str]:
-    """The file system and the path in it. Raises ConfigError."""
-    try:
-        import fsspec
-    except ImportError:
-        raise ConfigError(
-            f"kv_store {shown(url)} needs fsspec; install it with: pip install 'shoal[store]'"
-        ) from None
-    try:
-        # What their clients remember of folders would hide what others write.
-        options = {"use_listings_cache": False} if url.partition("://")[0] in OBJECT_STORES else {}
-        return fsspec.core.url_to_fs(url, **options)
-    except (ImportError, ValueError, OSError) as error:
-        raise ConfigError(
-            f"kv_store {shown(url)} can't be opened: {error} (each kind of store has a package of its own)"
-        ) from None
-
-
-def shown(url: str) -> str:
-    """Without a password."""
-    return re.sub(r"//[^/@]*@", "//", url)

@@ -219,6 +219,7 @@ def test_tiers_below_are_told_apart(start, followers):
     assert follower.view.names("CPU") - follower.view.names("GPU"), "blocks that only the host has"
 
 
+@pytest.mark.slow
 def test_an_endpoint_that_is_taken_is_refused_at_start(start, ends, root):
     start()
     with pytest.raises(

@@ -44,6 +44,7 @@ def files(path):
     return list(Path(path).rglob("*.kv"))
 
 
+@pytest.mark.slow
 def test_two_ranks_offload_and_fetch_their_shards(folder, expected, tmp_path):
     options = dict(
         **SMALL,

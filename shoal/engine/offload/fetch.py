@@ -18,7 +18,7 @@ from shoal.engine.offload.books import HOST, Books, meta_of
 from shoal.engine.offload.costs import Throughput
 from shoal.engine.offload.transfers import Done
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.scheduling.sequence import Fetch
+from shoal.engine.scheduling.sequence import Fetch, Transfer
 from shoal.kv.block_file import BlockMeta
 
 READ_BLOCKS = 16  # blocks of one read
@@ -35,8 +35,9 @@ class FetchJob:
     in_host: list[tuple[int, int]]  # blocks whose copy has not begun, each with its host block, which is held
     unread: deque[tuple[int, str]]  # blocks that are to be read, each with its tier
     end: int  # this block and those behind it are given up
-    expires: float
+    begun_at: float
     arrived: list[bool]  # whether each block is on the device
+    tiers: str  # where the blocks lay
     # The ticket of the copy out that saves what the fetch's device blocks still hold; 0 if there is none.
     # Copies in run behind it.
     behind: int = 0
@@ -74,8 +75,11 @@ class Fetcher:
                 unread.append((i, tier))
                 metas.append(meta_of(fetch.seq, fetch.start + i, block_size))
         books.host.hold([host_block for _, host_block in in_host])
-        num_blocks, expires = len(fetch.keys), books.clock() + PATIENCE_S
-        job = FetchJob(fetch, metas, in_host, unread, num_blocks, expires, [False] * num_blocks)
+        num_blocks = len(fetch.keys)
+        tiers = dict.fromkeys(([HOST] if in_host else []) + [tier for _, tier in unread])
+        job = FetchJob(
+            fetch, metas, in_host, unread, num_blocks, books.clock(), [False] * num_blocks, "+".join(tiers)
+        )
         self.jobs.append(job)
         return job
 
@@ -85,7 +89,7 @@ class Fetcher:
         for reads in self._reads.values():
             reads.settle()
         for job in list(self.jobs):
-            if job.fetch.seq.fetch is not job.fetch or self.books.clock() > job.expires:
+            if job.fetch.seq.fetch is not job.fetch or self.books.clock() > job.begun_at + PATIENCE_S:
                 self._close(job)
             if job.in_host:
                 in_host, job.in_host = job.in_host, []
@@ -97,7 +101,10 @@ class Fetcher:
             if not is_copying and (job.closed or not (job.unread or job.num_reads)):
                 self.jobs.remove(job)
                 job.closed = True
-                self.scheduler.fetched(job.fetch, (job.arrived + [False]).index(False))
+                num_intact = (job.arrived + [False]).index(False)
+                seconds = self.books.clock() - job.begun_at
+                job.fetch.seq.transfers.append(Transfer(job.tiers, job.begun_at, seconds, num_intact))
+                self.scheduler.fetched(job.fetch, num_intact)
 
     def close_all(self) -> None:
         """From now on `advance` only ends what is under way."""

@@ -1,20 +1,46 @@
 """The KV blocks of prompts that this engine lends to other workers: it holds them, gives out tickets for
-them, and lets go of them when they have been read or nobody wants them any more."""
+them, tells of each layer that has been computed, and lets go of them when they have been read or nobody wants
+them any more."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from shoal.api import KvLoans
+import torch
+
+from shoal.api import FinishReason, KvLoans
+from shoal.engine.runner.layer_ends import LayerEnds
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
+from shoal.engine.scheduling.sequence import Sequence as EngineSequence
+from shoal.engine.scheduling.sequence import SequenceStatus
 from shoal.hashing import extend_keys
+from shoal.kv.advance import Advancer
 from shoal.kv.offer_server import OfferServer
 from shoal.kv.offers import Offers
 from shoal.kv.ticket import WindowAddress, unseal
 
 DONE = "done"  # how an offer ends that a reader was done with
+
+
+@dataclass(slots=True)
+class _Prompt:
+    """A prompt that is offered and has no first token yet."""
+
+    seq: EngineSequence
+    ticket_id: bytes
+    num_blocks: int  # that it fills
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it ended without a token that counts, or was preempted, so that its other blocks will be
+        elsewhere."""
+        seq = self.seq
+        if seq.status is SequenceStatus.FINISHED:
+            return seq.finish_reason is not FinishReason.LENGTH
+        return seq.status is SequenceStatus.WAITING or seq.num_admissions > 1
 
 
 class KvLender:
@@ -23,6 +49,7 @@ class KvLender:
     def __init__(
         self,
         scheduler: Scheduler,
+        layer_ends: LayerEnds,
         windows: Sequence[Sequence[WindowAddress]],
         block_size: int,
         host: str,
@@ -32,38 +59,105 @@ class KvLender:
         """`windows` are the addresses of each rank's cache. Readers ask at `host` and `port`. Raises
         ConfigError if that address can't be had."""
         self._scheduler, self._block_size = scheduler, block_size
+        self._layer_ends, self._num_ranks = layer_ends, len(windows)
+        self._num_layers = windows[0][0].spec.num_layers
+        self._prompts: dict[str, _Prompt] = {}  # by request id
+        self._late: list[tuple[bytes, int]] = []  # tickets whose blocks' last layer has not been told
         self._block_bytes = sum(rank[0].spec.block_bytes for rank in windows)
         self.offers = Offers(b"", windows, scheduler.pool.generation, time.monotonic, lease_s)
         self._server = OfferServer(self.offers, host, port)
+        self._advancer = Advancer(self.offers)
         self._ended = Counter[str]()
         self._blocks_out = 0
 
-    def offer(self, plan: StepPlan) -> dict[str, bytes]:
-        """Offers the prompts that this step, which has run, has brought to their end. It must be called
-        before the scheduler takes in the step's tokens. Returns a ticket for each request."""
-        tickets = {}
+    def begin(self, plan: StepPlan) -> dict[str, bytes]:
+        """Offers the prompts that begin with this step, which is launched next, and has readers told of each
+        layer of it. Returns a ticket for each request that begins."""
+        tickets, told = {}, []
         for entry in plan.scheduled[plan.num_decodes :]:
-            seq = entry.seq
-            num_full = (entry.start + entry.num_tokens) // self._block_size
-            # A sequence without blocks has ended, or was preempted, since the step was launched.
-            if not (seq.request.offers_kv and entry.samples and num_full and seq.block_ids):
+            seq, request = entry.seq, entry.seq.request
+            if not request.offers_kv:
                 continue
-            extend_keys(seq.keys, seq.root, seq.token_ids, self._block_size)
-            blocks = seq.block_ids[:num_full]
-            self._scheduler.lend(blocks)
-            tickets[seq.request.request_id] = self.offers.offer(blocks, num_full, seq.keys[:num_full])
+            begins = seq.num_admissions == 1 and entry.start == seq.num_cached_tokens
+            if begins and (ticket := self._offer(seq)) is not None:
+                tickets[request.request_id] = ticket
+            prompt = self._prompts.get(request.request_id)
+            # One that was preempted and started again since `settle` computes into other blocks.
+            if prompt is not None and not prompt.is_lost:
+                # Blocks that were found in the cache may be computed by this very step, so they are told
+                # with it.
+                end = (entry.start + entry.num_tokens) // self._block_size
+                told.append((prompt.ticket_id, min(end, prompt.num_blocks)))
+        if told or self._late:
+            self._listen(told, any(entry.samples for entry in plan.scheduled))
         return tickets
 
+    def _offer(self, seq: EngineSequence) -> bytes | None:
+        """A ticket for the blocks that a prompt will fill; None if it fills none."""
+        num_blocks = len(seq.token_ids) // self._block_size
+        if not num_blocks:
+            return None
+        extend_keys(seq.keys, seq.root, seq.token_ids, self._block_size)
+        blocks = seq.block_ids[:num_blocks]
+        self._scheduler.lend(blocks)
+        ticket = self.offers.offer(blocks, keys=seq.keys[:num_blocks])
+        self._prompts[seq.request.request_id] = _Prompt(seq, unseal(ticket).id, num_blocks)
+        return ticket
+
+    def _listen(self, told: list[tuple[bytes, int]], samples: bool) -> None:
+        """Has the next step's layers told. `samples`: whether the step draws a token.
+
+        With several ranks a layer's event lies behind the layer's sum over the ranks, which no rank enters
+        before it has written its keys. A step that draws nothing leaves the last layer's sum out, so this
+        layer is told behind the first sum of a later step."""
+        late, last = self._late, self._num_layers - 1
+        has_all = samples or self._num_ranks == 1
+        self._late = [] if has_all else told
+
+        def ended(layer: int, event: torch.cuda.Event | None) -> None:
+            if layer == 0 and late:
+                self._advancer.put(event, late, self._num_layers)
+            if layer < last or has_all:
+                self._advancer.put(event, told, layer + 1)
+
+        self._layer_ends.listen(ended)
+
+    def completed(self, plan: StepPlan) -> None:
+        """A step has run, and the scheduler has taken in its tokens. Blocks whose request has ended with its
+        first token, or was aborted, are wanted by nobody."""
+        for entry in plan.scheduled[plan.num_decodes :]:
+            if entry.samples and entry.seq.request.offers_kv:
+                prompt = self._prompts.pop(entry.seq.request.request_id, None)
+                if prompt is not None and prompt.is_lost:
+                    self.offers.withdraw("its request has ended", prompt.ticket_id)
+
+    def lend(self, token_ids: list[int], root: bytes) -> bytes | None:
+        """A ticket for the findable blocks of the beginning of these tokens, if there are any. `root`: what
+        the first key is derived from. No step may be in flight, which might still compute some of them."""
+        keys: list[bytes] = []
+        extend_keys(keys, root, token_ids, self._block_size)
+        blocks = self._scheduler.pool.match(keys)
+        if not blocks:
+            return None
+        self._scheduler.lend(blocks)
+        return self.offers.offer(blocks, len(blocks), keys[: len(blocks)])
+
     def withdraw(self, ticket: bytes, why: str) -> None:
-        """Takes back the blocks of a ticket that nobody was given."""
+        """Takes back the blocks of a ticket that nobody will use. Raises TransferError for what is none."""
         self.offers.withdraw(why, unseal(ticket).id)
 
     def withdraw_all(self, why: str) -> None:
+        self._prompts.clear()
+        self._late = []
         self.offers.withdraw(why)
         self.settle()
 
     def settle(self) -> None:
         """Lets go of the blocks whose offers have ended."""
+        for name, prompt in list(self._prompts.items()):
+            if prompt.is_lost:
+                del self._prompts[name]
+                self.offers.withdraw("its prompt was given up", prompt.ticket_id)
         self.offers.expire()
         for ended in self.offers.take_ended():
             self._scheduler.take_back(ended.blocks)
@@ -83,3 +177,4 @@ class KvLender:
         """Readers lose their connections. Safe to call twice."""
         self._server.close()
         self.withdraw_all("the engine was ended")
+        self._advancer.close()

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from shoal.api import Stats
+from shoal.api import Output, Stats
 from shoal.config import ResolvedConfig
 from shoal.engine.peers.lender import KvLender
 from shoal.engine.peers.reader import POLL_S, KvReader
@@ -26,8 +26,8 @@ class KvPeers:
     """Raises ConfigError where an option can't be met. `checkpoint()` is what the weights were read from;
     None if they are not a checkpoint's.
 
-    Around a step: `before_schedule`, Scheduler.schedule, `before_step`, the step, `after_step`. When a step
-    has run: `offer`, Scheduler.update.
+    Around a step: `before_schedule`, Scheduler.schedule, `before_step`, `begin` if there is a plan, the step,
+    `after_step`. When a step has run: Scheduler.update, `completed`.
     """
 
     def __init__(
@@ -50,6 +50,7 @@ class KvPeers:
             windows = ranks.call(commands.PEERS_OPEN_WINDOWS, int(reach))
             self.lender = KvLender(
                 scheduler,
+                ranks.runner.layer_ends,
                 [[decode_address(address) for address in rank] for rank in windows],
                 config.block_size,
                 options.kv_ip,
@@ -93,15 +94,30 @@ class KvPeers:
             self.reader.before_schedule()
         return self.reader is not None and self.reader.is_busy
 
-    def offer(self, plan: StepPlan) -> dict[str, bytes]:
-        """Tickets for the prompts of the requests that offer theirs. A step has run, and the scheduler has
-        not taken in its tokens yet."""
-        return self.lender.offer(plan) if self.lender is not None else {}
+    def begin(self, plan: StepPlan) -> list[Output]:
+        """The step is launched next. Returns the tickets of the requests whose prompts begin and which offer
+        theirs."""
+        if self.lender is None:
+            return []
+        return [Output(name, [], kv_ticket=ticket) for name, ticket in self.lender.begin(plan).items()]
 
-    def withdraw(self, ticket: bytes) -> None:
-        """Takes a ticket back whose request has failed."""
-        assert self.lender is not None
-        self.lender.withdraw(ticket, "its request failed")
+    def completed(self, plan: StepPlan) -> None:
+        if self.lender is not None:
+            self.lender.completed(plan)
+
+    def lend(self, token_ids: list[int], root: bytes) -> bytes | None:
+        """A ticket for the blocks that the cache has of the beginning of these tokens, if there are any.
+        `root`: what the first key is derived from. No step may be in flight."""
+        if self.lender is None:
+            return None
+        # Rank 0 waits for no other where a step draws no token; a block is whole when all have written it.
+        self._ranks.call(commands.PEERS_FINISH)
+        return self.lender.lend(token_ids, root)
+
+    def take_back(self, ticket: bytes, why: str) -> None:
+        """Nobody will use this ticket. Raises TransferError for what is none."""
+        if self.lender is not None:
+            self.lender.withdraw(ticket, why)
 
     def withdraw_all(self, why: str) -> None:
         """Takes back all blocks that others may read."""

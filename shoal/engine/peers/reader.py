@@ -20,10 +20,11 @@ from shoal.engine.ranks.workers import Pending
 from shoal.engine.runner import commands
 from shoal.engine.runner.rank_peers import Ended
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.scheduling.sequence import Fetch, SequenceStatus
+from shoal.engine.scheduling.sequence import Fetch, SequenceStatus, Transfer
 from shoal.engine.scheduling.sequence import Sequence as EngineSequence
 from shoal.kv.lease import Lease
 from shoal.kv.ticket import Failure, TransferError, unseal
+from shoal.logs import about
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class _Job:
     fetch: Fetch
     loan: _Loan
     positions: list[int]
+    begun_at: float
     ended: list[Ended] = field(default_factory=list)  # of the ranks that have ended it
     is_cancelled: bool = False
 
@@ -96,7 +98,7 @@ class KvReader:
         try:
             keys = unseal(sealed).keys
         except TransferError as error:
-            self._failed(error.failure, str(error))
+            self._failed(seq, error.failure, str(error))
             return
         positions = {key: position for position, key in enumerate(keys)}
         seq.asking += 1
@@ -111,7 +113,7 @@ class KvReader:
         loan, positions = self._find(fetch.keys)
         assert loan is not None
         loan.num_jobs += 1
-        self._begun.append(_Job(fetch, loan, positions))
+        self._begun.append(_Job(fetch, loan, positions, self._clock()))
 
     def _find(self, keys: Sequence[bytes]) -> tuple[_Loan | None, list[int]]:
         """The loan that has the most of the first of these blocks, and their positions in its ticket."""
@@ -152,7 +154,7 @@ class KvReader:
             try:
                 loan.lease = loan.opening.result()
             except TransferError as error:
-                self._failed(error.failure, str(error))
+                self._failed(loan.seq, error.failure, str(error))
                 return False
             loan.renewed_at = self._clock()
         seq = loan.seq
@@ -164,7 +166,7 @@ class KvReader:
             try:
                 loan.lease.renew()
             except TransferError as error:
-                self._failed(error.failure, str(error))
+                self._failed(seq, error.failure, str(error))
                 return False
         return True
 
@@ -206,24 +208,25 @@ class KvReader:
         failed = [ended for ended in job.ended if ended.failure]
         for ended in failed:
             if ended.failure != Failure.CANCELLED:
-                self._failed(ended.failure, ended.message)
+                self._failed(job.fetch.seq, ended.failure, ended.message)
                 break
         if not failed and job.ended:
             stats = self.transfers.setdefault(job.ended[0].transport, KvTransferStats())
             stats.blocks += num_blocks
             stats.num_bytes += sum(ended.num_bytes for ended in job.ended)
             stats.seconds += max(ended.seconds for ended in job.ended)
-        self._scheduler.fetched(job.fetch, num_blocks if job.ended and not failed else 0)
+        num_intact = num_blocks if job.ended and not failed else 0
+        seconds = self._clock() - job.begun_at
+        job.fetch.seq.transfers.append(Transfer("worker", job.begun_at, seconds, num_intact))
+        self._scheduler.fetched(job.fetch, num_intact)
 
-    def _failed(self, failure: str, message: str) -> None:
+    def _failed(self, seq: EngineSequence, failure: str, message: str) -> None:
+        """The first failure of a kind is a warning, and later ones are told in detail alone."""
         self.failures[failure] += 1
-        if self.failures[failure] == 1:
-            logger.warning(
-                "KV blocks of another worker can't be had and are computed here (%s): %s; this kind is not "
-                "logged again",
-                failure,
-                message,
-            )
+        level = logging.WARNING if self.failures[failure] == 1 else logging.DEBUG
+        if logger.isEnabledFor(level):
+            text = f"computes KV blocks that another worker has, as they can't be had ({failure}): {message}"
+            logger.log(level, about(seq.request.log_id, text, failure=failure))
 
     # Everything else
 

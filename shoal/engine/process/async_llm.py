@@ -148,7 +148,7 @@ class AsyncLLM(Control):
 
     async def abort(self, request_id: str) -> None:
         if self.dead is None:
-            self._core.send(Abort([request_id]))
+            self._abort([request_id])
 
     async def stats(self) -> Stats:
         return await self._call(ReadStats())
@@ -186,6 +186,10 @@ class AsyncLLM(Control):
             raise self.dead.with_traceback(None)
         self._core.send(message)
 
+    def _abort(self, request_ids: list[str]) -> None:
+        with contextlib.suppress(EngineDeadError):  # then there is nothing left to abort
+            self._core.send(Abort(request_ids))
+
     def _watch(self, before: float) -> None:
         """Looks after the core every BEAT_S. before: the loop's time at the last look."""
         loop = asyncio.get_running_loop()
@@ -206,7 +210,7 @@ class AsyncLLM(Control):
             return
         logger.error("%s; its requests end with an error, and new ones are refused until it goes on", error)
         self._is_hung, self.dead = True, error
-        self._core.send(Abort(list(self._collectors)))  # read when it goes on
+        self._abort(list(self._collectors))  # read when it goes on
         self._fail_all(error)
 
     def _goes_on(self) -> None:

@@ -41,6 +41,7 @@ from shoal.control import (
 )
 from shoal.engine.core import EngineCore
 from shoal.errors import ShoalError, UnavailableError
+from shoal.logs import about
 from shoal.weights.source import resolve
 from shoal.wire import (
     BEAT_S,
@@ -53,6 +54,7 @@ from shoal.wire import (
     Dead,
     Failure,
     FlushKv,
+    LendKv,
     ModelInfo,
     Outputs,
     ReadStats,
@@ -60,6 +62,7 @@ from shoal.wire import (
     Refused,
     Reply,
     Start,
+    TakeBackKv,
     ToCore,
 )
 
@@ -68,7 +71,7 @@ TICK_S = 0.002  # between looks at copies to lower tiers while there is no reque
 PR_SET_PDEATHSIG = 1
 IN, OUT = "in", "out"  # the sockets' names in the folder, as the core sees them
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("shoal.engine.process.core_main")  # it runs as __main__
 
 Inbox = SimpleQueue[ToCore | BaseException]
 Outbox = SimpleQueue[wire.Message | None]
@@ -110,12 +113,14 @@ class CoreLoop:
 
     def _handle(self, message: ToCore | BaseException) -> None:
         if isinstance(message, Add):
+            request = message.request
             try:
-                self.core.add(message.request)
+                self.core.add(request)
+                logger.debug(about(request.log_id, f"is taken, of {len(request.prompt_token_ids)} tokens"))
             except Exception as error:
                 if not isinstance(error, ShoalError):
-                    logger.exception("a request could not be taken")
-                self.outbox.put(Refused(message.request.request_id, Failure.of(error)))
+                    logger.exception(about(request.log_id, "could not be taken"))
+                self.outbox.put(Refused(request.request_id, Failure.of(error)))
         elif isinstance(message, Abort):
             for request_id in message.request_ids:
                 self.core.abort(request_id)
@@ -174,6 +179,10 @@ class CoreLoop:
                 return core.flush_kv()
             case CheckBooks():
                 return core.check()
+            case LendKv(token_ids, cache_salt, adapter):
+                return core.lend_kv(token_ids, cache_salt, adapter)
+            case TakeBackKv(ticket):
+                return core.take_back_kv(ticket)
             case _:
                 assert_never(command)
 
@@ -277,6 +286,8 @@ def _describe(core: EngineCore) -> ModelInfo:
         max_num_seqs=resolved.max_num_seqs,
         device=resolved.device,
         dtype=resolved.dtype,
+        kv_role=resolved.kv_transfer_config.kv_role if resolved.kv_transfer_config is not None else "",
+        kv_block_bytes=core.ranks.runner.cache.spec.block_bytes * core.ranks.size,
     )
 
 

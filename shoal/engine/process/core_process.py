@@ -60,6 +60,7 @@ class CoreProcess:
                 self._to_core = self._context.socket(zmq.PUSH)
                 self._from_core = self._context.socket(zmq.PULL)
                 self._to_core.sndhwm = self._from_core.rcvhwm = 0
+                self._to_core.linger = self._from_core.linger = 0
                 self._to_core.bind(f"ipc://{self._folder}/in")
                 self._from_core.bind(f"ipc://{self._folder}/out")
                 self._process = _spawn(self._folder)
@@ -106,12 +107,14 @@ class CoreProcess:
         return self._process.pid
 
     def send(self, message: Message) -> None:
-        """Never waits. Raises EngineDeadError, and TypeError, ValueError or OverflowError for what cannot be
-        encoded."""
+        """Never waits. Raises EngineDeadError, also where the process no longer listens and its death is
+        about to be noticed, and TypeError, ValueError or OverflowError for what cannot be encoded."""
         if self.ended is not None:
             raise self.ended.with_traceback(None)  # it is raised often, and frames would pile up on it
-        with contextlib.suppress(zmq.Again):  # nobody is connected any more: its death is about to be noticed
+        try:
             self._to_core.send(wire.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            raise EngineDeadError(f"the engine core (pid {self.pid}) no longer listens") from None
 
     async def close(self) -> None:
         """Ends the process, whatever it is doing, and its ranks with it. Safe to call twice."""

@@ -175,6 +175,7 @@ PEERS_NAME_MODEL = _entry("peers_name_model", _peers, RankPeers.name_model)
 PEERS_FETCH = _entry("peers_fetch", _peers, RankPeers.fetch)
 PEERS_CANCEL = _entry("peers_cancel", _peers, RankPeers.cancel)
 PEERS_POLL = _entry("peers_poll", _peers, RankPeers.poll)
+PEERS_FINISH = _entry("peers_finish", _peers, RankPeers.finish)
 
 # Measurements and traces
 

@@ -3,7 +3,8 @@ counts.
 
 Before any step is captured, each runs once with one layer of each kind. So kernels are compiled and loaded,
 and workspaces grow, outside of a capture. Graphs are captured from large to small in one memory pool, so that
-the smaller ones live in the memory of the largest. What a captured step computes is in steps.py.
+the smaller ones live in the memory of the largest, their outputs included. What a captured step computes is
+in steps.py.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from shoal.models.decoder import Decoder
 
 FEW_DECODES, FEW_PREFILLS = 16, 8  # the places of a shape for few sequences
 MANY = 256  # sequences of a shape for many, at most; a larger batch has shapes of its own
+# Beyond MANY rows decode steps have sizes every 64 rows up to here, and then every 128.
+FINE_ROWS = 384
 FINE_SHARING = (
     128  # rows up to which a decode step that shares prefixes has as many sizes as one that does not
 )
@@ -37,7 +40,8 @@ Key = TypeVar("Key")
 @dataclass(frozen=True, slots=True)
 class StepGraph:
     graph: torch.cuda.CUDAGraph
-    # What the captured launch returned. Every replay of a graph of the pool overwrites it.
+    # What the captured launch returned. Every replay of a graph of the pool overwrites it, because the memory
+    # is not kept for it: logits of a thousand rows take hundreds of megabytes, in each of dozens of graphs.
     output: torch.Tensor
 
     def replay(self) -> None:
@@ -90,14 +94,33 @@ class StepGraphs(Generic[Key]):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=pool):
             output = self.launch(key)
-        return StepGraph(graph, output)
+        return StepGraph(graph, _unowned(output))
+
+
+class _Memory:
+    """The memory of a tensor on a GPU, without a hold on it, in the words that PyTorch takes from others."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "data": (tensor.data_ptr(), False),
+            "typestr": f"<i{tensor.itemsize}",
+            "shape": tuple(tensor.shape),
+            "strides": tuple(stride * tensor.itemsize for stride in tensor.stride()),
+        }
+
+
+def _unowned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, whose memory may go to others."""
+    return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
 
 
 class DecodeGraphs(StepGraphs[tuple[int, bool]]):
     """Keys are (rows, sharing), outputs are logits [rows, V]. Sizes from `share_from` on are captured twice,
     without and with `sharing`, because looking for shared prefixes that are not there costs 2 % of a step.
-    Beyond FINE_SHARING rows every other size is captured with `sharing`, because a batch that shares prefixes
-    gains more by that than it loses by padding, and each graph lengthens the start."""
+    Beyond FINE_SHARING rows every other size is captured with `sharing`, counted down from MANY and from the
+    largest, because a batch that shares prefixes gains more by that than it loses by padding, and each graph
+    lengthens the start."""
 
     def __init__(
         self,
@@ -109,9 +132,11 @@ class DecodeGraphs(StepGraphs[tuple[int, bool]]):
         self.sizes = sorted(sizes)
         self.sharing_sizes: list[int] = []
         if share_from is not None:
-            fine = [size for size in self.sizes if share_from <= size <= FINE_SHARING]
-            coarse = [size for size in self.sizes if size > max(FINE_SHARING, share_from - 1)]
-            self.sharing_sizes = fine + coarse[::-2][::-1]
+            sizes = [size for size in self.sizes if size >= share_from]
+            fine = [size for size in sizes if size <= FINE_SHARING]
+            coarse = [size for size in sizes if FINE_SHARING < size <= MANY]
+            large = [size for size in sizes if size > MANY]
+            self.sharing_sizes = fine + coarse[::-2][::-1] + large[::-2][::-1]
         keys = [(size, False) for size in self.sizes] + [(size, True) for size in self.sharing_sizes]
         super().__init__(decode, sorted(keys, reverse=True), rehearsal)
 
@@ -132,11 +157,12 @@ class DecodeGraphs(StepGraphs[tuple[int, bool]]):
 
 
 def decode_sizes(wanted: list[int] | None, max_num_seqs: int) -> list[int]:
-    """The ladder of decode steps, small to large: those `wanted`, or 1, 2, 4, 8, every 16 up to 256 and every
-    64 beyond. Products of more rows than 256 go by tiles of 64 rows and more, so smaller steps would save
-    little there, and each graph lengthens the start. max_num_seqs itself is on the ladder, so that no batch
-    falls off its end."""
-    sizes = wanted or [1, 2, 4, 8, *range(16, 257, 16), *range(320, max_num_seqs, 64), max_num_seqs]
+    """The ladder of decode steps, small to large: those `wanted`, or 1, 2, 4, 8, every 16 up to MANY, every
+    64 up to FINE_ROWS and every 128 beyond. cuBLAS, which multiplies more rows than MANY, is as quick with
+    the larger of these sizes as with most of those between them, and each graph lengthens the start.
+    max_num_seqs itself is on the ladder, so that no batch falls off its end."""
+    large = [*range(MANY + 64, FINE_ROWS, 64), *range(FINE_ROWS, max_num_seqs, 128)]
+    sizes = wanted or [1, 2, 4, 8, *range(16, MANY + 1, 16), *large, max_num_seqs]
     return sorted({min(size, max_num_seqs) for size in sizes})
 
 

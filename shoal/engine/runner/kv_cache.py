@@ -8,8 +8,9 @@ import torch
 from msgspec.structs import replace
 
 from shoal.config import ResolvedConfig
+from shoal.errors import ConfigError
 from shoal.kv.layout import CacheSpec, Layout
-from shoal.kv.storage import memory_of, shared_memory
+from shoal.kv.storage import StorageError, memory_of, shared_memory
 from shoal.kv.view import BlockView
 from shoal.model_config import ModelConfig
 
@@ -42,7 +43,8 @@ class KvCache:
         self._allocate()
 
     def allocate(self, num_blocks: int) -> None:
-        """Replaces `blocks` by that many empty ones. Raises MemoryError or torch.OutOfMemoryError."""
+        """Replaces `blocks` by that many empty ones. Raises MemoryError, torch.OutOfMemoryError, and
+        ConfigError where others are to read them and the system has no shared memory."""
         self.spec = replace(self.spec, num_blocks=num_blocks)
         self._allocate()
 
@@ -57,7 +59,13 @@ class KvCache:
             self._storage = memory_of(self.blocks)
             return
         if self._is_shared:
-            self._storage = shared_memory(spec.num_bytes)
+            try:
+                self._storage = shared_memory(spec.num_bytes)
+            except StorageError as error:
+                raise ConfigError(
+                    f"kv_transfer_config lets other processes read the KV cache: {error} With kv_role "
+                    "'kv_consumer', or without that option, the cache is this process's own"
+                ) from None
         else:
             # The kernel gives numpy's zeros, and takes memory for them when they are written. torch's zeros
             # would be written at every start.

@@ -11,24 +11,23 @@ import torch
 # passes when the device has come to the end of the layer; on the CPU there is none, as the layer has ended.
 LayerListener = Callable[[int, torch.cuda.Event | None], None]
 
-# Whether graphs of mixed steps record an event for each layer. If they don't, a step runs eagerly when
-# somebody listens to it. benchmarks/layer_events.py measures what either costs.
-IN_GRAPHS = False
-
 
 class LayerEnds:
-    """Who listens to the next step, and the event of each layer. A later step records the same events again,
-    so a listener queues its waits for them when it is told."""
+    """Who listens to the next step, and the event of each layer. An eager step tells each layer by itself. A
+    step that is a graph tells all of them at its end: it is short, and events inside of it cost more than
+    they save (docs/decisions/steps.md).
+
+    The step after the next records the same events again, and is not launched before the step has ended."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
-        self.in_graphs = IN_GRAPHS and device.type == "cuda"
-        self._events: list[torch.cuda.Event | None] = [None] * num_layers
-        if device.type == "cuda":
-            # Each replay of a graph records the external events that were captured with it. Other events only
-            # order streams inside of a capture.
-            self._events = [torch.cuda.Event(external=self.in_graphs) for _ in range(num_layers)]
+        self._num_layers, self._is_cuda = num_layers, device.type == "cuda"
+        self._events, self._others = self._new_events(), self._new_events()  # the others: the step before's
         self._coming: list[LayerListener] = []
         self._listeners: list[LayerListener] = []
+
+    def _new_events(self) -> list[torch.cuda.Event | None]:
+        # Whoever waits for one on the host sleeps.
+        return [torch.cuda.Event(blocking=True) if self._is_cuda else None for _ in range(self._num_layers)]
 
     def listen(self, listener: LayerListener) -> None:
         """Has a listener be told of the next step's layers, and of no other step's."""
@@ -39,24 +38,24 @@ class LayerEnds:
         if not self._coming:
             return False
         self._listeners, self._coming = self._coming, []
+        self._events, self._others = self._others, self._events
         return True
 
     def end_layer(self, layer: int) -> None:
         """A layer has been launched eagerly."""
-        self.record(layer)
-        self._tell(layer)
-
-    def record(self, layer: int) -> None:
-        """Records the event of a layer on the current stream. A graph captures this."""
         event = self._events[layer]
         if event is not None:
             event.record()
+        self._tell(layer, event)
 
-    def replayed(self) -> None:
-        """A graph that records the events has been launched."""
-        for layer in range(len(self._events)):
-            self._tell(layer)
+    def end_graph(self) -> None:
+        """A graph of all layers has been launched."""
+        event = self._events[-1]
+        if event is not None:
+            event.record()
+        for layer in range(self._num_layers):
+            self._tell(layer, event)
 
-    def _tell(self, layer: int) -> None:
+    def _tell(self, layer: int, event: torch.cuda.Event | None) -> None:
         for listener in self._listeners:
-            listener(layer, self._events[layer])
+            listener(layer, event)

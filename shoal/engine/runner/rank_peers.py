@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from shoal.errors import ConfigError
-from shoal.kv.fetch import Fetched, Peers
+from shoal.kv.fetch import IDLE_S, Fetched, Peers
 from shoal.kv.lease import Lease
 from shoal.kv.ticket import TransferError, WindowAddress
 from shoal.kv.transport import Reach, TransportError
@@ -23,7 +23,8 @@ from shoal.kv.view import BlockView
 
 logger = logging.getLogger(__name__)
 
-MAX_FETCHES = 8  # at the same time; others wait for their turn
+# At the same time; others wait for their turn. Most of them wait for layers that are being computed.
+MAX_FETCHES = 64
 PATIENCE_S = 10.0  # after this time without news the sequence computes its blocks
 
 
@@ -51,6 +52,9 @@ class RankPeers:
         self._threads = ThreadPoolExecutor(MAX_FETCHES, "kv-fetch")
         self._cancels: dict[int, threading.Event] = {}  # of the fetches that have not been told of by `poll`
         self._ended: deque[Ended] = deque()
+        self._lock = threading.Lock()
+        self._tidying: threading.Timer | None = None  # waits to close connections that nobody used for long
+        self._is_closed = False
 
     def open_windows(self, reach: int) -> list[bytes]:
         """Lets other workers read the cache, those of a Reach at least. Returns the addresses of its windows.
@@ -80,6 +84,11 @@ class RankPeers:
         if number in self._cancels:
             self._cancels[number].set()
 
+    def finish(self) -> None:
+        """Returns when this rank's device has computed all that it was given."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
     def poll(self) -> list[Ended]:
         """The fetches that have ended since the last call. Between processes they travel as tuples."""
         ended: list[Ended] = []
@@ -103,6 +112,10 @@ class RankPeers:
         for cancelled in self._cancels.values():
             cancelled.set()
         self._threads.shutdown()
+        with self._lock:
+            self._is_closed = True
+            if self._tidying is not None:
+                self._tidying.cancel()
         self._peers.close()
         if self._windows is not None:
             self._windows.close()
@@ -131,6 +144,25 @@ class RankPeers:
             logger.exception("KV blocks of another worker could not be read")
             ended = Ended(number, "error", repr(error))
         self._ended.append(ended)
+        self._tidy_later()
+
+    def _tidy_later(self) -> None:
+        """An owner that died leaves memory mapped here, which nobody else would let go of while no other
+        fetch comes."""
+        with self._lock:
+            if self._tidying is None and not self._is_closed:
+                self._tidying = threading.Timer(IDLE_S, self._tidy)
+                self._tidying.daemon = True
+                self._tidying.start()
+
+    def _tidy(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        self._peers.tidy()
+        with self._lock:
+            self._tidying = None
+        if self._peers.num_connected:
+            self._tidy_later()
 
     def _read(
         self, sealed: bytes, positions: Sequence[int], blocks: Sequence[int], cancelled: threading.Event

@@ -39,6 +39,7 @@ from shoal.engine.runner.sampling import LogitShaper, Sampler, logprobs
 from shoal.engine.runner.step_buffers import StepBuffers, queue_copy
 from shoal.engine.runner.steps import StepResult, Steps
 from shoal.kernels.compilation import compiling_ahead
+from shoal.kernels.launching import repeated_launches
 from shoal.kernels.ops import select_ops
 from shoal.kernels.state import StateLayout
 from shoal.layers.parallel import TensorParallel
@@ -166,12 +167,14 @@ class ModelRunner:
     def num_blocks_that_fit(self) -> int:
         """Returns how many KV blocks fit into what this rank's share of memory has left. To know what is
         left, it runs the largest step that there can be and one at the end of the longest sequence, on a
-        cache of one block, and measures the graphs."""
+        cache of one block, and measures the graphs. One layer of each kind shows the most memory that a step
+        takes, because a layer uses the memory of the one before it."""
         if self._share is None:
             return self.config.kv_cache_memory_bytes // self.cache.spec.block_bytes
         num_seqs = min(self.max_num_seqs, self.max_num_tokens)
         query_len = min(self.max_num_tokens // num_seqs, self.max_model_len)
-        logits_SV = self.steps.rehearse(num_seqs, query_len)
+        with self.model.one_layer_of_each_kind():
+            logits_SV = self.steps.rehearse(num_seqs, query_len)
         if self.tp.rank == 0:  # The rare requests that ask for more must find room too.
             logits_SV = self.shaper.shape(logits_SV, Extras(banned=[(0, 0)]))
             logprobs(logits_SV, self.state.sampled_S[:num_seqs], 1)
@@ -200,10 +203,13 @@ class ModelRunner:
         """Captures the graphs, and compiles or loads the kernels of eager steps, so that no request waits for
         them."""
         if not self.config.enforce_eager:
-            gc.collect()  # Nothing dead is to hold memory during the captures.
+            # Nothing dead is to hold memory during the captures. What a start leaves is young; a full
+            # collection looks at all modules.
+            gc.collect(1)
             graphs = self._new_graphs()
             pool = self._regions.graph_pool("kv_cache") or torch.cuda.graph_pool_handle()
-            self.steps.capture(graphs, pool)
+            with repeated_launches():
+                self.steps.capture(graphs, pool)
         self.steps.rehearse_eager(self.max_num_seqs, self.max_num_tokens)
         self.state.reset()
 

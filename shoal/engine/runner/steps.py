@@ -174,11 +174,13 @@ class Steps:
         num_rows = int(header[Header.NUM_DECODES])
         sharing = bool(header[Header.NUM_GROUPS])
         fitting = None
-        if self.decode_graphs is not None and after_layer is None:
+        if self.decode_graphs is not None:
             fitting = self.decode_graphs.fitting(num_rows, sharing)
         if fitting is not None:
             num_rows, graph = fitting
             graph.replay()
+            if after_layer is not None:
+                self.layer_ends.end_graph()
             logits_SV = graph.output
         else:
             logits_SV = self.decode(num_rows, int(header[Header.MAX_KV_LEN]), sharing, after_layer)
@@ -285,14 +287,11 @@ class Steps:
         assert self.mixed_graphs is not None
         self.buffers.copy(self.mixed_inputs[: inputs.shape[0]], inputs)
         shape, num_samples = MixedShape.of(header), int(header[Header.NUM_SAMPLES])
-        if after_layer is None or self.layer_ends.in_graphs:
-            graph = self.mixed_graphs.graphs[shape]
-            graph.replay()
-            if after_layer is not None:
-                self.layer_ends.replayed()
-            hidden_SD = graph.output[:num_samples]
-        else:
-            hidden_SD = self.captured_mixed(shape, after_layer)[:num_samples]
+        graph = self.mixed_graphs.graphs[shape]
+        graph.replay()
+        if after_layer is not None:
+            self.layer_ends.end_graph()
+        hidden_SD = graph.output[:num_samples]
         logits_SV = None
         if header[Header.LOGITS]:
             logits_SV = self.model.logits(hidden_SD)
@@ -301,7 +300,7 @@ class Steps:
             self.sampler.draw(logits_SV, rows_S[:num_samples], positions_S[:num_samples], extras)
         return Outcome(logits_SV, hidden_SD)
 
-    def captured_mixed(self, shape: MixedShape, after_layer: AfterLayer | None = None) -> torch.Tensor:
+    def captured_mixed(self, shape: MixedShape) -> torch.Tensor:
         """A mixed step of what `mixed_inputs` holds; returns the hidden states of its samples. A graph
         captures this."""
         sections = {name: self.mixed_inputs[start:end] for name, (start, end) in token_spans(shape).items()}
@@ -322,7 +321,7 @@ class Steps:
         )
         self.backend.begin(step)
         select_S = sections["sample_index"].long()
-        hidden_SD = self.model(step, self.cache.blocks, select_S, after_layer)
+        hidden_SD = self.model(step, self.cache.blocks, select_S)
         logits_SV = self.model.logits(hidden_SD)
         self.sampler.draw(logits_SV, sections["sample_rows"], sections["sample_positions"])
         return hidden_SD
@@ -381,11 +380,8 @@ class Steps:
             num_rows, sharing = key
             return self.decode(num_rows, self.max_model_len, sharing)
 
-        def mixed(shape: MixedShape) -> torch.Tensor:
-            return self.captured_mixed(shape, self.layer_ends.record if self.layer_ends.in_graphs else None)
-
-        shapes = self.mixed_shapes[::-1]
-        return DecodeGraphs(decode, decode_sizes, share_from, short), StepGraphs(mixed, shapes, short)
+        mixed = StepGraphs(self.captured_mixed, self.mixed_shapes[::-1], short)
+        return DecodeGraphs(decode, decode_sizes, share_from, short), mixed
 
     def capture(self, graphs: tuple[DecodeGraphs, StepGraphs[MixedShape]], pool: Any) -> None:
         """Captures these graphs, which `launch` uses from then on."""

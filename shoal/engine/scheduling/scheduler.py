@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from shoal.kv.event_publisher import KvEvents
 
 WAITING, FETCHING, PREFILL = SequenceStatus.WAITING, SequenceStatus.FETCHING, SequenceStatus.PREFILL
-DECODE, FINISHED = SequenceStatus.DECODE, SequenceStatus.FINISHED
+PARKED, DECODE, FINISHED = SequenceStatus.PARKED, SequenceStatus.DECODE, SequenceStatus.FINISHED
 NEVER = sys.maxsize  # a register_at that is not reached: the sequence's blocks must not be found
 
 
@@ -105,6 +105,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
+        self._forerunners: dict[str, Sequence] = {}  # those that fetch only, by request id
         self.tiers: Tiers | None = None
         self.peers: Source | None = None  # other workers that have blocks of prompts
         self._lent = Counter[int]()  # how often each block is held for readers elsewhere
@@ -167,6 +168,8 @@ class Scheduler:
         seq = Sequence(request, turn, limit)
         insort(self.waiting, seq, key=_turn)
         self._sequences[request.request_id] = seq
+        if request.fetches_only:
+            self._forerunners[request.request_id] = seq
         return seq
 
     def abort(self, request_id: str) -> Sequence | None:
@@ -216,6 +219,8 @@ class Scheduler:
         num_tokens = num_decodes = len(scheduled)
         if self.waiting or num_decodes < len(self.running):
             budget = self._prompt_budget(num_decodes, costs)
+            if self._forerunners:
+                self._succeed(scheduled, budget)
             self._schedule_prompts(scheduled, budget)
             self._admit(scheduled, budget)
             num_tokens += budget.num_taken
@@ -292,11 +297,13 @@ class Scheduler:
         self._release(fetch.held)
         if is_wanted and fetch.findable:
             self._fetch(seq, fetch.start + num_blocks, fetch.rest)
+        if seq.status is PREFILL and seq.request.fetches_only:
+            self._park(seq)
 
     # Blocks for readers elsewhere
 
     def lend(self, blocks: AnySequence[int]) -> None:
-        """Holds blocks, of a sequence that has them, until `take_back`."""
+        """Holds blocks, of a sequence or findable ones, until `take_back`."""
         self.pool.hold(blocks)
         self._lent.update(blocks)
 
@@ -393,7 +400,7 @@ class Scheduler:
             assert not seq.promised or (seq.status in (FETCHING, PREFILL) and seq.register_at != NEVER), (
                 "a promise that is not kept"
             )
-            if seq.status in (FETCHING, PREFILL):
+            if seq.status in (FETCHING, PREFILL, PARKED):
                 assert seq.num_pending == 0 and len(seq.block_ids) == -(-seq.num_tokens // size), (
                     "a prefill without all its blocks"
                 )
@@ -442,7 +449,10 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Puts a running sequence back among the waiting ones. When it runs again it computes all its tokens,
-        but for those whose blocks are still in the cache."""
+        but for those whose blocks are still in the cache. A forerunner ends: it has nothing to compute."""
+        if seq.request.fetches_only:
+            self.finish(seq.request.request_id, FinishReason.LENGTH)
+            return
         _remove(self.running, seq)
         self._let_go(seq)
         seq.status, seq.num_computed = WAITING, 0
@@ -508,7 +518,7 @@ class Scheduler:
         index = 0
         while index < len(self.waiting) and self._free_rows and not budget.is_spent:
             seq = self.waiting[index]
-            if seq.held or seq.asking or seq.is_delayed:
+            if seq.held or seq.asking or seq.is_delayed or seq.request.continues in self._forerunners:
                 index += 1
                 continue
             if seq.num_pending:
@@ -521,13 +531,40 @@ class Scheduler:
             num_tokens = budget.fit(num_cached, seq.num_tokens - num_cached)
             if num_tokens == 0:
                 break
-            blocks = self.pool.try_allocate(-(-seq.num_tokens // self._block_size) - len(hits), shared=hits)
-            if blocks is None:
+            if not self._start(seq, hits):
                 break
-            del self.waiting[index]
-            self._start(seq, blocks, len(hits))
-            if not self._fetch_first(seq, len(hits)):
+            if self._fetch_first(seq, len(hits)):
+                continue
+            if seq.request.fetches_only:
+                self._park(seq)
+            else:
                 self._schedule_chunk(scheduled, seq, num_tokens, budget)
+
+    def _succeed(self, scheduled: list[ScheduledSeq], budget: PromptBudget) -> None:
+        """Starts requests in the places of their forerunners, whose blocks have come. Their turn is that of
+        the forerunner: nobody else can get the row and the blocks, which are enough."""
+        for seq in list(self.waiting):
+            forerunner = self._forerunners.get(seq.request.continues or "")
+            if forerunner is None:
+                continue
+            if forerunner.status is not PARKED or seq.held or seq.asking or seq.is_delayed:
+                continue
+            num_tokens = budget.fit(forerunner.num_computed, seq.num_tokens - forerunner.num_computed)
+            if budget.is_spent or num_tokens == 0:
+                break
+            seq.transfers = forerunner.transfers
+            self.finish(forerunner.request.request_id, FinishReason.LENGTH)
+            hits = self._find_prefix(seq)
+            num_tokens = budget.fit(
+                len(hits) * self._block_size, seq.num_tokens - len(hits) * self._block_size
+            )
+            if num_tokens and self._start(seq, hits):
+                self._schedule_chunk(scheduled, seq, num_tokens, budget)
+
+    def _park(self, seq: Sequence) -> None:
+        """What a forerunner was to bring in is there, or can't be had."""
+        seq.status = PARKED
+        self._drop_promises(seq)
 
     def _fetch_first(self, seq: Sequence, start: int) -> bool:
         """Has the next blocks of a sequence that has just started fetched, if a source has them. Returns
@@ -559,9 +596,14 @@ class Scheduler:
         seq.status = PREFILL
         return False
 
-    def _start(self, seq: Sequence, blocks: list[int], num_hits: int) -> None:
-        """Makes a waiting sequence a running one. The first `num_hits` of its blocks were found in the
-        cache."""
+    def _start(self, seq: Sequence, hits: list[int]) -> bool:
+        """Makes a waiting sequence a running one. Its first blocks are `hits`, found in the cache. Returns
+        False, and nothing has changed, if there is no room for the others."""
+        num_hits = len(hits)
+        blocks = self.pool.try_allocate(-(-seq.num_tokens // self._block_size) - num_hits, shared=hits)
+        if blocks is None:
+            return False
+        _remove(self.waiting, seq)
         seq.status = PREFILL
         seq.row = heapq.heappop(self._free_rows)
         seq.block_ids = blocks
@@ -577,8 +619,10 @@ class Scheduler:
         # A sequence that was preempted finds mostly its own blocks again: these are no hits.
         if seq.num_admissions == 1 and self._looks_up(seq):
             seq.num_cached_tokens = seq.num_computed
-            self._prefix_cache_queries += seq.num_tokens
-            self._prefix_cache_hits += seq.num_computed
+            if not seq.request.continues:  # else its forerunner was counted
+                self._prefix_cache_queries += seq.num_tokens
+                self._prefix_cache_hits += seq.num_computed
+        return True
 
     def _looks_up(self, seq: Sequence) -> bool:
         """Whether the sequence may use cached blocks. Prompt logprobs need every prompt token computed."""
@@ -661,6 +705,7 @@ class Scheduler:
         error: str | None = None,
     ) -> None:
         del self._sequences[seq.request.request_id]
+        self._forerunners.pop(seq.request.request_id, None)
         if seq.status is WAITING:
             _remove(self.waiting, seq)
         else:

@@ -27,6 +27,9 @@ class SequenceStatus(enum.Enum):
     FETCHING = enum.auto()
     # It holds a row and blocks for all its tokens. Some of these are still to be computed.
     PREFILL = enum.auto()
+    # It holds a row and blocks for all its tokens, some of which have come from elsewhere, until its
+    # successor takes its place. It computes nothing.
+    PARKED = enum.auto()
     # Only its last token, seen or pending, is still to be computed. The device has it in the sequence's row.
     DECODE = enum.auto()
     FINISHED = enum.auto()
@@ -64,6 +67,16 @@ class GrammarRow:
     allowed: list[int] | None
 
 
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """KV blocks that came from elsewhere for a sequence. `begun_at`: seconds of the core's clock."""
+
+    source: str  # tiers below the device, or "worker"
+    begun_at: float
+    seconds: float
+    num_blocks: int  # 0: they did not come, and are computed
+
+
 @dataclass(slots=True, eq=False)
 class Sequence:
     """What the engine knows of one request. Times are seconds of the core's clock."""
@@ -97,6 +110,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     added_at: float = 0.0  # when it came
     started_at: float | None = None  # when a step first held part of it
+    transfers: list[Transfer] = field(default_factory=list)  # that have ended; their sources write them
     # It must not start yet, as so many are asked what they have of the prompt: a store, or a worker that gave
     # out a ticket. Whoever asks counts here.
     asking: int = 0
@@ -104,6 +118,8 @@ class Sequence:
     def __post_init__(self) -> None:
         request, params = self.request, self.request.params
         self.token_ids = [*request.prompt_token_ids, *request.output_token_ids]
+        if request.fetches_only:
+            self.token_ids.append(0)  # keeps room for the first token, which is drawn elsewhere
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_tokens = len(self.token_ids)
         self.root = root_key(request.adapter, request.cache_salt)

@@ -196,6 +196,20 @@ def test_files_of_models_that_nobody_runs_go_before_ours(make, tmp_path):
     )
 
 
+def test_files_of_an_earlier_version_are_not_read_and_go_before_ours(make, tmp_path):
+    earlier, metas = make(), chain(3)
+    write(earlier, metas)
+    earlier.close()
+    group = Path(earlier._folder.group)
+    for path in group.rglob("*.kv"):
+        path.write_bytes(b"SHOALKV1" + path.read_bytes()[len(MAGIC) :])
+    group.rename(group.with_name("float16-4-tp1-0123456789abcdef"))  # it described a cache otherwise, too
+    ours = make(max_blocks=5)
+    assert ours.match(keys_of(metas)) == 0 and ours.stats().num_bytes == 3 * FILE
+    write(ours, chain(5, 9))
+    assert len(files(tmp_path)) == 5 and all_right(ours, chain(5, 9))
+
+
 def test_files_of_a_living_engine_are_left_alone(make):
     other, metas = make(fingerprint=OTHER_MODEL), chain(3, 9)
     write(other, metas)

@@ -124,6 +124,40 @@ def test_a_fetch_is_cancelled_while_it_waits(owner, peers, monkeypatch):
     timer.join()
 
 
+def test_a_read_that_cannot_begin_ends_those_that_began_with_it(owner, into):
+    class Cut(InProcess):
+        def connect(self, windows, into):
+            peer = super().connect(windows, into)
+            peer.pull = pull
+            return peer
+
+    class Begun:
+        num_bytes = 0
+        is_cancelled = False
+
+        def done(self):
+            return False
+
+        def cancel(self):
+            self.is_cancelled = True
+
+    begun = []
+
+    def pull(*_):
+        if begun:
+            raise TransferError(Failure.LOST, "the connection broke")
+        begun.append(Begun())
+        return begun[0]
+
+    peers = Peers(MODEL, Transports([Cut]), into)
+    sealed, _ = owner.offer(4, 2)
+    with Lease(sealed) as lease, pytest.raises(TransferError, match="broke"):
+        lease.progress = Progress(2, 4, 1)  # two blocks have all layers, and two others the first
+        peers.fetch(lease, range(4), range(4))
+    assert begun[0].is_cancelled, "it would write into blocks that are others' by now"
+    peers.close()
+
+
 def test_an_owner_that_computes_nothing_is_given_up(owner, into):
     now = [0.0]
     peers = Peers(MODEL, Transports([InProcess]), into, lambda: now[0])

@@ -151,6 +151,13 @@ def test_forged_and_unknown_tickets_are_refused(owner):
         lease.verify()
 
 
+def test_a_port_beyond_the_last_is_not_taken_for_another(owner):
+    ticket = unseal(owner.offer()[0])
+    host, port = owner.server.address.split(":")
+    beyond = msgspec.structs.replace(ticket, server=f"{host}:{int(port) + 65536}")
+    assert failure(Lease, seal(beyond)) is Failure.UNREACHABLE
+
+
 def test_an_owner_that_goes_away_is_noticed(owner):
     sealed, _ = owner.offer()
     lease = Lease(sealed)
@@ -215,10 +222,9 @@ def test_the_number_of_connections_has_a_bound(owner, monkeypatch):
         assert failure(Lease, sealed) is Failure.LOST
 
 
-def test_an_address_that_can_not_be_had_is_told():
-    offers = Owner().offers
+def test_an_address_that_can_not_be_had_is_told(owner):
     with pytest.raises(ConfigError, match=r"203\.0\.113\.1"):
-        OfferServer(offers, "203.0.113.1")
+        OfferServer(owner.offers, "203.0.113.1")
 
 
 class FalseOwner:

@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from msgspec.structs import replace as change
 
 from shoal.errors import ConfigError
-from shoal.kv import io_threads, store
+from shoal.kv import io_threads, object_store, store
 from shoal.kv.block_file import HEADER_AT, PAGE, BlockFormat
 from shoal.kv.io_threads import Breaker
 from shoal.kv.layout import Layout
@@ -60,7 +60,7 @@ class Shaky(MemoryFileSystem):
 @pytest.fixture(autouse=True)
 def shaky(monkeypatch):
     fsspec.register_implementation("shaky", Shaky, clobber=True)
-    monkeypatch.setattr(store, "OBJECT_STORES", {*store.OBJECT_STORES, "shaky"})
+    monkeypatch.setattr(object_store, "OBJECT_STORES", {*object_store.OBJECT_STORES, "shaky"})
     Shaky.trouble = staticmethod(lambda: None)
     Shaky.store.clear()
     Shaky.requests.clear()
@@ -169,7 +169,7 @@ def test_folders_that_a_client_remembers_hide_nothing(make, monkeypatch):
                 raise
 
     fsspec.register_implementation("remembering", Remembering, clobber=True)
-    monkeypatch.setattr(store, "OBJECT_STORES", {"remembering"})
+    monkeypatch.setattr(object_store, "OBJECT_STORES", {"remembering"})
     monkeypatch.setattr(store, "ABSENT_S", 0.0)
     one, other, metas = make("remembering://bucket/kv"), make("remembering://bucket/kv"), chain(3)
     assert look_up(other, metas) == 0 and all(write(one, metas)) and look_up(other, metas) == 3
@@ -229,6 +229,24 @@ def test_a_wrong_object_is_not_served_is_counted_and_makes_way_for_a_good_one(ma
         and read(tier, metas[1]) == content(metas[1])
     )
     assert write(tier, metas) == [True, True] and read(tier, metas[0]) == content(metas[0])
+
+
+def test_a_wrong_object_is_gone_before_its_reader_hears_of_it(make, url, monkeypatch):
+    """Otherwise a good one that the reader then writes could be removed in its place."""
+    tier, [meta] = make(url), chain(1)
+    write(tier, [meta])
+    tier._fs.pipe_file(tier._path(meta.key), b"wrong")
+    remove, reading, heard = type(tier._fs).rm_file, [], []
+
+    def slowly(fs, path):
+        while not reading:
+            time.sleep(0.001)
+        heard.append(reading[0].done())
+        remove(fs, path)
+
+    monkeypatch.setattr(type(tier._fs), "rm_file", slowly)
+    reading.append(tier.read(meta, memoryview(bytearray(BYTES))))
+    assert reading[0].result(20) is False and heard == [False]
 
 
 def test_a_missing_object_is_a_miss_and_no_failure_of_the_store(make, url):

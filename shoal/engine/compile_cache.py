@@ -1,0 +1,212 @@
+"""Kernels that another machine has compiled: they are fetched before an engine starts, and what it compiled
+itself is offered to the next one.
+
+    URL / platform / name.tar
+
+What is compiled lies in shoal's cache folder: C libraries, and Triton's folder of kernels, one subfolder
+each. Their names say what they were compiled from, by which compiler and for which processor, so copies never
+clash and nothing is ever wrong, only unused. Whoever can write there decides what engines run:
+docs/security.md.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import platform
+import sys
+import tarfile
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from shoal.kernels.c_library import cache_folder
+from shoal.kv.io_threads import IoThreads
+from shoal.kv.object_store import ObjectStore, shown
+
+logger = logging.getLogger(__name__)
+
+OPTION = "compile_cache"
+THREADS = 8
+FETCH_S = 60.0  # A store that answers slowly must not make a start slower than compiling does.
+TRITON = "triton-"  # begins the names of Triton's kernels
+GROUP = "__grp__"  # begins the file of a kernel that lists its others, with their whole paths
+
+
+def keep_kernels_together() -> None:
+    """Has Triton keep its kernels in shoal's cache folder, unless TRITON_CACHE_DIR says otherwise: so one
+    folder holds all that a start compiles, and a container needs one volume."""
+    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))
+
+
+class CompileCache:
+    """`url`: a folder or bucket, as fsspec reads it; the attribute has no password. Raises ConfigError if it
+    cannot be opened."""
+
+    def __init__(self, url: str) -> None:
+        self._store = ObjectStore(url, OPTION)
+        self._root = f"{self._store.root}/{platform_name()}"
+        self.url = shown(url)
+
+    def fetch(self) -> int:
+        """Brings what is not here, for FETCH_S seconds at most. Returns how many kernels and libraries came.
+        Where the store fails, a warning says so, and they are compiled."""
+        fetched: list[str] = []
+
+        def work() -> None:
+            with self._warning("read"):
+                self._each(self._there() - set(local_names()), self._fetch, fetched)
+
+        thread = threading.Thread(target=work, name="compile-cache", daemon=True)
+        thread.start()
+        thread.join(FETCH_S)
+        if thread.is_alive():
+            logger.warning("%s %s is slow: what has not come in %g s is compiled", OPTION, self.url, FETCH_S)
+        return len(fetched)
+
+    def offer(self) -> int:
+        """Puts there what is here alone. Returns how many kernels and libraries that are."""
+        offered: list[str] = []
+        with self._warning("written"):
+            self._each(set(local_names()) - self._there(), self._offer, offered)
+        return len(offered)
+
+    def offer_in_background(self) -> None:
+        threading.Thread(target=self.offer, name="compile-cache", daemon=True).start()
+
+    def _there(self) -> set[str]:
+        try:
+            paths = self._store.fs.ls(self._root, detail=False)
+        except FileNotFoundError:
+            return set()
+        names = {path.rpartition("/")[2] for path in paths}
+        return {name.removesuffix(".tar") for name in names if name.endswith(".tar")}
+
+    def _fetch(self, name: str) -> None:
+        unpack(name, self._store.fs.cat_file(f"{self._root}/{name}.tar"))
+
+    def _offer(self, name: str) -> None:
+        self._store.put(f"{self._root}/{name}.tar", pack(name))
+
+    def _each(self, names: Iterable[str], work: Callable[[str], None], finished: list[str]) -> None:
+        """By daemons, so that a store that hangs does not keep the process from ending."""
+        todo, errors = sorted(names), []
+
+        def job(name: str) -> bool:
+            try:
+                work(name)
+            except Exception as error:  # noqa: BLE001   backends raise what they like
+                errors.append(error)
+                return False
+            finished.append(name)
+            return True
+
+        threads = IoThreads("compile-cache", THREADS, len(todo))
+        for future in [threads.submit(partial(job, name)) for name in todo]:
+            if future is not None:
+                future.result()
+        threads.close()
+        if errors:
+            raise errors[0]
+
+    @contextmanager
+    def _warning(self, what: str) -> Iterator[None]:
+        """Inside of the block an error becomes a warning: the store only saves time."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001   backends raise what they like
+            kind = type(error).__name__
+            logger.warning("%s %s could not be %s: %s: %s", OPTION, self.url, what, kind, error)
+
+
+def platform_name() -> str:
+    """The part of the store in which all could be used here. Names of kernels say the rest."""
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:
+        triton = "none"
+    python = f"py{sys.version_info.major}.{sys.version_info.minor}"
+    return f"{platform.system()}-{platform.machine()}-{python}-triton{triton}"
+
+
+def local_names() -> list[str]:
+    """What has been compiled here, and is whole."""
+    libraries = [path.name for path in cache_folder().glob("*.so")]
+    return libraries + [TRITON + path.name for path in _triton_folder().glob("*") if _is_whole(path)]
+
+
+def pack(name: str) -> bytes:
+    """A library, or the files of a kernel, as a tar archive without folders."""
+    path = _path_of(name)
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w") as archive:
+        for file in files:
+            if file.is_file():
+                archive.add(file, file.name)
+    return written.getvalue()
+
+
+def unpack(name: str, packed: bytes) -> None:
+    """Puts it where it is looked for, whole or not at all. Raises ValueError for what `pack` has not made."""
+    path = _path_of(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="fetching-") as work:
+        made = Path(work, path.name)
+        if name.startswith(TRITON):
+            made.mkdir()
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            for member in archive:
+                if not member.isreg() or Path(member.name).name != member.name:
+                    raise ValueError(f"{name} holds {member.name!r}, which is no file of a kernel")
+                content = archive.extractfile(member)
+                assert content is not None  # it is a file
+                value = content.read()
+                if member.name.startswith(GROUP):
+                    value = _moved(value, path)
+                (made / member.name if made.is_dir() else made).write_bytes(value)
+        try:
+            os.replace(made, path)
+        except OSError:  # another process has put it there meanwhile
+            if not path.exists():
+                raise
+
+
+def _moved(group: bytes, folder: Path) -> bytes:
+    """Triton names a kernel's files by their whole paths, which are those of the machine that compiled it."""
+    listed = json.loads(group)
+    paths = {name: str(folder / name) for name in listed["child_paths"]}
+    return json.dumps({**listed, "child_paths": paths}).encode()
+
+
+def _path_of(name: str) -> Path:
+    kernel = name.removeprefix(TRITON)
+    is_name = Path(kernel).name == kernel and kernel != ".."
+    if not is_name or not (name.startswith(TRITON) or name.endswith(".so")):
+        raise ValueError(f"{name!r} is no name of a kernel or library")
+    if name.startswith(TRITON):
+        return _triton_folder() / kernel
+    return cache_folder() / name
+
+
+def _triton_folder() -> Path:
+    return Path(os.environ["TRITON_CACHE_DIR"])
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether Triton has written all files of a kernel, or the library of a launcher."""
+    if not folder.is_dir() or folder.name.startswith("fetching-"):
+        return False
+    names = {path.name for path in folder.iterdir()}
+    if any(name.startswith("tmp.pid_") for name in names):
+        return False
+    groups = [name for name in names if name.startswith(GROUP)]
+    if not groups:
+        return any(name.endswith(".so") for name in names)
+    return all(set(json.loads((folder / name).read_bytes())["child_paths"]) <= names for name in groups)
