@@ -249,7 +249,7 @@ class Request:
     prompt_token_ids: list[int]
     params: SamplingParams
     priority: int = 0  # lower runs first
-    arrival: float = 0.0  # seconds, any clock; breaks ties of priority
+    arrival: float = 0.0  # seconds, by one clock for all requests of an engine; breaks ties of priority
     cache_salt: str | None = None  # part of the block keys: requests share a prefix only under one salt
     adapter: str | None = None  # likewise
     embed: bool = False  # no tokens: the pooled hidden state of the prompt, in the one Output
@@ -259,13 +259,25 @@ class Request:
     # count as its own do for max_tokens, min_tokens, penalties and grammars.
     output_token_ids: list[int] = field(default_factory=list)
     # Prefill and decode on different workers. One computes the prompt and holds its KV blocks for others to
-    # read; its first Output brings a ticket for them. The other one brings that ticket along: it reads the
-    # blocks that it lacks, and computes what it can't get.
+    # read; when the first chunk of the prompt is under way, an Output brings a ticket for them. The other one
+    # brings that ticket along: it reads the blocks that it lacks, and computes what it can't get.
     offers_kv: bool = False
     kv_ticket: bytes | None = None
+    # The forerunner of a request whose first token is drawn elsewhere: it brings the ticket's blocks in as
+    # they are computed, and keeps them until its successor starts in its place. It draws no token.
+    fetches_only: bool = False
+    continues: str | None = None  # the successor's: request_id of its forerunner
+    external_id: str = ""  # the id that its client and the logs of all processes know it by
+    trace_headers: dict[str, str] | None = None  # W3C trace context: traceparent and tracestate
     session: str | None = None  # requests of one session fit one worker of a fleet
+    tags: tuple[str, ...] = ()  # only workers of a fleet that have all of them may take it
     worker: str = ""  # a fleet writes here which of its workers has the answer, up to its first token
     prefill_worker: str = ""  # and which one has computed the prompt, if it was another
+
+    @property
+    def log_id(self) -> str:
+        """The id under which lines of a log tell of it."""
+        return self.external_id or self.request_id
 
 
 @dataclass(slots=True)
@@ -281,6 +293,18 @@ TokenLogprobs = dict[int, Logprob]
 
 
 @dataclass(slots=True)
+class Span:
+    """A part of a request's time, as its engine tells of it. It began `ago_s` seconds before the Output that
+    brings it was made: durations alone cross a process, as the clocks of hosts differ."""
+
+    name: str  # "queue", "routing", "transfer", "prefill", "migration"
+    ago_s: float
+    seconds: float
+    worker: str = ""  # of a fleet
+    attributes: dict[str, str | int | float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Output:
     """What one step added to one request. The last one carries the finish reason."""
 
@@ -292,12 +316,17 @@ class Output:
     # the stop id or stop string that ended it; None for an end-of-text id
     stop_reason: int | str | None = None
     num_cached_tokens: int = 0  # prompt tokens that the prefix cache held
-    queued_seconds: float = 0.0  # how long the request waited for its first step; with its first token
+    spans: list[Span] | None = None  # where the time up to the first token went; with that token
     embedding: list[float] | None = None  # [hidden size], of unit length, if the request asked for it
     # why, where finish_reason is ERROR; the request's fault if stop_reason is "grammar"
     error: str | None = None
-    # With the first Output of a request that offers its KV blocks; None if the prompt fills no block.
+    # Once, of a request that offers its KV blocks, before the first token; None if the prompt fills no block.
     kv_ticket: bytes | None = None
+
+    @property
+    def queued_seconds(self) -> float:
+        """How long the request waited for its first step, as far as these spans tell."""
+        return sum(span.seconds for span in self.spans if span.name == "queue") if self.spans else 0.0
 
 
 @dataclass(slots=True)

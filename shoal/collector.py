@@ -15,6 +15,7 @@ class Collector:
     def __init__(self) -> None:
         self.output: Output | None = None
         self.error: ShoalError | None = None
+        self._loop = asyncio.get_running_loop()
         self._waiter: asyncio.Future[None] | None = None
 
     def put(self, output: Output) -> None:
@@ -36,7 +37,7 @@ class Collector:
             if self.error is not None:
                 # Many share this error. Without this each raise would add its frames to it, for ever.
                 raise self.error.with_traceback(None)
-            self._waiter = asyncio.get_running_loop().create_future()
+            self._waiter = self._loop.create_future()
             try:
                 await self._waiter
             finally:
@@ -56,7 +57,8 @@ def merge(first: Output, then: Output) -> None:
         first.logprobs = (first.logprobs or []) + then.logprobs
     first.prompt_logprobs = then.prompt_logprobs if first.prompt_logprobs is None else first.prompt_logprobs
     first.finish_reason, first.stop_reason, first.error = then.finish_reason, then.stop_reason, then.error
-    first.queued_seconds = max(first.queued_seconds, then.queued_seconds)
+    if then.spans is not None:
+        first.spans = (first.spans or []) + then.spans
     first.num_cached_tokens = max(first.num_cached_tokens, then.num_cached_tokens)
     first.embedding = then.embedding if first.embedding is None else first.embedding
     first.kv_ticket = then.kv_ticket if first.kv_ticket is None else first.kv_ticket

@@ -341,6 +341,9 @@ class EngineConfig:
         10.0, "seconds an engine that ends may take to write KV blocks to disk or store", low=0
     )
     enforce_eager: bool = option(False, "no CUDA graphs", section="execution")
+    compile_cache: str | None = option(
+        None, "URL of a folder or bucket, as fsspec reads it, where engines share what they have compiled"
+    )
     cudagraph_capture_sizes: list[int] | None = option(
         None, "batch sizes with a graph of their own; default: a ladder up to max_num_seqs"
     )
@@ -523,7 +526,7 @@ class ResolvedConfig(EngineConfig):
     target_itl_ms: float  # 0: no target
     kv_events_config: KVEventsConfig
     structured_outputs_config: StructuredOutputsConfig
-    keep_quantized: bool  # the weights stay as a GGUF file has them
+    keep_quantized: bool  # weights that a checkpoint holds in fewer bits stay so
 
 
 @dataclass(frozen=True, slots=True)
@@ -612,6 +615,11 @@ class ServerConfig:
         "which requests get a line in the log; health checks and the like do with --verbose only",
         choices=("all", "errors", "off"),
     )
+    otlp_traces_endpoint: str | None = option(
+        None,
+        "send a trace of each request to the OpenTelemetry collector whose OTLP/HTTP port is here, such as "
+        "http://127.0.0.1:4318; needs shoal[otel]",
+    )
     log_format: str = option("text", '"json": a JSON object a line', choices=("text", "json"))
     trust_request_chat_template: bool = option(
         False, "requests may bring a chat template (in the sandbox, but one may run for ever)"
@@ -629,6 +637,9 @@ class ServerConfig:
         "both", "what this worker does in a fleet", common=True, choices=("both", "prefill", "decode")
     )
     worker_id: str | None = option(None, "its name in the fleet; default: made of host and process")
+    worker_tags: list[str] | None = option(
+        None, "its tags in the fleet: a request with the header X-Shoal-Tags: a,b goes to workers with both"
+    )
     fleet_key_file: str | None = option(
         None,
         "the secret that the processes of a fleet share; without it, fleets do not leave this machine",
@@ -652,7 +663,13 @@ class ServerConfig:
             raise ConfigError(
                 f"admin_port {self.admin_port} is the public port too; give each a port of its own"
             )
-        if self.plane is None and (self.role != "both" or self.worker_id is not None):
-            raise ConfigError("role and worker_id are of a worker in a fleet; name the fleet's --plane, too")
+        if self.plane is None and (self.role != "both" or self.worker_id is not None or self.worker_tags):
+            raise ConfigError(
+                "role, worker_id and worker_tags are of a worker in a fleet; name the fleet's --plane, too"
+            )
+        if wrong := [tag for tag in self.worker_tags or () if tag != tag.strip() or not tag or "," in tag]:
+            raise ConfigError(
+                f"worker_tags {wrong[0]!r:.100} is no tag; leave out commas and spaces at its ends"
+            )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_keyfile and ssl_certfile belong together; give both or neither")

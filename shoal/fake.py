@@ -18,6 +18,7 @@ from shoal.api import (
     Output,
     Request,
     SleepState,
+    Span,
     Stats,
     TokenLogprobs,
     check_tags,
@@ -74,6 +75,7 @@ class FakeEngine(Control):
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         self._check_alive()
+        came_at = time.monotonic()
         if self.refuses is not None:
             raise RequestError(self.refuses)
         check_request(request, self.vocab_size, MAX_LOGPROBS)
@@ -82,6 +84,14 @@ class FakeEngine(Control):
         self.seen = [*self.seen[-99:], request]
         self._running[request.request_id] = stopped = asyncio.Event()
         try:
+            if request.continues is not None:
+                await self.abort(request.continues)
+            if request.fetches_only:
+                await stopped.wait()
+                yield Output(request.request_id, [], finish_reason=FinishReason.LENGTH)
+                return
+            if request.offers_kv:
+                yield Output(request.request_id, [], kv_ticket=f"KV of {request.request_id}".encode())
             await self._pause(stopped, self.prefill_seconds)
             if request.embed and not stopped.is_set():
                 yield Output(
@@ -106,6 +116,9 @@ class FakeEngine(Control):
                     due = done + 1
                     await asyncio.sleep(0)
                 output = self._output(request, done, min(due, limit), limit)
+                if done == given:
+                    seconds = time.monotonic() - came_at
+                    output.spans = [Span("queue", seconds, 0.0), Span("prefill", seconds, seconds)]
                 done += len(output.token_ids)
                 yield output
                 if output.finish_reason is not None:
@@ -231,15 +244,8 @@ class FakeEngine(Control):
                 None,
                 *[self._logprobs(i, params.prompt_logprobs) for i in request.prompt_token_ids[1:]],
             ]
-        offers = request.offers_kv and done == len(request.output_token_ids)
         return Output(
-            request.request_id,
-            ids,
-            logprobs,
-            prompt_logprobs,
-            reason,
-            num_cached_tokens=self.cached_tokens,
-            kv_ticket=f"KV of {request.request_id}".encode() if offers else None,
+            request.request_id, ids, logprobs, prompt_logprobs, reason, num_cached_tokens=self.cached_tokens
         )
 
     def _logprobs(self, token_id: int, count: int) -> TokenLogprobs:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 STYLES = ("text", "json")
+PLAIN = re.compile(r"[\w.:/+=@%-]+", re.ASCII)  # what needs no quotes in a line
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")  # not tab and line feed
 
 
@@ -24,6 +25,19 @@ class Event:
 
     def __str__(self) -> str:
         return self.text
+
+
+def about(request_id: str, text: str, **fields: Any) -> Event:
+    """What a process says of one request. The id is that of the request's line in the log of the server that
+    answers it, so that one look finds all of them."""
+    return Event(f"request {text} id={quoted(request_id)}", {"request_id": request_id, **fields})
+
+
+def quoted(text: str) -> str:
+    """The text, in quotes where it could be taken for more than one field."""
+    if PLAIN.fullmatch(text.replace(",", "")):
+        return text
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
 class TextFormatter(logging.Formatter):

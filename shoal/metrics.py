@@ -8,6 +8,7 @@ only writes the sums at a scrape.
 from __future__ import annotations
 
 import bisect
+import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -36,6 +37,11 @@ TOKEN_SECONDS = _bounds(
 REQUEST_SECONDS = _bounds(
     "0.3 0.5 0.8 1.0 1.5 2.0 2.5 5.0 10.0 15.0 20.0 30.0 40.0 50.0 60.0 120.0 240.0 480.0 960.0 1920.0 7680.0"
 )
+# Times are counted finely, 20 buckets a decade, for quantiles of the last minute. Prometheus
+# sees vLLM's bounds alone, which are among these.
+LATENCY_SECONDS = tuple(
+    sorted({*(float(f"{10 ** (n / 20):.3g}") for n in range(-80, 61)), *FIRST_TOKEN_SECONDS, *TOKEN_SECONDS})
+)
 ANSWERS = (1, 2, 5, 10, 20)
 LABELS = ("model_name", "engine")
 # The methods and buckets of prometheus-fastapi-instrumentator, which vLLM's server uses.
@@ -47,7 +53,8 @@ HTTP_SECONDS_FINE = _bounds(
 
 
 class Histogram:
-    """Counts of observed values by bucket, and their sum. `buckets` are upper bounds."""
+    """Counts of observed values by bucket, and their sum. `buckets` are the upper bounds that Prometheus
+    sees; values are counted by `bounds`, which has all of them."""
 
     def __init__(
         self,
@@ -56,13 +63,15 @@ class Histogram:
         buckets: Sequence[float],
         label_names: Sequence[str] = LABELS,
         prefix: str = "vllm:",
+        bounds: Sequence[float] | None = None,
     ) -> None:
         self.name, self.text, self.buckets, self.label_names = prefix + name, text, buckets, label_names
-        self.counts = [0] * (len(buckets) + 1)
+        self.bounds = buckets if bounds is None else bounds
+        self.counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
 
     def observe(self, value: float, count: int = 1) -> None:
-        self.counts[bisect.bisect_left(self.buckets, value)] += count
+        self.counts[bisect.bisect_left(self.bounds, value)] += count
         self.sum += value * count
 
     def family(self, labels: Sequence[str]) -> HistogramMetricFamily:
@@ -71,11 +80,9 @@ class Histogram:
         return family
 
     def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
-        total, pairs = 0, []
-        for bound, count in zip((*map(float, self.buckets), float("inf")), self.counts):
-            total += count
-            pairs.append(("+Inf" if bound == float("inf") else repr(bound), total))
-        family.add_metric(labels, pairs, self.sum)
+        sums, shown = list(itertools.accumulate(self.counts)), set(self.buckets)
+        pairs = [(repr(float(bound)), total) for bound, total in zip(self.bounds, sums) if bound in shown]
+        family.add_metric(labels, [*pairs, ("+Inf", sums[-1])], self.sum)
 
 
 class ModelMetrics:
@@ -90,10 +97,16 @@ class ModelMetrics:
         self.finished = dict.fromkeys(FinishReason, 0)
         sizes = _one_two_five(max_model_len)
         self.first_token = Histogram(
-            "time_to_first_token_seconds", "Seconds from arrival to the first token.", FIRST_TOKEN_SECONDS
+            "time_to_first_token_seconds",
+            "Seconds from arrival to the first token.",
+            FIRST_TOKEN_SECONDS,
+            bounds=LATENCY_SECONDS,
         )
         self.between_tokens = Histogram(
-            "inter_token_latency_seconds", "Seconds between tokens of an answer.", TOKEN_SECONDS
+            "inter_token_latency_seconds",
+            "Seconds between tokens of an answer.",
+            TOKEN_SECONDS,
+            bounds=LATENCY_SECONDS,
         )
         self.per_token = Histogram(
             "request_time_per_output_token_seconds", "Mean seconds a token after the first.", TOKEN_SECONDS
@@ -146,9 +159,13 @@ class ModelMetrics:
         if all(one.reason in (FinishReason.STOP, FinishReason.LENGTH) for one in answers):
             self.longest.observe(max(one.count for one in answers))
 
-    def collect(self, stats: Stats, sleeping_level: int | None, refused: int) -> Iterable[Metric]:
+    def collect(
+        self, stats: Stats, sleeping_level: int | None, refused: int, is_up: bool = True
+    ) -> Iterable[Metric]:
         """Yields the metrics of a scrape. `sleeping_level` is None while the engine is awake. `refused`
-        counts requests that found the queue full."""
+        counts requests that found the queue full. `is_up`: the engine lives."""
+        up = GaugeMetricFamily("shoal:engine_up", "1 while the engine lives, 0 once it died.", labels=LABELS)
+        yield self._one(up, float(is_up))
         for name, text, value in (
             ("num_requests_running", "Requests that are being computed.", stats.num_running),
             ("num_requests_waiting", "Requests that wait for their turn.", stats.num_waiting),

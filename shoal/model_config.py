@@ -30,6 +30,19 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a checkpoint stores its matrices in fewer bits, as its config says. models/layouts/ has a file for
+    each layout."""
+
+    layout: str  # the name of a layout in models/layouts/registry.py
+    bits: int
+    block: tuple[int, int]  # outputs and inputs that share a scale; 0: all of them
+    zero_points: bool = False  # each scale has a zero point beside it
+    act_order: bool = False  # a tensor says which group each input belongs to
+    zeros_minus_one: bool = False  # zero points are stored less one
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
     """Sizes and flags of a model. Sizes are those of the whole model, not of one rank."""
 
@@ -64,6 +77,9 @@ class ModelConfig:
     dtype: str | None = None  # the checkpoint's, as torch names it; None: its config does not say
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
+    quantization: Quantization | None = (
+        None  # of a Hugging Face checkpoint; a GGUF file says it of each tensor
+    )
 
     @property
     def attention_scale(self) -> float:

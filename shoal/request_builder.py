@@ -58,14 +58,18 @@ class RequestBuilder:
         cache_salt: str | None = None,
         embed: bool = False,
         session: str | None = None,
+        tags: tuple[str, ...] = (),
         output_token_ids: Sequence[int] = (),
+        external_id: str = "",
+        trace_headers: dict[str, str] | None = None,
     ) -> list[Request]:
         """`params.n` requests for each prompt (a list of token ids), prompt by prompt. Answer i of a prompt
         draws with seed + i.
 
         request_ids: an id for each request, in that order. max_tokens: of each prompt's answers, in place of
         `params.max_tokens`. output_token_ids: the first tokens of each answer, drawn elsewhere; the engine
-        goes on behind them. Raises RequestError for stop strings and bad words without a tokenizer.
+        goes on behind them. external_id, trace_headers: see Request. Raises RequestError for stop strings and
+        bad words without a tokenizer.
         """
         if (params.stop or params.bad_words) and self.tokenizer is None:
             raise RequestError(
@@ -93,8 +97,11 @@ class RequestBuilder:
                     cache_salt=cache_salt,
                     embed=embed,
                     session=session,
+                    tags=tags,
                     eos_token_ids=self.eos_token_ids,
                     bad_word_ids=bad_words,
+                    external_id=external_id,
+                    trace_headers=trace_headers,
                 )
                 if output_token_ids:
                     request.output_token_ids = list(output_token_ids)
@@ -125,6 +132,11 @@ def check_request(request: Request, vocab_size: int, max_logprobs: int) -> None:
     if request.embed and (request.offers_kv or request.kv_ticket is not None):
         raise RequestError(
             "an embedding neither offers KV blocks nor takes any; leave out offers_kv and kv_ticket"
+        )
+    if request.fetches_only and (request.kv_ticket is None or request.embed or request.output_token_ids):
+        raise RequestError(
+            "fetches_only brings the KV blocks of a prompt in: give the kv_ticket, and leave embed and "
+            "output_token_ids out"
         )
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
         for token_id in getattr(params, name) or ():

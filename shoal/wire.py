@@ -35,7 +35,10 @@ class Start(Message, frozen=True):
 
 
 class Add(Message, frozen=True):
+    """`age_s`: how long ago the request arrived, where it comes from a host whose clock is another."""
+
     request: Request
+    age_s: float | None = None
 
 
 class Abort(Message, frozen=True):
@@ -53,12 +56,33 @@ class FlushKv(Command[None], frozen=True, tag="flush_kv"):
 
 
 class CheckBooks(Command[None], frozen=True, tag="check"):
-    """Proves the books of scheduler and tiers, for tests."""
+    """Proves the books of scheduler, tiers and peers, for tests."""
 
     is_quick = True
 
 
-CoreCommand = AnyCommand | ReadStats | FlushKv | CheckBooks  # the last three are asked by the parent alone
+class LendKv(Command[bytes | None], frozen=True, tag="lend_kv"):
+    """Offers other workers the KV blocks that the cache has of the beginning of these tokens. The answer is a
+    ticket for them; None if there are none, or if this engine lends nothing."""
+
+    token_ids: list[int]
+    cache_salt: str | None = None
+    adapter: str | None = None
+
+    is_quick = True
+
+
+class TakeBackKv(Command[None], frozen=True, tag="take_back_kv"):
+    """Nobody will use this ticket any more. One that has ended already changes nothing. Raises TransferError
+    for what is no ticket."""
+
+    ticket: bytes
+
+    is_quick = True
+
+
+# Beside an operator's commands. FlushKv is the parent's alone; routers ask for the others, too.
+CoreCommand = AnyCommand | ReadStats | FlushKv | CheckBooks | LendKv | TakeBackKv
 QUICK_COMMANDS = frozenset(name_of(kind) for kind in typing.get_args(CoreCommand) if kind.is_quick)
 
 
@@ -111,6 +135,18 @@ class ModelInfo(msgspec.Struct, array_like=True, frozen=True):
     max_num_seqs: int
     device: str
     dtype: str
+    kv_role: str = ""  # of kv_transfer_config: what it exchanges with other engines; "" without one
+    kv_block_bytes: int = 0  # of one KV block, on all ranks together
+
+    @property
+    def lends_kv(self) -> bool:
+        """Whether other engines may read its KV blocks."""
+        return self.kv_role in ("kv_producer", "kv_both")
+
+    @property
+    def reads_kv(self) -> bool:
+        """Whether it reads KV blocks of other engines."""
+        return self.kv_role in ("kv_consumer", "kv_both")
 
 
 class Ready(Message, frozen=True):

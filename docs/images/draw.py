@@ -132,7 +132,7 @@ def walk(
 def rooms() -> str:
     """Who may import whom: what lies lower. As tests/cpu/test_import_rules.py has it."""
     parts = [
-        box(40, 20, 640, 56, "cli · bench", "the commands, and what measures; they see both towers"),
+        box(40, 20, 640, 56, "cli · bench · doctor", "the commands, and what measures; they see both towers"),
         box(40, 120, 200, 56, "server", "HTTP; without torch"),
         box(290, 120, 390, 56, "engine", "schedules, steps, starts ranks, sleeps, offloads"),
         box(290, 206, 390, 44, "kv", "blocks, tiers, events"),

@@ -8,29 +8,36 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
-import os
 import shutil
 import socket
 import sys
-import tempfile
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import partial
+from pathlib import Path
+from typing import IO
 
 from shoal import logs
 from shoal.cli.route import check_router, run_router
 from shoal.cli.serve import plan
 from shoal.config import ServerConfig
-from shoal.errors import ConfigError, UserError
-from shoal.fleet.components import components_of
-from shoal.fleet.connector_process import ProcessConnector
+from shoal.errors import ConfigError, ShoalError, UserError
+from shoal.fleet.components import components_of, components_of_pods
+from shoal.fleet.connector import GRACE_S, Component, Connector, Setting
+from shoal.fleet.connector_local import LocalConnector
+from shoal.fleet.connectors import connector_named
 from shoal.fleet.fleet import Fleet
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.fleet_file import FleetFile, ForeignWorkers, OwnWorkers, read_fleet_file
+from shoal.fleet.parking import Parking
+from shoal.fleet.plane import Plane
+from shoal.fleet.plane_inbox import stop
 from shoal.fleet.planes import NATS
+from shoal.fleet.planned_fleet import OwnFleet, PlannerPort, become_planner
+from shoal.fleet.planner_config import ON_THIS_HOST, PlannerConfig
 from shoal.fleet.planner_loop import PlannerLoop
 from shoal.fleet.process_log import ProcessLog
-from shoal.fleet.processes import Component, Processes
+from shoal.fleet.state_file import digest_of, fleet_folder, holding, socket_in
 from shoal.fleet.toml_file import keys_of
 from shoal.server.keys import read_keys
 from shoal.server.run import heeding_signals, open_ports
@@ -40,37 +47,52 @@ logger = logging.getLogger(__name__)
 ROUTER = "router"  # the name of this process in the log
 
 
-def fleet_up(path: str, verbose: bool = False) -> int:
+def fleet_up(path: str, state_dir: str | None = None, verbose: bool = False) -> int:
     """Serves until a signal; returns the exit code: 0 after a drain, 1 after a second signal or if every
-    worker is given up. Raises ShoalError for what cannot be served."""
-    file = read_fleet_file(path)
-    if not file.workers and not file.router.workers and file.router.plane is None:
-        raise ConfigError(f"{path}: there is no worker; write [[workers]]")
-    with tempfile.TemporaryDirectory(prefix="shoal-fleet-") as folder:
-        plane_url = file.router.plane or f"ipc://{folder}/plane"
-        components = components_of(
-            file.workers,
-            plane_url,
-            more_words=_common_words(file, verbose),
-            environment=_environment(file.server),
-            prefix=_prefix(plane_url, file.server),
-            may_grow=file.planner.enabled,
-        )
-        log = ProcessLog(sys.stderr, file.server.log_format, width=_width(components, file.workers))
+    worker is given up. `state_dir`: as in fleet_folder. Raises ShoalError for what cannot be served."""
+    file = read_fleet(path)
+    make = connector_named(file.planner.connector)
+    is_local = file.planner.connector in ON_THIS_HOST
+    folder = fleet_folder(path, state_dir)
+    with holding(folder, "supervisor"):
+        # It is where it was, as workers of another connector may outlive this process and find it there.
+        plane_url, prefix = plane_of(file, folder), prefix_of(file, place_of(path))
+        if file.planner.connector != "kubernetes":
+            components = components_of(
+                file.workers,
+                plane_url,
+                more_words=_common_words(file, verbose),
+                environment=key_environment(file.server),
+                prefix=prefix,
+                may_grow=file.may_grow or not is_local,
+            )
+        else:
+            components = components_of_pods(file.workers, file.router.plane)
+        log = ProcessLog(sys.stderr, file.server.log_format, width=_width(components))
         level = logging.DEBUG if verbose else logging.INFO
         logs.set_up(level, file.server.log_format, log.stream_of(ROUTER))
         config = dataclasses.replace(file.router, plane=plane_url)
         check_router(config, file.server)
-        _check_workers(file, path)
+        if is_local:
+            check_workers(file, path)
         try:
-            return asyncio.run(_up(file, config, components, log))
+            workers = FleetWorkers(file.planner, components, make, log, folder, fleet_name(place_of(path)))
+            return asyncio.run(_up(file, config, workers))
         finally:
             log.close()
 
 
-def _check_workers(file: FleetFile, path: str) -> None:
+def read_fleet(path: str) -> FleetFile:
+    """Raises ConfigError as read_fleet_file does, and for a file by which no worker could ever come."""
+    file = read_fleet_file(path)
+    if not file.workers and not file.router.workers and file.router.plane is None:
+        raise ConfigError(f"{path}: there is no worker; write [[workers]]")
+    return file
+
+
+def check_workers(file: FleetFile, path: str) -> None:
     """Finds what is wrong with models, options and programs, and downloads what is missing once for all
-    workers."""
+    workers. Raises ConfigError."""
     for number, group in enumerate(file.workers, 1):
         try:
             if isinstance(group, ForeignWorkers):
@@ -87,88 +109,127 @@ def _check_program(name: str) -> None:
 
 
 def _check_model(group: OwnWorkers) -> None:
+    """Raises UserError."""
     server = {name: value for name, value in group.options.items() if name in keys_of(ServerConfig)}
     engine = {name: value for name, value in group.options.items() if name not in server}
     plan(group.model, [], engine, ServerConfig(**server))
 
 
-async def _up(file: FleetFile, config: FleetConfig, components: Sequence[Component], log: ProcessLog) -> int:
-    is_hopeless = False
+async def _up(file: FleetFile, config: FleetConfig, workers: FleetWorkers) -> int:
     drain, force = asyncio.Event(), asyncio.Event()
-    with heeding_signals(drain, force), ExitStack() as stack:
-        ports = [stack.enter_context(port) for port in open_ports(file.server)]
-        processes = Processes(log)
+    with heeding_signals(drain, force):
+        return await run_fleet(file.server, config, workers, drain, force)
+
+
+async def run_fleet(
+    server: ServerConfig,
+    config: FleetConfig,
+    workers: FleetWorkers,
+    drain: asyncio.Event,
+    force: asyncio.Event,
+) -> int:
+    """The router, and its workers beside it, until `drain` is set and all have ended, or `force`. Returns as
+    fleet_up does, and raises as it does."""
+    with ExitStack() as stack:
+        ports = [stack.enter_context(port) for port in open_ports(server)]
+        run, end = partial(workers.run, drain), partial(workers.end, force)
+        await run_router(config, server, ports, drain, force, run, end)
+    if workers.error is not None:
+        raise workers.error
+    return 1 if workers.is_hopeless or force.is_set() else 0
+
+
+class FleetWorkers:
+    """What runs beside the router: a connector, and the planner if there is one."""
+
+    def __init__(
+        self,
+        planner: PlannerConfig,
+        components: Sequence[Component],
+        make: Callable[[Setting], Connector],
+        log: ProcessLog,
+        folder: Path,
+        name: str,
+    ) -> None:
+        """`name`: that of the fleet on its plane."""
+        self.error: ShoalError | None = None  # why they could not be started
+        self.is_hopeless = False
+        self._planner, self._components, self._make = planner, components, make
+        self._log, self._folder, self._name = log, folder, name
+        self._connector: Connector | None = None
+
+    async def run(self, drain: asyncio.Event, fleet: Fleet) -> None:
+        """Starts the workers and sizes them, until the fleet drains. It drains if they cannot be started or
+        planned, or if none is left."""
+        timeout_s = self._planner.start_timeout
+        connector = self._make(
+            Setting(self._components, fleet, fleet.clock, timeout_s, self._log, self._folder)
+        )
+        if self._planner.park_level is not None:
+            assert isinstance(connector, LocalConnector), "the planner's options say so"
+            connector = Parking(connector, fleet, self._planner, self._components)
+        with ExitStack() as stack:
+            try:
+                record = stack.enter_context(open_record(self._planner if self._planner.enabled else None))
+                if self._planner.enabled:
+                    await become_planner(_plane(fleet), self._name)
+                self._connector = connector  # which `end` closes
+                await connector.start()
+                await self._size(drain, fleet, connector, record)
+            except ShoalError as error:
+                self.error = error
+                drain.set()
+
+    async def _size(
+        self, drain: asyncio.Event, fleet: Fleet, connector: Connector, record: IO[bytes] | None
+    ) -> None:
+        """Until the fleet drains."""
+        hopeless = asyncio.create_task(connector.until_hopeless())
+        planned = OwnFleet(fleet, connector, self._components)
+        if self._planner.enabled:
+            sizing = PlannerLoop(self._planner, planned, fleet.clock, record).run()
+        else:
+            sizing = PlannerPort(planned, _plane(fleet), self._name).run()
+        tasks = [asyncio.create_task(drain.wait()), hopeless, asyncio.create_task(sizing)]
         try:
-            specs = _start(file, components, processes)
-            config = dataclasses.replace(config, worker=[*(config.worker or ()), *specs])
-            plans = partial(_plan, file, components, processes, drain) if file.planner.enabled else None
-            router = asyncio.create_task(run_router(config, file.server, ports, drain, force, plans))
-            hopeless = asyncio.create_task(processes.until_hopeless())
-            await asyncio.wait([router, hopeless], return_when=asyncio.FIRST_COMPLETED)
-            is_hopeless = not router.done()
-            if is_hopeless:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self.is_hopeless = hopeless in done and not drain.is_set()
+            if self.is_hopeless:
                 logger.error("no worker is left, and none is started again: the fleet ends")
                 drain.set()
-            hopeless.cancel()
-            await router
+            for task in done:
+                task.result()
         finally:
-            await _end(processes, force)
-    return 1 if is_hopeless or force.is_set() else 0
+            await stop(tasks)
+
+    async def end(self, force: asyncio.Event) -> None:
+        """Ends the workers, with what they do; at once when `force` is set."""
+        if self._connector is None:
+            return
+        closing = asyncio.create_task(self._connector.close(GRACE_S))
+        forced = asyncio.create_task(force.wait())
+        await asyncio.wait([closing, forced], return_when=asyncio.FIRST_COMPLETED)
+        forced.cancel()
+        if not closing.done():
+            await self._connector.close(0.0)
+        await closing
 
 
-async def _plan(
-    file: FleetFile, components: Sequence[Component], processes: Processes, drain: asyncio.Event, fleet: Fleet
-) -> None:
-    """The planner, until the fleet drains."""
-    by_model: dict[str, dict[str, Component]] = {}
-    for component, group in zip(components, file.workers, strict=True):
-        assert isinstance(group, OwnWorkers)
-        by_model.setdefault(group.served_name, {})[group.role] = component
-    roles = {name: "decode" if "decode" in found else "both" for name, found in by_model.items()}
-    connector = ProcessConnector(processes, by_model, fleet, fleet.clock, file.planner.start_timeout)
-    with ExitStack() as stack:
-        record = None
-        if file.planner.record is not None:
-            record = stack.enter_context(open(file.planner.record, "ab"))
-        loop = PlannerLoop(
-            file.planner,
-            lambda: {name: fleet.observe(name, role) for name, role in roles.items()},
-            connector,
-            fleet.clock,
-            record,
-        )
-        fleet.planner_view = loop.view
-        running = asyncio.create_task(loop.run())
-        draining = asyncio.create_task(drain.wait())
-        try:
-            await asyncio.wait([running, draining], return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                running.result()
-        finally:
-            running.cancel()
-            draining.cancel()
-            await asyncio.gather(running, draining, return_exceptions=True)
+def _plane(fleet: Fleet) -> Plane:
+    assert fleet.plane is not None, "workers join on it"
+    return fleet.plane
 
 
-def _start(file: FleetFile, components: Sequence[Component], processes: Processes) -> list[str]:
-    """Starts all workers. Returns those that speak HTTP, in the form of --worker."""
-    specs = []
-    for component, group in zip(components, file.workers, strict=True):
-        for _ in range(group.count):
-            worker = processes.add(component)
-            if isinstance(group, ForeignWorkers):
-                specs.append(f"{worker.fill(group.worker)},id={worker.id}")
-    return specs
-
-
-async def _end(processes: Processes, force: asyncio.Event) -> None:
-    closing = asyncio.create_task(processes.close())
-    forced = asyncio.create_task(force.wait())
-    await asyncio.wait([closing, forced], return_when=asyncio.FIRST_COMPLETED)
-    forced.cancel()
-    if not closing.done():
-        processes.kill()
-    await closing
+def open_record(planner: PlannerConfig | None) -> AbstractContextManager[IO[bytes] | None]:
+    """That of the planner, if there is one. Raises ConfigError if it cannot be written."""
+    if planner is None or planner.record is None:
+        return nullcontext()
+    try:
+        return open(planner.record, "ab")
+    except OSError as error:
+        raise ConfigError(
+            f"[planner] record {planner.record!r} cannot be written: {error.strerror}; choose another file"
+        ) from None
 
 
 def _common_words(file: FleetFile, verbose: bool) -> list[str]:
@@ -178,20 +239,35 @@ def _common_words(file: FleetFile, verbose: bool) -> list[str]:
     return [*words, "--verbose"] if verbose else words
 
 
-def _environment(config: ServerConfig) -> dict[str, str]:
+def key_environment(config: ServerConfig) -> dict[str, str]:
     """Each worker has an HTTP port of its own; what guards the router's guards these, too."""
     keys = read_keys(config)
     return {"SHOAL_API_KEY": ",".join(keys)} if keys else {}
 
 
-def _prefix(plane_url: str, config: ServerConfig) -> str:
-    """Ids are unique on a plane. NATS is one for many hosts, and for many fleets of a host."""
-    if not plane_url.startswith(NATS):
+def plane_of(file: FleetFile, folder: Path) -> str:
+    """The URL of the fleet's plane."""
+    return file.router.plane or f"ipc://{socket_in(folder, 'plane')}"
+
+
+def prefix_of(file: FleetFile, place: str) -> str:
+    """What begins the ids of a fleet's workers, as ids are unique on a plane. NATS is one for many hosts, and
+    for many fleets of a host."""
+    if file.router.plane is None or not file.router.plane.startswith(NATS):
         return ""
-    return f"{socket.gethostname().partition('.')[0]}-{config.port or os.getpid()}-"
+    return f"{place}-"
 
 
-def _width(components: Sequence[Component], groups: Sequence[OwnWorkers | ForeignWorkers]) -> int:
+def fleet_name(place: str) -> str:
+    """That of a fleet on its plane, which other fleets may share."""
+    return f"fleet-{place}"
+
+
+def place_of(path: str) -> str:
+    """A short name for this host and the path of a fleet's file."""
+    return f"{socket.gethostname().partition('.')[0]}-{digest_of(path)}"
+
+
+def _width(components: Sequence[Component]) -> int:
     """Of the longest name in the log."""
-    names = [f"{one.name}-{group.count}" for one, group in zip(components, groups)]
-    return max(map(len, [ROUTER, *names]))
+    return max(map(len, [ROUTER, *(f"{one.name}-{one.count}" for one in components)]))

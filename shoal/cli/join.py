@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import fcntl
 import logging
 import os
 import re
@@ -13,22 +14,30 @@ import socket
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from urllib.parse import urlsplit
 
+from shoal.api import Engine
 from shoal.config import EngineConfig, KVEventsConfig, ServerConfig
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, ShoalError
 from shoal.fleet.clock import LoopClock
 from shoal.fleet.fleet_key import FleetKey
-from shoal.fleet.plane import Plane, check_name
+from shoal.fleet.plane import ROLES, Member, Plane, check_name
 from shoal.fleet.plane_inbox import start
 from shoal.fleet.plane_workers import member_of
 from shoal.fleet.planes import check_plane, open_plane
 from shoal.fleet.worker_port import EventEndpoints, WorkerPort, check_host
-from shoal.model_card import ModelCard
 from shoal.server.model import ServedModel
+from shoal.tracing import Tracing
 from shoal.weights.source import CheckpointFiles
+from shoal.wire import ModelInfo
 
 logger = logging.getLogger(__name__)
+
+EVENTS_FOLDER = "shoal-events-"  # what the names of workers' folders of sockets begin with
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+READERS_S = 10.0  # that a worker which ends waits for readers of its KV blocks
+READERS_POLL_S = 0.02
 
 
 @dataclass(slots=True)
@@ -61,11 +70,41 @@ def event_endpoints(config: EngineConfig) -> Iterator[EventEndpoints | None]:
     if not config.enable_prefix_caching:
         yield None
         return
-    folder = tempfile.mkdtemp(prefix="shoal-events-")  # 0700
+    _remove_dead_folders()
+    folder, lock = _locked_folder()
     try:
         yield EventEndpoints(f"ipc://{folder}/events", f"ipc://{folder}/replay")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+
+
+def _locked_folder() -> tuple[str, int]:
+    """A new private folder, and the descriptor of a lock on it, which ends with this process."""
+    while True:
+        folder = tempfile.mkdtemp(prefix=EVENTS_FOLDER)  # 0700
+        lock = os.open(folder, DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_SH)
+        if os.path.isdir(folder):  # else another process has taken it for a dead one's just before
+            return folder, lock
+        os.close(lock)
+
+
+def _remove_dead_folders() -> None:
+    """Those of workers that were killed: nobody has a lock on them any more. What is another user's
+    stays."""
+    for folder in Path(tempfile.gettempdir()).glob(EVENTS_FOLDER + "*"):
+        try:
+            fd = os.open(folder, DIRECTORY | os.O_NOFOLLOW)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except OSError:  # its worker lives
+            pass
+        finally:
+            os.close(fd)
 
 
 def with_events(planned: Planned, events: EventEndpoints) -> Planned:
@@ -76,16 +115,25 @@ def with_events(planned: Planned, events: EventEndpoints) -> Planned:
     return Planned(planned.names, dataclasses.replace(planned.config, kv_events_config=told), planned.files)
 
 
+def worker_id_of(config: ServerConfig) -> str:
+    """The name of this process in a fleet."""
+    return config.worker_id or re.sub(r"[^A-Za-z0-9_-]", "-", f"{socket.gethostname()}-{os.getpid()}")
+
+
 @contextlib.asynccontextmanager
 async def joined(
-    model: ServedModel, events: EventEndpoints | None, url: str, config: ServerConfig
+    model: ServedModel,
+    events: EventEndpoints | None,
+    url: str,
+    config: ServerConfig,
+    worker_id: str,
+    tracing: Tracing | None,
 ) -> AsyncIterator[None]:
     """Inside of the block this process is a worker of the fleet. If it becomes another model, it says so, and
     routers see it leave and join. url: of its HTTP server. Raises ConfigError for a port that cannot be
     had."""
     assert config.plane is not None
     key, clock = FleetKey.read(config.fleet_key_file), LoopClock()
-    worker_id = config.worker_id or re.sub(r"[^A-Za-z0-9_-]", "-", f"{socket.gethostname()}-{os.getpid()}")
     port = WorkerPort.open(
         worker_id,
         model.engine,
@@ -96,14 +144,33 @@ async def joined(
         port=config.fleet_port,
         key=key,
         events=events,
+        tracing=tracing,
     )
     try:
         plane = open_plane(config.plane, key=key, clock=clock)
         address = port.address_seen_from(urlsplit(config.plane.partition(",")[0]).hostname)
+        role = config.role
 
-        async def register(is_draining: bool = False) -> None:
+        async def register() -> None:
             assert model.card is not None
-            await _register(plane, worker_id, config.role, url, address, model.card, is_draining=is_draining)
+            member = member_of(
+                worker_id,
+                role,
+                url,
+                address,
+                model.card,
+                tags=config.worker_tags or (),
+                is_draining=model.admission.draining,
+            )
+            await _register(plane, member)
+
+        async def change_role(new: str) -> None:
+            nonlocal role
+            assert model.card is not None
+            _check_role(new, model.card.info)
+            role = new
+            await register()
+            logger.info("worker %s has the role %s from now on", worker_id, role)
 
         async def stay() -> None:
             await register()
@@ -119,11 +186,13 @@ async def joined(
             await model.admission.wait_draining()
             staying.cancel()
             await asyncio.gather(staying, return_exceptions=True)
-            await register(is_draining=True)
+            await register()
 
+        port.on_role = change_role
         staying, leaving = start(stay()), start(leave())
         try:
             yield
+            await _readers_end(model.engine)
         finally:
             for task in (staying, leaving):
                 task.cancel()
@@ -133,11 +202,26 @@ async def joined(
         await port.close()
 
 
-async def _register(
-    plane: Plane, worker_id: str, role: str, url: str, address: str, card: ModelCard, *, is_draining: bool
-) -> None:
+async def _readers_end(engine: Engine) -> None:
+    """Waits for those who read KV blocks here, but not for long: they may have them from elsewhere."""
+    with contextlib.suppress(TimeoutError, ShoalError):
+        async with asyncio.timeout(READERS_S):
+            while (loans := (await engine.stats()).kv_loans) is not None and loans.offers:
+                await asyncio.sleep(READERS_POLL_S)
+
+
+def _check_role(role: str, info: ModelInfo) -> None:
+    if role not in ROLES:
+        raise ConfigError(f"role {role!r:.40} is none of {', '.join(ROLES)}")
+    if role == "prefill" and not info.lends_kv:
+        raise ConfigError(
+            "this worker lends its KV blocks to nobody, so prompts that it computed would be of no use; "
+            """start it with --kv-transfer-config '{"kv_role": "kv_both"}'"""
+        )
+
+
+async def _register(plane: Plane, member: Member) -> None:
     """Waits for a plane that is not there yet, and for the end of another process that has this id."""
-    member = member_of(worker_id, role, url, address, card, is_draining=is_draining)
     while True:
         try:
             await plane.register(member)

@@ -17,8 +17,9 @@ from shoal.bench import serving
 from shoal.bench.serving import ServeBench
 from shoal.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from shoal.errors import ConfigError, ShoalError
+from shoal.fleet.engine_profile import PROFILE_LENGTHS, PROFILE_USAGES, ProfileData
 from shoal.fleet.fleet_config import NOT_OF_A_ROUTER, FleetConfig
-from shoal.options import SAMPLING, Parser, given_options, integer
+from shoal.options import SAMPLING, Parser, flag_of, given_options, integer
 from shoal.version import __version__
 
 DESCRIPTION = "A small, very fast LLM inference system."
@@ -28,9 +29,11 @@ requests fail, /health is 503, and with --restart the engine comes back."""
 ROUTE_DESCRIPTION = """A router: one OpenAI-compatible endpoint for many workers, each request going where
 most of its prefix is cached and least is waiting. Workers are any servers with OpenAI's API (--worker), and
 our own, which join by themselves (shoal serve --plane). SIGTERM or Ctrl-C lets running requests end."""
-PLAN_DESCRIPTION = """Decides again what the planner of a fleet decided, from the observations in its record
-([planner] record), and prints the decisions as JSON lines. With other settings it shows what these would have
-done."""
+PLAN_DESCRIPTION = """With FILE, sizes the running fleet of that file (shoal fleet up FILE) as its load
+changes, in a process of its own; the fleet serves on without it. With --profile, measures what one worker
+with these options of the engine can do, for a planner with targets of latency ([planner] mode = "sla"). With
+--replay, decides again what a planner decided, from the observations in its record ([planner] record), and
+prints the decisions as JSON lines; with other settings it shows what these would have done."""
 FLEET_DESCRIPTION = """A router and its workers, all from one file (fleet up FILE). Workers that die are
 started again. Ctrl-C lets running requests end, then the workers; a second one ends all at once."""
 CHAT_DESCRIPTION = "A conversation, with a model on this machine or (--url) on a server. /help explains."
@@ -39,9 +42,21 @@ PROFILE_DESCRIPTION = "Runs a batch and traces it for ui.perfetto.dev: steps, ke
 COMPLETION_DESCRIPTION = """Prints a script that completes this command. bash: eval "$(shoal completion bash)"
 in ~/.bashrc; zsh: shoal completion zsh > a file _shoal in a folder of $fpath; fish: shoal completion fish >
 ~/.config/fish/completions/shoal.fish"""
+COMPILE_DESCRIPTION = """Compiles what a model needs on this machine, so that its next start does not. With
+--compile-cache it is put there, too, for other machines of this kind. Weights are made up and not downloaded
+unless --load-format says otherwise; give the options that the model will be served with."""
+QUANTIZE_DESCRIPTION = """Writes a model whose layers have weights of fewer bits: fp8 with a scale for each
+output, or int4 with one for each group of inputs. The folder has the format of compressed-tensors, which
+vLLM and transformers read as well. Tensors come one by one; no GPU is needed."""
 SIM_DESCRIPTION = """Simulates a fleet under a trace: the router's own code over simulated workers, on a
 virtual clock. No GPU and no model is needed. FILE is a fleet's TOML file with a table [sim]; docs/fleet.md
 explains it."""
+DOCTOR_DESCRIPTION = """Looks at this machine and says what works, what will not, and what to do about it:
+GPU, driver, libraries, limits, folders, ports. With FILE, a fleet's TOML file, it looks at what that needs.
+The exit code is 1 if something that was asked for will not work."""
+TOP_DESCRIPTION = """Watches a router with its workers, or a single server: who does what, how full the KV
+caches are, how quickly tokens come, what waits and what the planner decided. A worker is opened with Enter; q
+ends. The dashboard of the same server (/dashboard) shows the same in a browser."""
 SHELLS = ("bash", "zsh", "fish")
 BROKEN_PIPE = 128 + 13  # the exit code of a program that SIGPIPE has ended
 
@@ -131,11 +146,22 @@ def build_parser() -> Parser:
     route.add_flags(ServerConfig, "server", but=NOT_OF_A_ROUTER)
     route.set_defaults(run=run_route)
 
-    plan = commands.add_parser("plan", help="replay a planner's record", description=PLAN_DESCRIPTION)
-    plan.add_argument("--replay", metavar="FILE", required=True, help="the record, JSON lines")
+    plan = commands.add_parser(
+        "plan", help="size a fleet, measure a worker, or replay a planner", description=PLAN_DESCRIPTION
+    )
+    what = plan.add_mutually_exclusive_group(required=True)
+    what.add_argument("file", nargs="?", metavar="FILE", help="size the fleet of this TOML file")
+    what.add_argument("--replay", metavar="FILE", help="decide again: the record, JSON lines")
+    what.add_argument("--profile", metavar="MODEL", help="measure: folder, .gguf file or hub id")
     plan.add_argument(
         "--fleet", metavar="FILE", help="the fleet's TOML file, for its [planner] (default: none)"
     )
+    plan.add_argument(
+        "--state-dir", metavar="DIR", help="that of shoal fleet up (default: $XDG_STATE_HOME/shoal)"
+    )
+    plan.add_argument("--verbose", action="store_true", help="log more")
+    _add_profile_flags(plan)
+    plan.add_flags(EngineConfig, "engine", but=("model",))
     plan.set_defaults(run=run_plan)
 
     fleet = commands.add_parser("fleet", help="many workers at once", description=FLEET_DESCRIPTION)
@@ -143,6 +169,18 @@ def build_parser() -> Parser:
     deeds = fleet.add_subparsers(title="commands", metavar="COMMAND")
     up = deeds.add_parser("up", help="start a fleet", description=FLEET_DESCRIPTION)
     up.add_argument("file", metavar="FILE", help="the fleet, a TOML file; docs/fleet.md explains it")
+    up.add_argument(
+        "--state-dir",
+        metavar="DIR",
+        help="where to note what runs, in a folder for each FILE (default: $XDG_STATE_HOME/shoal)",
+    )
+    up.add_argument("--on", choices=("ray",), help="where the fleet runs; default: on this host")
+    up.add_argument(
+        "--address",
+        metavar="ADDRESS",
+        help="of the Ray cluster: HOST:PORT, ray://HOST:PORT, or local for a new one on this host; default: "
+        "RAY_ADDRESS, or the one that runs here",
+    )
     up.add_argument("--verbose", action="store_true", help="log more")
     up.set_defaults(run=run_fleet_up)
 
@@ -238,6 +276,32 @@ def build_parser() -> Parser:
     )
     _add_engine_flags(profile, run_profile)
 
+    compile_ = commands.add_parser(
+        "compile", help="compile a model's kernels ahead", description=COMPILE_DESCRIPTION
+    )
+    compile_.add_argument(
+        "model_path", nargs="?", metavar="MODEL", help="folder, .gguf file or hub id (default: smollm2)"
+    )
+    _add_engine_flags(compile_, run_compile)
+
+    quantize = commands.add_parser(
+        "quantize", help="write a model with fewer bits", description=QUANTIZE_DESCRIPTION
+    )
+    quantize.add_argument("model", metavar="MODEL", help="folder or hub id of a model in plain numbers")
+    quantize.add_argument("--to", required=True, choices=("fp8", "int4"), help="what weights become")
+    quantize.add_argument(
+        "--output", metavar="DIR", help="a new folder; default: the model's name and format"
+    )
+    quantize.add_argument(
+        "--group-size",
+        type=int,
+        choices=(32, 64, 128),
+        default=128,
+        help="int4: inputs that share a scale (default: 128)",
+    )
+    quantize.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
+    quantize.set_defaults(run=run_quantize)
+
     sim = commands.add_parser("sim", help="simulate a fleet under a trace", description=SIM_DESCRIPTION)
     sim.add_argument("file", metavar="FILE", help="the fleet, a TOML file")
     sim.add_argument(
@@ -248,10 +312,37 @@ def build_parser() -> Parser:
     sim.add_argument(
         "--seed", type=integer, metavar="N", help="of random choices (default: the file's, or 0)"
     )
-    sim.add_argument("--planner", metavar="MODE", help="add and remove workers as the load changes: load")
+    sim.add_argument("--planner", metavar="MODE", help="size the fleet as the load changes: load, sla")
     sim.add_argument("--max-gpu-budget", type=integer, metavar="N", help="GPUs that the planner may use")
     sim.add_argument("--json", action="store_true", help="print JSON")
     sim.set_defaults(run=run_sim)
+
+    doctor = commands.add_parser(
+        "doctor", help="what works on this machine, and what to do", description=DOCTOR_DESCRIPTION
+    )
+    doctor.add_argument("file", nargs="?", metavar="FILE", help="a fleet that is to run here, a TOML file")
+    asked: dict[str, Any] = {"default": argparse.SUPPRESS}
+    doctor.add_argument("--model", metavar="MODEL", help="a model that is to be served", **asked)
+    doctor.add_argument("--device", choices=("cuda", "cpu"), help="where it is to run", **asked)
+    doctor.add_argument("--port", type=integer, metavar="N", help="where it is to be served", **asked)
+    doctor.add_argument("--plane", metavar="URL", help="the plane of a fleet that is to be joined", **asked)
+    doctor.add_argument("--fleet-key-file", metavar="FILE", help="the key of that fleet", **asked)
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=run_doctor)
+
+    top = commands.add_parser("top", help="watch a server or a fleet", description=TOP_DESCRIPTION)
+    top.add_argument(
+        "url",
+        nargs="?",
+        metavar="URL",
+        default="http://127.0.0.1:8000",
+        help="of a router or a server (default: http://127.0.0.1:8000)",
+    )
+    top.add_argument(
+        "--api-key", metavar="KEY", help="of that server; also taken from SHOAL_API_KEY or OPENAI_API_KEY"
+    )
+    top.add_argument("--once", action="store_true", help="print one picture and end")
+    top.set_defaults(run=run_top)
 
     completion = commands.add_parser(
         "completion", help="complete this command in a shell", description=COMPLETION_DESCRIPTION
@@ -291,6 +382,42 @@ def _add_lengths(parser: Parser, output_len: int) -> None:
     )
 
 
+def _add_profile_flags(parser: Parser) -> None:
+    lists: Any = {"nargs": "+", "metavar": "N"}
+    parser.add_argument("--output", metavar="FILE", help="write the profile to this JSON file")
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw it into this PNG file; needs matplotlib: pip install 'shoal[bench]'",
+    )
+    parser.add_argument(
+        "--gpu",
+        metavar="NAME",
+        help="measure nothing: take the simulator's times of this GPU and a published MODEL",
+    )
+    parser.add_argument(
+        "--input-lengths",
+        type=integer,
+        default=PROFILE_LENGTHS,
+        help="tokens of prompts, for the first token (default: 128 to 32768, as far as there is room)",
+        **lists,
+    )
+    parser.add_argument(
+        "--context-lengths",
+        type=integer,
+        default=PROFILE_LENGTHS,
+        help="tokens of contexts, for the time between tokens (default: likewise)",
+        **lists,
+    )
+    parser.add_argument(
+        "--kv-usages",
+        type=float,
+        default=PROFILE_USAGES,
+        help="how full the KV cache is then, from 0 to 1 (default: 0.01 to 0.95)",
+        **lists,
+    )
+
+
 def _print_help(parser: Parser) -> Callable[[argparse.Namespace], int]:
     """Returns what a command runs that needs a second word and got none: it prints the help and fails (2)."""
 
@@ -310,9 +437,12 @@ def _sampling_params(arguments: argparse.Namespace, base: SamplingParams, **defa
 
 
 def _build_llm(arguments: argparse.Namespace) -> Any:
+    given = given_options(arguments, EngineConfig)
+    EngineConfig(**given)  # a mistake is told before torch is imported, which takes seconds
+
     from shoal.engine.llm import LLM
 
-    return LLM(**given_options(arguments, EngineConfig))
+    return LLM(**given)
 
 
 def run_generate(arguments: argparse.Namespace) -> int:
@@ -348,13 +478,8 @@ def run_chat(arguments: argparse.Namespace) -> int:
                 f"{', '.join(sorted(useless))}: the server at {arguments.url} decides that; "
                 "leave it out, or leave out --url"
             )
-        keys = (
-            arguments.api_key,
-            os.environ.get("SHOAL_API_KEY", "").partition(",")[0],
-            os.environ.get("OPENAI_API_KEY"),
-        )
         speaker = RemoteSpeaker(
-            arguments.url, getattr(arguments, "model", None), next(filter(None, keys), None)
+            arguments.url, getattr(arguments, "model", None), _server_key(arguments.api_key)
         )
         return Chat(speaker, keyboard, arguments.system, settings).run()
     if arguments.api_key is not None:
@@ -363,6 +488,18 @@ def run_chat(arguments: argparse.Namespace) -> int:
         note(f"loading {getattr(arguments, 'model', DEFAULT_MODEL)} ...")
     with _build_llm(arguments) as llm:
         return Chat(LocalSpeaker(llm), keyboard, arguments.system, settings).run()
+
+
+def _server_key(given: str | None) -> str | None:
+    """The key to show a server: the one that was given, or that the environment has."""
+    keys = (given, os.environ.get("SHOAL_API_KEY", "").partition(",")[0], os.environ.get("OPENAI_API_KEY"))
+    return next(filter(None, keys), None)
+
+
+def run_top(arguments: argparse.Namespace) -> int:
+    from shoal.cli.top import top
+
+    return top(arguments.url, _server_key(arguments.api_key), arguments.once)
 
 
 def run_bench(arguments: argparse.Namespace) -> int:
@@ -392,6 +529,26 @@ def run_profile(arguments: argparse.Namespace) -> int:
             arguments, SamplingParams(temperature=0.0, ignore_eos=True), max_tokens=arguments.output_len
         )
         trace(llm, params, arguments.batch_size, arguments.input_len, arguments.output_dir)
+    return 0
+
+
+def run_compile(arguments: argparse.Namespace) -> int:
+    from shoal.engine.compile_cache import CompileCache, keep_kernels_together, local_names
+    from shoal.engine.llm import LLM
+
+    given = {"load_format": "dummy", **given_options(arguments, EngineConfig)}
+    if arguments.model_path is not None:
+        given["model"] = arguments.model_path
+    url = given.pop("compile_cache", None)
+    keep_kernels_together()
+    store = CompileCache(url) if url is not None else None
+    fetched = store.fetch() if store is not None else 0
+    before = set(local_names())
+    with LLM(**given):
+        pass
+    print(f"{len(set(local_names()) - before)} kernels and libraries were compiled, {fetched} fetched")
+    if store is not None:
+        print(f"{store.offer()} were put into {store.url}")
     return 0
 
 
@@ -427,11 +584,28 @@ def run_route(arguments: argparse.Namespace) -> int:
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
+    of_another = {
+        "fleet": "replay",
+        "output": "profile",
+        "plot": "profile",
+        "gpu": "profile",
+        "state_dir": "file",
+    }
+    for name, other in of_another.items():
+        if getattr(arguments, name) is not None and getattr(arguments, other) is None:
+            where = "FILE" if other == "file" else f"--{other}"
+            raise ConfigError(f"{flag_of(name)} {getattr(arguments, name)!r} is of {where}; leave it out")
+    if arguments.file is not None:
+        from shoal.cli.plan import plan_fleet
+
+        return plan_fleet(arguments.file, arguments.state_dir, arguments.verbose)
+    if arguments.profile is not None:
+        return _measure_worker(arguments)
     import msgspec
 
-    from shoal.errors import ConfigError
     from shoal.fleet.fleet_file import read_fleet_file
-    from shoal.fleet.planner import PlannerConfig, replay
+    from shoal.fleet.planner import replay
+    from shoal.fleet.planner_config import PlannerConfig
 
     config = PlannerConfig() if arguments.fleet is None else read_fleet_file(arguments.fleet).planner
     try:
@@ -443,11 +617,86 @@ def run_plan(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _measure_worker(arguments: argparse.Namespace) -> int:
+    from shoal.bench.worker_profile import measure_profile, plot, table
+    from shoal.fleet.engine_profile import write_profile
+
+    for name in ("output", "plot"):
+        _check_writable(name, getattr(arguments, name))
+    if arguments.plot is not None:
+        serving.import_figure()  # before the measurement, which may take long
+    given = given_options(arguments, EngineConfig)
+    if arguments.gpu is not None:
+        data = _simulated_profile(arguments, given)
+    else:
+        from shoal.engine.llm import LLM
+
+        with LLM(arguments.profile, **given) as llm:
+            data = measure_profile(
+                llm, arguments.input_lengths, arguments.context_lengths, arguments.kv_usages
+            )
+    print(table(data))
+    if arguments.output is not None:
+        write_profile(arguments.output, data)
+    if arguments.plot is not None:
+        plot(data, arguments.plot)
+    return 0
+
+
+def _simulated_profile(arguments: argparse.Namespace, given: dict[str, Any]) -> ProfileData:
+    """Raises ConfigError for an option that the simulated times do not know of."""
+    from shoal.fleet.sim_config import SimWorkers
+    from shoal.fleet.sim_timing import find_timing, profile_of
+
+    timed = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
+    for name, value in given.items():
+        if name not in (*timed, "kv_cache_memory_bytes", "num_gpu_blocks_override", "block_size"):
+            raise ConfigError(
+                f"{flag_of(name)} {value!r} changes nothing with --gpu {arguments.gpu}, whose times are the "
+                "simulator's; leave it out, or measure on such a GPU"
+            )
+    worker = SimWorkers(**{name: given[name] for name in timed if name in given})
+    config = EngineConfig(model=arguments.profile, **given)
+    timing = find_timing(arguments.gpu, arguments.profile)
+    if config.num_gpu_blocks_override is not None:
+        tokens = config.num_gpu_blocks_override * config.block_size
+    elif config.kv_cache_memory_bytes is not None:
+        tokens = config.kv_cache_memory_bytes // timing.kv_bytes
+    else:
+        tokens = timing.cache_tokens(worker.gpu_memory_utilization)
+    return profile_of(
+        arguments.gpu,
+        arguments.profile,
+        worker.max_num_seqs,
+        tokens,
+        worker.max_num_batched_tokens,
+        input_lengths=arguments.input_lengths,
+        context_lengths=arguments.context_lengths,
+        kv_usages=arguments.kv_usages,
+    )
+
+
 def run_fleet_up(arguments: argparse.Namespace) -> int:
     """As run_serve; 1 also if no worker could be started."""
+    if arguments.on == "ray":
+        if arguments.state_dir is not None:
+            raise ConfigError(
+                f"--state-dir {arguments.state_dir!r} is of a fleet on one host; on Ray nothing is noted, "
+                "leave it out"
+            )
+        try:
+            from shoal.cli.fleet_ray import fleet_up_on_ray
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"--on ray needs Ray ({error}): pip install 'shoal[ray]'") from None
+
+        return fleet_up_on_ray(arguments.file, arguments.address, arguments.verbose)
     from shoal.cli.fleet import fleet_up
 
-    return fleet_up(arguments.file, arguments.verbose)
+    if arguments.address is not None:
+        raise ConfigError(
+            f"--address {arguments.address!r} is of a Ray cluster; add --on ray, or leave it out"
+        )
+    return fleet_up(arguments.file, arguments.state_dir, arguments.verbose)
 
 
 def _json_list(name: str, text: str) -> list[str]:
@@ -502,6 +751,18 @@ def run_pull(arguments: argparse.Namespace) -> int:
     return pull(arguments.name, arguments.revision, getattr(arguments, "download_dir", None))
 
 
+def run_quantize(arguments: argparse.Namespace) -> int:
+    from pathlib import Path
+
+    from shoal.weights.quantize import quantize
+    from shoal.weights.source import resolve
+
+    files = resolve(arguments.model, arguments.revision)
+    target = arguments.output or f"{Path(arguments.model).name}-{arguments.to}"
+    print(quantize(files, arguments.to, Path(target), arguments.group_size))
+    return 0
+
+
 def run_sim(arguments: argparse.Namespace) -> int:
     from shoal.fleet.sim_config import read_sim_config
     from shoal.fleet.sim_trace import read_trace
@@ -522,6 +783,14 @@ def run_sim(arguments: argparse.Namespace) -> int:
     result = Simulation(config, read_trace(arguments.trace, config.block_size)).run()
     print(json.dumps(dataclasses.asdict(result)) if arguments.json else result.table())
     return 0
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    from shoal.cli.doctor import doctor
+
+    names = ("model", "device", "port", "plane", "fleet_key_file")
+    given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    return doctor(arguments.file, given, arguments.json)
 
 
 def run_completion(arguments: argparse.Namespace) -> int:

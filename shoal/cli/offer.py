@@ -79,8 +79,12 @@ class Offer:
         while True:
             try:
                 offered = await self._own(model)
-            except ShoalError as error:
-                logger.error("the model %s cannot be offered: %s", model.name, error)
+            except Exception as error:
+                # Files and hubs fail in ways of their own, which may pass like any other.
+                if isinstance(error, ShoalError):
+                    logger.error("the model %s cannot be offered: %s", model.name, error)
+                else:
+                    logger.exception("the model %s cannot be offered", model.name)
                 model.hinder(f"the model cannot be offered: {error}")
                 await self._clock.sleep(RETRY_S)
                 continue
@@ -117,7 +121,7 @@ class Offer:
         card: ModelCard = workers[0].link.card
         tokenizer = await asyncio.to_thread(_tokenizer_of, card)
         limit = self._config.migration_limit
-        model.streams = FleetEngine(model.dispatcher, model.prefills, migration_limit=limit)
+        model.streams = FleetEngine(model.dispatcher, model.prefills, model.moves, migration_limit=limit)
         return served_model(card, model.streams, tokenizer, self._server)
 
 

@@ -14,6 +14,7 @@ from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.config import EngineConfig, KVEventsConfig, KVTransferConfig, ServerConfig, StructuredOutputsConfig
 from shoal.fields import Limits, interval, kind_of
 from shoal.fleet.fleet_config import FleetConfig
+from shoal.fleet.planner_config import PlannerConfig
 from shoal.options import flag_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
@@ -42,6 +43,10 @@ ROUTER = """## The router
 Flags of `shoal route`, and keys of `[router]` in a fleet's file, with underscores. To these come the
 server's, but for those of an engine.
 """
+PLANNER = """## The planner
+
+Keys of `[planner]` in a fleet's file.
+"""
 SAMPLING = """## Sampling parameters
 
 Fields of `SamplingParams(...)`, and of the bodies of requests to the server (there `logprobs` follows
@@ -60,6 +65,7 @@ def page() -> str:
     parts += [_tables(StructuredOutputsConfig, as_flags=False)]
     parts += [SERVER, _tables(ServerConfig, as_flags=True)]
     parts += [ROUTER, _tables(FleetConfig, as_flags=True)]
+    parts += [PLANNER, _tables(PlannerConfig, as_flags=False)]
     parts += [SAMPLING, _tables(SamplingParams, as_flags=False)]
     return "\n".join(parts)
 

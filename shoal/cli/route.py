@@ -33,6 +33,8 @@ from shoal.server.foreign_routes import with_foreign_models
 from shoal.server.keys import check_admin_port
 from shoal.server.routes import PUBLIC_ROUTES, described
 from shoal.server.run import check_tls, heeding_signals, open_ports, serve_until, url_of, warn_of_open_port
+from shoal.server.watch import Watch
+from shoal.tracing import check_tracing, opened_tracing
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +54,7 @@ def check_router(config: FleetConfig, server: ServerConfig) -> None:
     """Finds mistakes before anything is started. Raises ConfigError."""
     check_admin_port(server)
     check_tls(server)
+    check_tracing(server.otlp_traces_endpoint)
     key = FleetKey.read(config.fleet_key_file)
     if config.plane is not None:
         check_plane(config.plane, key)
@@ -73,10 +76,12 @@ async def run_router(
     drain: asyncio.Event,
     force: asyncio.Event,
     beside: Callable[[Fleet], Coroutine[Any, Any, None]] | None = None,
+    at_end: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
     """Routes until `drain` is set and what runs has ended, or until `force` is set. `ports` are those of
-    open_ports; they are closed at the end. `beside` runs meanwhile and is cancelled at the end. Raises
-    ShoalError as serve_until does."""
+    open_ports; they are closed at the end. `beside` runs meanwhile and is cancelled at the end; then `at_end`
+    runs, while the plane is still there for workers that take leave of it. Raises ShoalError as serve_until
+    does."""
     started = time.monotonic()
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     async with AsyncExitStack() as stack:
@@ -86,17 +91,24 @@ async def run_router(
         if config.plane is not None:
             plane = open_plane(config.plane, may_host=True, lease_s=config.lease, key=key, clock=clock)
             stack.push_async_callback(plane.close)
+        tracing = await stack.enter_async_context(opened_tracing(server.otlp_traces_endpoint, "router"))
         session = await stack.enter_async_context(new_session())
         fleet = Fleet(config, clock, plane, connect=lambda spec: ForeignLink(spec, session))
         stack.push_async_callback(fleet.close)
         catalog, routes = Catalog([]), FleetRoutes(fleet)
         public = [route for route in PUBLIC_ROUTES if route.path != routes.metrics.path]
+        watch = Watch(catalog, fleet)
         app = Server(
-            catalog, server, described([*with_foreign_models(public), routes.metrics, *routes.public()])
+            catalog,
+            server,
+            described([*with_foreign_models(public), routes.metrics, *routes.public()]),
+            watch=watch,
+            tracing=tracing,
         )
         admin = None
         if server.admin_port is not None:
-            admin = Server(catalog, server, [*routes.admin(), *fleet_admin_routes(fleet)], is_admin=True)
+            operating = [*routes.admin(), *fleet_admin_routes(fleet)]
+            admin = Server(catalog, server, operating, watch=watch, is_admin=True)
 
         def ready(port: int, admin_port: int | None) -> None:
             gc.freeze()  # what exists now stays
@@ -109,13 +121,17 @@ async def run_router(
                 time.monotonic() - started,
             )
             url = url_of(server, port, reachable=True)
-            logger.info("chat page %s/  API %s/v1  the workers %s/fleet", url, url, url)
+            logger.info("chat page %s/  dashboard %s/dashboard  API %s/v1", url, url, url)
             warn_of_open_port(server, port)
 
         await fleet.start()
+        if at_end is not None:
+            stack.push_async_callback(at_end)
         tasks = [start(Offer(fleet, catalog, config, server).follow())]
         if plane is not None:
-            tasks.append(start(watch_plane(plane, key, partial(_join, fleet), fleet.leave, fleet.published)))
+            joined = partial(_join, fleet)
+            watching = watch_plane(plane, key, joined, fleet.leave, fleet.assume, fleet.published)
+            tasks.append(start(watching))
         if beside is not None:
             tasks.append(start(beside(fleet)))
         stack.push_async_callback(stop, tasks)

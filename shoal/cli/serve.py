@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from shoal.cli.join import Planned, check_fleet, event_endpoints, joined, with_events
+from shoal.cli.join import Planned, check_fleet, event_endpoints, joined, with_events, worker_id_of
 from shoal.config import DEFAULT_MODEL, SERVER_TARGET_ITL_MS, EngineConfig, ServerConfig
 from shoal.control import ServedEngine
 from shoal.engine.process.async_llm import AsyncLLM
@@ -27,14 +27,16 @@ from shoal.server.run import check_tls, open_ports, url_of, warn_of_open_port
 from shoal.server.run import serve as serve_http
 from shoal.server.tools import choose_reasoning_parser, choose_tool_call_parser
 from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
+from shoal.tracing import check_tracing, opened_tracing
 from shoal.weights.source import CheckpointFiles, resolve
 from shoal.weights.summary import summarize
 from shoal.wire import ModelInfo
 
 logger = logging.getLogger(__name__)
 
-# What the engine of a worker with a role does with KV blocks, if its own options don't say it.
-KV_ROLES = {"prefill": "kv_producer", "decode": "kv_consumer"}
+# What the engine of a worker with a role does with KV blocks, if its own options don't say it. What leaves a
+# decode worker takes its blocks along.
+KV_ROLES = {"prefill": "kv_producer", "decode": "kv_both"}
 
 
 def serve(model: str | None, models: Sequence[str], options: dict[str, Any], config: ServerConfig) -> int:
@@ -56,6 +58,7 @@ def plan(
     ShoalError."""
     check_admin_port(config)
     check_tls(config)
+    check_tracing(config.otlp_traces_endpoint)
     if config.plane is not None:
         check_fleet(config)
     pairs = [_named(entry) for entry in models]
@@ -94,7 +97,10 @@ def plan(
         options = {**options, "enable_sleep_mode": True}
     options = {"target_itl_ms": SERVER_TARGET_ITL_MS, **options}
     if config.role in KV_ROLES:
-        transfer = {"kv_role": KV_ROLES[config.role], "kv_ip": config.fleet_host}
+        kv_role = KV_ROLES[config.role]
+        if config.role == "decode" and options.get("enable_sleep_mode"):  # it gives its cache's memory back
+            kv_role = "kv_consumer"
+        transfer = {"kv_role": kv_role, "kv_ip": config.fleet_host}
         options = {"kv_transfer_config": transfer, **options}
     found = []
     for name, (_, path) in zip(names, pairs):
@@ -114,6 +120,8 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
     async with AsyncExitStack() as stack:
         ports = [stack.enter_context(port) for port in open_ports(config)]
         swapper = Swapper(config.swap_patience) if config.swap else None
+        worker_id = worker_id_of(config) if config.plane is not None else ""
+        tracing = await stack.enter_async_context(opened_tracing(config.otlp_traces_endpoint, worker_id))
         events = stack.enter_context(event_endpoints(planned[0].config)) if config.plane is not None else None
         if events is not None:
             planned = [with_events(planned[0], events)]
@@ -130,9 +138,9 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
             models.append(model)
             if config.plane is not None:
                 url = url_of(config, _number(ports[0]), reachable=True)
-                await stack.enter_async_context(joined(model, events, url, config))
+                await stack.enter_async_context(joined(model, events, url, config, worker_id, tracing))
         catalog = Catalog(models)
-        app = create_app(catalog, config)
+        app = create_app(catalog, config, tracing)
         admin = create_admin_app(catalog, config) if config.admin_port is not None else None
 
         def ready(port: int, admin_port: int | None) -> None:
@@ -148,7 +156,8 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
             )
             if config.plane is None:  # a fleet's pages are the router's
                 url = url_of(config, port, reachable=True)
-                logger.info("chat page %s/  API %s/v1  description of the API %s/docs", url, url, url)
+                pages = "chat page %s/  dashboard %s/dashboard  API %s/v1  description of the API %s/docs"
+                logger.info(pages, url, url, url, url)
             warn_of_open_port(config, port)
 
         drained = await serve_http(app, admin, config, ports, ready=ready)

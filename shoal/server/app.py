@@ -20,16 +20,26 @@ from shoal.server.port import Port
 from shoal.server.request_log import log_request, status_of
 from shoal.server.route import Route, RouteTable
 from shoal.server.routes import PUBLIC_ROUTES, described
+from shoal.server.watch import Watch
+from shoal.tracing import Tracing
 
 
 class Server:
     """One port."""
 
     def __init__(
-        self, models: Catalog, config: ServerConfig, routes: Sequence[Route], *, is_admin: bool = False
+        self,
+        models: Catalog,
+        config: ServerConfig,
+        routes: Sequence[Route],
+        *,
+        watch: Watch | None = None,
+        is_admin: bool = False,
+        tracing: Tracing | None = None,
     ) -> None:
-        """is_admin: stricter with pages and names, see Doors. Raises ConfigError for unreadable keys."""
-        self.port = Port(models, config)
+        """watch: of a fleet; None: this server is watched by itself. is_admin: stricter with pages and names,
+        see Doors. tracing: see Port. Raises ConfigError for unreadable keys."""
+        self.port = Port(models, config, watch or Watch(models), tracing)
         self.exchanges: set[Exchange] = set()
         self._cors = Cors(config)
         self._doors = Doors(config, self.port.keys, self._cors, is_admin=is_admin)
@@ -94,6 +104,7 @@ class Server:
         if not exchange.is_quiet:
             seconds = time.perf_counter() - exchange.arrival
             self.port.metrics.observe(exchange.method, exchange.handler, status_of(exchange), seconds)
+        exchange.end_line()
         log_request(exchange, self.port.config.log_requests)
 
     # The end
@@ -115,9 +126,9 @@ class Server:
             exchange.stop(ApiError(503, why))
 
 
-def create_app(models: Catalog, config: ServerConfig) -> Server:
-    """The public port."""
-    return Server(models, config, described(PUBLIC_ROUTES))
+def create_app(models: Catalog, config: ServerConfig, tracing: Tracing | None = None) -> Server:
+    """The public port. tracing: see Port."""
+    return Server(models, config, described(PUBLIC_ROUTES), tracing=tracing)
 
 
 def create_admin_app(models: Catalog, config: ServerConfig) -> Server:

@@ -1,7 +1,6 @@
 "use strict";
 // The chat page: what is shown, what is asked of the server, and what the buttons do.
 
-const $ = id => document.getElementById(id);
 const log = $("log"), input = $("input"), scroll = $("scroll"), options = $("options");
 const MOST_FILE_BYTES = 256 * 1024;  // of one message's files together
 
@@ -16,20 +15,6 @@ const updates = new WeakMap();        // message -> the function that shows it a
 
 // Small parts
 
-function icon(name) {
-  const svg = document.createElementNS("http://www.w3.org/2000/svg", "svg");
-  const use = document.createElementNS("http://www.w3.org/2000/svg", "use");
-  use.setAttribute("href", "#" + name);
-  svg.setAttribute("aria-hidden", "true");
-  svg.append(use);
-  return svg;
-}
-
-function iconButton(name, label, onclick) {
-  const button = make("button", "", icon(name));
-  return Object.assign(button, {type: "button", ariaLabel: label, title: label, onclick});
-}
-
 /** A line above the message's field with a button that ends it and calls `action`. No line for no text. */
 function notice(text, {failed = true, label = "Dismiss", action = () => {}} = {}) {
   const [line, button] = $("notice").children;
@@ -38,13 +23,6 @@ function notice(text, {failed = true, label = "Dismiss", action = () => {}} = {}
   line.textContent = text;
   button.textContent = label;
   button.onclick = () => { notice(""); action(); };
-}
-
-/** Keeps a value for the next time that the page is loaded, if the browser lets it. */
-function keep(kind, name, value) {
-  try {
-    window[kind].setItem(name, value);
-  } catch { /* Storage is full or forbidden: the value lasts as long as the page. */ }
 }
 
 function size(bytes) {
@@ -227,11 +205,6 @@ function scrollToEnd() {
 
 // Asking the server
 
-function headers() {
-  const key = $("key").value.trim();
-  return {"Content-Type": "application/json", ...(key ? {Authorization: "Bearer " + key} : {})};
-}
-
 /** The body of a request for the next answer of a conversation. */
 function requestBody({messages, options: {system, stop, thinking, ...numbers}}) {
   // A question that got no answer is left out with it: templates want turns to alternate.
@@ -254,21 +227,6 @@ function promptOf({content, files = []}) {
     return `File ${name}:\n${fence}\n${text.replace(/\n$/, "")}\n${fence}`;
   });
   return [...parts, content].filter(Boolean).join("\n\n");
-}
-
-/** An Error that says what an answer other than 200 says. */
-async function failure(response) {
-  const text = await response.text(), later = response.headers.get("Retry-After");
-  let error;
-  try {
-    error = JSON.parse(text).error;
-  } catch {
-    error = null;  // a proxy's page, perhaps
-  }
-  const kind = [response.status, error?.type].filter(Boolean).join(", ");
-  const hints = [response.status === 401 && "The key goes into Settings.", later && `Retry in ${later} s.`];
-  const message = error?.message || text.slice(0, 300) || response.statusText;
-  return new Error([`${message} (${kind})`, ...hints].filter(Boolean).join(" "));
 }
 
 /** The JSON of each `data:` line of a stream, until [DONE]. */
@@ -481,11 +439,6 @@ async function textFile(file) {
 
 // Events
 
-function showTheme(theme) {
-  document.documentElement.dataset.theme = theme;
-  $("theme").ariaLabel = $("theme").title = "Theme: " + (theme || "as the system");
-}
-
 scroll.onscroll = () => {
   atEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 90;
 };
@@ -546,14 +499,6 @@ $("model").onchange = () => {
   chooseModel();
   if (conversations.includes(current)) store(current);
 };
-$("theme").onclick = () => {
-  const next = {"": "light", light: "dark", dark: ""}[document.documentElement.dataset.theme];
-  keep("localStorage", "shoal.theme", next);
-  showTheme(next);
-};
-$("open-settings").onclick = () => $("settings").showModal();
-$("close-settings").onclick = () => $("settings").close();
-$("settings").onclick = event => { if (event.target === $("settings")) $("settings").close(); };
 options.onsubmit = event => {
   event.preventDefault();
   $("settings").close();
@@ -564,10 +509,7 @@ options.oninput = () => {
   }
   if (conversations.includes(current)) store(current);
 };
-$("key").onchange = () => {
-  keep("sessionStorage", "shoal.key", $("key").value.trim());
-  loadModels();
-};
+followKey(loadModels);
 
 // Another tab kept or deleted a conversation. The one that is shown or answered here stays as it is.
 addEventListener("storage", event => {
@@ -581,8 +523,6 @@ addEventListener("storage", event => {
 addEventListener("visibilitychange", () => { if (document.hidden) [...running.keys()].forEach(store); });
 addEventListener("pagehide", () => [...running.keys()].forEach(store));
 
-showTheme(storage("localStorage")?.getItem("shoal.theme") || "");
 openFromAddress();
 write(storage("sessionStorage")?.getItem("shoal.draft") || "", []);
-$("key").value = storage("sessionStorage")?.getItem("shoal.key") || "";
 loadModels();

@@ -39,16 +39,18 @@ async def create_chat_completion(exchange: Exchange) -> None:
     )
     plan.constrain(params, model.tool_call_parser)
     prompt = await _prompt(model, request, plan, params)
-    request_id = request.request_id or exchange.request_id
+    request_id = exchange.named(request.request_id)
     generation = Generation(
         model,
         [prompt],
         params,
+        exchange.begin_line(model.name),
         request_id=f"chatcmpl-{request_id}",
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout=request.timeout,
         session=exchange.session(request.user),
+        tags=exchange.tags,
         cuts_max_tokens=True,
     )
     is_plain = plan.mode == "none" and model.reasoning_parser == "none"

@@ -8,15 +8,6 @@
 
 const ENTRY = "shoal.chat.", MOST_CONVERSATIONS = 100;
 
-/** localStorage or sessionStorage; null where the browser forbids it. */
-function storage(name) {
-  try {
-    return window[name];
-  } catch {
-    return null;
-  }
-}
-
 /** A conversation without messages, with an id of its own if none is given. */
 function newConversation(id, model) {
   const now = Date.now(), unique = now.toString(36) + Math.random().toString(36).slice(2, 8);

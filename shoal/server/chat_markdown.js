@@ -2,14 +2,6 @@
 // Markdown, the common part of it, as elements. Everything becomes elements and text nodes: no text that a
 // model or a person wrote is ever read as HTML.
 
-/** An element with a class and children; a child that is a string becomes text. */
-function make(tag, className, ...children) {
-  const element = document.createElement(tag);
-  if (className) element.className = className;
-  element.append(...children);
-  return element;
-}
-
 // Lengths are bounded: a model that says "[" ten thousand times must not cost the square of that.
 const CODE = /(?<!`)(`{1,3})(?!`)(.{1,1000}?)(?<!`)\1(?!`)/;
 const BOLD = /\*\*(?=\S)(.{0,1000}?\S)\*\*/;

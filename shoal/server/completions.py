@@ -53,16 +53,18 @@ async def create_completion(exchange: Exchange) -> None:
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if request.echo and request.prompt_logprobs is None else None,
     )
-    request_id = request.request_id or exchange.request_id
+    request_id = exchange.named(request.request_id)
     generation = Generation(
         model,
         prompts,
         params,
+        exchange.begin_line(model.name),
         request_id=f"cmpl-{request_id}",
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout=request.timeout,
         session=exchange.session(request.user),
+        tags=exchange.tags,
     )
     answer = _Answer(model, request, generation)
     exchange.generation = generation

@@ -122,9 +122,9 @@ def docs_page(routes: tuple[Route, ...], address: str, model: str, asks_for_key:
     endpoints = "".join(f"<h2>{escape(name)}</h2>{''.join(shown)}" for name, shown in groups.items())
     types = "".join(
         f'<details id="{escape(name)}"><summary><code>{escape(name)}</code></summary>'
-        f"{_fields(schema)}</details>"
+        f"{_fields(schema) if 'properties' in schema else f'<p>{_type(schema)}</p>'}</details>"
         for name, schema in sorted(schemas.items())
-        if "properties" in schema
+        if "properties" in schema or "enum" in schema
     )
     info = described["info"]
     return f"""<!DOCTYPE html>
@@ -156,7 +156,8 @@ class _Example:
         self._address, self._model, self._asks_for_key = address, model, asks_for_key
 
     def line(self, method: str, path: str, schema: dict[str, Any] | None, asks_for_key: bool) -> str:
-        parts = [f"curl {self._address}{urllib.parse.quote(path.replace('{id}', self._model))}"]
+        named = self._model if path.startswith("/v1/models/") else "ID"
+        parts = [f"curl {self._address}{urllib.parse.quote(path.replace('{id}', named))}"]
         if method == "POST" and schema is None:
             parts.append("-X POST")
         if self._asks_for_key and asks_for_key:

@@ -1,4 +1,4 @@
-"""A router's own routes: what its fleet is and does, and on the admin port how it is operated."""
+"""A router's own routes: where a prompt would go, and on the admin port how its fleet is operated."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from typing import Any
 
 import msgspec
 
-from shoal.errors import UnknownWorkerError
-from shoal.fleet_api import FleetControl, FleetView, Selected
+from shoal.fleet_api import FleetControl, Selected
 from shoal.server import system
 from shoal.server.catalog import Catalog
 from shoal.server.errors import ApiError
 from shoal.server.http import Exchange
 from shoal.server.protocol import decode
 from shoal.server.route import Route
+from shoal.server.watch_routes import FLEET
 
 MANY = 1000  # workers in one request
 
@@ -42,6 +42,10 @@ class WorkersRequest(msgspec.Struct):
     remove: list[str] = []
 
 
+class RoleRequest(msgspec.Struct):
+    role: str  # "both", "prefill" or "decode"
+
+
 class WorkersChanged(msgspec.Struct):
     added: list[str]
     removed: list[str]
@@ -57,15 +61,15 @@ class FleetRoutes:
 
     def public(self) -> list[Route]:
         return [
-            Route("GET", "/fleet", self._view, "The workers of the fleet", response=FleetView, quiet=True),
-            Route("POST", "/fleet/select", self._select, "Where a prompt would go", SelectRequest, Selected),
+            Route("POST", "/fleet/select", self._select, "Where a prompt would go", SelectRequest, Selected)
         ]
 
     def admin(self) -> list[Route]:
         return [
-            Route("GET", "/fleet", self._view, "The workers of the fleet", response=FleetView, quiet=True),
+            FLEET,
             Route("POST", "/fleet/drain/{id}", self._drain, "Send a worker nothing new", response=Done),
             Route("POST", "/fleet/resume/{id}", self._resume, "Send it requests again", response=Done),
+            Route("POST", "/fleet/role/{id}", self._change_role, "Give it another role", RoleRequest, Done),
             Route(
                 "POST",
                 "/fleet/workers",
@@ -84,9 +88,6 @@ class FleetRoutes:
     def metrics(self) -> Route:
         return Route("GET", "/metrics", self._metrics, "Metrics for Prometheus", public=True, quiet=True)
 
-    async def _view(self, exchange: Exchange) -> None:
-        await exchange.json(self._fleet.view())
-
     async def _select(self, exchange: Exchange) -> None:
         request = exchange.decode(SelectRequest)
         body = {name: value for name, value in msgspec.structs.asdict(request).items() if value is not None}
@@ -102,17 +103,16 @@ class FleetRoutes:
         await self._fleet.resume(exchange.path.removeprefix("/fleet/resume/"))
         await exchange.json(Done("resumed"))
 
+    async def _change_role(self, exchange: Exchange) -> None:
+        role = exchange.decode(RoleRequest).role
+        await self._fleet.change_role(exchange.path.removeprefix("/fleet/role/"), role)
+        await exchange.json(Done(role))
+
     async def _change_workers(self, exchange: Exchange) -> None:
         request = exchange.decode(WorkersRequest)
         if len(request.add) + len(request.remove) > MANY:
             raise ApiError(400, f"add and remove name more than {MANY} workers; send several requests")
-        known = {worker.id for worker in self._fleet.view().workers}
-        for worker_id in request.remove:
-            if worker_id not in known:
-                raise UnknownWorkerError(f"remove: no worker has the id {worker_id!r:.100}")
-        added = [await self._fleet.add(spec) for spec in request.add]
-        for worker_id in dict.fromkeys(request.remove):
-            await self._fleet.remove(worker_id)
+        added = await self._fleet.change_workers(request.add, request.remove)
         await exchange.json(WorkersChanged(added, request.remove))
 
     async def _show_config(self, exchange: Exchange) -> None:

@@ -17,6 +17,8 @@ from shoal.server.http import Exchange
 from shoal.server.protocol import decode
 from shoal.server.route import Handler, Route
 
+# Those that ask for no answer of the model.
+UNLISTED = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize", "/api/show"})
 STREAMS = (b"text/event-stream", b"application/x-ndjson")
 # Those whose body names a model, and that a server of this model could answer.
 PASSED_ON = frozenset(
@@ -73,7 +75,7 @@ async def _pass_on(exchange: Exchange, model: ForeignModel, asked: _Asked) -> No
     seconds = min(limits) if limits else None
     query = exchange.scope["query_string"].decode("latin-1")
     call = ForeignCall(
-        exchange.request_id,
+        exchange.begin_line(model.name, is_listed=exchange.path not in UNLISTED),
         exchange.method,
         f"{exchange.path}?{query}" if query else exchange.path,
         exchange.headers,

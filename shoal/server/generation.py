@@ -1,6 +1,6 @@
 """From token ids to text deltas: what chat, completions, responses and messages share.
 
-    async with Generation(model, [prompt], params, request_id=...) as answers:
+    async with Generation(model, [prompt], params, exchange.begin_line(...), request_id=...) as answers:
         async for deltas in answers:        # all that is ready
             ...
 
@@ -24,6 +24,7 @@ from shoal.errors import EngineDeadError, RequestError, UnavailableError, UserEr
 from shoal.metrics import RequestTimes
 from shoal.server.errors import ApiError
 from shoal.server.model import Prompt, ServedModel
+from shoal.time_line import TimeLine
 
 
 @dataclass(slots=True)
@@ -51,25 +52,30 @@ class Generation:
         model: ServedModel,
         prompts: Sequence[Prompt],
         params: SamplingParams,
+        line: TimeLine,
         *,
         request_id: str,
         priority: int = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
         session: str | None = None,
+        tags: tuple[str, ...] = (),
         embed: bool = False,
         cuts_max_tokens: bool = False,
     ) -> None:
-        """params.max_tokens: None is as many tokens as fit. timeout: seconds from entering; the model's own
-        limit holds too. session: see Request. cuts_max_tokens: a max_tokens that does not fit is lowered,
-        otherwise it is refused.
+        """line: where what happens is written. params.max_tokens: None is as many tokens as fit. timeout:
+        seconds from entering; the model's own limit holds too. session, tags: see Request. cuts_max_tokens: a
+        max_tokens that does not fit is lowered, otherwise it is refused.
         """
         self.model, self.prompts, self.params, self.request_id = model, prompts, params, request_id
-        self.priority, self.cache_salt, self.session, self.embed = priority, cache_salt, session, embed
+        self.priority, self.cache_salt, self.session, self.tags = priority, cache_salt, session, tags
+        self.embed = embed
         self.cuts_max_tokens = cuts_max_tokens
         limits = [t for t in (timeout, model.request_timeout) if t is not None]
         self.seconds = min(limits) if limits else None
         self.usage = Usage(prompt_tokens=sum(len(p.token_ids) for p in prompts))
+        self.line = line
+        line.params, line.prompt_tokens = params, self.usage.prompt_tokens
         self._running: list[_Running] = []
         self._streams: list[AsyncGenerator[Output, None]] = []
         self._pumps: list[asyncio.Task[None]] = []
@@ -83,7 +89,7 @@ class Generation:
         count = len(self.prompts) * params.n
         self.model.admission.enter(count)  # comes before anything is built, as n may be a million
         try:
-            self._running = [_Running(i, r, self.model) for i, r in enumerate(self._requests())]
+            self._running = [_Running(i, r, self.model, self.line) for i, r in enumerate(self._requests())]
         except BaseException:
             self.model.admission.leave(count)
             raise
@@ -207,6 +213,7 @@ class Generation:
                 is_first_of_prompt = i % self.params.n == 0 and not running.answer.num_cached_tokens
                 if is_first_of_prompt:
                     self.usage.cached_tokens += output.num_cached_tokens
+                    self.line.cached_tokens = self.usage.cached_tokens
                 delta = running.push(output)
                 self.usage.completion_tokens += len(delta.token_ids)
                 if delta.finish_reason is not None:
@@ -240,6 +247,9 @@ class Generation:
             cache_salt=self.cache_salt,
             embed=self.embed,
             session=self.session,
+            tags=self.tags,
+            external_id=self.line.id,
+            trace_headers=self.line.trace_headers,
         )
 
     def _max_tokens(self, prompt: Prompt) -> int:
@@ -274,10 +284,11 @@ class Generation:
 class _Running:
     """One answer that runs, and its times for the metrics."""
 
-    def __init__(self, index: int, request: Request, model: ServedModel) -> None:
+    def __init__(self, index: int, request: Request, model: ServedModel, line: TimeLine) -> None:
         self.index, self.request = index, request
         self.answer = Answer(request, model.tokenizer)
         self.times = model.metrics.begin(request)
+        self.line = line.answer(request)
 
     def push(self, output: Output) -> Delta:
         text = self.answer.push(output)
@@ -285,6 +296,7 @@ class _Running:
         # A request that was aborted before its first token never waited for that token.
         if output.token_ids or finish != FinishReason.ABORT:
             self.times.tokens(len(output.token_ids), output.num_cached_tokens, output.queued_seconds)
+        self.line.push(output, self.times.last)
         if finish is not None:
             self.times.finish(finish)
         return Delta(

@@ -4,20 +4,24 @@ and noticing who leaves."""
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 import urllib.parse
-import uuid
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 
+from shoal.api import FinishReason, Span
+from shoal.fleet_api import tags_of
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
 from shoal.server.port import Port
 from shoal.server.protocol import check_size, decode, unknown_fields
 from shoal.server.shapes import ErrorResponse
+from shoal.time_line import TimeLine
+from shoal.tracing import TRACE_HEADERS, Trace
 
 T = TypeVar("T")
 Scope = dict[str, Any]
@@ -27,8 +31,9 @@ Send = Callable[[Message], Awaitable[None]]
 
 JSON = b"application/json"
 DONE = b"data: [DONE]\n\n"
-ALWAYS_SEARCHED = 1 << 16  # bytes: a body that is no larger is always searched for unknown fields
+ALWAYS_SEARCHED = 1 << 12  # bytes: a body that is no larger is always searched for unknown fields
 MAX_SESSION = 256  # characters
+MAX_ID = 256  # characters
 MAX_UNKNOWN = 20  # unknown fields of one request that the log tells of
 LINGER_SECONDS = 2.0  # a client that is still sending when it is refused gets so long to see why
 
@@ -78,6 +83,9 @@ class Exchange:
         self.is_quiet = False
         self.dialect = OPENAI
         self.generation: Generation | None = None  # the handler sets it, for the log
+        self.line: TimeLine | None = None  # see begin_line
+        self._trace: Trace | None = None
+        self._read_at = self.arrival  # when the body was in
         self.status: int | None = None  # None: no byte of the answer is out
         self.error: ApiError | None = None  # the client was told of it, maybe in the middle of a stream
         self.ended = False
@@ -87,9 +95,8 @@ class Exchange:
         self.error_event: Callable[[ApiError], bytes] | None = None  # instead of the dialect's
         self._task = asyncio.current_task()
         given = self.headers.get(b"x-request-id", b"").decode("latin-1")
-        self.request_id = (
-            given if 0 < len(given) <= 256 and given.isascii() and given.isprintable() else uuid.uuid4().hex
-        )
+        self._is_named = _is_id(given)
+        self.request_id = given if self._is_named else secrets.token_hex(16)
 
     # What the client sent
 
@@ -129,7 +136,7 @@ class Exchange:
             raise ApiError(
                 408, f"the request did not arrive within {seconds:g} s; send its body at once"
             ) from None
-        self.read_all = True
+        self.read_all, self._read_at = True, time.perf_counter()
         self.body = b"".join(parts)
 
     def decode(self, kind: type[T]) -> T:
@@ -156,11 +163,48 @@ class Exchange:
         address = (self.scope.get("client") or ("unknown",))[0]
         return self.headers.get(b"user-agent", b"").decode("latin-1")[:200] or str(address)
 
+    def named(self, given: str | None) -> str:
+        """The id of the answer, which a request's body may give. All logs know the request by that id, too,
+        unless the header X-Request-Id names another, or it is none that a header could hold."""
+        if given is not None and not self._is_named and _is_id(given):
+            self.request_id, self._is_named = given, True
+        return given or self.request_id
+
+    def begin_line(self, model: str, *, is_listed: bool = True) -> TimeLine:
+        """The time line of a request for answers of this model, whose prompt has become tokens by now."""
+        line = self.line = TimeLine(self.request_id, model, self.handler, self.arrival)
+        now = time.perf_counter()
+        line.add([Span("tokenize", now - self._read_at, now - self._read_at)], now)
+        given = {name: self.headers.get(name.encode(), b"").decode("latin-1") for name in TRACE_HEADERS}
+        headers = {name: value for name, value in given.items() if value}
+        if self.port.tracing is not None:
+            self._trace = self.port.tracing.begin(line, headers)
+            headers = self._trace.headers
+        line.trace_headers = headers or None
+        if is_listed:
+            self.port.time_lines.add(line)
+        return line
+
+    def end_line(self) -> None:
+        """The exchange has ended."""
+        if self.line is None:
+            return
+        if self.is_gone:
+            self.line.reasons.add(FinishReason.ABORT)
+        if self._trace is not None:
+            self._trace.end(self.line, str(self.error.status) if self.error is not None else None)
+        self.line.end(has_failed=self.error is not None)
+
     def session(self, user: Any = None) -> str | None:
         """What keeps requests together at one worker of a fleet: the header X-Session-ID, else the body's
         `user`, if that is a text."""
         given = self.headers.get(b"x-session-id", b"").decode("latin-1")
         return (given or (user if isinstance(user, str) else ""))[:MAX_SESSION] or None
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Those that the worker of a fleet must have."""
+        return tags_of(self.headers)
 
     def query(self) -> dict[str, list[str]]:
         """The parameters of the URL: all values of each name. Raises ApiError (400) for invalid UTF-8."""
@@ -286,6 +330,10 @@ class Exchange:
                         return
         except TimeoutError:
             pass
+
+
+def _is_id(text: str) -> bool:
+    return 0 < len(text) <= MAX_ID and text.isascii() and text.isprintable()
 
 
 def too_large(limit: int) -> ApiError:

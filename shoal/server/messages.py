@@ -156,8 +156,10 @@ async def create_message(exchange: Exchange) -> None:
         model,
         [prompt],
         params,
+        exchange.begin_line(model.name),
         request_id=exchange.request_id,
         session=exchange.session((request.metadata or {}).get("user_id")),
+        tags=exchange.tags,
         cuts_max_tokens=True,
     ) as answers:
         exchange.generation = answers

@@ -43,6 +43,8 @@ TEMPLATE_NAMES = frozenset(
     }
 )
 
+# An engine that does not answer in this time is busy, not dead: its figures are the last ones known.
+PATIENCE_SECONDS = 5.0
 
 # The attributes of a ServedModel that change when its engine becomes another model.
 OF_THE_MODEL = (
@@ -124,6 +126,23 @@ class ServedModel:
         self.metrics.cache_config = other.metrics.cache_config
         other.close()
         self.changed.set()
+
+    async def stats(self) -> Stats:
+        """The figures of its engine, now or as they were last known. Raises EngineDeadError."""
+        try:
+            self.last_stats = await asyncio.wait_for(self.engine.stats(), PATIENCE_SECONDS)
+        except TimeoutError:
+            pass
+        return self.last_stats
+
+    async def sleep_state(self) -> SleepState:
+        """What sleeps, now or as it was last known: an engine that falls asleep or wakes up answers
+        afterwards. Raises EngineDeadError."""
+        try:
+            self.last_sleep_state = await asyncio.wait_for(self.engine.sleep_state(), PATIENCE_SECONDS)
+        except TimeoutError:
+            pass
+        return self.last_sleep_state
 
     def need_tokenizer(self) -> Tokenizer:
         if self.tokenizer is None:

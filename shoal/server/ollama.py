@@ -21,7 +21,6 @@ from shoal.server.http import Dialect, Exchange
 from shoal.server.model import Prompt, ServedModel
 from shoal.server.params import read_prompts
 from shoal.server.protocol import MinusOneOrMore, Positive, Seed, TokenId, Word, Words
-from shoal.server.system import sleep_state_of
 from shoal.server.tokens import embed
 from shoal.server.tool_parsers import CallDelta, Part
 from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, template_variables
@@ -327,8 +326,10 @@ async def _answer(
         model,
         [prompt],
         params,
+        exchange.begin_line(model.name),
         request_id=exchange.request_id,
         session=exchange.session(),
+        tags=exchange.tags,
         cuts_max_tokens=True,
     ) as generation:
         exchange.generation = generation
@@ -535,20 +536,23 @@ async def version(exchange: Exchange) -> None:
 
 async def tags(exchange: Exchange) -> None:
     models = exchange.models
-    await exchange.json(
-        OllamaModels(
-            [
-                _model(model, name, modified_at=_time(model.summary.modified))
-                for model in models
-                for name in model.names
-            ]
-        )
-    )
+    own = [
+        _model(model, name, modified_at=_time(model.summary.modified))
+        for model in models
+        for name in model.names
+    ]
+    # Nothing is known of foreign workers' models but their names.
+    foreign = [
+        OllamaModel(name=_tagged(name), model=_tagged(name), size=0, digest="", details=NO_DETAILS)
+        for model in models.foreign
+        for name in model.names
+    ]
+    await exchange.json(OllamaModels(own + foreign))
 
 
 async def ps(exchange: Exchange) -> None:
     """Lists the models that are awake."""
-    states = [(model, await sleep_state_of(model)) for model in exchange.models]
+    states = [(model, await model.sleep_state()) for model in exchange.models]
     await exchange.json(
         OllamaModels(
             [
@@ -600,7 +604,7 @@ async def show(exchange: Exchange) -> None:
 
 
 def _model(model: ServedModel, name: str, **more: Any) -> OllamaModel:
-    tagged = name if ":" in name.rpartition("/")[2] else f"{name}:latest"
+    tagged = _tagged(name)
     return OllamaModel(
         name=tagged,
         model=tagged,
@@ -609,6 +613,13 @@ def _model(model: ServedModel, name: str, **more: Any) -> OllamaModel:
         details=_details(model),
         **more,
     )
+
+
+def _tagged(name: str) -> str:
+    return name if ":" in name.rpartition("/")[2] else f"{name}:latest"
+
+
+NO_DETAILS = OllamaDetails("", "", "", [], "", "")
 
 
 def _details(model: ServedModel) -> OllamaDetails:

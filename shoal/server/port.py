@@ -1,4 +1,5 @@
-"""One port as its requests see it: limits, models, keys, and what is counted over all requests."""
+"""One port as its requests see it: limits, models, keys, what is watched, and what is counted over all
+requests."""
 
 from __future__ import annotations
 
@@ -7,15 +8,20 @@ from shoal.metrics import HttpMetrics
 from shoal.server.catalog import Catalog
 from shoal.server.keys import Keys
 from shoal.server.notices import Notices
+from shoal.server.watch import Watch
+from shoal.time_line import TimeLines
+from shoal.tracing import Tracing
 
 
 class Port:
     """It knows neither the routes nor the requests that run."""
 
-    def __init__(self, models: Catalog, config: ServerConfig) -> None:
-        """Raises ConfigError for keys that cannot be read."""
-        self.models, self.config = models, config
+    def __init__(self, models: Catalog, config: ServerConfig, watch: Watch, tracing: Tracing | None) -> None:
+        """tracing: where traces go; None: nowhere. Raises ConfigError for keys that cannot be read."""
+        self.models, self.config, self.watch = models, config, watch
         self.keys = Keys(config)
         self.metrics = HttpMetrics()
         self.notices = Notices()
+        self.time_lines = TimeLines()
+        self.tracing = tracing
         self.body_bytes = 0  # the bodies of all requests under way

@@ -13,7 +13,7 @@ import time
 import urllib.parse
 from typing import Any
 
-from shoal.logs import Event
+from shoal.logs import Event, quoted
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
 from shoal.server.http import Exchange
@@ -32,10 +32,11 @@ LABELS = (
     ("ttft_seconds", "ttft", "s"),
     ("tokens_per_second", "speed", "/s"),
     ("finish_reason", "finish", ""),
+    ("worker", "worker", ""),
+    ("prefill_worker", "prefill", ""),
     ("request_id", "id", ""),
     ("error", "error", ""),
 )
-PLAIN = re.compile(r"[\w.:/+=@%-]+", re.ASCII)  # what needs no quotes in a line
 # Errors show the value that was wrong, and in a prompt's place that is the prompt: what is quoted stays out
 # of the log. Values are cut where they are long, so a quotation may have no end.
 QUOTED = re.compile(r"""(?<!\w)(['"])(?:(?!\1)[^\\]|\\.)*(?:\1|\\?$)""", re.DOTALL)
@@ -101,7 +102,7 @@ class RefusalLog:
             "untold": self._num_untold,
         }
         more = f" (and {self._num_untold} others before)" if self._num_untold else ""
-        logger.warning(Event(f"{client} - - {error.status} error={_value(error.message)}{more}", fields))
+        logger.warning(Event(f"{client} - - {error.status} error={quoted(error.message)}{more}", fields))
         self._told_at, self._num_untold = now, 0
 
 
@@ -122,6 +123,10 @@ def _tokens(generation: Generation, arrival: float) -> dict[str, Any]:
             fields["tokens_per_second"] = round(later / seconds, 1)
     if reasons := sorted({str(one.reason) for one in times if one.reason is not None}):
         fields["finish_reason"] = ",".join(reasons)
+    if generation.worker:
+        fields["worker"] = generation.worker
+    if generation.prefill_worker:
+        fields["prefill_worker"] = generation.prefill_worker
     return fields
 
 
@@ -130,16 +135,9 @@ def _text(fields: dict[str, Any]) -> str:
     parts = [fields["client"], fields["method"], fields["path"], str(fields["status"]), seconds]
     for name, label, unit in LABELS:
         if (value := fields.get(name)) is not None:
-            shown = f"{value:.3f}" if name == "ttft_seconds" else _value(str(value))
+            shown = f"{value:.3f}" if name == "ttft_seconds" else quoted(str(value))
             parts.append(f"{label}={shown}{unit}")
     return " ".join(parts)
-
-
-def _value(text: str) -> str:
-    """The text, in quotes where it could be taken for more than one field."""
-    if PLAIN.fullmatch(text.replace(",", "")):
-        return text
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
 def _message(error: ApiError) -> str:

@@ -190,15 +190,18 @@ async def create_response(exchange: Exchange) -> None:
     ).parser()
     writer = _Writer(_response(request, model, params, plan))
     exchange.error_event = writer.failed
+    request_id = exchange.named(request.request_id)
     async with Generation(
         model,
         [prompt],
         params,
-        request_id=request.request_id or exchange.request_id,
+        exchange.begin_line(model.name),
+        request_id=request_id,
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout=request.timeout,
         session=exchange.session(request.user),
+        tags=exchange.tags,
         cuts_max_tokens=True,
     ) as answers:
         exchange.generation = answers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.server import messages, ollama, protocol, responses, shapes, system, tokens
+from shoal.server import messages, ollama, protocol, requests, responses, shapes, system, tokens
 from shoal.server.chat import create_chat_completion
 from shoal.server.completions import create_completion
 from shoal.server.docs_page import docs
@@ -12,6 +12,8 @@ from shoal.server.messages import ANTHROPIC
 from shoal.server.ollama import OLLAMA
 from shoal.server.openapi import openapi
 from shoal.server.route import DOCUMENT, Route
+from shoal.server.watch_routes import DASHBOARD, FLEET
+from shoal.time_line import RequestDetails
 
 PUBLIC_ROUTES: tuple[Route, ...] = (
     Route(
@@ -153,6 +155,22 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
         public=True,
         dialect=OLLAMA,
     ),
+    Route(
+        "GET",
+        "/requests",
+        requests.list_requests,
+        "The last requests",
+        response=requests.RequestList,
+        quiet=True,
+    ),
+    Route(
+        "GET",
+        "/requests/{id}",
+        requests.get_request,
+        "One with its time line",
+        response=RequestDetails,
+        quiet=True,
+    ),
     Route("GET", "/load", system.load, "Requests that run or wait", response=shapes.Load, quiet=True),
     Route("GET", "/health", system.health, "Whether the server works", public=True, quiet=True),
     Route("GET", "/ping", system.health, "The same", public=True, quiet=True),
@@ -167,6 +185,8 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
         quiet=True,
     ),
     Route("GET", "/metrics", system.metrics, "Metrics for Prometheus", public=True, quiet=True),
+    FLEET,
+    DASHBOARD,
     Route("GET", "/", system.page, "The chat page", content_type="text/html", public=True),
 )
 

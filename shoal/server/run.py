@@ -109,7 +109,7 @@ async def serve_until(
         asyncio.create_task(server.serve(sockets=[listener]))
         for server, (_, listener) in zip(servers, listeners)
     ]
-    reports: asyncio.Task[None] | None = None
+    reports: list[asyncio.Task[None]] = []
     try:
         while not all(server.started for server in servers):
             if failed := next((t for t in tasks if t.done()), None):
@@ -119,7 +119,8 @@ async def serve_until(
         for port in ports:
             # Once more, as asyncio has one number for how many may wait and how many it accepts at once.
             port.listen(BACKLOG)
-        reports = asyncio.create_task(report_throughput(app.port.models))
+        for report in (report_throughput(app.port.models), app.port.watch.run()):
+            reports.append(asyncio.create_task(report))
         if ready is not None:
             numbers = [0 if port.family == socket.AF_UNIX else port.getsockname()[1] for port in ports]
             ready(numbers[0], numbers[1] if admin is not None else None)
@@ -135,8 +136,7 @@ async def serve_until(
                 one.stop("the server ends at once")
             await asyncio.wait(tasks, timeout=FORCED_SECONDS)
     finally:
-        if reports is not None:
-            tasks.append(reports)
+        tasks += reports
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import time
 from collections.abc import Iterable
 
@@ -12,17 +10,15 @@ from prometheus_client.core import Metric
 from shoal.api import SleepState, Stats
 from shoal.errors import EngineDeadError
 from shoal.metrics import exposition
-from shoal.server.chat_page import chat_page
 from shoal.server.errors import ApiError
 from shoal.server.foreign_model import ForeignModel
 from shoal.server.http import Exchange
 from shoal.server.model import ServedModel
+from shoal.server.web_page import web_page
 from shoal.version import __version__
 
 STARTED = int(time.time())
 METRICS_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
-# an engine that does not answer in this time is busy, not dead: its figures are the last ones known
-PATIENCE_SECONDS = 5.0
 
 
 async def list_models(exchange: Exchange) -> None:
@@ -59,7 +55,7 @@ async def health(exchange: Exchange) -> None:
         raise ApiError(503, "the server is shutting down")
     for model in exchange.models:
         try:
-            await stats_of(model)
+            await model.stats()
         except EngineDeadError as error:
             raise ApiError(503, str(error), code="engine_dead") from None
     await exchange.respond(b"", content_type=b"text/plain")
@@ -84,37 +80,14 @@ async def metrics(exchange: Exchange, more: Iterable[Metric] = ()) -> None:
 
 
 async def _families(model: ServedModel) -> Iterable[Metric]:
+    is_up = True
     try:
-        stats, state = await stats_of(model), await sleep_state_of(model)
+        stats, state = await model.stats(), await model.sleep_state()
     except EngineDeadError:  # nothing runs any more; what the server has counted stays
-        stats, state = Stats(), SleepState()
-    return model.metrics.collect(stats, state.level, model.admission.refused)
-
-
-async def stats_of(model: ServedModel) -> Stats:
-    """The figures of the model's engine, now or as they were last known. Raises EngineDeadError."""
-    try:
-        model.last_stats = await asyncio.wait_for(model.engine.stats(), PATIENCE_SECONDS)
-    except TimeoutError:
-        pass
-    return model.last_stats
-
-
-async def sleep_state_of(model: ServedModel) -> SleepState:
-    """What sleeps, now or as it was last known: an engine that falls asleep or wakes up answers afterwards.
-    Raises EngineDeadError."""
-    try:
-        model.last_sleep_state = await asyncio.wait_for(model.engine.sleep_state(), PATIENCE_SECONDS)
-    except TimeoutError:
-        pass
-    return model.last_sleep_state
-
-
-@functools.cache
-def _page() -> tuple[bytes, dict[str, str]]:
-    return chat_page()
+        stats, state, is_up = Stats(), SleepState(), False
+    return model.metrics.collect(stats, state.level, model.admission.refused, is_up)
 
 
 async def page(exchange: Exchange) -> None:
-    body, headers = _page()
+    body, headers = web_page("chat.html")
     await exchange.respond(body, content_type=b"text/html; charset=utf-8", headers=headers)

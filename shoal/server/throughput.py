@@ -12,11 +12,11 @@ from shoal.api import Stats
 from shoal.errors import ShoalError
 from shoal.logs import Event
 from shoal.server.model import ServedModel
-from shoal.server.system import stats_of
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 10.0
+WORK_TOKENS_PER_SECOND = 1.0  # what is less is no work; a router's probe is two tokens in ten seconds
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ async def report_throughput(models: Iterable[ServedModel], interval: float = INT
         await asyncio.sleep(interval)
         for model in models:
             try:
-                stats = await stats_of(model)
+                stats = await model.stats()
             except ShoalError:  # a dead engine, which is told elsewhere
                 continue
             now = _counts(model, stats)
@@ -59,11 +59,12 @@ def _counts(model: ServedModel, stats: Stats) -> _Counts:
 
 
 def _event(name: str, stats: Stats, before: _Counts, now: _Counts) -> Event | None:
-    """The line of a model. None if it had no work."""
+    """The line of a model. None if it had no work: a router's probes of an idle worker are none."""
     seconds = now.when - before.when
     prompt = (now.prompt_tokens - before.prompt_tokens) / seconds
     generation = (now.generation_tokens - before.generation_tokens) / seconds
-    if not (prompt or generation or stats.num_running or stats.num_waiting):
+    is_idle = max(prompt, generation) < WORK_TOKENS_PER_SECOND
+    if is_idle and not (stats.num_running or stats.num_waiting):
         return None
     queries = now.queries - before.queries
     fields = {

@@ -143,15 +143,18 @@ async def embed(
 ) -> list[list[float]]:
     """Returns a vector of unit length for each prompt: [number of prompts, `dimensions` or the model's
     hidden size]. Raises ApiError and RequestError."""
+    name = exchange.named(request_id)
     generation = Generation(
         model,
         prompts,
         SamplingParams(max_tokens=1),
-        request_id=f"embd-{request_id or exchange.request_id}",
+        exchange.begin_line(model.name),
+        request_id=f"embd-{name}",
         priority=priority,
         cache_salt=cache_salt,
         timeout=timeout,
         session=exchange.session(user),
+        tags=exchange.tags,
         embed=True,
     )
     exchange.generation = generation
@@ -208,16 +211,18 @@ async def generate_tokens(exchange: Exchange) -> None:
     params = sampling.sampling_params(
         {}, model.vocab_size, **more, **({"max_tokens": None} if sampling.max_tokens is None else {})
     )
-    request_id = request.request_id or exchange.request_id
+    request_id = exchange.named(request.request_id)
     generation = Generation(
         model,
         [Prompt(request.token_ids)],
         params,
+        exchange.begin_line(model.name),
         request_id=request_id,
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout=request.timeout,
         session=exchange.session(),
+        tags=exchange.tags,
     )
     exchange.generation = generation
     head = {"version": TOKEN_PROTOCOL, "request_id": request_id}

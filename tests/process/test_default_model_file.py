@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.kernels.gguf_tensor import GGUFTensor
 from shoal.weights.default_model import FILE, NUM_BYTES
 from shoal.weights.gguf import gguf_tensors
 from shoal.weights.gguf_header import read_header
@@ -48,9 +48,9 @@ def test_its_tensors_equal_the_parameters_that_transformers_makes_of_it(files):
     read = {}
     for name, tensor in gguf_tensors(files.header, files.config):
         read[name] = True
-        assert torch.equal(
-            tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor, oracle[name]
-        ), name
+        assert torch.equal(tensor.dequantize() if isinstance(tensor, GGUFTensor) else tensor, oracle[name]), (
+            name
+        )
     assert set(oracle) - set(read) == {"lm_head.weight"} and files.config.tie_word_embeddings
 
 

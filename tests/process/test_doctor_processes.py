@@ -1,0 +1,239 @@
+"""`shoal doctor` as a user meets it, in processes: on this machine as it is, and with one thing broken each."""
+
+import json
+import os
+import resource
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import nats_server, tiny
+from tests.fleet_processes import wait_for
+from tests.serving import ROOT, free_port
+
+# What a CPU build of torch says of itself; it is imported in no time.
+FAKE_TORCH = """__version__, __file__ = "9.9.9", "/nowhere/torch/__init__.py"
+class version:
+    cuda = None
+"""
+
+
+@pytest.fixture
+def packages(tmp_path):
+    """A folder whose packages come before the installed ones."""
+    folder = tmp_path / "packages"
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch/__init__.py").write_text(FAKE_TORCH)
+    return folder
+
+
+@pytest.fixture
+def doctor(packages, tmp_path):
+    """Runs `shoal doctor --json`; returns the exit code and the findings by what they are about."""
+
+    def run(*arguments, prefix=(), limits=(), **environment):
+        path = os.pathsep.join([str(packages), str(ROOT)])
+        given = os.environ | {"PYTHONPATH": path, "SHOAL_CACHE": str(tmp_path / "cache")} | environment
+
+        def limit():
+            for kind, value in limits:
+                resource.setrlimit(kind, (value, value))
+
+        done = subprocess.run(
+            [*prefix, sys.executable, "-m", "shoal", "doctor", "--json", *map(str, arguments)],
+            env=given,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            preexec_fn=limit,
+        )
+        assert not done.stderr, done.stderr
+        told = json.loads(done.stdout)
+        assert done.returncode == (0 if told["works"] else 1)
+        return done.returncode, {one["about"]: one for one in told["findings"]}
+
+    return run
+
+
+def fleet_file(folder, text):
+    path = folder / "fleet.toml"
+    path.write_text(text)
+    return path
+
+
+def of(findings, *beginnings):
+    """The one finding that is about something that begins so."""
+    [found] = [one for about, one in findings.items() if about.startswith(beginnings)]
+    return found
+
+
+def test_it_ends_well_on_this_machine_with_the_torch_that_is_installed(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    words = [sys.executable, "-m", "shoal", "doctor", "--device", "cpu", "--port", "0"]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and not done.stderr, done
+    assert "\nworks         torch: " in done.stdout and "What you asked for works" in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_a_taken_port_that_was_asked_for_fails(doctor):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        code, findings = doctor("--port", taken.getsockname()[1])
+    found = of(findings, "port ")
+    assert (code, found["verdict"]) == (1, "fails") and "in use" in found["found"]
+
+
+def test_a_fleets_file_asks_for_its_ports_its_models_and_its_program(doctor, tmp_path, root):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        text = f'port = {port}\nmodel = "{tiny.write_model(root, "qwen3")}"\n'
+        text += '[[workers]]\noptions = { device = "cpu" }\n'
+        text += '[[workers]]\ncommand = "no-such-program --port {port}"\n'
+        code, findings = doctor(fleet_file(tmp_path, text))
+    assert code == 1
+    assert of(findings, f"port {port}")["verdict"] == "fails"
+    assert of(findings, "model ")["verdict"] == "works"
+    assert of(findings, "program no-such-program")["verdict"] == "fails"
+    assert of(findings, "fleet file")["verdict"] == "works"
+
+
+def test_a_malformed_fleets_file_is_a_finding_that_names_the_mistake(doctor, tmp_path):
+    code, findings = doctor(fleet_file(tmp_path, "[[workers]]\ncuont = 2\n"))
+    assert code == 1 and "cuont" in of(findings, "fleet file")["found"]
+    assert of(findings, "system")["verdict"] == "works"
+
+
+def test_an_unknown_model_fails(doctor, tmp_path):
+    code, findings = doctor("--model", tmp_path / "no-model")
+    found = of(findings, "model ")
+    assert (code, found["verdict"]) == (1, "fails") and "does not exist" in found["found"]
+
+
+def test_workers_for_gpus_that_are_not_here_fail(doctor, tmp_path, root):
+    text = f'port = 0\nmodel = "{tiny.write_model(root, "qwen3")}"\n[[workers]]\ndevices = [63]\n'
+    code, findings = doctor(fleet_file(tmp_path, text))
+    found = of(findings, "GPUs of the workers")
+    assert (code, found["verdict"]) == (1, "fails") and "63" in found["found"]
+
+
+@pytest.mark.parametrize(
+    "code_of_torch, words",
+    [
+        ("raise ImportError('libcudart.so.13: cannot open shared object file')", "libcudart.so.13"),
+        ("import os; os.abort()", "SIGABRT"),
+    ],
+    ids=["cannot be imported", "crashes"],
+)
+def test_a_broken_torch_is_a_finding_and_no_traceback(doctor, packages, code_of_torch, words):
+    (packages / "torch/__init__.py").write_text(code_of_torch)
+    code, findings = doctor("--port", "0")
+    assert (code, of(findings, "torch")["verdict"]) == (1, "fails")
+    assert words in of(findings, "torch")["found"]
+
+
+def test_few_open_files_limit_and_too_few_fail(doctor):
+    code, findings = doctor("--port", "0", limits=[(resource.RLIMIT_NOFILE, 1024)])
+    assert (code, of(findings, "open files")["verdict"]) == (0, "limited")
+    code, findings = doctor("--port", "0", limits=[(resource.RLIMIT_NOFILE, 256)])
+    assert (code, of(findings, "open files")["verdict"]) == (1, "fails")
+
+
+def test_a_low_limit_of_locked_memory_is_told(doctor):
+    code, findings = doctor("--port", "0", limits=[(resource.RLIMIT_MEMLOCK, 64 << 10)])
+    found = of(findings, "locked memory")
+    assert (code, found["verdict"], found["found"]) == (0, "limited", "64 KiB (ulimit -l)")
+
+
+def test_without_a_compiler_models_on_the_cpu_are_slower(doctor, tmp_path):
+    code, findings = doctor("--port", "0", "--device", "cpu", PATH=str(tmp_path))
+    found = of(findings, "C compiler")
+    assert (code, found["verdict"]) == (0, "limited") and "slower" in found["means"]
+
+
+def test_a_cache_folder_that_cannot_be_is_found(doctor, tmp_path):
+    (tmp_path / "a-file").write_text("")
+    code, findings = doctor("--port", "0", SHOAL_CACHE=str(tmp_path / "a-file/cache"))
+    assert (code, of(findings, "cache")["verdict"]) == (1, "fails")
+
+
+def mounting(*commands):
+    """Words before a command that give it mounts of its own. Skips where this process may not."""
+    words = ["unshare", "--mount", "sh", "-c", " && ".join([*commands, 'exec "$@"']), "sh"]
+    if shutil.which("unshare") is None or subprocess.run([*words, "true"], capture_output=True).returncode:
+        pytest.skip("this process may not mount: run it as root")
+    return words
+
+
+def test_a_full_cache_folder_and_a_small_dev_shm_are_found(doctor, tmp_path):
+    (cache := tmp_path / "small").mkdir()
+    prefix = mounting(f"mount -t tmpfs -o size=64k tmpfs {cache}", "mount -t tmpfs -o size=1m tmpfs /dev/shm")
+    code, findings = doctor("--port", "0", prefix=prefix, SHOAL_CACHE=str(cache))
+    assert code == 1 and "No space left" in of(findings, "cache")["found"]
+    assert of(findings, "/dev/shm")["verdict"] == "limited"
+
+
+def test_a_read_only_cache_folder_and_dev_shm_are_found(doctor, tmp_path):
+    (cache := tmp_path / "fixed").mkdir()
+    prefix = mounting(f"mount -t tmpfs -o ro tmpfs {cache}", "mount -t tmpfs -o ro tmpfs /dev/shm")
+    code, findings = doctor("--port", "0", prefix=prefix, SHOAL_CACHE=str(cache))
+    assert code == 1 and "Read-only" in of(findings, "cache")["found"]
+    assert of(findings, "/dev/shm")["verdict"] == "fails"
+
+
+def test_a_nats_server_that_is_not_there_fails(doctor):
+    code, findings = doctor("--port", "0", "--plane", f"nats://127.0.0.1:{free_port()}")
+    found = of(findings, "plane ")
+    assert (code, found["verdict"]) == (1, "fails") and "refuse" in found["found"]
+
+
+def test_a_nats_server_that_hangs_fails_in_bounded_time(doctor):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        code, findings = doctor("--port", "0", "--plane", f"nats://127.0.0.1:{silent.getsockname()[1]}")
+    found = of(findings, "plane ")
+    assert (code, found["verdict"]) == (1, "fails") and "does not answer" in found["found"]
+
+
+def listens(port):
+    with socket.socket() as trial:
+        return trial.connect_ex(("127.0.0.1", port)) == 0
+
+
+@pytest.mark.parametrize("jetstream", [True, False])
+def test_a_nats_server_needs_jetstream(doctor, tmp_path, jetstream):
+    port = free_port()
+    words = [nats_server.find(), "-a", "127.0.0.1", "-p", str(port), "-sd", str(tmp_path / "js")]
+    with subprocess.Popen([*words, *(["-js"] if jetstream else [])], stderr=subprocess.DEVNULL) as server:
+        try:
+            wait_for(lambda: listens(port))
+            code, findings = doctor("--port", "0", "--plane", f"nats://127.0.0.1:{port}")
+        finally:
+            server.kill()
+    found = of(findings, "plane ")
+    assert (code, found["verdict"]) == ((0, "works") if jetstream else (1, "fails")), found
+    assert "JetStream" in found["found"]
+
+
+def test_a_package_that_is_missing_fails_only_where_it_is_asked_for(doctor, packages, tmp_path, root):
+    (packages / "sitecustomize.py").write_text("import sys\nsys.modules['circus'] = None\n")
+    text = f'port = 0\nmodel = "{tiny.write_model(root, "qwen3")}"\n'
+    text += '[[workers]]\noptions = { device = "cpu" }\n[planner]\nconnector = "circus"\n'
+    code, findings = doctor(fleet_file(tmp_path, text))
+    found = of(findings, "circus")
+    assert (code, found["verdict"]) == (1, "fails") and "pip install 'shoal[circus]'" in found["remedy"]
+    assert doctor("--port", "0")[0] == 0
+
+
+def test_a_worker_of_another_engine_that_is_not_there_fails(doctor, tmp_path):
+    url = f"http://127.0.0.1:{free_port()}"
+    code, findings = doctor(fleet_file(tmp_path, f'port = 0\n[router]\nworker = ["{url}"]\n'))
+    assert (code, of(findings, f"worker {url}")["verdict"]) == (1, "fails")
+
+
+def test_a_file_and_options_beside_it_are_a_mistake(tmp_path):
+    words = [sys.executable, "-m", "shoal", "doctor", str(fleet_file(tmp_path, "")), "--port", "1"]
+    done = subprocess.run(words, cwd=Path(ROOT), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1 and done.stderr.startswith("shoal: port: ") and not done.stdout

@@ -1,0 +1,83 @@
+"""docs/laptop-to-fleet.md, section by section, as a reader follows it: the commands that are run are the page's."""
+
+import os
+import re
+import shutil
+import socket
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests import nats_server
+from tests.ray_cluster import ENVIRONMENT as RAY
+from tests.serving import PYTHON, ROOT
+from tests.walk import sections, walk
+
+PAGE = ROOT / "docs" / "laptop-to-fleet.md"
+SECTIONS = sections(PAGE)
+PORTS = (8000, 8001)
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """What the page's commands read of the repository."""
+    for path in ROOT.glob("*.md"):
+        shutil.copy(path, tmp_path)
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    return tmp_path
+
+
+@pytest.fixture
+def environment(tmp_path_factory):
+    """That of a reader's terminal, with `shoal` in its path."""
+    folder = tmp_path_factory.mktemp("home")
+    shoal = folder / "shoal"
+    shoal.write_text(f'#!/bin/sh\nexec {PYTHON} -m shoal "$@"\n')
+    shoal.chmod(0o755)
+    return RAY | {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "PYTHONPATH": os.pathsep.join([*filter(None, [os.environ.get("PYTHONPATH")]), str(ROOT)]),
+        "XDG_STATE_HOME": str(folder / "state"),
+    }
+
+
+def is_free(port):
+    with socket.socket() as s:
+        return s.connect_ex(("127.0.0.1", port)) != 0
+
+
+def has_namespaces():
+    try:
+        subprocess.run(["ip", "netns", "add", "shoal-probe"], check=True, capture_output=True)
+        subprocess.run(["ip", "netns", "delete", "shoal-probe"], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError):
+        return False
+    return True
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("title", SECTIONS)
+def test_the_page_can_be_followed(title, checkout, environment):
+    if taken := [port for port in PORTS if not is_free(port)]:
+        pytest.skip(f"the page's ports {taken} are another program's on this machine")
+    text = "".join(step.text for step in SECTIONS[title])
+    if "--on ray" in text:
+        pytest.importorskip("ray", reason="pip install ray")
+    if "namespaces.sh" in text:
+        if not has_namespaces():
+            pytest.skip("this process may not make network namespaces (ip netns add)")
+        environment["PATH"] += f":{Path(nats_server.find()).parent}"
+    try:
+        walk(SECTIONS[title], environment, checkout)
+    finally:
+        if "namespaces.sh" in text:
+            script = checkout / "examples" / "fleet" / "namespaces.sh"
+            subprocess.run([script, "down"], capture_output=True)
+
+
+def test_the_extras_that_the_page_asks_for_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    named = {name for names in re.findall(r"\[([a-z,]+)\]'", PAGE.read_text()) for name in names.split(",")}
+    assert {"ray", "nats"} <= named <= set(extras)
