@@ -16,8 +16,9 @@ HAS_GPU := test -e /dev/nvidia0 || command -v nvidia-smi >/dev/null
 ANSWERS := $(PYTHON) -c "import signal, urllib.request; signal.alarm(3); urllib.request.urlopen('$(CPU_INDEX)/torch/')"
 TORCH_INDEX ?= $(shell { $(HAS_GPU) || ! $(ANSWERS) || echo $(CPU_INDEX); } 2>/dev/null)
 
-# The tests run in that many processes, those of a file in one of them. A GPU has room for one.
-JOBS ?= $(shell { $(HAS_GPU); } 2>/dev/null && echo 1 || echo 2)
+# The tests run in that many processes, those of a file in one of them: more than the cores that CI has, as many wait for
+# processes of their own. A GPU has room for one.
+JOBS ?= $(shell { $(HAS_GPU); } 2>/dev/null && echo 1 || echo 3)
 PYTEST = $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile
 
 .PHONY: demo test test-slow check format docs test-gpu bench bench-gpu clean
@@ -34,12 +35,12 @@ test-slow: .venv/ready-test .venv-clients/ready
 	SHOAL_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest tests/clients -m slow
 
 check: .venv/ready-test
-	$(BIN)/ruff format --check shoal tests benchmarks examples docs/site.py docs/images/draw.py
-	$(BIN)/ruff check shoal tests benchmarks examples docs/site.py docs/images/draw.py
+	$(BIN)/ruff format --check shoal tests benchmarks examples deploy docs/site.py docs/images/draw.py
+	$(BIN)/ruff check shoal tests benchmarks examples deploy docs/site.py docs/images/draw.py
 	$(BIN)/mypy
 
 format: .venv/ready-test
-	$(BIN)/ruff format shoal tests benchmarks examples docs/site.py docs/images/draw.py
+	$(BIN)/ruff format shoal tests benchmarks examples deploy docs/site.py docs/images/draw.py
 
 # The pages as a site in build/site; a broken link fails. Once .venv-docs is there, it needs no network. To read it:
 # python3 -m http.server -d build/site

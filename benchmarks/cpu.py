@@ -275,7 +275,7 @@ def kernels(threads: int) -> None:
     import torch
 
     from shoal.kernels import cpu_linear
-    from shoal.kernels.quantized_tensor import GROUPS, QuantizedTensor
+    from shoal.kernels.gguf_tensor import GROUPS, GGUFTensor
 
     torch.set_num_threads(threads)
     shapes = {
@@ -288,7 +288,7 @@ def kernels(threads: int) -> None:
     print(f"{'product':10s} rows   packed us   GB/s  GMAC/s   float32 us  ratio")
     for name, (outs, cols, kind, copies) in shapes.items():
         blocks = np.ones((outs, cols // 32 * GROUPS[kind][1]), dtype=np.uint8)
-        packed = [cpu_linear.pack([QuantizedTensor(kind, (outs, cols), blocks)]) for _ in range(copies)]
+        packed = [cpu_linear.pack([GGUFTensor(kind, (outs, cols), blocks)]) for _ in range(copies)]
         plain = [torch.randn(outs, cols) for _ in range(copies)]
         for rows in (1, 16, 512):
             x = torch.randn(rows, cols)

@@ -57,10 +57,10 @@ def served(measured: dict[str, Any]) -> str:
     """The table of what benchmarks/target_itl.py measured."""
     lines = [
         "| target gap, ms | gap, median and p99, ms | first token, median and p99, ms | output tokens/s "
-        "| of those without a target |",
-        "|---" * 5 + "|",
+        "| of those without a target | of those without a server |",
+        "|---" * 6 + "|",
     ]
-    without = measured["targets"]["0.0"]["tokens_per_s"]
+    without, offline = measured["targets"]["0.0"]["tokens_per_s"], measured["offline_tokens_per_s"]
     for target, found in sorted(measured["targets"].items(), key=lambda item: float(item[0])):
         cells = [
             f"{float(target):g}" if float(target) else "none",
@@ -68,6 +68,7 @@ def served(measured: dict[str, Any]) -> str:
             f"{found['first_median_ms']:.0f}, {found['first_p99_ms']:,.0f}",
             f"{found['tokens_per_s']:,.0f}",
             f"{found['tokens_per_s'] / without:.1%}",
+            f"{found['tokens_per_s'] / offline:.1%}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
@@ -166,9 +167,15 @@ distance to it is what is left to gain.
 
 `shoal serve`, {load["model"]}, {load["concurrency"]} streams at any time, {load["requests"]} requests of
 about {load["input_len"]} tokens in and {load["output_len"]} out (`benchmarks/target_itl.py`), by
-`--target-itl-ms`:
+`--target-itl-ms`, whose default is 50. Without a server an engine that runs
+{load["concurrency"]} at once gives {load["offline_tokens_per_s"]:,.0f} output tokens a second for the same
+requests.
 
 {served(load)}
+
+Before there was a target, the gap was 8 ms in the median and 180 to 280 ms at p99, the first token came after
+0.8 s in the median and 1.45 s at p99, and the server gave 92 % of what it gives offline. A target below what
+a decode step of all streams takes (8 ms here) leaves prompts little room: they wait, and so does the batch.
 
 ![Gap, first token and throughput by target](images/target-itl-h200.png)
 

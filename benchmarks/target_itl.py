@@ -5,12 +5,13 @@ target.
     python benchmarks/target_itl.py --model qwen3-8b --concurrency 128 --requests 512 \\
         --input-len 512 --output-len 128 --targets 0,10,20,30,50,100,200 --json target.json --plot target.png
 
-Starts `shoal serve` once for each target and round, sends it requests of random token ids, `--concurrency` of
-them at any time, and reads the streams (`shoal bench serve`). Target 0 is a server without a target. A model
-is what `shoal serve` takes, or a shape of benchmarks/workloads.py, with random weights. Targets take turns,
-so that a busy machine slows all of them; of the rounds, medians are shown. On a CPU that others use, believe
-the CPU time that the engine takes for an output token (prompts and warm-up included) more than the tokens a
-second.
+First the same requests go to an engine without a server, which runs as many of them at once: its tokens a
+second are what a server could reach at most. Then `shoal serve` is started once for each target and round,
+and gets requests of random token ids, `--concurrency` of them at any time, whose streams are read (`shoal
+bench serve`). Target 0 is a server without a target. A model is what `shoal serve` takes, or a shape of
+benchmarks/workloads.py, with random weights. Targets take turns, so that a busy machine slows all of them; of
+the rounds, medians are shown. On a CPU that others use, believe the CPU time that the engine takes for an
+output token (prompts and warm-up included) more than the tokens a second.
 """
 
 from __future__ import annotations
@@ -18,20 +19,26 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import platform
 import shlex
 import statistics
 import sys
 import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from workloads import SHAPES, write_model
 
 from tests.serving import Serve
+
+if TYPE_CHECKING:
+    from shoal.bench.serving import ServeBench
 
 FIGURES = {
     "gap_median_ms": "gap, median",
@@ -58,23 +65,13 @@ def write_served_model(root: str, name: str) -> str:
 
 def measure(model: str, flags: list[str], target: float, arguments: argparse.Namespace) -> dict[str, float]:
     """The figures of one server under the whole load."""
-    from shoal.bench.serving import ServeBench, percentile, run
+    from shoal.bench.serving import percentile, run
 
     with tempfile.TemporaryDirectory() as folder:
         server = Serve(Path(folder), model, *flags, "--target-itl-ms", target)
         try:
             server.ready()
-            bench = ServeBench(
-                base_url=f"http://127.0.0.1:{server.port}",
-                num_prompts=arguments.requests,
-                num_warmups=arguments.concurrency,
-                max_concurrency=arguments.concurrency,
-                random_input_len=arguments.input_len,
-                random_output_len=arguments.output_len,
-                random_range_ratio=arguments.range_ratio,
-                ignore_eos=True,
-                temperature=0.0,
-            )
+            bench = load(arguments, f"http://127.0.0.1:{server.port}")
             before = engine_cpu_s(server)
             result = asyncio.run(run(bench))
             cpu_s = engine_cpu_s(server) - before
@@ -95,19 +92,59 @@ def measure(model: str, flags: list[str], target: float, arguments: argparse.Nam
     }
 
 
+def load(arguments: argparse.Namespace, base_url: str) -> ServeBench:
+    from shoal.bench.serving import ServeBench
+
+    return ServeBench(
+        base_url=base_url,
+        num_prompts=arguments.requests,
+        num_warmups=arguments.concurrency,
+        max_concurrency=arguments.concurrency,
+        random_input_len=arguments.input_len,
+        random_output_len=arguments.output_len,
+        random_range_ratio=arguments.range_ratio,
+        ignore_eos=True,
+        temperature=0.0,
+    )
+
+
+def offline_tokens_per_s(model: str, arguments: argparse.Namespace, options: dict[str, Any]) -> float:
+    """Output tokens a second of the same requests without a server. It runs in a process of its own, so that
+    the device is free again."""
+    from shoal import LLM, SamplingParams
+    from shoal.bench.serving import make_requests
+
+    asks = make_requests(load(arguments, "http://nowhere"))
+    params = [
+        SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=ask.output_len, detokenize=False)
+        for ask in asks
+    ]
+    llm = LLM(model, max_num_seqs=arguments.concurrency, **options)
+    prompts = [list(ask.prompt) for ask in asks]
+    warm = arguments.concurrency
+    llm.generate([prompt[::-1] for prompt in prompts[:warm]], params[:warm], use_tqdm=False)
+    start = time.perf_counter()
+    llm.generate(prompts, params, use_tqdm=False)
+    seconds = time.perf_counter() - start
+    llm.exit()
+    return sum(ask.output_len for ask in asks) / seconds
+
+
 def engine_cpu_s(server: Serve) -> float:
     return sum(sum(process.cpu_times()[:2]) for process in server.cores())
 
 
-def table(found: dict[float, dict[str, float]]) -> str:
+def table(found: dict[float, dict[str, float]], offline: float) -> str:
     rows = [
-        f"| target, ms | {' | '.join(FIGURES.values())} | of the throughput without |",
-        "|---" * (len(FIGURES) + 2) + "|",
+        f"| target, ms | {' | '.join(FIGURES.values())} | of the throughput without | of {offline:,.0f} "
+        "without a server |",
+        "|---" * (len(FIGURES) + 3) + "|",
     ]
     without = found.get(0.0, {}).get("tokens_per_s")
     for target, figures in found.items():
         share = f"{figures['tokens_per_s'] / without:.1%}" if without else "-"
-        cells = [f"{target:g}" if target else "none", *(f"{figures[name]:,.0f}" for name in FIGURES), share]
+        shares = [share, f"{figures['tokens_per_s'] / offline:.1%}"]
+        cells = [f"{target:g}" if target else "none", *(f"{figures[name]:,.0f}" for name in FIGURES), *shares]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)
 
@@ -162,8 +199,13 @@ def main() -> None:
     runs: dict[float, list[dict[str, float]]] = {target: [] for target in targets}
     with tempfile.TemporaryDirectory() as root:
         model, flags = arguments.model, shlex.split(arguments.serve)
+        options: dict[str, Any] = {}
         if model in SHAPES:
             model, flags = write_served_model(root, model), [*flags, "--load-format", "dummy"]
+            options = {"load_format": "dummy"}
+        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+            offline = pool.submit(offline_tokens_per_s, model, arguments, options).result()
+        print(f"without a server: {offline:,.0f} tokens/s", file=sys.stderr, flush=True)
         for i in range(arguments.rounds):
             for target in targets:
                 runs[target].append(measure(model, flags, target, arguments))
@@ -173,7 +215,7 @@ def main() -> None:
         target: {name: statistics.median(run[name] for run in ran) for name in FIGURES}
         for target, ran in runs.items()
     }
-    print(table(found))
+    print(table(found, offline))
     result = {
         "model": arguments.model,
         "machine": arguments.machine,
@@ -183,6 +225,7 @@ def main() -> None:
         "concurrency": arguments.concurrency,
         "input_len": arguments.input_len,
         "output_len": arguments.output_len,
+        "offline_tokens_per_s": offline,
         "targets": found,
     }
     if arguments.json:

@@ -5,8 +5,8 @@ serve` up to the same point.
 
 A worker's port runs in a process of its own, before an engine whose every step gives each stream a token.
 The router's end is RemoteEngine alone, then FleetEngine over it. Beside them the same outputs are read as
-`shoal serve` reads them from its engine's core. HTTP and text come on top of each. CPU time of the process,
-by token.
+`shoal serve` reads them from its engine's core. HTTP and text come on top of each, and what the time line of
+a request keeps of each token. CPU time of the process, by token.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from shoal.fleet.worker_port import WorkerPort
 from shoal.metrics import ModelMetrics
 from shoal.model_card import ModelCard
 from shoal.server.admission import Admission
+from shoal.time_line import TimeLine
 from shoal.wire import ModelInfo, Outputs, decode_from_core, encode
 
 STEP_S = 0.01
@@ -85,7 +86,7 @@ async def worker(streams: int, tokens: int) -> None:
 
 
 def show(what: str, started: float, count: int) -> None:
-    print(f"{what:32} {(time.process_time() - started) / count * 1e6:6.1f} us a token", file=sys.stderr)
+    print(f"{what:32} {(time.process_time() - started) / count * 1e6:6.2f} us a token", file=sys.stderr)
 
 
 async def router(address: str, streams: int, tokens: int) -> None:
@@ -123,6 +124,17 @@ async def server(streams: int, tokens: int) -> None:
     show("shoal serve, from its core", started, streams * tokens)
 
 
+def time_lines(streams: int, tokens: int) -> None:
+    """What a server and a router keep of each token."""
+    output, now = Output("r", [1]), time.perf_counter()
+    answers = [TimeLine("r", "fake", "/v1/completions", now).answer() for _ in range(streams)]
+    started = time.process_time()
+    for _ in range(tokens):
+        for answer in answers:
+            answer.push(output, now)
+    show("a time line", started, streams * tokens)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--streams", type=int, default=64)
@@ -138,6 +150,7 @@ def main() -> None:
         asyncio.run(router(process.stdout.readline().strip(), *sizes))
         process.kill()
     asyncio.run(server(*sizes))
+    time_lines(*sizes)
 
 
 if __name__ == "__main__":

@@ -445,7 +445,7 @@ def open_checkpoint(path: Path, load: bool) -> None:
     assert all(i >= 0 for i in files.eos_token_ids) and isinstance(files.generation_config, dict)
     frequencies, factor = rope_frequencies(config.rope, config.head_dim)
     assert np.isfinite(frequencies).all() and math.isfinite(factor)
-    quantized_bytes = files.tensor_bytes if files.kind == "gguf" else None
+    quantized_bytes = files.quantized_bytes
     resolved = resolve_config(EngineConfig(device="cpu", load_format="dummy"), config, quantized_bytes)
     check_shapes(files)
     tokenizer.decode(tokenizer.encode("Hello, world! 123"))

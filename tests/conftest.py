@@ -3,9 +3,14 @@ it."""
 
 import gc
 import os
+import signal
 from pathlib import Path
 
 import pytest
+
+# A command that a shell has put into the background ignores Ctrl-C, and so would the processes of tests.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,6 +11,7 @@ import codecs
 import hashlib
 import json
 import random
+import sys
 import threading
 from dataclasses import dataclass, field
 
@@ -114,6 +115,7 @@ class ForeignWorker:
     async def __aenter__(self) -> ForeignWorker:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_get("/health", self._about)
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", self._models)
         app.router.add_post("/tokenize", self._tokenize)
         app.router.add_post("/detokenize", self._detokenize)
@@ -133,6 +135,20 @@ class ForeignWorker:
     async def _about(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
         return web.json_response({})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        """As vLLM's, of an engine with room for four requests."""
+        self.asked.append(request.path)
+        running = sum(received.state == "running" for received in self.received)
+        told = {
+            "num_requests_running": running,
+            "num_requests_waiting": 0,
+            "kv_cache_usage_perc": running / 4,
+        }
+        lines = [
+            f'vllm:{name}{{engine="0",model_name="{MODEL}"}} {value:.1f}\n' for name, value in told.items()
+        ]
+        return web.Response(text="".join(lines))
 
     async def _models(self, request: web.Request) -> web.Response:
         self.asked.append(request.path)
@@ -338,3 +354,12 @@ class ForeignWorkerThread:
     def __exit__(self, *_: object) -> None:
         self._loop.call_soon_threadsafe(self._end.set)
         self._thread.join(30)
+
+
+async def main(port: int) -> None:
+    async with ForeignWorker(port=port, delay=0.02):
+        await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(int(sys.argv[1])))

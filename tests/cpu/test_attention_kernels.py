@@ -348,11 +348,23 @@ def test_a_chunk_sees_its_window_only(window: int) -> None:
     Case([(20, 70), (2, 50)]).prefill(window, tiles=Tiles(64, 16, 4, 2))
 
 
+# (tokens, all tokens): chunks that begin and end at every edge of tiles of keys, some so short that nothing is split.
+SHORT_CHUNKS = [(n, n + before) for n in (1, 5, 16, 20) for before in (0, 3, 15, 16, 31, 33, 100)]
+
+
+@pytest.mark.parametrize(("splits", "heads"), [(2, (4, 2)), (3, (9, 3)), (7, (5, 1))])
+def test_the_keys_of_short_chunks_are_split(splits: int, heads: tuple[int, int]) -> None:
+    _check_splits(SHORT_CHUNKS[::4], splits, heads)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("splits", [2, 3, 7])
 @pytest.mark.parametrize("heads", [(4, 2), (9, 3), (5, 1)])
-def test_the_keys_of_short_chunks_are_split(splits: int, heads: tuple[int, int]) -> None:
-    """Chunks that begin and end at every edge of tiles of keys, some so short that nothing is split."""
-    chunks = [(n, n + before) for n in (1, 5, 16, 20) for before in (0, 3, 15, 16, 31, 33, 100)]
+def test_the_keys_of_all_short_chunks_are_split(splits: int, heads: tuple[int, int]) -> None:
+    _check_splits(SHORT_CHUNKS, splits, heads)
+
+
+def _check_splits(chunks: list[tuple[int, int]], splits: int, heads: tuple[int, int]) -> None:
     case = Case(chunks, *heads)
     workspace = PrefillWorkspace.allocate(2000, heads[0] // heads[1], 16, torch.float32, torch.device("cpu"))
     for _ in range(2):

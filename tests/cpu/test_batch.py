@@ -237,6 +237,13 @@ def test_decode_steps_have_little_padding_up_to_the_last_size():
     assert decode_sizes(None, 256) == [1, 2, 4, 8, *range(16, 257, 16)]
     assert decode_sizes(None, 40) == [1, 2, 4, 8, 16, 32, 40]
     sizes = decode_sizes(None, 1024)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == 1024 and len(sizes) <= 32
+    assert sizes == sorted(set(sizes)) and sizes[-1] == 1024 and len(sizes) <= 27
     for rows in range(9, 1025):
-        assert next(size for size in sizes if size >= rows) - rows < (16 if rows <= 256 else 64)
+        padding = next(size for size in sizes if size >= rows) - rows
+        assert padding < (16 if rows <= 256 else 64 if rows <= 384 else 128)
+
+
+def test_more_sequences_leave_the_sizes_of_256_and_fewer_as_they_are():
+    few, many = (DecodeGraphs(lambda _: None, decode_sizes(None, n), 9, nullcontext) for n in (256, 1024))
+    for sizes, more in ((few.sizes, many.sizes), (few.sharing_sizes, many.sharing_sizes)):
+        assert sizes == [size for size in more if size <= 256]

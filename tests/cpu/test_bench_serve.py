@@ -5,6 +5,8 @@ import asyncio
 import itertools
 import json
 import math
+import os
+import signal
 import statistics
 
 import numpy
@@ -140,6 +142,16 @@ def test_concurrency_is_limited():
     server = Server(chunks=["x"] * 5)
     result = measure(server, max_concurrency=2)
     assert server.most_running <= 2 and result["max_concurrent_requests"] <= 2 and result["completed"] == 8
+
+
+def test_ctrl_c_ends_the_measurement_with_what_was_answered():
+    async def behave(number, request):
+        if number == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+            await asyncio.sleep(0.5)
+
+    result = measure(Server(behave=behave), max_concurrency=1)
+    assert (result["completed"], result["failed"]) == (3, 0)
 
 
 def test_failures_are_counted_and_shown_and_spoil_no_figure():

@@ -84,7 +84,7 @@ def read_and_forget(connection):
             pass
 
 
-@pytest.mark.parametrize("reads", [True, False])
+@pytest.mark.parametrize("reads", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_requests_that_come_ahead_of_their_turn_take_no_memory_without_end(reads, server):
     small = b"GET /ping HTTP/1.1\r\n\r\n"
     with server.raw(b"") as connection:
@@ -188,7 +188,7 @@ def test_what_comes_behind_an_answer_does_not_keep_the_connection_for_ever(late,
 
 
 def test_beyond_the_cap_the_longest_idle_connection_makes_room():
-    with FakeServer(engine_saying("word ", token_seconds=0.05), max_connections=20) as server:
+    with FakeServer(engine_saying("word ", token_seconds=0.02), max_connections=20) as server:
         stream = server.raw(post(COMPLETE, {**LONG, "max_tokens": 100, "stream": True}))
         read_until(stream, b"data:")
         held = [server.raw(b"") for _ in range(100)]
@@ -203,7 +203,7 @@ def test_beyond_the_cap_the_longest_idle_connection_makes_room():
 
 
 def closed(connection):
-    connection.settimeout(0.2)
+    connection.settimeout(0.05)
     try:
         return connection.recv(1) == b""
     except TimeoutError:

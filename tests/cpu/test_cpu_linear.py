@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from shoal.kernels import cpu_build, cpu_linear
-from shoal.kernels.quantized_tensor import GROUPS, QuantizedTensor
+from shoal.kernels.gguf_tensor import GROUPS, GGUFTensor
 
 needs_library = pytest.mark.skipif(cpu_build.load() is None, reason="needs a C compiler")
 # activations rounded to 16 bits a group of 32: steps of about 2.2 / 32767, an error of 2e-5 of each term
@@ -16,7 +16,7 @@ TOLERANCE = 1e-4
 REQUANTIZED = 1e-2  # weights rounded to 8 bits a group: likewise 5e-3
 
 
-def random_tensor(kind: str, rows: int, cols: int, seed: int = 0) -> QuantizedTensor:
+def random_tensor(kind: str, rows: int, cols: int, seed: int = 0) -> GGUFTensor:
     print(f"seed {seed}")
     generator = np.random.default_rng(seed)
     size, num_bytes = GROUPS[kind]
@@ -25,7 +25,7 @@ def random_tensor(kind: str, rows: int, cols: int, seed: int = 0) -> QuantizedTe
     for offset in offsets:
         scales = generator.uniform(0.001, 0.01, groups.shape[:2]).astype(np.float16)
         groups[..., offset : offset + 2] = scales[..., None].view(np.uint8)
-    return QuantizedTensor(kind, (rows, cols), groups.reshape(rows, -1))
+    return GGUFTensor(kind, (rows, cols), groups.reshape(rows, -1))
 
 
 def error(
@@ -58,16 +58,16 @@ def test_a_packed_product_is_that_of_the_dequantized_matrix(threads, kind, outs,
     tensor = random_tensor(kind, outs, cols)
     x, bias = torch.randn(tokens, cols), torch.randn(outs)
     weight = cpu_linear.pack([tensor])
-    assert error(cpu_linear.packed_linear(x, weight, bias), x, tensor.dequantize(), bias) < TOLERANCE
+    assert error(weight.linear(x, bias), x, tensor.dequantize(), bias) < TOLERANCE
 
 
 @needs_library
 def test_engines_in_two_threads_share_the_helpers(threads):
     weight, x = cpu_linear.pack([random_tensor("Q4_1", 100, 576)]), torch.randn(40, 576)
-    want = cpu_linear.packed_linear(x, weight, None)
+    want = weight.linear(x, None)
 
     def work(_: int) -> bool:
-        return all(torch.equal(cpu_linear.packed_linear(x, weight, None), want) for _ in range(500))
+        return all(torch.equal(weight.linear(x, None), want) for _ in range(500))
 
     with ThreadPoolExecutor(3) as pool:
         assert all(pool.map(work, range(3)))
@@ -77,20 +77,15 @@ def test_engines_in_two_threads_share_the_helpers(threads):
 def test_many_rows_take_several_panels():
     tensor = random_tensor("Q4_1", 40, 1536)
     x = torch.randn(700, 1536)
-    assert (
-        error(cpu_linear.packed_linear(x, cpu_linear.pack([tensor]), None), x, tensor.dequantize())
-        < TOLERANCE
-    )
+    assert error(cpu_linear.pack([tensor]).linear(x, None), x, tensor.dequantize()) < TOLERANCE
 
 
 @needs_library
 def test_each_row_of_a_batch_is_as_if_it_were_alone():
     weight = cpu_linear.pack([random_tensor("Q4_1", 100, 576), random_tensor("Q4_1", 30, 576, seed=1)])
     x = torch.randn(19, 576)
-    together = cpu_linear.packed_linear(x, weight, None)
-    assert all(
-        torch.equal(cpu_linear.packed_linear(x[i : i + 1], weight, None)[0], together[i]) for i in range(19)
-    )
+    together = weight.linear(x, None)
+    assert all(torch.equal(weight.linear(x[i : i + 1], None)[0], together[i]) for i in range(19))
 
 
 @needs_library
@@ -105,10 +100,7 @@ def test_rows_of_several_tensors_and_kinds_are_one_weight(kinds):
     assert weight.header.bits == (4 if four else 8)
     # Q4_K's scales become fp16
     tolerance = REQUANTIZED if not four else 1e-3 if "Q4_K" in kinds else TOLERANCE
-    assert (
-        error(cpu_linear.packed_linear(x, weight, None), x, torch.cat([t.dequantize() for t in tensors]))
-        < tolerance
-    )
+    assert error(weight.linear(x, None), x, torch.cat([t.dequantize() for t in tensors])) < tolerance
 
 
 @needs_library
@@ -122,10 +114,7 @@ def test_a_packed_weight_is_as_small_as_the_file():
 def test_a_shard_of_columns_packs_from_its_strided_view():
     tensor = random_tensor("Q4_1", 20, 128).columns(32, 96)
     x = torch.randn(2, 64)
-    assert (
-        error(cpu_linear.packed_linear(x, cpu_linear.pack([tensor]), None), x, tensor.dequantize())
-        < TOLERANCE
-    )
+    assert error(cpu_linear.pack([tensor]).linear(x, None), x, tensor.dequantize()) < TOLERANCE
 
 
 @needs_library
@@ -135,7 +124,7 @@ def test_embedding_rows_are_the_dequantized_ones(kind):
     ids = torch.tensor([49, 0, 17, 17])
     tolerance = {"Q4_K": 1e-3, "Q6_K": 1e-2}.get(kind, 0.0)  # fp16 scales; 8 bits
     want = tensor.dequantize()[ids]
-    assert (cpu_linear.packed_embed(ids, cpu_linear.pack([tensor])) - want).norm() <= tolerance * want.norm()
+    assert (cpu_linear.pack([tensor]).embed(ids) - want).norm() <= tolerance * want.norm()
 
 
 @needs_library
@@ -143,14 +132,14 @@ def test_activations_may_be_strided_unaligned_zero_or_of_another_dtype():
     tensor = random_tensor("Q8_0", 30, 64)
     weight, matrix = cpu_linear.pack([tensor]), tensor.dequantize()
     unaligned = torch.randn(3 * 64 + 1)[1:].view(3, 64)
-    assert error(cpu_linear.packed_linear(unaligned, weight, None), unaligned, matrix) < TOLERANCE
+    assert error(weight.linear(unaligned, None), unaligned, matrix) < TOLERANCE
     strided = torch.randn(3, 128)[:, ::2]
-    assert error(cpu_linear.packed_linear(strided, weight, None), strided, matrix) < TOLERANCE
+    assert error(weight.linear(strided, None), strided, matrix) < TOLERANCE
     half = torch.randn(3, 64, dtype=torch.bfloat16)
-    got = cpu_linear.packed_linear(half, weight, None)
+    got = weight.linear(half, None)
     assert got.dtype == torch.bfloat16 and error(got, half, matrix) < 4e-3  # its rounding
-    assert not cpu_linear.packed_linear(torch.zeros(2, 64), weight, None).any()
-    assert cpu_linear.packed_linear(torch.zeros(0, 64), weight, None).shape == (0, 30)
+    assert not weight.linear(torch.zeros(2, 64), None).any()
+    assert weight.linear(torch.zeros(0, 64), None).shape == (0, 30)
 
 
 @pytest.mark.parametrize("kinds", [("Q4_1",), ("Q4_0", "Q4_1"), ("Q4_K",), ("Q8_0",), ("Q6_K", "Q4_0")])
@@ -161,9 +150,9 @@ def test_without_a_library_torch_does_it(monkeypatch, kinds):
     x, bias = torch.randn(4, 256), torch.randn(32 * len(kinds))
     matrix = torch.cat([t.dequantize() for t in tensors])
     # bf16 activations and scales
-    assert error(cpu_linear.packed_linear(x, weight, bias), x, matrix, bias) < 1e-2
+    assert error(weight.linear(x, bias), x, matrix, bias) < 1e-2
     ids = torch.tensor([3, 31])
-    assert torch.equal(cpu_linear.packed_embed(ids, weight), tensors[0].dequantize()[ids])
+    assert torch.equal(weight.embed(ids), tensors[0].dequantize()[ids])
 
 
 def test_without_a_compiler_the_warning_says_what_to_install(monkeypatch, caplog, tmp_path):
@@ -195,7 +184,4 @@ def test_kernels_for_other_processors_compile(monkeypatch, tmp_path, target):
         monkeypatch.setattr(cpu_linear, "LIBRARY", library)
         for kind in ("Q4_1", "Q8_0"):
             tensor, x = random_tensor(kind, 23, 96), torch.randn(3, 96)
-            assert (
-                error(cpu_linear.packed_linear(x, cpu_linear.pack([tensor]), None), x, tensor.dequantize())
-                < TOLERANCE
-            )
+            assert error(cpu_linear.pack([tensor]).linear(x, None), x, tensor.dequantize()) < TOLERANCE

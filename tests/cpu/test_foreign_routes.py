@@ -99,7 +99,7 @@ def test_a_request_is_passed_on_as_it_came_and_the_worker_is_named():
     reply = ask(workers, "/v1/chat/completions?a=b", body, [(b"x-request-id", b"mine")])
     assert (reply.status, reply.body, reply.headers[b"x-shoal-worker"]) == (200, b'{"any":"thing"}', b"w")
     (call,) = workers.calls
-    assert (call.body, call.path, call.request_id) == (body, "/v1/chat/completions?a=b", "mine")
+    assert (call.body, call.path, call.line.id) == (body, "/v1/chat/completions?a=b", "mine")
     assert reply.headers[b"x-request-id"] == b"mine" and workers.was_left
 
 

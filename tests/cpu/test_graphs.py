@@ -156,12 +156,13 @@ def launched_variants(folder: Path, name: str) -> dict:
     from shoal.engine.runner import runner as runner_module
     from shoal.engine.runner.graphs import DecodeGraphs, StepGraphs
     from shoal.engine.runner.steps import Steps
-    from shoal.kernels import hopper_linear, hopper_row, triton_ops
+    from shoal.kernels import hopper_linear, products, triton_ops
     from tests import tiny
     from tests.cpu.test_runner import Rank
 
-    hopper_linear.num_sms = lambda _: 0 if name in WITHOUT_HOPPER else 132
-    hopper_row.SMALLEST = 32  # these models are small
+    small = products.Limits(ring_side=32)  # these models are small
+    gpu = products.GPU(132, name not in WITHOUT_HOPPER, small)
+    products.gpu_of = lambda _: gpu
     seen: list[str] = []
     graphs = []
     triton.runtime.driver.set_active(_NoDriver())

@@ -1,8 +1,11 @@
 """Prefill and decode apart, in one process: one engine computes a prompt and lends its KV blocks, another one
 reads them and goes on. What comes is what a single engine gives, whatever happens to the ticket."""
 
+import errno
 import logging
+import os
 import random
+import threading
 import time
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,12 +16,14 @@ import pytest
 from shoal.api import FinishReason, Request, SamplingParams, StructuredOutputsParams
 from shoal.cli.serve import plan
 from shoal.config import EngineConfig, ServerConfig
+from shoal.engine import core as core_module
 from shoal.engine.core import EngineCore
+from shoal.engine.runner import rank_peers
 from shoal.engine.runner.rank_peers import RankPeers
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import ConfigError
 from shoal.hashing import KEY_SIZE
-from shoal.kv import transport_registry
+from shoal.kv import fetch, transport_registry
 from shoal.kv.fetch import Peers
 from shoal.kv.ticket import Failure, TransferError, seal, unseal
 from shoal.kv.transport import TransportError
@@ -88,7 +93,11 @@ def all_is_given_back(*cores):
 
 
 def request(name, prompt=PROMPT, output_token_ids=(), **options):
-    fields = {key: options.pop(key) for key in ("offers_kv", "kv_ticket", "eos_token_ids") if key in options}
+    fields = {
+        key: options.pop(key)
+        for key in ("offers_kv", "kv_ticket", "fetches_only", "eos_token_ids")
+        if key in options
+    }
     params = {"temperature": 0.0, "max_tokens": COUNT, "ignore_eos": True} | options
     return Request(name, prompt, SamplingParams(**params), output_token_ids=list(output_token_ids), **fields)
 
@@ -96,12 +105,14 @@ def request(name, prompt=PROMPT, output_token_ids=(), **options):
 class Answer:
     def __init__(self):
         self.tokens, self.logprobs, self.ticket, self.reason, self.cached = [], [], None, None, 0
+        self.spans = []
 
     def take(self, output):
         self.tokens += output.token_ids
         self.logprobs += output.logprobs or []
+        self.spans += output.spans or []
         if output.kv_ticket is not None:
-            assert self.ticket is None and len(self.tokens) == 1, "a ticket comes once, with the first token"
+            assert self.ticket is None and not self.tokens, "a ticket comes once, before the first token"
             self.ticket = output.kv_ticket
         self.reason, self.cached = output.finish_reason, output.num_cached_tokens
 
@@ -306,7 +317,8 @@ def test_a_ticket_that_is_not_the_owners_means_computing(trio, caplog, spoil, ki
             rest = decode(trio.reader, first, kv_ticket=spoil(first.ticket))
             assert first.tokens + rest.tokens == expected.tokens and rest.cached == 0
     assert failures(trio.reader) == {kind: 2} and blocks_in(trio.reader) == 0
-    assert caplog.text.count("are computed here") == 1, "each kind is logged once"
+    [told] = [record for record in caplog.records if record.name == "shoal.engine.peers.reader"]
+    assert told.msg.fields == {"request_id": "decode", "failure": kind}, "each kind is logged once"
     trio.lender.peers.withdraw_all("the test ends")
 
 
@@ -316,6 +328,7 @@ def test_blocks_that_hold_something_else_by_now_are_computed(trio):
     trio.lender.scheduler.pool.reset()  # without a word to the books of offers
     assert first.tokens + decode(trio.reader, first).tokens == expected.tokens
     assert failures(trio.reader) == {"stale": 1} and blocks_in(trio.reader) == 0
+    trio.lender.peers.withdraw_all("the test ends")
 
 
 def test_blocks_that_the_owner_took_back_are_computed(trio):
@@ -383,6 +396,84 @@ def test_an_engine_that_does_not_read_leaves_a_ticket_alone(trio):
         assert first.tokens + decode(core, first).tokens == expected.tokens
     assert prefill(trio.reader).ticket is None, "nor does one that lends nothing give a ticket"
     trio.lender.peers.withdraw_all("the test ends")
+
+
+# Blocks that a router asks for
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"temperature": 0.9, "seed": 5, "top_p": 0.95},
+        {"temperature": 1.2, "seed": 6, "repetition_penalty": 1.3, "presence_penalty": 0.7},
+        {"logprobs": 3},
+        {"structured_outputs": StructuredOutputsParams(regex="[a-f]{3}[0-9]{37}")},
+    ],
+    ids=lambda options: "-".join(options) or "greedy",
+)
+def test_a_request_that_moves_in_mid_stream_takes_its_blocks_along(build, trio, options):
+    """Those of the answer so far, too. What comes is what one engine gives."""
+    lender = build("kv_both", async_scheduling=True)
+    [expected] = run(trio.one, request("one", **options | {"max_tokens": 40}))
+    lender.add(request("before", **options | {"max_tokens": 40}))
+    before = Answer()
+    while len(before.tokens) < 28:
+        for output in lender.step():
+            before.take(output)
+    so_far = PROMPT + before.tokens
+    ticket = lender.lend_kv(so_far)
+    lender.abort("before")
+    [rest] = run(
+        trio.reader, request("after", PROMPT, before.tokens, kv_ticket=ticket, **options | {"max_tokens": 40})
+    )
+    assert before.tokens + rest.tokens == expected.tokens and rest.reason == expected.reason
+    assert blocks_in(trio.reader) == len(unseal(ticket).blocks) == (len(so_far) - 1) // 16 >= 6
+    assert not failures(trio.reader)
+    for here, there in zip(before.logprobs + rest.logprobs, expected.logprobs, strict=True):
+        assert here.keys() == there.keys()
+        assert all(here[i].logprob == pytest.approx(there[i].logprob, abs=1e-4) for i in here)
+    run(lender)
+    all_is_given_back(lender, trio.reader)
+
+
+def test_what_is_not_there_is_not_lent(trio):
+    assert trio.lender.lend_kv(PROMPT) is None
+    run(trio.lender, request("before", PROMPT[:40]))
+    assert (
+        trio.lender.lend_kv(PROMPT, "salt") is None and trio.lender.lend_kv(PROMPT, None, "adapter") is None
+    )
+    assert trio.lender.lend_kv(PROMPT[::-1]) is None and trio.reader.lend_kv(PROMPT) is None
+    ticket = trio.lender.lend_kv(PROMPT)
+    assert len(unseal(ticket).blocks) == 2 and trio.lender.stats().kv_loans.offers == 1
+    for _ in range(2):
+        trio.lender.take_back_kv(ticket)
+    loans = trio.lender.stats().kv_loans
+    assert (loans.offers, loans.held_blocks) == (0, 0)
+    with pytest.raises(TransferError):
+        trio.lender.take_back_kv(b"no ticket")
+
+
+def test_a_first_token_that_ends_the_text_leaves_nothing_held(trio):
+    first = prefill(trio.lender)
+    trio.lender.take_back_kv(first.ticket)
+    for ending in (
+        {"stop_token_ids": first.tokens},
+        {"ignore_eos": False, "eos_token_ids": (*first.tokens,)},
+    ):
+        again = prefill(trio.lender, **ending)
+        assert (again.tokens, again.reason) == (first.tokens, FinishReason.STOP)
+        assert trio.lender.stats().kv_loans.offers == 0
+
+
+def test_memory_of_other_workers_is_let_go_when_nobody_reads_it(trio, monkeypatch):
+    monkeypatch.setattr(rank_peers, "IDLE_S", 0.02)
+    monkeypatch.setattr(fetch, "IDLE_S", 0.02)
+    decode(trio.reader, prefill(trio.lender))
+    peers, until = trio.reader.ranks.runner.peers, time.monotonic() + DEADLINE_S
+    while peers._peers.num_connected or peers._tidying is not None:
+        assert time.monotonic() < until
+        time.sleep(0.01)
 
 
 # How long blocks are held
@@ -685,13 +776,16 @@ def test_options_that_do_not_go_together_are_refused(folder):
     assert replace(sleeper, seed=1).kv_transfer_config == sleeper.kv_transfer_config
 
 
-@pytest.mark.parametrize("role, kv_role", [("prefill", "kv_producer"), ("decode", "kv_consumer")])
+@pytest.mark.parametrize("role, kv_role", [("prefill", "kv_producer"), ("decode", "kv_both")])
 def test_a_role_in_a_fleet_says_what_the_engine_does(folder, role, kv_role):
     server = ServerConfig(plane="tcp://127.0.0.1:1", role=role)
     [planned] = plan(str(folder), [], {}, server)
     assert planned.config.kv_transfer_config.kv_role == kv_role
-    [planned] = plan(str(folder), [], {"kv_transfer_config": {"kv_role": "kv_both"}}, server)
-    assert planned.config.kv_transfer_config.kv_role == "kv_both"
+    [planned] = plan(str(folder), [], {"kv_transfer_config": {"kv_role": "kv_consumer"}}, server)
+    assert planned.config.kv_transfer_config.kv_role == "kv_consumer"
+    if role == "decode":  # others can't map memory that it gives back
+        [planned] = plan(str(folder), [], {"enable_sleep_mode": True}, server)
+        assert planned.config.kv_transfer_config.kv_role == "kv_consumer"
     [planned] = plan(str(folder), [], {}, ServerConfig(plane="tcp://127.0.0.1:1"))
     assert planned.config.kv_transfer_config is None
 
@@ -709,9 +803,32 @@ def test_readers_of_other_hosts_need_a_transport_that_reaches_them(folder, monke
         )
 
 
+def test_a_host_without_shared_memory_is_told_at_the_start(folder, monkeypatch):
+    def refuses(*args):
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", refuses)
+    with pytest.raises(
+        ConfigError, match=r"kv_transfer_config.*shared memory cannot be had: Function not impl"
+    ):
+        core_of(folder, "kv_both")
+
+
 def test_an_address_that_is_not_ours_is_refused(build):
     lender = build("kv_producer")
     port = int(lender.peers.lender.offers.server.rpartition(":")[2])
     config = replace(lender._given, kv_transfer_config={"kv_role": "kv_producer", "kv_port": port})
     with pytest.raises(ConfigError, match=f"can't be served at 127.0.0.1:{port}"):
         EngineCore(config, resolve(config.model, None, None))
+
+
+def test_a_start_that_fails_leaves_no_port(folder, monkeypatch):
+    def fails(*_):
+        raise ConfigError("the loop can't be had")
+
+    monkeypatch.setattr(core_module, "StepLoop", fails)
+    config = EngineConfig(model=str(folder), device="cpu", kv_transfer_config={"kv_role": "kv_producer"})
+    before = threading.enumerate()
+    with pytest.raises(ConfigError, match="the loop"):
+        EngineCore(config, resolve(config.model, None, None))
+    assert "kv-offers" not in [thread.name for thread in threading.enumerate() if thread not in before]

@@ -15,7 +15,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # Each room of the torch tower may import itself, those before it, and the vocabulary at the root.
 TOWER = ["kernels", "attention", "layers", "models", "weights", "memory", "kv", "engine"]
 # These see both towers, and nothing below imports them.
-ABOVE = {"bench", "cli"}
+ABOVE = {"bench", "cli", "doctor"}
 TORCH_FREE = [
     "api",
     "config",
@@ -48,6 +48,7 @@ TORCH_FREE = [
     "cli.serve",
     "cli.chat",
     "cli.models",
+    "cli.doctor",
     "bench.floor",
     "bench.serving",
     "fields",

@@ -1,5 +1,6 @@
 """What `shoal serve --plane` refuses before an engine is started, and where its engine publishes."""
 
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ PLANE = "tcp://127.0.0.1:5600"
         ({"plane": PLANE, "fleet_host": "0.0.0.0"}, "--fleet-key-file"),
         ({"plane": PLANE, "fleet_key_file": "/nowhere/key"}, "/nowhere/key"),
         ({"plane": PLANE, "worker_id": "a b"}, "a b"),
+        ({"plane": PLANE, "worker_tags": ["a,b"]}, "'a,b'"),
     ],
     ids=str,
 )
@@ -35,7 +37,9 @@ def test_a_worker_serves_one_model():
         plan(None, ["a=x", "b=y"], {}, ServerConfig(plane=PLANE, swap=True))
 
 
-@pytest.mark.parametrize("options", [{"role": "prefill"}, {"worker_id": "a"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"role": "prefill"}, {"worker_id": "a"}, {"worker_tags": ["x"]}], ids=str
+)
 def test_a_worker_without_a_plane_is_none(options):
     with pytest.raises(ConfigError, match="--plane"):
         ServerConfig(**options)
@@ -63,3 +67,16 @@ def test_the_engine_tells_this_process_of_its_blocks_and_nobody_else():
     own = EngineConfig(model="m", kv_events_config={"enable_kv_cache_events": True})
     with pytest.raises(ConfigError, match="leave it out"), event_endpoints(own):
         pass
+
+
+def test_folders_of_killed_workers_are_removed_and_those_of_others_stay(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "shoal-events-file").touch()
+    dead = tmp_path / "shoal-events-dead"
+    dead.mkdir()
+    (dead / "events").touch()
+    config = EngineConfig(model="m")
+    with event_endpoints(config) as first, event_endpoints(config) as second:
+        folders = {Path(one.publisher.removeprefix("ipc://")).parent for one in (first, second)}
+        assert {*tmp_path.iterdir()} == {*folders, tmp_path / "shoal-events-file"}
+    assert [*tmp_path.iterdir()] == [tmp_path / "shoal-events-file"]

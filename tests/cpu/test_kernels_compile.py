@@ -10,8 +10,9 @@ import torch
 from triton_compile import check_kernels
 
 from shoal.kernels import triton_ops
-from shoal.kernels.moe import Blocks, moe_with
+from shoal.kernels.moe import moe_with
 from shoal.kernels.norm import MANY_ROWS
+from shoal.kernels.products import Blocks
 from shoal.kernels.rope import ONE_WAVE
 from shoal.kernels.state import StateLayout
 

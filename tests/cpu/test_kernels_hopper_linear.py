@@ -1,4 +1,4 @@
-"""Which products go to Hopper's kernels and how they are cut; that they compile for sm_90 without spills.
+"""How Hopper's products are cut (test_products.py says which they are); that they compile for sm_90 without spills.
 Gluon has no interpreter: results are compared in tests/gpu/test_linear_gpu.py."""
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import torch
 import triton
 from triton_compile import SHARED_LIMIT, check_kernels
 
-from shoal.kernels import hopper_gated, hopper_linear, hopper_row, linear
-from shoal.kernels.hopper import empty_product_input
-from shoal.kernels.hopper_linear import MAX_ROWS, MAX_TILES, SHARED_BYTES, choose_hopper_tiles
+from shoal.kernels import hopper_linear, linear, products
+from shoal.kernels.hopper import MAX_ROWS, empty_product_input
+from shoal.kernels.hopper_linear import MAX_TILES
+from shoal.kernels.products import GPU, SHARED_BYTES, choose_hopper_tiles
 
 H200_SMS = 132
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -88,40 +89,6 @@ def test_there_is_memory_for_every_row_that_tiles_read(rows: int) -> None:
             assert later.shape[0] == (read if there_is_room else rows - 1)
 
 
-@pytest.mark.parametrize(
-    ("rows", "weight_rows", "inputs", "dtype"),
-    [
-        (2, 6144, 4096, BF16),
-        (0, 6144, 4096, BF16),
-        (1, 4096, 1024, BF16),
-        (1, 1024, 4096, BF16),
-        (1, 4096, 4104, BF16),
-        (1, 4096, hopper_row.LARGEST + 16, BF16),
-        (1, 6144, 4096, torch.float32),
-    ],
-)
-def test_the_ring_is_for_one_row_of_a_large_weight(
-    rows: int, weight_rows: int, inputs: int, dtype: torch.dtype, monkeypatch
-) -> None:
-    monkeypatch.setattr(hopper_linear, "num_sms", lambda _: H200_SMS)
-    large = torch.empty(6144, 4096, dtype=BF16, device="meta")
-    assert hopper_row.is_for(torch.empty(1, 4096, dtype=BF16, device="meta"), large, gated=True)
-    x, weight = (
-        torch.empty(rows, inputs, dtype=dtype, device="meta"),
-        torch.empty(weight_rows, inputs, dtype=dtype, device="meta"),
-    )
-    assert not hopper_row.is_for(x, weight, gated=False)
-    monkeypatch.setattr(hopper_linear, "num_sms", lambda _: 0)
-    assert not hopper_row.is_for(torch.empty(1, 4096, dtype=BF16, device="meta"), large, gated=True)
-
-
-def test_the_ring_is_for_gated_products_of_as_many_outputs(monkeypatch) -> None:
-    monkeypatch.setattr(hopper_linear, "num_sms", lambda _: H200_SMS)
-    # of qwen3-8b's gate and up on one of 8 ranks
-    x, shard = (torch.empty(rows, 4096, dtype=BF16, device="meta") for rows in (1, 3072))
-    assert hopper_row.is_for(x, shard, gated=False) and not hopper_row.is_for(x, shard, gated=True)
-
-
 def _launch_normed(outs: int, inputs: int, gated: bool, dtype: torch.dtype) -> None:
     with torch.device("meta"):
         x, weight = torch.empty(1, inputs, dtype=dtype), torch.empty(outs * (1 + gated), inputs, dtype=dtype)
@@ -143,8 +110,8 @@ def _launch(
             (linear.linear_silu_mul if gated else linear.linear)(x, weight, bias)
 
 
-def _sms_of_target(device: torch.device) -> int:
-    return H200_SMS if triton.runtime.driver.active.get_current_target().arch == 90 else 0
+def _target(device: torch.device) -> GPU:
+    return GPU(H200_SMS, triton.runtime.driver.active.get_current_target().arch == 90)
 
 
 for rows in (8, 16, 32, 64, 128, 256):  # each kernel once
@@ -163,7 +130,7 @@ for rows in (8, 16, 32, 64, 128, 256):  # each kernel once
 
 for size, inputs, dtype in ((3072, 1024, BF16), (1096, 584, FP16)):
     LAUNCHES[f"gate and up, {size} x {inputs}, many rows"] = partial(
-        _launch, hopper_gated.MIN_ROWS, size, inputs, True, dtype, False, False
+        _launch, products.Limits().gated_rows, size, inputs, True, dtype, False, False
     )
 
 for outs, inputs, gated, dtype in (
@@ -188,7 +155,7 @@ for outs, inputs, gated, dtype in (
     )
 
 if not triton.knobs.runtime.interpret:  # this file once more, in the process that compiles
-    hopper_linear.num_sms = _sms_of_target
+    products.gpu_of = _target
 
 
 @pytest.mark.parametrize("case", LAUNCHES)

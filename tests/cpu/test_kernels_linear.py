@@ -17,6 +17,7 @@ import triton
 from triton_compile import check_kernels
 
 from shoal.kernels import linear, reference
+from shoal.kernels.products import GPU, After, Kernel, Shape, Tiles, choose
 
 BF16, FP16 = torch.bfloat16, torch.float16
 LAUNCHES: dict[str, Callable[[], object]] = {}
@@ -43,7 +44,8 @@ def exact(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gate
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 16])
 def test_products_equal_exact_ones(rows: int, outs: int, columns: int, bias: bool, gated: bool) -> None:
     x, weight, b = operands(rows, outs, columns, bias, gated)
-    assert linear.choose_tiles(rows, *weight.shape, gated) is not None
+    shape = Shape(outs, columns, after=After.SILU_MUL if gated else After.NOTHING, bias=bias)
+    assert choose(shape, rows, FP16, GPU()).kernel is Kernel.TRITON
     ours = (linear.linear_silu_mul if gated else linear.linear)(x, weight, b)
     assert ours.shape == (rows, outs) and ours.dtype == FP16
     torch.testing.assert_close(ours.float(), exact(x, weight, b, gated), rtol=2e-3, atol=1e-3)
@@ -78,10 +80,8 @@ def test_sum_norm_and_product_equal_exact_ones(rows: int, outs: int, columns: in
     assert torch.equal(of_the_sum, ours) and unchanged is total and torch.equal(total, kept)
 
 
-@pytest.mark.parametrize(
-    "tiles", [linear.Tiles(2, 64, 1), linear.Tiles(16, 16, 4, 2), linear.Tiles(32, 64, 4, 3)], ids=str
-)
-def test_any_tiles_give_the_product(tiles: linear.Tiles) -> None:
+@pytest.mark.parametrize("tiles", [Tiles(2, 64, 1), Tiles(16, 16, 4, 2), Tiles(32, 64, 4, 3)], ids=str)
+def test_any_tiles_give_the_product(tiles: Tiles) -> None:
     x, weight, bias = operands(21, 45, 100, True, True)
     torch.testing.assert_close(
         linear.product(tiles, x, weight, bias, True).float(),
@@ -171,8 +171,9 @@ for shape in (
     (151936, 1024, False),
     (1536, 576, True),
 ):
+    of_choice = Shape(*shape[:2], after=After.SILU_MUL if shape[2] else After.NOTHING)
     for rows in (
-        rows for rows in (1, 2, 4, 16, 32) if linear.choose_tiles(rows, shape[0] * (1 + shape[2]), *shape[1:])
+        rows for rows in (1, 2, 4, 16, 32) if choose(of_choice, rows, BF16, GPU()).kernel is Kernel.TRITON
     ):
         LAUNCHES[f"{rows} rows {shape}"] = lambda rows=rows, shape=shape: _launch(
             rows, *shape, FP16 if shape[1] == 576 else BF16

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from shoal.kernels import reference, rope, triton_ops
-from shoal.kernels.moe import Blocks, moe_with
+from shoal.kernels.moe import moe_with
+from shoal.kernels.products import Blocks
 from shoal.kernels.state import FIELDS, StateLayout
 
 TOLERANCES = {torch.float32: dict(rtol=1e-5, atol=1e-5), torch.float16: dict(rtol=2e-3, atol=2e-3)}

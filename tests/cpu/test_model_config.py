@@ -501,7 +501,7 @@ def test_rope_factors_divide_the_frequencies():
         (dict(rope_scaling=dict(type="llama3", factor=2.0)), ("low_freq_factor",)),
         (dict(rope_parameters=dict(full_attention=dict(rope_type="default"))), ("per layer type",)),
         (dict(partial_rotary_factor=0.5), ("partial_rotary_factor",)),
-        (dict(quantization_config=dict(quant_method="gptq")), ("gptq",)),
+        (dict(quantization_config=dict(quant_method="bitnet")), ("bitnet", "gptq")),
         (dict(hidden_size=None), ("hidden_size", "missing")),
         (dict(num_attention_heads=0), ("num_attention_heads", "0")),
         (dict(num_hidden_layers=-3), ("num_hidden_layers", "-3")),

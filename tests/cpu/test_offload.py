@@ -273,11 +273,17 @@ def test_others_run_while_a_prefix_is_on_its_way(build, expected, disk, gate):
     assert together(llm, [[1, 2, 3]]) == together(llm, [[1, 2, 3]])
     assert llm.stats().num_running == 1 and llm.stats().kv_tiers["disk"].fetched_blocks == 0
     gate.set()
-    tokens = []
+    tokens, spans = [], []
     while llm.core.has_work:
         for output in llm.core.step():
             tokens += output.token_ids
+            spans += output.spans or []
             assert output.num_cached_tokens == 96
+    [queue, transfer, prefill] = spans
+    assert (queue.name, transfer.name, prefill.name) == ("queue", "transfer", "prefill")
+    assert transfer.attributes == {"from": "disk", "blocks": 6} and prefill.attributes == {"tokens": 4}
+    assert queue.ago_s - queue.seconds == pytest.approx(transfer.ago_s), "it waits until its fetch begins"
+    assert transfer.ago_s - transfer.seconds >= prefill.ago_s
     assert tokens == expected[0] and llm.stats().kv_tiers["disk"].fetched_blocks == 6
 
 

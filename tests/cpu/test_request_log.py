@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -231,6 +232,26 @@ def test_nothing_is_told_of_a_server_without_work(server, caplog):
         report.cancel()
 
     asyncio.run_coroutine_threadsafe(idle(), server.loop).result()
+    assert not [r for r in caplog.records if r.name == "shoal.server.throughput"]
+
+
+def test_a_routers_probes_of_an_idle_worker_are_no_work(server, caplog, monkeypatch):
+    caplog.set_level(logging.INFO, "shoal")
+    now = 0.0
+    monkeypatch.setattr("shoal.server.throughput.time", SimpleNamespace(perf_counter=lambda: now))
+
+    async def probed():
+        nonlocal now
+        report = asyncio.create_task(report_throughput([server.model], 0.001))
+        for _ in range(3):
+            await asyncio.sleep(0.02)
+            now += 10
+            server.model.metrics.prompt_tokens += 1
+            server.model.metrics.generation_tokens += 1
+        await asyncio.sleep(0.02)
+        report.cancel()
+
+    asyncio.run_coroutine_threadsafe(probed(), server.loop).result()
     assert not [r for r in caplog.records if r.name == "shoal.server.throughput"]
 
 

@@ -1,5 +1,7 @@
 """What a server in front of a fleet adds to its API: sessions go to the engine, and answers name their worker."""
 
+import logging
+
 import pytest
 
 from shoal.fake import FakeEngine
@@ -50,6 +52,13 @@ def test_answers_name_their_worker_and_sessions_reach_the_engine(path, more):
         assert served.last_request().session == "s1"
         assert served.request(path, body)[0] == 200
         assert served.last_request().session is None
+
+
+def test_the_log_of_a_request_names_its_workers(caplog):
+    caplog.set_level(logging.INFO, "shoal.server.request_log")
+    with server() as served:
+        assert served.request("/v1/completions", ROUTES["/v1/completions"])[0] == 200
+    assert " worker=w1 id=" in caplog.records[-1].getMessage()
 
 
 @pytest.mark.parametrize(

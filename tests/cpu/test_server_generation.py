@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import time
 
 import pytest
 
@@ -11,6 +12,7 @@ from shoal.fake import FakeEngine
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
 from shoal.server.model import OF_THE_MODEL, Prompt, ServedModel
+from shoal.time_line import TimeLine
 from tests.fake_server import (
     END,
     FakeServer,
@@ -56,7 +58,12 @@ def served(engine):
 
 def generation(model, n=1, max_tokens=200, **options):
     return Generation(
-        model, [Prompt(ids_of("ab"))], SamplingParams(n=n, max_tokens=max_tokens), request_id="r", **options
+        model,
+        [Prompt(ids_of("ab"))],
+        SamplingParams(n=n, max_tokens=max_tokens),
+        TimeLine("r", "m", "/v1/completions", time.perf_counter()),
+        request_id="r",
+        **options,
     )
 
 

@@ -233,12 +233,13 @@ def test_a_dead_engine_fails_its_requests_and_the_health_check():
         )
         read_until(streaming, b"data:")
         eventually(lambda: len(server.engine._running) == 2)
+        assert server.metric("shoal:engine_up") == 1
         server.call(server.engine.kill)
         assert b"engine_dead" in read_until(streaming, b"[DONE]")
         assert read_until(waiting, b"\r\n").startswith(b"HTTP/1.1 500")
         status, headers, text = server.request(COMPLETE, LONG)
         assert status == 503 and headers["Retry-After"] and "engine_dead" in text
-        assert server.request("/health")[0] == 503 and server.request("/metrics")[0] == 200
+        assert server.request("/health")[0] == 503 and server.metric("shoal:engine_up") == 0
         assert server.request("/version")[0] == 200
 
 

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from shoal.errors import CheckpointError
-from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.kernels.gguf_tensor import GGUFTensor
 from shoal.model_config import ModelConfig
 from shoal.models.config_gguf import config_from_gguf
 from shoal.models.registry import BY_GGUF
@@ -139,7 +139,7 @@ def write_tensor(writer, names, architecture, config, hf_name, weight, kind, exp
         expected[hf_name] = rounded
 
 
-def read(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor | QuantizedTensor]]:
+def read(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor | GGUFTensor]]:
     header = read_header(path)
     config = config_from_gguf(header.metadata, header.shapes, str(path), read_rope_factors(header))
     return config, dict(gguf_tensors(header, config))
@@ -153,8 +153,8 @@ def test_tensors_come_under_their_names_with_q_and_k_unpermuted(name, kind, tmp_
     assert tensors.keys() == expected.keys()
     for key, tensor in tensors.items():
         quantized = kind.startswith("Q") and tensor.shape[-1:] != tensor.shape
-        assert isinstance(tensor, QuantizedTensor) == quantized, key
-        plain = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor.float()
+        assert isinstance(tensor, GGUFTensor) == quantized, key
+        plain = tensor.dequantize() if isinstance(tensor, GGUFTensor) else tensor.float()
         assert tuple(tensor.shape) == expected[key].shape and np.array_equal(plain.numpy(), expected[key]), (
             key
         )
@@ -170,9 +170,7 @@ def test_a_small_model_equals_what_transformers_makes_of_the_file(name, tmp_path
     _, tensors = read(tmp_path / "m.gguf")
     assert tensors.keys() == state.keys()
     for key, tensor in tensors.items():
-        assert torch.equal(
-            tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor, state[key]
-        ), key
+        assert torch.equal(tensor.dequantize() if isinstance(tensor, GGUFTensor) else tensor, state[key]), key
 
 
 def test_metadata_reads_as_the_gguf_package_reads_it(tmp_path):
@@ -201,7 +199,7 @@ def test_k_quants_are_read_as_the_gguf_package_reads_them(kind, tmp_path):
     data = random_rows(kind, 64, 512)
     path = with_tensor(tmp_path / "m.gguf", "blk.0.ffn_down.weight", data, gguf.GGMLQuantizationType[kind])
     tensor = read(path)[1]["model.layers.0.mlp.down_proj.weight"]
-    assert isinstance(tensor, QuantizedTensor) and tensor.kind == kind and tensor.shape == (64, 512)
+    assert isinstance(tensor, GGUFTensor) and tensor.kind == kind and tensor.shape == (64, 512)
     assert np.array_equal(
         tensor.dequantize().numpy(), gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
     )

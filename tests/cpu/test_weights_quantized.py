@@ -1,4 +1,4 @@
-"""QuantizedTensor against the gguf package's own dequantization, to the bit."""
+"""GGUFTensor against the gguf package's own dequantization, to the bit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from shoal.errors import CheckpointError
 from shoal.kernels.ggml_types import GROUPS, TYPES
-from shoal.kernels.quantized_tensor import UNPACK, QuantizedTensor
+from shoal.kernels.gguf_tensor import UNPACK, GGUFTensor
 
 KINDS = list(GROUPS)
 # at which bytes of a group its float16s begin
@@ -38,10 +38,10 @@ def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray
     return groups.reshape(rows, -1)
 
 
-def random_tensor(kind: str, rows: int = 37, columns: int = 768) -> tuple[QuantizedTensor, torch.Tensor]:
+def random_tensor(kind: str, rows: int = 37, columns: int = 768) -> tuple[GGUFTensor, torch.Tensor]:
     data = random_rows(kind, rows, columns)
     expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
-    return QuantizedTensor(kind, (rows, columns), data), torch.from_numpy(expected)
+    return GGUFTensor(kind, (rows, columns), data), torch.from_numpy(expected)
 
 
 def test_types_and_their_group_sizes_are_those_of_ggml():

@@ -137,8 +137,8 @@ def test_shared_prefixes_change_no_token(options, build, monkeypatch):
 
 def count_replays(monkeypatch):
     """The number of mixed steps that are replayed from now on, as it grows."""
-    replayed, replay = [], Steps._replay_mixed
-    monkeypatch.setattr(Steps, "_replay_mixed", lambda *args: replayed.append(1) or replay(*args))
+    replayed, replay = [], Steps._run_captured_mixed
+    monkeypatch.setattr(Steps, "_run_captured_mixed", lambda *args: replayed.append(1) or replay(*args))
     return replayed
 
 
@@ -209,6 +209,17 @@ def test_hundreds_of_sequences_at_once_get_the_oracles_tokens(eager, root, build
         for i in range(0, 900, 37):
             assert found[i] == tiny.greedy(folder, prompts[i], 1 + i % 12)
         assert [len(ids) for ids in found] == [1 + i % 12 for i in range(900)]
+
+
+def test_graphs_keep_no_memory_for_their_outputs(build):
+    """Each decode graph has logits, which together would be a tenth of a large card."""
+    runner = build("qwen3", max_num_seqs=512).core.ranks.runner
+    sizes = [graph.output.nbytes for graph in runner.steps.decode_graphs.graphs.values()]
+    runner.drop_graphs()
+    before = torch.cuda.memory_allocated()
+    with torch.inference_mode():
+        runner._prepare_steps()
+    assert torch.cuda.memory_allocated() - before < max(sizes) < sum(sizes) / 4
 
 
 @pytest.mark.usefixtures("alone_on_the_card")

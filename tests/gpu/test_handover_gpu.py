@@ -31,7 +31,7 @@ def config(folder, role, **options):
 
 
 def request(name, prompt, first=(), **options):
-    fields = {key: options.pop(key) for key in ("offers_kv", "kv_ticket") if key in options}
+    fields = {key: options.pop(key) for key in ("offers_kv", "kv_ticket", "fetches_only") if key in options}
     params = {"temperature": 0.0, "max_tokens": COUNT, "ignore_eos": True} | options
     return Request(name, prompt, SamplingParams(**params), output_token_ids=list(first), **fields)
 
@@ -45,8 +45,17 @@ async def answer(llm, asked):
 
 
 async def handed_over(lender, reader, name, prompt):
-    first, ticket = await answer(lender, request(f"p{name}", prompt, max_tokens=1, offers_kv=True))
-    rest, _ = await answer(reader, request(f"d{name}", prompt, first, kv_ticket=ticket))
+    """The forerunner reads each layer behind its event, while the prompt is computed."""
+    first, forerunner = [], None
+    async for output in lender.generate(request(f"p{name}", prompt, max_tokens=1, offers_kv=True)):
+        if output.kv_ticket is not None:
+            ahead = request(f"f{name}", prompt, kv_ticket=output.kv_ticket, fetches_only=True)
+            forerunner = asyncio.create_task(answer(reader, ahead))
+        first += output.token_ids
+    behind = request(f"d{name}", prompt, first)
+    behind.continues = f"f{name}"
+    rest, _ = await answer(reader, behind)
+    assert await forerunner == ([], None)
     return first + rest
 
 
@@ -55,6 +64,7 @@ async def handed_over(lender, reader, name, prompt):
     [
         ({}, {}),
         ({"enforce_eager": True}, {}),
+        ({"max_num_batched_tokens": 100}, {}),
         ({}, {"num_gpu_blocks_override": 120, "kv_host_bytes": 64 << 20}),
         ({"num_gpu_blocks_override": 120}, {"num_gpu_blocks_override": 60}),
         pytest.param({"tensor_parallel_size": 2}, {}, marks=two),

@@ -1,5 +1,5 @@
-"""The ends of layers on a GPU, told by eager steps and by graphs: what leaves at a layer's end is what its step
-has computed."""
+"""The ends of layers on a GPU, told by eager steps and behind graphs: what leaves at a layer's end is what its
+step has computed."""
 
 import random
 
@@ -8,7 +8,6 @@ import torch
 from msgspec.structs import replace
 
 from shoal import SamplingParams
-from shoal.engine.runner import layer_ends
 from shoal.kv.block_map import BlockMap
 from shoal.kv.copy import CopyStream
 from shoal.kv.storage import pinned_memory
@@ -34,10 +33,8 @@ def engine_options():
     }
 
 
-@pytest.mark.parametrize("in_graphs", [False, True], ids=["eager", "graphs"])
 @pytest.mark.parametrize("options", [{}, {"enforce_eager": True}], ids=str)
-def test_layers_that_leave_at_their_end_are_those_of_this_step(build, root, monkeypatch, in_graphs, options):
-    monkeypatch.setattr(layer_ends, "IN_GRAPHS", in_graphs)
+def test_layers_that_leave_at_their_end_are_those_of_this_step(build, root, options):
     engine = build("qwen3", **options)
     runner = engine.core.ranks.runner
     inside = BlockView.of(runner.cache.spec, runner.cache.blocks)

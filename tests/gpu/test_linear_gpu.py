@@ -9,11 +9,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shoal.kernels import hopper_linear, hopper_row, linear, triton_ops
+from shoal.kernels import triton_ops
+from shoal.kernels.products import After, Before, Kernel, Shape, choose, gpu_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 DEVICE = torch.device("cuda")
+
+
+def kernel_of(x: torch.Tensor, weight: torch.Tensor, gated: bool, before: Before = Before.NOTHING) -> Kernel:
+    shape = Shape(
+        weight.shape[0] // (1 + gated), weight.shape[1], before, After.SILU_MUL if gated else After.NOTHING
+    )
+    return choose(shape, x.shape[0], x.dtype, gpu_of(x.device)).kernel
 
 
 def operands(
@@ -78,15 +86,13 @@ def test_products(rows: int, outs: int, columns: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("rows", [0, 1, 2, 4, 7, 16, 17, 31, 33, 64, 100, 255, 300])
 def test_products_that_add_themselves(rows: int, outs: int, columns: int, dtype: torch.dtype) -> None:
     x, weight, some_bias = operands(rows, outs, columns, dtype)
-    hopper = hopper_linear.tiles_for(x, weight, False) if linear.HAS_GLUON else None
-    ring = linear.HAS_GLUON and hopper_row.is_for(x, weight, False)
     for bias in (None, some_bias):
         room = torch.randn(rows + 2, outs, device=DEVICE).to(dtype)
         before, residual = room.clone(), room[1:-1]
         left = triton_ops.linear_add(x, weight, bias, residual)
         residual += 0 if left is None else left
         assert torch.equal(room[0], before[0]) and torch.equal(room[-1], before[-1])
-        if hopper or ring or linear._tiles(x, weight, False):
+        if kernel_of(x, weight, False) is not Kernel.CUBLAS:
             assert torch.equal(residual, before[1:-1] + triton_ops.linear(x, weight, bias))
         elif rows:
             exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
@@ -204,7 +210,7 @@ def test_a_chain_of_products_that_add_themselves_is_in_order_and_equal_each_time
 @pytest.mark.parametrize(("outs", "inputs"), [(6144, 4096), (2051, 2576), (2048, 8192)])
 def test_a_norm_inside_a_ring_rounds_as_the_norm_itself(outs: int, inputs: int, gated: bool) -> None:
     x, weight, bias = operands(1, outs * (1 + gated), inputs, torch.bfloat16)
-    if not (linear.HAS_GLUON and hopper_row.is_for(x, weight, gated)):
+    if kernel_of(x, weight, gated, Before.NORM) is not Kernel.HOPPER_ROW:
         pytest.skip("needs Hopper")
     norm_weight = torch.rand_like(x[0])
     ours, _ = triton_ops.add_norm_linear(None, x, norm_weight, 1e-6, weight, bias, gated)
@@ -244,13 +250,13 @@ def test_a_chain_of_dependent_launches_is_in_order_and_equal_each_time() -> None
 def test_a_result_is_the_same_each_time() -> None:
     for rows in (1, 3, 16):
         x, weight, _ = operands(rows, 1024, 3072, torch.bfloat16)
-        assert linear.choose_tiles(rows, *weight.shape, False) is not None
+        assert kernel_of(x, weight, False) is not Kernel.CUBLAS
         first = triton_ops.linear(x, weight, None)
         assert all(torch.equal(triton_ops.linear(x, weight, None), first) for _ in range(20))
 
 
 def test_rows_beyond_the_last_are_not_read() -> None:
-    if not hopper_linear.num_sms(torch.device("cuda", 0)):
+    if not gpu_of(torch.device("cuda", 0)).hopper:
         pytest.skip("needs Hopper")
     for rows, outs, inputs in ((17, 4096, 1024), (70, 1024, 2048)):
         x, weight, bias = operands(rows, outs, inputs, torch.bfloat16)

@@ -339,7 +339,7 @@ def tokens_of(folder):
 @pytest.mark.parametrize("eager", [False, True])
 def test_another_model_takes_the_place_of_one_that_sleeps(build, root, folder, expected, eager):
     other = tiny.write_model(root, "granite")
-    llm = build(enforce_eager=eager)
+    llm = build(enforce_eager=eager, gpu_memory_utilization=0.05)
     assert tokens(llm) == expected
     for path in (other, folder, other):
         llm.sleep(level=2)
@@ -354,6 +354,7 @@ def test_another_model_takes_the_place_of_one_that_sleeps(build, root, folder, e
         assert tokens(llm) == tokens_of(path)
 
 
+@alone
 def test_its_cache_is_as_large_as_a_fresh_engines_and_models_that_go_leave_no_memory(build, root, folder):
     other = tiny.write_model(root, "granite")
     llm = build(gpu_memory_utilization=0.5)
@@ -373,6 +374,7 @@ def test_its_cache_is_as_large_as_a_fresh_engines_and_models_that_go_leave_no_me
     assert abs(num_blocks - fresh.stats().num_blocks) < 0.02 * num_blocks
 
 
+@alone
 def test_another_model_that_finds_no_room_leaves_the_old_one_asleep_and_well(build, root, folder, expected):
     other = tiny.write_model(root, "granite")
     llm = build(gpu_memory_utilization=0.5)

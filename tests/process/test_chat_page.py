@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from shoal.fake import FakeEngine
-from shoal.server.chat_page import chat_page
+from shoal.server.web_page import web_page
 from tests.fake_server import FakeServer, eventually
 
 CHROMIUM = "/usr/bin/chromium"
@@ -622,11 +622,11 @@ def test_everything_has_a_name(open_page):
 
 
 def test_the_page_is_small_and_its_policy_strict():
-    page, headers = chat_page()
+    page, headers = web_page("chat.html")
     policy = headers["content-security-policy"]
     assert len(page) < 80_000 and b"style=" not in page
     assert b"http://" not in page.replace(b"http://www.w3.org/2000/svg", b"")
-    assert "default-src 'none'" in policy and "unsafe" not in policy and policy.count("'sha256-") == 5
+    assert "default-src 'none'" in policy and "unsafe" not in policy and policy.count("'sha256-") == 7
 
 
 def make_picture(url, path, questions):

@@ -35,6 +35,7 @@ def test_generate_continues_the_text():
     assert done.returncode == 0 and done.stdout.startswith("The capital of France is Paris"), done
 
 
+@pytest.mark.slow
 def test_generate_reads_standard_input():
     done = run(
         "generate",
@@ -65,7 +66,12 @@ def test_chat_keeps_the_conversation_and_shows_the_speed():
 
 
 @pytest.mark.parametrize(
-    "kind", [("throughput", "--num-prompts", "3"), ("latency", "--batch-size", "2")], ids=lambda k: k[0]
+    "kind",
+    [
+        ("throughput", "--num-prompts", "3"),
+        pytest.param(("latency", "--batch-size", "2"), marks=pytest.mark.slow),
+    ],
+    ids=lambda k: k[0],
 )
 def test_bench_prints_and_writes_its_figures(kind, tmp_path):
     path = tmp_path / "figures.json"

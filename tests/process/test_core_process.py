@@ -17,7 +17,7 @@ import pytest
 
 from shoal.api import FinishReason, Request, SamplingParams, SleepState, StructuredOutputsParams
 from shoal.config import EngineConfig
-from shoal.engine.process import async_llm
+from shoal.engine.process import async_llm, core_process
 from shoal.engine.process.async_llm import AsyncLLM
 from shoal.engine.process.swap import Swapper
 from shoal.errors import CheckpointError, ConfigError, EngineDeadError, RequestError, UnavailableError
@@ -100,7 +100,32 @@ def with_engine(**options):
     return decorate
 
 
-@with_engine()
+@pytest.fixture(scope="module")
+def lasting(checkpoint):
+    """Runs a test's function on an engine that all tests share which leave it as it was."""
+    with asyncio.Runner() as runner:
+        llm = runner.run(AsyncLLM.start(config(checkpoint)))
+
+        async def use(function):
+            async with asyncio.timeout(DEADLINE_S):
+                await function(llm)
+                stats = await llm.stats()
+            assert (stats.num_running, stats.num_waiting) == (0, 0)
+            assert stats.num_free_blocks == stats.num_blocks
+
+        yield lambda function: runner.run(use(function))
+        runner.run(llm.close())
+
+
+def with_lasting_engine(function):
+    def test(lasting):
+        lasting(function)
+
+    test.__name__, test.__doc__ = function.__name__, function.__doc__
+    return test
+
+
+@with_lasting_engine
 async def test_requests_at_once_get_what_they_would_get_alone(llm):
     asked = [request(i, 5 + i % 20, prompt=[1 + i] * (1 + i % 30)) for i in range(40)]
     alone = [await run(llm, r) for r in asked[:5]]
@@ -111,7 +136,7 @@ async def test_requests_at_once_get_what_they_would_get_alone(llm):
     await llm.check()
 
 
-@with_engine()
+@with_lasting_engine
 async def test_a_bad_request_is_refused_alone(llm):
     good = asyncio.create_task(run(llm, request("good", 450)))
     bad = [
@@ -132,14 +157,14 @@ async def test_a_bad_request_is_refused_alone(llm):
     assert await good == ((await run(llm, request("again", 450)))[0], FinishReason.LENGTH)
 
 
-@with_engine()
+@with_lasting_engine
 async def test_a_command_that_cannot_be_read_is_refused_alone(llm):
     with pytest.raises(ConfigError, match="update_weights"):
         await llm.update_weights(5)
     assert await llm.reset_prefix_cache() and len((await run(llm, request(0)))[0]) == 8
 
 
-@with_engine()
+@with_lasting_engine
 async def test_a_trace_of_what_runs(llm):
     with pytest.raises(ConfigError, match="start_profile"):
         await llm.stop_profile()
@@ -150,7 +175,7 @@ async def test_a_trace_of_what_runs(llm):
     assert Path(path).parent == folder and Path(path).stat().st_size
 
 
-@with_engine()
+@with_lasting_engine
 async def test_readers_that_leave_free_their_blocks(llm):
     async def leave(i):
         stream = llm.generate(request(i, 400))
@@ -172,7 +197,7 @@ async def test_readers_that_leave_free_their_blocks(llm):
     await llm.check()
 
 
-@with_engine()
+@with_lasting_engine
 async def test_an_aborted_request_says_so(llm):
     task = asyncio.create_task(run(llm, request("r", 400)))
     while not (await llm.stats()).num_running:
@@ -182,7 +207,7 @@ async def test_an_aborted_request_says_so(llm):
     assert (await task)[1] is FinishReason.ABORT
 
 
-@with_engine()
+@with_lasting_engine
 async def test_a_reader_that_takes_its_time_gets_everything_at_once(llm):
     stream = llm.generate(request("slow", 300, logprobs=20))
     first = await anext(stream)
@@ -202,7 +227,7 @@ async def test_huge_answers_beside_others(llm):
     assert len({tuple(ids) for ids, _ in others}) == 1 and len((await heavy)[0]) == 256
 
 
-@with_engine()
+@with_lasting_engine
 async def test_a_grammar_holds(llm):
     params = SamplingParams(
         temperature=0, max_tokens=20, structured_outputs=StructuredOutputsParams(choice=["yes", "no"])
@@ -320,7 +345,7 @@ def test_models_that_take_turns_without_host_memory_come_back_from_their_files(c
     asyncio.run(asyncio.wait_for(take_turns(), DEADLINE_S))
 
 
-@with_engine()
+@with_lasting_engine
 async def test_a_pause_needs_no_sleep_mode(llm):
     with pytest.raises(ConfigError, match="enable_sleep_mode"):
         await llm.sleep(1)
@@ -345,6 +370,7 @@ async def test_a_killed_core_is_told_to_everybody(llm):
     await llm.abort("new")
 
 
+@pytest.mark.slow
 @with_engine(restart=True)
 async def test_a_killed_core_is_started_again_but_not_for_ever(llm):
     want = await run(llm, request(0))
@@ -376,6 +402,7 @@ async def test_a_core_that_stops_is_noticed_and_well_again_when_it_goes_on(llm):
     assert (await llm.stats()).num_running == 0, "what failed goes on"
 
 
+@pytest.mark.slow
 @with_engine(engine_timeout=2.0, restart=True)
 async def test_a_core_that_stops_is_killed_and_started_again_with_restart(llm):
     pid, want = llm.info.pid, await run(llm, request(0))
@@ -404,6 +431,7 @@ async def test_an_idle_core_and_a_closed_one_are_not_hung(llm):
     assert llm.dead is None and len((await run(llm, request(0)))[0]) == 8
 
 
+@pytest.mark.slow
 @with_engine(restart=True)
 async def test_a_core_comes_back_as_soon_as_there_are_descriptors(llm):
     """However many tries fail for want of them."""
@@ -437,27 +465,57 @@ def test_what_keeps_the_engine_from_starting_is_raised_here(options, kind, words
         asyncio.run(AsyncLLM.start(config(checkpoint, **options)))
 
 
-def test_a_core_that_dies_while_it_starts(checkpoint):
+@pytest.fixture
+def new_children():
+    """The children that this process has got since the test began."""
+    before = psutil.Process().children()
+    return lambda: [process for process in psutil.Process().children() if process not in before]
+
+
+def test_a_core_that_dies_while_it_starts(checkpoint, new_children):
     async def start():
         starting = asyncio.create_task(AsyncLLM.start(config(checkpoint)))
-        await until(lambda: psutil.Process().children())
-        psutil.Process().children()[0].kill()
+        await until(new_children)
+        new_children()[0].kill()
         with pytest.raises(EngineDeadError, match="SIGKILL while it was starting"):
             await starting
 
     asyncio.run(start())
 
 
-def test_a_start_that_is_cancelled_leaves_no_process(checkpoint):
+@pytest.mark.slow
+def test_cores_that_are_killed_in_mid_word_hold_nobody_up(monkeypatch):
+    """The socket library once waited for ever for a connection to end of which a message was left."""
+
+    def spawn(folder):
+        command = [sys.executable, "-m", "tests.process.toy_core", str(folder)]
+        return subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, process_group=0
+        )
+
+    async def check():
+        for number in range(50):
+            llm = await AsyncLLM.start(EngineConfig(model="toy", device="cpu"))
+            assert await run(llm, request("before"))
+            os.kill(llm._core.pid, signal.SIGKILL)
+            with pytest.raises(EngineDeadError):
+                await asyncio.wait_for(run(llm, request(f"behind {number}", prompt=[1] * 480)), 20)
+            await llm.close()
+
+    monkeypatch.setattr(core_process, "_spawn", spawn)
+    asyncio.run(check())
+
+
+def test_a_start_that_is_cancelled_leaves_no_process(checkpoint, new_children):
     async def start():
         starting = asyncio.create_task(AsyncLLM.start(config(checkpoint)))
-        await until(lambda: psutil.Process().children())
+        await until(new_children)
         starting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await starting
 
     asyncio.run(start())
-    assert not psutil.Process().children()
+    assert not new_children()
 
 
 @pytest.mark.parametrize("ready", [True, pytest.param(False, marks=pytest.mark.slow)])

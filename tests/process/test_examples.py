@@ -38,6 +38,7 @@ def test_a_file_of_conversations_is_answered_line_by_line(tmp_path):
     assert "Paris" in answers[0]["answer"] and answers[1]["answer"]
 
 
+@pytest.mark.slow
 def test_a_training_loop_changes_the_engines_weights(folder):
     done = run("rl_loop.py", folder, "--steps", "2", "--group-size", "2", "--max-tokens", "8")
     assert done.returncode == 0, done.stderr

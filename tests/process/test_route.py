@@ -1,15 +1,20 @@
 """`shoal route` as its operators see it: workers that come, go, break and are told of; what is shown and measured."""
 
 import concurrent.futures
+import contextlib
 import json
 import signal
+import socket
 
 import pytest
 
+from shoal.config import KVEventsConfig
+from shoal.kv.event_publisher import KvEvents
 from tests.foreign_worker import MODEL, Fault, ForeignWorkerThread, ids_of, written
 from tests.serving import Route, free_port, until
 
 PROMPT = "A shoal of fish swims as one, and nobody leads. " * 3
+TOKENS = ("prompt_tokens", "prompt_tokens_cached", "generation_tokens")
 
 
 @pytest.fixture
@@ -118,6 +123,55 @@ def test_what_happens_is_measured(routers, workers):
     assert router.metric("shoal:worker_state") == 2 and router.metric("vllm:num_requests_running") == 0
     assert router.metric("dynamo_frontend_queued_requests") == 0 == router.metric("shoal:worker_breaks_total")
     assert router.metric("http_requests_total") >= 4
+    before = [router.metric(f"vllm:{name}_total") for name in TOKENS]
+    for stream in (False, True):
+        assert complete(router, max_tokens=7, stream=stream)[0] == 200
+    more = [router.metric(f"vllm:{name}_total") - was for name, was in zip(TOKENS, before)]
+    assert more == [2 * len(PROMPT), 2 * (len(PROMPT) // 2), 14]
+    [named] = json.loads(router.ask("/api/tags")[1])["models"]
+    assert named["name"] == f"{MODEL}:latest"
+
+
+def test_each_rank_of_a_data_parallel_worker_gets_the_prompts_that_it_has(routers, workers):
+    """Two ranks behind one address, each with KV events of its own at port + rank, as vLLM has them."""
+    worker, _ = workers
+    events_port, replay_port = free_ports(2), free_ports(2)
+    config = KVEventsConfig(
+        enable_kv_cache_events=True,
+        endpoint=f"tcp://lo:{events_port}",
+        replay_endpoint=f"tcp://lo:{replay_port}",
+    )
+    ranks = [KvEvents(config, 16, rank) for rank in range(2)]
+    try:
+        prompts = [f"{rank}: {PROMPT}" for rank in range(2)]
+        for rank, events, prompt in zip(range(2), ranks, prompts):
+            tokens = ids_of(prompt)[:128]
+            events.stored([bytes([rank, number] * 8) for number in range(8)], None, tokens)
+            events.flush()
+        ends = f"kv_events=tcp://127.0.0.1:{events_port},replay=tcp://127.0.0.1:{replay_port}"
+        router = routers("--worker", f"{worker.url},id=a,dp_size=2,{ends}").await_workers(1)
+        for rank, prompt in [*enumerate(prompts), *enumerate(prompts)]:
+            question = {"model": MODEL, "prompt": prompt}
+            until(
+                lambda q=question: json.loads(router.ask("/fleet/select", q)[1])["overlap_blocks"] == 8,
+                router.text,
+            )
+            assert complete(router, prompt)[0] == 200
+            assert worker.received[-1].headers["X-data-parallel-rank"] == str(rank)
+        assert router.fleet()["a"]["cached_blocks"] >= 16, "of both ranks"
+    finally:
+        for events in ranks:
+            events.close()
+
+
+def free_ports(count):
+    """The first of so many free ports in succession."""
+    while True:
+        first = free_port()
+        with contextlib.ExitStack() as held, contextlib.suppress(OSError):
+            for port in range(first, first + count):
+                held.enter_context(socket.create_server(("127.0.0.1", port)))
+            return first
 
 
 def test_a_worker_that_dies_is_left_out_and_comes_back(routers, workers):

@@ -120,7 +120,7 @@ def shoals(tmp_path):
             server.stop()
 
 
-@pytest.mark.parametrize("form", ["completion", "chat"])
+@pytest.mark.parametrize("form", [pytest.param("completion", marks=pytest.mark.slow), "chat"])
 def test_a_real_server_killed_in_mid_stream_changes_no_text(form, route, shoals):
     urls = [f"http://127.0.0.1:{server.port}" for server in shoals]
     router = route(*urls, options=["--policy", "round_robin"])

@@ -164,6 +164,7 @@ def test_a_killed_core_fails_its_requests_and_the_server_says_so(serve, checkpoi
     assert server.process.wait(DEADLINE_S) == 0 and server.sockets() == []
 
 
+@pytest.mark.slow
 def test_a_core_comes_back_with_restart(serve, checkpoints):
     server = serve(checkpoints["llama"], "--served-model-name", "tiny", "--restart", *TINY).ready()
     client = server.client()
@@ -174,7 +175,7 @@ def test_a_core_comes_back_with_restart(serve, checkpoints):
     assert complete(client).choices[0].text == before and server.sockets() == []
 
 
-@pytest.mark.parametrize("ready", [True, False])
+@pytest.mark.parametrize("ready", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_core_vanishes_with_the_server(ready, serve, checkpoints):
     server = serve(checkpoints["llama"], *TINY)
     if ready:
@@ -236,6 +237,7 @@ def test_sleep_by_the_admin_port(serve, checkpoints):
     assert server.ask("/sleep", {})[0] in (404, 405)
 
 
+@pytest.mark.slow
 def test_another_model_is_taken_by_the_admin_port_and_served_under_the_old_name(serve, checkpoints, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(checkpoints["llama"], other)

@@ -239,6 +239,7 @@ def test_two_ranks_take_another_model_and_the_old_one_again(build, root, folder,
     assert pids_of_ranks() == [] and torch.get_num_threads() == threads
 
 
+@pytest.mark.slow
 def test_a_model_that_one_rank_cannot_load_leaves_both_ranks_asleep_and_well(
     build, root, expected, folder, monkeypatch
 ):

@@ -30,8 +30,10 @@ llm.exit()
             "0",
             *SIZE,
         ),
-        ("-m", "shoal", "chat", "--max-tokens", "24", "--temperature", "0", *SIZE),
-        ("-c", LLM_SCRIPT),
+        pytest.param(
+            ("-m", "shoal", "chat", "--max-tokens", "24", "--temperature", "0", *SIZE), marks=pytest.mark.slow
+        ),
+        pytest.param(("-c", LLM_SCRIPT), marks=pytest.mark.slow),
     ],
     ids=["generate", "chat", "LLM"],
 )

@@ -3,11 +3,13 @@
 import asyncio
 import dataclasses
 import functools
+import time
 from contextlib import asynccontextmanager
 
 import msgspec
 import pytest
 import zmq
+import zmq.asyncio
 
 from shoal.api import FinishReason, Output, Request, SamplingParams
 from shoal.collector import Collector
@@ -21,12 +23,14 @@ from shoal.errors import (
     WorkerFailedError,
 )
 from shoal.fake import FakeEngine
+from shoal.fleet import worker_port
 from shoal.fleet.clock import LoopClock
 from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.remote_engine import RemoteEngine
 from shoal.fleet.worker import WorkerInfo
-from shoal.fleet.worker_port import WorkerPort
+from shoal.fleet.worker_port import EventEndpoints, WorkerPort
 from shoal.fleet.worker_wire import AskEvents, Hello, encode
+from shoal.kv_event_format import END
 from shoal.metrics import ModelMetrics
 from shoal.model_card import ModelCard
 from shoal.server.admission import Admission
@@ -53,9 +57,9 @@ class Site:
         self.gate, self.metrics = Admission(4, 4), ModelMetrics("fake", 4096, {})
         self.key = key
 
-    def open(self, port=0):
+    def open(self, port=0, events=None):
         self.port = WorkerPort.open(
-            "w", self.engine, self.gate, self.metrics, LoopClock(), port=port, key=self.key
+            "w", self.engine, self.gate, self.metrics, LoopClock(), port=port, key=self.key, events=events
         )
         return self.port
 
@@ -65,9 +69,9 @@ class Site:
 
 
 @asynccontextmanager
-async def joined(engine=None, key=None):
+async def joined(engine=None, key=None, events=None):
     site = Site(engine or FakeEngine(vocab_size=512), key)
-    site.open()
+    site.open(events=events)
     remote = site.remote()
     try:
         await remote.check()
@@ -319,3 +323,82 @@ async def test_a_canary_is_answered_by_a_token_and_else_by_progress():
 
         site.engine.stats = growing
         await remote.canary()
+
+
+@asynchronous
+async def test_a_request_is_as_old_at_the_worker_as_its_router_says():
+    async with joined() as (site, remote):
+        begun = time.monotonic()
+        asked = request()
+        asked.arrival = begun - 100.0
+        async for _ in remote.generate(asked):
+            pass
+        [seen] = site.engine.seen
+        assert seen.arrival == pytest.approx(begun - 100.0, abs=5.0)
+        # A router of another host, whose clock began at another time, sends the age alone.
+        remote._send(Add(dataclasses.replace(asked, request_id="other", arrival=1e9), 50.0))
+        while len(site.engine.seen) < 2:
+            await asyncio.sleep(0.01)
+        assert begun - 51.0 < site.engine.seen[1].arrival < time.monotonic() - 50.0 + 1.0
+
+
+@asynchronous
+async def test_what_a_late_engine_still_replays_is_not_the_next_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_port, "REPLAY_PATIENCE_S", 0.3)
+    events = EventEndpoints(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
+    context = zmq.asyncio.Context()
+    engine = context.socket(zmq.ROUTER)
+    engine.bind(events.replay)
+    asked = engine.recv_multipart()
+
+    async def answer(frames, *numbers):
+        for number in numbers:
+            await engine.send_multipart([frames[0], b"", b"", number.to_bytes(8, "big"), b"batch"])
+        await engine.send_multipart([frames[0], b"", b"", END, b""])
+
+    class Told:
+        def __init__(self):
+            self.numbers, self.replay_from, self.missing = [], 0, asyncio.Event()
+
+        def replayed(self, number, payload):
+            self.numbers.append(number)
+
+        def replay_ended(self):
+            self.replay_from = None
+
+        def check(self):
+            pass
+
+    async with joined(events=events) as (site, first):
+        second = site.remote()
+        await second.check()
+        feeds = Told(), Told()
+        following = [
+            asyncio.create_task(one.follow_events(feed)) for one, feed in zip((first, second), feeds)
+        ]
+        try:
+            late = await asked
+            then = await engine.recv_multipart()  # the first one was given up
+            await answer(late, 70, 71)
+            await asyncio.sleep(0.1)
+            await answer(then, 0, 1)
+            while any(feed.replay_from is not None for feed in feeds):
+                await asyncio.sleep(0.01)
+            assert sorted(feed.numbers for feed in feeds) == [[], [0, 1]]
+        finally:
+            for task in following:
+                task.cancel()
+            await second.close()
+    context.destroy(0)
+
+
+@asynchronous
+async def test_a_worker_reports_what_it_has_served():
+    async with joined() as (_, remote):
+        async for _ in remote.generate(Request("a", [1, 2, 3], SamplingParams(max_tokens=4))):
+            pass
+        while remote.report.served is None or not remote.report.served.output_tokens:
+            await asyncio.sleep(0.05)
+        served = remote.report.served
+        assert (served.prompt_tokens, served.output_tokens, served.failed) == (3, 4, 0)
+        assert sum(served.first_token) == 1 and sum(served.between_tokens) == 3

@@ -1,0 +1,90 @@
+"""`shoal plan --profile`: what is measured is a profile that a planner takes, for a model here and for the
+simulator's."""
+
+import pytest
+
+from shoal import LLM
+from shoal.bench.worker_profile import NUM_STEPS, measure_profile
+from shoal.cli.main import main
+from shoal.errors import ConfigError
+from shoal.fleet.engine_profile import EngineProfile, read_profile
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with LLM(
+        str(folder), dtype="float32", device="cpu", max_model_len=256, num_gpu_blocks_override=60
+    ) as llm:
+        yield llm
+
+
+def test_a_profile_has_the_points_that_there_is_room_for(llm):
+    data = measure_profile(llm, [8, 32, 128, 4096], [16, 4096], [0.02, 0.1, 0.3, 0.95])
+    assert [point.input_length for point in data.prefill] == [8, 32, 128]
+    assert {point.context_length for point in data.decode} == {16 + NUM_STEPS // 2}
+    usages = [point.kv_usage for point in data.decode]
+    assert usages == sorted(usages) and len(usages) == 3 and usages[-1] == pytest.approx(0.3, abs=0.05)
+    assert data.max_kv_tokens == 60 * llm.core.config.block_size and data.num_gpus == 1
+    assert EngineProfile(data).itl_s(0.1, 30) > 0
+    llm.core.check()
+
+
+def test_too_few_points_are_told(llm):
+    with pytest.raises(ConfigError, match="two --input-lengths"):
+        measure_profile(llm, [8, 4096], [16], [0.1])
+
+
+def test_the_command_writes_a_profile_of_a_published_shape(tmp_path, capsys):
+    file, picture = tmp_path / "p.json", tmp_path / "p.png"
+    words = ["plan", "--profile", "qwen3-8b", "--gpu", "h200", "--output", str(file), "--plot", str(picture)]
+    assert main([*words, "--max-num-seqs", "64"]) == 0
+    assert read_profile(file).data.max_num_seqs == 64 and picture.read_bytes()[:4] == b"\x89PNG"
+    assert "qwen3-8b on simulated h200" in capsys.readouterr().out
+    assert main(["plan", "--profile", "qwen9", "--gpu", "h200"]) == 1
+    assert "qwen9" in capsys.readouterr().err
+
+
+def test_a_simulated_profile_heeds_the_options_of_the_worker(tmp_path, capsys):
+    """It took the number of sequences, and passed over all others without a word."""
+    file = tmp_path / "p.json"
+
+    def profile(*words):
+        command = ["plan", "--profile", "qwen3-8b", "--gpu", "h200", "--output", str(file), *words]
+        assert main(command) == 0, capsys.readouterr().err
+        return read_profile(file).data
+
+    plain = profile()
+    assert profile("--num-gpu-blocks-override", "4096", "--block-size", "32").max_kv_tokens == 4096 * 32
+    assert profile("--kv-cache-memory-bytes", "1000000000").max_kv_tokens == 1_000_000_000 // (
+        36 * 8 * 128 * 4
+    )
+    assert profile("--gpu-memory-utilization", "0.5").max_kv_tokens < plain.max_kv_tokens
+    chunked = profile("--max-num-batched-tokens", "2048")
+    for whole, parts in zip(plain.prefill, chunked.prefill):
+        assert (parts.ttft_s > whole.ttft_s) == (whole.input_length > 2048)
+    few = profile(
+        "--input-lengths", "100", "200", "--context-lengths", "300", "400", "--kv-usages", "0.1", "0.2"
+    )
+    assert [point.input_length for point in few.prefill] == [100, 200]
+    assert {point.context_length for point in few.decode} == {300, 400}
+    assert main(["plan", "--profile", "qwen3-8b", "--gpu", "h200", "--max-model-len", "512"]) == 1
+    assert "--max-model-len 512 changes nothing with --gpu h200" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--replay", "r", "--output", "o"], "--output 'o' is of --profile"),
+        (["--profile", "m", "--fleet", "f"], "--fleet 'f' is of --replay"),
+    ],
+)
+def test_an_option_of_the_other_thing_is_refused(words, told, capsys):
+    assert main(["plan", *words]) == 1
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["--profile", "m", "--replay", "f"]])
+def test_the_command_does_one_thing(words, capsys):
+    with pytest.raises(SystemExit):
+        main(["plan", *words])
+    assert "--replay" in capsys.readouterr().err
