@@ -372,6 +372,22 @@ def test_a_successor_waits_for_what_is_on_its_way():
     scheduler.check()
 
 
+def test_a_successor_whose_first_token_was_lost_starts_though_its_whole_prompt_was_fetched():
+    """A prefill worker that ends between its last block and its token leaves a prompt of whole blocks behind."""
+    scheduler = new_scheduler()
+    prompt = list(range(20))
+    scheduler.add(ahead("f", prompt))
+    scheduler.schedule()
+    scheduler.fetched(scheduler.peers.begun[0], 5)
+    behind = request("d", prompt)
+    behind.continues = "f"
+    scheduler.add(behind)
+    [entry] = scheduler.schedule().scheduled
+    assert (entry.seq.request.request_id, entry.start, entry.num_tokens) == ("d", 16, 4)
+    assert [seq.request.request_id for seq in scheduler.take_ended()] == ["f"]
+    scheduler.check()
+
+
 def test_a_forerunner_gives_way_to_sequences_that_run():
     scheduler = new_scheduler(num_blocks=7)
     scheduler.peers.end = 0

@@ -148,10 +148,6 @@ def test_blocks_go_between_tensor_parallel_sizes(folder, lender_tp, reader_tp):
     asyncio.run(check())
 
 
-@pytest.mark.xfail(
-    strict=False,
-    reason="seldom, and only in whole runs of the tests, the request behind a forerunner never starts",
-)
 def test_an_owner_that_is_killed_between_layers_costs_time_and_no_token(folder):
     async def check():
         [reader] = await start(config(folder, "kv_consumer"))

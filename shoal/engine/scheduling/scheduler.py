@@ -549,8 +549,9 @@ class Scheduler:
                 continue
             if forerunner.status is not PARKED or seq.held or seq.asking or seq.is_delayed:
                 continue
-            num_tokens = budget.fit(forerunner.num_computed, seq.num_tokens - forerunner.num_computed)
-            if budget.is_spent or num_tokens == 0:
+            # A successor whose first token was lost has no token behind the forerunner's blocks.
+            start = min(forerunner.num_computed, seq.num_tokens - 1)
+            if budget.is_spent or not budget.fit(start, seq.num_tokens - start):
                 break
             seq.transfers = forerunner.transfers
             self.finish(forerunner.request.request_id, FinishReason.LENGTH)
