@@ -11,8 +11,8 @@ import logging
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -220,16 +220,25 @@ def _plane(fleet: Fleet) -> Plane:
     return fleet.plane
 
 
-def open_record(planner: PlannerConfig | None) -> AbstractContextManager[IO[bytes] | None]:
+@contextmanager
+def open_record(planner: PlannerConfig | None) -> Iterator[IO[bytes] | None]:
     """That of the planner, if there is one. Raises ConfigError if it cannot be written."""
     if planner is None or planner.record is None:
-        return nullcontext()
+        yield None
+        return
     try:
-        return open(planner.record, "ab")
+        record = open(planner.record, "ab")  # noqa: SIM115 - its end is told apart below
     except OSError as error:
         raise ConfigError(
             f"[planner] record {planner.record!r} cannot be written: {error.strerror}; choose another file"
         ) from None
+    try:
+        yield record
+    finally:
+        try:
+            record.close()
+        except OSError as error:  # the disk is full: it was told before, and the fleet ends as it does else
+            logger.error("the end of the planner's record is lost: %s", error)
 
 
 def _common_words(file: FleetFile, verbose: bool) -> list[str]:

@@ -197,6 +197,13 @@ def test_a_role_comes_back_from_zero_when_requests_wait():
     assert changes(seen(prefill=0, role="both", queued=1), config=config) == [Change("both", 1)]
 
 
+def test_the_last_worker_of_a_role_goes_only_when_it_has_nothing_to_do():
+    """Others could carry no load at all: a fleet would grow and shrink between none and one."""
+    config = PlannerConfig(min_endpoint=0)
+    assert changes(seen(0.3, prefill=0, role="both"), config=config) == []
+    assert changes(seen(0.0, prefill=0, role="both"), config=config) == [Change("both", -1)]
+
+
 def test_the_decision_says_why_and_what_is_wanted():
     decision, _ = decide(CONFIG, PlannerState(), [seen(0.95, queue=1, at=20.0)])
     assert decision.at == 20.0 and decision.desired == {"decode": 2, "prefill": 1}
