@@ -21,7 +21,7 @@ from shoal import logs
 from shoal.cli.route import check_router, run_router
 from shoal.cli.serve import plan
 from shoal.config import ServerConfig
-from shoal.errors import ConfigError, ShoalError, UserError
+from shoal.errors import ConfigError, ShoalError, UnavailableError, UserError
 from shoal.fleet.components import components_of, components_of_pods
 from shoal.fleet.connector import GRACE_S, Component, Connector, Setting
 from shoal.fleet.connector_local import LocalConnector
@@ -178,6 +178,12 @@ class FleetWorkers:
                 await self._size(drain, fleet, connector, record)
             except ShoalError as error:
                 self.error = error
+                drain.set()
+            except OSError as error:  # of the disk: without a state nothing is started
+                self.error = UnavailableError(
+                    f"the state of the fleet cannot be kept in {self._folder}: {error}; make room there, or "
+                    "give another --state-dir"
+                )
                 drain.set()
 
     async def _size(

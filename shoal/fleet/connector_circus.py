@@ -164,7 +164,7 @@ class CircusProcesses:
                     statuses = (await self._call("status"))["statuses"]
                     for worker_id in [name for name, status in statuses.items() if status == "stopped"]:
                         await self._start_again(worker_id)
-            except UnavailableError as error:
+            except (UnavailableError, OSError) as error:  # a disk may be full for a while
                 logger.error("%s", error)
 
     async def _revive(self) -> None:

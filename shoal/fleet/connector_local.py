@@ -208,10 +208,13 @@ class LocalConnector:
     async def close(self, grace_s: float) -> None:
         await stop(self._tasks)
         await self._supervisor.close(grace_s)
-        with self._file.changing() as state:
-            state.supervisor = None
-            for entry in state.components.values():
-                entry.workers = {}
+        try:
+            with self._file.changing() as state:
+                state.supervisor = None
+                for entry in state.components.values():
+                    entry.workers = {}
+        except OSError as error:
+            logger.error("%s still names workers, which have ended: %s", self._file.path, error)
 
     async def _begin(self, placement: Placement, is_there: bool = False) -> None:
         if not is_there:

@@ -140,6 +140,21 @@ def test_what_a_planner_had_begun_goes_on_without_it_and_is_pending_for_the_next
     run(test)
 
 
+def test_a_change_that_fails_after_its_planner_has_gone_is_in_the_fleets_log(caplog):
+    async def test():
+        async with fleet() as world:
+            plane, remote = await planner(world)
+            world.connector.fails.add("m")
+            world.connector.start_timeout_s = 0.5
+            adding = asyncio.create_task(remote.add("m", "both"))
+            await until(lambda: "m-2" in world.connector.states)
+            adding.cancel()
+            await plane.close()
+            await until(lambda: "m-2 was not ready within 0.5 s" in caplog.text)
+
+    run(test)
+
+
 def test_an_error_of_a_change_reaches_the_planner():
     async def test():
         async with fleet() as world:
