@@ -472,7 +472,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
 def test_the_simulators_shapes_have_profiles():
     timing = find_timing("h200", "qwen3-8b")
     profile = EngineProfile(profile_of("h200", "qwen3-8b", 1024, timing.cache_tokens(0.9)))
-    assert profile.ttft_s(1024) == pytest.approx(timing.step(0, 0, 0, 1, 1024, 524_800, 1).first_s)
+    assert profile.ttft_s(1024) == pytest.approx(timing.prompt_s(1024, 16384))
     assert 0.005 < profile.itl_s(0.1, 3000) < profile.itl_s(0.8, 3000) < 0.05
 
 
