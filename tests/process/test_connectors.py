@@ -38,13 +38,19 @@ RAY_START_TIMEOUT_S = 10.0  # an actor's process imports Ray first
 
 
 class World:
-    """`kill` ends a worker's process as a power cut would. `drained`: those that ended what they did; None: they
-    do nothing. `outlives`: workers stay when the connector is closed."""
+    """`outlives`: workers stay when the connector is closed."""
 
-    def __init__(self, connector, registry, components, kill, drained=lambda: None, outlives=False):
+    def __init__(self, connector, registry, components, outlives=False):
         self.outlives = outlives
         self.connector, self.registry, self.components = connector, registry, components
-        self.kill, self.drained = kill, drained
+
+    def kill(self, worker_id):
+        """Ends the worker's process as a power cut would."""
+        os.kill(self.registry.pid(worker_id), signal.SIGKILL)
+
+    def drained(self):
+        """Those that ended what they did."""
+        return sorted(path.stem for path in self.registry.path.glob("*.drained"))
 
     def ready(self):
         """Ids of the workers that are ready."""
@@ -69,14 +75,8 @@ def local(name):
         setting = Setting(components, registry, LoopClock(), START_TIMEOUT_S, log, folder)
         connector = connector_named(name)(setting)
 
-        def kill(worker_id):
-            os.kill(registry.pid(worker_id), signal.SIGKILL)
-
-        def drained():
-            return sorted(path.stem for path in folder.glob("*.drained"))
-
         try:
-            yield World(connector, registry, components, kill, drained)
+            yield World(connector, registry, components)
         finally:
             await connector.close(0.0)
             log.close()
@@ -84,12 +84,22 @@ def local(name):
     return world
 
 
+class FakeWorld(World):
+    """Its workers are counted, and do nothing."""
+
+    def kill(self, worker_id):
+        self.connector.kill(worker_id)
+
+    def drained(self):
+        return None
+
+
 @contextlib.asynccontextmanager
 async def fake(folder, components):
     connector = FakeConnector(components, start_s=0.05, start_timeout_s=0.2)
     connector.fails = {one.model for one in components if "stuck" in one.command}
     connector.state_of = connector.states.get
-    yield World(connector, connector, components, connector.kill)
+    yield FakeWorld(connector, connector, components)
 
 
 async def keep_alive(worker_id, component):
@@ -121,9 +131,6 @@ async def kubernetes(folder, components):
         pods[pod].cancel()
         await asyncio.wait([pods.pop(pod)])
 
-    def kill(worker_id):
-        os.kill(registry.pid(worker_id), signal.SIGKILL)
-
     cluster = FakeKubernetes(start, stop)
     async with cluster.serving(folder) as kubeconfig:
         for one in components:
@@ -135,7 +142,7 @@ async def kubernetes(folder, components):
                 Setting(components, registry, LoopClock(), START_TIMEOUT_S, None, folder)
             )
             try:
-                yield World(connector, registry, components, kill, outlives=True)
+                yield World(connector, registry, components, outlives=True)
             finally:
                 await connector.close(0.0)
 
@@ -169,11 +176,8 @@ async def virtual(folder, components):
         Setting(components, registry, LoopClock(), START_TIMEOUT_S, None, folder)
     )
 
-    def kill(worker_id):
-        os.kill(registry.pid(worker_id), signal.SIGKILL)
-
     try:
-        yield World(connector, registry, components, kill, outlives=True)
+        yield World(connector, registry, components, outlives=True)
     finally:
         orchestrator.cancel()
         for one in components:
@@ -189,14 +193,8 @@ async def actors_on_ray(folder, components):
     components = [dataclasses.replace(one, resources={"CPU": 1}) for one in components]
     connector = ray_connector(Setting(components, registry, LoopClock(), RAY_START_TIMEOUT_S, log, folder))
 
-    def kill(worker_id):
-        os.kill(registry.pid(worker_id), signal.SIGKILL)
-
-    def drained():
-        return sorted(path.stem for path in folder.glob("*.drained"))
-
     try:
-        yield World(connector, registry, components, kill, drained)
+        yield World(connector, registry, components)
     finally:
         await connector.close(0.0)
         log.close()
