@@ -16,6 +16,7 @@ import time
 import psutil
 import pytest
 from circus.client import CircusClient, make_message
+from circus.exc import CallError
 
 from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet import connector_circus, connector_kubernetes, connector_local, restarts
@@ -25,7 +26,7 @@ from shoal.fleet.connector_kubernetes import deployment_of
 from shoal.fleet.connector_virtual import VirtualClient
 from shoal.fleet.connectors import connector_named
 from shoal.fleet.process_log import ProcessLog
-from shoal.fleet.state_file import StateFile
+from shoal.fleet.state_file import Life, StateFile
 from shoal.fleet_api import WorkerState
 from tests import ray_cluster
 from tests.connector_cases import START_TIMEOUT_S, Folder, component, lives, two_components
@@ -535,6 +536,48 @@ def test_the_client_of_circus_has_one_call_at_a_time_also_when_one_was_given_up(
         assert calls == ["begin", "end"] * 2
 
     asyncio.run(test())
+
+
+def test_workers_of_a_dead_arbiter_are_started_until_all_are_there(tmp_path, monkeypatch):
+    """One call that was not answered had lost those behind it, whose places were then free."""
+    worker, adds, names = component(tmp_path, "m", "both", 3), [], set()
+
+    class HastyClient:
+        def __init__(self, **_):
+            pass
+
+        def stop(self):
+            pass
+
+        def call(self, message):
+            if message["command"] == "add":
+                adds.append(message["properties"]["name"])
+                if len(adds) == 2:
+                    raise CallError("Timed out.")
+                names.add(adds[-1])
+            return {"statuses": dict.fromkeys(names, "active"), "pids": [os.getpid()]}
+
+    async def start_arbiter():
+        monkeypatch.setattr(processes, "_arbiter", lambda: Life.of(os.getpid()))
+
+    async def test():
+        with StateFile(tmp_path).changing() as state:
+            placements = [state.place(worker) for _ in range(3)]
+        monkeypatch.setattr(processes, "_arbiter", lambda: None)
+        monkeypatch.setattr(processes, "_start_arbiter", start_arbiter)
+        keeping = asyncio.create_task(processes._keep_alive())
+        found = {}
+        while not found:
+            await asyncio.sleep(0.01)
+            with contextlib.suppress(UnavailableError):
+                found = await processes.running()
+        assert set(found) == {one.id for one in placements}
+        keeping.cancel()
+
+    monkeypatch.setattr(connector_circus, "CircusClient", HastyClient)
+    monkeypatch.setattr(connector_circus, "TICK_S", 0.01)
+    processes = connector_circus.CircusProcesses(tmp_path, [worker])
+    asyncio.run(asyncio.wait_for(test(), 10))
 
 
 def test_a_folder_with_too_long_a_name_for_the_sockets_of_circus_is_refused(tmp_path):
