@@ -217,6 +217,9 @@ def test_the_decision_says_why_and_what_is_wanted():
         ({"min_endpoint": -1}, "min_endpoint"),
         ({"adjustment_interval": 0.0}, "adjustment_interval"),
         ({"adjustment_interval": 0.5}, "metric_pulling_interval"),
+        ({"metric_pulling_interval": 1e-9}, "metric_pulling_interval"),
+        ({"load_season": 1e308}, "load_season"),
+        ({"startup_time": 1e308}, "startup_time"),
         ({"mode": "guess"}, "mode"),
         ({"decode_kv_scale_down_threshold": 0.9}, "decode_kv_scale_down_threshold"),
         ({"change_roles": True, "connector": "virtual"}, "change_roles"),
@@ -260,7 +263,15 @@ def test_a_record_gives_the_same_decisions_again():
     assert [entry.decision for entry in replay(CONFIG, lines)] == made
 
 
-@pytest.mark.parametrize("line", [b"{", b'{"observation": 7}', b"[]"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{",
+        b'{"observation": 7}',
+        b"[]",
+        b'{"observation": {"at": 1, "decode": [], "decode_role": "prefill"}}',
+    ],
+)
 def test_a_line_that_is_no_record_is_named(line):
     with pytest.raises(ConfigError, match="line 2"):
         list(replay(CONFIG, [b"", line]))
