@@ -112,6 +112,28 @@ def test_a_worker_is_ready_as_soon_as_it_was_reached():
     scene(run)
 
 
+def test_a_worker_that_is_too_busy_to_speak_is_not_empty_for_a_planner():
+    """The router forgets what it has said after ten seconds, and a planner had removed it then."""
+
+    async def run(s):
+        s.add("a", dp_size=2)
+        await until(lambda: s.state("a") == "ready")
+        s.fleet.published(
+            "a",
+            [
+                WorkerLoad(num_running=9, num_waiting=3, kv_usage=0.95),
+                WorkerLoad(rank=1, num_waiting=2, kv_usage=float("nan")),
+            ],
+        )
+        for _ in range(2):
+            [load] = s.fleet.observe("m", "both").decode
+            assert (load.kv_usage, load.num_waiting) == (0.95, 5)
+            await asyncio.sleep(20)
+        assert s.fleet.models["m"].router.kv_usage(WorkerRank("a", 0)) == 0.0
+
+    scene(run)
+
+
 def test_a_worker_that_is_gone_is_noticed_at_the_next_check_and_found_again():
     async def run(s):
         link = s.add("a")
