@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 SUPERVISOR, PLANNER = "supervisor", "planner"  # roles on the plane
 
-ROLE_S = 30.0  # for a worker to say on the plane that it has another role
+ROLE_S = 30.0  # for a worker to change its role, and to say so on the plane
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -96,9 +96,9 @@ class OwnFleet:
             worker_id = self._fleet.idlest(model, role)
             if worker_id is None:
                 raise UnavailableError(f"there is no {role} worker of {model} that could change its role")
-            await self._fleet.change_role(worker_id, to)
             try:
                 async with asyncio.timeout(ROLE_S):
+                    await self._fleet.change_role(worker_id, to)
                     while self._fleet.role_of(worker_id) != to:
                         await asyncio.sleep(LOOK_S)
             except TimeoutError:
