@@ -103,8 +103,8 @@ class Parking(Connector):
             await self._command(UpdateWeights(component.source), worker_id, timeout_s)
 
     async def _command(self, command: Command[Any], worker_id: str, timeout_s: float) -> None:
-        """Raises the worker's error; UnavailableError if it has gone, or has not ended its requests and carried
-        this out in time."""
+        """Raises the worker's error; UnavailableError if it has gone, or has not ended its requests and
+        carried this out in time."""
         worker = self._fleet.workers.get(worker_id)
         if worker is None:
             raise UnavailableError(f"worker {worker_id} is not there")
