@@ -36,7 +36,7 @@ async function refresh() {
       workerPoints = lately([...workerPoints, ...(detail.history || [])], detail.at);
       showWorker(detail);
     }
-    showRequests((await ask("requests")).requests);
+    showRequests((await ask(`requests?limit=${MOST_REQUESTS}`)).requests);
     if (shownRequest) await showRequest();
     trouble("");
   } catch (error) {
@@ -211,7 +211,7 @@ function showWorker(view) {
 // Requests
 
 function showRequests(requests) {
-  $("requests-note").textContent = requests.length > MOST_REQUESTS ? `The last ${MOST_REQUESTS} of them.` : "";
+  $("requests-note").textContent = requests.length === MOST_REQUESTS ? `The last ${MOST_REQUESTS} of them.` : "";
   fill($("requests"), [
     ["Request", one => opener(one.id, clock(one.started_at), openRequest)],
     ["Status", one => make("span", one.status, one.finish_reason || one.status), "text"],
@@ -223,7 +223,7 @@ function showRequests(requests) {
     ["TTFT", one => orDash(one.ttft_s, seconds)],
     ["ITL", one => orDash(one.itl_s, seconds)],
     ["Seconds", one => seconds(one.seconds)],
-  ], requests.slice(0, MOST_REQUESTS), "There was no request yet.");
+  ], requests, "There was no request yet.");
 }
 
 function openRequest(id) {

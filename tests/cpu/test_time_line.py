@@ -83,6 +83,32 @@ def test_the_list_has_the_newest_first_and_each_as_its_own_page_has_it(server):
     assert set(newest) == set(RequestSummary.__struct_fields__)
 
 
+def test_as_many_requests_are_listed_as_are_asked_for(server):
+    for name in ("older", "newer"):
+        server.request(COMPLETE, {"prompt": "a", "max_tokens": 2}, headers={"x-request-id": name})
+    whole = [one["id"] for one in server.json("/requests")[1]["requests"]]
+    assert [one["id"] for one in server.json("/requests?limit=1")[1]["requests"]] == ["newer"]
+    assert [one["id"] for one in server.json(f"/requests?limit={MAX_KEPT}")[1]["requests"]] == whole
+
+
+@pytest.mark.parametrize(
+    ("query", "told"),
+    [
+        ("limit=0", "limit '0' is no number from 1 to 256"),
+        ("limit=257", "limit '257' is no number from 1 to 256"),
+        ("limit=-1", "limit '-1'"),
+        ("limit=" + "9" * 5000, "limit '999"),
+        ("limit=%C2%B2", "limit '²'"),
+        ("limit=", "limit ''"),
+        ("limit=1&limit=2", "limit is given 2 times"),
+        ("limits=1", "unknown parameter 'limits'; /requests takes limit"),
+    ],
+)
+def test_a_wrong_limit_is_a_400_that_names_it(server, query, told):
+    status, found = server.json(f"/requests?{query}")
+    assert status == 400 and found["error"]["message"].startswith(told), found
+
+
 def test_a_request_of_several_answers_has_the_tokens_of_all(server):
     server.request(COMPLETE, {"prompt": "a", "max_tokens": 3, "n": 2}, headers={"x-request-id": "two"})
     found = told(server, "two")

@@ -71,7 +71,7 @@ def open_dashboard(browser, served):  # noqa: F811 - the fixture
         page.on("pageerror", lambda error: broken.append(str(error)))
         page.on("console", lambda m: broken.append(m.text) if "Content Security Policy" in m.text else None)
         if requests is not None:
-            page.route("**/requests", lambda route: route.fulfill(json={"requests": requests}))
+            page.route("**/requests?limit=100", lambda route: route.fulfill(json={"requests": requests}))
             found = {one["id"]: one for one in requests}
             page.route("**/requests/*", lambda route: answer(route, found))
         page.goto(server.url + path)
@@ -141,7 +141,7 @@ def test_a_worker_opens_in_detail_and_closes(open_dashboard):
 def test_the_keyboard_keeps_its_place_while_tables_are_filled_again(open_dashboard):
     page = open_dashboard(requests=[request_of(1), request_of(2)])
     page.locator("#requests button").nth(1).focus()
-    with page.expect_response("**/requests"), page.expect_response("**/fleet?since=*"):
+    with page.expect_response("**/requests?limit=100"), page.expect_response("**/fleet?since=*"):
         pass
     page.wait_for_timeout(100)
     assert page.evaluate("document.activeElement.dataset.id") == "request-2"
@@ -267,7 +267,7 @@ def test_what_a_fleet_says_is_shown_and_never_read_as_html(open_dashboard, serve
     }
     page = open_dashboard(server=served, path="/docs")  # a first page, so that the second one can be prepared
     page.route("**/fleet?*", lambda route: route.fulfill(json=view))
-    page.route("**/requests", lambda route: route.fulfill(json={"requests": []}))
+    page.route("**/requests?limit=100", lambda route: route.fulfill(json={"requests": []}))
     page.goto(served.url + "/dashboard")
     expect(page.locator("#status")).to_have_text("1 of 2 ready, policy kv, 4 in the queue")
     rows = page.locator("#workers tbody tr")
