@@ -137,7 +137,7 @@ class Trace:
         self._tracing, self._span, self.headers = tracing, span, headers
 
     def end(self, line: TimeLine, error: str | None = None) -> None:
-        """To be called once, before the time line ends. error: the kind of a failure, such as "500"."""
+        """To be called once, when the time line has ended. error: the kind of a failure, such as "500"."""
         self._tracing.end(self._span, line, error)
 
 

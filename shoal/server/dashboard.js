@@ -37,14 +37,17 @@ async function refresh() {
       showWorker(detail);
     }
     showRequests((await ask(`requests?limit=${MOST_REQUESTS}`)).requests);
-    if (shownRequest) await showRequest();
+    if (shownRequest) await showRequest(own.signal);
     trouble("");
   } catch (error) {
     if (own.signal.aborted) return;
-    // That is how fetch says that there is no connection, or no answer in time.
-    const isLost = error instanceof TypeError || error.name === "TimeoutError";
-    trouble(isLost ? "The server does not answer. Trying again." : error.message);
+    trouble(isLost(error) ? "The server does not answer. Trying again." : error.message);
   }
+}
+
+/** Whether this is how fetch says that there is no connection, or no answer in time. */
+function isLost(error) {
+  return error instanceof TypeError || error.name === "TimeoutError";
 }
 
 function lately(found, now) {
@@ -236,14 +239,15 @@ function openRequest(id) {
   refresh();
 }
 
-async function showRequest() {
+/** What goes wrong with the one request is told in its dialog: all else is shown as it is now. */
+async function showRequest(signal) {
   const id = shownRequest;
   try {
     const request = await ask(`requests/${encodeURIComponent(id)}`);
     if (shownRequest === id) showLine(request);
   } catch (error) {
+    if (signal.aborted || isLost(error)) throw error;
     if (shownRequest === id) facts($("line-facts"), [["Request", id], ["Trouble", error.message]]);
-    throw error;
   }
 }
 

@@ -303,7 +303,7 @@ async def _first(*awaitables: Any) -> None:
 
 
 def _tell_failure(report: asyncio.Task[None]) -> None:
-    """Requests do not need what looks at the server beside them, so the server goes on when that has failed."""
+    """Requests do not need what looks at the server, so it goes on when that has failed."""
     if not report.cancelled() and (error := report.exception()) is not None:
         logger.error("a mistake of ours: what the server does is shown no more", exc_info=error)
 

@@ -206,6 +206,19 @@ def test_a_time_line_has_an_address(open_dashboard):
 def test_a_request_that_is_forgotten_is_told(open_dashboard):
     page = open_dashboard(path="/dashboard#request=other", requests=[])
     expect(page.locator("#line")).to_contain_text("it is forgotten (404, NotFoundError)")
+    with page.expect_response("**/requests/other"):
+        pass
+    expect(page.locator("main.stale")).to_have_count(0)  # all else is as new as ever
+    expect(page.locator("#notice")).to_be_hidden()
+
+
+def test_a_question_that_is_asked_anew_is_no_trouble(open_dashboard):
+    page = open_dashboard(requests=[])
+    page.route("**/requests/slow", lambda route: None)  # it is never answered
+    for asks in ("openRequest('slow')", "void refresh()"):
+        with page.expect_request("**/requests/slow"):
+            page.evaluate(asks)
+    assert "Trouble" not in page.locator("#line").inner_text()
 
 
 def test_a_request_without_tokens_or_spans_has_an_empty_line(open_dashboard):
