@@ -197,6 +197,17 @@ def test_errors_alone_or_nothing_are_logged_on_demand(lines):
         assert len(lines()) - before == 2 * len(statuses)
 
 
+@pytest.mark.parametrize("path", ["/fleet", "/requests", "/requests/any", "/load"])
+def test_what_machines_ask_for_is_logged_where_the_key_is_wrong(path, lines):
+    """Else keys could be guessed there without a trace."""
+    with FakeServer(api_key=["sesame"]) as server:
+        assert server.request(path, headers={"authorization": "Bearer guess"})[0] == 401
+        assert len(lines()) == 1 and f"GET {path} 401" in lines()[0]
+        server.request(path, headers={"authorization": "Bearer sesame"})
+        assert len(lines()) == 1
+        assert server.metric("http_requests_total") == 1
+
+
 def test_unknown_levels_and_formats_are_refused():
     for name in ("log_requests", "log_format"):
         with pytest.raises(ConfigError, match=f"{name} 'loud' is not one of"):
@@ -220,7 +231,7 @@ async def sampled(server, between=lambda: None):
 
 def test_throughput_is_told_while_there_is_work(caplog):
     caplog.set_level(logging.INFO, "shoal")
-    with FakeServer(FakeEngine(300, token_seconds=0.01, cached_tokens=1)) as server:
+    with FakeServer(FakeEngine(300, token_seconds=0.05, cached_tokens=1)) as server:
         connection = server.raw(post(COMPLETE, {"prompt": "a", "max_tokens": 200, "stream": True}))
         read_until(connection, b"data: ")
         asyncio.run_coroutine_threadsafe(sampled(server), server.loop).result()
@@ -261,7 +272,7 @@ def test_a_routers_probes_of_an_idle_worker_are_no_work(caplog, monkeypatch):
 
 def test_a_model_that_comes_later_is_told_of_as_a_router_offers_them(caplog):
     caplog.set_level(logging.INFO, "shoal")
-    with FakeServer(FakeEngine(300, token_seconds=0.01)) as server:
+    with FakeServer(FakeEngine(300, token_seconds=0.05)) as server:
         models = server.app.port.models
 
         def offered():
