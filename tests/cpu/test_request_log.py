@@ -231,7 +231,7 @@ async def sampled(server, between=lambda: None):
 
 def test_throughput_is_told_while_there_is_work(caplog):
     caplog.set_level(logging.INFO, "shoal")
-    with FakeServer(FakeEngine(300, token_seconds=0.05, cached_tokens=1)) as server:
+    with FakeServer(engine_saying("word ", token_seconds=0.05, cached_tokens=1)) as server:
         connection = server.raw(post(COMPLETE, {"prompt": "a", "max_tokens": 200, "stream": True}))
         read_until(connection, b"data: ")
         asyncio.run_coroutine_threadsafe(sampled(server), server.loop).result()
@@ -272,7 +272,7 @@ def test_a_routers_probes_of_an_idle_worker_are_no_work(caplog, monkeypatch):
 
 def test_a_model_that_comes_later_is_told_of_as_a_router_offers_them(caplog):
     caplog.set_level(logging.INFO, "shoal")
-    with FakeServer(FakeEngine(300, token_seconds=0.05)) as server:
+    with FakeServer(engine_saying("word ", token_seconds=0.05)) as server:
         models = server.app.port.models
 
         def offered():

@@ -162,6 +162,32 @@ def test_an_engine_is_asked_for_all_at_once():
         assert server.json("/fleet")[1]["workers"][0]["running"] == 7
 
 
+def test_who_is_cancelled_as_an_engine_answers_ends():
+    """asyncio.wait_for of Python 3.11 forgets that: a report went on for ever, and the server with it."""
+    with FakeServer() as server:
+
+        async def cancelled():
+            answers = asyncio.Event()
+            server.engine.stats = lambda: asyncio.create_task(stats(answers))
+            report = asyncio.create_task(reports())
+            await asyncio.sleep(0.01)
+            answers.set()
+            await asyncio.sleep(0)
+            report.cancel()
+            await asyncio.wait([report], timeout=1)
+            return report.cancelled()
+
+        async def stats(answers):
+            await answers.wait()
+            return Stats()
+
+        async def reports():
+            await server.model.stats()
+            await asyncio.sleep(60)
+
+        assert asyncio.run_coroutine_threadsafe(cancelled(), server.loop).result()
+
+
 def test_a_failed_request_is_counted():
     with FakeServer(engine_saying("a", error_after=2)) as server:
         sample(server)
