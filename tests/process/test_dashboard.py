@@ -8,10 +8,17 @@ import time
 import pytest
 from playwright.sync_api import expect
 
-from shoal.server.web_page import web_page
 from tests.fake_server import FakeServer, engine_saying
-from tests.process.test_chat_page import WAIT_MS, browser, chromium  # noqa: F401 - fixtures
 from tests.serving import free_port
+from tests.web_pages import (
+    WAIT_MS,
+    brightness,
+    browser,  # noqa: F401 - a fixture
+    check_names,
+    check_small_and_strict,
+    chromium,  # noqa: F401 - a fixture
+    pages_of,
+)
 
 expect.set_options(timeout=WAIT_MS)
 HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
@@ -58,36 +65,28 @@ def served():
 
 @pytest.fixture
 def open_dashboard(browser, served):  # noqa: F811 - the fixture
-    """open_dashboard(width=..., requests=[...]) -> the page in a fresh profile. Fails the test if the page called
-    elsewhere, broke or was refused something by its policy. `requests`: what GET /requests is to answer."""
-    contexts, requested, broken, origins = [], [], [], set()
-
-    def open_dashboard(width=1200, height=800, server=served, path="/dashboard", requests=None, **options):
-        context = browser.new_context(viewport={"width": width, "height": height}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(WAIT_MS)
-        page.on("request", lambda request: requested.append(request.url))
-        page.on("pageerror", lambda error: broken.append(str(error)))
-        page.on("console", lambda m: broken.append(m.text) if "Content Security Policy" in m.text else None)
-        if requests is not None:
-            page.route("**/requests?limit=100", lambda route: route.fulfill(json={"requests": requests}))
-            found = {one["id"]: one for one in requests}
-            page.route("**/requests/*", lambda route: answer(route, found))
-        page.goto(server.url + path)
-        origins.add(server.url)
-        return page
+    """open_dashboard(width=..., requests=[...]) -> the page in a fresh profile. `requests`: what GET /requests is
+    to answer."""
 
     def answer(route, found):
         one = found.get(route.request.url.rpartition("/")[2])
         error = {"error": {"message": "it is forgotten", "type": "NotFoundError"}}
         route.fulfill(json=one or error, status=200 if one else 404)
 
-    yield open_dashboard
-    for context in contexts:
-        context.close()
-    assert requested and all(url.startswith((*origins, "data:")) for url in requested), requested
-    assert not broken
+    with pages_of(browser) as new_page:
+
+        def open_dashboard(
+            width=1200, height=800, server=served, path="/dashboard", requests=None, **options
+        ):
+            page = new_page(server.url, width, height, **options)
+            if requests is not None:
+                page.route("**/requests?limit=100", lambda route: route.fulfill(json={"requests": requests}))
+                found = {one["id"]: one for one in requests}
+                page.route("**/requests/*", lambda route: answer(route, found))
+            page.goto(server.url + path)
+            return page
+
+        yield open_dashboard
 
 
 def talk(server, seconds=3.0):
@@ -341,10 +340,6 @@ def test_no_width_needs_sideways_scrolling(open_dashboard, width, height):
 
 
 def test_light_and_dark_follow_the_system_and_the_switch(open_dashboard):
-    def brightness(page):
-        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        return sum(map(int, re.findall(r"\d+", colour)[:3]))
-
     light, dark = open_dashboard(requests=[]), open_dashboard(requests=[], color_scheme="dark")
     assert brightness(light) > 600 and brightness(dark) < 150
     dark.get_by_role("button", name="Theme").click()
@@ -354,16 +349,8 @@ def test_light_and_dark_follow_the_system_and_the_switch(open_dashboard):
 def test_everything_has_a_name(open_dashboard):
     page = open_dashboard(requests=[request_of(1)])
     expect(page.locator("#requests button")).to_have_count(1)
-    for element in page.locator("button, a, input, meter, svg[role=img]").all():
-        name = element.evaluate(
-            "e => (e.ariaLabel || e.textContent || [...(e.labels || [])].map(l => l.textContent).join('')).trim()"
-        )
-        assert name, element.evaluate("e => e.outerHTML")
+    check_names(page, "button, a, input, meter, svg[role=img]")
 
 
 def test_the_page_is_small_and_its_policy_strict():
-    page, headers = web_page("dashboard.html")
-    policy = headers["content-security-policy"]
-    assert len(page) < 60_000 and b"style=" not in page
-    assert b"http://" not in page.replace(b"http://www.w3.org/2000/svg", b"")
-    assert "default-src 'none'" in policy and "unsafe" not in policy and policy.count("'sha256-") == 6
+    check_small_and_strict("dashboard.html", 60_000, 6)
