@@ -13,7 +13,8 @@ from torch import nn
 from shoal.errors import CheckpointError
 from shoal.layers.matrix import MatrixLayer
 from shoal.model_config import ModelConfig
-from shoal.weights.safetensors import DTYPES, PACKED_DTYPES, safetensors_headers, shards
+from shoal.weights.quantized import tensor_headers
+from shoal.weights.safetensors import shards
 from shoal.weights.source import CheckpointFiles
 
 # These fields say nothing about what is computed. Tensors are converted to the engine's dtype, and the engine
@@ -43,11 +44,11 @@ def packing_difference(ours: CheckpointFiles, files: CheckpointFiles) -> str | N
 
 
 def _kinds(files: CheckpointFiles) -> dict[str, str]:
-    """The type of each tensor in the files, by name."""
+    """The type of each tensor in the files, by name. A matrix of several tensors has one."""
     if files.file is not None:
         return {name: info.kind for name, info in files.header.tensors.items()}
-    every = safetensors_headers(files.folder, DTYPES | PACKED_DTYPES)
-    return {name: header.dtype for _, headers in every for name, header in headers.items()}
+    headers = tensor_headers(files.folder, files.config.quantization)
+    return {name: header.dtype for name, header in headers.items()}
 
 
 def check_tensor(
