@@ -377,10 +377,13 @@ def test_scales_that_are_no_numbers_are_refused_with_the_matrix_s_name(tmp_path)
         dict(checkpoint_tensors(CheckpointFiles(tmp_path)))
 
 
-def test_groups_that_a_shard_cuts_have_no_product_on_a_cpu():
+def test_groups_that_a_shard_cuts_and_scales_beyond_float16_have_no_product_on_a_cpu():
     tensor, _ = joined("gptq_act_order")
     with pytest.raises(CheckpointError, match="tensor_parallel_size"):
         cpu_int4.pack([tensor.columns(0, 64)])
+    quants = torch.zeros(4, 64, dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match="a scale of 70000, which float16"):
+        cpu_int4.pack([Int4Tensor.of(quants, torch.full((4, 2), 7e4), None)])
     quants = torch.zeros(4, 40, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match="multiples of 32"):
         cpu_int4.pack([Int4Tensor.of(quants, torch.ones(4, 1), None)])
