@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,10 +16,12 @@ from shoal import LLM, SamplingParams
 from shoal.config import EngineConfig
 from shoal.engine.resolve import resolve_config
 from shoal.errors import CheckpointError, ConfigError
-from shoal.kernels import cpu_fp8, cpu_int4, cpu_linear
+from shoal.kernels import cpu_fp8, cpu_int4, cpu_linear, cpu_ops, reference
 from shoal.kernels.fp8_tensor import Fp8Tensor
 from shoal.kernels.int4_tensor import Int4Tensor
 from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.layers.mlp import Experts
+from shoal.layers.parallel import TensorParallel
 from shoal.model_config import Quantization
 from shoal.models.layouts.registry import BY_NAME
 from shoal.weights.loader import check_shapes, checkpoint_tensors
@@ -141,7 +144,7 @@ def test_an_engine_computes_what_transformers_computes_with_the_unpacked_weights
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp8-blocks"])
-def test_experts_are_unpacked_and_the_rest_is_not(kind, tmp_path):
+def test_experts_stay_packed_and_are_mixed_as_plain_ones(kind, tmp_path):
     config = transformers.Qwen3MoeConfig(
         **quantized.SIZES,
         num_experts=4,
@@ -163,10 +166,41 @@ def test_experts_are_unpacked_and_the_rest_is_not(kind, tmp_path):
         with LLM(str(folder), **options) as llm:
             packed = [name for name in llm.check_weights() if name.endswith(".packed")]
             output = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0]
-        assert len(packed) == (4 if dtype == "auto" else 0)  # q, k, v as one and o, of two layers
+        # Of two layers: q, k, v as one and o; gate, up as one and down of four experts.
+        assert len(packed) == (2 * (2 + 8) if dtype == "auto" else 0)
         positions = zip(PROMPT[1:], output.prompt_logprobs[1:])
         found[dtype] = torch.tensor([position[token].logprob for token, position in positions])
     torch.testing.assert_close(found["auto"], found["float32"], rtol=5e-3, atol=2e-2)
+
+
+def test_experts_that_come_plain_stand_beside_packed_ones():
+    print("seed", torch.manual_seed(7).initial_seed())
+    config = SimpleNamespace(num_experts=3, hidden_size=64, moe_intermediate_size=32)
+    experts = Experts(config, TensorParallel.single(), cpu_ops)
+    experts.keep_quantized = True
+    oracle = {}
+    for name, shape, load in experts.checkpoint_tensors("e"):
+        expert, kind = name.split(".")[1:3]
+        weight = torch.randn(shape) / 8
+        # The first is packed, the second plain, and of the third the parts of a merge differ.
+        if expert == "0" or (expert, kind) == ("2", "gate_proj"):
+            tensor = Fp8Tensor.of(weight.to(torch.float8_e4m3fn), torch.rand(shape[0], 1), (1, 0))
+            load(tensor, name)
+            weight = tensor.dequantize()
+        else:
+            load(weight, name)
+        oracle[expert, kind] = weight
+    experts.finish()
+    packed = [f"0.{which}.{part}" for which in ("w13", "w2") for part in ("packed", "scales")]
+    assert sorted(experts.packed_tensors()) == packed
+    w13 = torch.stack([torch.cat((oracle[e, "gate_proj"], oracle[e, "up_proj"])) for e in "012"])
+    w2 = torch.stack([oracle[e, "down_proj"] for e in "012"])
+    x, logits = torch.randn(9, 64), torch.randn(9, 3)
+    for residual in (None, torch.randn(9, 64)):
+        want = reference.moe(x, logits, w13, w2, 2, True, None if residual is None else residual.clone())
+        got = experts.mix(x, logits, 2, True, residual)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        assert residual is None or got is residual
 
 
 @pytest.mark.parametrize("inputs", [8, 128, 300, 512])
