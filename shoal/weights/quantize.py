@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def quantize(files: CheckpointFiles, to: str, target: Path, group_size: int = 128) -> Path:
-    """Writes the checkpoint to the folder `target`, which is new. `to`: "fp8", with a scale for each output
-    and activations rounded token by token, or "int4", with a scale for each `group_size` inputs. Raises
-    ConfigError, CheckpointError."""
+    """Writes the checkpoint to the folder `target`, which is new, and is there only when it is whole. `to`:
+    "fp8", with a scale for each output and activations rounded token by token, or "int4", with a scale for
+    each `group_size` inputs. Raises ConfigError, CheckpointError."""
     if files.file is not None or files.config.quantization is not None:
         raise CheckpointError(
             f"{files.path} holds weights in fewer bits already; name a Hugging Face folder whose weights are "
@@ -59,8 +60,26 @@ def quantize(files: CheckpointFiles, to: str, target: Path, group_size: int = 12
                     f"{name} has {header.shape[1]} inputs, which are not whole groups of {group_size}; "
                     "choose another --group-size, such as 64 or 32"
                 )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{target.name}-", dir=target.parent) as temporary:
+            whole = Path(temporary) / target.name
+            _write_folder(files, shards, to, group_size, whole)
+            whole.rename(target)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error}; name another folder with --output") from None
+    return target
+
+
+def _write_folder(
+    files: CheckpointFiles,
+    shards: list[tuple[Path, dict[str, TensorHeader]]],
+    to: str,
+    group_size: int,
+    target: Path,
+) -> None:
     rounding = _fp8 if to == "fp8" else lambda weight: _int4(weight, group_size)
-    target.mkdir(parents=True)
+    target.mkdir()
     weight_map: dict[str, str] = {}
     total = 0
     for path, headers in shards:
@@ -77,7 +96,6 @@ def quantize(files: CheckpointFiles, to: str, target: Path, group_size: int = 12
     config = read_object(files.folder / "config.json")
     config["quantization_config"] = _config(to, group_size)
     (target / "config.json").write_text(json.dumps(config, indent=2))
-    return target
 
 
 def _is_quantized(name: str) -> bool:
@@ -175,5 +193,9 @@ def _become(
     """What is written in place of a tensor."""
     if not _is_quantized(name):
         return [(name, tensor)]
+    if not tensor.is_meta and not tensor.isfinite().all():
+        raise CheckpointError(
+            f"{name} holds weights that are no numbers; the file is damaged, fetch it again"
+        )
     module = name.removesuffix(".weight")
     return [(f"{module}.{suffix}", part) for suffix, part in rounding(tensor).items()]
