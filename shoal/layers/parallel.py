@@ -33,6 +33,7 @@ class TensorParallel:
 
     def __init__(self, rank: int, size: int, device: torch.device, group: Any | None) -> None:
         self.rank, self.size, self.device = rank, size, device
+        self.waits = False  # whether this rank waits for others in a collective; another thread may look
         self._group = group  # a ProcessGroupNCCL or ProcessGroupGloo; torch's stubs don't know their methods
 
     @classmethod
@@ -65,7 +66,7 @@ class TensorParallel:
             # events. So there is nothing to wait for, the caching allocator needs no record_stream, and a
             # graph captures one node instead of three.
             options.asyncOp = False
-            _finish(self._group.allreduce([x], options))
+            self._finish(self._group.allreduce([x], options))
         return x
 
     def all_gather(self, x: torch.Tensor, dim: int = -1) -> torch.Tensor:
@@ -75,7 +76,7 @@ class TensorParallel:
         joined = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
         options = dist.distributed_c10d.AllgatherOptions()
         options.asyncOp = False
-        _finish(self._group._allgather_base(joined.view(-1), x.contiguous().view(-1), options))
+        self._finish(self._group._allgather_base(joined.view(-1), x.contiguous().view(-1), options))
         shape = list(x.shape)
         shape[dim] *= self.size
         return joined.movedim(0, dim - 1 if dim < 0 else dim).reshape(shape)
@@ -86,8 +87,18 @@ class TensorParallel:
             options = dist.BroadcastOptions()
             options.rootRank = 0
             options.asyncOp = False
-            _finish(self._group.broadcast([x], options))
+            self._finish(self._group.broadcast([x], options))
         return x
+
+    def _finish(self, work: dist.Work | None) -> None:
+        """With Gloo, waits until the result is here, and raises RuntimeError if a rank has died. With NCCL
+        there is nothing to wait for, as the current stream is in order."""
+        if work is not None:
+            self.waits = True
+            try:
+                work.wait()
+            finally:
+                self.waits = False
 
     def barrier(self) -> None:
         """Returns when every rank has come here, with this rank's device idle."""
@@ -184,13 +195,6 @@ def _build_group(store: dist.Store, rank: int, size: int, device: torch.device) 
     # By default Gloo takes the address of the host's name, which may lead nowhere.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
     return dist.ProcessGroupGloo(store, rank, size, options)
-
-
-def _finish(work: dist.Work | None) -> None:
-    """With Gloo, waits until the result is here, and raises RuntimeError if a rank has died. With NCCL there
-    is nothing to wait for, as the current stream is in order."""
-    if work is not None:
-        work.wait()
 
 
 def _no_rendezvous(rank: int, port: int, timeout_s: float, error: RuntimeError) -> EngineDeadError:

@@ -93,6 +93,23 @@ for case in (
     LAUNCHES[f"sample {case}"] = lambda case=case: _sample(*case)
 
 
+def _split_draw(num_seqs: int, first: int, own: int, ranks: int, dtype: torch.dtype) -> None:
+    layout = StateLayout(num_seqs, 20)
+    table, rows = layout.table(_ints(layout.size)), _ints(num_seqs)
+    parts = triton_ops.draw_parts(torch.zeros(num_seqs, own, dtype=dtype), first, rows, rows, table)
+    joined = torch.stack([parts] * ranks)
+    triton_ops.join_parts(joined, rows, rows, table, _ints(num_seqs))
+
+
+for case in (
+    (1, 0, 75968, 2, BF16),
+    (64, 75968, 75968, 2, BF16),
+    (64, 3 * 37984, 37984, 4, BF16),
+    (4, 7 * 4000, 4000, 8, torch.float32),
+):
+    LAUNCHES[f"split draw {case}"] = lambda case=case: _split_draw(*case)
+
+
 def _moe(
     tokens: int,
     hidden: int,

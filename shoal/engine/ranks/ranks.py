@@ -44,6 +44,7 @@ class Ranks:
         """`predecessor`: ranks in this process that rest, and will be closed when these are ready."""
         self.size = config.tensor_parallel_size
         self.error: EngineDeadError | None = None
+        self._waits = False  # whether this rank waits for the device, where the others compute too
         # The threads that this process had before any rank was in it. close() sets this number again.
         self._num_threads: int = torch.get_num_threads() if predecessor is None else predecessor._num_threads
         self._divides_threads = config.device == "cpu" and self.size > 1
@@ -67,6 +68,7 @@ class Ranks:
             self._group = WorkerGroup(self.size, "shoal.engine.ranks.ranks:serve_rank", init)
             self._tp = tp = rendezvous.connect(0, self.size, config.device, self._group.check)
             self._group.when_failed(tp.abort)  # so that nobody waits on the device for a rank that is gone
+            self._group.watch_waits(lambda: tp.waits or self._waits)
         self._runner = ModelRunner(config, files, tp)
 
     @property
@@ -136,7 +138,13 @@ class Ranks:
 
     def wait(self, result: StepResult) -> list[int]:
         """The step's tokens. Raises EngineDeadError if a rank dies meanwhile."""
-        return result.wait(self._group.check if self._group is not None else None)
+        if self._group is None:
+            return result.wait()
+        self._waits = True
+        try:
+            return result.wait(self._group.check)
+        finally:
+            self._waits = False
 
     # Life and death
 
