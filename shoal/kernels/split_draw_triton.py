@@ -28,7 +28,6 @@ from shoal.kernels.sample import (
     TOKEN,
     TOP_K,
     TOP_P,
-    WIDE,
     _best_groups,
     _gumbel,
     _has_filters,
@@ -48,6 +47,7 @@ PARTS, PART_INTS = tl.constexpr(NUM_PARTS), tl.constexpr(len(Part))
 PART_MEASURE, PART_NUMBER = tl.constexpr(Part.MEASURE.value), tl.constexpr(Part.NUMBER.value)
 PART_SCORE, PART_TOKEN = tl.constexpr(Part.SCORE.value), tl.constexpr(Part.TOKEN.value)
 TILE_PARTS = tl.constexpr(4)  # A row without filters has three parts a rank; a power of two.
+PASS = tl.constexpr(2048)  # tokens of a piece, in a pass over the row
 JOIN_WARPS = 4
 
 
@@ -82,7 +82,7 @@ def _tile_parts(
     measure = best * scale
     noisy = measure
     if is_drawn:
-        measure += tl.log(tl.maximum(mass, 1e-38))  # beyond the row there is none
+        measure += tl.log(tl.maximum(mass, 1e-30))  # beyond the row there is none
         between = (tile > 0) & (tile < tiles - 1)
         noisy = tl.where(between, measure + _gumbel(key_0, key_1, -1 - (tile + FIRST // TILE)), float("-inf"))
     _, chosen = tl.max(noisy, axis=0, return_indices=True)
@@ -134,11 +134,11 @@ def _value_parts(
     more = taken < top_k
     while more:
         if wide:
-            values = tl.full((WIDE,), float("-inf"), tl.float32)
-            scores = tl.full((WIDE,), float("-inf"), tl.float32)
-            numbers, tokens = tl.zeros((WIDE,), tl.int32), tl.zeros((WIDE,), tl.int32)
-            for start in range(0, V, WIDE):
-                at_place = start + tl.arange(0, WIDE)
+            values = tl.full((PASS,), float("-inf"), tl.float32)
+            scores = tl.full((PASS,), float("-inf"), tl.float32)
+            numbers, tokens = tl.zeros((PASS,), tl.int32), tl.zeros((PASS,), tl.int32)
+            for start in range(0, V, PASS):
+                at_place = start + tl.arange(0, PASS)
                 inside = (at_place >= OFFSET) & (at_place < V)
                 logits = tl.load(row_ptr + at_place, mask=inside, other=float("-inf")).to(tl.float32)
                 logits = tl.where(_order_key(logits, SHIFT) < below, logits, float("-inf"))
@@ -152,7 +152,7 @@ def _value_parts(
             value = tl.max(values, axis=0)
             number = tl.sum(tl.where(values == value, numbers, 0), axis=0)
             score, at = tl.max(tl.where(values == value, scores, float("-inf")), axis=0, return_indices=True)
-            token = tl.sum(tl.where(tl.arange(0, WIDE) == at, tokens, 0), axis=0)
+            token = tl.sum(tl.where(tl.arange(0, PASS) == at, tokens, 0), axis=0)
         else:
             value = tl.max(tl.where(listed_keys < below, listed, float("-inf")), axis=0)
             has_it = (listed == value) & (listed_keys < below)
@@ -339,10 +339,10 @@ def _join_tiles(parts_ptr, s, num_seqs, temperature, key_0, key_1, RANKS: tl.con
     """The token that is drawn of a row without filters: a tile by the mass of all its parts, then the best
     token of these."""
     i = tl.arange(0, BLOCK)
-    _, tile, score, token = _load_parts(parts_ptr, s, i, num_seqs, RANKS, TILE_PARTS)
+    _measure, tile, score, token = _load_parts(parts_ptr, s, i, num_seqs, RANKS, TILE_PARTS)
     if temperature >= COLDEST:
         # The same parts once more, along the other axis.
-        other, other_tile, _, _ = _load_parts(parts_ptr, s, i[None, :], num_seqs, RANKS, TILE_PARTS)
+        other, other_tile, _0, _1 = _load_parts(parts_ptr, s, i[None, :], num_seqs, RANKS, TILE_PARTS)
         of_tile = tl.where(other_tile == tile[:, None], other, float("-inf"))
         most = tl.maximum(tl.max(of_tile, axis=1), LOWEST)
         mass = most + tl.log(tl.sum(tl.exp(of_tile - most[:, None]), axis=1))

@@ -12,7 +12,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,12 +27,33 @@ RENDEZVOUS_TIMEOUT_S = 120.0
 COLLECTIVE_TIMEOUT_S = 600.0
 
 
+class PeerSums(Protocol):
+    """Sums of small tensors over the ranks by other means than the group's (engine/ranks/peer_sums.py). What
+    it takes depends on shapes alone, as all ranks must decide alike."""
+
+    def takes(self, x: torch.Tensor) -> bool: ...
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Sums x over the ranks, in place, and returns it."""
+
+    def takes_rows(self, x_TD: torch.Tensor) -> bool: ...
+
+    def add_rms_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """residual += the sum of the ranks' x, in place; returns the norm of that."""
+
+    def release(self) -> None:
+        """Ends all waits for other ranks. Any thread may call it."""
+
+
 class TensorParallel:
     """This rank's number, and what the ranks do together. Every rank must make the same calls in the same
     order."""
 
     def __init__(self, rank: int, size: int, device: torch.device, group: Any | None) -> None:
         self.rank, self.size, self.device = rank, size, device
+        self.sums: PeerSums | None = None  # for what it takes; the group sums the rest
         self.waits = False  # whether this rank waits for others in a collective; another thread may look
         self._group = group  # a ProcessGroupNCCL or ProcessGroupGloo; torch's stubs don't know their methods
 
@@ -60,6 +81,8 @@ class TensorParallel:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """Sums x over the ranks, in place, and returns it. x must be contiguous."""
+        if self.sums is not None and self.sums.takes(x):
+            return self.sums.all_reduce(x)
         if self._group is not None:
             options = dist.AllreduceOptions()
             # With NCCL the kernel then goes onto the current stream, and not onto NCCL's own between two
@@ -110,6 +133,8 @@ class TensorParallel:
         """Breaks off collectives that run on a GPU, so that nobody waits for a rank that is gone. Any thread
         may call it."""
         group = self._group
+        if self.sums is not None:
+            self.sums.release()
         if group is not None and self.device.type == "cuda":
             group.abort()
 
@@ -117,6 +142,9 @@ class TensorParallel:
         """Ends the group without asking the other ranks, which may be dead. Collectives that still run on a
         GPU are aborted. Safe to call twice."""
         group, self._group = self._group, None
+        sums, self.sums = self.sums, None
+        if sums is not None:
+            sums.release()
         if group is not None and self.device.type == "cuda":
             group.abort()
 

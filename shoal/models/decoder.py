@@ -76,7 +76,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(
             build_layer(config, i, tp, ops, backend) for i in range(config.num_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, tp)
         self.lm_head = self.embed_tokens
         if not config.tie_word_embeddings:
             self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, tp, ops)

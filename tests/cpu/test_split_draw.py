@@ -1,5 +1,5 @@
-"""Draws from logits that lie split over ranks: the tokens that one rank draws from whole rows, by the reference and
-by the Triton kernels (interpreted)."""
+"""Draws from logits that lie split over ranks: the tokens that one rank draws from whole rows, by the
+reference and by the Triton kernels (interpreted)."""
 
 from __future__ import annotations
 

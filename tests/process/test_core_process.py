@@ -413,8 +413,8 @@ async def test_a_core_that_stops_is_killed_and_started_again_with_restart(llm):
 
 
 async def run_until_a_rank_is_lost(llm, number):
-    """Three requests run when a rank gets the signal. Each of them must end with one error, which names the rank;
-    the engine starts again, and nobody of the old one is left."""
+    """Three requests run when a rank gets the signal. Each of them must end with one error, which names the
+    rank; the engine starts again, and nobody of the old one is left."""
     core = psutil.Process(llm.info.pid)
     [rank] = core.children()
     asked = [request(i, 200) for i in range(3)]
@@ -546,8 +546,8 @@ def test_the_core_and_its_ranks_die_with_the_parent(ready, checkpoint, temporary
         from shoal.config import EngineConfig
         from shoal.engine.process.async_llm import AsyncLLM
         async def main():
-            llm = AsyncLLM.start(EngineConfig(model={str(checkpoint)!r}, device="cpu", dtype="float32", kv_cache_memory_bytes=1 << 22,
-                                              tensor_parallel_size=2))
+            llm = AsyncLLM.start(EngineConfig(model={str(checkpoint)!r}, device="cpu", dtype="float32",
+                                              kv_cache_memory_bytes=1 << 22, tensor_parallel_size=2))
             if {ready}:
                 await llm
                 print("ready", flush=True)

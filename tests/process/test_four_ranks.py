@@ -1,5 +1,5 @@
-"""Four ranks on the CPU (Gloo), two of which share each kv head: one rank's tokens and log-probabilities for every
-kind of request, sleep, and new weights."""
+"""Four ranks on the CPU (Gloo), two of which share each kv head: one rank's tokens and log-probabilities for
+every kind of request, sleep, and new weights."""
 
 import random
 
@@ -12,8 +12,8 @@ from tests.ranks import pids_of_ranks
 PROMPTS = [random.Random(i).choices(range(94), k=n) for i, n in enumerate((1, 7, 33, 80))]
 REGEX = StructuredOutputsParams(regex="[a-f]{3,20}!")
 
-# A step whose rows are all of one of the first kinds is drawn from parts of the ranks' logits; one other row has all
-# rows drawn from whole logits.
+# A step whose rows are all of one of the first kinds is drawn from parts of the ranks' logits; one other row
+# has all rows drawn from whole logits.
 KINDS = {
     "greedy": [dict(temperature=0.0)] * 4,
     "plain": [dict(temperature=1.2)] * 4,
