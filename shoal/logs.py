@@ -87,7 +87,8 @@ class Stream(Protocol):
 
 def set_up(level: int, style: str, stream: Stream | None = None) -> None:
     """Sends messages of `level` and above to a stream (default: standard error), in one of the STYLES."""
-    # No line tells of threads, processes and lines of code, and to look for them takes a third of a record's time.
+    # No line tells of threads, processes or lines of code, and looking for them takes a third of a record's
+    # time.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # type: ignore[assignment]
     handler = logging.StreamHandler(stream)

@@ -77,8 +77,8 @@ class _Flow(FlowControl):
 
 
 class _HeadAndBody:
-    """To whom uvicorn writes an answer up to the beginning of its body. The head waits for that, so that both are
-    one call of the system and one packet."""
+    """To whom uvicorn writes an answer up to the beginning of its body. The head waits for that, so that both
+    are one call of the system and one packet."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle, self._transport = cycle, cycle.transport

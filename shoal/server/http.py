@@ -36,8 +36,8 @@ MAX_SESSION = 256  # characters
 MAX_ID = 256  # characters
 MAX_UNKNOWN = 20  # unknown fields of one request that the log tells of
 LINGER_SECONDS = 2.0  # a client that is still sending when it is refused gets so long to see why
-# In a request's scope: what the connection calls when the client leaves. ASGI's own way, a task that waits for
-# the message http.disconnect beside each handler, costs more than the rest of reading a request.
+# In a request's scope: what the connection calls when the client leaves. ASGI's own way, a task beside each
+# handler that waits for the message http.disconnect, costs more than reading the request does.
 ON_LEAVE = "shoal.on_leave"
 
 
