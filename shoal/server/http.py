@@ -85,7 +85,8 @@ class Exchange:
         self.handler = "none"  # the route's path
         self.is_quiet = False
         self.dialect = OPENAI
-        self.generation: Generation | None = None  # the handler sets it, for the log
+        self.generation: Generation | None = None  # the handler sets it
+        self._last = b""  # of a stream, what its end takes along
         self.line: TimeLine | None = None  # see begin_line
         self._trace: Trace | None = None
         self._read_at = self.arrival  # when the body was in
@@ -254,21 +255,27 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def send(self, events: bytes) -> None:
-        """The next piece of a stream, begun by the first. Waits while the client is slow to read."""
+        """The next piece of a stream, begun by the first. Waits while the client is slow to read. What comes
+        when all answers have ended goes out with the stream's end, which is next."""
+        if self.generation is not None and self.generation.has_ended:
+            self._last += events
+            return
+        await self._begin_stream()
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self, events: bytes = DONE) -> None:
+        """The last piece of a stream. Begins it, if nothing was sent yet."""
+        await self._begin_stream()
+        self._end()
+        await self._send({"type": "http.response.body", "body": self._last + events})
+
+    async def _begin_stream(self) -> None:
         if self.status is None:
             await self._start(
                 200,
                 self.dialect.stream_type.encode("ascii"),
                 [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")],
             )
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
-
-    async def end(self, events: bytes = DONE) -> None:
-        """The last piece of a stream. Begins it, if nothing was sent yet."""
-        if self.status is None:
-            await self.send(b"")
-        self._end()
-        await self._send({"type": "http.response.body", "body": events})
 
     async def fail(self, error: ApiError) -> None:
         """Tells the client of an error: as an answer, or as a stream's last event."""

@@ -334,7 +334,9 @@ def test_what_is_written_is_sent_at_once(server, monkeypatch):
 
 
 @pytest.mark.parametrize("method, stream", [("POST", True), ("POST", False), ("HEAD", False)])
-def test_a_head_goes_out_with_the_beginning_of_its_body(method, stream, server, monkeypatch):
+def test_a_head_goes_out_with_its_body_and_a_streams_end_with_its_last_token(
+    method, stream, server, monkeypatch
+):
     """Each call of the system takes as long as passing on a token."""
     sent = []
     send = _SelectorSocketTransport.write
@@ -351,6 +353,9 @@ def test_a_head_goes_out_with_the_beginning_of_its_body(method, stream, server, 
     answer = [piece for piece in sent if not piece.startswith(b"HTTP/1.1 100")]
     assert answer[0].startswith(b"HTTP/1.1 200 OK\r\n") and sum(b"HTTP/1.1" in piece for piece in answer) == 1
     assert (b'"text":' in answer[0]) == (method == "POST")
+    if stream:
+        assert b'"finish_reason":"length"' in answer[-1] and answer[-1].endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
+        assert len(answer) <= 3  # tokens
 
 
 @pytest.fixture(scope="module")
