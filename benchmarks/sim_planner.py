@@ -1,4 +1,5 @@
-"""What planners, roles and a host tier do for simulated fleets: tables and plots of docs/fleet.md.
+"""What planners, roles and a host tier do for simulated fleets: tables and plots of
+benchmarks/results/simulated.md.
 
     python benchmarks/sim_planner.py [--json benchmarks/results/sim-planner.json] [--images docs/images]
 

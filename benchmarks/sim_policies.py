@@ -1,4 +1,5 @@
-"""What each routing policy does with a fleet of eight simulated H200s: figures and plots of docs/fleet.md.
+"""What each routing policy does with a fleet of eight simulated H200s: figures and plots of
+benchmarks/results/simulated.md.
 
     python benchmarks/sim_policies.py [--trace conversation_trace.jsonl] [--json FILE] [--images docs/images]
 

@@ -3,7 +3,7 @@
 A step reads the weights once, or computes its tokens' products where that takes longer. It reads the keys and
 values of the sequences that decode, and computes the attention of the prompts' chunks. To that come the
 launches of every layer and the host's work for every sequence. The constants of a GPU are fitted to measured
-runs of Shoal; docs/fleet.md has the measured times beside those of the simulator.
+runs of Shoal; docs/simulator.md has the measured times beside those of the simulator.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def work(w, now=0.0):
 
 @pytest.mark.parametrize(("model", "name", "seconds"), MEASURED)
 def test_simulated_times_are_those_of_an_h200(model, name, seconds):
-    """Within what docs/fleet.md says of it: 7 % with the 8B model, 20 % with the 0.6B one."""
+    """Within what docs/simulator.md says of it: 7 % with the 8B model, 20 % with the 0.6B one."""
     make = WORKLOADS["workload"] if name in OTHERS["COMPARED"] else OTHERS["other_workload"]
     prompts, lengths = make(name)
     names = {}
