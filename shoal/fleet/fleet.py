@@ -590,7 +590,8 @@ def _decode_load(loads: Sequence[WorkerLoad]) -> DecodeLoad:
     """By what each of a worker's ranks has said last, however long ago: one that is too busy to speak is not
     empty."""
     usage = max((load.kv_usage for load in loads if math.isfinite(load.kv_usage)), default=0.0)
-    return DecodeLoad(usage, sum(load.num_waiting for load in loads))
+    has_slots = any(load.num_running for load in loads)
+    return DecodeLoad(usage, sum(load.num_waiting for load in loads), has_slots)
 
 
 def _sum_of_queues(queues: Iterable[QueueView]) -> QueueView:

@@ -13,7 +13,8 @@ WAITING_LOAD = 0.02  # of KV load, for each request that waits at a worker
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):
-    """One decode worker, or one that does both. `num_waiting` counts where the worker tells of its slots."""
+    """One decode worker, or one that does both. `num_waiting` counts where the worker tells of slots that are
+    taken (`has_slots`)."""
 
     kv_usage: float  # 0 to 1
     num_waiting: int = 0

@@ -11,6 +11,7 @@ from shoal.fleet.dispatcher import Wanted
 from shoal.fleet.fleet import Fleet
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.indexer import WorkerRank
+from shoal.fleet.observation import DecodeLoad
 from shoal.fleet.worker import Worker, WorkerInfo, WorkerLoad
 from shoal.kv_event_format import GPU, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode
 from shoal.served import Served, quantiles_of
@@ -127,9 +128,21 @@ def test_a_worker_that_is_too_busy_to_speak_is_not_empty_for_a_planner():
         )
         for _ in range(2):
             [load] = s.fleet.observe("m", "both").decode
-            assert (load.kv_usage, load.num_waiting) == (0.95, 5)
+            assert load == DecodeLoad(0.95, 5, has_slots=True)
             await asyncio.sleep(20)
         assert s.fleet.models["m"].router.kv_usage(WorkerRank("a", 0)) == 0.0
+
+    scene(run)
+
+
+def test_what_waits_at_a_worker_that_tells_of_no_slots_is_no_load_for_a_planner():
+    async def run(s):
+        s.add("a")
+        await until(lambda: s.state("a") == "ready")
+        s.fleet.published("a", [WorkerLoad(num_waiting=50, kv_usage=0.25)])
+        assert [load.kv_load for load in s.fleet.observe("m", "both").decode] == [0.25]
+        s.fleet.published("a", [WorkerLoad(num_waiting=5, kv_usage=0.25, num_running=1)])
+        assert [load.kv_load for load in s.fleet.observe("m", "both").decode] == [0.35]
 
     scene(run)
 
