@@ -17,6 +17,7 @@ from typing import Any
 
 import safetensors
 import torch
+import torch.nn.functional as F
 
 from shoal.errors import CheckpointError, ConfigError
 from shoal.json_file import read_object
@@ -26,8 +27,7 @@ from shoal.weights.safetensors import INDEX, TensorHeader, safetensors_headers
 from shoal.weights.source import HUB_FILES, CheckpointFiles
 
 LARGEST_FP8 = 448.0
-# An int4 group's scale is the one of these shares of its largest weight with the least squared error.
-SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
+LARGEST_INT4 = 15
 NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -42,8 +42,8 @@ Tensors = dict[str, torch.Tensor]
 
 def quantize(files: CheckpointFiles, to: str, target: Path, group_size: int = 128) -> Path:
     """Writes the checkpoint to the folder `target`, which is new, and is there only when it is whole. `to`:
-    "fp8", with a scale for each output and activations rounded token by token, or "int4", with a scale for
-    each `group_size` inputs. Raises ConfigError, CheckpointError."""
+    "fp8", with a scale for each output and activations rounded token by token, or "int4", with a scale and a
+    zero point for each `group_size` inputs. Raises ConfigError, CheckpointError."""
     if files.file is not None or files.config.quantization is not None:
         raise CheckpointError(
             f"{files.path} holds weights in fewer bits already; name a Hugging Face folder whose weights are "
@@ -112,7 +112,7 @@ def _config(to: str, group_size: int) -> dict[str, Any]:
         activations = dict(num_bits=8, type="float", strategy="token", symmetric=True, dynamic=True)
     else:
         weights = dict(
-            num_bits=4, type="int", strategy="group", group_size=group_size, symmetric=True, dynamic=False
+            num_bits=4, type="int", strategy="group", group_size=group_size, symmetric=False, dynamic=False
         )
     group = dict(targets=["Linear"], weights=weights, input_activations=activations)
     return dict(
@@ -131,26 +131,28 @@ def _fp8(weight: torch.Tensor) -> Tensors:
 
 
 def _int4(weight: torch.Tensor, group_size: int) -> Tensors:
+    """A group's smallest and largest weight, and 0, are among the 16 values. Nothing is cut off, because the
+    few large weights matter more than the squared error says."""
     groups = weight.float().unflatten(1, (-1, group_size))
-    most = groups.abs().amax(2, keepdim=True).clamp(min=1e-12)
-    best = torch.full_like(most, float("inf"))
-    quants, scales = torch.zeros_like(groups), most
-    for share in SHARES:
-        scale = _rounded(most * share / 7.5, weight.dtype).float()
-        rounded = (groups / scale).round_().clamp_(-8, 7)
-        error = (rounded * scale - groups).square_().sum(2, keepdim=True)
-        better = error < best
-        best = torch.where(better, error, best)
-        quants, scales = torch.where(better, rounded, quants), torch.where(better, scale, scales)
-    numbers = (quants.flatten(1) + 8).to(torch.int32).unflatten(1, (-1, 8))
-    packed = torch.zeros_like(numbers[:, :, 0])
-    for i in range(8):
-        packed |= numbers[:, :, i] << (4 * i)
+    low, high = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
+    scales = _rounded(((high - low) / LARGEST_INT4).clamp(min=1e-12), weight.dtype)
+    zeros = (-low / scales.float()).round_().clamp_(0, LARGEST_INT4)
+    quants = (groups / scales.float() + zeros).round_().clamp_(0, LARGEST_INT4)
     return {
-        "weight_packed": packed,
-        "weight_scale": _rounded(scales.squeeze(2), weight.dtype),
+        "weight_packed": _words(quants.flatten(1)),
+        "weight_scale": scales.squeeze(2),
+        "weight_zero_point": _words(zeros.squeeze(2).T).T,
         "weight_shape": torch.tensor(weight.shape),
     }
+
+
+def _words(numbers: torch.Tensor) -> torch.Tensor:
+    """Eight 4-bit numbers of a row in an int32, the first one in its low bits."""
+    eights = F.pad(numbers, (0, -numbers.shape[1] % 8)).to(torch.int32).unflatten(1, (-1, 8))
+    words = torch.zeros_like(eights[:, :, 0])
+    for i in range(8):
+        words |= eights[:, :, i] << (4 * i)
+    return words
 
 
 def _rounded(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
