@@ -103,8 +103,8 @@ def _keeps_quantized(
         method = "gguf" if stored is None else BY_NAME[stored.layout].quant_method
         if method != asked:
             raise ConfigError(
-                f"quantization {asked!r} was asked for, but the weights of {config.model} are quantized already "
-                f"({method}); leave the option out"
+                f"quantization {asked!r} was asked for, but the weights of {config.model} are quantized "
+                f"already ({method}); leave the option out"
             )
     elif quantizes and asked != "fp8":
         raise ConfigError(
@@ -132,8 +132,8 @@ def _keeps_quantized(
             else "name a dtype ('bfloat16') and no quantization, so that they are unpacked while they load"
         )
         raise ConfigError(
-            f"{config.model}: weights in fp8 need a GPU of compute capability 8.9 (Ada, Hopper) or newer, and "
-            f"{torch.cuda.get_device_name(0)} has {'.'.join(map(str, capability))}; {way_out}"
+            f"{config.model}: weights in fp8 need a GPU of compute capability 8.9 (Ada, Hopper) or newer, "
+            f"and {torch.cuda.get_device_name(0)} has {'.'.join(map(str, capability))}; {way_out}"
         )
     return keeps, quantizes
 

@@ -13,8 +13,8 @@ end, those of groups of inputs to the sum of each group.
 GATED: the weight is gate over up, and silu(gate) * up leaves the kernel. ADD: the product, rounded as one of
 its own, is added to what the output holds, the residual. Which kernel is taken is said in products.py.
 
-T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows) · G groups of inputs. The oracle
-is the product with the unpacked matrix, and of rows in fp8 with what they stand for.
+T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows) · G groups of inputs. The
+oracle is the product with the unpacked matrix, and of rows in fp8 with what they stand for.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from shoal.kernels.hopper import empty_product_input
 from shoal.kernels.linear import finish, fitting_stages
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.products import After, Fp8Tiles, Kernel, Shape, choose, gpu_of
-from shoal.kernels.rounding import cdiv, next_power_of_2
+from shoal.kernels.rounding import cdiv
 
 MAX_SPLIT_TILES = 4096  # tiles of a launch whose inputs are split; products.py stays below
 
@@ -140,8 +140,8 @@ def _few_kernel(
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The product of the rows of program 1 and the outputs of program 0 over the inputs of program 2, by tensor
-    cores: out^T = weight @ x^T."""
+    """The product of the rows of program 1 and the outputs of program 0 over the inputs of program 2, by
+    tensor cores: out^T = weight @ x^T."""
     out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     row = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.arange(0, BLOCK_I)

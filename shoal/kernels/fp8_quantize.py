@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.activation import silu
-from shoal.kernels.fp8_rows import LARGEST, SMALLEST, Fp8Rows
+from shoal.kernels.fp8_rows import SMALLEST, Fp8Rows
+from shoal.kernels.fp8_tensor import LARGEST
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.rounding import cdiv, next_power_of_2
 

@@ -1,5 +1,5 @@
-"""Fp8Rows: activations in fp8 (e4m3), which products of fp8 with fp8 take; and their rounding in plain PyTorch,
-the oracle of fp8_quantize.py."""
+"""Fp8Rows: activations in fp8 (e4m3), which products of fp8 with fp8 take; and their rounding in plain
+PyTorch, the oracle of fp8_quantize.py."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-LARGEST = 448.0  # of e4m3
+from shoal.kernels.fp8_tensor import LARGEST
+
 SMALLEST = 1e-12  # A group of zeros has the scale that a largest number of this size has.
 
 
@@ -34,10 +35,10 @@ class Fp8Rows(NamedTuple):
 
 def quantize_rows(x_TI: torch.Tensor, group: int) -> Fp8Rows:
     """Rounds rows to fp8, so that the largest number of each group is the largest one that there is."""
-    rows, inputs = x_TI.shape
+    inputs = x_TI.shape[1]
     size = group or inputs
     padded = torch.nn.functional.pad(x_TI.float(), (0, -inputs % size))
-    groups = padded.view(rows, -1, size)
+    groups = padded.unflatten(1, (-1, size))
     scales = groups.abs().amax(2, keepdim=True).clamp(min=SMALLEST) / LARGEST
-    data = (groups * (1.0 / scales)).to(torch.float8_e4m3fn).view(rows, -1)[:, :inputs]
+    data = (groups * (1.0 / scales)).to(torch.float8_e4m3fn).flatten(1)[:, :inputs]
     return Fp8Rows(data.contiguous(), scales.squeeze(2).T.contiguous(), group, x_TI.dtype)

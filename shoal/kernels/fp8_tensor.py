@@ -10,7 +10,7 @@ from shoal.errors import CheckpointError
 from shoal.kernels.quantized_tensor import QuantizedTensor
 
 NAN = 0x7F  # The only bits, but for the sign, that are no number in e4m3.
-LARGEST = 448.0
+LARGEST = 448.0  # of e4m3
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""fp8 weights on a GPU: what fp8_linear.py multiplies, made of a checkpoint's tensors, and the products that a
-layer asks for."""
+"""fp8 weights on a GPU: what fp8_linear.py multiplies, made of a checkpoint's tensors, and the products that
+a layer asks for."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Fp8Weight:
 
 
 def pack(tensors: Sequence[Fp8Tensor], replaced: Fp8Weight | None = None) -> Fp8Weight:
-    """Makes one weight of all the tensors' rows, in order, on torch's default device. The memory of the weight
-    `replaced` is used again. Raises CheckpointError for groups that no product has."""
+    """Makes one weight of all the tensors' rows, in order, on torch's default device. The memory of the
+    weight `replaced` is used again. Raises CheckpointError for groups that no product has."""
     outs, inputs = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
     size, groups = tensors[0].size, tensors[0].scales.shape[1]
     group = 0 if groups == 1 else size

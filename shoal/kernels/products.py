@@ -27,6 +27,8 @@ SHARED_BYTES = 216 << 10  # what the tiles may take of an SM's 227 KiB
 # Of hopper_row.py: the most inputs, as they lie in shared memory beside the ring
 WIDEST_ROW = 32768
 # Of fp8_linear.py
+# rows, outputs and warps of tiles of many rows, of which the first are taken that give all SMs work
+FP8_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
 MAX_FP8_SPLITS = 8
 MIN_SPLIT_TILES = 4  # A split with fewer tiles ends before its pipeline is full.
 
@@ -169,8 +171,8 @@ class HopperTiles:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Tiles:
-    """How fp8_linear.py cuts a product: a program computes `outs` outputs of `rows` rows from a `splits`-th of
-    the inputs, `columns` at a time."""
+    """How fp8_linear.py cuts a product: a program computes `outs` outputs of `rows` rows from a `splits`-th
+    of the inputs, `columns` at a time."""
 
     rows: int
     outs: int
@@ -310,15 +312,13 @@ def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int
 
 
 def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Product:
-    """Which of fp8_linear.py's kernels. Whether rows become fp8 depends on their number alone, because whoever
-    makes them must know before."""
+    """Which of fp8_linear.py's kernels. Whether rows become fp8 depends on their number alone, because
+    whoever makes them must know before."""
     columns = min(128, shape.group or 128)
     if rows > gpu.limits.widened_rows:
-        # The largest tiles that give all SMs work.
-        for block_rows, block_outs, num_warps in ((128, 128, 8), (128, 64, 4), (64, 64, 4)):
-            if cdiv(rows, block_rows) * cdiv(shape.outs, block_outs) >= gpu.sms:
-                break
-        return Product(Kernel.FP8_MANY, fp8_tiles=Fp8Tiles(block_rows, block_outs, columns, num_warps, 4))
+        tiles = [Fp8Tiles(*sizes, columns, warps, 4) for *sizes, warps in FP8_TILES]
+        busy = (t for t in tiles if cdiv(rows, t.rows) * cdiv(shape.outs, t.outs) >= gpu.sms)
+        return Product(Kernel.FP8_MANY, fp8_tiles=next(busy, tiles[-1]))
     if rows == 1:
         # Small tiles: more of them are there at once.
         return Product(Kernel.FP8_ROW, fp8_tiles=Fp8Tiles(1, 2 if shape.gated else 4, 1024, 4))

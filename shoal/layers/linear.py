@@ -105,6 +105,6 @@ class Linear(MatrixLayer):
         return self.format.add(x_TI, self.bias, residual_TO)
 
     def silu_mul(self, x_TI: torch.Tensor, reader: Linear | None = None) -> torch.Tensor:
-        """silu(gate) * up, for a layer of the parts gate and up that is not split over its inputs. `reader`: the
-        layer that takes it next, for which it may be made as that wants it."""
+        """silu(gate) * up, for a layer of the parts gate and up that is not split over its inputs. It comes
+        as `reader` wants it, the layer that takes it next."""
         return self.format.gated(x_TI, self.bias, None if reader is None else reader.format)

@@ -43,8 +43,8 @@ class RMSNorm(LoadingLayer):
         silu_mul: bool = False,
         reader: Linear | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `linear`, or its `silu_mul` for `reader`, of the norm of residual + x; and that sum, which is the new
-        residual. `linear` is not split over its inputs. x None: nothing to add.
+        """Returns `linear`, or its `silu_mul` for `reader`, of the norm of residual + x; and that sum, which
+        is the new residual. `linear` is not split over its inputs. x None: nothing to add.
 
         One row takes one kernel.
         """

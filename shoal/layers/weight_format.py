@@ -20,8 +20,8 @@ from shoal.kernels.int4_tensor import Int4Tensor
 from shoal.kernels.ops import Ops
 from shoal.kernels.quantized_tensor import QuantizedTensor
 
-# The type of a quantized tensor -> for each kind of device, the module whose `pack` makes a PackedMatrix of such
-# tensors. It is imported when the first one comes, because it may compile a library.
+# The type of a quantized tensor -> for each kind of device, the module whose `pack` makes a PackedMatrix of
+# such tensors. It is imported when the first one comes, because it may compile a library.
 PACKED_BY: dict[type[QuantizedTensor], dict[str, str]] = {
     GGUFTensor: {"cpu": "shoal.kernels.cpu_linear"},
     Int4Tensor: {"cpu": "shoal.kernels.cpu_int4"},
@@ -46,8 +46,8 @@ class PackedMatrix(Protocol):
 
 @runtime_checkable
 class WritableMatrix(PackedMatrix, Protocol):
-    """A packed matrix that takes new rows. Plain tensors that become fp8 while they are loaded need it, as some
-    of them may come without the others."""
+    """A packed matrix that takes new rows. Plain tensors that become fp8 while they are loaded need it, as
+    some of them may come without the others."""
 
     def write(self, row: int, tensor: QuantizedTensor) -> None:
         """Replaces the rows from `row` on."""
@@ -87,8 +87,8 @@ class WeightFormat:
         return {}
 
     def fp8_group(self, num_rows: int) -> int | None:
-        """In groups of how many columns so many rows are to come in fp8; 0: each row is a group. None: they are
-        to come in plain numbers."""
+        """In groups of how many columns so many rows are to come in fp8; 0: each row is a group. None: they
+        are to come in plain numbers."""
         return None
 
     def multiply(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:

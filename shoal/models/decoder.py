@@ -15,7 +15,6 @@ from torch import nn
 
 from shoal.errors import CheckpointError, ConfigError
 from shoal.kernels.ops import Ops
-from shoal.kernels.quantized_tensor import is_projection
 from shoal.kernels.step_input import AttentionBackend, StepInput
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer
