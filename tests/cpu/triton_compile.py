@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 CAPABILITIES = (80, 90)
-SHARED_LIMIT = {80: 163 * 1024, 89: 99 * 1024, 90: 227 * 1024}  # bytes a block may have
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024}  # bytes a block may have on A100 and H100/H200
 
 
 @dataclass(frozen=True)
