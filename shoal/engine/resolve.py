@@ -125,6 +125,12 @@ def _keeps_quantized(
     # A GGUF file's weights are unpacked on a GPU.
     multiplied = not gpu or (stored is not None and stored.bits == 8)
     keeps = quantizes or (quantized and multiplied and (config.dtype == "auto" or asked is not None))
+    if gpu and keeps and model.num_experts:
+        raise ConfigError(
+            f"{config.model} has experts in fp8, and no kernel here multiplies those on a GPU; name a dtype "
+            "('bfloat16') and no quantization, so that all weights are unpacked while they load, or use "
+            "device='cpu'"
+        )
     if gpu and keeps and (capability := torch.cuda.get_device_capability(0)) < FP8_CAPABILITY:
         way_out = (
             "leave quantization out"

@@ -235,6 +235,15 @@ def test_experts_are_not_quantized_in_silence(tmp_path):
         resolve_config(EngineConfig(model="m", device="cpu", quantization="fp8"), model)
 
 
+def test_experts_in_fp8_are_not_unpacked_on_a_gpu_in_silence(tmp_path, monkeypatch):
+    quantized.write(tmp_path, "fp8-channel", SMALL)
+    model = replace(CheckpointFiles(tmp_path).config, num_experts=4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"experts in fp8.*on a GPU; name a dtype"):
+        resolve_config(EngineConfig(model="m", device="cuda"), model, 1000)
+
+
 @pytest.mark.parametrize(
     ("kind", "asked", "way_out"),
     [("fp8-channel", None, "name a dtype"), ("plain", "fp8", "leave quantization out")],
@@ -259,3 +268,24 @@ def test_another_models_packing_does_not_replace_plain_weights_that_became_fp8(p
         pytest.raises((CheckpointError, ConfigError), match="quantization"),
     ):
         llm.update_weights(str(folder))
+
+
+# Shards
+
+
+def test_a_shard_that_cuts_through_groups_has_smaller_ones():
+    """A matrix of 18,944 inputs on 8 ranks is an example: 2,368 of each are 18 and a half groups of 128."""
+    print("seed", torch.manual_seed(7).initial_seed())
+    tensor = fp8_of(5, 4 * 96, (1, 64))
+    whole = tensor.dequantize()
+    for start in range(0, 4 * 96, 96):
+        shard = tensor.columns(start, start + 96)
+        assert shard.size == 32 and shard.scales.shape == (5, 3)
+        assert torch.equal(shard.dequantize(), whole[:, start : start + 96])
+    assert tensor.columns(128, 256).size == 64
+    odd = fp8_of(5, 200, (1, 64))
+    assert torch.equal(odd.columns(64, 200).dequantize(), odd.dequantize()[:, 64:])
+    with pytest.raises(
+        CheckpointError, match=r"columns 0 to 40 .* no multiples of 32; .*tensor_parallel_size"
+    ):
+        tensor.columns(0, 40)
