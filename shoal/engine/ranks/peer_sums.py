@@ -106,7 +106,6 @@ def connect(tp: TensorParallel, hidden_size: int, dtype: torch.dtype) -> CudaPee
                 else:
                     why = "the kernels' sums are not those of NCCL"
     if sums is None:
-        torch.cuda.synchronize(device)
         tp.barrier()  # until here others may write into this rank's memory
         _free(device, foreign, address)
         if tp.rank == 0:
@@ -172,7 +171,8 @@ def _allocate(device: int, num_bytes: int) -> int:
 
 
 def _free(device: int, foreign: Sequence[int], address: int) -> None:
-    close_memory(device, [at for at in foreign if at])
+    if foreign:
+        close_memory(device, [at for at in foreign if at])
     if address:
         with context(device):
             call("cuMemFree_v2", ctypes.c_uint64(address))

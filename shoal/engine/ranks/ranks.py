@@ -215,10 +215,10 @@ class Ranks:
         self.error = self.error or EngineDeadError("the engine was ended; build a new one")
         with ExitStack() as ends:  # It runs the last entry first.
             ends.callback(torch.set_num_threads, self._num_threads)
-            if tp is not None:
-                ends.callback(tp.close)
             if sums is not None:
                 ends.callback(sums.close)
+            if tp is not None:
+                ends.callback(tp.close)
             if group is not None:
                 ends.callback(group.close)
             if runner is not None:
