@@ -19,6 +19,7 @@ from shoal.kernels.step_input import AttentionBackend, StepInput
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer
 from shoal.layers.matrix import MatrixLayer
+from shoal.layers.mlp import Experts
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import ModelConfig
@@ -83,7 +84,7 @@ class Decoder(nn.Module):
         if max_position:
             self.register_buffer("cos_sin", rope_table(config, max_position), persistent=False)
         for module in self.modules():
-            if isinstance(module, MatrixLayer):
+            if isinstance(module, MatrixLayer | Experts):
                 module.keep_quantized = keep_quantized
         self._awaited: dict[str, CheckpointTensor] = {}  # what a load still waits for, by name
 
