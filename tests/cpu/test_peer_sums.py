@@ -24,6 +24,6 @@ def test_gpus_without_access_to_each_other_leave_all_sums_to_the_group(far, word
 
 
 def test_more_ranks_than_the_kernels_are_for_leave_all_sums_to_the_group(monkeypatch, caplog):
-    monkeypatch.setattr(peer_sums, "MAX_RANKS", 1)
+    monkeypatch.setattr("shoal.kernels.all_reduce.MAX_RANKS", 1)
     assert together([lambda tp=tp: peer_sums.connect(tp, 64, torch.float32) for tp in ranks(2)]) == [None] * 2
     assert "there are 2 ranks, and the kernels are for at most 1" in caplog.text
