@@ -43,6 +43,7 @@ class Part(IntEnum):
     TOKEN = 3  # its id; -1: there is no such part
 
 
+Keys = tuple[torch.Tensor, torch.Tensor]
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -124,10 +125,11 @@ class _Rows:
         self.plain = [s for s in drawn if self.filters[s] == (0, 1.0, 0.0)]
         self.filtered = [s for s in drawn if self.filters[s] != (0, 1.0, 0.0)]
 
-    def of(self, samples: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Temperatures, [n], and keys of the noise, [2, n], of these samples."""
-        temperatures = torch.tensor([self.temperatures[s] for s in samples])
-        return temperatures, torch.tensor([self.keys[s] for s in samples], dtype=torch.int32).T
+    def of(self, samples: list[int]) -> tuple[torch.Tensor, Keys]:
+        """Temperatures and the two keys of the noise of these samples, [n, 1] each."""
+        temperatures = torch.tensor([[self.temperatures[s]] for s in samples])
+        keys = torch.tensor([self.keys[s] for s in samples], dtype=torch.int32)
+        return temperatures, (keys[:, :1], keys[:, 1:])
 
 
 def _store(parts: torch.Tensor, samples: list[int], found: tuple[torch.Tensor, ...]) -> None:
@@ -142,22 +144,23 @@ def _store(parts: torch.Tensor, samples: list[int], found: tuple[torch.Tensor, .
     parts[samples, : measures.shape[1]] = torch.stack(columns, dim=-1)
 
 
-def _tiles(logits_SV: torch.Tensor, first: int, temperatures_S: torch.Tensor, keys: torch.Tensor) -> Parts:
+def _tiles(logits_SV: torch.Tensor, first: int, temperatures_S1: torch.Tensor, keys: Keys) -> Parts:
     """The tiles of a rank that are drawn from: the first one, the last one, and the drawn one between."""
     before, num_seqs = first % TILE, len(logits_SV)
     num_tiles = -(-(before + logits_SV.shape[1]) // TILE)
     behind = num_tiles * TILE - before - logits_SV.shape[1]
-    padded = F.pad(logits_SV / temperatures_S.unsqueeze(1), (before, behind), value=-math.inf)
+    padded = F.pad(logits_SV / temperatures_S1, (before, behind), value=-math.inf)
     pieces = padded.view(num_seqs, num_tiles, TILE)
     masses = pieces.logsumexp(2)
     tiles = first // TILE + torch.arange(num_tiles, dtype=torch.int32)
     chosen = torch.tensor(sorted({0, num_tiles - 1})).expand(num_seqs, -1)
     if num_tiles > 2:
-        noisy = (masses + gumbel(*keys.unsqueeze(2), -1 - tiles))[:, 1:-1]
+        noisy = (masses + gumbel(*keys, -1 - tiles))[:, 1:-1]
         chosen = torch.cat((chosen, 1 + noisy.argmax(1, keepdim=True)), dim=1)
     tokens = (tiles[chosen] * TILE).unsqueeze(2) + torch.arange(TILE, dtype=torch.int32)
     logits = pieces.gather(1, chosen.unsqueeze(2).expand(-1, -1, TILE))
-    scores, at = (gumbel(*keys[..., None, None], tokens) + logits).max(dim=2)
+    noise = gumbel(keys[0].unsqueeze(2), keys[1].unsqueeze(2), tokens)
+    scores, at = (noise + logits).max(dim=2)
     return masses.gather(1, chosen), tiles[chosen], scores, tokens.gather(2, at.unsqueeze(2)).squeeze(2)
 
 
@@ -176,12 +179,12 @@ def _best_values(
     return values, counts, scores[best], first + ids[best]
 
 
-def _drawn_tile(masses: torch.Tensor, tiles: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def _drawn_tile(masses: torch.Tensor, tiles: torch.Tensor, keys: Keys) -> torch.Tensor:
     """Which parts are of the tile that is drawn. A row has parts along the last dim; those with mass -inf
     are none."""
     is_same = tiles.unsqueeze(2) == tiles.unsqueeze(1)
     whole = torch.where(is_same, masses.unsqueeze(1), -math.inf).logsumexp(2)
-    noisy = torch.where(masses > -math.inf, gumbel(*keys.unsqueeze(2), -1 - tiles) + whole, -math.inf)
+    noisy = torch.where(masses > -math.inf, gumbel(*keys, -1 - tiles) + whole, -math.inf)
     return tiles == tiles.gather(1, noisy.argmax(1, keepdim=True))
 
 
