@@ -116,6 +116,13 @@ def pretend_cards(monkeypatch, num_bytes):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (num_bytes, num_bytes))
 
 
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    pretend_cards(monkeypatch, 80 << 30)
+    config = EngineConfig(device="cuda", tensor_parallel_size=4)
+    with pytest.raises(ConfigError, match="tensor_parallel_size 4 > 2 GPUs here; lower it"):
+        resolve_config(config, config_from_json(QWEN, "config.json"))
+
+
 @pytest.mark.parametrize(
     ("card_gib", "options", "expected"),
     [
