@@ -50,13 +50,11 @@ class Server:
             raise RuntimeError(f"no {scope['type']} here")
         exchange = Exchange(self.port, scope, receive, send, self._count)
         self.exchanges.add(exchange)
-        watch: asyncio.Task[None] | None = None
         try:
             route = self._route(exchange)
             if route is None:
                 return await self._cors.answer_preflight(exchange)
             await exchange.read()
-            watch = asyncio.create_task(exchange.watch())
             await route.handler(exchange)
         except ClientGone:
             pass
@@ -72,8 +70,6 @@ class Server:
         finally:
             self.exchanges.discard(exchange)
             self.port.body_bytes -= exchange.size
-            if watch is not None:
-                watch.cancel()
             if not exchange.ended:  # its client has left
                 self._count(exchange)
 

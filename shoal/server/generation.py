@@ -78,6 +78,7 @@ class Generation:
         self.line = line
         line.params, line.prompt_tokens = params, self.usage.prompt_tokens
         self._running: list[_Running] = []
+        self._num_ended = 0
         self._streams: list[AsyncGenerator[Output, None]] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._timeout = asyncio.timeout(self.seconds)
@@ -179,6 +180,11 @@ class Generation:
         return wholes
 
     @property
+    def has_ended(self) -> bool:
+        """Whether all answers have ended."""
+        return self._num_ended > 0 and self._num_ended == len(self._running)
+
+    @property
     def times(self) -> list[RequestTimes]:
         """The times of each answer, once the block is entered."""
         return [running.times for running in self._running]
@@ -218,6 +224,7 @@ class Generation:
                 delta = running.push(output)
                 self.usage.completion_tokens += len(delta.token_ids)
                 if delta.finish_reason is not None:
+                    self._num_ended += 1
                     # The engine does not know of a stop string and would go on; other answers may run long.
                     await self._streams[i].aclose()
                 yield delta
