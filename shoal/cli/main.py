@@ -758,7 +758,7 @@ def run_quantize(arguments: argparse.Namespace) -> int:
     from shoal.weights.source import resolve
 
     files = resolve(arguments.model, arguments.revision)
-    target = arguments.output or f"{Path(arguments.model).name}-{arguments.to}"
+    target = arguments.output or f"{Path(arguments.model).resolve().name}-{arguments.to}"
     print(quantize(files, arguments.to, Path(target), arguments.group_size))
     return 0
 

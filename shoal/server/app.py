@@ -91,8 +91,9 @@ class Server:
                 f"{path} takes {' or '.join(methods)}, not {exchange.method:.20}",
                 headers={"allow": ", ".join(allowed)},
             )
-        exchange.is_quiet, exchange.dialect = route.quiet, route.dialect
+        exchange.dialect = route.dialect
         self._doors.check(exchange, is_public=route.public)
+        exchange.is_quiet = route.quiet  # not for who is kept out: keys that are guessed are to be seen
         return route
 
     def _count(self, exchange: Exchange) -> None:

@@ -11,6 +11,7 @@ requests, and answer.py reads the outputs. Whatever ends the block aborts the re
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 import time
@@ -210,7 +211,7 @@ class Generation:
             async for output in self._streams[i]:
                 started = True
                 if output.finish_reason == FinishReason.ERROR:
-                    running.times.finish(FinishReason.ERROR)
+                    running.fail(output)
                     if output.stop_reason == "grammar":
                         raise ApiError(
                             400, output.error or "the grammar cannot be followed", param="structured_outputs"
@@ -316,6 +317,11 @@ class _Running:
             output.stop_reason,
             output.embedding,
         )
+
+    def fail(self, output: Output) -> None:
+        """The engine has ended the answer with an error. Nobody gets the tokens that come with it."""
+        self.times.finish(FinishReason.ERROR)
+        self.line.push(dataclasses.replace(output, token_ids=[]), time.perf_counter())
 
     def close(self) -> None:
         """Counts an answer that was left before its end as aborted."""

@@ -196,9 +196,12 @@ class Exchange:
             return
         if self.is_gone:
             self.line.reasons.add(FinishReason.ABORT)
+        # A foreign worker's refusal is passed on as it is, and is no error of this server's own.
+        status = self.error.status if self.error is not None else self.status or 0
+        self.line.end(has_failed=status >= 400)
         if self._trace is not None:
-            self._trace.end(self.line, str(self.error.status) if self.error is not None else None)
-        self.line.end(has_failed=self.error is not None)
+            self._trace.end(self.line, str(status) if status >= 400 else None)
+        self.line.params = None  # a grammar may be long
 
     def session(self, user: Any = None) -> str | None:
         """What keeps requests together at one worker of a fleet: the header X-Session-ID, else the body's
