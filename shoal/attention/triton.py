@@ -102,14 +102,16 @@ class TritonBackend:
         device: torch.device,
         dtype: torch.dtype,
         scale: float | None = None,
+        fp8_cache: bool = False,
     ) -> None:
         """Heads are this rank's. `scale`: what q k^T is multiplied by; None: 1 / sqrt(head_dim)."""
+        self.fp8_cache = fp8_cache
         self.scale = head_dim**-0.5 if scale is None else scale
         self.num_kv_heads = num_kv_heads
         on_gpu = device.type == "cuda"
         # Without a GPU (in Triton's interpreter) any number will do. With 8, small cases are split.
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
-        self.hopper = HAS_GLUON and hopper.is_supported(device, dtype, head_dim, block_size)
+        self.hopper = not fp8_cache and HAS_GLUON and hopper.is_supported(device, dtype, head_dim, block_size)
         self.group = num_heads // num_kv_heads
         # The tiles of the step's prefills, if Hopper's kernel gets them; those with selected tokens come
         # first.
@@ -145,7 +147,7 @@ class TritonBackend:
             self.work = on_device.view(work.shape)
 
     def reads_k(self, window: int | None) -> bool:
-        return self.work is None or window is not None
+        return not self.fp8_cache and (self.work is None or window is not None)
 
     def attend(
         self,
@@ -156,12 +158,13 @@ class TritonBackend:
         step: StepInput,
         window: int | None,
         selected: bool = False,
+        scales_2G: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out_THN = empty_product_input(q_THN, *q_THN.shape)
         if step.num_decodes:
-            self.decode(q_THN, kv_layer, step, window, out_THN)
+            self.decode(q_THN, kv_layer, step, window, out_THN, scales_2G)
         if step.num_seqs > step.num_decodes:
-            self.prefill(q_THN, k_TGN, v_TGN, kv_layer, step, window, out_THN, selected)
+            self.prefill(q_THN, k_TGN, v_TGN, kv_layer, step, window, out_THN, selected, scales_2G)
         return out_THN
 
     def decode(
@@ -171,6 +174,7 @@ class TritonBackend:
         step: StepInput,
         window: int | None,
         out_THN: torch.Tensor,
+        scales_2G: torch.Tensor | None,
     ) -> None:
         """Writes out_THN of the first num_decodes tokens; an empty place gets zeros."""
         sizes = step.num_decodes, self.num_kv_heads, step.max_kv_len, self.num_sms
@@ -198,6 +202,7 @@ class TritonBackend:
                 splits,
                 parts,
                 self.scale,
+                scales_2G=scales_2G,
             )
         decode_attention(
             q_THN,
@@ -215,6 +220,7 @@ class TritonBackend:
             prefix_lens_S=prefix_lens_S,
             max_parts=parts,
             num_cut=num_cut,
+            scales_2G=scales_2G,
         )
 
     def prefill(
@@ -227,6 +233,7 @@ class TritonBackend:
         window: int | None,
         out_THN: torch.Tensor,
         selected: bool,
+        scales_2G: torch.Tensor | None,
     ) -> None:
         """Writes out_THN of the prefills' tokens. It comes after `decode`: in a captured mixed step the empty
         places for decodes wrote zeros over some of these tokens."""
@@ -245,7 +252,7 @@ class TritonBackend:
                     self.num_sms,
                 )
         else:
-            paged, splits = not step.fresh_prefills, 1
+            paged, splits = scales_2G is not None or not step.fresh_prefills, 1
             if paged and window is None:
                 sizes = step.max_prefill_tokens, step.num_seqs - step.num_decodes, self.num_kv_heads
                 splits = prefill_splits(num_prefill_tasks(*sizes, self.chunk_queries), self.num_sms)
@@ -267,4 +274,5 @@ class TritonBackend:
                 splits=splits,
                 min_split=MIN_PREFILL_SPLIT,
                 workspace=self.prefill_workspace,
+                scales_2G=scales_2G,
             )

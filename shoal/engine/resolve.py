@@ -28,6 +28,7 @@ LARGE_CARD_BYTES = 70 << 30  # A card that is sold with 80 GB has a little less.
 # MANY_SEQS are the default only where the cache has room for as many tokens of each.
 TOKENS_OF_SHORT_SEQ = 256
 PENALTY_BYTES = 5  # a sequence with a penalty keeps a flag and a count for each token of the vocabulary
+FP8_CHIP = (8, 9)  # the first compute capability with instructions that convert fp8
 ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -59,6 +60,11 @@ def resolve_config(
             f"{config.model}: its weights are quantized ({model.quantization.layout}), and no kernel here "
             "multiplies them on a GPU; name a dtype ('bfloat16'), to which they are unpacked while they "
             "load, or use device='cpu'"
+        )
+    if gpu and config.kv_cache_dtype != "auto" and (chip := torch.cuda.get_device_capability()) < FP8_CHIP:
+        raise ConfigError(
+            f"kv_cache_dtype {config.kv_cache_dtype!r} needs a GPU that converts fp8 (compute capability 8.9 "
+            f"or more: Ada, Hopper), and this one has {chip[0]}.{chip[1]}; leave it at 'auto'"
         )
     if config.kv_host_bytes > (free := available_bytes()):
         raise ConfigError(
