@@ -109,9 +109,7 @@ def attend_torch(
             k_1GLN = k_TGN[None, start:end].transpose(1, 2)
             v_1GLN = v_TGN[None, start:end].transpose(1, 2)
         else:
-            k_1GLN, v_1GLN = gather(
-                kv_layer, step.block_tables_RM, step.rows_S[s : s + 1], kv_len, scales_2G
-            )
+            k_1GLN, v_1GLN = gather(kv_layer, step.block_tables_RM, step.rows_S[s : s + 1], kv_len, scales_2G)
             k_1GLN, v_1GLN = k_1GLN.to(q_THN.dtype), v_1GLN.to(q_THN.dtype)
             mask = visible(torch.arange(kv_len - (end - start), kv_len), k_1GLN.shape[2], window)
         out_1HTN = F.scaled_dot_product_attention(
@@ -134,8 +132,8 @@ def gather(
     max_len: int,
     scales_2G: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [B, G, L, N] of whole blocks that hold the first max_len positions of each row. Those of
-    an fp8 cache come as float32."""
+    """Keys and values [B, G, L, N] of whole blocks that hold the first max_len positions of each row. Those
+    of an fp8 cache come as float32."""
     num_blocks = -(-max_len // kv_layer.shape[3])
     # A table may hold anything beyond the sequence's end.
     blocks_BM = block_tables_RM[rows_B.long(), :num_blocks].long().clamp(0, len(kv_layer) - 1)

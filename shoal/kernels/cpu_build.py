@@ -91,8 +91,8 @@ class Layer(ctypes.Structure):
     _fields_ = _fields(
         {
             c_void_p: (
-                "qkv o gate_up down qkv_bias o_bias gate_up_bias down_bias input_norm post_norm q_norm k_norm "
-                "scales"
+                "qkv o gate_up down qkv_bias o_bias gate_up_bias down_bias input_norm post_norm q_norm "
+                "k_norm scales"
             ),
             c_int64: "window",
         }
@@ -117,14 +117,19 @@ def cache_struct(
 ) -> Cache:
     """Makes the struct. It is cached because filling it costs as much as a call does, and a layer has the
     same struct in every step."""
-    return Cache(data, scales, tables, table_stride, *strides[:3], block_size, num_heads, num_kv_heads, head_dim)
+    return Cache(
+        data, scales, tables, table_stride, *strides[:3], block_size, num_heads, num_kv_heads, head_dim
+    )
 
 
 def describe_cache(
-    kv_layer: torch.Tensor, block_tables_RM: torch.Tensor, num_heads: int, scales_2G: torch.Tensor | None = None
+    kv_layer: torch.Tensor,
+    block_tables_RM: torch.Tensor,
+    num_heads: int,
+    scales_2G: torch.Tensor | None = None,
 ) -> Cache:
-    """Makes the struct that describes a layer's cache, [blocks, 2, G, block_size, N], and its block tables. An
-    fp8 cache has scales."""
+    """Makes the struct that describes a layer's cache, [blocks, 2, G, block_size, N], and its block tables.
+    An fp8 cache has scales."""
     strides, (_, _, num_kv_heads, block_size, head_dim) = kv_layer.stride(), kv_layer.shape
     assert strides[3:] == (head_dim, 1)
     if scales_2G is None:

@@ -67,7 +67,9 @@ class CpuLayers:
             and cos_sin.is_contiguous()
         )
         assert step.positions_T.dtype == step.rows_T.dtype == torch.int32
-        cache = cpu_build.describe_cache(kv[:, 0], step.block_tables_RM, self._num_heads, self._layers[0].scales_2G)
+        cache = cpu_build.describe_cache(
+            kv[:, 0], step.block_tables_RM, self._num_heads, self._layers[0].scales_2G
+        )
         sequences = cpu_build.describe_sequences(step)
         described = cpu_build.Tokens(
             step.positions_T.data_ptr(),

@@ -205,7 +205,8 @@ def prefix_attention(
 ) -> None:
     """Attends from the queries of all groups to the keys that each group shares, and leaves the results in
     the workspace, in at most `max_parts` parts. The members of groups are among the first `num_seqs`
-    sequences. `decode_attention` must be launched next, with the same `splits`, `max_parts` and `scales_2G`."""
+    sequences. `decode_attention` must be launched next, with the same `splits`, `max_parts` and
+    `scales_2G`."""
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group = q_THN.shape[1] // num_kv_heads
     assert (

@@ -61,7 +61,7 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: int = 1
     tp_rank: int = 0
     tp_size: int = 1
-    # Names the scales of all heads of an fp8 cache, by which its numbers are multiplied. Empty: there are none.
+    # Names the scales of all heads of an fp8 cache, by which its numbers are multiplied. Empty: none.
     scales: str = ""
 
     def __post_init__(self) -> None:

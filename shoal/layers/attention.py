@@ -25,7 +25,7 @@ class Attention(nn.Module):
         super().__init__()
         self.ops, self.backend, self.eps = ops, backend, config.rms_norm_eps
         self.window = config.windows[layer]
-        # Of an fp8 cache: the scales of keys and of values, float32 [2, G]. None: the cache has plain numbers.
+        # The scales of keys and of values in an fp8 cache, float32 [2, G]. None: the cache has plain numbers.
         self.scales_2G: torch.Tensor | None = None
         self.num_heads = config.num_heads // tp.size
         replicas = config.kv_head_replicas(tp.size)

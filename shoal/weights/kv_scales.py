@@ -2,8 +2,8 @@
 value that is meant.
 
 Names are those of compressed-tensors (`self_attn.k_scale`) and of ModelOpt (`self_attn.k_proj.k_scale`). A
-scale is one number for a layer, or one for each of its kv heads. They are no weights: no layer loads them, and
-an engine without an fp8 cache leaves them alone.
+scale is one number for a layer, or one for each of its kv heads. They are no weights: no layer loads them,
+and an engine without an fp8 cache leaves them alone.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ def kv_scales(files: CheckpointFiles) -> torch.Tensor | None:
         found, layer, values = True, int(match[1]), tensor.float().flatten()
         if layer >= config.num_layers:
             raise CheckpointError(
-                f"{files.path}: {name} belongs to layer {layer}, but the model has {config.num_layers}; is it "
-                "another model's file?"
+                f"{files.path}: {name} belongs to layer {layer}, but the model has {config.num_layers}; is "
+                "it another model's file?"
             )
         if len(values) not in (1, config.num_kv_heads):
             raise CheckpointError(

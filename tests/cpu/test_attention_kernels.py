@@ -112,7 +112,9 @@ class Case:
     def in_fp8(self, seed: int = 0) -> Case:
         """The same step over a cache of fp8 numbers, with scales of each head's own. Its unused slots hold NaN
         too, and this step's k and v must be read from the cache, so they are poison."""
-        self.scales_2G = torch.rand(2, self.kv_layer.shape[2], generator=torch.Generator().manual_seed(seed)) + 0.1
+        self.scales_2G = (
+            torch.rand(2, self.kv_layer.shape[2], generator=torch.Generator().manual_seed(seed)) + 0.1
+        )
         shape = (self.kv_layer.shape[0], 3, *self.kv_layer.shape[1:])
         cache = torch.full(shape, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
         fp8 = to_fp8(self.kv_layer, self.scales_2G[:, :, None, None])

@@ -37,7 +37,9 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-def written_by(ops, qkv, tables, heads: int, kv_heads: int, head_dim: int, block_size: int, scales, blocks: int):
+def written_by(
+    ops, qkv, tables, heads: int, kv_heads: int, head_dim: int, block_size: int, scales, blocks: int
+):
     """The whole cache, of bytes, after a step of a token a slot."""
     tokens = len(qkv)
     cos_sin = torch.cat((torch.ones(tokens, head_dim // 2), torch.zeros(tokens, head_dim // 2)), dim=1)
@@ -45,7 +47,19 @@ def written_by(ops, qkv, tables, heads: int, kv_heads: int, head_dim: int, block
     positions[-1] = -1  # padding
     kv = torch.full((blocks, 2, 2, kv_heads, block_size, head_dim), 0x55, dtype=torch.uint8).view(FP8)
     ops.qk_norm_rope_store(
-        qkv.clone(), None, None, EPS, cos_sin, positions, rows, tables, kv[:, 1], heads, kv_heads, True, scales
+        qkv.clone(),
+        None,
+        None,
+        EPS,
+        cos_sin,
+        positions,
+        rows,
+        tables,
+        kv[:, 1],
+        heads,
+        kv_heads,
+        True,
+        scales,
     )
     return kv.view(torch.uint8)
 
@@ -222,7 +236,11 @@ def test_the_cpu_reads_every_number_as_torch_does() -> None:
     _, _, step = make_step([(1, 1)] * 4, 1, 1, 64, 1)
     step.block_tables_RM[step.rows_S.long(), 0] = torch.arange(4, dtype=torch.int32)
     got = CpuBackend(64).attend(
-        torch.zeros(4, 1, 64), *[torch.zeros(4, 1, 64)] * 2, kv_layer.view(FP8), step, None,
+        torch.zeros(4, 1, 64),
+        *[torch.zeros(4, 1, 64)] * 2,
+        kv_layer.view(FP8),
+        step,
+        None,
         scales_2G=torch.ones(2, 1),
     )
     want = bytes_.view(FP8).float().view(4, 1, 64)
