@@ -1,5 +1,6 @@
 """What fewer bits do to SmolLM2 on the CPU: its weights as float32, in fp8 and in int4 as `shoal quantize`
-writes them. Perplexity and drift over a text, bytes on disk, and tokens a second at one stream.
+writes them; its KV cache as float32 and in fp8. Perplexity and drift over a text, bytes on disk, and tokens a
+second at one stream.
 
     python benchmarks/quantized.py [--tokens 2000] [--threads 2]
 
@@ -10,6 +11,7 @@ difference of the log-probabilities of the text's own tokens.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import tempfile
@@ -46,9 +48,11 @@ def text_ids(folder: Path, count: int) -> list[int]:
     return transformers.AutoTokenizer.from_pretrained(folder)(text)["input_ids"][:count]
 
 
-def measure(folder: Path, ids: list[int], dtype: str) -> tuple[list[float], float]:
+def measure(folder: Path, ids: list[int], dtype: str, kv_cache_dtype: str) -> tuple[list[float], float]:
     """The log-probability of each token after those before it in its window; and tokens a second."""
-    with LLM(str(folder), device="cpu", dtype=dtype, max_model_len=WINDOW + 64) as llm:
+    with LLM(
+        str(folder), device="cpu", dtype=dtype, max_model_len=WINDOW + 64, kv_cache_dtype=kv_cache_dtype
+    ) as llm:
         windows = [ids[i : i + WINDOW] for i in range(0, len(ids), WINDOW)]
         outputs = llm.generate(windows, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
         found = [
@@ -81,17 +85,18 @@ def main() -> None:
         for to in ("fp8", "int4"):
             folders[to] = quantize(CheckpointFiles(plain), to, root / to, GROUP)
         base: list[float] = []
-        print("| weights | bytes | perplexity | mean drift | largest drift | tokens/s |")
-        print("|---|---|---|---|---|---|")
-        for name, folder in folders.items():
-            found, rate = measure(folder, ids, "float32" if name == "float32" else "auto")
+        print("| weights | KV cache | bytes | perplexity | mean drift | largest drift | tokens/s |")
+        print("|---|---|---|---|---|---|---|")
+        for (name, folder), cache in itertools.product(folders.items(), ("auto", "fp8")):
+            found, rate = measure(folder, ids, "float32" if name == "float32" else "auto", cache)
             base = base or found
             drift = [abs(a - b) for a, b in zip(found, base)]
             size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
             perplexity = math.exp(-sum(found) / len(found))
+            kept = "float32" if cache == "auto" else cache
             print(
-                f"| {name} | {size / 1e6:.0f} MB | {perplexity:.3f} | {sum(drift) / len(drift):.4f} | "
-                f"{max(drift):.3f} | {rate:.1f} |",
+                f"| {name} | {kept} | {size / 1e6:.0f} MB | {perplexity:.3f} | "
+                f"{sum(drift) / len(drift):.4f} | {max(drift):.3f} | {rate:.1f} |",
                 flush=True,
             )
 

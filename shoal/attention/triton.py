@@ -8,6 +8,9 @@ Shapes: T tokens of the step, H query heads, G kv heads, N head size.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 
 from shoal.kernels.attention import (
@@ -18,9 +21,10 @@ from shoal.kernels.attention import (
     num_prefill_tasks,
     prefill_attention,
 )
+from shoal.kernels.fp8_blocks import unpack_blocks
 from shoal.kernels.hopper import HAS_GLUON, empty_product_input
 from shoal.kernels.prefix_attention import prefix_attention
-from shoal.kernels.step_input import StepInput
+from shoal.kernels.step_input import HostView, StepInput
 
 if HAS_GLUON:
     from shoal.kernels import hopper_attention as hopper
@@ -85,6 +89,15 @@ def prefill_splits(num_tasks: int, num_sms: int) -> int:
     return max(1, num_sms * PROGRAMS_PER_SM // num_tasks)
 
 
+@dataclass(frozen=True, slots=True)
+class UnpackedBlocks:
+    """Blocks of an fp8 cache that become plain numbers for Hopper's kernel, sequence after sequence."""
+
+    blocks_B: torch.Tensor  # their ids in the cache
+    firsts_S: torch.Tensor  # where each sequence's blocks begin among them
+    table_B1: torch.Tensor  # counts them: from its row firsts_S[s] on it is the block table of sequence s
+
+
 class TritonBackend:
     """Steps that share a backend must run one after the other, because they share its workspace."""
 
@@ -105,18 +118,19 @@ class TritonBackend:
         fp8_cache: bool = False,
     ) -> None:
         """Heads are this rank's. `scale`: what q k^T is multiplied by; None: 1 / sqrt(head_dim)."""
-        self.fp8_cache = fp8_cache
+        self.fp8_cache, self.block_size, self.max_model_len = fp8_cache, block_size, max_model_len
         self.scale = head_dim**-0.5 if scale is None else scale
         self.num_kv_heads = num_kv_heads
         on_gpu = device.type == "cuda"
         # Without a GPU (in Triton's interpreter) any number will do. With 8, small cases are split.
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else 8
-        self.hopper = not fp8_cache and HAS_GLUON and hopper.is_supported(device, dtype, head_dim, block_size)
+        self.hopper = HAS_GLUON and hopper.is_supported(device, dtype, head_dim, block_size)
         self.group = num_heads // num_kv_heads
         # The tiles of the step's prefills, if Hopper's kernel gets them; those with selected tokens come
         # first.
         self.work: torch.Tensor | None = None
         self.selected_work = 0  # how many tiles have selected tokens
+        self.unpacked: UnpackedBlocks | None = None  # of an fp8 cache, if Hopper's kernel gets the prefills
         self.taken = torch.zeros(1, dtype=torch.int32, device=device)
 
         def most_partials(num_seqs: int) -> int:
@@ -143,8 +157,29 @@ class TritonBackend:
             work, self.selected_work = hopper.prefill_work(
                 host.query_starts, host.kv_lens, step.num_decodes, self.group, host.selected_tokens
             )
+            if self.fp8_cache:
+                self.unpacked = self.plan_blocks(step, host)
+                if self.unpacked is None:
+                    return
             on_device = host.upload(work.reshape(-1)).to(step.rows_S.device, non_blocking=True)
             self.work = on_device.view(work.shape)
+
+    def plan_blocks(self, step: StepInput, host: HostView) -> UnpackedBlocks | None:
+        """The blocks that the prefills read. None: they would take more memory as plain numbers than those of
+        any step that the engine rehearses."""
+        lens = np.array(host.kv_lens)
+        lens[: step.num_decodes] = 0
+        if lens.sum() > max(step.max_prefill_tokens, self.max_model_len):
+            return None
+        counts = -(-lens // self.block_size)
+        firsts = np.cumsum(counts) - counts
+        seqs = np.repeat(np.arange(len(counts)), counts)
+        plan = np.concatenate((firsts, seqs, np.arange(len(seqs)) - firsts[seqs])).astype(np.int32)
+        on_device = host.upload(plan).to(step.rows_S.device, non_blocking=True)
+        firsts_S, seqs_B, index_B = on_device.split((len(firsts), len(seqs), len(seqs)))
+        blocks_B = step.block_tables_RM[step.rows_S[seqs_B].long(), index_B.long()]
+        numbers_B = torch.arange(len(seqs), dtype=torch.int32, device=step.rows_S.device)
+        return UnpackedBlocks(blocks_B, firsts_S, numbers_B.as_strided((len(seqs), 1), (1, 1)))
 
     def reads_k(self, window: int | None) -> bool:
         return not self.fp8_cache and (self.work is None or window is not None)
@@ -239,17 +274,14 @@ class TritonBackend:
         places for decodes wrote zeros over some of these tokens."""
         if self.work is not None and window is None:
             work = self.work[: self.selected_work] if selected else self.work
+            rows_S, tables_RM = step.rows_S, step.block_tables_RM
+            if len(work) and scales_2G is not None:
+                assert self.unpacked is not None
+                kv_layer = unpack_blocks(kv_layer, scales_2G, self.unpacked.blocks_B, q_THN.dtype)
+                rows_S, tables_RM = self.unpacked.firsts_S, self.unpacked.table_B1
             if len(work):
                 hopper.hopper_prefill_attention(
-                    q_THN,
-                    kv_layer,
-                    out_THN,
-                    work,
-                    self.taken,
-                    step.rows_S,
-                    step.block_tables_RM,
-                    self.scale,
-                    self.num_sms,
+                    q_THN, kv_layer, out_THN, work, self.taken, rows_S, tables_RM, self.scale, self.num_sms
                 )
         else:
             paged, splits = scales_2G is not None or not step.fresh_prefills, 1

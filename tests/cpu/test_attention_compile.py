@@ -12,12 +12,19 @@ import triton
 from triton_compile import Compiled, check_kernels
 
 from shoal.attention.triton import TritonBackend
+from shoal.kernels.fp8_blocks import unpack_blocks
 from shoal.kernels.hopper_attention import hopper_prefill_attention
 from shoal.kernels.state import StateLayout
 from shoal.kernels.step_input import HostView, SharedPrefixes, StepInput
 
-
 FP8 = torch.float8_e4m3fn
+
+
+def unpack() -> None:
+    """The blocks of a large prefill over an fp8 cache."""
+    if converts_fp8():
+        blocks = torch.zeros(2, dtype=torch.int32)
+        unpack_blocks(cache(8, 16, 128, FP8), torch.ones(2, 8), blocks, torch.bfloat16)
 
 
 def converts_fp8() -> bool:
@@ -46,15 +53,7 @@ def attend(
     if fp8 and not converts_fp8():
         return
     backend = TritonBackend(
-        num_heads,
-        num_kv_heads,
-        head_dim,
-        block_size,
-        8,
-        4096,
-        torch.device("cpu"),
-        dtype,
-        fp8_cache=fp8,
+        num_heads, num_kv_heads, head_dim, block_size, 8, 4096, torch.device("cpu"), dtype, fp8_cache=fp8
     )
     qkv = torch.zeros(34, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     q, k, v = (
@@ -168,6 +167,7 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "qwen3-8b on Hopper": partial(hopper, 32, 8, 128, BF16),
     "head size 64 on Hopper, tiny blocks": partial(hopper, 9, 3, 64, FP16, 8),
     "71 heads on one, cascade": partial(cascade, 71, 1, 64, BF16, 16),
+    "blocks of an fp8 cache": unpack,
     "qwen3-8b, fp8 cache": partial(attend, 32, 8, 128, BF16, fp8=True),
     "mistral, fp8 cache": partial(attend, 32, 8, 128, BF16, window=4096, fp8=True),
     "head size 80, large blocks, fp8 cache": partial(attend, 9, 3, 80, FP16, 256, fp8=True),

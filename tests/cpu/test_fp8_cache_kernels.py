@@ -14,11 +14,14 @@ from test_cpu_attention import STEPS, expected, make_step
 from test_cpu_layers import EPS, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, layer_weights, op_by_op
 from test_prefix_attention import MIXED, cascade
 
+from shoal.attention import triton as backend_module
 from shoal.attention.cpu import CpuBackend
 from shoal.attention.triton import TritonBackend
 from shoal.kernels import cpu_build, cpu_ops, reference, triton_ops
 from shoal.kernels.attention import PrefillWorkspace
+from shoal.kernels.attention_reference import paged_attention
 from shoal.kernels.cpu_layers import CpuLayers
+from shoal.kernels.fp8_blocks import unpack_blocks
 from shoal.kernels.reference import to_fp8
 from shoal.kernels.state import FIELDS
 
@@ -183,6 +186,62 @@ def test_the_backend_answers_padded_mixed_steps() -> None:
     case = Case([(1, 40), (1, 9), (9, 30), (1, 12), (16, 16)], 6, 2, num_decodes=2).in_fp8()
     backend = TritonBackend(6, 2, 16, 8, 8, 256, CPU, torch.float32, fp8_cache=True)
     case.check_padded(backend, (64, 3, 9))
+
+
+# Hopper's prefills
+
+
+@pytest.mark.parametrize(("block_size", "head_dim"), [(16, 64), (1, 16), (8, 80)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_blocks_become_plain_numbers(block_size: int, head_dim: int, dtype: torch.dtype) -> None:
+    packed = torch.randint(0, 256, (9, 3, 2, 3, block_size, head_dim), dtype=torch.uint8)
+    packed[packed & 0x7F == 0x7F] = 0  # The interpreter takes the bits of NaN for a number.
+    kv_layer = packed.view(FP8)[:, 1]
+    scales, blocks = torch.rand(2, 3) + 0.1, torch.tensor([7, 0, 7, 8], dtype=torch.int32)
+    got = unpack_blocks(kv_layer, scales, blocks, dtype)
+    want = (kv_layer.float() * scales[:, :, None, None])[blocks.long()].to(dtype)
+    assert torch.equal(got, want)
+
+
+def test_large_prefills_go_to_hoppers_kernel_as_plain_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def in_plain_torch(q_THN, kv_layer, out_THN, work, taken, rows_S, tables_RM, scale, num_sms) -> None:
+        launched.append(len(kv_layer))
+        assert kv_layer.dtype == q_THN.dtype
+        for token, count, position, seq in work.tolist():
+            blocks = -(-(position + count) // kv_layer.shape[3])
+            # as the kernel reads a table: from its row on, whatever the row's length
+            table = tables_RM.as_strided((1, blocks), (1, 1), int(rows_S[seq]) * tables_RM.stride(0))
+            tile = slice(token, token + count)
+            out_THN[tile] = paged_attention(
+                q_THN[tile],
+                kv_layer,
+                torch.tensor([0, count]),
+                torch.tensor([position + count]),
+                torch.zeros(1, dtype=torch.int32),
+                table,
+                scale,
+            )
+
+    launched: list[int] = []
+    monkeypatch.setattr(backend_module.hopper, "is_supported", lambda *_: True)
+    monkeypatch.setattr(backend_module.hopper, "hopper_prefill_attention", in_plain_torch)
+    monkeypatch.setattr(backend_module, "HOPPER_FROM", 100)
+    for prefills, blocks in (
+        ([(99, 120)], 0),  # too small
+        ([(100, 100)], 13),
+        ([(3, 3), (97, 200), (1, 9)], 1 + 25 + 2),
+        ([(100, 200), (1, 57)], 0),  # more keys than the longest sequence may have
+    ):
+        case = Case([(1, 30), (1, 0), *prefills], num_decodes=2).in_fp8()
+        backend = TritonBackend(4, 2, 16, 8, 8, 256, CPU, torch.float32, fp8_cache=True)
+        backend.begin(case.step)
+        launched.clear()
+        for window in (None, 10):
+            out = backend.attend(
+                case.q, case.k, case.v, case.kv_layer, case.step, window, scales_2G=case.scales_2G
+            )
+            case.check(out, window)
+        assert launched == ([blocks] if blocks else [])
 
 
 # The CPU's attention
