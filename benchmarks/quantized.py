@@ -1,6 +1,6 @@
 """What fewer bits do to SmolLM2 on the CPU: its weights as bfloat16, in fp8 and in int4 as `shoal quantize`
-writes them, with activations in float32. Perplexity and drift over a text, bytes on disk, and tokens a second
-at one stream.
+writes them, with activations in float32; its KV cache in float32 and in fp8. Perplexity and drift over a
+text, bytes on disk, and tokens a second at one stream.
 
     python benchmarks/quantized.py [--tokens 2000] [--threads 2]
 
@@ -11,6 +11,7 @@ difference of the log-probabilities of the text's own tokens.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import sys
@@ -54,19 +55,21 @@ def main() -> None:
         for to in ("fp8", "int4"):
             folders[to] = quantize(CheckpointFiles(plain), to, root / to, GROUP)
         base: list[float] = []
-        print("| weights | bytes | perplexity | mean drift | largest drift | tokens/s |")
-        print("|---|---|---|---|---|---|")
-        for name, folder in folders.items():
+        print("| weights | KV cache | bytes | perplexity | mean drift | largest drift | tokens/s |")
+        print("|---|---|---|---|---|---|---|")
+        for (name, folder), cache in itertools.product(folders.items(), ("auto", "fp8")):
             dtype = "float32" if name == "bfloat16" else "auto"
-            with LLM(str(folder), device="cpu", dtype=dtype, max_model_len=WINDOW + 64) as llm:
+            options = dict(device="cpu", dtype=dtype, max_model_len=WINDOW + 64, kv_cache_dtype=cache)
+            with LLM(str(folder), **options) as llm:
                 found, speed = log_probs(llm, ids), rate(llm, ids)
             base = base or found
             drift = [abs(a - b) for a, b in zip(found, base)]
             size = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
             perplexity = math.exp(-sum(found) / len(found))
+            kept = "float32" if cache == "auto" else cache
             print(
-                f"| {name} | {size / 1e6:.0f} MB | {perplexity:.3f} | {sum(drift) / len(drift):.4f} | "
-                f"{max(drift):.3f} | {speed:.1f} |",
+                f"| {name} | {kept} | {size / 1e6:.0f} MB | {perplexity:.3f} | "
+                f"{sum(drift) / len(drift):.4f} | {max(drift):.3f} | {speed:.1f} |",
                 flush=True,
             )
 

@@ -25,6 +25,7 @@ MOST_BATCHES = 2**30 - 1
 SERVER_TARGET_ITL_MS = 50.0  # 20 tokens a second: faster than people read
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 QUANTIZATIONS = ("fp8", "compressed-tensors", "awq", "gptq")
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 
 # Options of vLLM's LLM() that mean nothing here: accepted with a warning, so that its examples run.
 IGNORED_OPTIONS = frozenset(
@@ -56,7 +57,6 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "enable_expert_parallel": (False,),
-    "kv_cache_dtype": ("auto",),
     "cpu_offload_gb": (0,),
     "enable_lora": (False,),
     "speculative_config": (None,),
@@ -306,6 +306,13 @@ class EngineConfig:
     enable_prefix_caching: bool = option(
         True, "requests share the KV blocks of equal beginnings", section="KV cache"
     )
+    kv_cache_dtype: str = option(
+        "auto",
+        '"auto": that of the model; "fp8" or "fp8_e4m3": a byte a number, with the checkpoint\'s k_scale and '
+        "v_scale, or 1",
+        common=True,
+        choices=KV_CACHE_DTYPES,
+    )
     kv_events_config: KVEventsConfig | None = option(
         None,
         "tell routers which KV blocks are cached, as vLLM does: its fields in JSON, "
@@ -509,6 +516,11 @@ class EngineConfig:
             raise ConfigError(
                 f"kv_disk_path {self.kv_disk_path!r} without kv_disk_bytes; say how much of that disk may "
                 "be used"
+            )
+        if self.kv_cache_dtype != "auto" and self.attention_backend in ("flashinfer", "flash_attn"):
+            raise ConfigError(
+                f"attention_backend {self.attention_backend!r} does not read a cache of kv_cache_dtype "
+                f"{self.kv_cache_dtype!r}; leave one of the two at 'auto'"
             )
         if self.has_kv_tiers and not self.enable_prefix_caching:
             raise ConfigError(

@@ -137,6 +137,7 @@ class ModelInfo(msgspec.Struct, array_like=True, frozen=True):
     dtype: str
     kv_role: str = ""  # of kv_transfer_config: what it exchanges with other engines; "" without one
     kv_block_bytes: int = 0  # of one KV block, on all ranks together
+    kv_cache_dtype: str = ""  # the name of a torch.dtype
 
     @property
     def lends_kv(self) -> bool:

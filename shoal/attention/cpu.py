@@ -1,6 +1,7 @@
 """Attention on the CPU.
 
-In float32, one call of our C kernel answers all sequences of the step, decodes and prefills alike. Other
+In float32, one call of our C kernel answers all sequences of the step, decodes and prefills alike, also over
+a cache of fp8 numbers. Other
 dtypes, and machines without a compiler, get PyTorch: one padded call for all decodes, and one call for each
 prefill.
 """
@@ -48,15 +49,16 @@ class CpuBackend:
         step: StepInput,
         window: int | None,
         selected: bool = False,
+        scales_2G: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if self._library is None or q_THN.dtype != torch.float32 or kv_layer.dtype != torch.float32:
-            return attend_torch(q_THN, k_TGN, v_TGN, kv_layer, step, window, self.scale)
+        if self._library is None or q_THN.dtype != torch.float32:
+            return attend_torch(q_THN, k_TGN, v_TGN, kv_layer, step, window, self.scale, scales_2G)
         if step is not self._step:
             self.begin(step)
         token_stride, *head_strides = q_THN.stride()
         assert head_strides == [q_THN.shape[2], 1]
         out_THN = torch.empty(q_THN.shape, dtype=torch.float32)
-        cache = cpu_build.describe_cache(kv_layer, step.block_tables_RM, q_THN.shape[1])
+        cache = cpu_build.describe_cache(kv_layer, step.block_tables_RM, q_THN.shape[1], scales_2G)
         if self._library.shoal_attention(
             ctypes.addressof(cache),
             ctypes.addressof(self._sequences),
@@ -78,6 +80,7 @@ def attend_torch(
     step: StepInput,
     window: int | None,
     scale: float,
+    scales_2G: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """[T, H, N]: as CpuBackend.attend, in PyTorch, for any dtype."""
     out_THN = torch.empty(q_THN.shape, dtype=q_THN.dtype)
@@ -86,8 +89,9 @@ def attend_torch(
         # a padded row looks at one key, and becomes zero below
         lens_B = step.kv_lens_S[:decodes].clamp(min=1)
         k_BGLN, v_BGLN = gather(
-            kv_layer, step.block_tables_RM, step.rows_S[:decodes].clamp(min=0), int(lens_B.max())
+            kv_layer, step.block_tables_RM, step.rows_S[:decodes].clamp(min=0), int(lens_B.max()), scales_2G
         )
+        k_BGLN, v_BGLN = k_BGLN.to(q_THN.dtype), v_BGLN.to(q_THN.dtype)
         seen_BL = visible(lens_B - 1, k_BGLN.shape[2], window)
         out_BHN = F.scaled_dot_product_attention(
             q_THN[:decodes].unsqueeze(2), k_BGLN, v_BGLN, seen_BL[:, None, None], scale=scale, enable_gqa=True
@@ -100,11 +104,13 @@ def attend_torch(
         start, end = step.host.query_starts[s : s + 2]
         kv_len = step.host.kv_lens[s]
         mask = None
-        if kv_len == end - start and (window is None or kv_len <= window):
+        is_fresh = scales_2G is None and kv_len == end - start
+        if is_fresh and (window is None or kv_len <= window):
             k_1GLN = k_TGN[None, start:end].transpose(1, 2)
             v_1GLN = v_TGN[None, start:end].transpose(1, 2)
         else:
-            k_1GLN, v_1GLN = gather(kv_layer, step.block_tables_RM, step.rows_S[s : s + 1], kv_len)
+            k_1GLN, v_1GLN = gather(kv_layer, step.block_tables_RM, step.rows_S[s : s + 1], kv_len, scales_2G)
+            k_1GLN, v_1GLN = k_1GLN.to(q_THN.dtype), v_1GLN.to(q_THN.dtype)
             mask = visible(torch.arange(kv_len - (end - start), kv_len), k_1GLN.shape[2], window)
         out_1HTN = F.scaled_dot_product_attention(
             q_THN[None, start:end].transpose(1, 2),
@@ -120,13 +126,23 @@ def attend_torch(
 
 
 def gather(
-    kv_layer: torch.Tensor, block_tables_RM: torch.Tensor, rows_B: torch.Tensor, max_len: int
+    kv_layer: torch.Tensor,
+    block_tables_RM: torch.Tensor,
+    rows_B: torch.Tensor,
+    max_len: int,
+    scales_2G: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [B, G, L, N] of whole blocks that hold the first max_len positions of each row."""
+    """Keys and values [B, G, L, N] of whole blocks that hold the first max_len positions of each row. Those
+    of an fp8 cache come as float32."""
     num_blocks = -(-max_len // kv_layer.shape[3])
     # A table may hold anything beyond the sequence's end.
     blocks_BM = block_tables_RM[rows_B.long(), :num_blocks].long().clamp(0, len(kv_layer) - 1)
-    kv = kv_layer[blocks_BM].permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
+    if scales_2G is None:
+        kv = kv_layer[blocks_BM]
+    else:
+        fp8 = kv_layer.view(torch.uint8)[blocks_BM].view(kv_layer.dtype)
+        kv = fp8.float() * scales_2G[:, :, None, None]
+    kv = kv.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
     return kv[0], kv[1]
 
 

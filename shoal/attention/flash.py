@@ -89,6 +89,7 @@ class FlashAttentionBackend(TritonBackend):
         window: int | None,
         out_THN: torch.Tensor,
         selected: bool,
+        scales_2G: torch.Tensor | None,
     ) -> None:
         first = step.num_decodes
         paged: dict[str, Any] = {} if step.fresh_prefills else {"block_table": self.block_table_SM}
@@ -177,6 +178,7 @@ class FlashInferBackend(TritonBackend):
         window: int | None,
         out_THN: torch.Tensor,
         selected: bool,
+        scales_2G: torch.Tensor | None,
     ) -> None:
         if self.planned != (window,):
             self.plan(step, window)

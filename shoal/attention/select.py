@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -43,7 +44,9 @@ def select_backend(
     if name == "triton":
         from shoal.attention.triton import TritonBackend
 
-        build: Callable[..., AttentionBackend] = TritonBackend
+        build: Callable[..., AttentionBackend] = partial(
+            TritonBackend, fp8_cache=config.kv_cache_dtype != "auto"
+        )
     else:
         from shoal.attention import flash
 

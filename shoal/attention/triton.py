@@ -8,6 +8,9 @@ Shapes: T tokens of the step, H query heads, G kv heads, N head size.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
 
 from shoal.kernels.attention import (
@@ -18,9 +21,10 @@ from shoal.kernels.attention import (
     num_prefill_tasks,
     prefill_attention,
 )
+from shoal.kernels.fp8_blocks import unpack_blocks
 from shoal.kernels.hopper import HAS_GLUON, empty_product_input
 from shoal.kernels.prefix_attention import prefix_attention
-from shoal.kernels.step_input import StepInput
+from shoal.kernels.step_input import HostView, StepInput
 
 if HAS_GLUON:
     from shoal.kernels import hopper_attention as hopper
@@ -85,6 +89,15 @@ def prefill_splits(num_tasks: int, num_sms: int) -> int:
     return max(1, num_sms * PROGRAMS_PER_SM // num_tasks)
 
 
+@dataclass(frozen=True, slots=True)
+class UnpackedBlocks:
+    """Blocks of an fp8 cache that become plain numbers for Hopper's kernel, sequence after sequence."""
+
+    blocks_B: torch.Tensor  # their ids in the cache
+    firsts_S: torch.Tensor  # where each sequence's blocks begin among them
+    table_B1: torch.Tensor  # counts them: from its row firsts_S[s] on it is the block table of sequence s
+
+
 class TritonBackend:
     """Steps that share a backend must run one after the other, because they share its workspace."""
 
@@ -102,8 +115,10 @@ class TritonBackend:
         device: torch.device,
         dtype: torch.dtype,
         scale: float | None = None,
+        fp8_cache: bool = False,
     ) -> None:
         """Heads are this rank's. `scale`: what q k^T is multiplied by; None: 1 / sqrt(head_dim)."""
+        self.fp8_cache, self.block_size, self.max_model_len = fp8_cache, block_size, max_model_len
         self.scale = head_dim**-0.5 if scale is None else scale
         self.num_kv_heads = num_kv_heads
         on_gpu = device.type == "cuda"
@@ -115,6 +130,7 @@ class TritonBackend:
         # first.
         self.work: torch.Tensor | None = None
         self.selected_work = 0  # how many tiles have selected tokens
+        self.unpacked: UnpackedBlocks | None = None  # of an fp8 cache, if Hopper's kernel gets the prefills
         self.taken = torch.zeros(1, dtype=torch.int32, device=device)
 
         def most_partials(num_seqs: int) -> int:
@@ -141,11 +157,32 @@ class TritonBackend:
             work, self.selected_work = hopper.prefill_work(
                 host.query_starts, host.kv_lens, step.num_decodes, self.group, host.selected_tokens
             )
+            if self.fp8_cache:
+                self.unpacked = self.plan_blocks(step, host)
+                if self.unpacked is None:
+                    return
             on_device = host.upload(work.reshape(-1)).to(step.rows_S.device, non_blocking=True)
             self.work = on_device.view(work.shape)
 
+    def plan_blocks(self, step: StepInput, host: HostView) -> UnpackedBlocks | None:
+        """The blocks that the prefills read. None: they would take more memory as plain numbers than those of
+        any step that the engine rehearses."""
+        lens = np.array(host.kv_lens)
+        lens[: step.num_decodes] = 0
+        if lens.sum() > max(step.max_prefill_tokens, self.max_model_len):
+            return None
+        counts = -(-lens // self.block_size)
+        firsts = np.cumsum(counts) - counts
+        seqs = np.repeat(np.arange(len(counts)), counts)
+        plan = np.concatenate((firsts, seqs, np.arange(len(seqs)) - firsts[seqs])).astype(np.int32)
+        on_device = host.upload(plan).to(step.rows_S.device, non_blocking=True)
+        firsts_S, seqs_B, index_B = on_device.split((len(firsts), len(seqs), len(seqs)))
+        blocks_B = step.block_tables_RM[step.rows_S[seqs_B].long(), index_B.long()]
+        numbers_B = torch.arange(len(seqs), dtype=torch.int32, device=step.rows_S.device)
+        return UnpackedBlocks(blocks_B, firsts_S, numbers_B.as_strided((len(seqs), 1), (1, 1)))
+
     def reads_k(self, window: int | None) -> bool:
-        return self.work is None or window is not None
+        return not self.fp8_cache and (self.work is None or window is not None)
 
     def attend(
         self,
@@ -156,12 +193,13 @@ class TritonBackend:
         step: StepInput,
         window: int | None,
         selected: bool = False,
+        scales_2G: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out_THN = empty_product_input(q_THN, *q_THN.shape)
         if step.num_decodes:
-            self.decode(q_THN, kv_layer, step, window, out_THN)
+            self.decode(q_THN, kv_layer, step, window, out_THN, scales_2G)
         if step.num_seqs > step.num_decodes:
-            self.prefill(q_THN, k_TGN, v_TGN, kv_layer, step, window, out_THN, selected)
+            self.prefill(q_THN, k_TGN, v_TGN, kv_layer, step, window, out_THN, selected, scales_2G)
         return out_THN
 
     def decode(
@@ -171,6 +209,7 @@ class TritonBackend:
         step: StepInput,
         window: int | None,
         out_THN: torch.Tensor,
+        scales_2G: torch.Tensor | None,
     ) -> None:
         """Writes out_THN of the first num_decodes tokens; an empty place gets zeros."""
         sizes = step.num_decodes, self.num_kv_heads, step.max_kv_len, self.num_sms
@@ -198,6 +237,7 @@ class TritonBackend:
                 splits,
                 parts,
                 self.scale,
+                scales_2G=scales_2G,
             )
         decode_attention(
             q_THN,
@@ -215,6 +255,7 @@ class TritonBackend:
             prefix_lens_S=prefix_lens_S,
             max_parts=parts,
             num_cut=num_cut,
+            scales_2G=scales_2G,
         )
 
     def prefill(
@@ -227,25 +268,23 @@ class TritonBackend:
         window: int | None,
         out_THN: torch.Tensor,
         selected: bool,
+        scales_2G: torch.Tensor | None,
     ) -> None:
         """Writes out_THN of the prefills' tokens. It comes after `decode`: in a captured mixed step the empty
         places for decodes wrote zeros over some of these tokens."""
         if self.work is not None and window is None:
             work = self.work[: self.selected_work] if selected else self.work
+            rows_S, tables_RM = step.rows_S, step.block_tables_RM
+            if len(work) and scales_2G is not None:
+                assert self.unpacked is not None
+                kv_layer = unpack_blocks(kv_layer, scales_2G, self.unpacked.blocks_B, q_THN.dtype)
+                rows_S, tables_RM = self.unpacked.firsts_S, self.unpacked.table_B1
             if len(work):
                 hopper.hopper_prefill_attention(
-                    q_THN,
-                    kv_layer,
-                    out_THN,
-                    work,
-                    self.taken,
-                    step.rows_S,
-                    step.block_tables_RM,
-                    self.scale,
-                    self.num_sms,
+                    q_THN, kv_layer, out_THN, work, self.taken, rows_S, tables_RM, self.scale, self.num_sms
                 )
         else:
-            paged, splits = not step.fresh_prefills, 1
+            paged, splits = scales_2G is not None or not step.fresh_prefills, 1
             if paged and window is None:
                 sizes = step.max_prefill_tokens, step.num_seqs - step.num_decodes, self.num_kv_heads
                 splits = prefill_splits(num_prefill_tasks(*sizes, self.chunk_queries), self.num_sms)
@@ -267,4 +306,5 @@ class TritonBackend:
                 splits=splits,
                 min_split=MIN_PREFILL_SPLIT,
                 workspace=self.prefill_workspace,
+                scales_2G=scales_2G,
             )

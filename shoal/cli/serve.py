@@ -244,7 +244,7 @@ def _cache_config(config: EngineConfig, info: ModelInfo) -> dict[str, str]:
     """Returns the labels of vllm:cache_config_info that mean something here."""
     return {
         "block_size": str(info.block_size),
-        "cache_dtype": info.dtype,
+        "cache_dtype": info.kv_cache_dtype,
         "num_gpu_blocks": str(info.num_blocks),
         "kv_cache_size_tokens": str(info.num_blocks * info.block_size),
         "enable_prefix_caching": str(config.enable_prefix_caching),

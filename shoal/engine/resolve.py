@@ -29,7 +29,7 @@ LARGE_CARD_BYTES = 70 << 30  # A card that is sold with 80 GB has a little less.
 # MANY_SEQS are the default only where the cache has room for as many tokens of each.
 TOKENS_OF_SHORT_SEQ = 256
 PENALTY_BYTES = 5  # a sequence with a penalty keeps a flag and a count for each token of the vocabulary
-FP8_CAPABILITY = (8, 9)  # of the first GPUs whose tensor cores multiply fp8
+FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert fp8, and whose tensor cores multiply it
 ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -57,6 +57,15 @@ def resolve_config(
         )
     gpu = device == "cuda"
     keep_quantized, quantizes = _keeps_quantized(config, model, quantized_bytes is not None, gpu)
+    if (
+        gpu
+        and config.kv_cache_dtype != "auto"
+        and (chip := torch.cuda.get_device_capability()) < FP8_CAPABILITY
+    ):
+        raise ConfigError(
+            f"kv_cache_dtype {config.kv_cache_dtype!r} needs a GPU that converts fp8 (compute capability 8.9 "
+            f"or more: Ada, Hopper), and this one has {chip[0]}.{chip[1]}; leave it at 'auto'"
+        )
     if config.kv_host_bytes > (free := available_bytes()):
         raise ConfigError(
             f"kv_host_bytes {config.kv_host_bytes} > {free}, the host memory that can be had; lower it"

@@ -4,6 +4,9 @@ Both put the query heads of one kv head into one tile, so that K and V are read 
 into the cache have 64 bits. The oracle is attention_reference.py. attention/triton.py launches these kernels
 and owns their workspace. prefix_attention.py works on keys that several decodes share.
 
+Numbers of an fp8 cache (FP8) become those of the queries' dtype in registers. The scale of a head's keys is
+multiplied into that of its scores, and the scale of its values into the sum of values, once at the end.
+
 Shapes: T tokens, S sequences, R state rows, M blocks of a sequence, H query heads, G kv heads, N head size;
 GROUP = H / G.
 """
@@ -77,9 +80,17 @@ def _cache_offsets(blocks, keys, stride_block, BLOCK_SIZE: tl.constexpr, N: tl.c
 
 
 @triton.jit
-def _softmax_step(acc, total, highest, q, k, v, visible, scale_log2, MASKED: tl.constexpr):
+def _as_plain(x, dtype: tl.constexpr, FP8: tl.constexpr):
+    """Numbers of the cache for products with others of `dtype`."""
+    return x.to(tl.float8e4nv, bitcast=True).to(dtype) if FP8 else x
+
+
+@triton.jit
+def _softmax_step(acc, total, highest, q, k, v, visible, scale_log2, MASKED: tl.constexpr, FP8: tl.constexpr):
     """Works on one tile of online softmax. `total` is the sum of exp2(score - highest), and `acc` is the sum
     of values with these weights."""
+    k = _as_plain(k, q.dtype, FP8)
+    v = _as_plain(v, q.dtype, FP8)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
@@ -147,11 +158,12 @@ def _combine_splits(
 
 @triton.jit(
     do_not_specialize=["splits", "max_parts", "min_split"],
-    do_not_specialize_on_alignment=["rows_ptr", "kv_lens_ptr"],
+    do_not_specialize_on_alignment=["scales_ptr", "rows_ptr", "kv_lens_ptr"],
 )
 def decode_kernel(
     q_ptr,
     kv_ptr,
+    scales_ptr,
     out_ptr,
     rows_ptr,
     kv_lens_ptr,
@@ -177,6 +189,7 @@ def decode_kernel(
     SHARED: tl.constexpr,
     CUT: tl.constexpr,
     LENGTHS: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     N_PAD: tl.constexpr,
@@ -256,6 +269,8 @@ def decode_kernel(
 
     table_ptr += row * stride_table
     kv_ptr += kv_head.to(tl.int64) * stride_head
+    if FP8:
+        scale_log2 *= tl.load(scales_ptr + kv_head)
     acc = tl.zeros((BLOCK_M, N_PAD), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
     highest = tl.full((BLOCK_M,), LOWEST, tl.float32)
@@ -276,10 +291,14 @@ def decode_kernel(
         offsets = _cache_offsets(blocks, keys, stride_block, BLOCK_SIZE, N)[:, None] + dims[None, :]
         blocks = _load_blocks(table_ptr, keys + BLOCK_N, end, BLOCK_SIZE)
         mask = there[:, None] & dim_mask
-        k = tl.load(kv_ptr + offsets, mask=mask, other=0.0)
+        k = tl.load(kv_ptr + offsets, mask=mask, other=0)
         # It is masked, because an unused slot may hold NaN, and 0 * NaN is NaN.
-        v = tl.load(kv_ptr + stride_kv + offsets, mask=mask, other=0.0)
-        acc, total, highest = _softmax_step(acc, total, highest, q, k, v, there[None, :], scale_log2, True)
+        v = tl.load(kv_ptr + stride_kv + offsets, mask=mask, other=0)
+        acc, total, highest = _softmax_step(
+            acc, total, highest, q, k, v, there[None, :], scale_log2, True, FP8
+        )
+    if FP8:
+        acc *= tl.load(scales_ptr + num_kv_heads + kv_head)
     task = seq * num_kv_heads + kv_head
     room = splits
     if SHARED:
@@ -346,6 +365,7 @@ def decode_attention(
     prefix_lens_S: torch.Tensor | None = None,
     max_parts: int = 0,
     num_cut: int | None = None,
+    scales_2G: torch.Tensor | None = None,
 ) -> None:
     """Writes out_THN[s] for each sequence s < num_seqs, whose one query is q_THN[s].
 
@@ -355,6 +375,8 @@ def decode_attention(
 
     With `prefix_lens_S`, `prefix_attention` must have been launched just before, with the same `splits` and
     `max_parts`. It works on the first prefix_lens_S[s] keys.
+
+    With `scales_2G` the cache has fp8 numbers; these are the scales of keys, then of values.
     """
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group = q_THN.shape[1] // num_kv_heads
@@ -379,9 +401,11 @@ def decode_attention(
         if num_cut is None
         else (num_kv_heads, 1, num_seqs + num_cut * (splits - 1))
     )
+    fp8 = scales_2G is not None
     decode_kernel[grid](
         q_THN,
-        kv_layer,
+        cache_bytes(kv_layer, scales_2G),
+        scales_2G if fp8 else rows_S,  # nobody looks at rows_S there
         out_THN,
         rows_S,
         kv_lens_S,
@@ -405,6 +429,7 @@ def decode_attention(
         SHARED=shared,
         CUT=num_cut or 0,
         LENGTHS=next_power_of_2(workspace.arrived.numel() // num_kv_heads) if num_cut else 0,
+        FP8=fp8,
         BLOCK_M=max(tiles.block_m, rows),
         BLOCK_N=tiles.block_n,
         N_PAD=head_dim_pad,
@@ -416,6 +441,12 @@ def decode_attention(
         maxnreg=tiles.max_registers,
         **pdl_options(),
     )
+
+
+def cache_bytes(kv_layer: torch.Tensor, scales_2G: torch.Tensor | None) -> torch.Tensor:
+    """The cache as kernels take it: fp8 numbers as bytes."""
+    assert (scales_2G is not None) == (kv_layer.dtype == torch.float8_e4m3fn)
+    return kv_layer if scales_2G is None else kv_layer.view(torch.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,6 +497,7 @@ def _attend_range(
     N_PAD: tl.constexpr,
     PAGED: tl.constexpr,
     MASKED: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     """Does online softmax over the keys [begin, end). Without MASKED, these must be whole tiles of keys, and
     every query must see all of them."""
@@ -484,8 +516,8 @@ def _attend_range(
         offsets = offsets[:, None] + dims[None, :]
         if MASKED or N != N_PAD:
             mask = there[:, None] & (dims < N)[None, :]
-            k = tl.load(k_ptr + offsets, mask=mask, other=0.0)
-            v = tl.load(v_ptr + offsets, mask=mask, other=0.0)
+            k = tl.load(k_ptr + offsets, mask=mask, other=0)
+            v = tl.load(v_ptr + offsets, mask=mask, other=0)
         else:
             k = tl.load(k_ptr + offsets)
             v = tl.load(v_ptr + offsets)
@@ -494,7 +526,7 @@ def _attend_range(
             visible = keys[None, :] <= query_pos[:, None]
             if WINDOW > 0:
                 visible &= keys[None, :] > query_pos[:, None] - WINDOW
-        acc, total, highest = _softmax_step(acc, total, highest, q, k, v, visible, scale_log2, MASKED)
+        acc, total, highest = _softmax_step(acc, total, highest, q, k, v, visible, scale_log2, MASKED, FP8)
     return acc, total, highest
 
 
@@ -520,12 +552,13 @@ def _find_tile(starts_ptr, first_seq, num_seqs, tile, BLOCK_Q: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["first_seq", "num_seqs", "num_tiles", "splits", "min_split"],
-    do_not_specialize_on_alignment=["starts_ptr", "kv_lens_ptr", "rows_ptr"],
+    do_not_specialize_on_alignment=["scales_ptr", "starts_ptr", "kv_lens_ptr", "rows_ptr"],
 )
 def prefill_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
+    scales_ptr,
     out_ptr,
     starts_ptr,
     kv_lens_ptr,
@@ -552,6 +585,7 @@ def prefill_kernel(
     WINDOW: tl.constexpr,
     PAGED: tl.constexpr,
     SPLIT: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -610,6 +644,8 @@ def prefill_kernel(
     else:
         k_ptr += query_start.to(tl.int64) * stride_k + kv_head * stride_head
         v_ptr += query_start.to(tl.int64) * stride_k + kv_head * stride_head
+    if FP8:
+        scale_log2 *= tl.load(scales_ptr + kv_head)
 
     acc = tl.zeros((BLOCK_M, N_PAD), tl.float32)
     total = tl.zeros((BLOCK_M,), tl.float32)
@@ -637,6 +673,7 @@ def prefill_kernel(
             N_PAD,
             PAGED,
             True,
+            FP8,
         )
     acc, total, highest = _attend_range(
         acc,
@@ -658,6 +695,7 @@ def prefill_kernel(
         N_PAD,
         PAGED,
         False,
+        FP8,
     )
     acc, total, highest = _attend_range(
         acc,
@@ -679,7 +717,10 @@ def prefill_kernel(
         N_PAD,
         PAGED,
         True,
+        FP8,
     )
+    if FP8:
+        acc *= tl.load(scales_ptr + G + kv_head)
     result = acc / total[:, None]
     out_ptrs = out_ptr + (tokens * (G * GROUP * N) + heads * N)[:, None] + dims[None, :]
     if num_splits == 1:
@@ -734,6 +775,7 @@ def prefill_attention(
     splits: int = 1,
     min_split: int = 512,
     workspace: PrefillWorkspace | None = None,
+    scales_2G: torch.Tensor | None = None,
 ) -> None:
     """Writes out_THN for the sequences from `first_seq` on. They have at most `num_tokens` queries together.
 
@@ -742,6 +784,8 @@ def prefill_attention(
 
     With `splits` > 1 as many programs share the keys of a tile of queries, at least `min_split` keys each.
     That takes a workspace with room for `num_prefill_tasks` times `splits` tiles, and no window.
+
+    With `scales_2G`, which takes `paged`, the cache has fp8 numbers.
     """
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group = q_THN.shape[1] // num_kv_heads
@@ -757,7 +801,10 @@ def prefill_attention(
     num_seqs = kv_lens_S.shape[0] - first_seq
     num_tasks = num_prefill_tasks(num_tokens, num_seqs, num_kv_heads, block_m // group)
     head_dim_pad = max(16, next_power_of_2(head_dim))
-    k, v = (kv_layer, kv_layer) if paged else (k_TGN, v_TGN)
+    fp8 = scales_2G is not None
+    assert paged or not fp8
+    cache = cache_bytes(kv_layer, scales_2G)
+    k, v = (cache, cache) if paged else (k_TGN, v_TGN)
     partial = lse = arrived = rows_S  # nobody looks at them
     if splits > 1:
         assert workspace is not None and window is None and num_tasks <= workspace.arrived.numel()
@@ -767,6 +814,7 @@ def prefill_attention(
         q_THN,
         k,
         v,
+        scales_2G if fp8 else rows_S,
         out_THN,
         query_starts_S,
         kv_lens_S,
@@ -793,6 +841,7 @@ def prefill_attention(
         WINDOW=window or 0,
         PAGED=paged,
         SPLIT=splits > 1,
+        FP8=fp8,
         BLOCK_M=block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_Q=block_m // group,

@@ -25,9 +25,11 @@ typedef struct {
     int32_t outs, cols, bits;
 } Packed;
 
-// One layer's paged cache. Strides are in elements.
+// One layer's paged cache. Strides are in elements, which are floats or, if there are scales, e4m3 numbers:
+// those of kv head g are to be multiplied by scales[g] (keys) and scales[num_kv_heads + g] (values).
 typedef struct {
-    float *data;
+    void *data;
+    const float *scales;
     const int32_t *tables;
     int64_t table_stride, block_stride, kv_stride, head_stride;
     int32_t block_size, num_heads, num_kv_heads, head_dim;
@@ -63,4 +65,29 @@ static inline float fast_exp(float x) {
     float power;
     memcpy(&power, &bits, 4);
     return p * power;
+}
+
+static const float E4M3_MAX = 448, E4M3_NORMAL = 0x1p-6f;    // its largest number, and its smallest normal one
+
+// Rounds to nearest even. What is beyond e4m3's range becomes its largest number.
+static inline uint8_t to_e4m3(float x) {
+    uint32_t bits, one = 0x46800000;    // `one` is 2^14, whose last bit is worth e4m3's smallest number, 2^-9.
+    float size = fabsf(x), sum;
+    if (x != x) return 0x7f;
+    size = size < E4M3_MAX ? size : E4M3_MAX;
+    sum = size + 0x1p14f;
+    if (size < E4M3_NORMAL) memcpy(&bits, &sum, 4), bits -= one;
+    else memcpy(&bits, &size, 4), bits = ((bits + 0x7ffff + (bits >> 20 & 1)) >> 20) - (120 << 3);
+    return (uint8_t)(bits | (signbit(x) ? 0x80 : 0));
+}
+
+// The exponent of e4m3 is biased by 7, float32's by 127. A subnormal number gets a leading one, which is
+// subtracted again.
+static inline float from_e4m3(uint8_t byte) {
+    uint32_t size = byte & 0x7f, tiny = size < 8, bits = (size << 20) + ((120 + tiny) << 23);
+    float x;
+    if (size == 0x7f) bits = 0x7fc00000;
+    memcpy(&x, &bits, 4);
+    x -= tiny ? E4M3_NORMAL : 0;
+    return byte & 0x80 ? -x : x;
 }

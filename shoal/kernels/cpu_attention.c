@@ -1,17 +1,18 @@
-// Causal attention over the paged float32 cache, by online softmax, for decodes and for chunks of prompts.
+// Causal attention over the paged cache, of float32 or fp8 numbers, by online softmax, for decodes and for chunks of prompts.
 //
 // A work item is a tile of query tokens of one sequence, with all query heads of one kv head, so that keys
 // and values are read once for all of them. A tile of few rows (a decode) reads the cache's rows where they
 // lie. A tile of many rows copies values, and keys transposed, for a product that keeps its sums in
 // registers. If there are fewer items than threads need (long decodes), the keys are split as well, and the
-// parts are combined afterwards.
+// parts are combined afterwards. Numbers of an fp8 cache become floats when they are copied, or a few keys at a
+// time where they would not be.
 
 #include <stdlib.h>
 
 #include "cpu.h"
 
 // A row is one head of one query token.
-enum { TILE_ROWS = 64, FEW_ROWS = 8, CHUNK = 64, MAX_BLOCK = 256, SPLIT_KEYS = 256, COMBINED_ROWS = 256 };
+enum { TILE_ROWS = 64, FEW_ROWS = 8, CHUNK = 64, MAX_BLOCK = 256, SPLIT_KEYS = 256, COMBINED_ROWS = 256, UNPACKED = 16 };
 
 static const float LOWEST = -1e30f;    // It is below every score, and finite, so that differences stay numbers.
 
@@ -28,9 +29,20 @@ typedef struct {
     int seq, first, last;    // query tokens [first, last) of the step
 } Tile;
 
-static const float *key_at(const Attention *a, const int32_t *table, int g, int64_t position) {
+// The element of the cache where a key begins. Its value lies kv_stride behind it.
+static int64_t key_at(const Attention *a, const int32_t *table, int g, int64_t position) {
     const Cache *c = a->cache;
-    return c->data + table[position / c->block_size] * c->block_stride + g * c->head_stride + position % c->block_size * c->head_dim;
+    return table[position / c->block_size] * c->block_stride + g * c->head_stride + position % c->block_size * c->head_dim;
+}
+
+// `count` numbers of the cache from element `at` on: where they lie, or, of an fp8 cache, in `room`. `scale` is
+// the index of their scale.
+static const float *numbers(const Cache *c, int64_t at, int64_t count, int scale, float *restrict room) {
+    if (!c->scales) return (const float *)c->data + at;
+    const uint8_t *bytes = (const uint8_t *)c->data + at;
+    const float factor = c->scales[scale];
+    for (int64_t i = 0; i < count; i++) room[i] = from_e4m3(bytes[i]) * factor;
+    return room;
 }
 
 // Attends from one query row to consecutive keys. Updates acc [n], the largest score so far, and the sum of
@@ -142,12 +154,15 @@ static void attend_many(const Attention *a, Tile tile, int g, const int32_t *tab
         for (int i = 0; i < n; i++) room->q[r * n + i] = q[i] * a->scale;
     }
     memset(room->acc, 0, sizeof(float) * (size_t)(room->rows * wide));
+    const Cache *c = a->cache;
+    float unpacked[n];
     for (int64_t start = low; start < high; start += CHUNK) {
         const int keys = high - start < CHUNK ? (int)(high - start) : CHUNK;
         for (int j = 0; j < keys; j++) {
-            const float *k = key_at(a, table, g, start + j);
+            const int64_t at = key_at(a, table, g, start + j);
+            const float *k = numbers(c, at, n, g, unpacked);
             for (int i = 0; i < n; i++) room->k[i * CHUNK + j] = k[i];
-            memcpy(room->v + j * wide, k + a->cache->kv_stride, sizeof(float) * (size_t)n);
+            memcpy(room->v + j * wide, numbers(c, at + c->kv_stride, n, c->num_kv_heads + g, unpacked), sizeof(float) * (size_t)n);
         }
         for (int r = 0; r < rows; r += 4)
             for (int j = 0; j < keys; j += 16) product_4x16(room->q + r * n, n, room->k + j, CHUNK, n, room->p + r * CHUNK + j, CHUNK, 0);
@@ -166,20 +181,26 @@ static void attend_many(const Attention *a, Tile tile, int g, const int32_t *tab
         memcpy(acc + ((int64_t)(tile.first + r / ratio) * a->heads + g * ratio + r % ratio) * n, room->acc + r * wide, sizeof(float) * n);
 }
 
-// Does the same for few rows, block by block, where the keys lie.
+// Does the same for few rows, block by block, where the keys lie; of an fp8 cache some keys at a time.
 static void attend_few(const Attention *a, Tile tile, int g, const int32_t *table, int offset, int64_t low, int64_t high,
                        float *acc, float *most, float *total) {
-    const int n = a->n, ratio = a->ratio, size = a->cache->block_size;
+    const Cache *c = a->cache;
+    const int n = a->n, ratio = a->ratio, size = c->block_size, most_keys = c->scales ? UNPACKED : size;
+    const int room = c->scales ? UNPACKED * n : 1;
+    float key_room[room], value_room[room];
     for (int64_t start = low, end; start < high; start = end) {
         end = (start / size + 1) * size < high ? (start / size + 1) * size : high;
-        const float *keys = key_at(a, table, g, start);
+        if (end - start > most_keys) end = start + most_keys;
+        const int64_t at = key_at(a, table, g, start), count = (end - start) * n;
+        const float *keys = numbers(c, at, count, g, key_room);
+        const float *values = numbers(c, at + c->kv_stride, count, c->num_kv_heads + g, value_room);
         for (int t = tile.first; t < tile.last; t++) {
             int64_t position = t + offset, first = a->window && position >= a->window ? position - a->window + 1 : 0;
             int from = first > start ? (int)(first - start) : 0, to = position < end ? (int)(position - start + 1) : (int)(end - start);
             for (int h = g * ratio; h < (g + 1) * ratio && from < to; h++) {
                 int64_t row = (int64_t)t * a->heads + h;
-                const float *k = keys + (int64_t)from * n;
-                attend_keys(a->q + t * a->q_stride + h * n, k, k + a->cache->kv_stride, to - from, n, a->scale, acc + row * n, most + row,
+                const int64_t skipped = (int64_t)from * n;
+                attend_keys(a->q + t * a->q_stride + h * n, keys + skipped, values + skipped, to - from, n, a->scale, acc + row * n, most + row,
                             total + row);
             }
         }

@@ -74,7 +74,7 @@ class Packed(ctypes.Structure):
 class Cache(ctypes.Structure):
     _fields_ = _fields(
         {
-            c_void_p: "data tables",
+            c_void_p: "data scales tables",
             c_int64: "table_stride block_stride kv_stride head_stride",
             c_int32: "block_size num_heads num_kv_heads head_dim",
         }
@@ -91,7 +91,8 @@ class Layer(ctypes.Structure):
     _fields_ = _fields(
         {
             c_void_p: (
-                "qkv o gate_up down qkv_bias o_bias gate_up_bias down_bias input_norm post_norm q_norm k_norm"
+                "qkv o gate_up down qkv_bias o_bias gate_up_bias down_bias input_norm post_norm q_norm "
+                "k_norm scales"
             ),
             c_int64: "window",
         }
@@ -105,6 +106,7 @@ class Tokens(ctypes.Structure):
 @functools.lru_cache(maxsize=4096)
 def cache_struct(
     data: int,
+    scales: int | None,
     strides: tuple[int, ...],
     block_size: int,
     tables: int,
@@ -115,17 +117,30 @@ def cache_struct(
 ) -> Cache:
     """Makes the struct. It is cached because filling it costs as much as a call does, and a layer has the
     same struct in every step."""
-    return Cache(data, tables, table_stride, *strides[:3], block_size, num_heads, num_kv_heads, head_dim)
+    return Cache(
+        data, scales, tables, table_stride, *strides[:3], block_size, num_heads, num_kv_heads, head_dim
+    )
 
 
-def describe_cache(kv_layer: torch.Tensor, block_tables_RM: torch.Tensor, num_heads: int) -> Cache:
-    """Makes the struct that describes a layer's cache, [blocks, 2, G, block_size, N], and its block
-    tables."""
+def describe_cache(
+    kv_layer: torch.Tensor,
+    block_tables_RM: torch.Tensor,
+    num_heads: int,
+    scales_2G: torch.Tensor | None = None,
+) -> Cache:
+    """Makes the struct that describes a layer's cache, [blocks, 2, G, block_size, N], and its block tables.
+    An fp8 cache has scales."""
     strides, (_, _, num_kv_heads, block_size, head_dim) = kv_layer.stride(), kv_layer.shape
-    assert strides[3:] == (head_dim, 1) and kv_layer.dtype == torch.float32
+    assert strides[3:] == (head_dim, 1)
+    if scales_2G is None:
+        assert kv_layer.dtype == torch.float32
+    else:
+        assert kv_layer.dtype == torch.float8_e4m3fn and scales_2G.dtype == torch.float32
+        assert scales_2G.shape == (2, num_kv_heads) and scales_2G.is_contiguous()
     assert block_tables_RM.dtype == torch.int32 and block_tables_RM.stride(1) == 1
     return cache_struct(
         kv_layer.data_ptr(),
+        None if scales_2G is None else scales_2G.data_ptr(),
         strides,
         block_size,
         block_tables_RM.data_ptr(),

@@ -33,6 +33,7 @@ class LayerWeights:
     post_norm: torch.Tensor
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
+    scales_2G: torch.Tensor | None  # of an fp8 cache
     window: int | None
 
 
@@ -66,7 +67,9 @@ class CpuLayers:
             and cos_sin.is_contiguous()
         )
         assert step.positions_T.dtype == step.rows_T.dtype == torch.int32
-        cache = cpu_build.describe_cache(kv[:, 0], step.block_tables_RM, self._num_heads)
+        cache = cpu_build.describe_cache(
+            kv[:, 0], step.block_tables_RM, self._num_heads, self._layers[0].scales_2G
+        )
         sequences = cpu_build.describe_sequences(step)
         described = cpu_build.Tokens(
             step.positions_T.data_ptr(),
@@ -80,7 +83,7 @@ class CpuLayers:
             ctypes.addressof(self._structs),
             len(self._layers),
             ctypes.addressof(cache),
-            kv.stride(1),
+            kv.stride(1) * kv.itemsize,
             ctypes.addressof(sequences),
             ctypes.addressof(described),
             residual_TD.data_ptr(),

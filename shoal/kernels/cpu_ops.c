@@ -75,6 +75,16 @@ static void norm_rope(float *restrict x, int n, const float *weight, float eps, 
     }
 }
 
+// Writes a head's numbers from element `at` of the cache on. `scale` is the index of their scale.
+static void store(const Cache *c, int64_t at, const float *x, int scale) {
+    if (!c->scales) {
+        memcpy((float *)c->data + at, x, (size_t)c->head_dim * 4);
+        return;
+    }
+    uint8_t *slot = (uint8_t *)c->data + at;
+    for (int i = 0; i < c->head_dim; i++) slot[i] = to_e4m3(x[i] / c->scales[scale]);
+}
+
 static void rope_row(const void *shared, int64_t t) {
     const Rows *op = shared;
     const Cache *c = op->cache;
@@ -86,10 +96,10 @@ static void rope_row(const void *shared, int64_t t) {
         norm_rope(x + h * n, n, h < heads ? op->q_weight : op->k_weight, op->eps, op->cos_sin + position * n);
     if (row < 0) return;
     const int64_t block = c->tables[row * c->table_stride + position / c->block_size];
-    float *slot = c->data + block * c->block_stride + position % c->block_size * n;
+    const int64_t slot = block * c->block_stride + position % c->block_size * n;
     for (int g = 0; g < kv_heads; g++) {
-        memcpy(slot + g * c->head_stride, x + (heads + g) * n, (size_t)n * 4);
-        memcpy(slot + c->kv_stride + g * c->head_stride, x + (heads + kv_heads + g) * n, (size_t)n * 4);
+        store(c, slot + g * c->head_stride, x + (heads + g) * n, g);
+        store(c, slot + c->kv_stride + g * c->head_stride, x + (heads + kv_heads + g) * n, kv_heads + g);
     }
 }
 

@@ -104,6 +104,7 @@ def qk_norm_rope_store(
     num_heads: int,
     num_kv_heads: int,
     keep_k: bool = True,
+    scales_2G: torch.Tensor | None = None,
 ) -> None:
     if LIBRARY is None or qkv.dtype != torch.float32:
         reference.qk_norm_rope_store(
@@ -118,6 +119,8 @@ def qk_norm_rope_store(
             kv_layer,
             num_heads,
             num_kv_heads,
+            keep_k,
+            scales_2G,
         )
         return
     assert (
@@ -131,7 +134,7 @@ def qk_norm_rope_store(
         and cos_sin.dtype == torch.float32
         and kv_layer.shape[2] == num_kv_heads
     )
-    cache = cpu_build.describe_cache(kv_layer, block_tables_RM, num_heads)
+    cache = cpu_build.describe_cache(kv_layer, block_tables_RM, num_heads, scales_2G)
     LIBRARY.shoal_qk_norm_rope_store(
         ctypes.addressof(cache),
         qkv.data_ptr(),

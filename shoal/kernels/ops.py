@@ -67,6 +67,7 @@ class Ops(Protocol):
         num_heads: int,
         num_kv_heads: int,
         keep_k: bool = True,
+        scales_2G: torch.Tensor | None = None,
     ) -> None: ...
 
     def embed(self, ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor: ...

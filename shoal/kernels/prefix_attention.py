@@ -14,7 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels.attention import LOG2_E, LOWEST, DecodeWorkspace, Tiles, _attend_range, prefill_tiles
+from shoal.kernels.attention import (
+    LOG2_E,
+    LOWEST,
+    DecodeWorkspace,
+    Tiles,
+    _attend_range,
+    cache_bytes,
+    prefill_tiles,
+)
 from shoal.kernels.pdl import pdl_options, wait_then_start_next
 from shoal.kernels.rounding import next_power_of_2
 from shoal.kernels.state import MAX_GROUPS, GroupField
@@ -32,11 +40,13 @@ def prefix_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
 
 
 @triton.jit(
-    do_not_specialize=["splits", "max_parts"], do_not_specialize_on_alignment=["groups_ptr", "members_ptr"]
+    do_not_specialize=["splits", "max_parts"],
+    do_not_specialize_on_alignment=["scales_ptr", "groups_ptr", "members_ptr"],
 )
 def prefix_kernel(
     q_ptr,
     kv_ptr,
+    scales_ptr,
     groups_ptr,
     members_ptr,
     table_ptr,
@@ -57,6 +67,7 @@ def prefix_kernel(
     BLOCK_SIZE: tl.constexpr,
     MAX_GROUPS: tl.constexpr,
     MIN_STEPS: tl.constexpr,
+    FP8: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_Q: tl.constexpr,
@@ -118,6 +129,9 @@ def prefix_kernel(
         last_key = tl.zeros((BLOCK_M,), tl.int32) + (end - 1)
         keys_table_ptr = table_ptr + table_row.to(tl.int64) * stride_table
         k_ptr = kv_ptr + kv_head.to(tl.int64) * stride_head
+        scores_scale = scale_log2
+        if FP8:
+            scores_scale *= tl.load(scales_ptr + kv_head)
         acc = tl.zeros((BLOCK_M, N_PAD), tl.float32)
         total = tl.zeros((BLOCK_M,), tl.float32)
         highest = tl.full((BLOCK_M,), LOWEST, tl.float32)
@@ -132,7 +146,7 @@ def prefix_kernel(
             last_key,
             begin,
             whole,
-            scale_log2,
+            scores_scale,
             stride_block,
             N,
             BLOCK_SIZE,
@@ -141,6 +155,7 @@ def prefix_kernel(
             N_PAD,
             True,
             False,
+            FP8,
         )
         acc, total, highest = _attend_range(
             acc,
@@ -153,7 +168,7 @@ def prefix_kernel(
             last_key,
             whole,
             end,
-            scale_log2,
+            scores_scale,
             stride_block,
             N,
             BLOCK_SIZE,
@@ -162,7 +177,10 @@ def prefix_kernel(
             N_PAD,
             True,
             True,
+            FP8,
         )
+        if FP8:
+            acc *= tl.load(scales_ptr + G + kv_head)
         slots = ((seqs * G + kv_head) * (splits + max_parts) + splits + part) * GROUP + heads
         tl.store(partial_ptr + slots[:, None] * N + dims[None, :], acc / total[:, None], mask=mask)
         tl.store(lse_ptr + slots, highest + tl.log2(total), mask=there)
@@ -183,10 +201,12 @@ def prefix_attention(
     max_parts: int,
     scale: float,
     tiles: Tiles | None = None,
+    scales_2G: torch.Tensor | None = None,
 ) -> None:
     """Attends from the queries of all groups to the keys that each group shares, and leaves the results in
     the workspace, in at most `max_parts` parts. The members of groups are among the first `num_seqs`
-    sequences. `decode_attention` must be launched next, with the same `splits` and `max_parts`."""
+    sequences. `decode_attention` must be launched next, with the same `splits`, `max_parts` and
+    `scales_2G`."""
     num_kv_heads, block_size, head_dim = kv_layer.shape[2:]
     group = q_THN.shape[1] // num_kv_heads
     assert (
@@ -200,7 +220,8 @@ def prefix_attention(
     block_m = max(tiles.block_m, next_power_of_2(group))
     prefix_kernel[(num_programs,)](
         q_THN,
-        kv_layer,
+        cache_bytes(kv_layer, scales_2G),
+        groups if scales_2G is None else scales_2G,  # nobody looks at groups there
         groups,
         members_S,
         block_tables_RM,
@@ -219,6 +240,7 @@ def prefix_attention(
         BLOCK_SIZE=block_size,
         MAX_GROUPS=MAX_GROUPS,
         MIN_STEPS=max(1, MIN_PART // tiles.block_n),
+        FP8=scales_2G is not None,
         BLOCK_M=block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_Q=block_m // group,

@@ -22,6 +22,7 @@ MIX_1, MIX_2 = 0x21F0AAAD, 0xD35A2D97
 SALT_0, SALT_1 = 0x9E3779B9, 0x3C6EF372
 WORD = 0xFFFFFFFF
 MAX_UNIFORM = 1.0 - 2.0**-24
+FP8_MAX = 448.0  # the largest number in e4m3
 TILE = 1024  # A row without filters draws a tile of as many tokens first, then a token of that tile.
 
 
@@ -96,13 +97,14 @@ def qk_norm_rope_store(
     num_heads: int,
     num_kv_heads: int,
     keep_k: bool = True,
+    scales_2G: torch.Tensor | None = None,
 ) -> None:
     """Normalises the q and k heads of qkv, [T, (H + 2G) * N], in place if there are weights, rotates them in
     place, and stores k and v in the cache.
 
     cos_sin is [max_position, N]: cosines, then sines. Nothing is stored for padding (row or position -1), and
     its qkv is undefined afterwards. Without `keep_k` nobody reads k in qkv, and it may be undefined there,
-    too.
+    too. With `scales_2G` (those of keys, then of values) the cache gets fp8 numbers.
     """
     head_dim = cos_sin.shape[1]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
@@ -116,8 +118,17 @@ def qk_norm_rope_store(
     stored = ((rows_T >= 0) & (positions_T >= 0)).nonzero().squeeze(1)
     positions = positions[stored]
     blocks = block_tables_RM[rows_T[stored].long(), positions // block_size].long()
-    kv_layer[blocks, 0, :, positions % block_size] = k_TGN[stored]
-    kv_layer[blocks, 1, :, positions % block_size] = v_TGN[stored]
+    for kind, x_TGN in enumerate((k_TGN, v_TGN)):
+        if scales_2G is None:
+            kv_layer[blocks, kind, :, positions % block_size] = x_TGN[stored]
+        else:
+            fp8 = to_fp8(x_TGN[stored], scales_2G[kind, :, None])
+            kv_layer.view(torch.uint8)[blocks, kind, :, positions % block_size] = fp8.view(torch.uint8)
+
+
+def to_fp8(x: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """x / scales in e4m3, rounded to nearest even. What is beyond its range becomes its largest number."""
+    return (x.float() / scales).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def embed(ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:

@@ -35,6 +35,20 @@ def _halves(ptr, mask, N: tl.constexpr):
 
 
 @triton.jit
+def _to_e4m3(x):
+    """The bits of x in e4m3, as reference.to_fp8 rounds. This is arithmetic of integers, because Triton's own
+    conversion does not saturate everywhere, and rounds wrongly in the interpreter."""
+    size = tl.minimum(tl.abs(x), 448.0)
+    # The last bit of 2^14 in float32 is worth e4m3's smallest number, 2^-9. Smaller numbers than 2^-6 are
+    # multiples of it.
+    tiny = (size + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    code = tl.where(size < 0.015625, tiny, normal) | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)
+    return tl.where(x == x, code, 0x7F).to(tl.uint8)
+
+
+@triton.jit
 def _qk_norm_rope_store_kernel(
     qkv_ptr,
     q_weight_ptr,
@@ -45,6 +59,7 @@ def _qk_norm_rope_store_kernel(
     rows_ptr,
     tables_ptr,
     kv_ptr,
+    scales_ptr,
     table_stride,
     block_stride,
     kv_stride,
@@ -58,6 +73,7 @@ def _qk_norm_rope_store_kernel(
     HALF: tl.constexpr,
     ONE_WAVE: tl.constexpr,
     KEEP_K: tl.constexpr,
+    FP8: tl.constexpr,
     PDL: tl.constexpr,
 ):
     start_next(PDL)
@@ -82,6 +98,10 @@ def _qk_norm_rope_store_kernel(
     if HAS_NORM:
         weight1 = _weight(q_weight_ptr, k_weight_ptr, head < H, i, in_half)
         weight2 = _weight(q_weight_ptr + N // 2, k_weight_ptr + N // 2, head < H, i, in_half)
+    is_v = head >= H + G
+    stored = mask & (head >= H)
+    if FP8:
+        cache_scale = tl.load(scales_ptr + head - H, mask=(head >= H) & (head < H + 2 * G), other=1.0)
     if ONE_WAVE:
         wait_for_previous(PDL)
         first, second = _halves(first_ptr, mask, N)
@@ -93,14 +113,12 @@ def _qk_norm_rope_store_kernel(
         scale = tl.rsqrt(tl.sum(x1 * x1 + x2 * x2, axis=1) / N + eps)[:, None]
         x1 = ((x1 * scale).to(first.dtype).to(tl.float32) * weight1).to(first.dtype).to(tl.float32)
         x2 = ((x2 * scale).to(first.dtype).to(tl.float32) * weight2).to(first.dtype).to(tl.float32)
-    is_v = head >= H + G
     first = tl.where(is_v, first, (x1 * cos - x2 * sin).to(first.dtype))
     second = tl.where(is_v, second, (x2 * cos + x1 * sin).to(first.dtype))
 
     rotated = mask & (head < (H + G if KEEP_K else H))
     tl.store(first_ptr, first, mask=rotated)
     tl.store(first_ptr + N // 2, second, mask=rotated)
-    stored = mask & (head >= H)
     kv_head = tl.where(is_v, head - H - G, head - H)
     slot_ptr = (
         kv_ptr
@@ -110,6 +128,9 @@ def _qk_norm_rope_store_kernel(
         + (position % BLOCK_SIZE) * N
         + i
     )
+    if FP8:
+        first = _to_e4m3(tl.div_rn(first.to(tl.float32), cache_scale))
+        second = _to_e4m3(tl.div_rn(second.to(tl.float32), cache_scale))
     tl.store(slot_ptr, first, mask=stored)
     tl.store(slot_ptr + N // 2, second, mask=stored)
 
@@ -127,10 +148,11 @@ def qk_norm_rope_store(
     num_heads: int,
     num_kv_heads: int,
     keep_k: bool = True,
+    scales_2G: torch.Tensor | None = None,
 ) -> None:
     """Works in place on qkv, [T, (H + 2G) * N], and writes into the cache. Padding tokens (row or position
     -1) are left alone. Without `keep_k` nobody reads k in qkv. For many tokens it is then not written back,
-    which saves time (benchmarks/results/kernels.md)."""
+    which saves time (benchmarks/results/kernels.md). With `scales_2G` the cache has fp8 numbers."""
     head_dim, num_tokens = cos_sin.shape[1], qkv.shape[0]
     assert qkv.is_contiguous() and qkv.shape[1] == (num_heads + 2 * num_kv_heads) * head_dim
     assert (
@@ -138,6 +160,8 @@ def qk_norm_rope_store(
         and kv_layer.stride(3) == head_dim
         and kv_layer.stride(4) == 1
     )
+    fp8 = scales_2G is not None
+    assert fp8 == (kv_layer.dtype == torch.float8_e4m3fn)
     all_heads = num_heads + 2 * num_kv_heads
     half = next_power_of_2(head_dim // 2)
     heads = heads_per_program(num_tokens, all_heads)
@@ -150,7 +174,8 @@ def qk_norm_rope_store(
         positions_T,
         rows_T,
         block_tables_RM,
-        kv_layer,
+        kv_layer.view(torch.uint8) if fp8 else kv_layer,
+        scales_2G if fp8 else cos_sin,  # nobody looks at cos_sin there
         block_tables_RM.stride(0),
         kv_layer.stride(0),
         kv_layer.stride(1),
@@ -164,6 +189,7 @@ def qk_norm_rope_store(
         HALF=half,
         ONE_WAVE=num_tokens <= ONE_WAVE,
         KEEP_K=keep_k or num_tokens <= ONE_WAVE,  # Few tokens have no variant of their own.
+        FP8=fp8,
         num_warps=max(1, min(heads * half // (256 if num_tokens <= ONE_WAVE else 512), 8)),
         **pdl_options(),
     )

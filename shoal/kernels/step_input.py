@@ -233,8 +233,13 @@ class AttentionBackend(Protocol):
         step: StepInput,
         window: int | None,
         selected: bool = False,
+        scales_2G: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """[T, H, N] for [T, H, N] queries. `kv_layer` holds the step's own k and v already; they are passed
         for fresh prefills. With `selected`, nobody reads the results of other tokens than
-        step.host.selected_tokens."""
+        step.host.selected_tokens.
+
+        `scales_2G`: the cache has fp8 numbers (kernels/reference.py: `to_fp8`), those of kv head g to be
+        multiplied by scales_2G[0, g] (keys) and scales_2G[1, g] (values). Then this step's keys and values
+        are read from the cache alone, so that a token sees the same ones in whatever step it is computed."""
         ...

@@ -53,7 +53,9 @@ Event = BlockMeta | bytes  # of a tier: a block was stored, or the one of this k
 def identity(spec: CacheSpec) -> list[str | int]:
     """How the bytes of a rank's blocks are meant, as plain values. Blocks of different ones are of no use to
     each other. How many blocks the rank has does not matter."""
+    scales = [spec.scales] if spec.scales else []
     return [
+        *scales,
         spec.layout.value,
         spec.num_layers,
         spec.num_heads,

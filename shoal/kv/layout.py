@@ -61,6 +61,8 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     num_blocks: int = 1
     tp_rank: int = 0
     tp_size: int = 1
+    # Names the scales of all heads of an fp8 cache, by which its numbers are multiplied. Empty: none.
+    scales: str = ""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "head_dim", "block_size", "num_blocks", "tp_size"):
@@ -148,10 +150,10 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def mismatch(self, other: CacheSpec) -> str | None:
         """Why no copy makes blocks of one cache out of blocks of the other, naming each field that differs.
         None if a copy can: the layouts, the numbers of blocks and the tensor-parallel sizes may differ."""
-        names = ("num_layers", "num_heads", "head_dim", "dtype", "block_size")
+        names = ("num_layers", "num_heads", "head_dim", "dtype", "block_size", "scales")
         values = [(name, getattr(self, name), getattr(other, name)) for name in names]
         differing = [
-            f"{name} is {here} on one side and {there} on the other"
+            f"{name} is {here or 'none'} on one side and {there or 'none'} on the other"
             for name, here, there in values
             if here != there
         ]

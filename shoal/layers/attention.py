@@ -25,6 +25,8 @@ class Attention(nn.Module):
         super().__init__()
         self.ops, self.backend, self.eps = ops, backend, config.rms_norm_eps
         self.window = config.windows[layer]
+        # The scales of keys and of values in an fp8 cache, float32 [2, G]. None: the cache has plain numbers.
+        self.scales_2G: torch.Tensor | None = None
         self.num_heads = config.num_heads // tp.size
         replicas = config.kv_head_replicas(tp.size)
         self.num_kv_heads = config.kv_heads_per_rank(tp.size)
@@ -102,6 +104,7 @@ class Attention(nn.Module):
             h,
             g,
             self.backend.reads_k(self.window),
+            self.scales_2G,
         )
         # No token is selected of a chunk that ends no prompt: such a chunk runs for what it writes to the
         # cache.
@@ -116,6 +119,7 @@ class Attention(nn.Module):
             step,
             self.window,
             selected=select_S is not None,
+            scales_2G=self.scales_2G,
         )
         out, residual = out_THN.view(-1, h * n), residual_TD
         if select_S is not None:

@@ -16,6 +16,7 @@ from torch import nn
 from shoal.errors import CheckpointError, ConfigError
 from shoal.kernels.ops import Ops
 from shoal.kernels.step_input import AttentionBackend, StepInput
+from shoal.layers.attention import Attention
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer
 from shoal.layers.matrix import Holding, MatrixLayer
@@ -122,6 +123,14 @@ class Decoder(nn.Module):
                 if after_layer is not None:
                     after_layer(i)
         return self.norm.add(x, residual)
+
+    def scale_cache(self, scales_L2G: torch.Tensor, first_head: int, device: torch.device) -> None:
+        """The cache will have fp8 numbers with these scales, of all layers and kv heads. This rank's heads
+        begin with `first_head`. To be called before the weights come."""
+        attentions = (module for module in self.modules() if isinstance(module, Attention))
+        for attention, scales_2G in zip(attentions, scales_L2G, strict=True):
+            own = scales_2G[:, first_head : first_head + attention.num_kv_heads]
+            attention.scales_2G = own.contiguous().to(device)
 
     @contextmanager
     def one_layer_of_each_kind(self) -> Iterator[None]:

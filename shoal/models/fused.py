@@ -41,6 +41,7 @@ def fuse_layers(layers: Iterable, config: ModelConfig, backend: AttentionBackend
                 post_norm=layer.post_attention_layernorm.weight,
                 q_norm=None if attention.q_norm is None else attention.q_norm.weight,
                 k_norm=None if attention.k_norm is None else attention.k_norm.weight,
+                scales_2G=attention.scales_2G,
                 window=attention.window,
             )
         )

@@ -14,6 +14,7 @@ from shoal.kernels.quantized_tensor import QuantizedTensor
 from shoal.model_config import ModelConfig
 from shoal.models.shapes import checkpoint_shapes
 from shoal.weights.gguf import gguf_shapes, gguf_tensors
+from shoal.weights.kv_scales import is_kv_scale
 from shoal.weights.quantized import quantized_tensors, tensor_headers
 from shoal.weights.safetensors import safetensors_tensors
 from shoal.weights.source import CheckpointFiles
@@ -46,7 +47,7 @@ def load_weights(
     try:
         model.begin_loading()
         for name, tensor in bar:
-            if not is_derived(name, files.config):
+            if _is_weight(name, files.config):
                 model.load_weight(name, tensor)
         model.finish_loading()
     except (CheckpointError, OSError) as error:
@@ -63,7 +64,7 @@ def check_shapes(files: CheckpointFiles) -> None:
             shapes = {name: header.shape for name, header in headers.items()}
         else:
             shapes = gguf_shapes(files.header, files.config)
-        found = {name: shape for name, shape in shapes.items() if not is_derived(name, files.config)}
+        found = {name: shape for name, shape in shapes.items() if _is_weight(name, files.config)}
         for name, shape in checkpoint_shapes(files.config):
             if name not in found:
                 raise CheckpointError(
@@ -97,6 +98,11 @@ def checkpoint_tensors(files: CheckpointFiles) -> Iterator[tuple[str, torch.Tens
             return quantized_tensors(files.folder, files.config.quantization)
         return safetensors_tensors(files.folder)
     return gguf_tensors(files.header, files.config)
+
+
+def _is_weight(name: str, config: ModelConfig) -> bool:
+    """Whether a layer loads it."""
+    return not is_derived(name, config) and not is_kv_scale(name)
 
 
 def is_derived(name: str, config: ModelConfig) -> bool:

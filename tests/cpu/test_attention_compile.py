@@ -12,9 +12,31 @@ import triton
 from triton_compile import Compiled, check_kernels
 
 from shoal.attention.triton import TritonBackend
+from shoal.kernels.fp8_blocks import unpack_blocks
 from shoal.kernels.hopper_attention import hopper_prefill_attention
 from shoal.kernels.state import StateLayout
 from shoal.kernels.step_input import HostView, SharedPrefixes, StepInput
+
+FP8 = torch.float8_e4m3fn
+
+
+def unpack() -> None:
+    """The blocks of a large prefill over an fp8 cache."""
+    if converts_fp8():
+        blocks = torch.zeros(2, dtype=torch.int32)
+        unpack_blocks(cache(8, 16, 128, FP8), torch.ones(2, 8), blocks, torch.bfloat16)
+
+
+def converts_fp8() -> bool:
+    """Whether the target has instructions for it; an engine refuses an fp8 cache where it has none."""
+    return triton.runtime.driver.active.get_current_target().arch >= 89
+
+
+def cache(num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """One layer's, of two blocks."""
+    shape = (2, 2, 2, num_kv_heads, block_size, head_dim)
+    num_bytes = 8 * num_kv_heads * block_size * head_dim * dtype.itemsize
+    return torch.zeros(num_bytes, dtype=torch.uint8).view(dtype).view(shape)[:, 1]
 
 
 def attend(
@@ -25,17 +47,20 @@ def attend(
     block_size: int = 16,
     window: int | None = None,
     fresh: bool = False,
+    fp8: bool = False,
 ) -> None:
     """One layer of a step of two decodes and one prefill."""
+    if fp8 and not converts_fp8():
+        return
     backend = TritonBackend(
-        num_heads, num_kv_heads, head_dim, block_size, 8, 4096, torch.device("cpu"), dtype
+        num_heads, num_kv_heads, head_dim, block_size, 8, 4096, torch.device("cpu"), dtype, fp8_cache=fp8
     )
     qkv = torch.zeros(34, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
     q, k, v = (
         x.unflatten(1, (-1, head_dim))
         for x in qkv.split([n * head_dim for n in (num_heads, num_kv_heads, num_kv_heads)], dim=1)
     )
-    kv_layer = torch.zeros(2, 2, 2, num_kv_heads, block_size, head_dim, dtype=dtype)[:, 1]
+    kv_layer = cache(num_kv_heads, block_size, head_dim, FP8 if fp8 else dtype)
     ints = torch.zeros(64, dtype=torch.int32)
     step = StepInput.mixed(
         token_ids_T=ints[:34],
@@ -50,7 +75,8 @@ def attend(
         fresh_prefills=fresh,
         host=HostView((0, 1, 2, 34), (1, 1, 32)),
     )
-    backend.attend(q, k, v, kv_layer, step, window)
+    scales_2G = torch.ones(2, num_kv_heads) if fp8 else None
+    backend.attend(q, k, v, kv_layer, step, window, scales_2G=scales_2G)
 
 
 def cascade(
@@ -61,15 +87,26 @@ def cascade(
     num_seqs: int,
     block_size: int = 16,
     window: int | None = None,
+    fp8: bool = False,
 ) -> None:
     """One layer of a captured decode step, which looks for shared prefixes, unless it has a window."""
+    if fp8 and not converts_fp8():
+        return
     backend = TritonBackend(
-        num_heads, num_kv_heads, head_dim, block_size, num_seqs, 4096, torch.device("cpu"), dtype
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        num_seqs,
+        4096,
+        torch.device("cpu"),
+        dtype,
+        fp8_cache=fp8,
     )
     q = torch.zeros(num_seqs, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)[
         :, : num_heads * head_dim
     ].unflatten(1, (-1, head_dim))
-    kv_layer = torch.zeros(2, 2, 2, num_kv_heads, block_size, head_dim, dtype=dtype)[:, 1]
+    kv_layer = cache(num_kv_heads, block_size, head_dim, FP8 if fp8 else dtype)
     layout = StateLayout(num_seqs, 20)
     state = torch.zeros(layout.size, dtype=torch.int32)
     ints = state[:num_seqs]
@@ -83,7 +120,8 @@ def cascade(
         max_kv_len=4096,
         prefixes=SharedPrefixes(*layout.prefixes(state)),
     )
-    backend.attend(q, q, q, kv_layer, step, window)
+    scales_2G = torch.ones(2, num_kv_heads) if fp8 else None
+    backend.attend(q, q, q, kv_layer, step, window, scales_2G=scales_2G)
 
 
 def hopper(
@@ -129,6 +167,12 @@ LAUNCHES: dict[str, Callable[[], None]] = {
     "qwen3-8b on Hopper": partial(hopper, 32, 8, 128, BF16),
     "head size 64 on Hopper, tiny blocks": partial(hopper, 9, 3, 64, FP16, 8),
     "71 heads on one, cascade": partial(cascade, 71, 1, 64, BF16, 16),
+    "blocks of an fp8 cache": unpack,
+    "qwen3-8b, fp8 cache": partial(attend, 32, 8, 128, BF16, fp8=True),
+    "mistral, fp8 cache": partial(attend, 32, 8, 128, BF16, window=4096, fp8=True),
+    "head size 80, large blocks, fp8 cache": partial(attend, 9, 3, 80, FP16, 256, fp8=True),
+    "qwen3-8b cascade, fp8 cache": partial(cascade, 32, 8, 128, BF16, 256, fp8=True),
+    "head size 256, cascade, fp8 cache": partial(cascade, 8, 2, 256, BF16, 64, fp8=True),
 }
 
 
@@ -141,7 +185,7 @@ def test_compiles_and_fits(compiled: dict[str, list[Compiled]], case: str) -> No
 
 @pytest.mark.slow
 def test_three_decode_programs_fit_on_an_sm(compiled: dict[str, list[Compiled]]) -> None:
-    for kernel in compiled["qwen3-8b"] + compiled["qwen3-8b cascade"]:
+    for kernel in [*compiled["qwen3-8b"], *compiled["qwen3-8b cascade"], *compiled["qwen3-8b, fp8 cache"]]:
         if kernel.name == "decode_kernel" and kernel.capability == 90:
             assert (
                 3 * (kernel.shared + 1024) <= 228 * 1024

@@ -25,6 +25,7 @@ from shoal.kernels.attention import (
 )
 from shoal.kernels.attention_reference import paged_attention
 from shoal.kernels.hopper_attention import heads_an_item, prefill_work
+from shoal.kernels.reference import to_fp8
 from shoal.kernels.step_input import HostView, StepInput
 
 # padded rows divide 0 by 0 and are not stored
@@ -105,13 +106,31 @@ class Case:
             host=HostView(tuple(starts), tuple(kv_lens)),
         )
         self.scale = head_dim**-0.5
+        self.scales_2G: torch.Tensor | None = None
         self.tolerance = TOLERANCE[dtype]
 
+    def in_fp8(self, seed: int = 0) -> Case:
+        """The same step over a cache of fp8 numbers, with scales of each head's own. Its unused slots hold NaN
+        too, and this step's k and v must be read from the cache, so they are poison."""
+        self.scales_2G = (
+            torch.rand(2, self.kv_layer.shape[2], generator=torch.Generator().manual_seed(seed)) + 0.1
+        )
+        shape = (self.kv_layer.shape[0], 3, *self.kv_layer.shape[1:])
+        cache = torch.full(shape, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
+        fp8 = to_fp8(self.kv_layer, self.scales_2G[:, :, None, None])
+        cache.view(torch.uint8)[:, 1] = fp8.view(torch.uint8)
+        self.kv_layer = cache[:, 1]
+        self.k.fill_(float("nan"))
+        self.v.fill_(float("nan"))
+        return self
+
     def expected(self, window: int | None = None) -> torch.Tensor:
-        step = self.step
+        step, kv_layer = self.step, self.kv_layer
+        if self.scales_2G is not None:
+            kv_layer = kv_layer.float() * self.scales_2G[:, :, None, None]
         return paged_attention(
             self.q,
-            self.kv_layer,
+            kv_layer,
             step.query_starts_S,
             step.kv_lens_S,
             step.rows_S,
@@ -164,7 +183,8 @@ class Case:
             torch.cat((x, x.new_full((shape.tokens - num_tokens, *x.shape[1:]), float("nan"))))
             for x in (self.q, self.k, self.v)
         )
-        self.check(backend.attend(q, k, v, self.kv_layer, captured, None)[:num_tokens])
+        out = backend.attend(q, k, v, self.kv_layer, captured, None, scales_2G=self.scales_2G)
+        self.check(out[:num_tokens])
         assert not backend.workspace.arrived.any() and not backend.prefill_workspace.arrived.any()
 
     def decode(
@@ -196,6 +216,7 @@ class Case:
             Tiles(16, 16, 4, 2),
             min_split=16,
             num_cut=num_cut,
+            scales_2G=self.scales_2G,
         )
         self.check(out, window)
         return workspace
@@ -228,6 +249,7 @@ class Case:
             splits=splits,
             min_split=16,
             workspace=workspace,
+            scales_2G=self.scales_2G,
         )
         self.check(out, window)
 

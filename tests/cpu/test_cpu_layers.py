@@ -14,7 +14,9 @@ pytestmark = pytest.mark.skipif(cpu_build.load() is None, reason="needs a C comp
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, EPS = 6, 2, 32, 64, 96, 1e-5
 
 
-def layer_weights(seed: int, window: int | None, bias: bool, qk_norm: bool) -> LayerWeights:
+def layer_weights(
+    seed: int, window: int | None, bias: bool, qk_norm: bool, scales_2G: torch.Tensor | None = None
+) -> LayerWeights:
     width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
     shapes = ((width, HIDDEN), (HIDDEN, HEADS * HEAD_DIM), (2 * INNER, HIDDEN), (HIDDEN, INNER))
     packed = (cpu_linear.pack([random_tensor("Q4_1", *shape, seed=seed)]) for shape in shapes)
@@ -24,7 +26,7 @@ def layer_weights(seed: int, window: int | None, bias: bool, qk_norm: bool) -> L
         torch.rand(HIDDEN),
         *(torch.rand(HEAD_DIM) if qk_norm else None for _ in range(2)),
     )
-    return LayerWeights(*packed, *biases, *norms, window)
+    return LayerWeights(*packed, *biases, *norms, scales_2G, window)
 
 
 def op_by_op(weights, residual, step, kv, cos_sin):
@@ -48,9 +50,10 @@ def op_by_op(weights, residual, step, kv, cos_sin):
             kv[:, i],
             HEADS,
             KV_HEADS,
+            scales_2G=w.scales_2G,
         )
         q, k, v = qkv.view(len(qkv), -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
-        heads = backend.attend(q, k, v, kv[:, i], step, w.window)
+        heads = backend.attend(q, k, v, kv[:, i], step, w.window, scales_2G=w.scales_2G)
         x = cpu_ops.add_rms_norm(w.o.linear(heads.flatten(1), w.o_bias), residual, w.post_norm, EPS)
         x = w.down.linear(cpu_ops.silu_mul(w.gate_up.linear(x, w.gate_up_bias)), w.down_bias)
     return x

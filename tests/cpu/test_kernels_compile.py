@@ -39,10 +39,14 @@ for size, dtype in ((576, torch.float32), (1024, BF16), (4096, BF16), (16384, BF
     LAUNCHES[f"embed {size} {dtype}"] = lambda x=x: triton_ops.embed(_ints(3), x)
 
 
-def _rope(tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool, dtype: torch.dtype) -> None:
+def _rope(
+    tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool, dtype: torch.dtype, fp8: bool = False
+) -> None:
     weight = torch.ones(head_dim, dtype=dtype) if norm else None
     qkv = torch.zeros(tokens, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-    kv_layer = torch.zeros(2, 3, 2, kv_heads, 16, head_dim, dtype=dtype)[:, 1]
+    kv_layer = torch.zeros(2, 3, 2, kv_heads, 16, head_dim, dtype=torch.uint8 if fp8 else dtype)[:, 1]
+    if fp8:
+        kv_layer = kv_layer.view(torch.float8_e4m3fn)
     tables = StateLayout(4, 20).block_tables(_ints(StateLayout(4, 20).size))
     triton_ops.qk_norm_rope_store(
         qkv,
@@ -57,6 +61,7 @@ def _rope(tokens: int, heads: int, kv_heads: int, head_dim: int, norm: bool, dty
         heads,
         kv_heads,
         keep_k=tokens <= ONE_WAVE,
+        scales_2G=torch.ones(2, kv_heads) if fp8 else None,
     )
 
 
@@ -69,6 +74,9 @@ for case in (
     (100, 4, 2, 80, True, torch.float16),
     (100, 4, 2, 96, False, BF16),
     (2000, 16, 8, 128, True, BF16),
+    (1, 32, 8, 128, True, BF16, True),
+    (2000, 32, 8, 128, True, BF16, True),
+    (100, 9, 3, 80, False, torch.float32, True),
 ):
     LAUNCHES[f"qk_norm_rope_store {case}"] = lambda case=case: _rope(*case)
 

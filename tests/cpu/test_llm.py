@@ -373,9 +373,9 @@ def test_a_request_may_skip_the_prefix_cache(build, expected):
 
 
 def test_an_option_of_vllm_that_is_not_supported_is_refused_unless_it_asks_for_nothing(build):
-    build("llama", quantization=None, kv_cache_dtype="auto", pipeline_parallel_size=1)
-    with pytest.raises(ValueError, match="kv_cache_dtype"):
-        build("llama", kv_cache_dtype="fp8")
+    build("llama", quantization=None, cpu_offload_gb=0, pipeline_parallel_size=1)
+    with pytest.raises(ValueError, match="cpu_offload_gb"):
+        build("llama", cpu_offload_gb=4)
 
 
 def test_no_memory_in_a_step_ends_its_requests_and_poisons_nothing(build, expected, monkeypatch):

@@ -70,6 +70,7 @@ def cascade(
         max_parts,
         case.scale,
         tiles,
+        scales_2G=case.scales_2G,
     )
     decode_attention(
         case.q,
@@ -88,6 +89,7 @@ def cascade(
         prefix_lens_S=prefixes.lens_S,
         max_parts=max_parts,
         num_cut=num_cut,
+        scales_2G=case.scales_2G,
     )
     case.check(out)
     assert not workspace.arrived.any()

@@ -3,10 +3,13 @@ nothing stays behind."""
 
 import os
 import random
+import shutil
 import signal
 import time
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from shoal import LLM, SamplingParams
 from shoal.engine.runner import rank_weights
@@ -41,6 +44,22 @@ def test_two_ranks_give_the_oracles_tokens(name, root):
     folder = tiny.write_model(root, name)
     with build(folder) as llm:
         assert ids_of(llm.generate(PROMPTS, params())) == [tiny.greedy(folder, p, 12) for p in PROMPTS]
+
+
+def test_each_rank_has_the_scales_of_its_own_heads_in_an_fp8_cache(root, tmp_path):
+    folder = shutil.copytree(tiny.write_model(root, "qwen3"), tmp_path / "scaled")
+    names = [f"model.layers.{i}.self_attn.{kind}_scale" for i in range(3) for kind in "kv"]
+    # 2^-4 and 2^-11: the second head's numbers are cut off, which shows where the scales of one are the other's
+    scales = {name: torch.tensor([2.0**-4, 2.0**-11]) for name in names}
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | scales, file, metadata={"format": "pt"})
+    answers = []
+    for ranks in (1, 2):
+        with build(folder, tensor_parallel_size=ranks, kv_cache_dtype="fp8") as llm:
+            answers.append(ids_of(llm.generate(PROMPTS, params())))
+    with build(folder, tensor_parallel_size=1) as llm:
+        plain = ids_of(llm.generate(PROMPTS, params()))
+    assert answers[0] == answers[1] != plain
 
 
 def test_no_rank_ever_differs_in_what_was_drawn(root):

@@ -21,11 +21,13 @@ from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.peers.peers import KvPeers
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
+from shoal.engine.runner.kv_cache import cache_scales
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.standstill import Standstill
 from shoal.engine.step_loop import StepLoop
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
 from shoal.weights.check import verify_weights
+from shoal.weights.kv_scales import name_of
 from shoal.weights.loader import check_shapes, is_derived
 from shoal.weights.source import CheckpointFiles, resolve
 from shoal.weights.transfer import Handle, check_group, checkpoint_tensors, parse_tensors
@@ -79,6 +81,9 @@ class Weights:
         why = difference(self._model_config, files.config)
         if why is None and self._packed_as is not None:
             why = packing_difference(self._packed_as, files)
+        spec = self._ranks.runner.cache.spec
+        if why is None and spec.scales and name_of(cache_scales(self._config, files)) != spec.scales:
+            why = "its k_scale and v_scale are others than those of the engine's KV cache"
         return why
 
     def update(self, files: CheckpointFiles) -> int:

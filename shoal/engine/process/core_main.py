@@ -288,6 +288,7 @@ def _describe(core: EngineCore) -> ModelInfo:
         dtype=resolved.dtype,
         kv_role=resolved.kv_transfer_config.kv_role if resolved.kv_transfer_config is not None else "",
         kv_block_bytes=core.ranks.runner.cache.spec.block_bytes * core.ranks.size,
+        kv_cache_dtype=core.ranks.runner.cache.spec.dtype,
     )
 
 

@@ -13,21 +13,37 @@ from shoal.kv.layout import CacheSpec, Layout
 from shoal.kv.storage import StorageError, memory_of, shared_memory
 from shoal.kv.view import BlockView
 from shoal.model_config import ModelConfig
+from shoal.weights.kv_scales import kv_scales
+from shoal.weights.source import CheckpointFiles
+
+FP8 = "float8_e4m3fn"
+
+
+def cache_dtype(config: ResolvedConfig) -> str:
+    """The name of the torch.dtype that the cache's numbers have."""
+    return config.dtype if config.kv_cache_dtype == "auto" else FP8
 
 
 def cache_spec(config: ResolvedConfig, model: ModelConfig, tp_rank: int = 0) -> CacheSpec:
-    """Describes a rank's cache of one block. Whatever needs the shape of a cache derives it from this. Raises
-    LayoutError if the ranks can't share the model's KV heads."""
+    """Describes a rank's cache of one block, but for the scales of an fp8 cache. Whatever needs the shape of
+    a cache derives it from this. Raises LayoutError if the ranks can't share the model's KV heads."""
     return CacheSpec(
         layout=Layout.WHOLE_BLOCKS,
         num_layers=model.num_layers,
         num_heads=model.num_kv_heads,
         head_dim=model.head_dim,
-        dtype=config.dtype,
+        dtype=cache_dtype(config),
         block_size=config.block_size,
         tp_rank=tp_rank,
         tp_size=config.tensor_parallel_size,
     )
+
+
+def cache_scales(config: ResolvedConfig, files: CheckpointFiles) -> torch.Tensor:
+    """The scales of an fp8 cache, float32 [layers, 2, kv heads of the model]: the checkpoint's, or 1. Raises
+    CheckpointError."""
+    found = None if config.load_format == "dummy" else kv_scales(files)
+    return torch.ones(files.config.num_layers, 2, files.config.num_kv_heads) if found is None else found
 
 
 class KvCache:

@@ -7,6 +7,7 @@ Every rank gets the same commands in the same order.
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from msgspec.structs import replace
 
 from shoal.attention.select import select_backend
 from shoal.config import ResolvedConfig
@@ -29,7 +31,7 @@ from shoal.engine.runner.graphs import (
     mixed_shapes,
     most_captured_tokens,
 )
-from shoal.engine.runner.kv_cache import KvCache, cache_spec
+from shoal.engine.runner.kv_cache import FP8, KvCache, cache_scales, cache_spec
 from shoal.engine.runner.layer_ends import LayerEnds
 from shoal.engine.runner.rank_kv import RankKv
 from shoal.engine.runner.rank_memory import RankMemory, new_regions
@@ -42,13 +44,17 @@ from shoal.engine.runner.steps import StepResult, Steps
 from shoal.kernels.compilation import compiling_ahead
 from shoal.kernels.launching import repeated_launches
 from shoal.kernels.ops import select_ops
+from shoal.kernels.reference import FP8_MAX
 from shoal.kernels.state import StateLayout
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import ModelConfig
 from shoal.models.decoder import Decoder
+from shoal.weights.kv_scales import name_of
 from shoal.weights.loader import load_weights
 from shoal.weights.source import CheckpointFiles
 from shoal.weights.update import weight_tensors
+
+logger = logging.getLogger(__name__)
 
 # How many tokens the prompt has that `seconds_per_prompt_token` computes.
 MEASURED_TOKENS = {"cuda": 512, "cpu": 64}
@@ -73,6 +79,17 @@ class ModelRunner:
         self._regions = new_regions(self.device, config.enable_sleep_mode)
         model = self.model_config
         spec = cache_spec(config, model, tp.rank)
+        scales_L2G = cache_scales(config, files) if spec.dtype == FP8 else None
+        if scales_L2G is not None:
+            spec = replace(spec, scales=name_of(scales_L2G))
+            if tp.rank == 0 and (scales_L2G == 1).all():
+                logger.warning(
+                    "kv_cache_dtype %r: %s gives no scales (k_scale, v_scale), so keys and values beyond %g "
+                    "are cut off",
+                    config.kv_cache_dtype,
+                    files.path,
+                    FP8_MAX,
+                )
         with self._building():
             ops = select_ops(self.device.type)
             backend = select_backend(
@@ -100,6 +117,8 @@ class ModelRunner:
             for module in self.model.modules():
                 for name, buffer in module.named_buffers(recurse=False):
                     setattr(module, name, buffer.clone())
+            if scales_L2G is not None:
+                self.model.scale_cache(scales_L2G, spec.first_head, self.device)
         self.layout = StateLayout(self.max_num_seqs, -(-self.max_model_len // config.block_size))
         self.state = BatchState(self.layout, self.device)
         # Where decodes share a prefix, its keys are read once for all of them. A layer with a sliding window

@@ -29,8 +29,16 @@ def _weights(fields: ConfigFields, format: str) -> ConfigFields | None:
     if fields.get("format") != format:
         return None
     choice(fields, "quantization_status", (None, "compressed"))
-    for key in ("kv_cache_scheme", "sparsity_config", "transform_config"):
+    for key in ("sparsity_config", "transform_config"):
         choice(fields, key, (None, {}))
+    scheme = fields.get("kv_cache_scheme")  # Its scales are for kv_cache_dtype "fp8" (weights/kv_scales.py).
+    if not isinstance(scheme, dict):
+        choice(fields, "kv_cache_scheme", (None,))
+    elif scheme:
+        cache = ConfigFields(scheme, f"{fields.where}: kv_cache_scheme")
+        choice(cache, "num_bits", (8,))
+        choice(cache, "type", ("float",))
+        choice(cache, "dynamic", (False, None))
     groups = fields.get("config_groups")
     if not isinstance(groups, dict) or not groups or not all(isinstance(g, dict) for g in groups.values()):
         raise CheckpointError(f"{fields.where}: config_groups {groups!r:.80} says nothing about weights")

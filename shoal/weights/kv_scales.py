@@ -1,0 +1,68 @@
+"""The scales of an fp8 KV cache that a checkpoint gives: a number of the cache times its scale is the key or
+value that is meant.
+
+Names are those of compressed-tensors (`self_attn.k_scale`) and of ModelOpt (`self_attn.k_proj.k_scale`). A
+scale is one number for a layer, or one for each of its kv heads. They are no weights: no layer loads them,
+and an engine without an fp8 cache leaves them alone.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+import xxhash
+
+from shoal.errors import CheckpointError
+from shoal.weights.quantized import EVERY_DTYPE
+from shoal.weights.safetensors import safetensors_tensors
+from shoal.weights.source import CheckpointFiles
+
+NAME = re.compile(r"model\.layers\.(\d+)\.self_attn\.(?:k_proj\.(?=k_)|v_proj\.(?=v_))?([kv])_scale")
+
+
+def is_kv_scale(name: str) -> bool:
+    return NAME.fullmatch(name) is not None
+
+
+def kv_scales(files: CheckpointFiles) -> torch.Tensor | None:
+    """float32 [layers, 2, kv heads], keys' scales before values'. None: the checkpoint gives none. Raises
+    CheckpointError if one of them is missing, has another shape, or is no positive number."""
+    if files.file is not None:  # GGUF has no such tensors
+        return None
+    config = files.config
+    scales = torch.zeros(config.num_layers, 2, config.num_kv_heads)
+    found = False
+    for name, tensor in safetensors_tensors(files.folder, EVERY_DTYPE):
+        if (match := NAME.fullmatch(name)) is None:
+            continue
+        found, layer, values = True, int(match[1]), tensor.float().flatten()
+        if layer >= config.num_layers:
+            raise CheckpointError(
+                f"{files.path}: {name} belongs to layer {layer}, but the model has {config.num_layers}; is "
+                "it another model's file?"
+            )
+        if len(values) not in (1, config.num_kv_heads):
+            raise CheckpointError(
+                f"{files.path}: {name} has shape {list(tensor.shape)}, but a scale of the KV cache is one "
+                f"number, or one for each of {config.num_kv_heads} kv heads"
+            )
+        if not (values.isfinite() & (values > 0)).all():
+            raise CheckpointError(
+                f"{files.path}: {name} has {values.min():g} to {values.max():g}, but scales are positive "
+                "numbers; the file is damaged, or was never calibrated"
+            )
+        scales[layer, "kv".index(match[2])] = values
+    if not found:
+        return None
+    for layer, kind in (scales == 0).any(2).nonzero().tolist():
+        raise CheckpointError(
+            f"{files.path}: the checkpoint has scales of the KV cache, but lacks {'kv'[kind]}_scale of layer "
+            f"{layer}; is a shard missing?"
+        )
+    return scales
+
+
+def name_of(scales: torch.Tensor) -> str:
+    """A name for these scales. Caches whose scales have another one hold other numbers."""
+    return xxhash.xxh3_64_hexdigest(scales.contiguous().numpy().tobytes())
