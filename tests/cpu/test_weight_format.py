@@ -127,7 +127,7 @@ def fp8_blocks(columns: int) -> QuantizedTensor:
         (lambda: int4_groups(6), PackedWeight),
         (lambda: int4_groups(3), PlainWeight),  # the cut goes through a group of 64
         (lambda: fp8_blocks(32), PackedWeight),
-        (lambda: fp8_blocks(128), PlainWeight),
+        (lambda: fp8_blocks(128), PackedWeight),  # each side of the cut gets the block's scale
         (lambda: fp8_blocks(192), PackedWeight),
     ],
 )
