@@ -68,8 +68,8 @@ def main() -> None:
             perplexity = math.exp(-sum(found) / len(found))
             kept = "float32" if cache == "auto" else cache
             print(
-                f"| {name} | {kept} | {size / 1e6:.0f} MB | {perplexity:.3f} | {sum(drift) / len(drift):.4f} | "
-                f"{max(drift):.3f} | {speed:.1f} |",
+                f"| {name} | {kept} | {size / 1e6:.0f} MB | {perplexity:.3f} | "
+                f"{sum(drift) / len(drift):.4f} | {max(drift):.3f} | {speed:.1f} |",
                 flush=True,
             )
 
