@@ -68,6 +68,11 @@ def gauge(metric: str, by: str = SERVER) -> str:
     return f"sum by ({by}) ({metric}{{{OF_SERVER}}})"
 
 
+def average(metric: str, by: str) -> str:
+    """Of what several routers say of one thing."""
+    return f"avg by ({by}) ({metric}{{{OF_SERVER}}})"
+
+
 def ratio(part: str, whole: str, by: str = SERVER) -> str:
     return f"{rate(part, by)} / {rate(whole, by)}"
 
@@ -280,7 +285,11 @@ ROUTER = {
         ),
     ],
     "Workers": [
-        lines("Workers by state", "none", gauge, "shoal:worker_state", "state"),
+        Panel(
+            "Workers by state",
+            "none",
+            {"{{state}}": f"sum by (state) ({average('shoal:worker_state', 'state, worker_id')})"},
+        ),
         lines("Requests under way", "none", gauge, "shoal:worker_active_requests", "worker_id"),
         lines("Requests sent", "reqps", rate, "shoal:worker_requests_total", "worker_id"),
         lines(
@@ -300,7 +309,7 @@ ROUTER = {
         lines(
             "Share of prompt tokens cached",
             "percentunit",
-            gauge,
+            average,
             "dynamo_component_router_kv_hit_rate",
             "worker_id",
             most=1.0,

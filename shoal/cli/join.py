@@ -27,6 +27,7 @@ from shoal.fleet.plane_inbox import start
 from shoal.fleet.plane_workers import member_of
 from shoal.fleet.planes import check_plane, open_plane
 from shoal.fleet.worker_port import EventEndpoints, WorkerPort, check_host
+from shoal.kv.object_store import shown
 from shoal.server.model import ServedModel
 from shoal.tracing import Tracing
 from shoal.weights.source import CheckpointFiles
@@ -83,11 +84,12 @@ def _locked_folder() -> tuple[str, int]:
     """A new private folder, and the descriptor of a lock on it, which ends with this process."""
     while True:
         folder = tempfile.mkdtemp(prefix=EVENTS_FOLDER)  # 0700
-        lock = os.open(folder, DIRECTORY)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        if os.path.isdir(folder):  # else another process has taken it for a dead one's just before
-            return folder, lock
-        os.close(lock)
+        with contextlib.suppress(FileNotFoundError):  # another process takes it for a dead one's just before
+            lock = os.open(folder, DIRECTORY)
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if os.path.isdir(folder):
+                return folder, lock
+            os.close(lock)
 
 
 def _remove_dead_folders() -> None:
@@ -149,7 +151,7 @@ async def joined(
     try:
         plane = open_plane(config.plane, key=key, clock=clock)
         address = port.address_seen_from(urlsplit(config.plane.partition(",")[0]).hostname)
-        role = config.role
+        role, shown_plane = config.role, shown(config.plane)
 
         async def register() -> None:
             assert model.card is not None
@@ -174,9 +176,7 @@ async def joined(
 
         async def stay() -> None:
             await register()
-            logger.info(
-                "worker %s of the fleet at %s; its tokens are at %s", worker_id, config.plane, address
-            )
+            logger.info("worker %s of the fleet at %s; its tokens are at %s", worker_id, shown_plane, address)
             while True:
                 await model.changed.wait()
                 model.changed.clear()

@@ -621,6 +621,11 @@ def _measure_worker(arguments: argparse.Namespace) -> int:
     from shoal.bench.worker_profile import measure_profile, plot, table
     from shoal.fleet.engine_profile import write_profile
 
+    for name in ("input_lengths", "context_lengths"):
+        if (least := min(getattr(arguments, name))) < 1:
+            raise ConfigError(f"{flag_of(name)} {least} is below 1; give numbers of tokens")
+    if wrong := [usage for usage in arguments.kv_usages if not 0 < usage <= 1]:
+        raise ConfigError(f"--kv-usages {wrong[0]:g} is no share of the cache; give numbers up to 1, above 0")
     for name in ("output", "plot"):
         _check_writable(name, getattr(arguments, name))
     if arguments.plot is not None:

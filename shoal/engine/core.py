@@ -360,8 +360,8 @@ class EngineCore:
             )
         if not self.sleeper.is_emptied:
             raise CheckpointError(
-                f"{another}; the engine must give its own up first: call sleep(level=2), then "
-                "update_weights, then wake_up"
+                f"{another}; the engine must give its own up first: put it to sleep at level 2, update its "
+                "weights, and wake it up"
             )
         if self.weights.groups:
             raise ConfigError(

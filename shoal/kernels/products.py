@@ -26,6 +26,11 @@ MAX_SPLITS = 4
 SHARED_BYTES = 216 << 10  # what the tiles may take of an SM's 227 KiB
 # Of hopper_row.py: the most inputs, as they lie in shared memory beside the ring
 WIDEST_ROW = 32768
+# Of fp8_linear.py
+# rows, outputs and warps of tiles of many rows, of which the first are taken that give all SMs work
+FP8_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
+MAX_FP8_SPLITS = 8
+MIN_SPLIT_TILES = 4  # A split with fewer tiles ends before its pipeline is full.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +53,9 @@ class Limits:
     ring_side: int = 2048
     # The fewest rows for Hopper's gate and up. For fewer, two launches cost the host less than this one.
     gated_rows: int = 4096
+    # The most rows by which a weight in fp8 is multiplied as it is, widened in registers. More rows become
+    # fp8 too.
+    widened_rows: int = 64
 
 
 REFERENCE_SMS = 132  # of the H200
@@ -108,6 +116,7 @@ class Shape(NamedTuple):
     before: Before = Before.NOTHING
     after: After = After.NOTHING
     bias: bool = False
+    group: int = 0  # of a quantized weight: inputs that share a scale; 0: all of them
 
     @property
     def gated(self) -> bool:
@@ -124,6 +133,9 @@ class Kernel(Enum):
     HOPPER = 2  # hopper_linear.py
     HOPPER_ROW = 3  # hopper_row.py
     HOPPER_GATED = 4  # hopper_gated.py
+    FP8_ROW = 5  # fp8_linear.py, as all that follow
+    FP8_FEW = 6
+    FP8_MANY = 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +169,19 @@ class HopperTiles:
         return cdiv(cdiv(inputs, self.columns), self.splits)
 
 
+@dataclass(frozen=True, slots=True)
+class Fp8Tiles:
+    """How fp8_linear.py cuts a product: a program computes `outs` outputs of `rows` rows from a `splits`-th
+    of the inputs, `columns` at a time."""
+
+    rows: int
+    outs: int
+    columns: int
+    num_warps: int
+    num_stages: int = 1
+    splits: int = 1
+
+
 class Product(NamedTuple):
     """A choice. `norms`: the kernel does what comes before the product. `adds`: it adds to the residual;
     otherwise that is left to the next norm."""
@@ -166,11 +191,15 @@ class Product(NamedTuple):
     hopper_tiles: HopperTiles | None = None
     norms: bool = False
     adds: bool = True
+    fp8_tiles: Fp8Tiles | None = None
 
 
 @functools.lru_cache(maxsize=8192)
 def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Product:
-    """The fastest product that is known. The result is the same whenever the arguments are."""
+    """The fastest product that is known. The result is the same whenever the arguments are. `dtype` is that
+    of the weight."""
+    if dtype == torch.float8_e4m3fn:
+        return _choose_fp8(shape, rows, gpu)
     limits = gpu.limits
     if shape.before is not Before.NOTHING:
         # The ring norms a row that is ready; the elementwise kernel norms a narrow one, and sums before it.
@@ -280,6 +309,24 @@ def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int
                 choices[-1],
             )
     return None
+
+
+def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Product:
+    """Which of fp8_linear.py's kernels. Whether rows become fp8 depends on their number alone, because
+    whoever makes them must know before."""
+    columns = min(128, shape.group or 128)
+    if rows > gpu.limits.widened_rows:
+        tiles = [Fp8Tiles(tall, wide, columns, warps, 4) for tall, wide, warps in FP8_TILES]
+        busy = (t for t in tiles if cdiv(rows, t.rows) * cdiv(shape.outs, t.outs) >= gpu.sms)
+        return Product(Kernel.FP8_MANY, fp8_tiles=next(busy, tiles[-1]))
+    if rows == 1:
+        # Small tiles: more of them are there at once.
+        return Product(Kernel.FP8_ROW, fp8_tiles=Fp8Tiles(1, 2 if shape.gated else 4, 1024, 4))
+    block_rows = min(64, max(16, next_power_of_2(max(rows, 1))))
+    programs = cdiv(rows, block_rows) * cdiv(shape.outs, 64)
+    most = max(1, min(MAX_FP8_SPLITS, cdiv(shape.inputs, columns) // MIN_SPLIT_TILES))
+    splits = next((n for n in range(1, most) if programs * n >= gpu.sms), most)
+    return Product(Kernel.FP8_FEW, fp8_tiles=Fp8Tiles(block_rows, 64, columns, 4, 5, splits))
 
 
 @dataclass(frozen=True, slots=True)

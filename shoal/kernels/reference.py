@@ -267,7 +267,7 @@ def _mix(x: int) -> int:
     return x ^ x >> 15
 
 
-def gumbel(key_0: int, key_1: int, tokens: torch.Tensor) -> torch.Tensor:
+def gumbel(key_0: int | torch.Tensor, key_1: int | torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
     """Returns the Gumbel noise of int32 tokens: -log(E), where E = -log(1 - u) is exponential. u in (0, 1)
     has 31 random bits, and is finest near 0, where noise is large."""
     # This is `_mix`, but tokens have no high bits to mix down first, and key_1 comes in halfway.

@@ -25,11 +25,13 @@ import math
 from enum import IntEnum
 
 import torch
+import torch.nn.functional as F
 
 from shoal.kernels.reference import TILE, gumbel, noise_keys
 from shoal.kernels.state import FIELDS, MIN_TEMPERATURE, Field
 
 PARTS = 64  # A top_k is rarely larger (Gemma's default).
+TILE_PARTS = 4  # A row without filters has three parts a rank, rounded up to a power of two.
 
 
 class Part(IntEnum):
@@ -41,6 +43,7 @@ class Part(IntEnum):
     TOKEN = 3  # its id; -1: there is no such part
 
 
+Keys = tuple[torch.Tensor, torch.Tensor]
 Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
@@ -56,23 +59,16 @@ def draw_parts(
     """The parts of these columns, whose first token is `first`: int32 [S, P, len(Part)]. Rows and positions
     are those of `sample`; a sample with row -1 has no parts."""
     parts = torch.full((len(rows_S), PARTS, len(Part)), -1, dtype=torch.int32, device=logits_SV.device)
-    floats, logits_SV = parts.view(torch.float32), logits_SV.float()
-    for s, (row, position) in enumerate(zip(rows_S.tolist(), positions_S.tolist())):
-        if row < 0:
-            continue
-        temperature, filters, keys = _fields(table[row, :FIELDS], position + 1)
-        logits_V = logits_SV[s]
-        if temperature < MIN_TEMPERATURE:
-            best, at = logits_V.max(dim=0)
-            found = best.view(1), torch.ones(1), best.view(1), first + at.view(1)
-        elif filters == (0, 1.0, 0.0):
-            found = _tiles(logits_V, first, temperature, keys)
-        else:
-            found = _best_values(logits_V, first, temperature, filters[0], keys)
-        measures, numbers, scores, tokens = found
-        count = len(tokens)
-        floats[s, :count, Part.MEASURE], floats[s, :count, Part.SCORE] = measures, scores
-        parts[s, :count, Part.NUMBER], parts[s, :count, Part.TOKEN] = numbers.int(), tokens.int()
+    rows, logits_SV = _Rows(rows_S, positions_S, table), logits_SV.float()
+    if rows.greedy:
+        best, at = logits_SV[rows.greedy].max(dim=1, keepdim=True)
+        _store(parts, rows.greedy, (best, torch.ones_like(at), best, first + at))
+    if rows.plain:
+        _store(parts, rows.plain, _tiles(logits_SV[rows.plain], first, *rows.of(rows.plain)))
+    for s in rows.filtered:
+        keys = rows.keys[s][0], rows.keys[s][1]
+        found = _best_values(logits_SV[s], first, rows.temperatures[s], rows.filters[s][0], keys)
+        _store(parts, [s], tuple(x.unsqueeze(0) for x in found))
     return parts
 
 
@@ -85,49 +81,87 @@ def join_parts(
 ) -> None:
     """Draws a token for each s with rows_S[s] >= 0 from the parts of all ranks, int32 [R, S, P, len(Part)],
     and writes it where `sample` writes it."""
-    for s, (row, position) in enumerate(zip(rows_S.tolist(), positions_S.tolist())):
-        if row < 0:
+    rows = _Rows(rows_S, positions_S, table)
+    for kind, per_rank in (
+        (rows.greedy, 1),
+        (rows.plain, TILE_PARTS),
+        *(([s], PARTS) for s in rows.filtered),
+    ):
+        if not kind:
             continue
-        temperature, filters, keys = _fields(table[row, :FIELDS], position + 1)
-        parts = parts_RSP[:, s].reshape(-1, len(Part))
-        parts = parts[parts[:, Part.TOKEN] >= 0]
-        floats = parts.view(torch.float32)
-        measures, scores = floats[:, Part.MEASURE], floats[:, Part.SCORE]
-        if temperature < MIN_TEMPERATURE:
-            kept = torch.ones(len(parts), dtype=torch.bool)
-        elif filters == (0, 1.0, 0.0):
-            kept = _drawn_tile(measures, parts[:, Part.NUMBER], keys)
-        else:
-            kept = _survivors(measures, parts[:, Part.NUMBER], temperature, *filters)
-        drawn = parts[scores.masked_fill(~kept, -math.inf).argmax(), Part.TOKEN]
-        out_tokens_S[s] = table[row, Field.TOKEN] = drawn
-        table[row, Field.POSITION] = position + 1
+        parts = parts_RSP[:, kind, :per_rank].transpose(0, 1).flatten(1, 2)  # [S, R * per_rank, len(Part)]
+        tokens, numbers, floats = parts[..., Part.TOKEN], parts[..., Part.NUMBER], parts.view(torch.float32)
+        measures, scores = floats[..., Part.MEASURE], floats[..., Part.SCORE]
+        kept = tokens >= 0
+        if kind is rows.plain:
+            kept &= _drawn_tile(measures.masked_fill(~kept, -math.inf), numbers, rows.of(kind)[1])
+        elif kind is not rows.greedy:
+            [s] = kind
+            kept[0, kept[0].clone()] = _survivors(
+                measures[kept], numbers[kept], rows.temperatures[s], *rows.filters[s]
+            )
+        drawn = tokens.gather(1, scores.masked_fill(~kept, -math.inf).argmax(1, keepdim=True)).squeeze(1)
+        at = rows_S[kind].long()
+        out_tokens_S[kind] = drawn
+        table[at, Field.TOKEN] = drawn
+        table[at, Field.POSITION] = positions_S[kind] + 1
 
 
-def _fields(fields: torch.Tensor, position: int) -> tuple[float, tuple[int, float, float], tuple[int, int]]:
-    """Temperature, filters, and the keys of the noise at this position."""
-    words, floats = fields.tolist(), fields.view(torch.float32).tolist()
-    keys = noise_keys(words[Field.SEED_LOW], words[Field.SEED_HIGH], position)
-    return floats[Field.TEMPERATURE], (words[Field.TOP_K], floats[Field.TOP_P], floats[Field.MIN_P]), keys
+class _Rows:
+    """The samples of a step by kind, and what their state rows say."""
+
+    def __init__(self, rows_S: torch.Tensor, positions_S: torch.Tensor, table: torch.Tensor) -> None:
+        fields = table[rows_S.clamp(min=0).long(), :FIELDS]
+        words, floats = fields.tolist(), fields.view(torch.float32).tolist()
+        self.temperatures = [row[Field.TEMPERATURE] for row in floats]
+        self.filters = [(w[Field.TOP_K], f[Field.TOP_P], f[Field.MIN_P]) for w, f in zip(words, floats)]
+        self.keys = [
+            noise_keys(row[Field.SEED_LOW], row[Field.SEED_HIGH], position + 1)
+            for row, position in zip(words, positions_S.tolist())
+        ]
+        there = [s for s, row in enumerate(rows_S.tolist()) if row >= 0]
+        self.greedy = [s for s in there if self.temperatures[s] < MIN_TEMPERATURE]
+        drawn = [s for s in there if self.temperatures[s] >= MIN_TEMPERATURE]
+        self.plain = [s for s in drawn if self.filters[s] == (0, 1.0, 0.0)]
+        self.filtered = [s for s in drawn if self.filters[s] != (0, 1.0, 0.0)]
+
+    def of(self, samples: list[int]) -> tuple[torch.Tensor, Keys]:
+        """Temperatures and the two keys of the noise of these samples, [n, 1] each."""
+        temperatures = torch.tensor([[self.temperatures[s]] for s in samples])
+        keys = torch.tensor([self.keys[s] for s in samples], dtype=torch.int32)
+        return temperatures, (keys[:, :1], keys[:, 1:])
 
 
-def _tiles(logits_V: torch.Tensor, first: int, temperature: float, keys: tuple[int, int]) -> Parts:
-    """The tiles of a rank that are drawn from."""
-    head = min(TILE - first % TILE, len(logits_V))
-    pieces = [logits_V[:head], *logits_V[head:].split(TILE)] if head < len(logits_V) else [logits_V]
-    tiles = first // TILE + torch.arange(len(pieces), dtype=torch.int32)
-    masses = torch.stack([(piece / temperature).logsumexp(0) for piece in pieces])
-    chosen = sorted({0, len(pieces) - 1})
-    if len(pieces) > 2:
-        chosen.append(1 + int((masses + gumbel(*keys, -1 - tiles))[1:-1].argmax()))
-    scores, tokens = [], []
-    for tile in chosen:
-        start = first if tile == 0 else (first // TILE + tile) * TILE
-        ids = torch.arange(start, start + len(pieces[tile]), dtype=torch.int32)
-        score, at = (gumbel(*keys, ids) + pieces[tile] / temperature).max(dim=0)
-        scores.append(score)
-        tokens.append(ids[at])
-    return masses[chosen], tiles[chosen], torch.stack(scores), torch.stack(tokens)
+def _store(parts: torch.Tensor, samples: list[int], found: tuple[torch.Tensor, ...]) -> None:
+    """Writes measures, numbers, scores and tokens, [n, count] each, as the first parts of these samples."""
+    measures, numbers, scores, tokens = found
+    columns = (
+        measures.float().view(torch.int32),
+        numbers.int(),
+        scores.float().view(torch.int32),
+        tokens.int(),
+    )
+    parts[samples, : measures.shape[1]] = torch.stack(columns, dim=-1)
+
+
+def _tiles(logits_SV: torch.Tensor, first: int, temperatures_S1: torch.Tensor, keys: Keys) -> Parts:
+    """The tiles of a rank that are drawn from: the first one, the last one, and the drawn one between."""
+    before, num_seqs = first % TILE, len(logits_SV)
+    num_tiles = -(-(before + logits_SV.shape[1]) // TILE)
+    behind = num_tiles * TILE - before - logits_SV.shape[1]
+    padded = F.pad(logits_SV / temperatures_S1, (before, behind), value=-math.inf)
+    pieces = padded.view(num_seqs, num_tiles, TILE)
+    masses = pieces.logsumexp(2)
+    tiles = first // TILE + torch.arange(num_tiles, dtype=torch.int32)
+    chosen = torch.tensor(sorted({0, num_tiles - 1})).expand(num_seqs, -1)
+    if num_tiles > 2:
+        noisy = (masses + gumbel(*keys, -1 - tiles))[:, 1:-1]
+        chosen = torch.cat((chosen, 1 + noisy.argmax(1, keepdim=True)), dim=1)
+    tokens = (tiles[chosen] * TILE).unsqueeze(2) + torch.arange(TILE, dtype=torch.int32)
+    logits = pieces.gather(1, chosen.unsqueeze(2).expand(-1, -1, TILE))
+    noise = gumbel(keys[0].unsqueeze(2), keys[1].unsqueeze(2), tokens)
+    scores, at = (noise + logits).max(dim=2)
+    return masses.gather(1, chosen), tiles[chosen], scores, tokens.gather(2, at.unsqueeze(2)).squeeze(2)
 
 
 def _best_values(
@@ -145,11 +179,13 @@ def _best_values(
     return values, counts, scores[best], first + ids[best]
 
 
-def _drawn_tile(masses: torch.Tensor, tiles: torch.Tensor, keys: tuple[int, int]) -> torch.Tensor:
-    """Which parts are of the tile that is drawn."""
-    is_same = tiles.unsqueeze(1) == tiles
-    whole = torch.where(is_same, masses, -math.inf).logsumexp(1)
-    return tiles == tiles[(gumbel(*keys, -1 - tiles) + whole).argmax()]
+def _drawn_tile(masses: torch.Tensor, tiles: torch.Tensor, keys: Keys) -> torch.Tensor:
+    """Which parts are of the tile that is drawn. A row has parts along the last dim; those with mass -inf
+    are none."""
+    is_same = tiles.unsqueeze(2) == tiles.unsqueeze(1)
+    whole = torch.where(is_same, masses.unsqueeze(1), -math.inf).logsumexp(2)
+    noisy = torch.where(masses > -math.inf, gumbel(*keys, -1 - tiles) + whole, -math.inf)
+    return tiles == tiles.gather(1, noisy.argmax(1, keepdim=True))
 
 
 def _survivors(

@@ -41,12 +41,13 @@ from shoal.kernels.sample import (
     tiles_per_program,
 )
 from shoal.kernels.split_draw import PARTS as NUM_PARTS
+from shoal.kernels.split_draw import TILE_PARTS as NUM_TILE_PARTS
 from shoal.kernels.split_draw import Part
 
 PARTS, PART_INTS = tl.constexpr(NUM_PARTS), tl.constexpr(len(Part))
 PART_MEASURE, PART_NUMBER = tl.constexpr(Part.MEASURE.value), tl.constexpr(Part.NUMBER.value)
 PART_SCORE, PART_TOKEN = tl.constexpr(Part.SCORE.value), tl.constexpr(Part.TOKEN.value)
-TILE_PARTS = tl.constexpr(4)  # A row without filters has three parts a rank; a power of two.
+TILE_PARTS = tl.constexpr(NUM_TILE_PARTS)
 PASS = tl.constexpr(2048)  # tokens of a piece, in a pass over the row
 JOIN_WARPS = 4
 

@@ -49,7 +49,9 @@ class MLP(nn.Module):
     def forward(
         self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        hidden_TF, residual_TD = norm.add_linear(x_TD, residual_TD, self.gate_up_proj, silu_mul=True)
+        hidden_TF, residual_TD = norm.add_linear(
+            x_TD, residual_TD, self.gate_up_proj, silu_mul=True, reader=self.down_proj
+        )
         return self.down_proj.add_to(hidden_TF, residual_TD), residual_TD
 
 
@@ -70,6 +72,7 @@ class Experts(LoadingLayer):
             torch.empty(self.num_experts, *wide), requires_grad=False
         )
         self.w2: nn.Parameter | None = nn.Parameter(torch.empty(self.num_experts, *tall), requires_grad=False)
+        self.dtype = self.w2.dtype
         # By expert and the tensor's name: its matrix, and by part what has come for it.
         self._packed: dict[tuple[int, str], WeightFormat] = {}
         self._pieces: dict[tuple[int, str], dict[int, QuantizedTensor]] = {}
@@ -103,7 +106,8 @@ class Experts(LoadingLayer):
         pieces[part] = shard
         if len(pieces) == parts:
             old = self._packed.get(which, WeightFormat(self.ops))
-            self._packed[which] = pack([pieces[i] for i in range(parts)], self.ops, old)
+            whole = [pieces[i] for i in range(parts)]
+            self._packed[which] = pack(whole, self.ops, old, torch.device("cpu"), self.dtype)
             del self._pieces[which]
 
     def _copy_part(self, which: tuple[int, str], part: int, shard: Loaded, name: str) -> None:

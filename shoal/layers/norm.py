@@ -44,20 +44,33 @@ class RMSNorm(LoadingLayer):
         return self.ops.add_rms_norm(self._summed(x_TD), residual_TD, self.weight, self.eps)
 
     def add_linear(
-        self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, linear: Linear, silu_mul: bool = False
+        self,
+        x_TD: torch.Tensor | None,
+        residual_TD: torch.Tensor,
+        linear: Linear,
+        silu_mul: bool = False,
+        reader: Linear | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `linear`, or its `silu_mul`, of the norm of residual + x; and that sum, which is the new
-        residual. `linear` is not split over its inputs. x None: nothing to add.
+        """Returns `linear`, or its `silu_mul` for `reader`, of the norm of residual + x; and that sum, which
+        is the new residual. `linear` is not split over its inputs. x None: nothing to add.
 
         One row takes one kernel, on one rank.
         """
         if x_TD is not None:
             normed_TD = self._sum_and_norm(x_TD, residual_TD)
             if normed_TD is not None:
-                multiply = linear.format.gated if silu_mul else linear.format.multiply
-                return multiply(normed_TD, linear.bias), residual_TD
+                product = linear.silu_mul(normed_TD, reader) if silu_mul else linear(normed_TD)
+                return product, residual_TD
             x_TD = self._summed(x_TD)
-        return linear.format.normed(x_TD, residual_TD, self.weight, self.eps, linear.bias, silu_mul)
+        return linear.format.normed(
+            x_TD,
+            residual_TD,
+            self.weight,
+            self.eps,
+            linear.bias,
+            silu_mul,
+            None if reader is None else reader.format,
+        )
 
     def _sum_and_norm(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor | None:
         """`add` in one kernel with the sum over the ranks. None, with nothing done, where there is none."""

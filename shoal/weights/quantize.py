@@ -21,12 +21,13 @@ import torch.nn.functional as F
 
 from shoal.errors import CheckpointError, ConfigError
 from shoal.json_file import read_object
+from shoal.kernels.fp8_tensor import Fp8Tensor
+from shoal.kernels.quantized_tensor import is_projection
 from shoal.models.layouts.compressed_tensors import FP8, INT4, METHOD
 from shoal.weights.loader import check_shapes
 from shoal.weights.safetensors import INDEX, TensorHeader, safetensors_headers
 from shoal.weights.source import HUB_FILES, CheckpointFiles
 
-LARGEST_FP8 = 448.0
 LARGEST_INT4 = 15
 NAMES = {
     torch.float64: "F64",
@@ -55,7 +56,7 @@ def quantize(files: CheckpointFiles, to: str, target: Path, group_size: int = 12
     shards = list(safetensors_headers(files.folder))
     for _, headers in shards:
         for name, header in headers.items():
-            if to == "int4" and _is_quantized(name) and header.shape[1] % group_size:
+            if to == "int4" and is_projection(name) and header.shape[1] % group_size:
                 raise ConfigError(
                     f"{name} has {header.shape[1]} inputs, which are not whole groups of {group_size}; "
                     "choose another --group-size, such as 64 or 32"
@@ -98,11 +99,6 @@ def _write_folder(
     (target / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _is_quantized(name: str) -> bool:
-    """Products of attention, MLPs and experts alone end so."""
-    return name.endswith("_proj.weight")
-
-
 def _config(to: str, group_size: int) -> dict[str, Any]:
     activations: dict[str, Any] | None = None
     if to == "fp8":
@@ -125,9 +121,8 @@ def _config(to: str, group_size: int) -> dict[str, Any]:
 
 
 def _fp8(weight: torch.Tensor) -> Tensors:
-    scale = _rounded(weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / LARGEST_FP8, weight.dtype)
-    data = (weight.float() / scale.float()).clamp(-LARGEST_FP8, LARGEST_FP8)
-    return {"weight": data.to(torch.float8_e4m3fn), "weight_scale": scale}
+    rounded = Fp8Tensor.rounded(weight, _scale_dtype(weight.dtype))
+    return {"weight": rounded.data, "weight_scale": rounded.scales.to(_scale_dtype(weight.dtype))}
 
 
 def _int4(weight: torch.Tensor, group_size: int) -> Tensors:
@@ -135,7 +130,7 @@ def _int4(weight: torch.Tensor, group_size: int) -> Tensors:
     few large weights matter more than the squared error says."""
     groups = weight.float().unflatten(1, (-1, group_size))
     low, high = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
-    scales = _rounded(((high - low) / LARGEST_INT4).clamp(min=1e-12), weight.dtype)
+    scales = ((high - low) / LARGEST_INT4).clamp(min=1e-12).to(_scale_dtype(weight.dtype))
     zeros = (-low / scales.float()).round_().clamp_(0, LARGEST_INT4)
     quants = (groups / scales.float() + zeros).round_().clamp_(0, LARGEST_INT4)
     return {
@@ -155,10 +150,10 @@ def _words(numbers: torch.Tensor) -> torch.Tensor:
     return words
 
 
-def _rounded(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Scales in the type in which they are stored: bfloat16 for such weights, else float32, as float16 has no
-    room for small ones."""
-    return scales.to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which scales are stored: bfloat16 for such weights, else float32, as float16 has no room
+    for small ones."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def _write(
@@ -193,7 +188,7 @@ def _become(
     name: str, tensor: torch.Tensor, rounding: Callable[[torch.Tensor], Tensors]
 ) -> list[tuple[str, torch.Tensor]]:
     """What is written in place of a tensor."""
-    if not _is_quantized(name):
+    if not is_projection(name):
         return [(name, tensor)]
     if not tensor.is_meta and not tensor.isfinite().all():
         raise CheckpointError(

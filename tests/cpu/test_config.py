@@ -103,6 +103,7 @@ def test_a_resolved_config_has_decided_what_depends_on_model_and_machine():
         "kv_events_config": KVEventsConfig(),
         "structured_outputs_config": StructuredOutputsConfig(),
         "keep_quantized": False,
+        "quantizes_weights": False,
     }
 
 
@@ -113,6 +114,13 @@ def pretend_cards(monkeypatch, num_bytes):
     card = SimpleNamespace(total_memory=num_bytes)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: card)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (num_bytes, num_bytes))
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    pretend_cards(monkeypatch, 80 << 30)
+    config = EngineConfig(device="cuda", tensor_parallel_size=4)
+    with pytest.raises(ConfigError, match="tensor_parallel_size 4 > 2 GPUs here; lower it"):
+        resolve_config(config, config_from_json(QWEN, "config.json"))
 
 
 @pytest.mark.parametrize(

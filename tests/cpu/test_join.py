@@ -1,5 +1,6 @@
 """What `shoal serve --plane` refuses before an engine is started, and where its engine publishes."""
 
+import os
 import tempfile
 from pathlib import Path
 
@@ -80,3 +81,20 @@ def test_folders_of_killed_workers_are_removed_and_those_of_others_stay(tmp_path
         folders = {Path(one.publisher.removeprefix("ipc://")).parent for one in (first, second)}
         assert {*tmp_path.iterdir()} == {*folders, tmp_path / "shoal-events-file"}
     assert [*tmp_path.iterdir()] == [tmp_path / "shoal-events-file"]
+
+
+def test_a_folder_that_another_worker_removes_before_it_is_locked_is_made_anew(tmp_path, monkeypatch):
+    made, lost = tempfile.mkdtemp, []
+
+    def mkdtemp(**options):
+        folder = made(**options)
+        if not lost:
+            lost.append(folder)
+            os.rmdir(folder)
+        return folder
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "mkdtemp", mkdtemp)
+    with event_endpoints(EngineConfig(model="m")) as events:
+        folder = events.publisher.removeprefix("ipc://").removesuffix("/events")
+        assert os.path.isdir(folder) and lost and folder not in lost

@@ -2,6 +2,7 @@
 else."""
 
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -45,6 +46,15 @@ def test_every_query_of_a_dashboard_names_metrics_that_exist(uid):
     for query in queries:
         named = exported_metrics.named_in(query)
         assert named <= known and (named or "process_" in query), query
+
+
+@pytest.mark.parametrize("uid", DASHBOARDS["DASHBOARDS"])
+def test_two_routers_do_not_double_what_both_say_of_a_worker(uid):
+    """A share of cached tokens was 180 %, and each worker was there twice."""
+    for panel in DASHBOARDS["dashboard"](uid)["panels"]:
+        for target in panel.get("targets", ()):
+            if re.search("worker_state|router_kv_hit_rate", target["expr"]):
+                assert re.search(r"avg by \([\w, ]*worker_id\)", target["expr"]), panel["title"]
 
 
 @pytest.mark.parametrize("uid", DASHBOARDS["DASHBOARDS"])

@@ -250,11 +250,11 @@ def test_new_weights_lie_where_the_old_ones_lay():
 
 
 def test_a_gpu_without_a_kernel_for_it_refuses_unless_a_dtype_is_named(tmp_path, monkeypatch):
-    quantized.write(tmp_path, "fp8-channel")
+    quantized.write(tmp_path, "int4")
     model = CheckpointFiles(tmp_path).config
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match=r"float-quantized.*name a dtype"):
+    with pytest.raises(ConfigError, match=r"pack-quantized.*name a dtype"):
         resolve_config(EngineConfig(model="m", device="cuda"), model, 1000)
 
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from shoal.fake import FakeEngine
-from tests.fake_server import NAME, FakeServer, ids_of
+from tests.fake_server import NAME, FakeServer, eventually, ids_of, post
 
 
 class FleetLike(FakeEngine):
@@ -83,3 +83,17 @@ def test_a_server_without_a_fleet_names_no_worker():
     with server(name="") as served:
         _, headers, _ = served.request("/v1/completions", ROUTES["/v1/completions"])
         assert "x-shoal-worker" not in {name.lower() for name in headers}
+
+
+def test_a_request_that_runs_tells_at_which_worker_it_waits():
+    with server(prefill_seconds=600) as served:
+        body = {"prompt": "a", "stream": True, "request_id": "waits"}
+        connection = served.raw(post("/v1/completions", body))
+        eventually(lambda: served.engine.seen)
+        found = served.json("/requests/waits")[1]
+        assert [(span["name"], span["worker"]) for span in found["spans"]] == [
+            ("tokenize", ""),
+            ("waiting", "w1"),
+        ]
+        assert found["workers"] == ["w1"] and found["status"] == "running"
+        connection.close()

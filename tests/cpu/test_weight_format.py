@@ -109,3 +109,56 @@ def test_a_layer_that_is_not_told_to_keep_them_unpacks_quantized_tensors():
     down.load(gguf_tensor(37), down.name)
     layer.finish()
     assert isinstance(layer.format, PlainWeight) and not isinstance(layer.format, PackedWeight)
+
+
+def int4_groups(groups: int) -> QuantizedTensor:
+    quants, zeros = (torch.randint(0, 16, (37, n), dtype=torch.uint8) for n in (192, groups))
+    return Int4Tensor.of(quants, torch.rand(37, groups).half(), zeros)
+
+
+def fp8_blocks(columns: int) -> QuantizedTensor:
+    scales = torch.rand(3, -(-192 // columns))
+    return Fp8Tensor.of((torch.randn(37, 192) * 9).to(torch.float8_e4m3fn), scales, (16, columns))
+
+
+@pytest.mark.parametrize(
+    ("make", "format"),
+    [
+        (lambda: int4_groups(6), PackedWeight),
+        (lambda: int4_groups(3), PlainWeight),  # the cut goes through a group of 64
+        (lambda: fp8_blocks(32), PackedWeight),
+        (lambda: fp8_blocks(128), PlainWeight),
+        (lambda: fp8_blocks(192), PackedWeight),
+    ],
+)
+def test_ranks_that_divide_inputs_make_the_whole_product_together(make, format):
+    print("seed", torch.manual_seed(6).initial_seed())
+    tensor, x = make(), torch.randn(5, 192)
+    parts = []
+    for rank in range(2):
+        tp = TensorParallel(rank, 2, torch.device("cpu"), None)  # without the others nothing is summed
+        layer = Linear(192, {"down": 37}, tp, cpu_ops, split="rows")
+        layer.keep_quantized = True
+        (wanted,) = layer.checkpoint_tensors("mlp.x")
+        wanted.load(tensor, wanted.name)
+        layer.finish()
+        assert isinstance(layer.format, format)
+        parts.append(layer(x[:, 96 * rank : 96 * (rank + 1)]))
+    check(sum(parts), F.linear(x, tensor.dequantize()))
+
+
+@pytest.mark.parametrize("make", [lambda: int4_groups(6), lambda: fp8_blocks(128)])
+def test_ranks_that_divide_outputs_have_their_rows_of_the_whole_product(make):
+    print("seed", torch.manual_seed(6).initial_seed())
+    tensors, x, rows = [make().rows(0, 36) for _ in range(2)], torch.randn(5, 192), []
+    for rank in range(2):
+        tp = TensorParallel(rank, 2, torch.device("cpu"), None)
+        layer = Linear(192, {"gate": 36, "up": 36}, tp, cpu_ops, split="columns")
+        layer.keep_quantized = True
+        for wanted, tensor in zip(layer.checkpoint_tensors("mlp.x"), tensors):
+            wanted.load(tensor, wanted.name)
+        layer.finish()
+        assert isinstance(layer.format, PackedWeight)
+        rows.append(layer(x).view(5, 2, 18))
+    want = torch.stack([F.linear(x, tensor.dequantize()) for tensor in tensors], dim=1)
+    check(torch.cat(rows, dim=2), want)

@@ -89,6 +89,22 @@ def test_an_option_of_the_other_thing_is_refused(words, told, capsys):
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--kv-usages", "0.1", "nan"], "--kv-usages nan is no share"),
+        (["--kv-usages", "inf"], "--kv-usages inf is no share"),
+        (["--kv-usages", "0"], "--kv-usages 0 is no share"),
+        (["--kv-usages", "1.5"], "--kv-usages 1.5 is no share"),
+        (["--context-lengths", "0", "10"], "--context-lengths 0 is below 1"),
+        (["--input-lengths", "10", "-5"], "--input-lengths -5 is below 1"),
+    ],
+)
+def test_points_that_cannot_be_are_told_in_a_line(words, told, capsys):
+    assert main(["plan", "--profile", "qwen3-8b", "--gpu", "h200", *words]) == 1
+    assert told in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [[], ["--profile", "m", "--replay", "f"]])
 def test_the_command_does_one_thing(words, capsys):
     with pytest.raises(SystemExit):

@@ -129,16 +129,22 @@ def test_without_a_c_compiler_the_wheel_lacks_the_extension_alone(wheel, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiler", [True, False], ids=["with a C compiler", "without"])
-def test_the_wheel_runs_in_a_clean_environment(wheel, tmp_path, compiler):
+@pytest.mark.parametrize(
+    "installer, compiler",
+    [("pip", True), ("pip", False), ("uv", True)],
+    ids=["with a C compiler", "without", "by uv"],
+)
+def test_the_wheel_runs_in_a_clean_environment(wheel, tmp_path, installer, compiler):
     """Clean but for what Shoal depends on, which is taken from here."""
-    venv.create(tmp_path / "venv", with_pip=True)
     bin = tmp_path / "venv" / "bin"
-    subprocess.run(
-        [bin / "python", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", wheel],
-        check=True,
-        cwd=tmp_path,
-    )
+    if installer == "uv":
+        uv = [pytest.importorskip("uv").find_uv_bin(), "--quiet", "--offline", "--no-cache"]
+        subprocess.run([*uv, "venv", "--python", sys.executable, tmp_path / "venv"], check=True)
+        install = [*uv, "pip", "install", "--python", bin / "python"]
+    else:
+        venv.create(tmp_path / "venv", with_pip=True)
+        install = [bin / "python", "-m", "pip", "install", "--quiet"]
+    subprocess.run([*install, "--no-index", "--no-deps", wheel], check=True, cwd=tmp_path)
     paths = dict(base=str(tmp_path / "venv"), platbase=str(tmp_path / "venv"))
     (Path(sysconfig.get_path("purelib", vars=paths)) / "ours.pth").write_text(
         sysconfig.get_path("purelib") + "\n"

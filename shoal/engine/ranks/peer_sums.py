@@ -12,28 +12,30 @@ import ctypes
 import dataclasses
 import logging
 from collections.abc import Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 
-from shoal.kernels.all_reduce import (
-    MAX_BLOCKS,
-    MAX_RANKS,
-    PLAIN_BLOCK,
-    Peers,
-    Way,
-    all_reduce,
-    all_reduce_add_rms_norm,
-    buffer_bytes,
-)
 from shoal.kernels.reference import rms_norm
 from shoal.kv.cuda_driver import DriverError, call, context
 from shoal.kv.transport_cuda_ipc import close_memory, export_memory, open_memory
 from shoal.layers.parallel import TensorParallel
 
+if TYPE_CHECKING:
+    from shoal.kernels.all_reduce import Peers
+
 logger = logging.getLogger(__name__)
 
 TEST_POLLS = 1 << 22  # some seconds
-TEST_ROWS = 1, 3, 17, MAX_BLOCKS
+TEST_ROWS = 1, 3, 17, 256
+
+
+def _kernels() -> ModuleType:
+    """kernels/all_reduce.py. It imports Triton, which a machine without a GPU does without."""
+    from shoal.kernels import all_reduce
+
+    return all_reduce
 
 
 class CudaPeerSums:
@@ -48,7 +50,7 @@ class CudaPeerSums:
         return self.peers.takes_plain(x)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        return all_reduce(self.peers, x)
+        return _kernels().all_reduce(self.peers, x)
 
     def takes_rows(self, x_TD: torch.Tensor) -> bool:
         return self.peers.takes(len(x_TD), x_TD.shape[1] * x_TD.itemsize)
@@ -56,7 +58,7 @@ class CudaPeerSums:
     def add_rms_norm(
         self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        return all_reduce_add_rms_norm(self.peers, x_TD, residual_TD, weight_D, eps)
+        return _kernels().all_reduce_add_rms_norm(self.peers, x_TD, residual_TD, weight_D, eps)
 
     def release(self) -> None:
         """Ends all waits for other ranks. Any thread may call it, while kernels wait."""
@@ -74,8 +76,9 @@ def connect(tp: TensorParallel, hidden_size: int, dtype: torch.dtype) -> CudaPee
     device, sums, why = tp.device.index, None, _hindrance(tp)
     address, foreign = 0, []
     if _all_agree(tp, why is None):
-        block_bytes = max(hidden_size, PLAIN_BLOCK) * dtype.itemsize
-        num_bytes = buffer_bytes(block_bytes, tp.size)
+        kernels = _kernels()
+        block_bytes = max(hidden_size, kernels.PLAIN_BLOCK) * dtype.itemsize
+        num_bytes = kernels.buffer_bytes(block_bytes, tp.size)
         handle = bytes(64)
         try:
             address = _allocate(device, num_bytes)
@@ -92,7 +95,7 @@ def connect(tp: TensorParallel, hidden_size: int, dtype: torch.dtype) -> CudaPee
                 why = str(error)
             if _all_agree(tp, why is None):
                 addresses = [at or address for at in foreign]
-                peers = Peers(
+                peers = kernels.Peers(
                     tp.rank,
                     tp.size,
                     torch.tensor(addresses, dtype=torch.int64, device=tp.device),
@@ -106,19 +109,22 @@ def connect(tp: TensorParallel, hidden_size: int, dtype: torch.dtype) -> CudaPee
                 else:
                     why = "the kernels' sums are not those of NCCL"
     if sums is None:
-        torch.cuda.synchronize(device)
         tp.barrier()  # until here others may write into this rank's memory
         _free(device, foreign, address)
         if tp.rank == 0:
             logger.warning("all sums over GPUs go by NCCL: %s", why or "another rank has no way to its peers")
     elif tp.rank == 0:
-        logger.info("sums of up to %d tokens go over the GPUs' own memory, by %d ranks", MAX_BLOCKS, tp.size)
+        logger.info(
+            "sums of up to %d tokens go over the GPUs' own memory, by %d ranks",
+            _kernels().MAX_BLOCKS,
+            tp.size,
+        )
     return sums
 
 
 def _hindrance(tp: TensorParallel) -> str | None:
-    if tp.size > MAX_RANKS:
-        return f"there are {tp.size} ranks, and the kernels are for at most {MAX_RANKS}"
+    if tp.size > (most := _kernels().MAX_RANKS):
+        return f"there are {tp.size} ranks, and the kernels are for at most {most}"
     others = [rank for rank in range(tp.size) if rank != tp.rank]
     far = [rank for rank in others if not torch.cuda.can_device_access_peer(tp.rank, rank)]
     return f"GPU {tp.rank} has no access to the memory of GPU {far[0]}" if far else None
@@ -132,7 +138,8 @@ def _agrees(tp: TensorParallel, peers: Peers, hidden_size: int, dtype: torch.dty
     """Whether sums and norms are right. Small whole numbers have one sum, in whatever order."""
     generator = torch.Generator(tp.device).manual_seed(tp.rank)
     right = True
-    for way in Way:
+    kernels = _kernels()
+    for way in kernels.Way:
         for rows in TEST_ROWS:
             shape = rows, hidden_size
             for _ in range(3):  # both halves, and the first one again
@@ -140,12 +147,12 @@ def _agrees(tp: TensorParallel, peers: Peers, hidden_size: int, dtype: torch.dty
                 residual = torch.ones(shape, dtype=dtype, device=tp.device)
                 weight = torch.full((hidden_size,), 2.0, dtype=dtype, device=tp.device)
                 expected = tp.all_reduce(x.clone())
-                normed = all_reduce_add_rms_norm(peers, x, residual, weight, 1e-6, way)
+                normed = kernels.all_reduce_add_rms_norm(peers, x, residual, weight, 1e-6, way)
                 right &= torch.equal(residual, expected + 1)
                 oracle = rms_norm(expected + 1, weight, 1e-6)
                 right &= torch.allclose(normed.float(), oracle.float(), rtol=2e-2)
                 if peers.takes_plain(x):
-                    right &= torch.equal(all_reduce(peers, x, way), expected)
+                    right &= torch.equal(kernels.all_reduce(peers, x, way), expected)
     return bool(right)
 
 
@@ -172,7 +179,8 @@ def _allocate(device: int, num_bytes: int) -> int:
 
 
 def _free(device: int, foreign: Sequence[int], address: int) -> None:
-    close_memory(device, [at for at in foreign if at])
+    if foreign:
+        close_memory(device, [at for at in foreign if at])
     if address:
         with context(device):
             call("cuMemFree_v2", ctypes.c_uint64(address))

@@ -11,12 +11,13 @@ import dataclasses
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
+from typing import Any, TypeVar, TypeVarTuple
 
 import numpy as np
 import torch
 
 from shoal.config import ResolvedConfig
+from shoal.engine.ranks.peer_sums import CudaPeerSums, connect
 from shoal.engine.ranks.workers import Pending, WorkerGroup
 from shoal.engine.runner import commands
 from shoal.engine.runner.batch import Extras
@@ -25,9 +26,6 @@ from shoal.engine.runner.runner import ModelRunner, StepResult
 from shoal.errors import EngineDeadError, ShoalError, UnavailableError, UserError
 from shoal.layers.parallel import Rendezvous, TensorParallel
 from shoal.weights.source import CheckpointFiles, resolve
-
-if TYPE_CHECKING:
-    from shoal.engine.ranks.peer_sums import CudaPeerSums
 
 logger = logging.getLogger(__name__)
 
@@ -215,10 +213,10 @@ class Ranks:
         self.error = self.error or EngineDeadError("the engine was ended; build a new one")
         with ExitStack() as ends:  # It runs the last entry first.
             ends.callback(torch.set_num_threads, self._num_threads)
-            if tp is not None:
-                ends.callback(tp.close)
             if sums is not None:
                 ends.callback(sums.close)
+            if tp is not None:
+                ends.callback(tp.close)
             if group is not None:
                 ends.callback(group.close)
             if runner is not None:
@@ -256,8 +254,6 @@ def connect_sums(config: ResolvedConfig, files: CheckpointFiles, tp: TensorParal
         if tp.rank == 0:
             logger.warning("peer_all_reduce is for GPUs; on the CPU ranks sum by Gloo")
         return None
-    from shoal.engine.ranks.peer_sums import connect  # It imports Triton, which a CPU run does without.
-
     tp.sums = sums = connect(tp, files.config.hidden_size, getattr(torch, config.dtype))
     return sums
 
