@@ -134,14 +134,14 @@ def _vector_kernel(
         scale = tl.rsqrt(tl.sum(squares, axis=2) / I + eps)
         result *= scale
         up *= scale
-    result = _finish(result, up, bias_ptr, out[None, :], O, out_ptr.dtype.element_ty, GATED)
+    result = finish(result, up, bias_ptr, out[None, :], O, out_ptr.dtype.element_ty, GATED)
     if ADD:
         result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
     tl.store(out_ptrs, result, mask=inside)
 
 
 @triton.jit
-def _finish(sums, up_sums, bias_ptr, out, O, DTYPE: tl.constexpr, GATED: tl.constexpr):
+def finish(sums, up_sums, bias_ptr, out, O, DTYPE: tl.constexpr, GATED: tl.constexpr):
     """Bias and activation. Gate and up are rounded first, as two products would round them."""
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + out, mask=out < O, other=0.0).to(tl.float32)
@@ -195,7 +195,7 @@ def _matrix_kernel(
         sums = tl.dot(tl.load(weight_ptrs + start, mask=in_tile, other=0.0), x, sums)
         if GATED:
             up_sums = tl.dot(tl.load(up_ptrs + start, mask=in_tile, other=0.0), x, up_sums)
-    result = _finish(sums, up_sums, bias_ptr, out[:, None], O, out_ptr.dtype.element_ty, GATED)
+    result = finish(sums, up_sums, bias_ptr, out[:, None], O, out_ptr.dtype.element_ty, GATED)
     if ADD:
         result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
     tl.store(out_ptrs, result, mask=in_out & in_row)

@@ -26,6 +26,10 @@ MAX_SPLITS = 4
 SHARED_BYTES = 216 << 10  # what the tiles may take of an SM's 227 KiB
 # Of hopper_row.py: the most inputs, as they lie in shared memory beside the ring
 WIDEST_ROW = 32768
+# Of packed_linear.py
+MAX_PACKED_TILES = 4096  # tiles of outputs and rows of a launch whose inputs are split
+MAX_PACKED_SPLITS = 8
+MIN_SPLIT_ROUNDS = 4  # A split with fewer rounds ends before its pipeline is full.
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +52,12 @@ class Limits:
     ring_side: int = 2048
     # The fewest rows for Hopper's gate and up. For fewer, two launches cost the host less than this one.
     gated_rows: int = 4096
+    # The most rows for which packed weights are unpacked inside the product. For more, to unpack them once
+    # costs less than each tile of rows doing it again.
+    packed_rows: int = 256
+    # Programs of a product with packed weights that an SM has at once. Inputs are split until there are as
+    # many.
+    packed_programs: int = 3
 
 
 REFERENCE_SMS = 132  # of the H200
@@ -108,6 +118,7 @@ class Shape(NamedTuple):
     before: Before = Before.NOTHING
     after: After = After.NOTHING
     bias: bool = False
+    bits: int = 16  # of a weight; fewer than 16 are packed (packed_linear.py)
 
     @property
     def gated(self) -> bool:
@@ -124,6 +135,7 @@ class Kernel(Enum):
     HOPPER = 2  # hopper_linear.py
     HOPPER_ROW = 3  # hopper_row.py
     HOPPER_GATED = 4  # hopper_gated.py
+    PACKED = 8  # packed_linear.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +169,21 @@ class HopperTiles:
         return cdiv(cdiv(inputs, self.columns), self.splits)
 
 
+@dataclass(frozen=True, slots=True)
+class PackedTiles:
+    """How packed_linear.py cuts a product: a program computes `outs` outputs of `rows` rows from a `splits`-th
+    of the inputs, in rounds of `steps` steps. A step is 16 bytes of each thread's weights."""
+
+    rows: int
+    outs: int
+    splits: int = 1
+    steps: int = 2
+    num_stages: int = 5
+
+    def rounds(self, inputs: int, bits: int) -> int:
+        return cdiv(cdiv(inputs, self.steps * 256 // bits), self.splits)
+
+
 class Product(NamedTuple):
     """A choice. `norms`: the kernel does what comes before the product. `adds`: it adds to the residual;
     otherwise that is left to the next norm."""
@@ -166,12 +193,16 @@ class Product(NamedTuple):
     hopper_tiles: HopperTiles | None = None
     norms: bool = False
     adds: bool = True
+    packed_tiles: PackedTiles | None = None
 
 
 @functools.lru_cache(maxsize=8192)
 def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Product:
     """The fastest product that is known. The result is the same whenever the arguments are."""
     limits = gpu.limits
+    if shape.bits < 16:
+        packed = choose_packed_tiles(shape, rows, gpu)
+        return Product(Kernel.CUBLAS if packed is None else Kernel.PACKED, packed_tiles=packed)
     if shape.before is not Before.NOTHING:
         # The ring norms a row that is ready; the elementwise kernel norms a narrow one, and sums before it.
         if shape.before is Before.NORM and _is_for_ring(shape, rows, dtype, gpu):
@@ -280,6 +311,22 @@ def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int
                 choices[-1],
             )
     return None
+
+
+def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> PackedTiles | None:
+    """How packed_linear.py cuts a product. Tiles of many rows have many outputs, as each program reads the
+    rows for itself. None: the weights are unpacked, and cuBLAS multiplies; or gate and up, which lie in whole
+    tiles of 16 outputs only, are two products."""
+    if not 0 < rows <= gpu.limits.packed_rows or (shape.gated and shape.outs % 16):
+        return None
+    block_rows = min(128, max(16, next_power_of_2(rows)))
+    block_outs = 64 if shape.gated or rows <= 32 else 128
+    steps, num_stages = (1, 4) if block_rows == 128 else (2, 5)
+    programs = cdiv(rows, block_rows) * cdiv(shape.outs, block_outs)
+    whole = PackedTiles(block_rows, block_outs, 1, steps, num_stages)
+    most = min(MAX_PACKED_SPLITS, whole.rounds(shape.inputs, shape.bits) // MIN_SPLIT_ROUNDS)
+    splits = max(1, min(most, gpu.limits.packed_programs * gpu.sms // programs))
+    return replace(whole, splits=splits)
 
 
 @dataclass(frozen=True, slots=True)
