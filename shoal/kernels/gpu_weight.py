@@ -29,6 +29,7 @@ from shoal.kernels.ggml_types import FOUR_BITS
 from shoal.kernels.gguf_tensor import GGUFTensor
 from shoal.kernels.int4_tensor import Int4Tensor
 from shoal.kernels.mxfp4_tensor import BIAS, Mxfp4Tensor
+from shoal.kernels.packed_linear import SMALLER
 from shoal.kernels.quantized_tensor import QuantizedTensor
 from shoal.kernels.rounding import cdiv
 
@@ -36,7 +37,9 @@ TILE = 16  # outputs
 FILLED = 128  # The outputs are filled up to a multiple of it: the most that a program computes.
 GROUPS = (128, 64, 32, 16)  # sizes of groups that the kernel knows
 CHUNK = 1 << 22  # As many weights are packed at a time, so that a region of memory keeps little of it.
-# What e2m1 bits mean as a number of the type less than they should, as a power of two (packed_linear.py).
+# Bits taken as a number of the type are too small by 2^this: those of a quant, and those of e2m1
+# (packed_linear.py).
+QUANT_SHIFT = {torch.bfloat16: 133, torch.float16: 24}
 E2M1_SHIFT = {torch.bfloat16: 126, torch.float16: 14}
 
 
@@ -122,19 +125,16 @@ def pack(
     scales that the dtype does not hold, and for what does not fit into that memory."""
     orders = [_order(tensor) for tensor in tensors]
     alike = all(_equal(order, orders[0]) for order in orders)
-    weights = (
-        [_pack(tensors, orders[0], device, dtype)]
-        if alike
-        else [_pack([tensor], order, device, dtype) for tensor, order in zip(tensors, orders)]
-    )
-    if replaced is not None:
-        before = replaced.parts if isinstance(replaced, GpuWeights) else (replaced,)
-        if len(before) != len(weights):
-            raise CheckpointError(f"{MISFIT}: their inputs are ordered otherwise; build a new engine")
-        for old, new in zip(before, weights):
-            _overwrite(old, new)
-        return replaced
-    return weights[0] if alike else GpuWeights(tuple(weights))
+    merged = [(tensors, orders[0])] if alike else [([t], order) for t, order in zip(tensors, orders)]
+    if replaced is None:
+        weights = [_pack(some, order, False, device, dtype) for some, order in merged]
+        return weights[0] if alike else GpuWeights(tuple(weights))
+    before = replaced.parts if isinstance(replaced, GpuWeights) else (replaced,)
+    if len(before) != len(merged):
+        raise CheckpointError(f"{MISFIT}: their inputs are ordered otherwise; build a new engine")
+    for old, (some, order) in zip(before, merged):
+        _overwrite(old, _pack(some, order, old.minima is not None, device, dtype))
+    return replaced
 
 
 MISFIT = "its quantized weights do not fit into the memory of the engine's"
@@ -143,9 +143,7 @@ MISFIT = "its quantized weights do not fit into the memory of the engine's"
 def _overwrite(old: GpuWeight, new: GpuWeight) -> None:
     for field in fields(GpuWeight):
         mine, its = getattr(old, field.name), getattr(new, field.name)
-        if isinstance(mine, torch.Tensor) and its is None and field.name == "minima":
-            mine.zero_()
-        elif isinstance(mine, torch.Tensor) and isinstance(its, torch.Tensor) and mine.shape == its.shape:
+        if isinstance(mine, torch.Tensor) and isinstance(its, torch.Tensor) and mine.shape == its.shape:
             mine.copy_(its)
         elif isinstance(mine, torch.Tensor) or isinstance(its, torch.Tensor) or mine != its:
             raise CheckpointError(f"{MISFIT}, whose {field.name} differ; build a new engine")
@@ -179,8 +177,13 @@ def _is_of(groups: torch.Tensor, size: int) -> bool:
 
 
 def _pack(
-    tensors: Sequence[QuantizedTensor], order: torch.Tensor | None, device: torch.device, dtype: torch.dtype
+    tensors: Sequence[QuantizedTensor],
+    order: torch.Tensor | None,
+    has_minima: bool,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> GpuWeight:
+    """has_minima: there are minima even if the tensors need none."""
     outs, inputs = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
     of_inputs = [_groups(tensor, order) for tensor in tensors]
     group = next((size for size in GROUPS if all(_is_of(groups, size) for groups in of_inputs)), 0)
@@ -201,34 +204,41 @@ def _pack(
     def empty(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
+    has_minima = has_minima or any(_has_minima(tensor, bits) for tensor in tensors)
     words, scales = empty(tiles, steps, 32, 4), empty(tiles, num_groups, 8)
-    minima = empty(tiles, num_groups, 8) if any(_has_minima(tensor) for tensor in tensors) else None
+    minima = empty(tiles, num_groups, 8) if has_minima else None
     on_device = None if order is None else order.to(device)
     chunk = max(1, CHUNK // (TILE * steps * columns))
     for first in range(0, tiles, chunk):
         count = min(chunk, tiles - first)
         quants = torch.zeros((count * TILE, steps * columns), dtype=torch.uint8, device=device)
-        numbers = torch.zeros((2, count * TILE, num_groups), dtype=dtype, device=device)
+        numbers = torch.zeros((2, count * TILE, num_groups), device=device)
         start = 0
         for tensor, groups in zip(tensors, of_inputs):
             # the rows of the tensor that belong to these tiles
-            begin, end = (min(max(first * TILE + n * TILE - start, 0), tensor.shape[0]) for n in (0, count))
+            begin, end = (min(max((first + n) * TILE - start, 0), tensor.shape[0]) for n in (0, count))
             if begin < end:
                 rows = slice(start + begin - first * TILE, start + end - first * TILE)
-                found, *of_groups = _numbers(tensor.rows(begin, end), device, dtype)
+                found, *of_groups = _numbers(tensor.rows(begin, end), bits, has_minima, device, dtype)
                 quants[rows, :inputs] = found if on_device is None else found[:, on_device]
-                for target, number in zip(numbers, of_groups):
-                    if number is not None:
-                        target[rows] = number[:, groups[at].to(device)]
+                numbers[:, rows] = torch.stack(of_groups)[:, :, groups[at].to(device)]
             start += tensor.shape[0]
-        if not numbers.isfinite().all():
-            raise CheckpointError(f"there are scales that {dtype} does not hold; name another dtype")
         tiled = slice(first, first + count)
-        words[tiled] = (_words_of_4 if bits == 4 else _words_of_8)(quants, e2m1)
-        for target, number in zip((scales, minima), numbers):
+        words[tiled] = (_words_of_4 if bits == 4 else _words_of_8)(quants)
+        # [scales and minima, tile, h, g, group]
+        numbers = numbers.view(2, count, 2, 8, num_groups)
+        numbers[0] = torch.ldexp(numbers[0], torch.tensor((E2M1_SHIFT if e2m1 else QUANT_SHIFT)[dtype]))
+        if bits == 4 and not e2m1:
+            numbers[0, :, 1] /= 16  # Quants of outputs g + 8 are read where they are, 4 bits higher.
+        halves = torch.ldexp(numbers, torch.tensor(-SMALLER[dtype])).to(dtype)
+        if not halves.isfinite().all():
+            raise CheckpointError(
+                f"a matrix of shape {[outs, inputs]} in fewer bits has scales that products in {dtype} do not "
+                "hold; name a dtype, to which its weights are unpacked"
+            )
+        for target, of_groups in zip((scales, minima), halves):
             if target is not None:
-                pairs = number.view(count, 2, 8, num_groups).permute(0, 3, 2, 1)
-                target[tiled] = pairs.contiguous().view(torch.int32).squeeze(3)
+                target[tiled] = of_groups.permute(0, 3, 2, 1).contiguous().view(torch.int32).squeeze(3)
     return GpuWeight((outs, inputs), dtype, bits, e2m1, group, words, scales, minima, on_device)
 
 
@@ -236,37 +246,45 @@ def _has_4_bits(tensor: QuantizedTensor) -> bool:
     return tensor.kind in FOUR_BITS if isinstance(tensor, GGUFTensor) else True
 
 
-def _has_minima(tensor: QuantizedTensor) -> bool:
+def _has_minima(tensor: QuantizedTensor, bits: int) -> bool:
     if isinstance(tensor, Int4Tensor):
-        return bool((tensor.zeros != 8).any())
+        return bits == 8 or bool((tensor.zeros != 8).any())
     return isinstance(tensor, GGUFTensor) and tensor.kind in ("Q4_1", "Q4_K", "Q5_1", "Q5_K")
 
 
 def _numbers(
-    tensor: QuantizedTensor, device: torch.device, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quants in two's complement, uint8 [O, I], or e2m1 bits; scales and minima, float32 [O, groups]."""
+    tensor: QuantizedTensor, bits: int, has_minima: bool, device: torch.device, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Quants from 0 on, uint8 [O, I], or e2m1 bits; scales and minima, float32 [O, groups]. Without minima, the
+    quant that stands for 0 is the one that the kernel takes for it. Else it is so small that the minimum, which
+    is rounded, is small too."""
+    zero = 1 << (bits - 1)
     if isinstance(tensor, Int4Tensor):
-        on_device = replace(tensor, quants=tensor.quants.to(device))
-        scales = tensor.scales.to(device)
-        return on_device.unpacked() - 8, scales, (8 - tensor.zeros.to(device).float()) * scales
+        quants, scales = replace(tensor, quants=tensor.quants.to(device)).unpacked(), tensor.scales.to(device)
+        if not has_minima:
+            return quants, scales, scales
+        return quants, scales, -tensor.zeros.to(device).float() * _rounded(scales, dtype)
     if isinstance(tensor, Mxfp4Tensor):
-        on_device = replace(tensor, quants=tensor.quants.to(device))
-        exponents = tensor.scales.to(device).int() - BIAS + E2M1_SHIFT[dtype]
-        return on_device.unpacked(), torch.ldexp(torch.ones_like(exponents).float(), exponents), None
+        quants = replace(tensor, quants=tensor.quants.to(device)).unpacked()
+        exponents = tensor.scales.to(device).int() - BIAS
+        scales = torch.ldexp(torch.ones_like(exponents).float(), exponents)
+        return quants, scales, scales
     assert isinstance(tensor, GGUFTensor)
-    quants, scales, minima = tensor.numbers(device)
-    if minima is not None:  # Quants around zero have smaller minima, which are rounded less.
-        zero = 16 if "5" in tensor.kind else 8
-        quants, minima = quants - zero, minima + zero * scales
-    return quants.view(torch.uint8), scales, minima
+    signed, scales, minima = tensor.numbers(device)
+    if minima is not None:
+        return signed.view(torch.uint8), scales, minima
+    return signed.view(torch.uint8) + zero, scales, -zero * _rounded(scales, dtype)
 
 
-def _words_of_4(quants: torch.Tensor, e2m1: bool) -> torch.Tensor:
-    """[O, I] to words [tiles, steps, 32, 4]. Quants are raised by 8."""
-    nibbles = (quants if e2m1 else quants + 8) & 15
+def _rounded(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Scales as they will be, so that a weight of 0 is 0."""
+    return scales.to(dtype).float()
+
+
+def _words_of_4(quants: torch.Tensor) -> torch.Tensor:
+    """[O, I] to words [tiles, steps, 32, 4]."""
     tiles, steps = quants.shape[0] // TILE, quants.shape[1] // 64
-    of = nibbles.int().view(tiles, 2, 8, steps, 4, 2, 4, 2)  # tile, h, g, step, 16 inputs, u, c, e
+    of = quants.int().view(tiles, 2, 8, steps, 4, 2, 4, 2)  # tile, h, g, step, 16 inputs, u, c, e
     words = torch.zeros((tiles, 8, steps, 4, 4), dtype=torch.int32, device=quants.device)
     for u in range(2):
         for h in range(2):
@@ -275,8 +293,7 @@ def _words_of_4(quants: torch.Tensor, e2m1: bool) -> torch.Tensor:
     return words.permute(0, 2, 1, 4, 3).reshape(tiles, steps, 32, 4)
 
 
-def _words_of_8(quants: torch.Tensor, e2m1: bool) -> torch.Tensor:
-    assert not e2m1
+def _words_of_8(quants: torch.Tensor) -> torch.Tensor:
     tiles, steps = quants.shape[0] // TILE, quants.shape[1] // 32
     of = quants.int().view(tiles, 2, 8, steps, 4, 4, 2)  # tile, h, g, step, 16 inputs and u, c, e
     words = torch.zeros((tiles, 8, steps, 4, 4), dtype=torch.int32, device=quants.device)

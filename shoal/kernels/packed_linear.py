@@ -1,11 +1,14 @@
 """Products with weights of 4 or 8 bits that lie as gpu_weight.py lays them, in Triton.
 
 A few rows are bound by the reading of the weights, so they are read packed, 16 bytes a thread, and become
-bf16 or fp16 in registers. Each thread gets just the weights that it has to feed to the tensor cores: the order
-in memory is that of their left operand, so nothing moves between threads. Two weights of 16 bits share a
-register, and bits become numbers without a conversion: put into the mantissa of 2^7 (bf16) or 2^10 (fp16), a
-quant q is 2^7 + q, and a subtraction leaves q. Its scale, and its group's minimum where there is one, are
-applied in the numbers' type too.
+bf16 or fp16 in registers. Each thread gets just the weights that it has to feed to the tensor cores, because
+they lie in the order of their left operand, so nothing moves between threads.
+
+Two numbers of 16 bits share a register, and no conversion is needed: the bits of a quant q of up to 8 bits,
+taken as they are, are the number q * 2^-133 in bf16 (2^-24 in fp16), most of which are subnormal. So a pair of
+weights costs a mask and a multiplication by a scale that makes up for it, with its minimum added in the same
+instruction. That scale would be beyond the type's range if weights were not too small by a power of two
+(SMALLER), which the sums make good.
 
 If there are few outputs, the inputs are split, so that all SMs read; the last program of a tile to arrive adds
 the parts in a fixed order. Of many rows cuBLAS makes the product, of weights that `unpack_rows` has unpacked,
@@ -40,6 +43,11 @@ if TYPE_CHECKING:
     from shoal.kernels.gpu_weight import GpuWeight
 
 UNPACKED = 1 << 26  # As many weights are unpacked at a time for cuBLAS: 128 MB.
+# Weights in registers are too small by 2^this. It leaves room for scales up to 2^10 (1/2 in fp16) there.
+SMALLER = {torch.bfloat16: 16, torch.float16: 7}
+# The interpreter knows no assembler.
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+LARGER_BF16, LARGER_FP16 = (tl.constexpr(2.0**exponent) for exponent in SMALLER.values())
 
 
 @triton.jit
@@ -49,31 +57,35 @@ def _number(bits, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _signed_quants(bits, BITS: tl.constexpr, E2M1: tl.constexpr, DTYPE: tl.constexpr):
-    """Two quants of each int32, which begin at bits 0 and 16, as an int32 of two numbers; and what is to be
-    subtracted from them, as another."""
-    BF16: tl.constexpr = tl.bfloat16 == DTYPE
-    if E2M1:
-        # Sign, two bits of exponent and one of mantissa, put where the type has them. This is the number
-        # times 2^-126 or 2^-14; its scale makes up for it.
-        tl.static_assert(BITS == 4)
-        if BF16:
-            numbers = ((bits << 12) & -0x7FFF8000) | ((bits << 6) & 0x01C001C0)
-        else:
-            numbers = ((bits << 12) & -0x7FFF8000) | ((bits << 9) & 0x0E000E00)
-        offsets = tl.zeros_like(bits)
-    elif BITS == 4:  # Quants less 8.
-        numbers = (bits & 0x000F000F) | (0x43004300 if BF16 else 0x64006400)
-        offsets = tl.full(bits.shape, 0x43084308 if BF16 else 0x64086408, tl.int32)
-    elif BF16:
-        # Its mantissa has 7 bits. The eighth makes the number to subtract 2^8 instead of 2^7, so that quants
-        # are in two's complement.
-        numbers = (bits & 0x007F007F) | 0x43004300
-        offsets = (bits & 0x00800080) | 0x43004300
-    else:  # Quants in two's complement with the sign flipped, less 128.
-        numbers = ((bits & 0x00FF00FF) ^ 0x00800080) | 0x64006400
-        offsets = tl.full(bits.shape, 0x64806480, tl.int32)
-    return numbers, offsets
+def _fma(a, b, c, DTYPE: tl.constexpr):
+    """a * b + c of two numbers in each int32, rounded once."""
+    if INTERPRETED:
+        low = _number(a, DTYPE).to(tl.float32) * _number(b, DTYPE) + _number(c, DTYPE)
+        high = _number(a >> 16, DTYPE).to(tl.float32) * _number(b >> 16, DTYPE) + _number(c >> 16, DTYPE)
+        low, high = low.to(DTYPE).to(tl.int16, bitcast=True), high.to(DTYPE).to(tl.int16, bitcast=True)
+        both = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+    else:
+        ASM: tl.constexpr = (
+            "fma.rn.bf16x2 $0, $1, $2, $3;" if DTYPE == tl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"
+        )
+        both = tl.inline_asm_elementwise(ASM, "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1)
+    return both
+
+
+@triton.jit
+def _twice(halves):
+    """The low halves of int32s twice, and the high halves twice, as the last dimension."""
+    low = (halves & 0xFFFF) | (halves << 16)
+    high = ((halves >> 16) & 0xFFFF) | (halves & -0x10000)
+    return tl.join(low, high)
+
+
+@triton.jit
+def _e2m1(bits, DTYPE: tl.constexpr):
+    """The low 4 bits of each half of an int32, sign, two bits of exponent and one of mantissa, put where the
+    type has them. The number is too small by 2^126 in bf16, by 2^14 in fp16."""
+    SHIFT: tl.constexpr = 6 if DTYPE == tl.bfloat16 else 9
+    return ((bits << 12) & -0x7FFF8000) | ((bits << SHIFT) & (0x00070007 << SHIFT))
 
 
 @triton.jit
@@ -89,28 +101,32 @@ def _weights(
 ):
     """From the words of TILES tiles, [TILES, 32, 4], to weights, [16 TILES, 256 / BITS]. `scales` and
     `minima`, of the same shape, are those of outputs g and g + 8 in one int32."""
-    # A lane, 4 g + c, has outputs g + 8 h. Of each 16 inputs it has those numbered 8 u + 2 c + e.
-    if (
-        BITS == 4
-    ):  # A word has four pairs (e) of 4 bits: (u, h) is 0 0, 0 1, 1 0 and 1 1 from its low bits on.
-        bits = tl.join(tl.join(words, words >> 8), tl.join(words >> 4, words >> 12))
-    else:  # A word has two pairs, h 0 and 1. u is the word's last bit.
-        bits = tl.join(words, words >> 8)
-    scales = tl.join(scales, scales >> 16)
-    minima = tl.join(minima, minima >> 16)
-    if BITS == 4:
-        scales, minima = scales[:, :, :, None, :], minima[:, :, :, None, :]
-    numbers, offsets = _signed_quants(bits, BITS, E2M1, DTYPE)
-    numbers = tl.join(_number(numbers, DTYPE), _number(numbers >> 16, DTYPE))
-    if not E2M1:
-        numbers = numbers - tl.join(_number(offsets, DTYPE), _number(offsets >> 16, DTYPE))
-    numbers = numbers * tl.expand_dims(_number(scales, DTYPE), -1)
+    # A lane, 4 g + c, has outputs g + 8 h. Of each 16 inputs it has those numbered 8 u + 2 c + e. The halves
+    # of an int32 are e.
+    if E2M1:
+        low, high = tl.join(words, words >> 8), tl.join(words >> 4, words >> 12)  # u is the last dimension.
+        pairs = tl.join(_e2m1(low, DTYPE), _e2m1(high, DTYPE))
+    elif BITS == 4:
+        both = tl.join(words, words >> 8)
+        pairs = tl.join(both & 0x000F000F, both & 0x00F000F0)
+    else:  # u is the last bit of a word's number.
+        pairs = tl.join(words & 0x00FF00FF, (words >> 8) & 0x00FF00FF)
+    scales = _twice(scales)
+    nothing = tl.full(scales.shape, -0x7FFF8000, tl.int32)  # -0.0
     if MINIMA:
-        numbers = numbers + tl.expand_dims(_number(minima, DTYPE), -1)
-    # tile, g, c, 16 inputs, u, h, e
-    numbers = tl.reshape(numbers, (TILES, 8, 4, 16 // BITS, 2, 2, 2))
-    numbers = tl.permute(numbers, (0, 5, 1, 3, 4, 2, 6))
-    return tl.reshape(numbers, (TILES * 16, 256 // BITS))
+        lowest = _twice(minima)
+    elif E2M1:
+        lowest = nothing
+    else:  # less the quant that stands for 0: 8, of which the high one lies 4 bits higher, or 128
+        zeros = tl.full(words.shape, -0x7FF77FF8 if BITS == 4 else -0x7F7F7F80, tl.int32)
+        lowest = _fma(scales, tl.join(zeros, tl.full(words.shape, -0x7F7F7F80, tl.int32)), nothing, DTYPE)
+    if BITS == 4:
+        scales, lowest = scales[:, :, :, None, :], lowest[:, :, :, None, :]
+    pairs = _fma(pairs, scales, lowest, DTYPE)
+    weights = tl.join(_number(pairs, DTYPE), _number(pairs >> 16, DTYPE))
+    weights = tl.reshape(weights, (TILES, 8, 4, 16 // BITS, 2, 2, 2))  # tile, g, c, 16 inputs, u, h, e
+    weights = tl.permute(weights, (0, 5, 1, 3, 4, 2, 6))
+    return tl.reshape(weights, (TILES * 16, 256 // BITS))
 
 
 @triton.jit
@@ -261,6 +277,8 @@ def packed_kernel(
             sums += tl.load(other, mask=inside, other=0.0, cache_modifier=".cg")
             if GATED:
                 up_sums += tl.load(other + PART, mask=inside, other=0.0, cache_modifier=".cg")
+    LARGER: tl.constexpr = LARGER_BF16 if x_ptr.dtype.element_ty == tl.bfloat16 else LARGER_FP16
+    sums, up_sums = sums * LARGER, up_sums * LARGER
     result = finish(sums, up_sums, bias_ptr, out[:, None], O, out_ptr.dtype.element_ty, GATED)
     if ADD:
         before = tl.load(out_ptrs, mask=inside, other=0.0)
@@ -269,9 +287,9 @@ def packed_kernel(
 
 
 @triton.jit
-def _half_of(ptr, at, high, DTYPE: tl.constexpr, mask):
-    """The number in the low or high half of an int32."""
-    return _number(tl.load(ptr + at, mask=mask, other=0) >> (16 * high), DTYPE)
+def _half_of(ptr, at, high, mask):
+    """The low or high half of an int32."""
+    return (tl.load(ptr + at, mask=mask, other=0) >> (16 * high).to(tl.int32)) & 0xFFFF
 
 
 @triton.jit
@@ -303,21 +321,25 @@ def _unpack_kernel(
     tile, h, g = out // 16, out // 8 % 2, out % 8
     u, c, e = column // 8 % 2, column // 2 % 4, column % 2
     if BITS == 4:
-        word, shift = column // 16 % 4, 8 * u + 4 * h + 16 * e
+        word, shift, mask = column // 16 % 4, 8 * u + 16 * e, 15 << (4 * h).to(tl.int32)
     else:
-        word, shift = column // 8 % 4, 8 * h + 16 * e
+        word, shift, mask = column // 8 % 4, 8 * h + 16 * e, 255
     at = (tile * all_steps + column // COLUMNS) * 128 + (4 * g + c) * 4 + word
-    bits = tl.load(words_ptr + at, mask=inside, other=0) >> shift.to(tl.int32)
-    numbers, offsets = _signed_quants(bits, BITS, E2M1, DTYPE)
-    numbers = _number(numbers, DTYPE)
-    if not E2M1:
-        numbers = numbers - _number(offsets, DTYPE)
+    bits = (tl.load(words_ptr + at, mask=inside, other=0) >> shift.to(tl.int32)) & mask
+    if E2M1:
+        bits = _e2m1(bits >> (4 * h).to(tl.int32), DTYPE)
     at = (tile * groups + column // GROUP) * 8 + g
-    high = h.to(tl.int32)
-    numbers = numbers * _half_of(scales_ptr, at, high, DTYPE, inside)
+    scales = _half_of(scales_ptr, at, h, inside)
+    lowest = tl.full((BLOCK,), 0x8000, tl.int32)
     if minima_ptr is not None:
-        numbers = numbers + _half_of(minima_ptr, at, high, DTYPE, inside)
-    tl.store(out_ptr + tl.program_id(0).to(tl.int64) * I + column, numbers, mask=inside)
+        lowest = _half_of(minima_ptr, at, h, inside)
+    elif not E2M1:
+        zeros = lowest | ((8 << (4 * h)).to(tl.int32) if BITS == 4 else 128)
+        lowest = _fma(scales, zeros, lowest, DTYPE)
+    weights = _number(_fma(bits, scales, lowest, DTYPE), DTYPE)
+    LARGER: tl.constexpr = LARGER_BF16 if DTYPE == tl.bfloat16 else LARGER_FP16
+    weights = (weights.to(tl.float32) * LARGER).to(DTYPE)
+    tl.store(out_ptr + tl.program_id(0).to(tl.int64) * I + column, weights, mask=inside)
 
 
 def packed_product(

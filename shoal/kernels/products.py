@@ -29,7 +29,7 @@ WIDEST_ROW = 32768
 # Of packed_linear.py
 MAX_PACKED_TILES = 4096  # tiles of outputs and rows of a launch whose inputs are split
 MAX_PACKED_SPLITS = 8
-MIN_SPLIT_ROUNDS = 4  # A split with fewer rounds ends before its pipeline is full.
+MIN_SPLIT_ROUNDS = 2  # A split with fewer rounds ends before its pipeline is full.
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,7 @@ class PackedTiles:
     outs: int
     splits: int = 1
     steps: int = 2
-    num_stages: int = 5
+    num_stages: int = 4
 
     def rounds(self, inputs: int, bits: int) -> int:
         return cdiv(cdiv(inputs, self.steps * 256 // bits), self.splits)
@@ -321,9 +321,9 @@ def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> PackedTiles | None
         return None
     block_rows = min(128, max(16, next_power_of_2(rows)))
     block_outs = 64 if shape.gated or rows <= 32 else 128
-    steps, num_stages = (1, 4) if block_rows == 128 else (2, 5)
+    steps = 1 if block_rows == 128 else 2 if shape.gated or block_rows == 64 else 4
     programs = cdiv(rows, block_rows) * cdiv(shape.outs, block_outs)
-    whole = PackedTiles(block_rows, block_outs, 1, steps, num_stages)
+    whole = PackedTiles(block_rows, block_outs, 1, steps)
     most = min(MAX_PACKED_SPLITS, whole.rounds(shape.inputs, shape.bits) // MIN_SPLIT_ROUNDS)
     splits = max(1, min(most, gpu.limits.packed_programs * gpu.sms // programs))
     return replace(whole, splits=splits)

@@ -1,14 +1,16 @@
 """Products with packed weights in Triton's interpreter, against the unpacked matrix in float32, at odd shapes;
 what real models bring compiles for sm_80 and sm_90 without spills.
 
-Tolerances: float16 has 11 bits; a weight is rounded when its scale is applied and once more when its minimum
-is, and a product once. bfloat16, which the interpreter does not know, is tried bit by bit.
+Tolerances: float16 has 11 bits. Scales, weights and results are each rounded to them. bfloat16, which the
+interpreter does not know, is tried bit by bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,7 +26,7 @@ from shoal.kernels.int4_tensor import Int4Tensor
 from shoal.kernels.mxfp4_tensor import VALUES, Mxfp4Tensor
 from shoal.kernels.products import GPU, MAX_PACKED_TILES, After, Kernel, PackedTiles, Shape, choose
 from shoal.kernels.quantized_tensor import QuantizedTensor
-from tests.cpu.test_weights_quantized import random_tensor
+from tests.cpu.test_weights_quantized import SCALES, random_tensor
 
 BF16, FP16 = torch.bfloat16, torch.float16
 CPU = torch.device("cpu")
@@ -47,7 +49,13 @@ def _mxfp4(outs: int, inputs: int) -> Mxfp4Tensor:
 
 
 def _gguf(kind: str, outs: int, inputs: int) -> QuantizedTensor:
-    return random_tensor(kind, outs, inputs)[0]
+    """Random quants with scales of the size of real ones, which float16 has room for."""
+    tensor = random_tensor(kind, outs, inputs)[0]
+    groups = tensor.data.reshape(-1, GROUPS[kind][1])
+    for start in SCALES[kind]:
+        scales = groups[:, start : start + 2].copy().view(np.float16) / (4096 if "K" in kind else 64)
+        groups[:, start : start + 2] = scales.view(np.uint8)
+    return replace(tensor, data=groups.reshape(outs, -1))
 
 
 def _pack(*tensors: QuantizedTensor, dtype: torch.dtype = FP16) -> GpuWeight | GpuWeights:
@@ -84,7 +92,7 @@ def matrix(request) -> tuple[GpuWeight | GpuWeights, torch.Tensor]:
     return _pack(*tensors), torch.cat([tensor.dequantize() for tensor in tensors])
 
 
-@pytest.mark.parametrize("rows", [0, 1, 17])
+@pytest.mark.parametrize("rows", [1, 17])
 def test_products_equal_those_of_the_unpacked_matrix(matrix, rows: int) -> None:
     weight, oracle = matrix
     x, bias = torch.randn(rows, oracle.shape[1]).div(64).to(FP16), torch.randn(len(oracle)).to(FP16)
@@ -106,6 +114,7 @@ def test_weights_are_unpacked_for_many_rows(monkeypatch: pytest.MonkeyPatch) -> 
     total = residual.clone()
     assert weight.add(x, bias, total) is None
     _close(total, residual + y)
+    assert weight.linear(x[:0], bias).shape == (0, 21)
 
 
 def test_rows_are_unpacked_for_an_embedding(matrix) -> None:
@@ -126,9 +135,9 @@ def test_gate_and_up_end_with_silu_mul(kind: str, size: int, rows: int) -> None:
     tensors = [make[kind]() for _ in range(2)]
     oracle, weight = torch.cat([tensor.dequantize() for tensor in tensors]), _pack(*tensors)
     x, bias = torch.randn(rows, oracle.shape[1]).to(FP16), torch.randn(2 * size).to(FP16)
-    x /= oracle.norm() / 8
+    x /= oracle.norm() / 8 / oracle.shape[0] ** 0.5
     gate, up = F.linear(x.float(), oracle, bias.float()).chunk(2, dim=1)
-    _close(weight.gated(x, bias), F.silu(gate) * up, 2e-3)
+    _close(weight.gated(x, bias), F.silu(gate) * up)
 
 
 TILES = [PackedTiles(16, 64, splits, steps, 2) for splits, steps in ((1, 1), (3, 2), (8, 1), (2, 4))] + [
@@ -148,7 +157,7 @@ def test_any_tiles_and_splits_give_the_product(tiles: PackedTiles, gated: bool) 
     y = F.linear(x.float(), tensor.dequantize(), bias.float())
     want = F.silu(y[:, :80]) * y[:, 80:] if gated else y
     for _ in range(2):  # The first launch leaves the counters of parts as they were.
-        _close(packed_linear.product(tiles, x, weight, bias, gated), want, 2e-3)
+        _close(packed_linear.product(tiles, x, weight, bias, gated), want)
 
 
 def test_nothing_is_written_beyond_the_output() -> None:
@@ -158,31 +167,67 @@ def test_nothing_is_written_beyond_the_output() -> None:
     assert (room[0] == 7).all() and (room[4] == 7).all() and (room[1:4] != 7).any(dim=1).all()
 
 
+def test_bits_of_a_quant_are_numbers_in_both_types() -> None:
+    """A product takes them as they are. 240 is a quant of 4 bits that lies 4 bits higher."""
+    for dtype, shift in gpu_weight.QUANT_SHIFT.items():
+        numbers = torch.arange(256, dtype=torch.int16).view(dtype).double()
+        assert torch.equal(numbers * 2.0**shift, torch.arange(256).double())
+
+
 @triton.jit
-def _quants_kernel(
-    bits_ptr, numbers_ptr, offsets_ptr, COUNT: tl.constexpr, BITS: tl.constexpr, E2M1: tl.constexpr
-):
-    at = tl.arange(0, COUNT)
-    numbers, offsets = packed_linear._signed_quants(tl.load(bits_ptr + at), BITS, E2M1, tl.bfloat16)
-    tl.store(numbers_ptr + at, numbers)
-    tl.store(offsets_ptr + at, offsets)
+def _e2m1_kernel(bits_ptr, out_ptr, BF16: tl.constexpr):
+    at = tl.arange(0, 16)
+    DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float16
+    tl.store(out_ptr + at, packed_linear._e2m1(tl.load(bits_ptr + at), DTYPE))
 
 
-@pytest.mark.parametrize("kind", ["4 bits", "8 bits", "e2m1"])
-def test_every_quant_becomes_its_number_in_bfloat16(kind: str) -> None:
-    bits = 8 if kind == "8 bits" else 4
-    low = torch.arange(2**bits, dtype=torch.int32)
-    # The other quants of the word, which are to be ignored, are ones.
-    words = (low | low.flip(0) << 16) | (-0x00FF0100 if bits == 8 else -0x000F0010)
-    numbers, offsets = torch.empty_like(words), torch.empty_like(words)
-    _quants_kernel[(1,)](words, numbers, offsets, COUNT=len(words), BITS=bits, E2M1=kind == "e2m1")
-    got = numbers.view(BF16).float() - offsets.view(BF16).float()
-    both = torch.stack((low, low.flip(0)), dim=1).flatten()
-    if kind == "e2m1":
-        assert torch.equal(got * 2.0**126, torch.tensor(VALUES)[both])
-    else:
-        signed = both - 8 if bits == 4 else (both ^ 128) - 128
-        assert torch.equal(got, signed.float())
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_bits_of_e2m1_are_put_where_either_type_has_them(dtype: torch.dtype) -> None:
+    low = torch.arange(16, dtype=torch.int32)
+    words = (low | low.flip(0) << 16) | -0x000F0010  # The other bits, which are to be ignored, are ones.
+    out = torch.empty_like(words)
+    _e2m1_kernel[(1,)](words, out, BF16=dtype == BF16)
+    expected = torch.tensor(VALUES)[torch.stack((low, low.flip(0)), dim=1).flatten()]
+    assert torch.equal(out.view(dtype).float() * 2.0 ** gpu_weight.E2M1_SHIFT[dtype], expected)
+
+
+def _in_bf16(weight: GpuWeight) -> torch.Tensor:
+    """The arithmetic of `_weights` in PyTorch, from the words of 4 bits on, in float64 with the roundings of
+    bfloat16; each with 2^16 made good."""
+    words = weight.words.view(-1, weight.words.shape[1], 8, 4, 4)
+    tiles, steps, *_ = words.shape
+    out = torch.zeros(tiles, 2, 8, steps, 4, 2, 4, 2, dtype=torch.float64)
+    scales, minima = (
+        None if t is None else t.view(BF16).view(tiles, -1, 8, 2).double()
+        for t in (weight.scales, weight.minima)
+    )
+    of_step = torch.arange(steps) * 64 // weight.group
+    for u in range(2):
+        for h in range(2):
+            for e in range(2):
+                bits = (words >> (8 * u + 16 * e)) & (15 << 4 * h)
+                numbers = bits.to(torch.int16).view(BF16).double()
+                scale = scales[:, of_step, :, h, None, None]
+                if minima is None:
+                    low = (scale * -float(torch.tensor(8 << 4 * h, dtype=torch.int16).view(BF16))).bfloat16()
+                else:
+                    low = minima[:, of_step, :, h, None, None]
+                found = (numbers * scale + low.double()).bfloat16().double()
+                out[:, h, :, :, :, u, :, e] = found.permute(0, 2, 1, 4, 3)
+    return out.reshape(tiles * 16, steps * 64)[: weight.shape[0], : weight.shape[1]] * 2.0**16
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_weights_in_bfloat16_are_the_unpacked_ones_to_its_precision(zeros: bool) -> None:
+    """A scale, a minimum and a weight are rounded to 8 bits each; a minimum is up to 16 scales."""
+    print("seed", torch.manual_seed(7).initial_seed())
+    tensor = _int4(37, 256, 64, zeros=zeros)
+    weight = _pack(tensor, dtype=BF16)
+    oracle = tensor.dequantize().double()
+    error = (_in_bf16(weight) - oracle).abs()
+    scales = tensor.scales.repeat_interleave(64, dim=1)
+    assert (error <= 2**-8 * (2.01 * oracle.abs() + (16 if zeros else 0) * scales)).all()
+    assert zeros or (_in_bf16(weight)[oracle == 0] == 0).all()
 
 
 def test_new_weights_lie_where_the_old_ones_lay() -> None:
@@ -206,9 +251,9 @@ def test_groups_that_a_shard_cuts_are_refused() -> None:
 
 
 def test_scales_that_the_dtype_does_not_hold_are_refused() -> None:
-    large = Mxfp4Tensor.of(torch.zeros(3, 16, dtype=torch.uint8), torch.full((3, 1), 130, dtype=torch.uint8))
+    large = Mxfp4Tensor.of(torch.zeros(3, 16, dtype=torch.uint8), torch.full((3, 1), 150, dtype=torch.uint8))
     for dtype in (FP16, BF16):
-        with pytest.raises(CheckpointError, match="does not hold"):
+        with pytest.raises(CheckpointError, match="do not hold"):
             _pack(large, dtype=dtype)
 
 
@@ -266,7 +311,7 @@ def test_splits_fill_the_sms_and_leave_each_program_some_rounds(
     assert tiles is not None
     programs = triton.cdiv(rows, tiles.rows) * triton.cdiv(outs, tiles.outs)
     assert tiles.splits == 1 or programs * tiles.splits <= gpu.limits.packed_programs * sms
-    assert tiles.splits == 1 or (tiles.rounds(inputs, 4) >= 3 and programs <= MAX_PACKED_TILES)
+    assert tiles.splits == 1 or (tiles.rounds(inputs, 4) >= 2 and programs <= MAX_PACKED_TILES)
     assert tiles.rounds(inputs, 4) * tiles.splits * tiles.steps * 64 >= inputs
 
 
