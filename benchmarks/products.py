@@ -1,10 +1,14 @@
 """Measures the limits by which `shoal.kernels.products` chooses, on the GPU at hand, and prints its line for
 MEASURED.
 
-    python benchmarks/products.py [--quick]
+    python benchmarks/products.py [--quick] [--fp8]
 
 Each limit in turn takes the value with which all products together take the least time, as measured in CUDA
 graphs over fresh weights; twice around, as limits depend on each other a little.
+
+With --fp8 it prints a table of products with fp8 weights instead: microseconds, the share of the bandwidth of
+a copy with which the weight is read (up to 64 rows) or TFLOP/s (more), and how many times faster than our own
+bf16 they are. Beside many rows stands torch's product of fp8 rows with scales.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ import argparse
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import fields, replace
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -97,12 +103,106 @@ def measure(shape: Shape, rows: int, chosen: Product, limits: Limits) -> float:
     return _microseconds(shape, rows, chosen, prefetches)
 
 
+# Outputs, inputs, what comes before and after: qwen3-8b's layer.
+FP8_SHAPES = (
+    ("qkv", 6144, 4096, After.NOTHING),
+    ("o", 4096, 4096, After.ADD),
+    ("gate, up", 12288, 4096, After.SILU_MUL),
+    ("down", 4096, 12288, After.ADD),
+)
+FP8_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 4096, 16384)
+
+
+def copy_bandwidth() -> float:
+    """Bytes a microsecond, read and written."""
+    from kernels import microseconds
+
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / microseconds(lambda: target.copy_(source))
+
+
+def _in_bf16(
+    weights: list[torch.Tensor], x: torch.Tensor, residual: torch.Tensor, after: After, i: int
+) -> None:
+    if after is After.SILU_MUL:
+        linear.linear_silu_mul(x, weights[i], None)
+    elif after is After.NOTHING:
+        linear.linear(x, weights[i], None)
+    elif (left := linear.linear_add(x, weights[i], None, residual)) is not None:
+        residual.add_(left)
+
+
+def _in_fp8(weights: list[Any], x: Any, residual: torch.Tensor, after: After, i: int) -> None:
+    if after is After.SILU_MUL:
+        weights[i].linear_silu_mul(x, None, weights[i].fp8_group(len(x)))
+    elif after is After.NOTHING:
+        weights[i].linear(x, None)
+    else:
+        weights[i].linear_add(x, None, residual)
+
+
+def _by_torch(weights: list[Any], x: Any, i: int) -> None:
+    matrix = weights[i].matrix
+    torch._scaled_mm(
+        x.data, matrix.data.t(), scale_a=x.scales.view(-1, 1), scale_b=matrix.scales, out_dtype=torch.bfloat16
+    )
+
+
+def _fp8_weights(plain: list[torch.Tensor], scales: str) -> list[Any]:
+    from shoal.kernels import gpu_fp8
+    from shoal.kernels.fp8_tensor import Fp8Tensor
+
+    with torch.device("cuda"):
+        if scales == "outputs":
+            return [gpu_fp8.pack([Fp8Tensor.rounded(weight)]) for weight in plain]
+        (outs, inputs), fp8 = plain[0].shape, torch.float8_e4m3fn
+        ones = torch.ones(outs, inputs // 128)
+        return [gpu_fp8.pack([Fp8Tensor((outs, inputs), w.to(fp8), ones, 128)]) for w in plain]
+
+
+def fp8_table(quick: bool) -> None:
+    from kernels import COLD_BYTES, microseconds_of, randn
+
+    from shoal.kernels.fp8_quantize import quantize
+
+    bandwidth = copy_bandwidth()
+    print(f"a copy: {bandwidth / 1e6:.2f} TB/s\n")
+    print("| product | rows | scales | us | of a copy | TFLOP/s | times bf16's speed | torch's us |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, outs, inputs, after in FP8_SHAPES:
+        weight_rows = outs * (1 + (after is After.SILU_MUL))
+        copies = max(2, COLD_BYTES // (weight_rows * inputs))
+        plain = [randn(weight_rows, inputs) for _ in range(copies)]
+        by_scales = {scales: _fp8_weights(plain, scales) for scales in ("outputs", "blocks")}
+        for rows in FP8_ROWS[::3] if quick else FP8_ROWS:
+            x, residual = randn(rows, inputs), randn(rows, outs)
+            base = microseconds_of(partial(_in_bf16, plain, x, residual, after), copies)
+            for scales, weights in by_scales.items():
+                group, share, flops, torchs = weights[0].fp8_group(rows), "", "", ""
+                taken = x if group is None else quantize(x, group)
+                us = microseconds_of(partial(_in_fp8, weights, taken, residual, after), copies)
+                if group is None:
+                    read = sum(tensor.nbytes for tensor in weights[0].tensors().values())
+                    share = f"{read / us / bandwidth:.0%}"
+                else:
+                    flops = f"{2 * rows * weight_rows * inputs / us / 1e6:.0f}"
+                if group == 0:
+                    torchs = f"{microseconds_of(partial(_by_torch, weights, taken), copies):.1f}"
+                cells = (name, rows, scales, f"{us:.1f}", share, flops, f"{base / us:.2f}", torchs)
+                print("|", " | ".join(map(str, cells)), "|", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="few shapes and rows")
+    parser.add_argument("--fp8", action="store_true", help="the table of products with fp8 weights")
     args = parser.parse_args()
+    if args.fp8:
+        fp8_table(args.quick)
+        return
     gpu = gpu_of(torch.device("cuda", 0))
     every, rows = shapes(), ROWS
     if args.quick:

@@ -24,6 +24,7 @@ MAX_NUM_SEQS = 1 << 16  # each has a row of state and of the sampler on the devi
 MOST_BATCHES = 2**30 - 1
 SERVER_TARGET_ITL_MS = 50.0  # 20 tokens a second: faster than people read
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
+QUANTIZATIONS = ("fp8", "compressed-tensors", "awq", "gptq")
 
 # Options of vLLM's LLM() that mean nothing here: accepted with a warning, so that its examples run.
 IGNORED_OPTIONS = frozenset(
@@ -55,7 +56,6 @@ UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel_size": (1,),
     "data_parallel_size": (1,),
     "enable_expert_parallel": (False,),
-    "quantization": (None,),
     "kv_cache_dtype": ("auto",),
     "cpu_offload_gb": (0,),
     "enable_lora": (False,),
@@ -268,6 +268,12 @@ class EngineConfig:
         '"auto": on a GPU float16 if the checkpoint is, else bfloat16; on the CPU what suits it',
         common=True,
         choices=DTYPES,
+    )
+    quantization: str | None = option(
+        None,
+        '"fp8": matrices of attention and MLPs become fp8 while they load, with a scale for each output. Of '
+        "a checkpoint that is quantized: its own method, or nothing",
+        choices=QUANTIZATIONS,
     )
     device: str = option(
         "auto", '"cuda" if there is one, else "cpu"', common=True, choices=("auto", "cpu", "cuda")
@@ -526,7 +532,8 @@ class ResolvedConfig(EngineConfig):
     target_itl_ms: float  # 0: no target
     kv_events_config: KVEventsConfig
     structured_outputs_config: StructuredOutputsConfig
-    keep_quantized: bool  # weights that a checkpoint holds in fewer bits stay so
+    keep_quantized: bool  # weights lie in memory in fewer bits
+    quantizes_weights: bool  # they become so while they load: the checkpoint's are plain
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,13 +102,17 @@ def _connected(address: str | None) -> Iterator[None]:
 
 
 def _connect(address: str) -> None:
-    """Ray itself tries on for minutes where nobody answers, so it does that in a thread that is left behind.
-    Raises TimeoutError then, and what Ray raises."""
+    """Ray itself tries on for minutes where nobody answers, so it does that in a thread that is left behind. A
+    cluster that it starts itself answers at once, and would end with the thread that started it. Raises
+    TimeoutError, and what Ray raises."""
+    if address == "local":
+        _init(address)
+        return
     connected: Future[None] = Future()
 
     def connect() -> None:
         try:
-            ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
+            _init(address)
         except NOT_FOUND as error:
             connected.set_exception(error)
         else:
@@ -119,6 +123,10 @@ def _connect(address: str) -> None:
         connected.result(CONNECT_S)
     except TimeoutError:
         raise TimeoutError(f"it has not answered within {CONNECT_S:g} s") from None
+
+
+def _init(address: str) -> None:
+    ray.init(address, log_to_driver=True, logging_level=logging.WARNING)
 
 
 def _nodes() -> list[Node]:

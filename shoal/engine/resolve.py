@@ -20,6 +20,7 @@ from shoal.errors import ConfigError
 from shoal.kernels.state import StateLayout
 from shoal.memory.available import available_bytes, total_bytes
 from shoal.model_config import ModelConfig
+from shoal.models.layouts.registry import BY_NAME
 from shoal.models.shapes import num_weights
 
 CPU_CACHE_BYTES = 1 << 30
@@ -28,6 +29,7 @@ LARGE_CARD_BYTES = 70 << 30  # A card that is sold with 80 GB has a little less.
 # MANY_SEQS are the default only where the cache has room for as many tokens of each.
 TOKENS_OF_SHORT_SEQ = 256
 PENALTY_BYTES = 5  # a sequence with a penalty keeps a flag and a count for each token of the vocabulary
+FP8_CAPABILITY = (8, 9)  # of the first GPUs whose tensor cores multiply fp8
 ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -54,12 +56,7 @@ def resolve_config(
             "lower it"
         )
     gpu = device == "cuda"
-    if gpu and model.quantization is not None and config.dtype == "auto":
-        raise ConfigError(
-            f"{config.model}: its weights are quantized ({model.quantization.layout}), and no kernel here "
-            "multiplies them on a GPU; name a dtype ('bfloat16'), to which they are unpacked while they "
-            "load, or use device='cpu'"
-        )
+    keep_quantized, quantizes = _keeps_quantized(config, model, quantized_bytes is not None, gpu)
     if config.kv_host_bytes > (free := available_bytes()):
         raise ConfigError(
             f"kv_host_bytes {config.kv_host_bytes} > {free}, the host memory that can be had; lower it"
@@ -73,7 +70,7 @@ def resolve_config(
     options = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
     filled_in = {
         "device": device,
-        "dtype": _dtype(config, model, gpu, quantized_bytes is not None),
+        "dtype": _dtype(config, model, gpu, quantized_bytes is not None or quantizes),
         "max_model_len": max_model_len,
         "max_num_seqs": config.max_num_seqs or 0,  # its default depends on the rest: it follows below
         "max_num_batched_tokens": config.max_num_batched_tokens or (16384 if gpu else 1024),
@@ -85,12 +82,60 @@ def resolve_config(
         "kv_events_config": config.kv_events_config or KVEventsConfig(),
         "structured_outputs_config": config.structured_outputs_config or StructuredOutputsConfig(),
     }
-    keep_quantized = quantized_bytes is not None and config.dtype == "auto" and not gpu
-    resolved = ResolvedConfig(**(options | filled_in), keep_quantized=keep_quantized)
+    resolved = ResolvedConfig(
+        **(options | filled_in), keep_quantized=keep_quantized, quantizes_weights=quantizes
+    )
     if not resolved.max_num_seqs:
         resolved = dataclasses.replace(resolved, max_num_seqs=_default_num_seqs(resolved, model))
-    _check_memory(config, resolved, model, quantized_bytes if keep_quantized else None)
+    kept_bytes = num_weights(model) if quantizes else quantized_bytes if keep_quantized else None
+    _check_memory(config, resolved, model, kept_bytes)
     return resolved
+
+
+def _keeps_quantized(
+    config: EngineConfig, model: ModelConfig, quantized: bool, gpu: bool
+) -> tuple[bool, bool]:
+    """Whether weights lie in memory in fewer bits, and whether they become so only while they load. Raises
+    ConfigError for options that contradict the checkpoint, and for a GPU without the products."""
+    asked, stored = config.quantization, model.quantization
+    quantizes = asked is not None and not quantized
+    if asked is not None and quantized:
+        method = "gguf" if stored is None else BY_NAME[stored.layout].quant_method
+        if method != asked:
+            raise ConfigError(
+                f"quantization {asked!r} was asked for, but the weights of {config.model} are quantized "
+                f"already ({method}); leave the option out"
+            )
+    elif quantizes and asked != "fp8":
+        raise ConfigError(
+            f"quantization {asked!r} was asked for, but {config.model} holds plain weights, which only 'fp8' "
+            "quantizes while they load; use that, leave the option out, or take a checkpoint in that format"
+        )
+    elif quantizes and model.num_experts:
+        raise ConfigError(
+            f"quantization {asked!r} was asked for, but {config.model} has experts, and no kernel here "
+            "multiplies those in fp8; leave the option out"
+        )
+    if gpu and stored is not None and stored.bits != 8 and config.dtype == "auto":
+        raise ConfigError(
+            f"{config.model}: its weights are quantized ({stored.layout}), and no kernel here "
+            "multiplies them on a GPU; name a dtype ('bfloat16'), to which they are unpacked while they "
+            "load, or use device='cpu'"
+        )
+    # A GGUF file's weights are unpacked on a GPU.
+    multiplied = not gpu or (stored is not None and stored.bits == 8)
+    keeps = quantizes or (quantized and multiplied and (config.dtype == "auto" or asked is not None))
+    if gpu and keeps and (capability := torch.cuda.get_device_capability(0)) < FP8_CAPABILITY:
+        way_out = (
+            "leave quantization out"
+            if quantizes
+            else "name a dtype ('bfloat16') and no quantization, so that they are unpacked while they load"
+        )
+        raise ConfigError(
+            f"{config.model}: weights in fp8 need a GPU of compute capability 8.9 (Ada, Hopper) or newer, "
+            f"and {torch.cuda.get_device_name(0)} has {'.'.join(map(str, capability))}; {way_out}"
+        )
+    return keeps, quantizes
 
 
 def _check_memory(
@@ -126,7 +171,8 @@ def _check_memory(
     if quantized_bytes is not None:
         weights = quantized_bytes
     else:
-        weights = num_weights(model) * itemsize // (ranks if gpu else 1)  # on the CPU ranks share the memory
+        weights = num_weights(model) * itemsize
+    weights //= ranks if gpu else 1  # on the CPU ranks share the memory
     tables = torch.int32.itemsize * (config.max_model_len * model.head_dim + config.max_num_seqs * blocks)
     total = torch.cuda.get_device_properties(0).total_memory if gpu else total_bytes()
     if weights + tables > total:

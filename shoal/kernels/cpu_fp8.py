@@ -61,6 +61,12 @@ class Fp8Weight:
         )
         return rows.dequantize()
 
+    def write(self, row: int, tensor: Fp8Tensor) -> None:
+        """Replaces the rows from `row` on."""
+        rows = slice(row, row + tensor.shape[0])
+        self.tensor.data.view(torch.uint8)[rows] = tensor.data.view(torch.uint8)
+        self.tensor.scales[rows] = tensor.scales
+
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return {"packed": self.tensor.data.view(torch.uint8), "scales": self.tensor.scales}
 
@@ -75,11 +81,9 @@ def pack(tensors: Sequence[Fp8Tensor], replaced: Fp8Weight | None = None) -> Fp8
     else:
         data = torch.empty(outs, inputs, dtype=torch.float8_e4m3fn)
         whole = Fp8Tensor((outs, inputs), data, torch.empty(outs, groups), tensors[0].size)
-    row = 0
+    weight, row = Fp8Weight(whole, LIBRARY), 0
     for tensor in tensors:
         assert tensor.shape[1] == inputs and tensor.size == whole.size
-        rows = slice(row, row + tensor.shape[0])
-        whole.data.view(torch.uint8)[rows] = tensor.data.view(torch.uint8)
-        whole.scales[rows] = tensor.scales
+        weight.write(row, tensor)
         row += tensor.shape[0]
-    return Fp8Weight(whole, LIBRARY)
+    return weight

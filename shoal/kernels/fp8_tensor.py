@@ -10,6 +10,7 @@ from shoal.errors import CheckpointError
 from shoal.kernels.quantized_tensor import QuantizedTensor
 
 NAN = 0x7F  # The only bits, but for the sign, that are no number in e4m3.
+LARGEST = 448.0  # of e4m3
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,15 @@ class Fp8Tensor(QuantizedTensor):
             raise CheckpointError("there are weights or scales that are no numbers; the file is damaged")
         scales = scales.repeat_interleave(tall, dim=0)[:outs].contiguous()
         return cls((outs, inputs), data, scales, min(wide, inputs))
+
+    @classmethod
+    def rounded(cls, weight_OI: torch.Tensor, scale_dtype: torch.dtype = torch.float32) -> Fp8Tensor:
+        """A matrix of plain numbers, with a scale for each output that `scale_dtype` can hold."""
+        weight = weight_OI.float()
+        most = weight.abs().amax(1, keepdim=True).clamp(min=1e-12)
+        scales = (most / LARGEST).to(scale_dtype).float()
+        data = (weight / scales).clamp_(-LARGEST, LARGEST).to(torch.float8_e4m3fn)
+        return cls((weight.shape[0], weight.shape[1]), data, scales, weight.shape[1])
 
     @property
     def group_size(self) -> int:

@@ -30,6 +30,11 @@ WIDEST_ROW = 32768
 MAX_PACKED_TILES = 4096  # tiles of outputs and rows of a launch whose inputs are split
 MAX_PACKED_SPLITS = 8
 MIN_SPLIT_ROUNDS = 2  # A split with fewer rounds ends before its pipeline is full.
+# Of fp8_linear.py
+# rows, outputs and warps of tiles of many rows, of which the first are taken that give all SMs work
+FP8_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
+MAX_FP8_SPLITS = 8
+MIN_SPLIT_TILES = 4  # A split with fewer tiles ends before its pipeline is full.
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +63,9 @@ class Limits:
     # Programs of a product with packed weights that an SM has at once. Inputs are split until there are as
     # many.
     packed_programs: int = 3
+    # The most rows by which a weight in fp8 is multiplied as it is, widened in registers. More rows become
+    # fp8 too.
+    widened_rows: int = 64
 
 
 REFERENCE_SMS = 132  # of the H200
@@ -119,6 +127,7 @@ class Shape(NamedTuple):
     after: After = After.NOTHING
     bias: bool = False
     bits: int = 16  # of a weight; fewer than 16 are packed (packed_linear.py)
+    group: int = 0  # of a quantized weight: inputs that share a scale; 0: all of them
 
     @property
     def gated(self) -> bool:
@@ -135,7 +144,10 @@ class Kernel(Enum):
     HOPPER = 2  # hopper_linear.py
     HOPPER_ROW = 3  # hopper_row.py
     HOPPER_GATED = 4  # hopper_gated.py
-    PACKED = 8  # packed_linear.py
+    PACKED = 5  # packed_linear.py
+    FP8_ROW = 6  # fp8_linear.py, as all that follow
+    FP8_FEW = 7
+    FP8_MANY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +183,8 @@ class HopperTiles:
 
 @dataclass(frozen=True, slots=True)
 class PackedTiles:
-    """How packed_linear.py cuts a product: a program computes `outs` outputs of `rows` rows from a `splits`-th
-    of the inputs, in rounds of `steps` steps. A step is 16 bytes of each thread's weights."""
+    """How packed_linear.py cuts a product: a program computes `outs` outputs of `rows` rows from a
+    `splits`-th of the inputs, in rounds of `steps` steps. A step is 16 bytes of each thread's weights."""
 
     rows: int
     outs: int
@@ -182,6 +194,19 @@ class PackedTiles:
 
     def rounds(self, inputs: int, bits: int) -> int:
         return cdiv(cdiv(inputs, self.steps * 256 // bits), self.splits)
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Tiles:
+    """How fp8_linear.py cuts a product: a program computes `outs` outputs of `rows` rows from a `splits`-th
+    of the inputs, `columns` at a time."""
+
+    rows: int
+    outs: int
+    columns: int
+    num_warps: int
+    num_stages: int = 1
+    splits: int = 1
 
 
 class Product(NamedTuple):
@@ -194,11 +219,15 @@ class Product(NamedTuple):
     norms: bool = False
     adds: bool = True
     packed_tiles: PackedTiles | None = None
+    fp8_tiles: Fp8Tiles | None = None
 
 
 @functools.lru_cache(maxsize=8192)
 def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Product:
-    """The fastest product that is known. The result is the same whenever the arguments are."""
+    """The fastest product that is known. The result is the same whenever the arguments are. `dtype` is that
+    of the weight."""
+    if dtype == torch.float8_e4m3fn:
+        return _choose_fp8(shape, rows, gpu)
     limits = gpu.limits
     if shape.bits < 16:
         packed = choose_packed_tiles(shape, rows, gpu)
@@ -327,6 +356,24 @@ def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> PackedTiles | None
     most = min(MAX_PACKED_SPLITS, whole.rounds(shape.inputs, shape.bits) // MIN_SPLIT_ROUNDS)
     splits = max(1, min(most, gpu.limits.packed_programs * gpu.sms // programs))
     return replace(whole, splits=splits)
+
+
+def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Product:
+    """Which of fp8_linear.py's kernels. Whether rows become fp8 depends on their number alone, because
+    whoever makes them must know before."""
+    columns = min(128, shape.group or 128)
+    if rows > gpu.limits.widened_rows:
+        tiles = [Fp8Tiles(*sizes, columns, warps, 4) for *sizes, warps in FP8_TILES]
+        busy = (t for t in tiles if cdiv(rows, t.rows) * cdiv(shape.outs, t.outs) >= gpu.sms)
+        return Product(Kernel.FP8_MANY, fp8_tiles=next(busy, tiles[-1]))
+    if rows == 1:
+        # Small tiles: more of them are there at once.
+        return Product(Kernel.FP8_ROW, fp8_tiles=Fp8Tiles(1, 2 if shape.gated else 4, 1024, 4))
+    block_rows = min(64, max(16, next_power_of_2(max(rows, 1))))
+    programs = cdiv(rows, block_rows) * cdiv(shape.outs, 64)
+    most = max(1, min(MAX_FP8_SPLITS, cdiv(shape.inputs, columns) // MIN_SPLIT_TILES))
+    splits = next((n for n in range(1, most) if programs * n >= gpu.sms), most)
+    return Product(Kernel.FP8_FEW, fp8_tiles=Fp8Tiles(block_rows, 64, columns, 4, 5, splits))
 
 
 @dataclass(frozen=True, slots=True)

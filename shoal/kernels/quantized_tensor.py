@@ -8,6 +8,12 @@ from abc import ABC, abstractmethod
 import torch
 
 
+def is_projection(name: str) -> bool:
+    """Whether a checkpoint's tensor is a matrix of attention, an MLP or an expert: those are quantized.
+    Embeddings, norms, the output head and a mixture's router are not."""
+    return name.endswith("_proj.weight")
+
+
 class QuantizedTensor(ABC):
     """[out, in] weights."""
 

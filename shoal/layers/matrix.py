@@ -2,39 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
 
+from shoal.kernels.fp8_tensor import Fp8Tensor
 from shoal.kernels.ops import Ops
-from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.kernels.quantized_tensor import QuantizedTensor, is_projection
 from shoal.layers.loading import Loaded, LoadingLayer, copy_into
-from shoal.layers.weight_format import PlainWeight, WeightFormat, pack
+from shoal.layers.weight_format import PackedWeight, PlainWeight, WeightFormat, is_multiplied, pack
+
+Holding = Callable[[], AbstractContextManager[None]]  # makes a context in which weights get their memory
 
 
 class MatrixLayer(LoadingLayer):
     """A layer with one matrix, [O, I] on this rank, that is merged of parts with `parts[i]` rows each.
 
     A subclass cuts its shard out of each part that comes (`_load_part`), and multiplies by `format`. Parts
-    that come quantized stay so where the layer is told to keep them (`keep_quantized`, which a model sets
-    before it loads). A merge of quantized and plain parts becomes plain.
+    that come quantized stay so where the layer is told to keep them (`keep`). A merge of quantized and plain
+    parts becomes plain.
     """
 
     def __init__(self, parts: Sequence[int], columns: int, ops: Ops) -> None:
         super().__init__()
-        self.ops, self.parts, self.keep_quantized = ops, tuple(parts), False
+        self.ops, self.parts, self.columns = ops, tuple(parts), columns
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(sum(parts), columns), requires_grad=False)
         self.format: WeightFormat = PlainWeight(ops, self.weight)
+        self.device, self.dtype = self.weight.device, self.weight.dtype
+        self.keep_quantized = self.quantizes = False
+        self.holding: Holding = nullcontext
         self._pieces: dict[int, QuantizedTensor] = {}
+
+    def keep(self, device: torch.device, quantizes: bool = False, holding: Holding = nullcontext) -> None:
+        """Keeps quantized what comes so. With `quantizes`, plain matrices of attention and MLPs become fp8
+        first. The matrix gets memory on `device`, inside of `holding`, when it is known which of the two it
+        becomes: there may be no room for a model in plain numbers."""
+        self.keep_quantized, self.quantizes, self.device, self.holding = True, quantizes, device, holding
+        self.weight, self.format = None, WeightFormat(self.ops)
+
+    def plain_weight(self) -> torch.Tensor:
+        """The matrix in plain numbers."""
+        if self.weight is None:
+            with self.holding():
+                empty = torch.empty(sum(self.parts), self.columns, dtype=self.dtype, device=self.device)
+            self.weight = nn.Parameter(empty, requires_grad=False)
+            self.format = PlainWeight(self.ops, self.weight)
+        return self.weight
+
+    def load_dummy(self, path: str, generator: torch.Generator) -> None:
+        """Makes up what becomes fp8. Other weights are parameters, which the model makes up."""
+        tensors = [tensor for tensor in self.checkpoint_tensors(path) if is_projection(tensor.name)]
+        if not self.quantizes or not tensors:
+            self.plain_weight()
+            return
+        for tensor in tensors:
+            made_up = torch.empty(tensor.shape, dtype=self.dtype, device=self.device)
+            tensor.load(made_up.uniform_(-0.02, 0.02, generator=generator), tensor.name)
 
     def _load_part(self, part: int, shard: Loaded, name: str) -> None:
         """Takes the first rows of a part, or all of them. The others are zeros."""
-        rows = self.parts[part]
-        if self.keep_quantized and isinstance(shard, QuantizedTensor) and shard.shape[0] == rows:
+        if self.quantizes and is_projection(name) and isinstance(shard, torch.Tensor):
+            shard = Fp8Tensor.rounded(shard.to(self.device))
+        kept = self.keep_quantized and isinstance(shard, QuantizedTensor)
+        if kept and shard.shape[0] == self.parts[part] and is_multiplied(shard, self.device):
             self._pieces[part] = shard
+            if len(self._pieces) == len(self.parts):
+                self._pack()
         else:
-            target = self._part_of(self.weight, part)
+            target = self._part_of(self.plain_weight(), part)
             target[shard.shape[0] :].zero_()
             copy_into(target[: shard.shape[0]], shard, name)
 
@@ -42,11 +79,16 @@ class MatrixLayer(LoadingLayer):
         assert parameter is not None
         return parameter[sum(self.parts[:part]) :][: self.parts[part]]
 
+    def _pack(self) -> None:
+        pieces = [self._pieces[i] for i in range(len(self.parts))]
+        with self.holding(), torch.device(self.device):
+            self.format = pack(pieces, self.ops, self.format, self.device)
+        self.weight, self._pieces = None, {}
+
     def finish(self) -> None:
-        if len(self._pieces) == len(self.parts):
-            self.format = pack([self._pieces[i] for i in range(len(self.parts))], self.ops, self.format)
-            self.weight = None
-        else:
-            for part, piece in self._pieces.items():
+        for part, piece in self._pieces.items():
+            if isinstance(self.format, PackedWeight):  # Of a merge, some parts came again.
+                self.format.write(sum(self.parts[:part]), piece)
+            else:
                 copy_into(self._part_of(self.weight, part), piece, "weight")
         self._pieces = {}

@@ -46,7 +46,9 @@ class MLP(nn.Module):
     def forward(
         self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, norm: RMSNorm
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        hidden_TF, residual_TD = norm.add_linear(x_TD, residual_TD, self.gate_up_proj, silu_mul=True)
+        hidden_TF, residual_TD = norm.add_linear(
+            x_TD, residual_TD, self.gate_up_proj, silu_mul=True, reader=self.down_proj
+        )
         return self.down_proj.add_to(hidden_TF, residual_TD), residual_TD
 
 

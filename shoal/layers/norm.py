@@ -36,11 +36,24 @@ class RMSNorm(LoadingLayer):
         return self.ops.add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
 
     def add_linear(
-        self, x_TD: torch.Tensor | None, residual_TD: torch.Tensor, linear: Linear, silu_mul: bool = False
+        self,
+        x_TD: torch.Tensor | None,
+        residual_TD: torch.Tensor,
+        linear: Linear,
+        silu_mul: bool = False,
+        reader: Linear | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns `linear`, or its `silu_mul`, of the norm of residual + x; and that sum, which is the new
-        residual. `linear` is not split over its inputs. x None: nothing to add.
+        """Returns `linear`, or its `silu_mul` for `reader`, of the norm of residual + x; and that sum, which
+        is the new residual. `linear` is not split over its inputs. x None: nothing to add.
 
         One row takes one kernel.
         """
-        return linear.format.normed(x_TD, residual_TD, self.weight, self.eps, linear.bias, silu_mul)
+        return linear.format.normed(
+            x_TD,
+            residual_TD,
+            self.weight,
+            self.eps,
+            linear.bias,
+            silu_mul,
+            None if reader is None else reader.format,
+        )

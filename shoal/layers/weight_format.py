@@ -1,31 +1,34 @@
 """WeightFormat: one rank's matrix of weights as it lies in memory, and the products that it takes part in.
 
 A layer shards and merges; it asks its format for everything else. What a checkpoint holds in fewer bits comes
-as a QuantizedTensor, which knows how to be cut and what it means; `PACKED_BY` names the module that makes
-such tensors ready to multiply. A new quantization is a file with both, and a line there.
+as a QuantizedTensor, which knows how to be cut and what it means; `PACKED_BY` names the modules that make
+such tensors ready to multiply on a kind of device. A new quantization is files with these, and a line there.
 """
 
 from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping, Sequence
-from typing import Protocol, cast
+from typing import Protocol, cast, runtime_checkable
 
 import torch
 
+from shoal.kernels.fp8_rows import Fp8Rows
 from shoal.kernels.fp8_tensor import Fp8Tensor
 from shoal.kernels.gguf_tensor import GGUFTensor
 from shoal.kernels.int4_tensor import Int4Tensor
 from shoal.kernels.ops import Ops
 from shoal.kernels.quantized_tensor import QuantizedTensor
 
-# The type of a quantized tensor -> the module whose `pack` makes a PackedMatrix of such tensors. It is
-# imported when the first one comes, because it may compile a library.
-PACKED_BY: dict[type[QuantizedTensor], str] = {
-    GGUFTensor: "shoal.kernels.cpu_linear",
-    Int4Tensor: "shoal.kernels.cpu_int4",
-    Fp8Tensor: "shoal.kernels.cpu_fp8",
+# The type of a quantized tensor -> for each kind of device, the module whose `pack` makes a PackedMatrix of
+# such tensors. It is imported when the first one comes, because it may compile a library.
+PACKED_BY: dict[type[QuantizedTensor], dict[str, str]] = {
+    GGUFTensor: {"cpu": "shoal.kernels.cpu_linear"},
+    Int4Tensor: {"cpu": "shoal.kernels.cpu_int4"},
+    Fp8Tensor: {"cpu": "shoal.kernels.cpu_fp8", "cuda": "shoal.kernels.gpu_fp8"},
 }
+# The input of a product. In fp8 it is where its reader asked for that (`WeightFormat.fp8_group`).
+Rows = torch.Tensor | Fp8Rows
 
 
 class PackedMatrix(Protocol):
@@ -41,6 +44,36 @@ class PackedMatrix(Protocol):
         """The memory in which it lies."""
 
 
+@runtime_checkable
+class WritableMatrix(PackedMatrix, Protocol):
+    """A packed matrix that takes new rows. Plain tensors that become fp8 while they are loaded need it, as
+    some of them may come without the others."""
+
+    def write(self, row: int, tensor: QuantizedTensor) -> None:
+        """Replaces the rows from `row` on."""
+
+
+@runtime_checkable
+class FusedMatrix(PackedMatrix, Protocol):
+    """A packed matrix whose kernels also do what stands before and after a product."""
+
+    def linear_add(
+        self, x_TI: Rows, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
+    ) -> torch.Tensor | None: ...
+
+    def linear_silu_mul(
+        self, x_TI: Rows, bias_2F: torch.Tensor | None, group: int | None = None
+    ) -> torch.Tensor | Fp8Rows:
+        """`group`: what the next product's `fp8_group` says."""
+
+    def normed(
+        self, x_TI: torch.Tensor | None, residual_TI: torch.Tensor, norm_weight_I: torch.Tensor, eps: float
+    ) -> torch.Tensor | Fp8Rows:
+        """The norm of residual + x, which is then the residual, as this matrix wants its input."""
+
+    def fp8_group(self, num_rows: int) -> int | None: ...
+
+
 class WeightFormat:
     """A rank's [O, I] matrix. The products that a format has no kernel for are made of those that it has.
 
@@ -52,6 +85,11 @@ class WeightFormat:
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """The memory in which the weights lie, by name, but for parameters of the layer."""
         return {}
+
+    def fp8_group(self, num_rows: int) -> int | None:
+        """In groups of how many columns so many rows are to come in fp8; 0: each row is a group. None: they
+        are to come in plain numbers."""
+        return None
 
     def multiply(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         """x W^T + bias, [T, O]."""
@@ -68,8 +106,10 @@ class WeightFormat:
         and returns the product."""
         return self.multiply(x_TI, bias_O)
 
-    def gated(self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor:
-        """silu(first half of the outputs) * second half, [T, F]."""
+    def gated(
+        self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None, reader: WeightFormat | None = None
+    ) -> torch.Tensor:
+        """silu(first half of the outputs) * second half, [T, F], as `reader` wants it."""
         return self.ops.silu_mul(self.multiply(x_TI, bias_2F))
 
     def normed(
@@ -80,8 +120,10 @@ class WeightFormat:
         eps: float,
         bias_O: torch.Tensor | None,
         gated: bool,
+        reader: WeightFormat | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The product of the norm of residual + x (x None: of the residual), gated or not; and that sum."""
+        """The product of the norm of residual + x (x None: of the residual), gated (as `reader` wants it) or
+        not; and that sum."""
         normed_TI = (
             self.ops.rms_norm(residual_TI, norm_weight_I, eps)
             if x_TI is None
@@ -108,7 +150,9 @@ class PlainWeight(WeightFormat):
     ) -> torch.Tensor | None:
         return self.ops.linear_add(x_TI, self.weight_OI, bias_O, residual_TO)
 
-    def gated(self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor:
+    def gated(
+        self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None, reader: WeightFormat | None = None
+    ) -> torch.Tensor:
         return self.ops.linear_silu_mul(x_TI, self.weight_OI, bias_2F)
 
     def normed(
@@ -119,6 +163,7 @@ class PlainWeight(WeightFormat):
         eps: float,
         bias_O: torch.Tensor | None,
         gated: bool,
+        reader: WeightFormat | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         return self.ops.add_norm_linear(x_TI, residual_TI, norm_weight_I, eps, self.weight_OI, bias_O, gated)
 
@@ -139,10 +184,52 @@ class PackedWeight(WeightFormat):
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         return self.packed.embed(ids_T)
 
+    def write(self, row: int, piece: QuantizedTensor) -> None:
+        assert isinstance(self.packed, WritableMatrix)
+        self.packed.write(row, piece)
 
-def pack(pieces: Sequence[QuantizedTensor], ops: Ops, replaced: WeightFormat) -> PackedWeight:
+
+class FusedWeight(PackedWeight):
+    """Weights of fewer bits whose kernels norm, gate and add."""
+
+    packed: FusedMatrix
+
+    def fp8_group(self, num_rows: int) -> int | None:
+        return self.packed.fp8_group(num_rows)
+
+    def add(self, x_TI: Rows, bias_O: torch.Tensor | None, residual_TO: torch.Tensor) -> torch.Tensor | None:
+        return self.packed.linear_add(x_TI, bias_O, residual_TO)
+
+    def gated(self, x_TI: Rows, bias_2F: torch.Tensor | None, reader: WeightFormat | None = None) -> Rows:
+        group = None if reader is None else reader.fp8_group(len(x_TI))
+        return self.packed.linear_silu_mul(x_TI, bias_2F, group)
+
+    def normed(
+        self,
+        x_TI: torch.Tensor | None,
+        residual_TI: torch.Tensor,
+        norm_weight_I: torch.Tensor,
+        eps: float,
+        bias_O: torch.Tensor | None,
+        gated: bool,
+        reader: WeightFormat | None = None,
+    ) -> tuple[Rows, torch.Tensor]:
+        normed_TI = self.packed.normed(x_TI, residual_TI, norm_weight_I, eps)
+        product = self.gated(normed_TI, bias_O, reader) if gated else self.multiply(normed_TI, bias_O)
+        return product, residual_TI
+
+
+def is_multiplied(tensor: QuantizedTensor, device: torch.device) -> bool:
+    """Whether there is a product on this kind of device that takes such a tensor as it is."""
+    return device.type in PACKED_BY[type(tensor)]
+
+
+def pack(
+    pieces: Sequence[QuantizedTensor], ops: Ops, replaced: WeightFormat, device: torch.device
+) -> PackedWeight:
     """One matrix of all rows of the pieces, in order. Where the format that it replaces fits, its memory is
     used again, so that new weights lie at the addresses of the old ones."""
-    module = importlib.import_module(PACKED_BY[type(pieces[0])])
+    module = importlib.import_module(PACKED_BY[type(pieces[0])][device.type])
     old = replaced.packed if isinstance(replaced, PackedWeight) else None
-    return PackedWeight(ops, cast(PackedMatrix, module.pack(pieces, old)))
+    packed = cast(PackedMatrix, module.pack(pieces, old))
+    return FusedWeight(ops, packed) if isinstance(packed, FusedMatrix) else PackedWeight(ops, packed)

@@ -7,7 +7,7 @@ Weights arrive one tensor at a time under their Hugging Face names; each layer t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from shoal.kernels.ops import Ops
 from shoal.kernels.step_input import AttentionBackend, StepInput
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer
-from shoal.layers.matrix import MatrixLayer
+from shoal.layers.matrix import Holding, MatrixLayer
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import ModelConfig
@@ -49,8 +49,9 @@ class Decoder(nn.Module):
     """Takes the token ids of a step and returns final hidden states; `logits` maps those to the vocabulary.
 
     It is built under the device and the default dtype of the engine. `max_position` sizes the rope table; 0
-    is for a model that tells its shapes and never runs. With `keep_quantized` (on a CPU) weights that arrive
-    quantized stay packed. Raises ConfigError if the model can't be divided over the ranks.
+    is for a model that tells its shapes and never runs. With `keep_quantized` weights that arrive quantized
+    stay so, and matrices get memory, inside of `holding`, when they arrive. With `quantizes` too, plain ones
+    become fp8. Raises ConfigError if the model can't be divided over the ranks.
     """
 
     def __init__(
@@ -61,25 +62,31 @@ class Decoder(nn.Module):
         backend: AttentionBackend,
         max_position: int,
         keep_quantized: bool = False,
+        quantizes: bool = False,
+        holding: Holding = nullcontext,
     ) -> None:
         super().__init__()
         check_parallel(config, tp.size)
         self.config, self.backend, self.keep_quantized = config, backend, keep_quantized
         # all layers as one call; None where that is not possible
         self.fused: Callable[..., torch.Tensor] | None = None
-        self.embed_tokens = Vocabulary(config.vocab_size, config.hidden_size, tp, ops)
-        self.layers = nn.ModuleList(
-            build_layer(config, i, tp, ops, backend) for i in range(config.num_layers)
-        )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        self.lm_head = self.embed_tokens
-        if not config.tie_word_embeddings:
-            self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, tp, ops)
+        device = torch.get_default_device()
+        with torch.device("meta") if keep_quantized else nullcontext():
+            self.embed_tokens = Vocabulary(config.vocab_size, config.hidden_size, tp, ops)
+            self.layers = nn.ModuleList(
+                build_layer(config, i, tp, ops, backend) for i in range(config.num_layers)
+            )
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+            self.lm_head = self.embed_tokens
+            if not config.tie_word_embeddings:
+                self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, tp, ops)
+        if keep_quantized:
+            for module in self.modules():
+                if isinstance(module, MatrixLayer):
+                    module.keep(device, quantizes, holding)
+            self.to_empty(device=device)
         if max_position:
             self.register_buffer("cos_sin", rope_table(config, max_position), persistent=False)
-        for module in self.modules():
-            if isinstance(module, MatrixLayer):
-                module.keep_quantized = keep_quantized
         self._awaited: dict[str, CheckpointTensor] = {}  # what a load still waits for, by name
 
     def forward(
@@ -157,7 +164,7 @@ class Decoder(nn.Module):
         for module in self.modules():
             if isinstance(module, LoadingLayer):
                 module.finish()
-        if self.keep_quantized:
+        if self.keep_quantized and self.norm.weight.device.type == "cpu":
             from shoal.models.fused import fuse_layers
 
             self.fused = fuse_layers(self.layers, self.config, self.backend)
@@ -167,6 +174,9 @@ class Decoder(nn.Module):
         """Small random weights, for benchmarks: the arithmetic of a real model, made on the device."""
         device = self.norm.weight.device
         generator = torch.Generator(device=device).manual_seed(seed)
+        for path, module in self.named_modules():
+            if isinstance(module, MatrixLayer):
+                module.load_dummy(path, generator)
         for name, parameter in self.named_parameters():
             if "norm" in name:
                 parameter.fill_(1.0)

@@ -119,7 +119,7 @@ def layer_class() -> type[nn.Module]:
             if out is None:
                 return None, residual
             residual.add_(self.post_attention_layernorm(attention.o_proj(out)))
-            hidden = mlp.down_proj(mlp.gate_up_proj.silu_mul(residual))
+            hidden = mlp.down_proj(mlp.gate_up_proj.silu_mul(residual, mlp.down_proj))
             return self.post_feedforward_layernorm(hidden), residual
 
     return Olmo2Layer

@@ -19,12 +19,13 @@ import torch
 
 from shoal.errors import CheckpointError, ConfigError
 from shoal.json_file import read_object
+from shoal.kernels.fp8_tensor import Fp8Tensor
+from shoal.kernels.quantized_tensor import is_projection
 from shoal.models.layouts.compressed_tensors import FP8, INT4, METHOD
 from shoal.weights.loader import check_shapes
 from shoal.weights.safetensors import INDEX, TensorHeader, safetensors_headers
 from shoal.weights.source import HUB_FILES, CheckpointFiles
 
-LARGEST_FP8 = 448.0
 # An int4 group's scale is the one of these shares of its largest weight with the least squared error.
 SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
 NAMES = {
@@ -54,7 +55,7 @@ def quantize(files: CheckpointFiles, to: str, target: Path, group_size: int = 12
     shards = list(safetensors_headers(files.folder))
     for _, headers in shards:
         for name, header in headers.items():
-            if to == "int4" and _is_quantized(name) and header.shape[1] % group_size:
+            if to == "int4" and is_projection(name) and header.shape[1] % group_size:
                 raise ConfigError(
                     f"{name} has {header.shape[1]} inputs, which are not whole groups of {group_size}; "
                     "choose another --group-size, such as 64 or 32"
@@ -80,11 +81,6 @@ def quantize(files: CheckpointFiles, to: str, target: Path, group_size: int = 12
     return target
 
 
-def _is_quantized(name: str) -> bool:
-    """Products of attention, MLPs and experts alone end so."""
-    return name.endswith("_proj.weight")
-
-
 def _config(to: str, group_size: int) -> dict[str, Any]:
     activations: dict[str, Any] | None = None
     if to == "fp8":
@@ -107,9 +103,8 @@ def _config(to: str, group_size: int) -> dict[str, Any]:
 
 
 def _fp8(weight: torch.Tensor) -> Tensors:
-    scale = _rounded(weight.float().abs().amax(1, keepdim=True).clamp(min=1e-12) / LARGEST_FP8, weight.dtype)
-    data = (weight.float() / scale.float()).clamp(-LARGEST_FP8, LARGEST_FP8)
-    return {"weight": data.to(torch.float8_e4m3fn), "weight_scale": scale}
+    rounded = Fp8Tensor.rounded(weight, _scale_dtype(weight.dtype))
+    return {"weight": rounded.data, "weight_scale": rounded.scales.to(_scale_dtype(weight.dtype))}
 
 
 def _int4(weight: torch.Tensor, group_size: int) -> Tensors:
@@ -118,7 +113,7 @@ def _int4(weight: torch.Tensor, group_size: int) -> Tensors:
     best = torch.full_like(most, float("inf"))
     quants, scales = torch.zeros_like(groups), most
     for share in SHARES:
-        scale = _rounded(most * share / 7.5, weight.dtype).float()
+        scale = (most * share / 7.5).to(_scale_dtype(weight.dtype)).float()
         rounded = (groups / scale).round_().clamp_(-8, 7)
         error = (rounded * scale - groups).square_().sum(2, keepdim=True)
         better = error < best
@@ -130,15 +125,15 @@ def _int4(weight: torch.Tensor, group_size: int) -> Tensors:
         packed |= numbers[:, :, i] << (4 * i)
     return {
         "weight_packed": packed,
-        "weight_scale": _rounded(scales.squeeze(2), weight.dtype),
+        "weight_scale": scales.squeeze(2).to(_scale_dtype(weight.dtype)),
         "weight_shape": torch.tensor(weight.shape),
     }
 
 
-def _rounded(scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Scales in the type in which they are stored: bfloat16 for such weights, else float32, as float16 has no
-    room for small ones."""
-    return scales.to(torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The type in which scales are stored: bfloat16 for such weights, else float32, as float16 has no room
+    for small ones."""
+    return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
 def _write(
@@ -173,7 +168,7 @@ def _become(
     name: str, tensor: torch.Tensor, rounding: Callable[[torch.Tensor], Tensors]
 ) -> list[tuple[str, torch.Tensor]]:
     """What is written in place of a tensor."""
-    if not _is_quantized(name):
+    if not is_projection(name):
         return [(name, tensor)]
     module = name.removesuffix(".weight")
     return [(f"{module}.{suffix}", part) for suffix, part in rounding(tensor).items()]

@@ -3,7 +3,7 @@ memory.
 
 A test module names its launches, `LAUNCHES = {"case": function}`: each calls the real wrappers with CPU
 tensors. Every Triton kernel launched under them is compiled with the argument types, constants and warps of
-that very call, for sm_80 and sm_90; none runs. The fixture `compiled` (conftest.py) does so once for a module.
+that very call, for sm_80 and sm_90, or for what the module names as its `CAPABILITIES`; none runs. The fixture `compiled` (conftest.py) does so once for a module.
 
     @pytest.mark.parametrize("case", LAUNCHES)
     def test_compiles(compiled, case): check_kernels(compiled[case])
@@ -127,7 +127,7 @@ def _compile_all(path: str) -> dict[str, list[dict]]:
     JITFunction.run = run
     cases = {}
     for case, launch in module.LAUNCHES.items():
-        for driver.capability in CAPABILITIES:
+        for driver.capability in getattr(module, "CAPABILITIES", CAPABILITIES):
             launch()
         cases[case] = [asdict(kernel) for kernel in launched]
         launched.clear()

@@ -83,8 +83,8 @@ class Fleet:
             return connection.getresponse().read().decode()
 
     def num_migrations(self):
-        """Streams that went on at another worker."""
-        line = r'^dynamo_frontend_model_migration_total\{.*"ongoing_request".*\} (\S+)$'
+        """Requests that went on at another worker, before their first token or behind it."""
+        line = r"^dynamo_frontend_model_migration_total\{.*\} (\S+)$"
         return sum(float(value) for value in re.findall(line, self.get("/metrics"), re.MULTILINE))
 
     def workers(self):

@@ -55,7 +55,8 @@ class Weights:
         self._config, self._model_config = config, files.config
         self._ranks, self._loop, self._scheduler, self._tiers = ranks, loop, scheduler, tiers
         self._peers, self._standstill = peers, standstill
-        self._packed_as = files if config.keep_quantized else None  # the checkpoint whose packing they have
+        # the checkpoint whose packing they have; None: they are plain, or become fp8 from plain ones
+        self._packed_as = files if config.keep_quantized and not config.quantizes_weights else None
         self._awaited: set[str] = set()  # the tensors of lost weights that have not come back yet
         self._source: CheckpointFiles | None = None  # the whole checkpoint that the weights equal
         self._fingerprint: list[tuple[str, int, int]] = []

@@ -10,6 +10,7 @@ import gc
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -84,7 +85,16 @@ class ModelRunner:
                 scale=model.attention_scale,
             )
             with self._regions.holding("weights"):
-                self.model = Decoder(model, tp, ops, backend, self.max_model_len, config.keep_quantized)
+                self.model = Decoder(
+                    model,
+                    tp,
+                    ops,
+                    backend,
+                    self.max_model_len,
+                    config.keep_quantized,
+                    config.quantizes_weights,
+                    partial(self._regions.holding, "weights"),
+                )
             # Buffers leave the region: no checkpoint brings them back, so they must not sleep with the
             # weights.
             for module in self.model.modules():

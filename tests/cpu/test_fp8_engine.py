@@ -1,0 +1,204 @@
+"""Engines whose weights lie in fp8: quantized while they load, and with a GPU's kernels in Triton's interpreter
+in place of the CPU's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from shoal import LLM, SamplingParams
+from shoal.config import EngineConfig
+from shoal.engine.resolve import resolve_config
+from shoal.errors import CheckpointError, ConfigError
+from shoal.kernels import fp8_linear
+from shoal.kernels.fp8_tensor import Fp8Tensor
+from shoal.kernels.products import GPU, Limits
+from shoal.layers.weight_format import PACKED_BY, FusedWeight
+from shoal.model_config import ModelConfig
+from shoal.weights.quantize import quantize
+from shoal.weights.source import CheckpointFiles
+from tests import quantized
+from tests.cpu.test_kernels_fp8 import exact_conversions  # noqa: F401 -- a fixture
+
+# Few programs, as the interpreter takes its time for each; blocks at the edges are not whole.
+SMALL = transformers.Qwen3Config(
+    **quantized.SIZES
+    | dict(hidden_size=128, intermediate_size=160, num_attention_heads=2, num_key_value_heads=1),
+    tie_word_embeddings=False,
+)
+PROMPT = list(range(40, 58))
+PARAMS = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=0)
+OPTIONS = dict(device="cpu", max_model_len=64, max_num_seqs=4, skip_tokenizer_init=True)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("plain")
+    torch.manual_seed(8)
+    transformers.AutoModelForCausalLM.from_config(SMALL).float().save_pretrained(folder)
+    return folder
+
+
+def answer(folder: Path, **options) -> tuple[list[int], torch.Tensor]:
+    with LLM(str(folder), **(OPTIONS | options)) as llm:
+        output = llm.generate([{"prompt_token_ids": PROMPT}], PARAMS, use_tqdm=False)[0]
+    positions = zip(PROMPT[1:], output.prompt_logprobs[1:])
+    return output.outputs[0].token_ids, torch.tensor([p[token].logprob for token, p in positions])
+
+
+# The GPU's kernels
+
+
+@pytest.fixture
+def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PACKED_BY, Fp8Tensor, {"cpu": "shoal.kernels.gpu_fp8"})
+
+
+@pytest.mark.parametrize("kind", ["fp8-channel", "fp8-tensor", "fp8-blocks"])
+def test_a_gpus_kernels_compute_what_the_cpus_compute(kind, tmp_path, gpu_kernels, monkeypatch):
+    """A prompt of 18 tokens and decodes of one. Activations stay as they are; then a limit of 8 rows has those of
+    the prompt rounded to fp8."""
+    quantized.write(tmp_path, kind, SMALL)
+    tokens, logprobs = answer(tmp_path)
+    monkeypatch.setattr(fp8_linear, "gpu_of", lambda _: GPU(limits=Limits(widened_rows=8)))
+    _, of_rounded = answer(tmp_path)
+    monkeypatch.undo()
+    expected_tokens, expected = answer(tmp_path)
+    assert tokens == expected_tokens
+    torch.testing.assert_close(logprobs, expected, rtol=1e-3, atol=1e-3)
+    drift = (of_rounded - expected).abs()
+    assert 0 < drift.mean() < 0.15
+
+
+def test_matrices_get_memory_when_they_come(tmp_path, gpu_kernels):
+    quantized.write(tmp_path, "fp8-channel", SMALL)
+    with LLM(str(tmp_path), **OPTIONS) as llm:
+        model = llm.core.ranks.runner.model
+        mlp = model.layers[1].mlp
+        assert isinstance(mlp.down_proj.format, FusedWeight)
+        assert isinstance(mlp.gate_up_proj.format, FusedWeight)
+        assert not any(parameter.is_meta for parameter in model.parameters())
+        plain = {name for name, p in model.named_parameters() if p.ndim == 2}
+        assert plain == {"embed_tokens.weight", "lm_head.weight"}
+
+
+# Quantized while they load
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "gpu"])
+def test_weights_become_what_shoal_quantize_writes(kernels, plain, tmp_path, request):
+    if kernels == "gpu":
+        request.getfixturevalue("gpu_kernels")
+    folder = quantize(CheckpointFiles(plain), "fp8", tmp_path / "fp8")
+    sums, answers = [], []
+    for source, options in ((plain, dict(quantization="fp8")), (folder, {})):
+        with LLM(str(source), **(OPTIONS | options)) as llm:
+            assert llm.config.keep_quantized
+            sums.append(llm.check_weights())
+        answers.append(answer(source, **options))
+    assert sums[0] == sums[1] and sum(name.endswith(".packed") for name in sums[0]) == 8
+    assert answers[0][0] == answers[1][0] and torch.equal(answers[0][1], answers[1][1])
+
+
+@pytest.mark.parametrize("kernels", ["cpu", "gpu"])
+def test_new_plain_tensors_become_fp8_too_also_some_parts_of_a_merge(kernels, plain, tmp_path, request):
+    if kernels == "gpu":
+        request.getfixturevalue("gpu_kernels")
+    tensors = load_file(plain / "model.safetensors")
+    name = "model.layers.1.self_attn.k_proj.weight"
+    new = {name: tensors[name].flip(0) * 3}
+    with LLM(str(plain), quantization="fp8", **OPTIONS) as llm:
+        before = llm.check_weights()
+        llm.update_weights_from_tensors(new)
+        after = llm.check_weights()
+        changed = {key for key in before if before[key] != after[key]}
+        assert changed == {f"rank0.layers.1.self_attn.qkv_proj.{kind}" for kind in ("packed", "scales")}
+        llm.update_weights_from_tensors({name: tensors[name]})
+        assert llm.check_weights() == before
+        llm.update_weights(str(plain))
+        assert llm.check_weights() == before
+
+
+def test_dummy_weights_are_fp8_too(plain, gpu_kernels):
+    with LLM(str(plain), quantization="fp8", load_format="dummy", **OPTIONS) as llm:
+        sums = llm.check_weights()
+        assert sum(name.endswith(".packed") for name in sums) == 8
+        llm.generate([{"prompt_token_ids": PROMPT}], PARAMS, use_tqdm=False)
+
+
+# Bad input
+
+
+def config_of(kind: str, folder: Path) -> ModelConfig:
+    quantized.write(folder, kind)
+    return CheckpointFiles(folder).config
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "says"),
+    [
+        ("fp8-channel", "fp8", r"'fp8'.*quantized already \(compressed-tensors\).*leave the option out"),
+        ("fp8-blocks", "awq", r"'awq'.*quantized already \(fp8\)"),
+        ("int4", "gptq", r"'gptq'.*\(compressed-tensors\)"),
+    ],
+)
+def test_an_option_that_contradicts_the_checkpoint_is_refused(kind, asked, says, tmp_path):
+    model = config_of(kind, tmp_path)
+    with pytest.raises(ConfigError, match=says):
+        resolve_config(EngineConfig(model="m", device="cpu", quantization=asked), model, 1000)
+
+
+def test_a_checkpoints_own_method_may_be_named_beside_a_dtype(tmp_path):
+    model = config_of("fp8-blocks", tmp_path)
+    config = EngineConfig(model="m", device="cpu", quantization="fp8", dtype="float32")
+    resolved = resolve_config(config, model, 1000)
+    assert resolved.keep_quantized and not resolved.quantizes_weights and resolved.dtype == "float32"
+
+
+def test_plain_weights_are_quantized_to_fp8_alone(plain):
+    model = CheckpointFiles(plain).config
+    with pytest.raises(ConfigError, match=r"'awq'.*plain weights, which only 'fp8'"):
+        resolve_config(EngineConfig(model="m", device="cpu", quantization="awq"), model)
+    with pytest.raises(ConfigError, match="quantization 'int8'"):
+        EngineConfig(model="m", quantization="int8")
+
+
+def test_experts_are_not_quantized_in_silence(tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        **quantized.SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, mlp_only_layers=[]
+    )
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    model = CheckpointFiles(tmp_path).config
+    with pytest.raises(ConfigError, match=r"'fp8'.*has experts.*leave the option out"):
+        resolve_config(EngineConfig(model="m", device="cpu", quantization="fp8"), model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asked", "way_out"),
+    [("fp8-channel", None, "name a dtype"), ("plain", "fp8", "leave quantization out")],
+)
+def test_a_gpu_that_knows_no_fp8_is_refused_with_the_way_out(
+    kind, asked, way_out, plain, tmp_path, monkeypatch
+):
+    model = CheckpointFiles(plain).config if kind == "plain" else config_of(kind, tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A40")
+    config = EngineConfig(model="m", device="cuda", quantization=asked)
+    with pytest.raises(ConfigError, match=rf"8\.9.*NVIDIA A40 has 8\.6; {way_out}"):
+        resolve_config(config, model, None if kind == "plain" else 1000)
+
+
+def test_another_models_packing_does_not_replace_plain_weights_that_became_fp8(plain, tmp_path):
+    folder = quantize(CheckpointFiles(plain), "fp8", tmp_path / "fp8")
+    with (
+        LLM(str(plain), quantization="fp8", **OPTIONS) as llm,
+        pytest.raises((CheckpointError, ConfigError), match="quantization"),
+    ):
+        llm.update_weights(str(folder))
