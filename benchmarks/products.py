@@ -135,11 +135,11 @@ def _in_bf16(
 
 def _in_fp8(weights: list[Any], x: Any, residual: torch.Tensor, after: After, i: int) -> None:
     if after is After.SILU_MUL:
-        weights[i].linear_silu_mul(x, None, weights[i].fp8_group(len(x)))
+        weights[i].gated(x, None, weights[i].fp8_group(len(x)))
     elif after is After.NOTHING:
         weights[i].linear(x, None)
     else:
-        weights[i].linear_add(x, None, residual)
+        weights[i].add(x, None, residual)
 
 
 def _by_torch(weights: list[Any], x: Any, i: int) -> None:
@@ -153,12 +153,13 @@ def _fp8_weights(plain: list[torch.Tensor], scales: str) -> list[Any]:
     from shoal.kernels import gpu_fp8
     from shoal.kernels.fp8_tensor import Fp8Tensor
 
-    with torch.device("cuda"):
-        if scales == "outputs":
-            return [gpu_fp8.pack([Fp8Tensor.rounded(weight)]) for weight in plain]
-        (outs, inputs), fp8 = plain[0].shape, torch.float8_e4m3fn
-        ones = torch.ones(outs, inputs // 128)
-        return [gpu_fp8.pack([Fp8Tensor((outs, inputs), w.to(fp8), ones, 128)]) for w in plain]
+    (outs, inputs), fp8 = plain[0].shape, torch.float8_e4m3fn
+    if scales == "outputs":
+        tensors = [Fp8Tensor.rounded(weight) for weight in plain]
+    else:
+        ones = torch.ones(outs, inputs // 128, device="cuda")
+        tensors = [Fp8Tensor((outs, inputs), weight.to(fp8), ones, 128) for weight in plain]
+    return [gpu_fp8.pack([tensor], None, "cuda", torch.bfloat16) for tensor in tensors]
 
 
 def fp8_table(quick: bool) -> None:

@@ -1,5 +1,5 @@
-"""Products with MXFP4 weights on the CPU, by the C kernel of cpu_linear.py. The matrix is packed as Q8_0, whose
-groups have 32 inputs too: twice an e2m1 number is an integer, and half a scale is a float16."""
+"""Products with MXFP4 weights on the CPU, by the C kernel of cpu_linear.py. The matrix is packed as Q8_0,
+whose groups have 32 inputs too: twice an e2m1 number is an integer, and half a scale is a float16."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def pack(
 
 def _q8_0(tensor: Mxfp4Tensor) -> GGUFTensor:
     """The matrix as rows of Q8_0: scale, then 32 bytes."""
-    scales = torch.ldexp(torch.ones(()), tensor.scales.int() - (BIAS + 1)).half()
+    exponents = tensor.scales.int() - (BIAS + 1)
+    scales = torch.ldexp(torch.ones(exponents.shape), exponents).half()
     if not scales.isfinite().all():
         raise CheckpointError(
-            f"a matrix of shape {list(tensor.shape)} in mxfp4 has scales beyond float16, for which there is no "
-            "product on a CPU; name a dtype, to which its weights are unpacked"
+            f"a matrix of shape {list(tensor.shape)} in mxfp4 has scales beyond float16, for which there is "
+            "no product on a CPU; name a dtype, to which its weights are unpacked"
         )
     doubled = (2 * torch.tensor(VALUES)).to(torch.int8)[tensor.unpacked().int()]
     quants = doubled.unflatten(1, (-1, GROUP)).view(torch.uint8)

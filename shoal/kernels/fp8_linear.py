@@ -298,8 +298,10 @@ def fp8_linear(
 ) -> torch.Tensor:
     """x W^T + bias in x's dtype. It is added to `residual_TO` in place, if there is one, which is then
     returned. Rows in fp8 are those that `fp8_group` asked for."""
+    outs, inputs = matrix.data.shape
     shape = Shape(
-        *matrix.data.shape,
+        outs,
+        inputs,
         after=After.NOTHING if residual_TO is None else After.ADD,
         bias=bias_O is not None,
         group=matrix.group,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,6 +12,7 @@ from shoal.kernels.quantized_tensor import QuantizedTensor
 
 NAN = 0x7F  # The only bits, but for the sign, that are no number in e4m3.
 LARGEST = 448.0  # of e4m3
+SMALLEST_CUT = 32  # A cut of columns leaves groups of at least as many, as GPUs multiply no fewer.
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class Fp8Tensor(QuantizedTensor):
 
     @property
     def group_size(self) -> int:
-        return 1 if self.size == self.shape[1] else self.size  # A row with one scale is cut anywhere.
+        # A row with one scale is cut anywhere. Where a cut goes through a group, groups become smaller.
+        return 1 if self.size == self.shape[1] else math.gcd(self.size, SMALLEST_CUT)
 
     def dequantize(
         self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
@@ -69,18 +72,20 @@ class Fp8Tensor(QuantizedTensor):
     def columns(self, start: int, stop: int) -> Fp8Tensor:
         if start == 0 and stop == self.shape[1]:
             return self
-        one_group = self.size == self.shape[1]
-        if not one_group and (start % self.size or stop % self.size):
-            raise CheckpointError(
-                f"columns {start} to {stop} of an fp8 matrix of shape {list(self.shape)} cut through its "
-                f"blocks of {self.size}; choose a smaller tensor_parallel_size"
-            )
-        size = stop - start if one_group else self.size
-        taken = slice(None) if one_group else slice(start // self.size, stop // self.size)
+        size = stop - start
+        if self.size < self.shape[1]:
+            end = self.size if stop == self.shape[1] else stop  # The last group may be a part of one.
+            size = math.gcd(self.size, start, end)
+            if size < self.group_size:
+                raise CheckpointError(
+                    f"columns {start} to {stop} of an fp8 matrix of shape {list(self.shape)} are no "
+                    f"multiples of {self.group_size}; choose a smaller tensor_parallel_size"
+                )
+        taken = torch.arange(start, stop, size, device=self.scales.device) // self.size
         return replace(
             self,
             shape=(self.shape[0], stop - start),
             data=self.data[:, start:stop],
             scales=self.scales[:, taken],
-            size=size,
+            size=min(size, stop - start),
         )

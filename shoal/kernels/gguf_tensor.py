@@ -52,7 +52,7 @@ class GGUFTensor(QuantizedTensor):
 
     def numbers(self, device: torch.device | str) -> Numbers:
         """Quants [out, in], and scales and minima [out, scales], on `device`."""
-        rows, columns = self.shape
+        rows = self.shape[0]
         groups = torch.from_numpy(self.data).to(device).reshape(-1, GROUPS[self.kind][1])
         return Numbers(
             *(None if part is None else part.reshape(rows, -1) for part in UNPACK[self.kind](groups))  # type: ignore[arg-type]
@@ -97,8 +97,8 @@ def _bits(packed: torch.Tensor, width: int, run: int) -> torch.Tensor:
 
 
 class Numbers(NamedTuple):
-    """What n groups hold: a weight is quant * scale + minimum. A group has one scale or several, each of which
-    is for as many weights."""
+    """What n groups hold: a weight is quant * scale + minimum. A group has one scale or several, each for as
+    many weights."""
 
     quants: torch.Tensor  # int8 [n, weights]
     scales: torch.Tensor  # float32 [n, scales]

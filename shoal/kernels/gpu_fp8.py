@@ -12,10 +12,8 @@ from shoal.errors import CheckpointError
 from shoal.kernels.fp8_linear import Fp8Matrix, fp8_group, fp8_linear, fp8_linear_silu_mul
 from shoal.kernels.fp8_quantize import rms_norm_fp8
 from shoal.kernels.fp8_rows import Fp8Rows
-from shoal.kernels.fp8_tensor import Fp8Tensor
+from shoal.kernels.fp8_tensor import SMALLEST_CUT, Fp8Tensor
 from shoal.kernels.norm import add_rms_norm, rms_norm
-
-SMALLEST_GROUP = 32  # inputs of a tensor core's instruction for fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +21,7 @@ class Fp8Weight:
     """A matrix of weights, [O, I]."""
 
     matrix: Fp8Matrix
+    dtype: torch.dtype  # of activations
 
     def fp8_group(self, num_rows: int) -> int | None:
         return fp8_group(self.matrix, num_rows)
@@ -30,13 +29,13 @@ class Fp8Weight:
     def linear(self, x_TI: torch.Tensor | Fp8Rows, bias_O: torch.Tensor | None) -> torch.Tensor:
         return fp8_linear(x_TI, self.matrix, bias_O)
 
-    def linear_add(
+    def add(
         self, x_TI: torch.Tensor | Fp8Rows, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
     ) -> None:
         """residual += the product, in place."""
         fp8_linear(x_TI, self.matrix, bias_O, residual_TO)
 
-    def linear_silu_mul(
+    def gated(
         self, x_TI: torch.Tensor | Fp8Rows, bias_2F: torch.Tensor | None, group: int | None = None
     ) -> torch.Tensor | Fp8Rows:
         return fp8_linear_silu_mul(x_TI, self.matrix, bias_2F, group)
@@ -53,11 +52,11 @@ class Fp8Weight:
         return add_rms_norm(x_TI, residual_TI, norm_weight_I, eps)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
-        """The rows `ids_T`, dequantized: float32 [T, I]."""
+        """The rows `ids_T`, dequantized, [T, I]."""
         inputs, ids = self.matrix.data.shape[1], ids_T.long()
         data = self.matrix.data.view(torch.uint8)[ids].view(torch.float8_e4m3fn)
         rows = Fp8Tensor((len(ids), inputs), data, self.matrix.scales.T[ids], self.matrix.group or inputs)
-        return rows.dequantize(device=data.device)
+        return rows.dequantize(self.dtype, data.device)
 
     def write(self, row: int, tensor: Fp8Tensor) -> None:
         """Replaces the rows from `row` on."""
@@ -69,21 +68,27 @@ class Fp8Weight:
         return {"packed": self.matrix.data.view(torch.uint8), "scales": self.matrix.scales}
 
 
-def pack(tensors: Sequence[Fp8Tensor], replaced: Fp8Weight | None = None) -> Fp8Weight:
-    """Makes one weight of all the tensors' rows, in order, on torch's default device. The memory of the
-    weight `replaced` is used again. Raises CheckpointError for groups that no product has."""
+def pack(
+    tensors: Sequence[Fp8Tensor],
+    replaced: Fp8Weight | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> Fp8Weight:
+    """Makes one weight of all the tensors' rows, in order. The memory of the weight `replaced` is used again.
+    Raises CheckpointError for groups that no product has."""
     outs, inputs = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
     size, groups = tensors[0].size, tensors[0].scales.shape[1]
     group = 0 if groups == 1 else size
-    if group and (group < SMALLEST_GROUP or group & (group - 1)):
+    if group and (group < SMALLEST_CUT or group & (group - 1)):
         raise CheckpointError(
             f"blocks of {group} inputs share a scale, but products in fp8 on a GPU want a power of two from "
-            f"{SMALLEST_GROUP} on; name a dtype ('bfloat16'), to which the weights are unpacked"
+            f"{SMALLEST_CUT} on; name a dtype ('bfloat16'), to which the weights are unpacked"
         )
     weight = replaced
     if weight is None or weight.matrix.data.shape != (outs, inputs) or weight.matrix.group != group:
-        data = torch.empty(outs, inputs, dtype=torch.float8_e4m3fn)
-        weight = Fp8Weight(Fp8Matrix(data, torch.empty(groups, outs, dtype=torch.float32), group))
+        data = torch.empty(outs, inputs, dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.empty(groups, outs, dtype=torch.float32, device=device)
+        weight = Fp8Weight(Fp8Matrix(data, scales, group), dtype)
     row = 0
     for tensor in tensors:
         assert tensor.shape[1] == inputs and tensor.size == size

@@ -1,13 +1,13 @@
 """Weights of few bits as the GPU's products read them (packed_linear.py), and their packing.
 
-Whatever a checkpoint holds becomes one form: a weight is quant * scale + minimum, with a quant of 4 or 8 bits,
-or an e2m1 number * scale. Scales and minima are of the engine's type. Types that fit neither 4 bits nor groups
-of 32 inputs get 8 bits, which hold all of GGUF's exactly. With act-order, inputs are sorted by their groups
-here, and activations before each product.
+Whatever a checkpoint holds becomes one form: a weight is quant * scale + minimum, with a quant of 4 or 8
+bits, or an e2m1 number * scale. Scales and minima are of the engine's type. Types that fit neither 4 bits nor
+groups of 32 inputs get 8 bits, which hold all quants of GGUF's. With act-order, inputs are sorted by their
+groups here, and activations before each product.
 
-The order in memory is that in which tensor cores want their left operand, so that a thread's 16 bytes are what
-it multiplies. 16 outputs make a tile. Of a tile and a step of 256 / bits inputs, lane 4 g + c of a warp has
-outputs g + 8 h (h 0, 1) and, of each 16 inputs, those numbered 8 u + 2 c + e (u, e 0, 1).
+The order in memory is that in which tensor cores want their left operand, so that a thread's 16 bytes are
+what it multiplies. 16 outputs make a tile. Of a tile and a step of 256 / bits inputs, lane 4 g + c of a warp
+has outputs g + 8 h (h 0, 1) and, of each 16 inputs, those numbered 8 u + 2 c + e (u, e 0, 1).
 
     words    int32 [tiles, steps, 32 lanes, 4]
     scales   int32 [tiles, groups, 8]: of outputs g in the low half, of g + 8 in the high half; minima too
@@ -29,6 +29,7 @@ from shoal.kernels.ggml_types import FOUR_BITS
 from shoal.kernels.gguf_tensor import GGUFTensor
 from shoal.kernels.int4_tensor import Int4Tensor
 from shoal.kernels.mxfp4_tensor import BIAS, Mxfp4Tensor
+from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.packed_linear import SMALLER
 from shoal.kernels.quantized_tensor import QuantizedTensor
 from shoal.kernels.rounding import cdiv
@@ -43,8 +44,23 @@ QUANT_SHIFT = {torch.bfloat16: 133, torch.float16: 24}
 E2M1_SHIFT = {torch.bfloat16: 126, torch.float16: 14}
 
 
+class PlainRows:
+    """What both kinds of weights here are to the layers around them: their rows come in plain numbers."""
+
+    def fp8_group(self, num_rows: int) -> int | None:
+        return None
+
+    def normed(
+        self, x_TI: torch.Tensor | None, residual_TI: torch.Tensor, norm_weight_I: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        """The norm of residual + x, which is then the residual."""
+        if x_TI is None:
+            return rms_norm(residual_TI, norm_weight_I, eps)
+        return add_rms_norm(x_TI, residual_TI, norm_weight_I, eps)
+
+
 @dataclass(frozen=True, slots=True)
-class GpuWeight:
+class GpuWeight(PlainRows):
     """A matrix of weights, [O, I]."""
 
     shape: tuple[int, int]
@@ -68,7 +84,9 @@ class GpuWeight:
         packed_linear.packed_product(self._ordered(x_TI), self, bias_O, False, residual_TO)
         return None
 
-    def gated(self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor:
+    def gated(
+        self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None, group: int | None = None
+    ) -> torch.Tensor:
         """silu(first half of the outputs) * second half, [T, F]."""
         return packed_linear.packed_product(self._ordered(x_TI), self, bias_2F, True)
 
@@ -86,7 +104,7 @@ class GpuWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuWeights:
+class GpuWeights(PlainRows):
     """Matrices side by side, each with an order of inputs of its own."""
 
     parts: tuple[GpuWeight, ...]
@@ -100,7 +118,9 @@ class GpuWeights:
     ) -> torch.Tensor | None:
         return self.linear(x_TI, bias_O)
 
-    def gated(self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None) -> torch.Tensor:
+    def gated(
+        self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None, group: int | None = None
+    ) -> torch.Tensor:
         return silu_mul(self.linear(x_TI, bias_2F))
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
@@ -123,6 +143,11 @@ def pack(
     """Makes one weight of all the tensors' rows, in order. It lies in the memory of `replaced`, if there is
     one, since captured graphs read that. Raises CheckpointError for groups that the kernel does not know, for
     scales that the dtype does not hold, and for what does not fit into that memory."""
+    if dtype not in SMALLER:
+        raise CheckpointError(
+            f"products with weights in fewer bits are not made in {dtype} on a GPU; choose bfloat16 or "
+            "float16"
+        )
     orders = [_order(tensor) for tensor in tensors]
     alike = all(_equal(order, orders[0]) for order in orders)
     merged = [(tensors, orders[0])] if alike else [([t], order) for t, order in zip(tensors, orders)]
@@ -189,9 +214,9 @@ def _pack(
     group = next((size for size in GROUPS if all(_is_of(groups, size) for groups in of_inputs)), 0)
     if not group:
         raise CheckpointError(
-            f"a matrix of shape {[outs, inputs]} in fewer bits has groups that are not multiples of 16 inputs "
-            "on this rank, for which there is no product on a GPU; name a dtype, to which its weights are "
-            "unpacked, or lower tensor_parallel_size"
+            f"a matrix of shape {[outs, inputs]} in fewer bits has groups that are not multiples of 16 "
+            "inputs on this rank, for which there is no product on a GPU; name a dtype, to which its weights "
+            "are unpacked, or lower tensor_parallel_size"
         )
     e2m1 = isinstance(tensors[0], Mxfp4Tensor)
     bits = 4 if group >= 32 and all(_has_4_bits(tensor) for tensor in tensors) else 8
@@ -233,8 +258,8 @@ def _pack(
         halves = torch.ldexp(numbers, torch.tensor(-SMALLER[dtype])).to(dtype)
         if not halves.isfinite().all():
             raise CheckpointError(
-                f"a matrix of shape {[outs, inputs]} in fewer bits has scales that products in {dtype} do not "
-                "hold; name a dtype, to which its weights are unpacked"
+                f"a matrix of shape {[outs, inputs]} in fewer bits has scales that products in {dtype} do "
+                "not hold; name a dtype, to which its weights are unpacked"
             )
         for target, of_groups in zip((scales, minima), halves):
             if target is not None:
@@ -255,9 +280,9 @@ def _has_minima(tensor: QuantizedTensor, bits: int) -> bool:
 def _numbers(
     tensor: QuantizedTensor, bits: int, has_minima: bool, device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quants from 0 on, uint8 [O, I], or e2m1 bits; scales and minima, float32 [O, groups]. Without minima, the
-    quant that stands for 0 is the one that the kernel takes for it. Else it is so small that the minimum, which
-    is rounded, is small too."""
+    """Quants from 0 on, uint8 [O, I], or e2m1 bits; scales and minima, float32 [O, groups]. Without minima,
+    the quant that stands for 0 is the one that the kernel takes for it. Else it is so small that the minimum,
+    which is rounded, is small too."""
     zero = 1 << (bits - 1)
     if isinstance(tensor, Int4Tensor):
         quants, scales = replace(tensor, quants=tensor.quants.to(device)).unpacked(), tensor.scales.to(device)

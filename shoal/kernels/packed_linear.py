@@ -5,14 +5,14 @@ bf16 or fp16 in registers. Each thread gets just the weights that it has to feed
 they lie in the order of their left operand, so nothing moves between threads.
 
 Two numbers of 16 bits share a register, and no conversion is needed: the bits of a quant q of up to 8 bits,
-taken as they are, are the number q * 2^-133 in bf16 (2^-24 in fp16), most of which are subnormal. So a pair of
-weights costs a mask and a multiplication by a scale that makes up for it, with its minimum added in the same
-instruction. That scale would be beyond the type's range if weights were not too small by a power of two
+taken as they are, are the number q * 2^-133 in bf16 (2^-24 in fp16), most of which are subnormal. So a pair
+of weights costs a mask and a multiplication by a scale that makes up for it, with its minimum added in the
+same instruction. That scale would be beyond the type's range if weights were not too small by a power of two
 (SMALLER), which the sums make good.
 
-If there are few outputs, the inputs are split, so that all SMs read; the last program of a tile to arrive adds
-the parts in a fixed order. Of many rows cuBLAS makes the product, of weights that `unpack_rows` has unpacked,
-some outputs at a time.
+If there are few outputs, the inputs are split, so that all SMs read; the last program of a tile to arrive
+adds the parts in a fixed order. Of many rows cuBLAS makes the product, of weights that `unpack_rows` has
+unpacked, some outputs at a time.
 
 GATED: the weight is gate over up, and silu(gate) * up leaves the kernel instead of the two. ADD: the product,
 rounded as one of its own, is added to what the output holds, the residual.
@@ -35,7 +35,7 @@ from shoal.kernels import products
 from shoal.kernels.activation import silu_mul
 from shoal.kernels.hopper import empty_product_input
 from shoal.kernels.linear import finish, fitting_stages
-from shoal.kernels.pdl import pdl_options, wait_for_inputs
+from shoal.kernels.pdl import ORDINARY, pdl_options, wait_for_inputs
 from shoal.kernels.products import MAX_PACKED_TILES, After, PackedTiles, Shape, choose
 from shoal.kernels.rounding import cdiv
 
@@ -66,7 +66,7 @@ def _fma(a, b, c, DTYPE: tl.constexpr):
         both = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
     else:
         ASM: tl.constexpr = (
-            "fma.rn.bf16x2 $0, $1, $2, $3;" if DTYPE == tl.bfloat16 else "fma.rn.f16x2 $0, $1, $2, $3;"
+            "fma.rn.bf16x2 $0, $1, $2, $3;" if tl.bfloat16 == DTYPE else "fma.rn.f16x2 $0, $1, $2, $3;"
         )
         both = tl.inline_asm_elementwise(ASM, "=r,r,r,r", [a, b, c], dtype=tl.int32, is_pure=True, pack=1)
     return both
@@ -84,7 +84,7 @@ def _twice(halves):
 def _e2m1(bits, DTYPE: tl.constexpr):
     """The low 4 bits of each half of an int32, sign, two bits of exponent and one of mantissa, put where the
     type has them. The number is too small by 2^126 in bf16, by 2^14 in fp16."""
-    SHIFT: tl.constexpr = 6 if DTYPE == tl.bfloat16 else 9
+    SHIFT: tl.constexpr = 6 if tl.bfloat16 == DTYPE else 9
     return ((bits << 12) & -0x7FFF8000) | ((bits << SHIFT) & (0x00070007 << SHIFT))
 
 
@@ -193,8 +193,8 @@ def packed_kernel(
     PDL: tl.constexpr,
 ):
     """The product of the rows of program 0 and the outputs of program 1, over the inputs of `steps` * STEPS
-    steps of program 2. A step is 16 bytes of a thread: 256 / BITS inputs. EVEN: the inputs are whole rounds of
-    STEPS steps."""
+    steps of program 2. A step is 16 bytes of a thread: 256 / BITS inputs. EVEN: the inputs are whole rounds
+    of STEPS steps."""
     MINIMA: tl.constexpr = minima_ptr is not None
     COLUMNS: tl.constexpr = 256 // BITS
     TILES: tl.constexpr = BLOCK_O // 16
@@ -337,7 +337,7 @@ def _unpack_kernel(
         zeros = lowest | ((8 << (4 * h)).to(tl.int32) if BITS == 4 else 128)
         lowest = _fma(scales, zeros, lowest, DTYPE)
     weights = _number(_fma(bits, scales, lowest, DTYPE), DTYPE)
-    LARGER: tl.constexpr = LARGER_BF16 if DTYPE == tl.bfloat16 else LARGER_FP16
+    LARGER: tl.constexpr = LARGER_BF16 if tl.bfloat16 == DTYPE else LARGER_FP16
     weights = (weights.to(tl.float32) * LARGER).to(DTYPE)
     tl.store(out_ptr + tl.program_id(0).to(tl.int64) * I + column, weights, mask=inside)
 
@@ -443,6 +443,7 @@ def unpack_rows(weight: GpuWeight, start: int, stop: int, ids: torch.Tensor | No
             GROUP=weight.group,
             BLOCK=block,
             num_warps=4,
+            **ORDINARY,
         )
     return out
 

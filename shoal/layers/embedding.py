@@ -35,10 +35,10 @@ class Vocabulary(MatrixLayer):
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """[T] ids to [T, D]."""
         if self.tp.size == 1:
-            return self.format.embed(ids_T).to(self.dtype)
+            return self.format.embed(ids_T)
         local_T = ids_T - self.first
         foreign_T = (local_T < 0) | (local_T >= self.shard)
-        x_TD = self.format.embed(local_T.masked_fill(foreign_T, 0)).to(self.dtype)
+        x_TD = self.format.embed(local_T.masked_fill(foreign_T, 0))
         return self.tp.all_reduce(x_TD.masked_fill_(foreign_T.unsqueeze(1), 0))
 
     def logits(self, x_SD: torch.Tensor) -> torch.Tensor:

@@ -65,8 +65,13 @@ class MatrixLayer(LoadingLayer):
         """Takes the first rows of a part, or all of them. The others are zeros."""
         if self.quantizes and is_projection(name) and isinstance(shard, torch.Tensor):
             shard = Fp8Tensor.rounded(shard.to(self.device))
-        kept = self.keep_quantized and isinstance(shard, QuantizedTensor)
-        if kept and shard.shape[0] == self.parts[part] and is_multiplied(shard, self.device):
+        whole = shard.shape[0] == self.parts[part]
+        if (
+            self.keep_quantized
+            and isinstance(shard, QuantizedTensor)
+            and whole
+            and is_multiplied(shard, self.device)
+        ):
             self._pieces[part] = shard
             if len(self._pieces) == len(self.parts):
                 self._pack()
@@ -81,8 +86,8 @@ class MatrixLayer(LoadingLayer):
 
     def _pack(self) -> None:
         pieces = [self._pieces[i] for i in range(len(self.parts))]
-        with self.holding(), torch.device(self.device):
-            self.format = pack(pieces, self.ops, self.format, self.device)
+        with self.holding():
+            self.format = pack(pieces, self.ops, self.format, self.device, self.dtype)
         self.weight, self._pieces = None, {}
 
     def finish(self) -> None:

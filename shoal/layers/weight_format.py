@@ -17,14 +17,16 @@ from shoal.kernels.fp8_rows import Fp8Rows
 from shoal.kernels.fp8_tensor import Fp8Tensor
 from shoal.kernels.gguf_tensor import GGUFTensor
 from shoal.kernels.int4_tensor import Int4Tensor
+from shoal.kernels.mxfp4_tensor import Mxfp4Tensor
 from shoal.kernels.ops import Ops
 from shoal.kernels.quantized_tensor import QuantizedTensor
 
 # The type of a quantized tensor -> for each kind of device, the module whose `pack` makes a PackedMatrix of
 # such tensors. It is imported when the first one comes, because it may compile a library.
 PACKED_BY: dict[type[QuantizedTensor], dict[str, str]] = {
-    GGUFTensor: {"cpu": "shoal.kernels.cpu_linear"},
-    Int4Tensor: {"cpu": "shoal.kernels.cpu_int4"},
+    GGUFTensor: {"cpu": "shoal.kernels.cpu_linear", "cuda": "shoal.kernels.gpu_weight"},
+    Int4Tensor: {"cpu": "shoal.kernels.cpu_int4", "cuda": "shoal.kernels.gpu_weight"},
+    Mxfp4Tensor: {"cpu": "shoal.kernels.cpu_mxfp4", "cuda": "shoal.kernels.gpu_weight"},
     Fp8Tensor: {"cpu": "shoal.kernels.cpu_fp8", "cuda": "shoal.kernels.gpu_fp8"},
 }
 # The input of a product. In fp8 it is where its reader asked for that (`WeightFormat.fp8_group`).
@@ -57,11 +59,11 @@ class WritableMatrix(PackedMatrix, Protocol):
 class FusedMatrix(PackedMatrix, Protocol):
     """A packed matrix whose kernels also do what stands before and after a product."""
 
-    def linear_add(
+    def add(
         self, x_TI: Rows, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
     ) -> torch.Tensor | None: ...
 
-    def linear_silu_mul(
+    def gated(
         self, x_TI: Rows, bias_2F: torch.Tensor | None, group: int | None = None
     ) -> torch.Tensor | Fp8Rows:
         """`group`: what the next product's `fp8_group` says."""
@@ -190,19 +192,24 @@ class PackedWeight(WeightFormat):
 
 
 class FusedWeight(PackedWeight):
-    """Weights of fewer bits whose kernels norm, gate and add."""
+    """Weights of fewer bits whose kernels norm, gate and add. Rows in fp8 go from one such weight to the next,
+    and nobody between them looks at them: they pass as tensors."""
 
     packed: FusedMatrix
 
     def fp8_group(self, num_rows: int) -> int | None:
         return self.packed.fp8_group(num_rows)
 
-    def add(self, x_TI: Rows, bias_O: torch.Tensor | None, residual_TO: torch.Tensor) -> torch.Tensor | None:
-        return self.packed.linear_add(x_TI, bias_O, residual_TO)
+    def add(
+        self, x_TI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
+    ) -> torch.Tensor | None:
+        return self.packed.add(x_TI, bias_O, residual_TO)
 
-    def gated(self, x_TI: Rows, bias_2F: torch.Tensor | None, reader: WeightFormat | None = None) -> Rows:
+    def gated(
+        self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None, reader: WeightFormat | None = None
+    ) -> torch.Tensor:
         group = None if reader is None else reader.fp8_group(len(x_TI))
-        return self.packed.linear_silu_mul(x_TI, bias_2F, group)
+        return cast(torch.Tensor, self.packed.gated(x_TI, bias_2F, group))
 
     def normed(
         self,
@@ -213,8 +220,8 @@ class FusedWeight(PackedWeight):
         bias_O: torch.Tensor | None,
         gated: bool,
         reader: WeightFormat | None = None,
-    ) -> tuple[Rows, torch.Tensor]:
-        normed_TI = self.packed.normed(x_TI, residual_TI, norm_weight_I, eps)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        normed_TI = cast(torch.Tensor, self.packed.normed(x_TI, residual_TI, norm_weight_I, eps))
         product = self.gated(normed_TI, bias_O, reader) if gated else self.multiply(normed_TI, bias_O)
         return product, residual_TI
 
@@ -225,11 +232,16 @@ def is_multiplied(tensor: QuantizedTensor, device: torch.device) -> bool:
 
 
 def pack(
-    pieces: Sequence[QuantizedTensor], ops: Ops, replaced: WeightFormat, device: torch.device
+    pieces: Sequence[QuantizedTensor],
+    ops: Ops,
+    replaced: WeightFormat,
+    device: torch.device,
+    dtype: torch.dtype,
 ) -> PackedWeight:
-    """One matrix of all rows of the pieces, in order. Where the format that it replaces fits, its memory is
-    used again, so that new weights lie at the addresses of the old ones."""
+    """One matrix of all rows of the pieces, in order, for activations of this type. Where the format that it
+    replaces fits, its memory is used again, so that new weights lie at the addresses of the old ones."""
     module = importlib.import_module(PACKED_BY[type(pieces[0])][device.type])
     old = replaced.packed if isinstance(replaced, PackedWeight) else None
-    packed = cast(PackedMatrix, module.pack(pieces, old))
+    where = () if device.type == "cpu" else (device, dtype)
+    packed = cast(PackedMatrix, module.pack(pieces, old, *where))
     return FusedWeight(ops, packed) if isinstance(packed, FusedMatrix) else PackedWeight(ops, packed)

@@ -25,7 +25,7 @@ from shoal.weights.loader import check_shapes, checkpoint_tensors
 from shoal.weights.source import CheckpointFiles
 from tests import quantized
 
-KINDS = [*quantized.SCHEMES, "fp8-blocks"]
+KINDS = [*quantized.SCHEMES, *quantized.BY_INPUTS, "fp8-blocks"]
 PROMPT = list(range(40, 80))
 # Matrices packed by GPTQModel 7.7.0's own code, and what it unpacks from them in float16.
 GPTQMODEL = load_file(Path(__file__).parent / "data/gptqmodel.safetensors")
@@ -104,7 +104,7 @@ def test_an_engine_computes_what_transformers_computes_with_the_unpacked_weights
         packed = [name for name in llm.check_weights() if name.endswith(".packed")]
         output = llm.generate([PROMPT], params, use_tqdm=False)[0]
     assert len(packed) == (8 if dtype == "auto" else 0)  # four a layer
-    close = 2e-2 if dtype == "auto" and kind.startswith("int4") else 2e-3
+    close = 2e-2 if dtype == "auto" and kind.startswith(("int4", *quantized.BY_INPUTS)) else 2e-3
     for i, position in enumerate(output.prompt_logprobs[1:]):
         for token, found in position.items():
             want = expected[i, token].item()

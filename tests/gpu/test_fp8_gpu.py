@@ -37,8 +37,7 @@ def operands(rows: int, outs: int, inputs: int, group: int):
     data = (torch.randn(outs, inputs, device=DEVICE) * 60).to(torch.float8_e4m3fn)
     scales = (torch.rand(outs, -(-inputs // size), device=DEVICE) + 0.5) / 60 / inputs**0.5
     tensor = Fp8Tensor((outs, inputs), data, scales, size)
-    with DEVICE:
-        weight = gpu_fp8.pack([tensor])
+    weight = gpu_fp8.pack([tensor], None, DEVICE, BF16)
     x = torch.randn(rows, inputs, device=DEVICE).to(BF16)
     return x, weight, tensor.dequantize(device=DEVICE), torch.randn(outs, device=DEVICE).to(BF16)
 
@@ -63,10 +62,10 @@ def test_products(rows: int, outs: int, inputs: int, group: int) -> None:
     assert error(y, exact) < 4e-3
     room = torch.randn(rows + 2, outs, device=DEVICE).to(BF16)
     before, residual = room.clone(), room[1:-1]
-    weight.linear_add(x, bias, residual)
+    weight.add(x, bias, residual)
     assert torch.equal(room[0], before[0]) and torch.equal(room[-1], before[-1])
     assert torch.equal(residual, before[1:-1] + y)
-    assert error(weight.linear_silu_mul(x, bias), reference.silu_mul(exact)) < 1e-2
+    assert error(weight.gated(x, bias), reference.silu_mul(exact)) < 1e-2
     assert torch.equal(weight.linear(x, bias), y)
 
 
@@ -120,8 +119,8 @@ def test_a_chain_is_in_order_and_equal_each_time(rows: int, group: int) -> None:
         residual = x.clone()
         for _ in range(40):
             normed = up.normed(None, residual, norm, 1e-6)
-            hidden = up.linear_silu_mul(normed, None, down.fp8_group(rows))
-            down.linear_add(hidden, None, residual)
+            hidden = up.gated(normed, None, down.fp8_group(rows))
+            down.add(hidden, None, residual)
             if wait:
                 torch.cuda.synchronize()
         return residual
