@@ -363,7 +363,7 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Product:
     whoever makes them must know before."""
     columns = min(128, shape.group or 128)
     if rows > gpu.limits.widened_rows:
-        tiles = [Fp8Tiles(*sizes, columns, warps, 4) for *sizes, warps in FP8_TILES]
+        tiles = [Fp8Tiles(tall, wide, columns, warps, 4) for tall, wide, warps in FP8_TILES]
         busy = (t for t in tiles if cdiv(rows, t.rows) * cdiv(shape.outs, t.outs) >= gpu.sms)
         return Product(Kernel.FP8_MANY, fp8_tiles=next(busy, tiles[-1]))
     if rows == 1:

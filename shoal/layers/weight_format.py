@@ -192,8 +192,8 @@ class PackedWeight(WeightFormat):
 
 
 class FusedWeight(PackedWeight):
-    """Weights of fewer bits whose kernels norm, gate and add. Rows in fp8 go from one such weight to the next,
-    and nobody between them looks at them: they pass as tensors."""
+    """Weights of fewer bits whose kernels norm, gate and add. Rows in fp8 go from one such weight to the
+    next, and nobody between them looks at them: they pass as tensors."""
 
     packed: FusedMatrix
 

@@ -103,6 +103,7 @@ def test_a_resolved_config_has_decided_what_depends_on_model_and_machine():
         "kv_events_config": KVEventsConfig(),
         "structured_outputs_config": StructuredOutputsConfig(),
         "keep_quantized": False,
+        "quantizes_weights": False,
     }
 
 

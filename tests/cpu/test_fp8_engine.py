@@ -3,6 +3,7 @@ in place of the CPU's."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,16 @@ from shoal import LLM, SamplingParams
 from shoal.config import EngineConfig
 from shoal.engine.resolve import resolve_config
 from shoal.errors import CheckpointError, ConfigError
-from shoal.kernels import fp8_linear
+from shoal.kernels import cpu_fp8, cpu_ops, fp8_linear, reference
+from shoal.kernels.fp8_rows import quantize_rows
 from shoal.kernels.fp8_tensor import Fp8Tensor
 from shoal.kernels.products import GPU, Limits
+from shoal.layers.mlp import MLP
+from shoal.layers.norm import RMSNorm
+from shoal.layers.parallel import TensorParallel
 from shoal.layers.weight_format import PACKED_BY, FusedWeight
 from shoal.model_config import ModelConfig
+from shoal.models.config_json import config_from_json
 from shoal.weights.quantize import quantize
 from shoal.weights.source import CheckpointFiles
 from tests import quantized
@@ -30,6 +36,7 @@ SMALL = transformers.Qwen3Config(
     | dict(hidden_size=128, intermediate_size=160, num_attention_heads=2, num_key_value_heads=1),
     tie_word_embeddings=False,
 )
+CONFIG = config_from_json(SMALL.to_dict() | {"architectures": ["Qwen3ForCausalLM"]}, "SMALL")
 PROMPT = list(range(40, 58))
 PARAMS = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=0)
 OPTIONS = dict(device="cpu", max_model_len=64, max_num_seqs=4, skip_tokenizer_init=True)
@@ -58,22 +65,72 @@ def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PACKED_BY, Fp8Tensor, {"cpu": "shoal.kernels.gpu_fp8"})
 
 
-@pytest.mark.parametrize("kind", ["fp8-channel", "fp8-tensor", "fp8-blocks"])
+def fp8_of(outs: int, inputs: int, block: tuple[int, int]) -> Fp8Tensor:
+    tall, wide = block[0] or outs, block[1] or inputs
+    data = (torch.randn(outs, inputs) * 60).to(torch.float8_e4m3fn)
+    scales = (torch.rand(-(-outs // tall), -(-inputs // wide)) + 0.5) / 60 / inputs**0.5
+    return Fp8Tensor.of(data, scales, block)
+
+
+@pytest.mark.parametrize("block", [(1, 0), (0, 0), (64, 64)], ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 66])
+def test_an_mlp_hands_rows_in_fp8_from_product_to_product(rows, block, gpu_kernels):
+    """Of more than 64 rows, the norm writes fp8 and so does SiLU(gate) * up."""
+    config = replace(CONFIG, hidden_size=96, intermediate_size=160)
+    mlp = MLP(config, TensorParallel.single(), cpu_ops)
+    parts = {}
+    for path, layer in (("mlp.gate_up_proj", mlp.gate_up_proj), ("mlp.down_proj", mlp.down_proj)):
+        layer.keep(torch.device("cpu"))
+        for wanted in layer.checkpoint_tensors(path):
+            parts[wanted.name] = fp8_of(*wanted.shape, block)
+            wanted.load(parts[wanted.name], wanted.name)
+        layer.finish()
+        assert isinstance(layer.format, FusedWeight)
+    norm = RMSNorm(96, 1e-6, cpu_ops)
+    norm.weight.uniform_(0.5, 1.5)
+
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return quantize_rows(x, block[1]).dequantize() if rows > 64 else x
+
+    x, residual = torch.randn(rows, 96), torch.randn(rows, 96)
+    total = x + residual
+    gate, up = parts["mlp.gate_proj.weight"].dequantize(), parts["mlp.up_proj.weight"].dequantize()
+    normed = rounded(reference.rms_norm(total, norm.weight, 1e-6))
+    hidden = rounded(torch.nn.functional.silu(normed @ gate.T) * (normed @ up.T))
+    want = total + hidden @ parts["mlp.down_proj.weight"].dequantize().T
+    left, new = mlp(x, residual, norm)
+    assert left is None and new is residual
+    # a last bit makes another fp8 number of one at a tie
+    assert (new - want).norm() < (3e-3 if rows > 64 else 1e-5) * want.norm()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fp8-channel", "fp8-blocks"])
 def test_a_gpus_kernels_compute_what_the_cpus_compute(kind, tmp_path, gpu_kernels, monkeypatch):
-    """A prompt of 18 tokens and decodes of one. Activations stay as they are; then a limit of 8 rows has those of
-    the prompt rounded to fp8."""
+    """A prompt of 18 tokens and decodes of one, first with activations as they are. Then a limit of 8 rows has
+    those of the prompt rounded, which the CPU's product is made to do too."""
     quantized.write(tmp_path, kind, SMALL)
-    tokens, logprobs = answer(tmp_path)
+    tokens, ours = answer(tmp_path)
     monkeypatch.setattr(fp8_linear, "gpu_of", lambda _: GPU(limits=Limits(widened_rows=8)))
-    _, of_rounded = answer(tmp_path)
+    _, ours_of_rounded = answer(tmp_path)
     monkeypatch.undo()
     expected_tokens, expected = answer(tmp_path)
     assert tokens == expected_tokens
-    torch.testing.assert_close(logprobs, expected, rtol=1e-3, atol=1e-3)
-    drift = (of_rounded - expected).abs()
-    assert 0 < drift.mean() < 0.15
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
+    linear = cpu_fp8.Fp8Weight.linear
+
+    def of_rounded(self, x_TI, bias_O):
+        size = self.tensor.size
+        group = 0 if size == self.tensor.shape[1] else size
+        return linear(self, quantize_rows(x_TI, group).dequantize() if len(x_TI) > 8 else x_TI, bias_O)
+
+    monkeypatch.setattr(cpu_fp8.Fp8Weight, "linear", of_rounded)
+    _, expected_of_rounded = answer(tmp_path)
+    drift = (expected_of_rounded - expected).abs().mean()
+    assert (ours_of_rounded - expected_of_rounded).abs().mean() < 0.1 * drift
 
 
+@pytest.mark.slow
 def test_matrices_get_memory_when_they_come(tmp_path, gpu_kernels):
     quantized.write(tmp_path, "fp8-channel", SMALL)
     with LLM(str(tmp_path), **OPTIONS) as llm:
@@ -89,7 +146,7 @@ def test_matrices_get_memory_when_they_come(tmp_path, gpu_kernels):
 # Quantized while they load
 
 
-@pytest.mark.parametrize("kernels", ["cpu", "gpu"])
+@pytest.mark.parametrize("kernels", ["cpu", pytest.param("gpu", marks=pytest.mark.slow)])
 def test_weights_become_what_shoal_quantize_writes(kernels, plain, tmp_path, request):
     if kernels == "gpu":
         request.getfixturevalue("gpu_kernels")
@@ -104,7 +161,7 @@ def test_weights_become_what_shoal_quantize_writes(kernels, plain, tmp_path, req
     assert answers[0][0] == answers[1][0] and torch.equal(answers[0][1], answers[1][1])
 
 
-@pytest.mark.parametrize("kernels", ["cpu", "gpu"])
+@pytest.mark.parametrize("kernels", ["cpu", pytest.param("gpu", marks=pytest.mark.slow)])
 def test_new_plain_tensors_become_fp8_too_also_some_parts_of_a_merge(kernels, plain, tmp_path, request):
     if kernels == "gpu":
         request.getfixturevalue("gpu_kernels")
@@ -123,7 +180,7 @@ def test_new_plain_tensors_become_fp8_too_also_some_parts_of_a_merge(kernels, pl
         assert llm.check_weights() == before
 
 
-def test_dummy_weights_are_fp8_too(plain, gpu_kernels):
+def test_dummy_weights_are_fp8_too(plain):
     with LLM(str(plain), quantization="fp8", load_format="dummy", **OPTIONS) as llm:
         sums = llm.check_weights()
         assert sum(name.endswith(".packed") for name in sums) == 8
@@ -178,6 +235,15 @@ def test_experts_are_not_quantized_in_silence(tmp_path):
         resolve_config(EngineConfig(model="m", device="cpu", quantization="fp8"), model)
 
 
+def test_experts_in_fp8_are_not_unpacked_on_a_gpu_in_silence(tmp_path, monkeypatch):
+    quantized.write(tmp_path, "fp8-channel", SMALL)
+    model = replace(CheckpointFiles(tmp_path).config, num_experts=4)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"experts in fp8.*on a GPU; name a dtype"):
+        resolve_config(EngineConfig(model="m", device="cuda"), model, 1000)
+
+
 @pytest.mark.parametrize(
     ("kind", "asked", "way_out"),
     [("fp8-channel", None, "name a dtype"), ("plain", "fp8", "leave quantization out")],
@@ -202,3 +268,24 @@ def test_another_models_packing_does_not_replace_plain_weights_that_became_fp8(p
         pytest.raises((CheckpointError, ConfigError), match="quantization"),
     ):
         llm.update_weights(str(folder))
+
+
+# Shards
+
+
+def test_a_shard_that_cuts_through_groups_has_smaller_ones():
+    """A matrix of 18,944 inputs on 8 ranks is an example: 2,368 of each are 18 and a half groups of 128."""
+    print("seed", torch.manual_seed(7).initial_seed())
+    tensor = fp8_of(5, 4 * 96, (1, 64))
+    whole = tensor.dequantize()
+    for start in range(0, 4 * 96, 96):
+        shard = tensor.columns(start, start + 96)
+        assert shard.size == 32 and shard.scales.shape == (5, 3)
+        assert torch.equal(shard.dequantize(), whole[:, start : start + 96])
+    assert tensor.columns(128, 256).size == 64
+    odd = fp8_of(5, 200, (1, 64))
+    assert torch.equal(odd.columns(64, 200).dequantize(), odd.dequantize()[:, 64:])
+    with pytest.raises(
+        CheckpointError, match=r"columns 0 to 40 .* no multiples of 32; .*tensor_parallel_size"
+    ):
+        tensor.columns(0, 40)

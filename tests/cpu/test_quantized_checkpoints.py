@@ -4,7 +4,9 @@ them."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,12 +188,34 @@ def test_new_weights_lie_where_the_old_ones_lay():
 # Bad input
 
 
-def test_a_gpu_without_a_kernel_for_it_refuses_unless_a_dtype_is_named(tmp_path, monkeypatch):
-    quantized.write(tmp_path, "fp8-channel")
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """What torch says where there is an A100."""
+    properties = SimpleNamespace(total_memory=80 << 30)
+    for name, value in (
+        ("is_available", True),
+        ("device_count", 1),
+        ("mem_get_info", (70 << 30, 80 << 30)),
+        ("get_device_properties", properties),
+        ("get_device_capability", (8, 0)),
+        ("get_device_name", "A100"),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+
+@pytest.mark.parametrize("kind", ["int4", "awq", "gptq-act-order", "mxfp4"])
+def test_a_gpu_keeps_weights_of_4_bits_unless_a_dtype_is_named(kind, tmp_path, a_gpu):
+    quantized.write(tmp_path, kind)
     model = CheckpointFiles(tmp_path).config
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match=r"float-quantized.*name a dtype"):
+    assert resolve_config(EngineConfig(model="m", device="cuda"), model, 1000).keep_quantized
+    named = EngineConfig(model="m", device="cuda", dtype="bfloat16")
+    assert not resolve_config(named, model, 1000).keep_quantized
+
+
+def test_a_gpu_without_a_kernel_for_experts_refuses_unless_a_dtype_is_named(tmp_path, a_gpu):
+    quantized.write(tmp_path, "int4")
+    model = replace(CheckpointFiles(tmp_path).config, num_experts=4, num_experts_per_tok=2)
+    with pytest.raises(ConfigError, match=r"experts in 4 bits.*name a dtype"):
         resolve_config(EngineConfig(model="m", device="cuda"), model, 1000)
 
 
