@@ -107,7 +107,8 @@ def by_inputs(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
     inputs = weight.shape[1]
     groups = torch.arange(inputs) // GROUP
     if kind == "gptq-act-order":
-        groups = groups[torch.randperm(inputs)]
+        # Matrices that are multiplied with the same activations have the same order.
+        groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
     in_order = weight[:, groups.argsort(stable=True)].unflatten(1, (-1, GROUP))
     low, high = in_order.amin(2), in_order.amax(2)
     scales = ((high - low) / 15).half()

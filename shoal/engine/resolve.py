@@ -119,9 +119,9 @@ def _keeps_quantized(
     keeps = quantizes or (quantized and (config.dtype == "auto" or asked is not None))
     if gpu and keeps and stored is not None and model.num_experts:
         raise ConfigError(
-            f"{config.model} has experts in {stored.bits} bits, and no kernel here multiplies those on a GPU; "
-            "name a dtype ('bfloat16') and no quantization, so that all weights are unpacked while they load, "
-            "or use device='cpu'"
+            f"{config.model} has experts in {'fp8' if stored.bits == 8 else '4 bits'}, and no kernel here "
+            "multiplies those on a GPU; name a dtype ('bfloat16') and no quantization, so that all weights "
+            "are unpacked while they load, or use device='cpu'"
         )
     fp8 = quantizes or (stored is not None and stored.bits == 8)
     if gpu and keeps and fp8 and (capability := torch.cuda.get_device_capability(0)) < FP8_CAPABILITY:

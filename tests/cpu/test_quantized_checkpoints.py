@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,7 +104,9 @@ def test_an_engine_computes_what_transformers_computes_with_the_unpacked_weights
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
     with LLM(str(tmp_path), device="cpu", dtype=dtype, max_model_len=64) as llm:
         assert llm.config.keep_quantized == (dtype == "auto")
-        packed = [name for name in llm.check_weights() if name.endswith(".packed")]
+        # With act-order the parts of a merge have each their own.
+        names = [name for name in llm.check_weights() if name.endswith(".packed")]
+        packed = {re.sub(r"\.\d+\.packed", "", name) for name in names}
         output = llm.generate([PROMPT], params, use_tqdm=False)[0]
     assert len(packed) == (8 if dtype == "auto" else 0)  # four a layer
     close = 2e-2 if dtype == "auto" and kind.startswith(("int4", *quantized.BY_INPUTS)) else 2e-3
