@@ -293,7 +293,7 @@ def _fastest_tiles(packed_linear: Any, weights: list[Any], x: torch.Tensor, gate
     found = []
     for outs in (64,) if gated else (64, 128):
         for splits in (1, 2, 3, 4, 6, 8):
-            for steps in (1, 2, 4):
+            for steps in (1, 2, 4, 8):
                 for num_stages in (3, 4, 6):
                     tiles = PackedTiles(rows, outs, splits, steps, num_stages)
 
