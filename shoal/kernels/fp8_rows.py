@@ -3,7 +3,7 @@ PyTorch, the oracle of fp8_quantize.py."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -12,7 +12,8 @@ from shoal.kernels.fp8_tensor import LARGEST
 SMALLEST = 1e-12  # A group of zeros has the scale that a largest number of this size has.
 
 
-class Fp8Rows(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Fp8Rows:
     """A number is its fp8 number times the scale of its row, or of its row and group of columns.
 
     data: float8_e4m3fn [T, I]. scales: float32 [groups, T], so that rows which are multiplied together have

@@ -10,7 +10,7 @@ import shoal.kernels
 
 FOLDER = Path(next(iter(shoal.kernels.__path__)))
 WAITS = {"wait_for_inputs", "wait_for_previous", "wait_then_start_next"}
-WRITES = {"store", "atomic_add", "async_copy_shared_to_global"}
+WRITES = {"store", "atomic_add", "async_copy_shared_to_global", "_store_fp8"}
 # Programs of decode_kernel leave early for splits that a sequence does not need; its first split always
 # waits.
 LEAVES_EARLY = {"decode_kernel"}
