@@ -30,7 +30,7 @@ from shoal.kernels.gguf_tensor import GGUFTensor
 from shoal.kernels.int4_tensor import Int4Tensor
 from shoal.kernels.mxfp4_tensor import BIAS, Mxfp4Tensor
 from shoal.kernels.norm import add_rms_norm, rms_norm
-from shoal.kernels.packed_linear import SMALLER
+from shoal.kernels.packed_linear import SMALLER, TiledWeight
 from shoal.kernels.quantized_tensor import QuantizedTensor
 from shoal.kernels.rounding import cdiv
 
@@ -60,17 +60,9 @@ class PlainRows:
 
 
 @dataclass(frozen=True, slots=True)
-class GpuWeight(PlainRows):
-    """A matrix of weights, [O, I]."""
+class GpuWeight(TiledWeight, PlainRows):
+    """One matrix, or several that share an order of inputs."""
 
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    bits: int
-    e2m1: bool
-    group: int  # inputs that share a scale
-    words: torch.Tensor
-    scales: torch.Tensor
-    minima: torch.Tensor | None
     order: torch.Tensor | None  # int64 [I]: which input of the activations is at each place
 
     def linear(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:

@@ -24,7 +24,7 @@ T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows)
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -39,15 +39,26 @@ from shoal.kernels.pdl import ORDINARY, pdl_options, wait_for_inputs
 from shoal.kernels.products import MAX_PACKED_TILES, After, PackedTiles, Shape, choose
 from shoal.kernels.rounding import cdiv
 
-if TYPE_CHECKING:
-    from shoal.kernels.gpu_weight import GpuWeight
-
 UNPACKED = 1 << 26  # As many weights are unpacked at a time for cuBLAS: 128 MB.
 # Weights in registers are too small by 2^this. It leaves room for scales up to 2^10 (1/2 in fp16) there.
 SMALLER = {torch.bfloat16: 16, torch.float16: 7}
 # The interpreter knows no assembler.
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 LARGER_BF16, LARGER_FP16 = (tl.constexpr(2.0**exponent) for exponent in SMALLER.values())
+
+
+@dataclass(frozen=True, slots=True)
+class TiledWeight:
+    """A matrix of weights, [O, I], in the order of tensor cores (gpu_weight.py)."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    bits: int
+    e2m1: bool
+    group: int  # inputs that share a scale
+    words: torch.Tensor
+    scales: torch.Tensor
+    minima: torch.Tensor | None
 
 
 @triton.jit
@@ -344,7 +355,7 @@ def _unpack_kernel(
 
 def packed_product(
     x_TI: torch.Tensor,
-    weight: GpuWeight,
+    weight: TiledWeight,
     bias: torch.Tensor | None,
     gated: bool,
     residual_TO: torch.Tensor | None = None,
@@ -375,7 +386,7 @@ def packed_product(
 def product(
     tiles: PackedTiles,
     x_TI: torch.Tensor,
-    weight: GpuWeight,
+    weight: TiledWeight,
     bias: torch.Tensor | None,
     gated: bool,
     residual_TO: torch.Tensor | None = None,
@@ -424,7 +435,7 @@ def product(
     return out_TO
 
 
-def unpack_rows(weight: GpuWeight, start: int, stop: int, ids: torch.Tensor | None = None) -> torch.Tensor:
+def unpack_rows(weight: TiledWeight, start: int, stop: int, ids: torch.Tensor | None = None) -> torch.Tensor:
     """Rows [start, stop) of the matrix, or those of `ids`, in its own dtype and order of inputs."""
     rows, inputs = stop - start if ids is None else len(ids), weight.shape[1]
     out = torch.empty((rows, inputs), dtype=weight.dtype, device=weight.words.device)
