@@ -92,8 +92,8 @@ def test_a_checkpoint_is_what_its_tool_unpacks(kind, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_an_engine_computes_what_transformers_computes_with_the_unpacked_weights(kind, dtype, tmp_path):
-    """`auto` keeps the weights as they are; a dtype unpacks them. In 4 bits, scales in float32 are rounded to
-    float16, and activations to 16 bits."""
+    """`auto` keeps the weights as they are; a dtype unpacks them. In 4 bits, scales in float32 and
+    minima are rounded to float16, and activations to 16 bits."""
     unpacked = quantized.write(tmp_path, kind)
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     del config.quantization_config
@@ -109,7 +109,8 @@ def test_an_engine_computes_what_transformers_computes_with_the_unpacked_weights
         packed = {re.sub(r"\.\d+\.packed", "", name) for name in names}
         output = llm.generate([PROMPT], params, use_tqdm=False)[0]
     assert len(packed) == (8 if dtype == "auto" else 0)  # four a layer
-    close = 2e-2 if dtype == "auto" and kind.startswith(("int4", *quantized.BY_INPUTS)) else 2e-3
+    rounded = dtype == "auto" and kind.startswith(("int4", *quantized.BY_INPUTS))
+    close = 3e-2 if rounded else 2e-3
     for i, position in enumerate(output.prompt_logprobs[1:]):
         for token, found in position.items():
             want = expected[i, token].item()
