@@ -1,4 +1,5 @@
-"""What the router's and the planner's own code cost as a fleet grows: docs/fleet.md has the table.
+"""What the router's and the planner's own code cost as a fleet grows. The table is in
+benchmarks/results/routing.md.
 
     python benchmarks/router_scale.py [--json benchmarks/results/router-scale.json]
 

@@ -1,11 +1,15 @@
 """A fleet with a planner, and the simulation of it by a measured profile: how far they are apart.
 
-    python benchmarks/sim_against_real.py [--json benchmarks/results/sim-against-real.json]
+    python benchmarks/sim_against_real.py [CASE ...] [--json benchmarks/results/sim-against-real.json]
 
 A worker of a tiny random model on the CPU is measured (`shoal plan --profile`), then a fleet of one or two of
 them answers requests whose rate rises and falls, while its planner follows by load. The same requests, the
 same planner and the profile go through the simulator; what it is told beside them is how long the worker that
 was added took to start.
+
+In the cases with steps of 20 ms and more the workers are the same, but each step of their engines sleeps for
+as long as SLOW_STEPS says, before it ends: so long do steps of a large model take on a GPU, and the two cores
+of a small machine are not what is measured.
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any
@@ -35,8 +40,55 @@ from tests.serving import PYTHON, ROOT, free_port
 from tests.tiny import VOCAB, write_model
 
 BLOCKS, LONGEST = 140, 512
-INPUT, OUTPUT, SECONDS = 96, 200, 60.0
+INPUT, PERIOD_S = 96, 60.0
 TRIES = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A sine of `low` to `high` requests a second, for so many periods."""
+
+    low: float
+    high: float
+    num_output: int  # tokens of each request
+    is_slow: bool = False  # its steps sleep
+    num_periods: int = 1
+
+
+CASES = {
+    "1 to 6 requests/s": Case(1.0, 6.0, 200),
+    "2 to 20 requests/s": Case(2.0, 20.0, 200),
+    "0.5 to 3 requests/s, steps of 20 ms and more": Case(0.5, 3.0, 100, is_slow=True, num_periods=2),
+}
+# Python imports this at its start. A step sleeps for 20 ms, 0.5 ms for each sequence that decodes, and 0.2 ms
+# for each token of a prompt.
+SLOW_STEPS = """
+import importlib.abc, importlib.util, sys, time
+
+class SlowSteps(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name != "shoal.engine.step_loop":
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        load = spec.loader.exec_module
+
+        def load_slow(module):
+            load(module)
+            launch = module.StepLoop._launch
+
+            def slow_launch(loop, plan):
+                step = launch(loop, plan)
+                time.sleep(0.02 + 0.0005 * plan.num_decodes + 0.0002 * (plan.num_tokens - plan.num_decodes))
+                return step
+
+            module.StepLoop._launch = slow_launch
+
+        spec.loader.exec_module = load_slow
+        return spec
+
+sys.meta_path.insert(0, SlowSteps())
+"""
 OPTIONS = {"dtype": "float32", "device": "cpu", "max_model_len": LONGEST, "num_gpu_blocks_override": BLOCKS}
 PLANNER: dict[str, Any] = {
     "enabled": True,
@@ -48,17 +100,22 @@ PLANNER: dict[str, Any] = {
 }
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+def environment(folder: Path, case: Case) -> dict[str, str]:
+    """`folder`: for what Python is to import."""
+    paths = [str(ROOT)]
+    if case.is_slow:
+        (folder / "sitecustomize.py").write_text(SLOW_STEPS)
+        paths.append(str(folder))
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
 
 
-def measure(model: Path, file: Path) -> None:
+def measure(model: Path, file: Path, environment: dict[str, str]) -> None:
     words = [PYTHON, "-m", "shoal", "plan", "--profile", model, "--output", file]
     words += [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
     words += ["--input-lengths", "96", "320", "--context-lengths", "96", "288"]
     words += ["--kv-usages", "0.05", "0.1", "0.2", "0.4", "0.8"]
     for _ in range(TRIES):  # a machine with other work has figures that contradict each other
-        if not subprocess.run(list(map(str, words)), env=environment(), cwd=ROOT).returncode:
+        if not subprocess.run(list(map(str, words)), env=environment, cwd=ROOT).returncode:
             return
     sys.exit("no profile could be measured; is this machine busy?")
 
@@ -66,8 +123,9 @@ def measure(model: Path, file: Path) -> None:
 class Real:
     """`shoal fleet up`, and clients of it. `sizes`: seconds of the load, and workers that were ready then."""
 
-    def __init__(self, folder: Path, model: Path) -> None:
+    def __init__(self, folder: Path, model: Path, environment: dict[str, str], num_output: int) -> None:
         self.port = free_port()
+        self.environment, self.num_output = environment, num_output
         self.first_s: list[float] = []
         self.gaps_s: list[float] = []
         self.sizes: list[tuple[float, int, bool]] = []
@@ -82,7 +140,7 @@ class Real:
 
     async def run(self, trace: Trace) -> None:
         command = ["-m", "shoal", "fleet", "up", str(self.file), "--state-dir", str(self.state)]
-        fleet = await asyncio.create_subprocess_exec(PYTHON, *command, env=environment(), cwd=ROOT)
+        fleet = await asyncio.create_subprocess_exec(PYTHON, *command, env=self.environment, cwd=ROOT)
         try:
             async with aiohttp.ClientSession(f"http://127.0.0.1:{self.port}") as self.session:
                 while await self._ready() < 1:
@@ -118,7 +176,8 @@ class Real:
 
     async def _ask(self, chance: random.Random) -> None:
         tokens = [chance.randrange(VOCAB - 50) for _ in range(INPUT)]
-        body = {"model": "tiny", "prompt": tokens, "max_tokens": OUTPUT, "ignore_eos": True, "stream": True}
+        body = {"model": "tiny", "prompt": tokens, "max_tokens": self.num_output}
+        body |= {"ignore_eos": True, "stream": True}
         began, times = time.monotonic(), []
         async with self.session.post("/v1/completions", json=body) as answer:
             answer.raise_for_status()
@@ -126,7 +185,7 @@ class Real:
                 if line.startswith(b"data: {"):
                     times.append(time.monotonic())
         self.first_s.append(times[0] - began)
-        self.gaps_s.append((times[-1] - times[0]) / (OUTPUT - 1))
+        self.gaps_s.append((times[-1] - times[0]) / (self.num_output - 1))
 
 
 def mean_size(sizes: list[tuple[float, int]], end_s: float) -> float:
@@ -135,64 +194,81 @@ def mean_size(sizes: list[tuple[float, int]], end_s: float) -> float:
     return sum((end - at) * count for (at, count), end in zip(sizes, ends)) / (end_s - sizes[0][0])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--low", type=float, default=1.0, help="requests a second, at least (default: 1)")
-    parser.add_argument("--high", type=float, default=6.0, help="and at most (default: 6)")
-    arguments = parser.parse_args()
+def compare(case: Case, folder: Path) -> dict[str, Any]:
+    """What was measured and what was simulated, by name; and how much was asked."""
     trace = make_sine(
-        SECONDS,
-        low_rate=arguments.low,
-        high_rate=arguments.high,
-        period_s=SECONDS,
+        case.num_periods * PERIOD_S,
+        low_rate=case.low,
+        high_rate=case.high,
+        period_s=PERIOD_S,
         input_tokens=INPUT,
-        output_tokens=OUTPUT,
+        output_tokens=case.num_output,
     )
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        profile = folder / "profile.json"
-        model = write_model(folder, "qwen3")
-        measure(model, profile)
-        real = Real(folder, model)
-        asyncio.run(real.run(trace))
-        added = [at for at, count, _ in real.sizes if count == 2]
-        asked = [at for at, _, changing in real.sizes if changing]
-        start_s = added[0] - asked[0] if added else 0.0
-        config = SimConfig(
-            "tiny",
-            profile=str(profile),
-            workers=[SimWorkers(1)],
-            worker_start_s=start_s,
-            planner=PlannerConfig(**PLANNER),
-        )
-        simulation = Simulation(config, trace)
-        result = simulation.run()
-    begun = [
-        (at, sum(sizes.values())) for at, sizes in simulation.sizes if at <= simulation.now
-    ]  # with those that start
+    profile = folder / "profile.json"
+    model, variables = write_model(folder, "qwen3"), environment(folder, case)
+    measure(model, profile, variables)
+    real = Real(folder, model, variables, case.num_output)
+    asyncio.run(real.run(trace))
+    added = [at for at, count, _ in real.sizes if count == 2]
+    asked = [at for at, _, changing in real.sizes if changing]
+    start_s = added[0] - asked[0] if added else 0.0
+    config = SimConfig(
+        "tiny",
+        profile=str(profile),
+        workers=[SimWorkers(1)],
+        worker_start_s=start_s,
+        planner=PlannerConfig(**PLANNER),
+    )
+    simulation = Simulation(config, trace)
+    result = simulation.run()
+    # With those that start.
+    sizes = [(at, max(count, 1 + changing)) for at, count, changing in real.sizes]
+    begun = [(at, sum(found.values())) for at, found in simulation.sizes if at <= simulation.now]
     grown = [at for at, count in begun if count == 2]
-    gaps = [(request.end_s - request.first_token_s) / (OUTPUT - 1) for request in simulation.finished]
-    figures = {
+    gaps = [(each.end_s - each.first_token_s) / (case.num_output - 1) for each in simulation.finished]
+    pairs = {
         "first token, median, s": (median(real.first_s), result.ttft_p50),
         "time between tokens, mean, s": (fmean(real.gaps_s), fmean(gaps)),
         "the planner adds a worker at, s": (asked[0] if asked else 0.0, grown[0] if grown else 0.0),
         "workers in the mean, with those that start": (
-            mean_size([(at, max(count, 1 + changing)) for at, count, changing in real.sizes], real.seconds),
+            mean_size(sizes, real.seconds),
             mean_size(begun, simulation.now),
         ),
         "until the last token, s": (real.seconds, simulation.now),
     }
-    print(f"{len(trace.requests)} requests; the worker that was added started within {start_s:.1f} s")
-    print("| | real | simulated | simulated / real |\n|---|---|---|---|")
-    for what, (measured, simulated) in figures.items():
-        print(
-            f"| {what} | {measured:.4g} | {simulated:.4g} | {simulated / measured if measured else 0:.2f} |"
-        )
-    if arguments.json is not None:
-        figures_json = {what: {"real": pair[0], "simulated": pair[1]} for what, pair in figures.items()}
-        text = json.dumps({"requests": len(trace.requests), "start_s": start_s, **figures_json}, indent=1)
-        arguments.json.write_text(text + "\n")
+    return {
+        "requests": len(trace.requests),
+        "start_s": start_s,
+        **{what: {"real": pair[0], "simulated": pair[1]} for what, pair in pairs.items()},
+    }
+
+
+def table(figures: dict[str, Any]) -> str:
+    lines = ["| | real | simulated | simulated / real |", "|---|---|---|---|"]
+    for what, pair in figures.items():
+        if isinstance(pair, dict):
+            measured, simulated = pair["real"], pair["simulated"]
+            share = simulated / measured if measured else 0.0
+            lines.append(f"| {what} | {measured:.4g} | {simulated:.4g} | {share:.2f} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)} (default: all)")
+    parser.add_argument("--json", type=Path, help="write the figures of these cases into this file")
+    arguments = parser.parse_args()
+    for name in arguments.cases:
+        if name not in CASES:
+            parser.error(f"case {name!r} is none of {', '.join(CASES)}")
+    for name in arguments.cases or CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            figures = compare(CASES[name], Path(folder))
+        print(f"{name}: {figures['requests']} requests; a worker started within {figures['start_s']:.1f} s")
+        print(table(figures))
+        if arguments.json is not None:
+            known = json.loads(arguments.json.read_text()) if arguments.json.exists() else {}
+            arguments.json.write_text(json.dumps({**known, name: figures}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What planners, roles and a host tier do for simulated fleets: tables and plots of docs/fleet.md.
+"""What planners, roles and a host tier do for simulated fleets: tables and plots of
+benchmarks/results/simulated.md.
 
     python benchmarks/sim_planner.py [--json benchmarks/results/sim-planner.json] [--images docs/images]
 
@@ -12,14 +13,14 @@ token and 100 ms between tokens.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from sim_report import BUDGET, TARGETS, note, parser_of, save, sized_fleet, subplots, table, write
 
 from shoal.fleet.planner_config import PlannerConfig
 from shoal.fleet.sim_config import SimConfig, SimWorkers
@@ -27,8 +28,6 @@ from shoal.fleet.sim_trace import make_customers, make_sine
 from shoal.fleet.simulator import Simulation
 
 PERIOD_S, NUM_PERIODS = 150.0, 10
-TARGETS: dict[str, Any] = {"ttft": 1.0, "itl": 0.1}
-BUDGET = 12
 SLA: dict[str, Any] = {"enabled": True, "mode": "sla", "max_gpu_budget": BUDGET, "load_season": PERIOD_S}
 LOAD: dict[str, Any] = {"enabled": True, "mode": "load", "max_gpu_budget": BUDGET}
 SEASONAL = {**SLA, "load_predictor": "holt_winters"}
@@ -59,15 +58,9 @@ def sine() -> list[dict[str, Any]]:
     trace = make_sine(PERIOD_S * NUM_PERIODS, period_s=PERIOD_S)
     rows = []
     for name, (count, start_s, planner) in SINE.items():
-        config = SimConfig(
-            "qwen3-32b",
-            workers=[SimWorkers(count)],
-            worker_start_s=start_s,
-            planner=PlannerConfig(**TARGETS, **planner),
-        )
-        simulation = Simulation(config, trace)
-        rows.append({"fleet": name, **dataclasses.asdict(simulation.run())})
-        print(rows[-1], file=sys.stderr, flush=True)
+        result = Simulation(sized_fleet(count, start_s, planner), trace).run()
+        rows.append({"fleet": name, **dataclasses.asdict(result)})
+        note(rows[-1])
     return rows
 
 
@@ -84,55 +77,43 @@ def fleets() -> list[dict[str, Any]]:
                 max_prefill_queue_size=16,
             )
             rows.append({"fleet": name, "rate": rate, **dataclasses.asdict(Simulation(config, trace).run())})
-            print(rows[-1], file=sys.stderr, flush=True)
+            note(rows[-1])
     return rows
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axis = pyplot.subplots(figsize=(7, 4.2))
+    figure, axis = subplots(1, 7, 4.2)
     for row in rows:
         name, at = row["fleet"], (row["workers"], row["goodput"])
         axis.plot(*at, "o" if name.startswith("fixed") else "s" if name.startswith("sla") else "^")
         axis.annotate(name, at, fontsize=8, xytext=(4, 4), textcoords="offset points")
     axis.set(xlabel="workers in the mean", ylabel="requests/s within the targets", title="sine load")
-    axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(file, dpi=110, metadata={"Software": None})
+    save(figure, file)
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+def runs(rows: list[dict[str, Any]]) -> str:
+    """A table."""
     with_rate = "rate" in rows[0]
-    head = "| fleet |" + (" requests/s |" if with_rate else "")
-    lines = [
-        head + " workers | GPU hours | within targets | goodput, requests/s | TTFT p50, s | TTFT p90, s "
-        "| ITL p99, ms | found in a cache | of these in host memory |"
-    ]
-    lines.append("|---" * (lines[0].count("|") - 1) + "|")
+    head = ["fleet", *(["requests/s"] if with_rate else []), "workers", "GPU hours", "within targets"]
+    head += ["goodput, requests/s", "TTFT p50, s", "TTFT p90, s", "ITL p99, ms"]
+    head += ["found in a cache", "of these in host memory"]
+    lines = []
     for row in rows:
         cells = [row["fleet"], *([str(row["rate"])] if with_rate else [])]
         cells += [f"{row['workers']:.2f}", f"{row['gpu_hours']:.2f}", f"{row['good_share']:.0%}"]
         cells += [f"{row['goodput']:.2f}", f"{row['ttft_p50']:.2f}", f"{row['ttft_p90']:.2f}"]
         cells += [f"{row['itl_p99'] * 1000:.0f}", f"{row['hit_rate']:.0%}", f"{row['host_hit_rate']:.0%}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return table(head, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--images", type=Path, help="draw the plot into this folder")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     asked = fleets()
-    print(table(asked))
+    print(runs(asked))
     rows = sine()
-    print(table(rows))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps({"sine": rows, "fleets": asked}, indent=1) + "\n")
+    print(runs(rows))
+    write(arguments.json, {"sine": rows, "fleets": asked})
     if arguments.images is not None:
         plot(rows, arguments.images / "sim-planner.png")
 

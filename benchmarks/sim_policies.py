@@ -1,4 +1,5 @@
-"""What each routing policy does with a fleet of eight simulated H200s: figures and plots of docs/fleet.md.
+"""What each routing policy does with a fleet of eight simulated H200s: figures and plots of
+benchmarks/results/simulated.md.
 
     python benchmarks/sim_policies.py [--trace conversation_trace.jsonl] [--json FILE] [--images docs/images]
 
@@ -13,15 +14,15 @@ run took.
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from sim_report import note, parser_of, save, subplots, table, write
 
 from shoal.fleet.policy import POLICIES, RouterWeights
 from shoal.fleet.sim_config import SimConfig, SimWorkers
@@ -49,7 +50,7 @@ def simulate(series: str, trace: Trace, cache_tokens: int | None) -> dict[str, A
     start = time.process_time()
     result = Simulation(config, trace).run()
     row = {"policy": series, **dataclasses.asdict(result), "cpu_s": round(time.process_time() - start, 2)}
-    print(row, file=sys.stderr, flush=True)
+    note(row)
     return row
 
 
@@ -82,12 +83,7 @@ def best_rate(rows: list[dict[str, Any]]) -> int:
 
 
 def plot_customers(sweeps: dict[str, list[dict[str, Any]]], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.2))
+    figure, (left, right) = subplots(2, 11, 4.2)
     for name, rows in sweeps.items():
         rates = [row["rate"] for row in rows]
         left.plot(rates, [row["ttft_p90"] for row in rows], marker=".", label=name)
@@ -101,12 +97,7 @@ def plot_customers(sweeps: dict[str, list[dict[str, Any]]], file: Path) -> None:
 
 
 def plot_conversations(rows: list[dict[str, Any]], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 3.8))
+    figure, axes = subplots(2, 11, 3.8)
     names = [row["policy"] for row in rows][::-1]
     for axis, key, title in zip(axes, ("ttft_p90", "hit_rate"), ("TTFT p90, s", "found in a cache")):
         axis.barh(names, [row[key] for row in rows][::-1])
@@ -114,18 +105,12 @@ def plot_conversations(rows: list[dict[str, Any]], file: Path) -> None:
     save(figure, file)
 
 
-def save(figure: Any, file: Path) -> None:
-    for axis in figure.axes:
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(file, dpi=110, metadata={"Software": None})
-
-
-def table(rows: list[dict[str, Any]], best: dict[str, int] | None = None) -> str:
-    """In Markdown; with the best rate of each policy, where there is one."""
-    last = " requests/s at TTFT p90 <= 1 s |" if best else ""
-    lines = [f"| policy | output tokens/s | TTFT p50, s | TTFT p90, s | ITL p99, ms | hit rate |{last}"]
-    lines.append("|---|---|---|---|---|---|" + ("---|" if best else ""))
+def policies(rows: list[dict[str, Any]], best: dict[str, int] | None = None) -> str:
+    """A table; with the best rate of each policy, where there is one."""
+    head = ["policy", "output tokens/s", "TTFT p50, s", "TTFT p90, s", "ITL p99, ms", "hit rate"]
+    if best:
+        head.append("requests/s at TTFT p90 <= 1 s")
+    lines = []
     for row in rows:
         cells = [
             row["policy"],
@@ -137,30 +122,26 @@ def table(rows: list[dict[str, Any]], best: dict[str, int] | None = None) -> str
         ]
         if best:
             cells.append(str(best[row["policy"]]))
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return table(head, lines)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--trace", type=Path, help="Mooncake's conversation_trace.jsonl")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--images", type=Path, help="draw the plots into this folder")
     arguments = parser.parse_args()
     sweeps = {name: sweep(name) for name in SERIES}
     best = {name: best_rate(rows) for name, rows in sweeps.items()}
     shown = [row for rows in sweeps.values() for row in rows if row["rate"] == SHOWN_RATE]
-    print(f"150 customers, {SHOWN_RATE} requests/s:\n\n{table(shown, best)}\n")
+    print(f"150 customers, {SHOWN_RATE} requests/s:\n\n{policies(shown, best)}\n")
     conversations: list[dict[str, Any]] = []
     if arguments.trace is None:
         print("the conversation trace is skipped: give its file by --trace")
     else:
         trace = read_trace(arguments.trace)
         conversations = [simulate(name, trace, None) for name in SERIES]
-        print(f"conversations, ideal hit rate {trace.ideal_hit_rate:.1%}:\n\n{table(conversations)}")
-    if arguments.json is not None:
-        figures = {"customers": sweeps, "best_rate": best, "conversations": conversations}
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+        print(f"conversations, ideal hit rate {trace.ideal_hit_rate:.1%}:\n\n{policies(conversations)}")
+    write(arguments.json, {"customers": sweeps, "best_rate": best, "conversations": conversations})
     if arguments.images is not None:
         plot_customers(sweeps, arguments.images / "sim-customers.png")
         if conversations:

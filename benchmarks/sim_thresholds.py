@@ -10,22 +10,19 @@ fleets stand beside them. Targets are 1 s to the first token and 100 ms between 
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from shoal.fleet.planner_config import PlannerConfig
-from shoal.fleet.sim_config import SimConfig, SimWorkers
+from sim_report import BUDGET, note, parser_of, save, sized_fleet, subplots, table, write
+
 from shoal.fleet.sim_trace import Trace, make_sine, merge_traces
 from shoal.fleet.simulator import Simulation
 
-TARGETS: dict[str, Any] = {"ttft": 1.0, "itl": 0.1}
-BUDGET, WAKE_S = 12, 2.0
+WAKE_S = 2.0
 UP = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
 DOWN = (0.3, 0.6)  # of the threshold above which a worker is added
 REFERENCE = (0.9, 0.5)
@@ -50,13 +47,7 @@ LOADS = {"sine": make_sine(300.0, low_rate=LOW, high_rate=HIGH), "step": step()}
 
 
 def run(load: str, count: int, planner: dict[str, Any]) -> dict[str, Any]:
-    config = SimConfig(
-        "qwen3-32b",
-        workers=[SimWorkers(count)],
-        worker_start_s=WAKE_S,
-        planner=PlannerConfig(**TARGETS, **planner),
-    )
-    result = Simulation(config, LOADS[load]).run()
+    result = Simulation(sized_fleet(count, WAKE_S, planner), LOADS[load]).run()
     names = ("workers", "gpu_hours", "good_share", "goodput", "ttft_p50", "ttft_p90", "itl_p99")
     return {"load": load, **{name: getattr(result, name) for name in names}}
 
@@ -67,7 +58,7 @@ def sweep() -> list[dict[str, Any]]:
     for load in LOADS:
         for count in FIXED:
             rows.append({"fleet": f"fixed, {count}", **run(load, count, {})})
-            print(rows[-1], file=sys.stderr, flush=True)
+            note(rows[-1])
         for up, down in pairs:
             planner = {
                 "enabled": True,
@@ -77,50 +68,39 @@ def sweep() -> list[dict[str, Any]]:
                 "decode_kv_scale_down_threshold": down,
             }
             rows.append({"fleet": f"{up:g}, {down:g}", "up": up, "down": down, **run(load, 4, planner)})
-            print(rows[-1], file=sys.stderr, flush=True)
+            note(rows[-1])
     return rows
 
 
-def table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| load | up, down | workers | GPU hours | within targets | goodput, requests/s | TTFT p90, s |",
-        "|---|---|---|---|---|---|---|",
-    ]
+def runs(rows: list[dict[str, Any]]) -> str:
+    """A table."""
+    head = ["load", "up, down", "workers", "GPU hours", "within targets", "goodput, requests/s"]
+    head.append("TTFT p90, s")
+    lines = []
     for row in rows:
         cells = [row["load"], row["fleet"], f"{row['workers']:.2f}", f"{row['gpu_hours']:.2f}"]
         cells += [f"{row['good_share']:.0%}", f"{row['goodput']:.2f}", f"{row['ttft_p90']:.2f}"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        lines.append(cells)
+    return table(head, lines)
 
 
 def plot(rows: list[dict[str, Any]], file: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(LOADS), figsize=(11, 4.4), sharey=True)
+    figure, axes = subplots(len(LOADS), 11, 4.4, sharey=True)
     for axis, load in zip(axes, LOADS):
         for row in (row for row in rows if row["load"] == load):
             at = (row["workers"], 100 * row["good_share"])
             axis.plot(*at, "s" if "up" not in row else "*" if (row["up"], row["down"]) == REFERENCE else "o")
             axis.annotate(row["fleet"], at, fontsize=7, xytext=(3, 3), textcoords="offset points")
         axis.set(xlabel="workers in the mean", title=load)
-        axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("% of requests within the targets")
-    figure.tight_layout()
-    figure.savefig(file, dpi=110, metadata={"Software": None})
+    save(figure, file)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("--images", type=Path, help="draw the plot into this folder")
-    arguments = parser.parse_args()
+    arguments = parser_of(__doc__).parse_args()
     rows = sweep()
-    print(table(rows))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    print(runs(rows))
+    write(arguments.json, rows)
     if arguments.images is not None:
         plot(rows, arguments.images / "sim-thresholds.png")
 

@@ -87,7 +87,7 @@ class Watchers:
 
     async def _dashboard(self, since: float) -> float:
         latest = await self._top(since)
-        await self._get("/requests")
+        await self._get("/requests?limit=100")
         return latest
 
     async def _top(self, since: float) -> float:
@@ -146,7 +146,7 @@ async def tell_costs(session: aiohttp.ClientSession, url: str, processes: list[p
         body = {"prompt": f"{number}", "max_tokens": 2}
         async with session.post(f"{url}/v1/completions", json=body) as answer:
             answer.raise_for_status()
-    for path in ("/fleet?since=0", "/fleet", "/requests", "/metrics"):
+    for path in ("/fleet?since=0", "/fleet", "/requests?limit=100", "/metrics"):
         cpu = cpu_s(processes)
         for _ in range(ASKED):
             async with session.get(url + path) as answer:

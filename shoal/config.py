@@ -354,6 +354,11 @@ class EngineConfig:
         None, "batch sizes with a graph of their own; default: a ladder up to max_num_seqs"
     )
     tensor_parallel_size: int = option(1, "devices that share the work of each layer", common=True, low=1)
+    peer_all_reduce: bool = option(
+        False,
+        "several GPUs: sums of few tokens by kernels that write into the other GPUs' memory, if these "
+        "agree with NCCL in a test at the start; else, and for more tokens, by NCCL",
+    )
     attention_backend: str = option(
         "auto",
         '"auto": "triton" on a GPU, else "cpu"',

@@ -57,16 +57,19 @@ class Served(msgspec.Struct, omit_defaults=True):
 
     def since(self, before: Served) -> Served:
         """What came after `before`. All that is counted, if the counting began anew meanwhile, as it does
-        with a process that starts again."""
-        if self.output_tokens < before.output_tokens or self.failed < before.failed:
+        with a process that starts again: then some count is lower than it was."""
+        first_token = _minus(self.first_token, before.first_token)
+        between_tokens = _minus(self.between_tokens, before.between_tokens)
+        output_tokens, failed = self.output_tokens - before.output_tokens, self.failed - before.failed
+        if min(output_tokens, failed, *first_token, *between_tokens) < 0:
             return self
         return Served(
             max(0, self.prompt_tokens - before.prompt_tokens),
             max(0, self.cached_tokens - before.cached_tokens),
-            self.output_tokens - before.output_tokens,
-            self.failed - before.failed,
-            _minus(self.first_token, before.first_token),
-            _minus(self.between_tokens, before.between_tokens),
+            output_tokens,
+            failed,
+            first_token,
+            between_tokens,
         )
 
 

@@ -58,11 +58,12 @@ class RequestDetails(RequestSummary, kw_only=True):
 class AnswerLine:
     """One answer's part of a time line. Times are those of time.perf_counter."""
 
-    __slots__ = ("_line", "_request", "_worker", "first", "last")
+    __slots__ = ("_line", "_request", "_worker", "first", "has_ended", "last")
 
     def __init__(self, line: TimeLine, request: Request | None) -> None:
         self._line, self._request, self._worker = line, request, ""
         self.first = self.last = 0.0  # when a token came; 0: none yet
+        self.has_ended = False
 
     @property
     def worker(self) -> str:
@@ -76,6 +77,7 @@ class AnswerLine:
             self.tokens(len(output.token_ids), now)
         if output.finish_reason is not None:
             self._line.reasons.add(output.finish_reason)
+            self.has_ended = True
 
     def tokens(self, count: int, now: float, worker: str | None = None) -> None:
         """worker: whose tokens they are, where no Request says it."""
@@ -87,7 +89,7 @@ class AnswerLine:
 
     def end(self) -> None:
         """Lets go of the request, whose prompt may be long."""
-        self._worker, self._request = self.worker, None
+        self._worker, self._request, self.has_ended = self.worker, None, True
 
 
 class TimeLine:
@@ -125,7 +127,7 @@ class TimeLine:
         self.reasons: set[FinishReason] = set()
         self.answers: list[AnswerLine] = []
         self.spans: list[SpanView] = []
-        self.params: SamplingParams | None = None  # while it runs
+        self.params: SamplingParams | None = None  # until its trace has ended
         self.trace_headers: dict[str, str] | None = None  # the W3C trace context of what is part of it
         self._batch_times, self._batch_sizes = array("d"), array("I")
 
@@ -154,7 +156,7 @@ class TimeLine:
     def end(self, *, has_failed: bool) -> None:
         """Only the first call counts."""
         if not self.ended:
-            self.ended, self.has_failed, self.params = time.perf_counter(), has_failed, None
+            self.ended, self.has_failed = time.perf_counter(), has_failed
             for answer in self.answers:
                 answer.end()
 
@@ -163,13 +165,29 @@ class TimeLine:
         return ",".join(sorted(self.reasons)) or None
 
     @property
+    def is_broken_off(self) -> bool:
+        return self.has_failed or FinishReason.ABORT in self.reasons
+
+    @property
     def seconds(self) -> float:
         return (self.ended or time.perf_counter()) - self.began
 
     def all_spans(self) -> list[SpanView]:
-        """In the order of their beginnings, with the decodes, which follow from the others."""
+        """In the order of their beginnings, with those that follow from the others and the tokens."""
         decodes = [span for answer in self.answers for span in self._decodes(answer)]
-        return sorted([*self.spans, *decodes], key=lambda span: span.start_s)
+        return sorted([*self.spans, *decodes, *self._waiting()], key=lambda span: span.start_s)
+
+    def _waiting(self) -> list[SpanView]:
+        """The time since the last of the spans while no answer has begun, and where none ever did. What the
+        engine and a fleet know of it comes with the first output."""
+        has_come = self.output_tokens > 0 or any(span.name == "prefill" for span in self.spans)
+        if has_come or not self.answers or (self.ended and not self.is_broken_off):
+            return []
+        start_s, worker = max(
+            ((one.start_s + one.seconds, one.worker) for one in self.spans), default=(0.0, "")
+        )
+        worker = self.answers[0].worker or worker
+        return [SpanView("waiting", worker, start_s, max(0.0, self.seconds - start_s), {})]
 
     def _decodes(self, answer: AnswerLine) -> Iterator[SpanView]:
         """From the answer's first token to its last, without the time in which it moved to another worker."""
@@ -181,7 +199,7 @@ class TimeLine:
                 if move.name == "migration" and move.start_s >= start_s:
                     yield SpanView("decode", worker, start_s, move.start_s - start_s, {})
                     start_s, worker = move.start_s + move.seconds, move.worker
-        end = answer.last if self.ended else time.perf_counter()
+        end = answer.last if answer.has_ended else time.perf_counter()
         yield SpanView("decode", worker, start_s, max(0.0, end - self.began - start_s), {})
 
     def summary(self) -> RequestSummary:

@@ -36,8 +36,12 @@ def check_tracing(endpoint: str | None) -> None:
     traces are wanted."""
     if endpoint is None:
         return
-    parts = urllib.parse.urlsplit(endpoint)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urllib.parse.urlsplit(endpoint)
+        is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:  # half a bracket, or a port that is no number
+        is_url = False
+    if not is_url:
         raise ConfigError(
             f"otlp_traces_endpoint {endpoint!r:.200} is no http:// or https:// URL; give that of a "
             "collector's OTLP/HTTP port, such as http://127.0.0.1:4318"
@@ -137,7 +141,7 @@ class Trace:
         self._tracing, self._span, self.headers = tracing, span, headers
 
     def end(self, line: TimeLine, error: str | None = None) -> None:
-        """To be called once, before the time line ends. error: the kind of a failure, such as "500"."""
+        """To be called once, when the time line has ended. error: the kind of a failure, such as "500"."""
         self._tracing.end(self._span, line, error)
 
 

@@ -49,6 +49,11 @@ MODELS: dict[str, tuple[str, dict]] = {
     "qwen2": ("Qwen2Config", {}),
     "qwen2-yarn": ("Qwen2Config", dict(rope_parameters=ROPES["yarn"])),
     "qwen3": ("Qwen3Config", dict(head_dim=16)),
+    # its heads divide over four ranks, which share its kv heads two by two
+    "qwen3-four": (
+        "Qwen3Config",
+        dict(head_dim=16, hidden_size=64, num_attention_heads=8, num_key_value_heads=2),
+    ),
     "qwen3-tied": ("Qwen3Config", dict(head_dim=32, tie_word_embeddings=True)),
     "mistral-window": ("MistralConfig", dict(sliding_window=19)),
     "qwen3-moe": (

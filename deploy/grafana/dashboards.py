@@ -7,6 +7,7 @@ A row has a title and panels; a panel has a title, a unit of Grafana's, and expr
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 WIDTH, HEIGHT = 24, 8  # of Grafana's grid, and of a panel in it
 QUANTILES = (0.5, 0.95, 0.99)
 OF_SERVER = 'instance=~"$instance", model_name=~"$model"'
-BY_SERVER = "{{instance}} {{model_name}}"
+SERVER = "instance, model_name"
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,23 @@ class Panel:
     queries: dict[str, str]  # by legend
     text: str = ""
     most: float | None = None
+
+
+def lines(
+    title: str,
+    unit: str,
+    of: Callable[[str, str], str],
+    metric: str,
+    by: str = SERVER,
+    text: str = "",
+    most: float | None = None,
+) -> Panel:
+    """One expression, with a line for each value of these labels."""
+    return Panel(title, unit, {legend(by): of(metric, by)}, text, most)
+
+
+def legend(labels: str) -> str:
+    return ", ".join(f"{{{{{label}}}}}" for label in labels.split(", "))
 
 
 def latency(title: str, metric: str, text: str = "") -> Panel:
@@ -42,15 +60,15 @@ def latency(title: str, metric: str, text: str = "") -> Panel:
     )
 
 
-def rate(metric: str, by: str = "instance, model_name") -> str:
+def rate(metric: str, by: str = SERVER) -> str:
     return f"sum by ({by}) (rate({metric}{{{OF_SERVER}}}[$__rate_interval]))"
 
 
-def gauge(metric: str, by: str = "instance, model_name") -> str:
+def gauge(metric: str, by: str = SERVER) -> str:
     return f"sum by ({by}) ({metric}{{{OF_SERVER}}})"
 
 
-def ratio(part: str, whole: str, by: str = "instance, model_name") -> str:
+def ratio(part: str, whole: str, by: str = SERVER) -> str:
     return f"{rate(part, by)} / {rate(whole, by)}"
 
 
@@ -58,9 +76,9 @@ def mean(histogram: str, by: str = "model_name") -> str:
     return ratio(f"{histogram}_sum", f"{histogram}_count", by)
 
 
-def lately(counter: str) -> str:
+def lately(counter: str, by: str) -> str:
     """How much it grew in five minutes."""
-    return f"sum by (kind, model_name) (increase({counter}{{{OF_SERVER}}}[5m]))"
+    return f"sum by ({by}) (increase({counter}{{{OF_SERVER}}}[5m]))"
 
 
 def oldest(metric: str) -> str:
@@ -76,26 +94,20 @@ def total(counter: str) -> str:
     return f"sum (rate({of_instance(counter)}[$__rate_interval]))"
 
 
+BY_SERVER = legend(SERVER)
+
 ENGINE = {
     "What clients see": [
         latency("Time to the first token", "vllm:time_to_first_token_seconds"),
         latency("Between two tokens", "vllm:inter_token_latency_seconds"),
         latency("Whole request", "vllm:e2e_request_latency_seconds"),
-        Panel(
-            "Requests by how they ended",
-            "reqps",
-            {"{{finished_reason}}": rate("vllm:request_success_total", "finished_reason")},
-        ),
+        lines("Requests by how they ended", "reqps", rate, "vllm:request_success_total", "finished_reason"),
         Panel(
             "HTTP answers by status",
             "reqps",
             {"{{status}}": f"sum by (status) (rate({of_instance('http_requests_total')}[$__rate_interval]))"},
         ),
-        Panel(
-            "Requests refused, the queue being full",
-            "reqps",
-            {BY_SERVER: rate("vllm:admission_rejections_total")},
-        ),
+        lines("Requests refused, the queue being full", "reqps", rate, "vllm:admission_rejections_total"),
     ],
     "Work": [
         Panel(
@@ -115,10 +127,12 @@ ENGINE = {
                 f"waiting, {BY_SERVER}": gauge("vllm:num_requests_waiting"),
             },
         ),
-        Panel(
+        lines(
             "Waiting, by reason",
             "none",
-            {"{{reason}}": gauge("vllm:num_requests_waiting_by_reason", "reason")},
+            gauge,
+            "vllm:num_requests_waiting_by_reason",
+            "reason",
             "Capacity: for blocks. Deferred: for a grammar, a tier, another worker or a sleeping model.",
         ),
         latency("In the queue", "vllm:request_queue_time_seconds"),
@@ -131,7 +145,7 @@ ENGINE = {
         ),
     ],
     "KV cache": [
-        Panel("KV cache in use", "percentunit", {BY_SERVER: gauge("vllm:kv_cache_usage_perc")}, most=1.0),
+        lines("KV cache in use", "percentunit", gauge, "vllm:kv_cache_usage_perc", most=1.0),
         Panel(
             "Share of prompt tokens found",
             "percentunit",
@@ -143,12 +157,8 @@ ENGINE = {
             },
             most=1.0,
         ),
-        Panel("Preemptions", "none", {BY_SERVER: rate("vllm:num_preemptions_total")}, "A second."),
-        Panel(
-            "Tiers: in use",
-            "bytes",
-            {"{{tier}}, {{instance}}": gauge("shoal:kv_tier_used_bytes", "tier, instance")},
-        ),
+        lines("Preemptions", "none", rate, "vllm:num_preemptions_total", text="A second."),
+        lines("Tiers: in use", "bytes", gauge, "shoal:kv_tier_used_bytes", "tier, instance"),
         Panel(
             "Tiers: traffic",
             "Bps",
@@ -157,18 +167,10 @@ ENGINE = {
                 "fetched, {{tier}}": rate("shoal:kv_tier_fetched_bytes_total", "tier"),
             },
         ),
-        Panel(
-            "Tiers: failed blocks",
-            "none",
-            {"{{tier}}, {{instance}}": rate("shoal:kv_tier_failed_blocks_total", "tier, instance")},
-        ),
+        lines("Tiers: failed blocks", "none", rate, "shoal:kv_tier_failed_blocks_total", "tier, instance"),
     ],
     "Blocks from other workers": [
-        Panel(
-            "Read",
-            "Bps",
-            {"{{transport}}, {{instance}}": rate("shoal:kv_transfer_bytes_total", "transport, instance")},
-        ),
+        lines("Read", "Bps", rate, "shoal:kv_transfer_bytes_total", "transport, instance"),
         Panel(
             "Bandwidth while reading",
             "Bps",
@@ -178,7 +180,7 @@ ENGINE = {
                 )
             },
         ),
-        Panel("Failures by kind", "none", {"{{kind}}": rate("shoal:kv_transfer_failures_total", "kind")}),
+        lines("Failures by kind", "none", rate, "shoal:kv_transfer_failures_total", "kind"),
     ],
     "Process": [
         Panel(
@@ -219,24 +221,24 @@ ROUTER = {
                 "prefill, {{model_name}}": oldest("shoal:router_prefill_queue_oldest_seconds"),
             },
         ),
-        Panel(
+        lines(
             "Refused, the queue being full",
             "reqps",
-            {"{{model_name}}": rate("dynamo_frontend_model_rejection_total", "model_name")},
+            rate,
+            "dynamo_frontend_model_rejection_total",
+            "model_name",
         ),
-        Panel(
+        lines(
             "Went on at another worker",
             "reqps",
-            {"{{migration_type}}": rate("dynamo_frontend_model_migration_total", "migration_type")},
+            rate,
+            "dynamo_frontend_model_migration_total",
+            "migration_type",
             "With tokens (ongoing), or before the first one (new).",
         ),
     ],
     "The choice": [
-        Panel(
-            "Decisions",
-            "ops",
-            {"{{model_name}}": rate("dynamo_router_overhead_total_ms_count", "model_name")},
-        ),
+        lines("Decisions", "ops", rate, "dynamo_router_overhead_total_ms_count", "model_name"),
         Panel(
             "Overlap with the chosen worker",
             "percentunit",
@@ -257,11 +259,7 @@ ROUTER = {
                 )
             },
         ),
-        Panel(
-            "Blocks in the index",
-            "none",
-            {"{{model_name}}": gauge("shoal:router_index_blocks", "model_name")},
-        ),
+        lines("Blocks in the index", "none", gauge, "shoal:router_index_blocks", "model_name"),
         Panel(
             "KV events",
             "none",
@@ -282,32 +280,32 @@ ROUTER = {
         ),
     ],
     "Workers": [
-        Panel("Workers by state", "none", {"{{state}}": gauge("shoal:worker_state", "state")}),
-        Panel(
-            "Requests under way",
-            "none",
-            {"{{worker_id}}": gauge("shoal:worker_active_requests", "worker_id")},
-        ),
-        Panel("Requests sent", "reqps", {"{{worker_id}}": rate("shoal:worker_requests_total", "worker_id")}),
-        Panel(
+        lines("Workers by state", "none", gauge, "shoal:worker_state", "state"),
+        lines("Requests under way", "none", gauge, "shoal:worker_active_requests", "worker_id"),
+        lines("Requests sent", "reqps", rate, "shoal:worker_requests_total", "worker_id"),
+        lines(
             "Blocks of requests under way",
             "none",
-            {"{{worker_id}}": gauge("dynamo_frontend_worker_active_decode_blocks", "worker_id")},
+            gauge,
+            "dynamo_frontend_worker_active_decode_blocks",
+            "worker_id",
         ),
-        Panel(
+        lines(
             "Prompt tokens under way",
             "none",
-            {"{{worker_id}}": gauge("dynamo_frontend_worker_active_prefill_tokens", "worker_id")},
+            gauge,
+            "dynamo_frontend_worker_active_prefill_tokens",
+            "worker_id",
         ),
-        Panel(
+        lines(
             "Share of prompt tokens cached",
             "percentunit",
-            {"{{worker_id}}": gauge("dynamo_component_router_kv_hit_rate", "worker_id")},
+            gauge,
+            "dynamo_component_router_kv_hit_rate",
+            "worker_id",
             most=1.0,
         ),
-        Panel(
-            "Breaks", "none", {"{{worker_id}}": rate("shoal:worker_breaks_total", "worker_id")}, "A second."
-        ),
+        lines("Breaks", "none", rate, "shoal:worker_breaks_total", "worker_id", "A second."),
     ],
 }
 
@@ -323,47 +321,41 @@ PLANNER = {
                 ),
             },
         ),
-        Panel(
-            "Coming or going",
-            "none",
-            {"{{model_name}}": gauge("shoal:planner_pending_workers", "model_name")},
-        ),
+        lines("Coming or going", "none", gauge, "shoal:planner_pending_workers", "model_name"),
         Panel("GPUs that all may have", "none", {"budget": f"max ({of_instance('shoal:planner_max_gpus')})"}),
     ],
     "Decisions": [
-        Panel(
+        lines(
             "Decisions by kind",
             "none",
-            {"{{kind}}, {{model_name}}": lately("shoal:planner_decisions_total")},
+            lately,
+            "shoal:planner_decisions_total",
+            "kind, model_name",
             "In five minutes. Held: workers came or went, so nothing was decided.",
         ),
-        Panel(
+        lines(
             "Workers added and removed",
             "none",
-            {"{{kind}}, {{model_name}}": lately("shoal:planner_changes_total")},
+            lately,
+            "shoal:planner_changes_total",
+            "kind, model_name",
             "In five minutes.",
         ),
-        Panel(
+        lines(
             "Failures",
             "none",
-            {"{{kind}}, {{model_name}}": lately("shoal:planner_failures_total")},
+            lately,
+            "shoal:planner_failures_total",
+            "kind, model_name",
             "In five minutes: workers that did not start or did not end. The router's log says why.",
         ),
     ],
     "What it looks at": [
         latency("Time to the first token", "vllm:time_to_first_token_seconds"),
         latency("Between two tokens", "vllm:inter_token_latency_seconds"),
-        Panel(
-            "Waiting for a worker",
-            "none",
-            {"{{model_name}}": gauge("dynamo_frontend_queued_requests", "model_name")},
-        ),
-        Panel(
-            "Prompts waiting for prefill",
-            "none",
-            {"{{model_name}}": gauge("shoal:router_prefill_queue", "model_name")},
-        ),
-        Panel("KV cache in use", "percentunit", {BY_SERVER: gauge("vllm:kv_cache_usage_perc")}, most=1.0),
+        lines("Waiting for a worker", "none", gauge, "dynamo_frontend_queued_requests", "model_name"),
+        lines("Prompts waiting for prefill", "none", gauge, "shoal:router_prefill_queue", "model_name"),
+        lines("KV cache in use", "percentunit", gauge, "vllm:kv_cache_usage_perc", most=1.0),
     ],
 }
 

@@ -29,7 +29,7 @@ from rich.console import Console
 from shoal.cli.top import Source
 from shoal.cli.top_picture import Picture
 from tests.fleet_up import Fleet
-from tests.process.test_chat_page import CHROMIUM, FLAGS, WAIT_MS
+from tests.web_pages import CHROMIUM, FLAGS, WAIT_MS
 
 HERE = Path(__file__).parent
 FLEET = """

@@ -11,8 +11,8 @@ import logging
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO
@@ -21,7 +21,7 @@ from shoal import logs
 from shoal.cli.route import check_router, run_router
 from shoal.cli.serve import plan
 from shoal.config import ServerConfig
-from shoal.errors import ConfigError, ShoalError, UserError
+from shoal.errors import ConfigError, ShoalError, UnavailableError, UserError
 from shoal.fleet.components import components_of, components_of_pods
 from shoal.fleet.connector import GRACE_S, Component, Connector, Setting
 from shoal.fleet.connector_local import LocalConnector
@@ -179,6 +179,12 @@ class FleetWorkers:
             except ShoalError as error:
                 self.error = error
                 drain.set()
+            except OSError as error:  # of the disk: without a state nothing is started
+                self.error = UnavailableError(
+                    f"the state of the fleet cannot be kept in {self._folder}: {error}; make room there, or "
+                    "give another --state-dir"
+                )
+                drain.set()
 
     async def _size(
         self, drain: asyncio.Event, fleet: Fleet, connector: Connector, record: IO[bytes] | None
@@ -220,16 +226,25 @@ def _plane(fleet: Fleet) -> Plane:
     return fleet.plane
 
 
-def open_record(planner: PlannerConfig | None) -> AbstractContextManager[IO[bytes] | None]:
+@contextmanager
+def open_record(planner: PlannerConfig | None) -> Iterator[IO[bytes] | None]:
     """That of the planner, if there is one. Raises ConfigError if it cannot be written."""
     if planner is None or planner.record is None:
-        return nullcontext()
+        yield None
+        return
     try:
-        return open(planner.record, "ab")
+        record = open(planner.record, "ab")  # noqa: SIM115 - its end is told apart below
     except OSError as error:
         raise ConfigError(
             f"[planner] record {planner.record!r} cannot be written: {error.strerror}; choose another file"
         ) from None
+    try:
+        yield record
+    finally:
+        try:
+            record.close()
+        except OSError as error:  # the disk is full: it was told before, and the fleet ends as it does else
+            logger.error("the end of the planner's record is lost: %s", error)
 
 
 def _common_words(file: FleetFile, verbose: bool) -> list[str]:

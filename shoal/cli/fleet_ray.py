@@ -102,8 +102,8 @@ def _connected(address: str | None) -> Iterator[None]:
 
 
 def _connect(address: str) -> None:
-    """Ray itself tries on for minutes where nobody answers, so it does that in a thread that is left behind. A
-    cluster that it starts itself answers at once, and would end with the thread that started it. Raises
+    """Ray itself tries on for minutes where nobody answers, so it does that in a thread that is left behind.
+    A cluster that it starts itself answers at once, and would end with the thread that started it. Raises
     TimeoutError, and what Ray raises."""
     if address == "local":
         _init(address)

@@ -49,8 +49,8 @@ QUANTIZE_DESCRIPTION = """Writes a model whose layers have weights of fewer bits
 output, or int4 with one for each group of inputs. The folder has the format of compressed-tensors, which
 vLLM and transformers read as well. Tensors come one by one; no GPU is needed."""
 SIM_DESCRIPTION = """Simulates a fleet under a trace: the router's own code over simulated workers, on a
-virtual clock. No GPU and no model is needed. FILE is a fleet's TOML file with a table [sim]; docs/fleet.md
-explains it."""
+virtual clock. No GPU and no model is needed. FILE is a fleet's TOML file with a table [sim];
+docs/simulator.md explains it."""
 DOCTOR_DESCRIPTION = """Looks at this machine and says what works, what will not, and what to do about it:
 GPU, driver, libraries, limits, folders, ports. With FILE, a fleet's TOML file, it looks at what that needs.
 The exit code is 1 if something that was asked for will not work."""
@@ -758,7 +758,7 @@ def run_quantize(arguments: argparse.Namespace) -> int:
     from shoal.weights.source import resolve
 
     files = resolve(arguments.model, arguments.revision)
-    target = arguments.output or f"{Path(arguments.model).name}-{arguments.to}"
+    target = arguments.output or f"{Path(arguments.model).resolve().name}-{arguments.to}"
     print(quantize(files, arguments.to, Path(target), arguments.group_size))
     return 0
 

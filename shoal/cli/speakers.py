@@ -12,9 +12,9 @@ import urllib.request
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
-from urllib.parse import urlsplit
 
-from shoal.errors import ConfigError, RequestError, UnavailableError
+from shoal.cli.address import key_header, parts_of
+from shoal.errors import RequestError, UnavailableError
 
 MAX_TOKENS = 1024  # the default for an answer of a local model; a server has its own default
 TIMEOUT_SECONDS = 600  # until the next byte comes: a long prompt is computed meanwhile
@@ -104,17 +104,13 @@ class RemoteSpeaker:
     """An OpenAI-compatible server.
 
     url: with or without /v1. model: by default the first that the server lists.
-    Raises ConfigError for an impossible URL, UnavailableError if the server cannot be reached or refuses us.
+    Raises ConfigError for an impossible URL or key, UnavailableError if the server cannot be reached or
+    refuses us.
     """
 
     def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ConfigError(f"--url {url!r} is no address of a server; http://127.0.0.1:8000 is one")
-        self._base = url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
+        self._base = url.rstrip("/") + ("" if parts_of(url).path.strip("/") else "/v1")
+        self._headers = {"Content-Type": "application/json", **key_header(api_key)}
         listed = self._listed_models(is_needed=model is None)
         entry = next((m for m in listed if model in (None, m.get("id"))), {})
         self.name = model or entry["id"]

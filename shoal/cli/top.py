@@ -26,8 +26,9 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
+from shoal.cli.address import key_header, parts_of
 from shoal.cli.top_picture import Picture
-from shoal.errors import ConfigError, UnavailableError
+from shoal.errors import UnavailableError
 from shoal.fleet_api import FleetView
 
 INTERVAL_S = 2.0
@@ -43,8 +44,8 @@ UP, DOWN, ENTER, ESCAPE, QUIT = (
 
 
 def top(url: str, api_key: str | None, once: bool) -> int:
-    """Shows until `q` or Ctrl-C; returns the exit code. Raises ConfigError for an address that is none, and
-    UnavailableError where `once` gets no answer."""
+    """Shows until `q` or Ctrl-C; returns the exit code. Raises ConfigError for an address or a key that is
+    none, and UnavailableError where `once` gets no answer."""
     source = Source(url, api_key)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # names may have letters that this terminal does not
@@ -65,12 +66,10 @@ class Source:
     """GET /fleet of a server."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        """url: with or without /v1. Raises ConfigError."""
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ConfigError(f"{url!r:.100} is no address of a server; http://127.0.0.1:8000 is one")
+        """url: with or without /v1. Raises ConfigError for one that is none, and for a key that is none."""
+        parts_of(url)
         self.url = url.rstrip("/").removesuffix("/v1")
-        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._headers = key_header(api_key)
 
     def get(self, since: float | None = 0.0, worker_id: str = "") -> FleetView:
         """The view, with the past after `since`, of one worker where it is named. Raises UnavailableError."""

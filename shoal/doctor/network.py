@@ -26,6 +26,7 @@ LEAST_PAYLOAD = 1 << 20  # bytes of a message, which is what NATS has if nobody 
 SLOW_S = 0.05  # a round trip to the plane; leases are renewed and requests sent by it
 MOST_SKEW_S = 2.0
 KUBECONFIG = Path.home() / ".kube" / "config"
+RAYS_OWN = ("auto", "local")  # words for a cluster that Ray finds or starts on this host
 POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
@@ -125,7 +126,8 @@ async def _give_up(error: Exception) -> None:
 def _embedded(about: str, url: str) -> Finding:
     """Whether this host's router can make its plane there."""
     place = urlsplit(url)
-    with socket.socket() as trial:
+    family = socket.AF_INET6 if ":" in (place.hostname or "") else socket.AF_INET
+    with socket.socket(family) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind((place.hostname or "127.0.0.1", place.port or 0))
@@ -225,12 +227,12 @@ async def _deployments(asked: Asked) -> None:
 def ray(asked: Asked) -> Findings:
     """Whether the cluster that RAY_ADDRESS names takes connections."""
     address = os.environ.get("RAY_ADDRESS")
-    if asked.planner.connector != "ray" or address is None:
+    if asked.planner.connector != "ray" or address in (None, *RAYS_OWN):
         return
-    place = urlsplit(address if "://" in address else f"ray://{address}")
     means = "shoal fleet up --on ray finds no cluster."
     remedy = "Start it (ray start --head), or correct RAY_ADDRESS."
     try:
+        place = urlsplit(address if "://" in address else f"ray://{address}")
         with socket.create_connection((place.hostname or "", place.port or 6379), ANSWER_S):
             yield works(f"Ray at {address}", "takes connections")
     except (OSError, ValueError) as error:

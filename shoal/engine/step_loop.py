@@ -165,7 +165,10 @@ class StepLoop:
 
     def _new_builder(self) -> BatchBuilder:
         runner = self.ranks.runner
-        return BatchBuilder(runner.layout, self._block_size, runner.share_from, runner.mixed_shapes)
+        several = self.ranks.size > 1
+        return BatchBuilder(
+            runner.layout, self._block_size, runner.share_from, runner.mixed_shapes, splits_draws=several
+        )
 
     # Completing
 

@@ -6,8 +6,9 @@ One file for each kind, `connector_*.py`; connectors.py chooses. All keep one co
 
 from __future__ import annotations
 
+import contextlib
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -47,6 +48,22 @@ class Component:
     shares_devices: bool = False
     resources: Mapping[str, float] = field(default_factory=dict)
     death_signal: signal.Signals = signal.SIGKILL
+
+
+class UnderWay:
+    """How many changes are being made at this moment."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextlib.contextmanager
+    def one_more(self) -> Iterator[None]:
+        """Inside of the block."""
+        self.count += 1
+        try:
+            yield
+        finally:
+            self.count -= 1
 
 
 def component_of(components: Sequence[Component], model: str, role: str) -> Component:

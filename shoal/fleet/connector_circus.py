@@ -61,7 +61,7 @@ class CircusProcesses:
         self._restarts: dict[str, Restarts] = {}
         self._due: dict[str, float | None] = {}  # when a dead worker is started again; None: it is given up
         self._stopping: set[str] = set()
-        self._is_reviving = False
+        self._lost: list[Placement] = []  # with an arbiter that has died, and not started again yet
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self, leftovers: Sequence[Life]) -> None:
@@ -74,8 +74,8 @@ class CircusProcesses:
         self._tasks.append(start(self._keep_alive()))
 
     async def running(self) -> Mapping[str, Running]:
-        if self._is_reviving:
-            raise UnavailableError("the arbiter of Circus is being started again")
+        if self._lost:  # meanwhile they do not pass for removed
+            raise UnavailableError("the arbiter of Circus has died, and its workers are being started again")
         statuses = (await self._call("status"))["statuses"]
         found = {}
         for worker_id, status in statuses.items():
@@ -160,28 +160,28 @@ class CircusProcesses:
             try:
                 if self._arbiter() is None:
                     await self._revive()
-                else:
-                    statuses = (await self._call("status"))["statuses"]
-                    for worker_id in [name for name, status in statuses.items() if status == "stopped"]:
-                        await self._start_again(worker_id)
-            except UnavailableError as error:
+                statuses = (await self._call("status"))["statuses"]
+                while self._lost:
+                    await self._find_again(self._lost[0], is_there=self._lost[0].id in statuses)
+                    del self._lost[0]
+                for worker_id in [name for name, status in statuses.items() if status == "stopped"]:
+                    await self._start_again(worker_id)
+            except (UnavailableError, OSError) as error:  # a disk may be full for a while
                 logger.error("%s", error)
 
     async def _revive(self) -> None:
-        """A new arbiter, with the workers of one that has died. Meanwhile they do not pass for removed."""
+        """A new arbiter in place of one that has died."""
         logger.error("the arbiter of Circus has died; it is started again, with all workers")
         state = self._file.read()
-        placements = [one for component in self._components for one in state.placements(component)]
-        self._is_reviving = True
-        try:
-            await self._start_arbiter()
-            for placement in placements:
-                await self.start(placement)
-        finally:
-            self._is_reviving = False
+        self._lost = [one for component in self._components for one in state.placements(component)]
+        await self._start_arbiter()
+
+    async def _find_again(self, placement: Placement, is_there: bool) -> None:
+        """A worker of an arbiter that has died, under the new one."""
+        if not is_there:  # else it was started, and the answer came too late
+            await self.start(placement)
         with self._file.changing() as state:
-            for placement in placements:
-                state.adopt(placement)
+            state.adopt(placement)
 
     def _arbiter(self) -> Life | None:
         """None if there is none that lives."""

@@ -24,8 +24,8 @@ import aiohttp
 from kubernetes_asyncio import client, config
 from kubernetes_asyncio.client.exceptions import ApiException
 
-from shoal.errors import ConfigError, ShoalError, UnavailableError
-from shoal.fleet.connector import Component, Setting, component_of, is_missing
+from shoal.errors import ConfigError, UnavailableError
+from shoal.fleet.connector import Component, Setting, UnderWay, component_of, is_missing
 from shoal.fleet.plane_inbox import start
 from shoal.fleet_api import WorkerState
 
@@ -146,12 +146,20 @@ class KubernetesConnector:
         self._start_timeout_s = setting.start_timeout_s
         self._cluster = cluster
         self._seen: dict[str, _Seen] = {}
-        self._num_adding = 0
+        self._adding = UnderWay()
         self._claimed: set[str] = set()  # pods that the present calls of `add` have got
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Looks whether all Deployments are there, and lets them be as many as they are."""
+        names: dict[str, str] = {}
+        for component in self._components:
+            other = names.setdefault(deployment_of(component), component.name)
+            if other != component.name:
+                raise ConfigError(
+                    f"components {other!r} and {component.name!r} have one Deployment, "
+                    f"{deployment_of(component)!r}; give these [[workers]] names that differ in small letters"
+                )
         if self._cluster is None:
             self._cluster = await Cluster.connect()
         for component in self._components:
@@ -172,16 +180,14 @@ class KubernetesConnector:
 
     async def add(self, model: str, role: str) -> str:
         component = component_of(self._components, model, role)
-        if not self._num_adding:
+        if not self._adding.count:
             self._claimed.clear()
-        self._num_adding += 1
-        try:
+        with self._adding.one_more():
             return await self._add(component)
-        finally:
-            self._num_adding -= 1
 
     async def remove(self, model: str, role: str) -> str:
-        """The youngest pod goes: it is the one whose cache is likely to have least in it."""
+        """The youngest pod goes: it is the one whose cache is likely to have least in it. Where some are not
+        ready, Kubernetes takes one of these in any case, so the youngest of them does."""
         pods = [
             (component.role != role, component, pod)
             for component in self._components
@@ -192,20 +198,21 @@ class KubernetesConnector:
         if not pods:
             component_of(self._components, model, role)
             raise UnavailableError(f"there is no {role} worker of {model} here to be removed")
-        _, component, youngest = sorted(pods, key=lambda each: each[0])[-1]
+        pods.sort(key=lambda each: (each[0], not self._ready([each[2]])))
+        _, component, youngest = pods[-1]
         deployment, cluster = deployment_of(component), self._connected
         await cluster.let_go_first(youngest)
         await cluster.change_replicas(deployment, -1)
         deadline = self._clock.now() + self._start_timeout_s
-        while self._registry.state_of(youngest) is not None or await cluster.has_pod(youngest):
+        while await self._is_there(youngest):
             if self._clock.now() >= deadline:
                 raise UnavailableError(
                     f"pod {youngest} has not ended within {self._start_timeout_s:g} s (start_timeout) and is "
                     f"left to Kubernetes; kubectl describe pod/{youngest} says why"
                 )
-            await self._look(component)
+            await self._look_again(component)
             await self._clock.sleep(POLL_S)
-        await self._look(component)
+        await self._look_again(component)
         return youngest
 
     async def until_hopeless(self) -> None:
@@ -228,7 +235,7 @@ class KubernetesConnector:
         deadline = self._clock.now() + self._start_timeout_s
         await cluster.change_replicas(deployment, +1)
         while True:
-            pods = (await self._look(component)).pods
+            pods = (await self._look_again(component)).pods
             new = [pod for pod in pods if pod not in before and pod not in self._claimed]
             ready = self._ready(new)
             if ready:
@@ -256,8 +263,21 @@ class KubernetesConnector:
         while True:
             await self._clock.sleep(POLL_S)
             for component in self._components:
-                with contextlib.suppress(ShoalError):  # what was seen last holds until there is an answer
-                    await self._look(component)
+                with contextlib.suppress(ConfigError):  # somebody has taken the Deployment away
+                    await self._look_again(component)
+
+    async def _look_again(self, component: Component) -> _Seen:
+        """What was seen last holds where the API does not answer for a while."""
+        with contextlib.suppress(UnavailableError):
+            return await self._look(component)
+        return self._seen[component.name]
+
+    async def _is_there(self, pod: str) -> bool:
+        """Whether it may still be, as far as anybody can tell."""
+        if self._registry.state_of(pod) is None:
+            with contextlib.suppress(UnavailableError):
+                return await self._connected.has_pod(pod)
+        return True
 
     async def _look(self, component: Component) -> _Seen:
         deployment = deployment_of(component)

@@ -208,10 +208,13 @@ class LocalConnector:
     async def close(self, grace_s: float) -> None:
         await stop(self._tasks)
         await self._supervisor.close(grace_s)
-        with self._file.changing() as state:
-            state.supervisor = None
-            for entry in state.components.values():
-                entry.workers = {}
+        try:
+            with self._file.changing() as state:
+                state.supervisor = None
+                for entry in state.components.values():
+                    entry.workers = {}
+        except OSError as error:
+            logger.error("%s still names workers, which have ended: %s", self._file.path, error)
 
     async def _begin(self, placement: Placement, is_there: bool = False) -> None:
         if not is_there:
@@ -247,14 +250,18 @@ class LocalConnector:
             await self._clock.sleep(LOOK_S)
 
     async def _end(self, placement: Placement) -> None:
-        """Ours drain by themselves at SIGTERM; another engine may not."""
+        """Ours drain by themselves at SIGTERM; another engine may not. Where its supervisor does not answer,
+        its place is free all the same, and the next look takes it again for what still runs there."""
         if placement.spec is not None:
             with contextlib.suppress(UnknownWorkerError, TimeoutError):
                 await asyncio.wait_for(self._registry.retire(placement.id), GRACE_S)
-        await self._supervisor.stop(placement.id, GRACE_S)
-        self._mine.pop(placement.id, None)
-        with self._file.changing() as state:
-            state.free(placement)
+        self._mine[placement.id] = placement
+        try:
+            await self._supervisor.stop(placement.id, GRACE_S)
+            self._mine.pop(placement.id, None)
+        finally:
+            with self._file.changing() as state:
+                state.free(placement)
         if placement.spec is not None:
             with contextlib.suppress(UnknownWorkerError):  # a person has removed it
                 await self._registry.remove(placement.id)
@@ -273,9 +280,11 @@ class LocalConnector:
 
     async def _look(self) -> None:
         """Brings the file up to date with what runs."""
-        running = await self._supervisor.running()
-        self._mine = {name: placement for name, placement in self._mine.items() if name in running}
-        self._running = running
+        known = list(self._mine)  # not those that are begun during the call
+        self._running = running = await self._supervisor.running()
+        for name in known:
+            if name not in running:
+                self._mine.pop(name, None)
         with self._file.changing() as state:
             if self._tasks:
                 state.supervisor = Life.of(os.getpid())

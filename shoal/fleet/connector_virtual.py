@@ -17,16 +17,14 @@ may be written in any language. One in Python has a VirtualClient:
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from shoal.errors import ConfigError, UnavailableError
-from shoal.fleet.connector import LOOK_S, Setting, component_of
+from shoal.fleet.connector import LOOK_S, Setting, UnderWay, component_of
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +76,7 @@ class VirtualConnector:
         self._decision = ScalingDecision(0, {})
         self._decided_at = 0.0
         self._deciding = asyncio.Lock()
-        self._num_changing = 0
+        self._changes = UnderWay()
         self._claimed: set[str] = set()  # what the present calls of `add` have got
 
     async def start(self) -> None:
@@ -90,7 +88,8 @@ class VirtualConnector:
         before = _read(path, ScalingDecision)
         if before is None and path.exists():
             raise ConfigError(
-                f"{path} is no decision of a planner; remove it, and its numbers begin at 1 again"
+                f"{path} is no decision of a planner; remove it, and numbers go on from the last that was "
+                "confirmed"
             )
         logger.info("decisions are written to %s, and confirmed in %s", path, self._folder / SCALED)
         self._decision = before or self._decision
@@ -108,9 +107,9 @@ class VirtualConnector:
         component_of(self._components, model, role)
         deadline = self._clock.now() + self._start_timeout_s
         before = set(self._registry.ready(model, role))
-        if not self._num_changing:
+        if not self._changes.count:
             self._claimed.clear()
-        with self._changing():
+        with self._changes.one_more():
             decision_id = await self._decide(model, role, 1, deadline)
             while True:
                 new = [one for one in self._registry.ready(model, role) if one not in before | self._claimed]
@@ -132,7 +131,7 @@ class VirtualConnector:
         before = self._registry.ready(model, role)
         if not before:
             raise UnavailableError(f"there is no {role} worker of {model} here to be removed")
-        with self._changing():
+        with self._changes.one_more():
             decision_id = await self._decide(model, role, -1, deadline)
             while True:
                 gone = [one for one in before if self._registry.state_of(one) is None]
@@ -151,25 +150,18 @@ class VirtualConnector:
     async def close(self, grace_s: float) -> None:
         """Workers stay: they are the orchestrator's."""
 
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        self._num_changing += 1
-        try:
-            yield
-        finally:
-            self._num_changing -= 1
-
     async def _decide(self, model: str, role: str, by: int, deadline: float) -> int:
         """Waits until the decision before is confirmed, and writes the next one. Returns its number."""
         async with self._deciding:
             while not self._is_confirmed(self._decision.decision_id):
                 if self._clock.now() >= deadline:
+                    last = self._decision.decision_id
                     raise UnavailableError(
-                        f"decision {self._decision.decision_id} is not confirmed in {self._folder / SCALED}, "
-                        "so no other one is made; does the orchestrator run?"
+                        f"no decision is made after decision {last}: {self._confirmation(last)}; does the "
+                        "orchestrator run?"
                     )
                 await self._clock.sleep(LOOK_S)
-            if self._num_changing == 1 and not self.pending(model):
+            if self._changes.count == 1 and not self.pending(model):
                 # Workers that a person has added or removed meanwhile are taken as they are.
                 self._change(model, role, by, len(self._registry.ready(model, role)))
             else:
@@ -185,7 +177,7 @@ class VirtualConnector:
         self._write()
 
     def _write(self) -> None:
-        number = self._decision.decision_id + 1
+        number = 1 + max(self._decision.decision_id, _scaled_id(self._folder))  # one that is not confirmed
         self._decision = msgspec.structs.replace(self._decision, decision_id=number)
         self._decided_at = self._clock.now()
         _write(self._folder / DECISION, self._decision)
@@ -194,8 +186,10 @@ class VirtualConnector:
         return _scaled_id(self._folder) >= decision_id
 
     def _confirmation(self, decision_id: int) -> str:
-        is_confirmed = self._is_confirmed(decision_id)
-        return f"it {'is' if is_confirmed else 'is not'} confirmed in {self._folder / SCALED}"
+        path = self._folder / SCALED
+        if path.exists() and _read(path, Scaled) is None:
+            return f'its confirmation cannot be read in {path}, where {{"scaled_decision_id": N}} is expected'
+        return f"it {'is' if self._is_confirmed(decision_id) else 'is not'} confirmed in {path}"
 
 
 def _scaled_id(folder: Path) -> int:

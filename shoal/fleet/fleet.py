@@ -208,9 +208,9 @@ class Fleet:
                 feed.check()
 
     def published(self, worker_id: str, loads: Sequence[WorkerLoad]) -> None:
-        """What a worker says of its load, each rank for itself."""
+        """What a worker says of its load, each rank for itself; [] is no word of it."""
         worker = self.workers.get(worker_id)
-        if worker is None:
+        if worker is None or not loads:
             return
         worker.loads = loads
         info = worker.info
@@ -340,14 +340,9 @@ class Fleet:
             return Observation(at=0.0, decode=[], decode_role=decode_role)
         decode = [worker for worker in model.dispatcher.workers.values() if worker.takes_requests]
         prefill = model.prefills.dispatcher
-        loads = []
-        for worker in decode:
-            ranks = [model.router.candidates[rank] for rank in worker.ranks]
-            usage = max(model.router.kv_usage(candidate.rank) for candidate in ranks)
-            loads.append(DecodeLoad(usage, sum(candidate.num_waiting for candidate in ranks)))
         return Observation(
             at=0.0,
-            decode=loads,
+            decode=[_decode_load(worker.loads) for worker in decode],
             decode_role=decode_role,
             prefill_workers=sum(
                 worker.takes_requests and worker.info.role == "prefill" for worker in prefill.workers.values()
@@ -589,6 +584,14 @@ def _served(worker: Worker[Any]) -> Served | None:
         list(served.first_token),
         list(served.between_tokens),
     )
+
+
+def _decode_load(loads: Sequence[WorkerLoad]) -> DecodeLoad:
+    """By what each of a worker's ranks has said last, however long ago: one that is too busy to speak is not
+    empty."""
+    usage = max((load.kv_usage for load in loads if math.isfinite(load.kv_usage)), default=0.0)
+    has_slots = any(load.num_running for load in loads)
+    return DecodeLoad(usage, sum(load.num_waiting for load in loads), has_slots)
 
 
 def _sum_of_queues(queues: Iterable[QueueView]) -> QueueView:

@@ -37,8 +37,6 @@ MAX_TRIES = 4  # workers that may fail a request before its first token, whateve
 BOOKED_TOKENS = 8  # of a stream are told to the router's books at a time, which count in blocks
 MAX_REFUSALS = 10  # by workers that take nothing just now, until the request is told so
 
-logger = logging.getLogger(__name__)
-
 
 class FleetEngine(Control):
     def __init__(

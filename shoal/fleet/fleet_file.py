@@ -230,6 +230,14 @@ class FleetFile:
                     f"[[workers]] {number} has a command and no name, and [planner] needs to know what it "
                     "sizes; write name = what /v1/models of that server says"
                 )
+            is_on_cpu = isinstance(group, OwnWorkers) and group.options.get("device") == "cpu"
+            gpus, counted = group.devices_per_worker, self.planner.gpus_of(role)
+            if gpus > counted and not is_on_cpu:
+                option = "prefill_engine_num_gpu" if role == "prefill" else "decode_engine_num_gpu"
+                raise ConfigError(
+                    f"[[workers]] {number}: each of these takes {gpus} GPUs, and [planner] counts {counted} "
+                    f"for one of the role {role}; write {option} = {gpus}"
+                )
             if (name, role) in seen:
                 raise ConfigError(
                     f"[[workers]] {number}: the planner needs to know which {role} workers of {name} to add, "

@@ -303,15 +303,17 @@ class ForeignForwarder:
             usage = msgspec.json.decode(body, type=_Whole).usage
         except ValueError:
             usage = None
+        num_tokens = 0
         if usage is not None:
             counts = TokenCounts.of(usage)
+            num_tokens = counts.generated
             self.token_counts.add(counts)
             if place.worker.served is not None:
                 place.worker.served.output_tokens += counts.generated
             told.counted(counts.prompt, counts.cached)
-            told.tokens(counts.generated)
             if counts.prompt and usage.get("prompt_tokens_details"):
                 _tell_cached(place, counts.cached, counts.prompt)
+        told.tokens(num_tokens)
         yield body
 
     async def _settle(self, stream: ForeignStream) -> None:

@@ -85,10 +85,11 @@ def _removals(
 
 
 def _can_spare_one(config: PlannerConfig, load: float, count: int, most: float) -> bool:
-    """Whether the others would not be above the threshold at which one is added again."""
-    if not config.checks_remaining_load or count == 1:
+    """Whether the others would not be above the threshold at which one is added again. Where there are no
+    others, there is nothing that they could carry."""
+    if not config.checks_remaining_load:
         return True
-    return load * count / (count - 1) <= most
+    return load * count / (count - 1) <= most if count > 1 else load == 0
 
 
 def _additions(

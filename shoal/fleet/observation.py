@@ -8,11 +8,13 @@ import msgspec
 
 from shoal.fleet.traffic import Traffic
 
+DECODE_ROLES = ("both", "decode")
 WAITING_LOAD = 0.02  # of KV load, for each request that waits at a worker
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):
-    """One decode worker, or one that does both. `num_waiting` counts where the worker tells of its slots."""
+    """One decode worker, or one that does both. `num_waiting` counts where the worker tells of slots that are
+    taken (`has_slots`)."""
 
     kv_usage: float  # 0 to 1
     num_waiting: int = 0
@@ -36,6 +38,10 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     queued: int = 0  # requests that the router holds until a worker has room
     pending: int = 0
     traffic: Traffic = msgspec.field(default_factory=Traffic)  # since the router's start; for mode "sla"
+
+    def __post_init__(self) -> None:
+        if self.decode_role not in DECODE_ROLES:  # in a record
+            raise ValueError(f"decode_role {self.decode_role!r:.40} is none of {', '.join(DECODE_ROLES)}")
 
     @property
     def num_waiting(self) -> int:

@@ -12,9 +12,9 @@ import logging
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.control import Command, Sleep, UpdateWeights, WakeUp
+from shoal.control import Command, Sleep, UpdateWeights, WakeUp, name_of
 from shoal.errors import ShoalError, UnavailableError
-from shoal.fleet.connector import Component, Connector, component_of
+from shoal.fleet.connector import GRACE_S, Component, Connector, component_of
 from shoal.fleet.connector_local import LocalConnector
 from shoal.fleet.fleet import Fleet
 from shoal.fleet.planner_config import PlannerConfig
@@ -68,7 +68,7 @@ class Parking(Connector):
         if worker is None or worker.info.is_foreign:
             await self._inner.end(awake[-1])
             return awake[-1]
-        await self._command(Sleep(self._level), worker.id)
+        await self._command(Sleep(self._level), worker.id, GRACE_S)
         self._parked[worker.id] = (model, role)
         self._inner.note_parked(worker.id, True)
         logger.info("worker %s sleeps until it is needed", worker.id)
@@ -97,16 +97,24 @@ class Parking(Connector):
         return [worker_id for worker_id, kind in self._asleep().items() if kind == (model, role)]
 
     async def _wake(self, worker_id: str, component: Component) -> None:
-        await self._command(WakeUp(), worker_id)
+        timeout_s = self._config.start_timeout
+        await self._command(WakeUp(), worker_id, timeout_s)
         if self._level == 2:
-            await self._command(UpdateWeights(component.source), worker_id)
+            await self._command(UpdateWeights(component.source), worker_id, timeout_s)
 
-    async def _command(self, command: Command[Any], worker_id: str) -> None:
-        """Raises the worker's error; UnavailableError if it has gone."""
+    async def _command(self, command: Command[Any], worker_id: str, timeout_s: float) -> None:
+        """Raises the worker's error; UnavailableError if it has gone, or has not ended its requests and
+        carried this out in time."""
         worker = self._fleet.workers.get(worker_id)
         if worker is None:
             raise UnavailableError(f"worker {worker_id} is not there")
-        found = await self._fleet.command(command, [worker_id], model=None, rolling=True)
+        try:
+            async with asyncio.timeout(timeout_s):
+                found = await self._fleet.command(command, [worker_id], model=None, rolling=True)
+        except TimeoutError:
+            raise UnavailableError(
+                f"worker {worker_id} has not come to {name_of(command)} within {timeout_s:g} s"
+            ) from None
         for error in found.errors.values():
             raise error
 

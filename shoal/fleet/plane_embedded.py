@@ -498,10 +498,10 @@ def _is_sent(sending: Awaitable[object]) -> bool:
 
 def check_address(url: str) -> None:
     """Raises ConfigError for what is no address of this host alone."""
-    parts = urlsplit(url)
-    if parts.scheme == "ipc" and url.removeprefix("ipc://").startswith("/"):
+    if url.startswith("ipc:///"):
         return
     try:
+        parts = urlsplit(url)
         is_local = parts.scheme == "tcp" and bool(parts.port) and is_loopback(parts.hostname or "")
     except ValueError:
         is_local = False

@@ -8,7 +8,8 @@ Caller and server each have an inbox, a subject of their own. A call goes to the
 
 The server may be at most WINDOW messages ahead of the reader. A stream ends exactly once: by End, by its
 reader, or by PeerGone where the other side was silent for a lease or messages were lost on the way. Losses
-are seen by gaps in the numbers, and by streams that the other side no longer names.
+are seen by gaps in the numbers, and by streams that the other side no longer names. An Alive may arrive after
+the Open of a stream that is younger, so rounds of them are numbered.
 """
 
 from __future__ import annotations
@@ -47,11 +48,13 @@ class Open(_Message, frozen=True):
     stream_id: str
     caller: str  # the inbox
     payload: bytes
+    num_alive: int  # rounds of Alive that its sender has made before; only later ones name the stream
 
 
 class Opened(_Message, frozen=True):
     stream_id: str
     server: str  # the inbox
+    num_alive: int  # as in Open
 
 
 class Item(_Message, frozen=True):
@@ -77,6 +80,7 @@ class Stop(_Message, frozen=True):
 
 class Alive(_Message, frozen=True):
     sender: str  # the inbox
+    number: int  # of the sender's round, from 1 on
     called: list[str]  # streams that the sender reads
     served: list[str]  # streams that the sender writes
 
@@ -101,6 +105,7 @@ class Stream(Generic[A]):
     def __init__(self, stream_id: str, kind: str, type_: type[A], streams: Streams) -> None:
         self.stream_id = stream_id
         self.server: str | None = None
+        self.num_alive = 0  # rounds of the server's that do not name this stream
         self.heard_at = streams.clock.now()
         self._kind, self._type, self._streams = kind, type_, streams
         self._next = 0
@@ -112,7 +117,7 @@ class Stream(Generic[A]):
 
     def take(self, message: Opened | Item | End) -> None:
         if isinstance(message, Opened):
-            self.server = message.server
+            self.server, self.num_alive = message.server, message.num_alive
             return
         if message.number != self._next:
             self.fail(PeerGone(f"messages {self._next} to {message.number - 1} of a stream were lost"))
@@ -165,8 +170,8 @@ class Stream(Generic[A]):
 class _Served:
     """The server's side of one stream."""
 
-    def __init__(self, caller: str, now: float) -> None:
-        self.caller, self.heard_at = caller, now
+    def __init__(self, opened: Open, now: float) -> None:
+        self.caller, self.num_alive, self.heard_at = opened.caller, opened.num_alive, now
         self.credit = asyncio.Semaphore(WINDOW)
         self.num_sent = 0
         self.task: asyncio.Task[None] | None = None
@@ -180,7 +185,7 @@ class Streams:
         self.clock, self.reader = clock, reader
         self.inbox = f"inbox.{name}"
         self._messages, self._lease_s = messages, lease_s
-        self._num_called = 0
+        self._num_called = self._num_alive = 0
         self._called: dict[str, Stream[Any]] = {}
         self._served: dict[str, _Served] = {}
         self._posts: asyncio.Queue[tuple[str, _Message]] = asyncio.Queue()
@@ -192,9 +197,8 @@ class Streams:
         self._num_called += 1
         stream = Stream(f"{self.inbox}.{self._num_called}", f"stream {name}", type_, self)
         self._called[stream.stream_id] = stream
-        await self._messages.send(
-            f"serve.{name}", encode(Open(stream.stream_id, self.inbox, encode(request)))
-        )
+        opening = Open(stream.stream_id, self.inbox, encode(request), self._num_alive)
+        await self._messages.send(f"serve.{name}", encode(opening))
         return stream
 
     async def serve(self, name: str, type_: type[T], handler: Handler[T]) -> Callable[[], None]:
@@ -205,7 +209,7 @@ class Streams:
             opened = self.reader.read(f"call of {name}", payload, Open)
             if opened is None or opened.stream_id in self._served:
                 return
-            served = self._served[opened.stream_id] = _Served(opened.caller, self.clock.now())
+            served = self._served[opened.stream_id] = _Served(opened, self.clock.now())
             served.task = asyncio.create_task(self._answer(name, opened, served, type_, handler))
             served.task.add_done_callback(lambda task: self._end(name, opened, served, task))
 
@@ -249,7 +253,8 @@ class Streams:
     async def _answer(
         self, name: str, opened: Open, served: _Served, type_: type[T], handler: Handler[T]
     ) -> None:
-        await self._messages.send(opened.caller, encode(Opened(opened.stream_id, self.inbox)))
+        answer = Opened(opened.stream_id, self.inbox, self._num_alive)
+        await self._messages.send(opened.caller, encode(answer))
         request = self.reader.read(f"request of {name}", opened.payload, type_)
         if request is None:
             raise ShoalError(f"{name} cannot read the request: it is no {type_.__name__}")
@@ -294,13 +299,13 @@ class Streams:
         theirs = set(alive.served)
         for stream in [stream for stream in self._called.values() if stream.server == alive.sender]:
             stream.heard_at = now
-            if stream.stream_id not in theirs:
+            if stream.stream_id not in theirs and alive.number > stream.num_alive:
                 stream.fail(PeerGone("the server no longer knows the stream: its end was lost"))
         reads = set(alive.called)
         for stream_id, served in list(self._served.items()):
             if served.caller == alive.sender:
                 served.heard_at = now
-                if stream_id not in reads:
+                if stream_id not in reads and alive.number > served.num_alive:
                     self._cancel(stream_id)
 
     def _cancel(self, stream_id: str) -> None:
@@ -328,7 +333,8 @@ class Streams:
                     self._cancel(stream_id)
             peers = {stream.server for stream in self._called.values() if stream.server}
             peers |= {served.caller for served in self._served.values()}
+            self._num_alive += 1
             for peer in peers:
                 called = [key for key, stream in self._called.items() if stream.server in (peer, None)]
                 served_ids = [key for key, served in self._served.items() if served.caller == peer]
-                self.post(peer, Alive(self.inbox, called, served_ids))
+                self.post(peer, Alive(self.inbox, self._num_alive, called, served_ids))

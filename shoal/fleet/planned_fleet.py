@@ -11,15 +11,14 @@ second one gets.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from shoal.errors import ConfigError, ShoalError, UnavailableError
-from shoal.fleet.connector import LOOK_S, Component, Connector
+from shoal.fleet.connector import LOOK_S, Component, Connector, UnderWay
 from shoal.fleet.fleet import Fleet
 from shoal.fleet.observation import Observation
 from shoal.fleet.plane import Member, Plane
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 SUPERVISOR, PLANNER = "supervisor", "planner"  # roles on the plane
 
-ROLE_S = 30.0  # for a worker to say on the plane that it has another role
+ROLE_S = 30.0  # for a worker to change its role, and to say so on the plane
 
 A = TypeVar("A")
 T = TypeVar("T")
@@ -65,7 +64,7 @@ class OwnFleet:
 
     def __init__(self, fleet: Fleet, connector: Connector, components: Sequence[Component]) -> None:
         self._fleet, self._connector = fleet, connector
-        self._num_changing = 0
+        self._changes = UnderWay()
         self._decode_roles: dict[str, str] = {}  # by model
         for component in components:
             if component.role == "decode":
@@ -79,27 +78,27 @@ class OwnFleet:
         found = {}
         for model, role in self._decode_roles.items():
             seen = self._fleet.observe(model, role)
-            pending = max(seen.pending + self._connector.pending(model), self._num_changing)
+            pending = max(seen.pending + self._connector.pending(model), self._changes.count)
             found[model] = msgspec.structs.replace(seen, pending=pending)
         return found
 
     async def add(self, model: str, role: str) -> str:
-        with self._changing():
+        with self._changes.one_more():
             return await self._connector.add(model, role)
 
     async def remove(self, model: str, role: str) -> str:
-        with self._changing():
+        with self._changes.one_more():
             return await self._connector.remove(model, role)
 
     async def change_role(self, model: str, role: str, to: str) -> str:
         """The one with the fewest requests, which go on."""
-        with self._changing():
+        with self._changes.one_more():
             worker_id = self._fleet.idlest(model, role)
             if worker_id is None:
                 raise UnavailableError(f"there is no {role} worker of {model} that could change its role")
-            await self._fleet.change_role(worker_id, to)
             try:
                 async with asyncio.timeout(ROLE_S):
+                    await self._fleet.change_role(worker_id, to)
                     while self._fleet.role_of(worker_id) != to:
                         await asyncio.sleep(LOOK_S)
             except TimeoutError:
@@ -107,14 +106,6 @@ class OwnFleet:
                     f"worker {worker_id} has not changed its role in {ROLE_S:g} s"
                 ) from None
             return worker_id
-
-    @contextlib.contextmanager
-    def _changing(self) -> Iterator[None]:
-        self._num_changing += 1
-        try:
-            yield
-        finally:
-            self._num_changing -= 1
 
 
 # On the plane: services of the process that runs the fleet, NAME.look, NAME.add, NAME.remove and NAME.role
@@ -192,10 +183,16 @@ class PlannerPort:
         async def answer(wanted: T) -> AsyncGenerator[msgspec.Struct, None]:
             task = asyncio.create_task(change(wanted))
             self._changes.add(task)
-            task.add_done_callback(self._changes.discard)
+            task.add_done_callback(self._ended)
             yield Changed(await asyncio.shield(task))  # it goes on when the planner dies
 
         return answer
+
+    def _ended(self, change: asyncio.Task[str]) -> None:
+        """Says in this log, too, why a change failed: its planner may be gone by now."""
+        self._changes.discard(change)
+        if not change.cancelled() and (error := change.exception()) is not None:
+            logger.error("a change that the planner asked for failed: %s", error)
 
 
 class RemoteFleet:

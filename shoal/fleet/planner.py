@@ -143,8 +143,10 @@ def _gpus_of(config: PlannerConfig, observation: Observation) -> int:
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of a planner's record: an observation, or the decision that followed."""
+    """A line of a planner's record: an observation, the decision that followed, or a gap, in which the fleet
+    was not seen: what was seen before it in its interval is not judged."""
 
+    is_gap: bool = False
     model: str = ""
     observation: Observation | None = None
     decision: Decision | None = None
@@ -164,7 +166,9 @@ def replay(config: PlannerConfig, lines: Iterable[bytes | str]) -> Iterator[Reco
             entry = msgspec.json.decode(line, type=Recorded)
         except msgspec.MsgspecError as error:
             raise ConfigError(f"line {number} of the record cannot be read: {error}") from None
-        if entry.observation is not None:
+        if entry.is_gap:
+            observations.clear()
+        elif entry.observation is not None:
             observations.setdefault(entry.model, []).append(entry.observation)
         elif entry.decision is not None and observations.get(entry.model):
             if entry.model not in states:

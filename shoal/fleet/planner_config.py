@@ -10,6 +10,7 @@ from shoal.fleet.predictors import PREDICTORS, check_predictor
 
 MODES = ("load", "sla")
 ON_THIS_HOST = ("process", "circus")  # connectors whose workers are processes of the router's host
+DAY_S, YEAR_S = 86_400, 31_536_000
 CONNECTORS = (*ON_THIS_HOST, "ray", "kubernetes", "virtual")
 
 
@@ -20,7 +21,7 @@ class PlannerConfig:
     enabled: bool = option(False, "whether the fleet is sized by its load", section="planner")
     mode: str = option("load", "by which rules: by load, or for the latencies ttft and itl", choices=MODES)
     connector: str = option("process", "what starts and ends workers", choices=CONNECTORS)
-    metric_pulling_interval: float = option(1.0, "seconds between two observations", above=0)
+    metric_pulling_interval: float = option(1.0, "seconds between two observations", low=0.01)
     adjustment_interval: float = option(10.0, "seconds between two decisions", above=0)
     prefill_queue_scale_up_threshold: float = option(5.0, "mean queue above which prefill grows", low=0)
     prefill_queue_scale_down_threshold: float = option(0.2, "mean queue below which prefill shrinks", low=0)
@@ -53,12 +54,14 @@ class PlannerConfig:
         "linear", "likewise, how the load of later intervals is foretold", choices=tuple(PREDICTORS)
     )
     load_prediction_window_size: int = option(50, "likewise, from how many intervals", low=1)
-    load_season: float = option(0.0, 'seconds after which the load repeats itself, for "holt_winters"', low=0)
+    load_season: float = option(
+        0.0, 'seconds after which the load repeats itself, for "holt_winters"', low=0, high=YEAR_S
+    )
     load_adjustment_interval: float = option(
         5.0, 'mode "sla": seconds between two looks whether the targets are missed now', above=0
     )
     startup_time: float = option(
-        30.0, "likewise, seconds that a worker takes to start: so far it looks ahead", low=0
+        30.0, "likewise, seconds that a worker takes to start: so far it looks ahead", low=0, high=DAY_S
     )
     no_correction: bool = option(False, "likewise, the profile is believed, whatever is observed")
 

@@ -40,24 +40,29 @@ class PlannerLoop:
         self._decisions: collections.deque[tuple[str, Decision]] = collections.deque(maxlen=SHOWN_DECISIONS)
         self._num_failures: dict[str, int] = {}  # of changes in succession, by model
         self._changing: asyncio.Task[None] | None = None
+        self._lacks_record = False  # what was last to be written in it is not there
         fleet.show(self.view)
 
     async def run(self) -> None:
         """Runs until it is cancelled; a change under way is cancelled with it."""
-        due = self._clock.now() + self.config.judging_interval
+        interval_s = self.config.judging_interval
+        due, is_blind = self._clock.now() + interval_s, False
         try:
             while True:
                 await self._clock.sleep(self.config.metric_pulling_interval)
                 try:
                     await self._look()
-                    if self._clock.now() >= due:
-                        due = self._clock.now() + self.config.judging_interval
-                        self._judge()
-                except UnavailableError as error:  # it may be back when the loop looks next
-                    logger.error("planner: %s", error)
+                except (UnavailableError, OSError) as error:  # it may be back when the loop looks next
+                    if not is_blind:
+                        logger.error("planner: %s; nothing is decided until the fleet is seen again", error)
+                        self._write(Recorded(is_gap=True))
+                    is_blind, due = True, self._clock.now() + interval_s
                     self._planner.forget()
-                except OSError as error:  # of the disk, which may have room again then
-                    logger.error("planner: %s", error)
+                    continue
+                is_blind, late_s = False, self._clock.now() - due
+                if late_s >= 0:
+                    due += interval_s * (1 + late_s // interval_s)
+                    self._judge()
         finally:
             if self._changing is not None:
                 self._changing.cancel()
@@ -115,17 +120,20 @@ class PlannerLoop:
 
     async def _carry_out(self, decisions: list[tuple[str, Decision]]) -> None:
         """Workers change their role; others end one after the other, which makes room; then those that are
-        added start side by side."""
+        added start side by side. Nothing is added where a worker that was to make room for it has stayed."""
         for model, decision in decisions:
             for move in decision.moves:
                 for _ in range(move.count):
                     changing = self._fleet.change_role(model, move.role, move.to)
                     await self._carry_out_one(model, "move", changing, f"has the role {move.to}")
+        has_room = True
         for model, decision in decisions:
             for change in decision.changes:
                 for _ in range(-change.count):
                     removing = self._fleet.remove(model, change.role)
-                    await self._carry_out_one(model, "remove", removing, "is gone")
+                    has_room &= await self._carry_out_one(model, "remove", removing, "is gone")
+        if not has_room:
+            return
         async with asyncio.TaskGroup() as group:
             for model, decision in decisions:
                 for change in decision.changes:
@@ -133,22 +141,34 @@ class PlannerLoop:
                         adding = self._fleet.add(model, change.role)
                         group.create_task(self._carry_out_one(model, "add", adding, "is ready"))
 
-    async def _carry_out_one(self, model: str, kind: str, work: Awaitable[str], outcome: str) -> None:
+    async def _carry_out_one(self, model: str, kind: str, work: Awaitable[str], outcome: str) -> bool:
+        """Whether it was done."""
         try:
             worker_id = await work
         except (ShoalError, OSError) as error:  # the next decision begins with what there is then
             logger.error("planner: %s", error)
             self._num_failures[model] = self._num_failures.get(model, 0) + 1
             self._counts.changed(model, kind, has_failed=True)
-        else:
-            self._num_failures.pop(model, None)
-            self._counts.changed(model, kind, has_failed=False)
-            logger.info("planner: %s %s", worker_id, outcome)
+            return False
+        self._num_failures.pop(model, None)
+        self._counts.changed(model, kind, has_failed=False)
+        logger.info("planner: %s %s", worker_id, outcome)
+        return True
 
     def _write(self, entry: Recorded) -> None:
-        if self._record is not None:
+        """A record that cannot be written keeps no fleet from being sized."""
+        if self._record is None:
+            return
+        try:
             self._record.write(msgspec.json.encode(entry) + b"\n")
             self._record.flush()
+            self._lacks_record = False
+        except OSError as error:
+            if not self._lacks_record:
+                logger.error(
+                    "planner: the record cannot be written, and lines may be missing in it: %s", error
+                )
+            self._lacks_record = True
 
 
 def _in_words(decision: Decision) -> str:

@@ -29,7 +29,7 @@ from shoal.fleet.indexer import Overlap, WorkerRank
 class RouterWeights:
     """Names are those of Dynamo's KvRouterConfig, but for the last, which is ours. So are the defaults, but
     `overlap_score_credit` and `prefill_load_scale` are 1 there. A block to compute then weighs no more than
-    one that is held, and busy workers lose their prefixes (docs/fleet.md)."""
+    one that is held, and busy workers lose their prefixes (benchmarks/results/simulated.md)."""
 
     overlap_score_credit: float = 4.0
     overlap_score_credit_decay: float = 0.0

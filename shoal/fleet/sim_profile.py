@@ -4,7 +4,7 @@ model and machine can be simulated, and a simulation can be held against the fle
 from __future__ import annotations
 
 from shoal.fleet.engine_profile import EngineProfile
-from shoal.fleet.sim_timing import StepTime
+from shoal.fleet.sim_timing import StepTime, StepWork
 
 
 class ProfileTiming:
@@ -14,27 +14,26 @@ class ProfileTiming:
     def __init__(self, profile: EngineProfile) -> None:
         self.data = profile.data
         self._profile = profile
+        self._shortest = min(point.input_length for point in self.data.prefill)
 
-    def step(
-        self,
-        num_decodes: int,
-        context_tokens: int,
-        distinct_tokens: int,
-        num_chunks: int = 0,
-        chunk_tokens: int = 0,
-        chunk_pairs: int = 0,
-        num_first: int = 0,
-    ) -> StepTime:
+    def step(self, work: StepWork) -> StepTime:
         """Chunks count as so many of their mean size and place in their prompts."""
-        decode_s = self._decode_s(num_decodes, context_tokens)
-        if not num_chunks:
-            return StepTime(decode_s, self._decode_s(num_decodes, context_tokens + num_decodes) - decode_s)
-        size = chunk_tokens / num_chunks
-        before = max(0.0, chunk_pairs / chunk_tokens - (size + 1) / 2)  # tokens of the prompt, in the mean
+        num_decodes, context = work.num_decodes, work.context_tokens
+        decode_s = self._decode_s(num_decodes, context)
+        if not work.num_chunks:
+            return StepTime(decode_s, self._decode_s(num_decodes, context + num_decodes) - decode_s)
+        size = work.chunk_tokens / work.num_chunks
+        before = max(0.0, work.chunk_pairs / work.chunk_tokens - (size + 1) / 2)  # of the prompt, in the mean
         idle_s = self._decode_s(1, size)
-        begun_s = self._profile.ttft_s(before) if before else idle_s
-        chunk_s = max(0.0, self._profile.ttft_s(before + size) - begun_s)
-        return StepTime((decode_s if num_decodes else idle_s) + num_chunks * chunk_s, 0.0)
+        chunk_s = max(0.0, self._begun_s(before + size, idle_s) - self._begun_s(before, idle_s))
+        return StepTime((decode_s if num_decodes else idle_s) + work.num_chunks * chunk_s, 0.0)
+
+    def _begun_s(self, num_tokens: float, idle_s: float) -> float:
+        """How long an idle worker, whose step takes `idle_s`, computes at so many tokens of a prompt. Below
+        the shortest that was measured there is a line to a step without any."""
+        found = self._profile.ttft_s(num_tokens)
+        share = min(1.0, num_tokens / self._shortest)
+        return idle_s + share * (found - idle_s)
 
     def _decode_s(self, num_decodes: int, context_tokens: float) -> float:
         if not num_decodes:

@@ -3,14 +3,14 @@
 A step reads the weights once, or computes its tokens' products where that takes longer. It reads the keys and
 values of the sequences that decode, and computes the attention of the prompts' chunks. To that come the
 launches of every layer and the host's work for every sequence. The constants of a GPU are fitted to measured
-runs of Shoal; docs/fleet.md has the measured times beside those of the simulator.
+runs of Shoal; docs/simulator.md has the measured times beside those of the simulator.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from shoal.errors import ConfigError
 from shoal.fleet.engine_profile import PROFILE_LENGTHS, PROFILE_USAGES, DecodePoint, PrefillPoint, ProfileData
@@ -110,24 +110,24 @@ class StepTime:
         return num_steps * self.first_s + self.growth_s * (num_steps * (num_steps - 1) // 2)
 
 
+class StepWork(NamedTuple):
+    """What a step computes: `num_decodes` sequences decode, with contexts of `context_tokens` together, of
+    which `distinct_tokens` differ; and `num_chunks` chunks of prompts, with `chunk_tokens` tokens and
+    `chunk_pairs` pairs of a query and a key together, of which `num_first` are the last of their prompts."""
+
+    num_decodes: int = 0
+    context_tokens: int = 0
+    distinct_tokens: int = 0
+    num_chunks: int = 0
+    chunk_tokens: int = 0
+    chunk_pairs: int = 0
+    num_first: int = 0
+
+
 class StepTiming(Protocol):
     """How long a worker's steps take."""
 
-    def step(
-        self,
-        num_decodes: int,
-        context_tokens: int,
-        distinct_tokens: int,
-        num_chunks: int = 0,
-        chunk_tokens: int = 0,
-        chunk_pairs: int = 0,
-        num_first: int = 0,
-    ) -> StepTime:
-        """Of a step in which `num_decodes` sequences decode, with contexts of `context_tokens` together, of
-        which `distinct_tokens` differ, and in which `num_chunks` chunks of prompts are computed: of
-        `chunk_tokens` tokens and `chunk_pairs` pairs of a query and a key together, `num_first` of them the
-        last of their prompts."""
-        ...
+    def step(self, work: StepWork) -> StepTime: ...
 
 
 class Timing:
@@ -164,27 +164,19 @@ class Timing:
             )
         return int(free // shape.kv_bytes)
 
-    def step(
-        self,
-        num_decodes: int,
-        context_tokens: int,
-        distinct_tokens: int,
-        num_chunks: int = 0,
-        chunk_tokens: int = 0,
-        chunk_pairs: int = 0,
-        num_first: int = 0,
-    ) -> StepTime:
-        num_rows = num_decodes + num_first
-        num_tokens = num_decodes + chunk_tokens
-        num_read = distinct_tokens if num_decodes >= SHARE_FROM else context_tokens
+    def step(self, work: StepWork) -> StepTime:
+        num_decodes = work.num_decodes
+        num_rows = num_decodes + work.num_first
+        num_tokens = num_decodes + work.chunk_tokens
+        num_read = work.distinct_tokens if num_decodes >= SHARE_FROM else work.context_tokens
         seconds = (
             self._fixed_s
             + max(self._layer_bytes_s, num_tokens * self._layer_token_s)
             + max(self._head_bytes_s, num_rows * self._head_token_s)
             + num_read * self._kv_token_s
-            + chunk_pairs * self._pair_s
+            + work.chunk_pairs * self._pair_s
             + num_decodes * self._gpu.decode_s
-            + num_chunks * self._gpu.chunk_s
+            + work.num_chunks * self._gpu.chunk_s
         )
         return StepTime(seconds, num_decodes * self._kv_token_s)
 
@@ -195,7 +187,10 @@ class Timing:
             count = min(max_num_batched_tokens, num_tokens - done)
             pairs = count * done + count * (count + 1) // 2
             done += count
-            seconds += self.step(0, 0, 0, 1, count, pairs, int(done == num_tokens)).first_s
+            work = StepWork(
+                num_chunks=1, chunk_tokens=count, chunk_pairs=pairs, num_first=int(done == num_tokens)
+            )
+            seconds += self.step(work).first_s
         return seconds
 
 
@@ -220,7 +215,7 @@ def profile_of(
     for context in context_lengths:
         for count in sorted({round(usage * cache_tokens / context) for usage in kv_usages}):
             if 1 <= count <= max_num_seqs and count * context <= cache_tokens:
-                itl_s = timing.step(count, count * context, count * context).first_s
+                itl_s = timing.step(StepWork(count, count * context, count * context)).first_s
                 decode.append(DecodePoint(context, count * context / cache_tokens, itl_s, count / itl_s))
     return ProfileData(model, f"simulated {gpu}", 1, cache_tokens, max_num_seqs, prefill, decode)
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal.errors import ConfigError
-from shoal.fleet.sim_timing import StepTime, StepTiming
+from shoal.fleet.sim_timing import StepTime, StepTiming, StepWork
 
 PAGE = 16  # tokens: the unit of the cache's room, as block_size of `shoal serve`
 MAX_RUN_STEPS = 32  # after so many decode steps the router hears of what was generated
@@ -409,7 +409,8 @@ class SimWorker:
             begin_s = max(now, self._host_free_s)
             ready_s = begin_s + num_tokens * links.host_token_s
             pairs = num_tokens * known + num_tokens * (num_tokens + 1) // 2
-            if not num_tokens or ready_s - now > self._timing.step(0, 0, 0, 1, num_tokens, pairs).first_s:
+            work = StepWork(num_chunks=1, chunk_tokens=num_tokens, chunk_pairs=pairs)
+            if not num_tokens or ready_s - now > self._timing.step(work).first_s:
                 return 0
             self._host_free_s = request.ready_s = ready_s
         else:
@@ -483,7 +484,7 @@ class SimWorker:
             num_pairs += count * request.num_computed + count * (count + 1) // 2
             num_first += request.num_computed + count == request.num_known
         return self._timing.step(
-            len(run.decodes), context, distinct, len(run.chunks), num_tokens, num_pairs, num_first
+            StepWork(len(run.decodes), context, distinct, len(run.chunks), num_tokens, num_pairs, num_first)
         )
 
     def _release(self, request: SimRequest) -> None:

@@ -94,7 +94,7 @@ def decide_by_latency(
         return Decision(at=last.at, changes=[], reason=hindrance, desired=counts), state
     if state.has_plan_due:
         wanted, reason, enough = _planned(config, profile, state, counts)
-        enough_lately = (*state.enough, enough)[1 - _steps_ahead(config) :]
+        enough_lately = (*state.enough, enough)[-max(1, _steps_ahead(config) - 1) :]
         state = msgspec.structs.replace(state, has_plan_due=False, enough=enough_lately)
     else:
         wanted, reason = counts, "the targets are held" if was_calm else "workers have just come or gone"

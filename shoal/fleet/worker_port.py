@@ -497,8 +497,8 @@ class _Part:
         self._answer.push(output, time.perf_counter())
 
     def end(self, *, has_failed: bool) -> None:
-        self._trace.end(self._line, "failed" if has_failed else None)
         self._line.end(has_failed=has_failed)
+        self._trace.end(self._line, "failed" if has_failed else None)
 
 
 def _ended(request: Request, times: RequestTimes) -> Event:

@@ -81,7 +81,13 @@ def _q4_1(tensor: Int4Tensor, order: torch.Tensor | None) -> GGUFTensor:
     quants = tensor.unpacked() if order is None else tensor.unpacked()[:, order]
     quants = quants.view(outs, -1, GROUP)
     scales, zeros = tensor.scales[:, of_32[:, 0]], tensor.zeros[:, of_32[:, 0]]
-    heads = torch.stack((scales, -zeros.float() * scales), dim=2).half().view(torch.uint8)
+    heads = torch.stack((scales, -zeros.float() * scales), dim=2).half()
+    if not heads.isfinite().all():
+        raise CheckpointError(
+            f"a matrix of shape {[outs, inputs]} in 4 bits has a scale of {scales.abs().max():g}, which "
+            "float16, in which a CPU keeps scales and minima, has no room for; name a dtype, to which its "
+            "weights are unpacked"
+        )
     nibbles = quants[..., : GROUP // 2] | (quants[..., GROUP // 2 :] << 4)
-    data: np.ndarray = torch.cat((heads, nibbles), dim=2).flatten(1).numpy()
+    data: np.ndarray = torch.cat((heads.view(torch.uint8), nibbles), dim=2).flatten(1).numpy()
     return GGUFTensor("Q4_1", (outs, inputs), data)

@@ -9,6 +9,7 @@ import torch
 
 from shoal.kernels import cpu_build, reference
 from shoal.kernels.reference import apply_updates, copy_ints, embed, linear, linear_add, linear_silu_mul, moe
+from shoal.kernels.split_draw import draw_parts, join_parts
 
 __all__ = [
     "add_norm_linear",
@@ -16,7 +17,9 @@ __all__ = [
     "apply_updates",
     "begin_decode",
     "copy_ints",
+    "draw_parts",
     "embed",
+    "join_parts",
     "keep_bits",
     "linear",
     "linear_add",

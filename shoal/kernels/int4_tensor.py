@@ -16,7 +16,7 @@ class Int4Tensor(QuantizedTensor):
     """A weight is (quant - zero) * scale.
 
     quants: uint8 [O, I / 2], the input of even number in the low bits. scales: float32 [O, G]. zeros: uint8
-    [O, G], 0 to 16. groups: int64 [I], each input's group; None: they lie in order, all of one size."""
+    [O, G], 0 to 15. groups: int64 [I], each input's group; None: they lie in order, all of one size."""
 
     shape: tuple[int, int]
     quants: torch.Tensor
@@ -62,12 +62,14 @@ class Int4Tensor(QuantizedTensor):
     def dequantize(
         self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> torch.Tensor:
-        packed = replace(self, quants=self.quants.to(device))
+        here = replace(
+            self, quants=self.quants.to(device), scales=self.scales.to(device), zeros=self.zeros.to(device)
+        )
         groups = self.groups
         if groups is None:
             groups = torch.arange(self.shape[1]) // self.group_size
-        scales, zeros = self.scales[:, groups].to(device), self.zeros[:, groups].to(device)
-        return ((packed.unpacked().float() - zeros.float()) * scales).to(dtype)
+        groups = groups.to(device)
+        return ((here.unpacked().float() - here.zeros[:, groups].float()) * here.scales[:, groups]).to(dtype)
 
     def rows(self, start: int, stop: int) -> Int4Tensor:
         return replace(

@@ -9,9 +9,11 @@ not. P rows with penalties · S sampled sequences · V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 
 
 def keep_only(logits_SV: torch.Tensor, allowed: Iterable[tuple[int, torch.Tensor]]) -> None:
@@ -49,16 +51,40 @@ def penalize(
     return logits_PV - frequency_P.unsqueeze(1) * output_counts_PV - presence_P.unsqueeze(1) * in_output_PV
 
 
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A part of the columns of logits: the token of the first one, how many the widest part has, and what
+    joins all parts' tensors, [S, n] each, side by side."""
+
+    first: int
+    width: int
+    gather: Callable[[torch.Tensor], torch.Tensor]
+
+
 def logprobs(
-    logits_SV: torch.Tensor, token_ids_S: torch.Tensor, k: int
+    logits_SV: torch.Tensor, token_ids_S: torch.Tensor, k: int, columns: Columns | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Returns four results of log_softmax(logits): the given tokens' values [S], their ranks [S], the ids of
     the k best tokens [S, k] and their values [S, k].
 
     A rank is the number of tokens that are at least as probable, the token itself included. The best is 1.
+
+    The logits may be those of `columns` alone. Whoever has the other columns then makes the same call, and
+    gets the same results.
     """
-    logprobs_SV = logits_SV.float().log_softmax(dim=-1)
-    chosen_S1 = logprobs_SV.gather(1, token_ids_S.long().unsqueeze(1))
-    ranks_S = (logprobs_SV >= chosen_S1).sum(dim=-1)
-    top = logprobs_SV.topk(k, dim=-1)
-    return chosen_S1.squeeze(1), ranks_S, top.indices, top.values
+    part = columns or Columns(0, logits_SV.shape[1], lambda x: x)
+    logits_SV = logits_SV.float()
+    local_S1 = token_ids_S.long().unsqueeze(1) - part.first
+    is_here_S1 = (local_S1 >= 0) & (local_S1 < logits_SV.shape[1])
+    chosen_S1 = logits_SV.gather(1, local_S1.clamp(0, logits_SV.shape[1] - 1))
+    chosen_S1 = chosen_S1.masked_fill(~is_here_S1, -math.inf)
+    sums_S1 = logits_SV.logsumexp(dim=-1, keepdim=True)
+    chosen_SR, sums_SR = part.gather(torch.cat((chosen_S1, sums_S1), dim=1)).unflatten(1, (-1, 2)).unbind(2)
+    chosen_S1, sums_S1 = chosen_SR.amax(dim=-1, keepdim=True), sums_SR.logsumexp(dim=-1, keepdim=True)
+    ranks_S = part.gather((logits_SV >= chosen_S1).sum(dim=-1, keepdim=True)).sum(dim=-1)
+    best = logits_SV.topk(min(k, logits_SV.shape[1]), dim=-1)
+    missing = 0, min(k, part.width) - best.values.shape[1]
+    values = part.gather(F.pad(best.values, missing, value=-math.inf))
+    ids = part.gather(F.pad(best.indices + part.first, missing))
+    top = values.topk(k, dim=-1)
+    return ((chosen_S1 - sums_S1).squeeze(1), ranks_S, ids.gather(1, top.indices), top.values - sums_S1)

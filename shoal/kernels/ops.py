@@ -82,6 +82,24 @@ class Ops(Protocol):
         out_tokens_S: torch.Tensor,
     ) -> None: ...
 
+    def draw_parts(
+        self,
+        logits_SV: torch.Tensor,
+        first: int,
+        rows_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        table: torch.Tensor,
+    ) -> torch.Tensor: ...
+
+    def join_parts(
+        self,
+        parts_RSP: torch.Tensor,
+        rows_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        table: torch.Tensor,
+        out_tokens_S: torch.Tensor,
+    ) -> None: ...
+
     def moe(
         self,
         x_TD: torch.Tensor,

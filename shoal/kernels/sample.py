@@ -117,15 +117,21 @@ def _measure_tiles(
     table_stride,
     V: tl.constexpr,
     TILES: tl.constexpr,
+    OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """OFFSET tokens of the first tile lie before the row's first column (split_draw_triton.py)."""
     start_next(PDL)
     s = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)
     token = tile[:, None] * TILE + tl.arange(0, TILE)[None, :]
+    inside = token < V
+    if OFFSET:
+        inside &= token >= OFFSET
+    row_ptr = logits_ptr + s * logits_stride - OFFSET
     if TILES > 1:  # Most programs have nothing to wait for, so they load everything at once.
         wait_for_previous(PDL)
-        loaded = tl.load(logits_ptr + s * logits_stride + token, mask=token < V, other=float("-inf"))
+        loaded = tl.load(row_ptr + token, mask=inside, other=float("-inf"))
     row = tl.load(rows_ptr + s, cache_modifier=".cg").to(tl.int64)
     # These are constants of the step. With few rows they are read before the wait.
     fields_ptr = table_ptr + tl.maximum(row, 0) * table_stride
@@ -133,7 +139,7 @@ def _measure_tiles(
     scale = 1.0 / tl.maximum(_load_float(fields_ptr + TEMPERATURE), COLDEST)
     if TILES == 1:
         wait_for_previous(PDL)
-        loaded = tl.load(logits_ptr + s * logits_stride + token, mask=token < V, other=float("-inf"))
+        loaded = tl.load(row_ptr + token, mask=inside, other=float("-inf"))
     if row < 0:
         return
     logits = loaded.to(tl.float32)
@@ -183,12 +189,15 @@ def _best_groups(group_ptr, list_ptr, largest, V: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def _load_groups(row_ptr, list_ptr, num_listed, V: tl.constexpr):
+def _load_groups(row_ptr, list_ptr, num_listed, V: tl.constexpr, OFFSET: tl.constexpr = 0):
     """Returns the logits of the listed groups and their tokens, [BEST_GROUPS * GROUP]."""
     i = tl.arange(0, BEST_GROUPS * GROUP)
     listed = i // GROUP < num_listed
     token = tl.load(list_ptr + i // GROUP, mask=listed, other=0) * GROUP + i % GROUP
-    return tl.load(row_ptr + token, mask=listed & (token < V), other=float("-inf")).to(tl.float32), token
+    inside = listed & (token < V)
+    if OFFSET:
+        inside &= token >= OFFSET
+    return tl.load(row_ptr + token, mask=inside, other=float("-inf")).to(tl.float32), token
 
 
 @triton.jit
@@ -428,6 +437,7 @@ def sample(
         table.stride(0),
         V=vocab_size,
         TILES=tiles,
+        OFFSET=0,
         # With one warp a tile's sums need no barrier, and are the same for few rows and for many.
         num_warps=1,
         **pdl_options(),

@@ -8,6 +8,7 @@ from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.reference import keep_bits
 from shoal.kernels.rope import qk_norm_rope_store
 from shoal.kernels.sample import sample
+from shoal.kernels.split_draw_triton import draw_parts, join_parts
 
 __all__ = [
     "add_norm_linear",
@@ -15,7 +16,9 @@ __all__ = [
     "apply_updates",
     "begin_decode",
     "copy_ints",
+    "draw_parts",
     "embed",
+    "join_parts",
     "keep_bits",
     "linear",
     "linear_add",

@@ -54,17 +54,16 @@ class CudaIpcWindow:
                 f"CUDA IPC shares GPUs' memory, and the cache is in {view.storage.kind} memory"
             )
         start, _ = one_piece(view)
-        device, handle = view.storage.device.index or 0, _Handle()
+        device = view.storage.device.index or 0
         try:
             base, _ = _range(device, start)
-            with context(device):
-                call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(start))
+            handle = export_memory(device, start)
         except DriverError as error:
             raise TransportError(
                 f"the cache's GPU memory can't be shared by CUDA IPC ({error}): it must come from "
                 "cudaMalloc, so leave out enable_sleep_mode and expandable_segments, or use NIXL"
             ) from None
-        address = _Address(boot_id(), _uuid(device), bytes(handle), start - base)
+        address = _Address(boot_id(), _uuid(device), handle, start - base)
         self.address = WindowAddress(CudaIpc.name, view.spec, msgspec.msgpack.encode(address))
 
     def close(self) -> None:
@@ -92,23 +91,23 @@ class CudaIpc:
         views = []
         try:
             for window, address in zip(windows, addresses):
-                start = _open(index, address.handle)
+                start = open_memory(index, address.handle)
                 opened.append(start)
                 num_bytes = _range(index, start)[1]
                 is_far = address.gpu != _uuid(index)
                 storage = ForeignMemory(Kind.DEVICE, num_bytes, device, start, is_far)
                 views.append(foreign_view(window, storage, address.offset))
         except DriverError as error:
-            _close(index, opened)
+            close_memory(index, opened)
             raise TransferError(
                 Failure.UNREACHABLE,
                 f"GPU {index} can't map the memory of the blocks' owner ({error}); it must live, on this "
                 "host, and the two GPUs must reach each other",
             ) from None
         except TransferError:
-            _close(index, opened)
+            close_memory(index, opened)
             raise
-        return MappedPeer(views, into, functools.partial(_close, index, opened))
+        return MappedPeer(views, into, functools.partial(close_memory, index, opened))
 
 
 def _decode(window: WindowAddress) -> _Address:
@@ -134,8 +133,17 @@ def _range(device: int, address: int) -> tuple[int, int]:
     return start.value, size.value
 
 
-def _open(device: int, handle: bytes) -> int:
-    """Where the allocation begins in this process. The driver counts how often it was opened."""
+def export_memory(device: int, address: int) -> bytes:
+    """The handle of the allocation that an address is in, for other processes. Raises DriverError."""
+    handle = _Handle()
+    with context(device):
+        call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+    return bytes(handle)
+
+
+def open_memory(device: int, handle: bytes) -> int:
+    """Where another process's allocation begins in this one. The driver counts how often it was opened.
+    Raises DriverError."""
     start = ctypes.c_uint64()
     given = _Handle.from_buffer_copy(handle)
     with context(device):
@@ -143,7 +151,7 @@ def _open(device: int, handle: bytes) -> int:
     return start.value
 
 
-def _close(device: int, opened: list[int]) -> None:
+def close_memory(device: int, opened: list[int]) -> None:
     with contextlib.suppress(DriverError), context(device):
         while opened:
             call("cuIpcCloseMemHandle", ctypes.c_uint64(opened.pop()))

@@ -68,9 +68,9 @@ class Attention(nn.Module):
         cos_sin: torch.Tensor,
         select_S: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Returns what is left to add to the new residual (None: nothing), and the new residual, which is
-        residual + x. Both are [S, D] if `select_S` says which tokens are wanted. `norm` is taken of the new
-        residual before the product."""
+        """Returns what is left to add to the new residual (None: nothing; on several ranks this rank's part),
+        and the new residual, which is residual + x. Both are [S, D] if `select_S` says which tokens are
+        wanted. `norm` is taken of the new residual before the product."""
         qkv, residual_TD = norm.add_linear(x_TD, residual_TD, self.qkv_proj)
         out, residual = self.attend(qkv, residual_TD, step, kv_layer, cos_sin, select_S)
         return (None if out is None else self.o_proj.add_to(out, residual)), residual

@@ -6,7 +6,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 
+from shoal.kernels.logits import Columns
 from shoal.kernels.ops import Ops
 from shoal.layers.loading import CheckpointTensor, Loaded, check_shape, narrow
 from shoal.layers.matrix import MatrixLayer
@@ -14,23 +16,22 @@ from shoal.layers.parallel import TensorParallel
 
 
 class Vocabulary(MatrixLayer):
-    """A [V, D] matrix of which each rank holds V / size rows. Where V does not divide, the last rank's
-    surplus rows are zero."""
+    """A [V, D] matrix of which each rank holds V / size rows, from `first` on. Where V does not divide, the
+    last rank's surplus rows are zero."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, ops: Ops) -> None:
         self.shard = -(-vocab_size // tp.size)
         super().__init__([self.shard], hidden_size, ops)
         self.vocab_size, self.hidden_size, self.tp = vocab_size, hidden_size, tp
         self.first = self.shard * tp.rank
+        self.num_own = max(0, min(self.shard, vocab_size - self.first))  # tokens of this rank
 
     def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
         yield CheckpointTensor(f"{path}.weight", (self.vocab_size, self.hidden_size), self._load)
 
     def _load(self, tensor: Loaded, name: str) -> None:
         check_shape(name, tuple(tensor.shape), (self.vocab_size, self.hidden_size))
-        rows = max(0, min(self.shard, self.vocab_size - self.first))
-        shard = narrow(tensor, 0, min(self.first, self.vocab_size), rows)
-        self._load_part(0, shard, name)
+        self._load_part(0, narrow(tensor, 0, self.first, self.num_own), name)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """[T] ids to [T, D]."""
@@ -42,8 +43,16 @@ class Vocabulary(MatrixLayer):
         return self.tp.all_reduce(x_TD.masked_fill_(foreign_T.unsqueeze(1), 0))
 
     def logits(self, x_SD: torch.Tensor) -> torch.Tensor:
-        """[S, D] hidden states to [S, V] logits, whole on every rank."""
-        logits_SV = self.format.multiply(x_SD, None)
-        if self.tp.size > 1:
-            logits_SV = self.tp.all_gather(logits_SV, dim=-1)
-        return logits_SV[:, : self.vocab_size]
+        """[S, D] hidden states to the logits of this rank's tokens, [S, V / size]."""
+        return self.format.multiply(x_SD, None)[:, : self.num_own]
+
+    def columns(self) -> Columns:
+        """Which columns `logits` are."""
+        return Columns(self.first, self.shard, self.tp.all_gather)
+
+    def whole(self, logits_SV: torch.Tensor) -> torch.Tensor:
+        """The logits of all ranks' tokens, [S, V], on every rank."""
+        if self.tp.size == 1:
+            return logits_SV
+        padded_SV = F.pad(logits_SV, (0, self.shard - self.num_own))
+        return self.tp.all_gather(padded_SV, dim=-1)[:, : self.vocab_size]

@@ -92,17 +92,18 @@ class Linear(MatrixLayer):
 
     def add_to(self, x_TI: torch.Tensor, residual_TO: torch.Tensor) -> torch.Tensor | None:
         """Adds y to the residual in place, and returns None; or leaves the sum to the next norm, and returns
-        y.
+        this rank's part of y. For a layer that is split over its inputs.
 
-        The sum is left to the norm on several ranks, where it would be rounded once more before the
-        all-reduce; with a multiplier, which the kernel that adds a product does not know; and by formats
-        without such a kernel.
+        The sum is left to the norm on several ranks, because it sums over the ranks in one kernel with that;
+        with a multiplier, which the kernel that adds a product does not know; and by formats without such a
+        kernel.
         """
+        bias = self.bias if self.tp.rank == 0 else None  # once in the sum
         if self.multiplier != 1.0:
-            return self(x_TI).mul_(self.multiplier)
+            return self.format.multiply(x_TI, bias).mul_(self.multiplier)
         if self.tp.size > 1:
-            return self(x_TI)
-        return self.format.add(x_TI, self.bias, residual_TO)
+            return self.format.multiply(x_TI, bias)
+        return self.format.add(x_TI, bias, residual_TO)
 
     def silu_mul(self, x_TI: torch.Tensor, reader: Linear | None = None) -> torch.Tensor:
         """silu(gate) * up, for a layer of the parts gate and up that is not split over its inputs. It comes

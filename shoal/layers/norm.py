@@ -10,13 +10,18 @@ from torch import nn
 from shoal.kernels.ops import Ops
 from shoal.layers.linear import Linear
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, copy_into
+from shoal.layers.parallel import TensorParallel
 
 
 class RMSNorm(LoadingLayer):
-    """y = x / sqrt(mean(x^2) + eps) * w (Zhang & Sennrich 2019)."""
+    """y = x / sqrt(mean(x^2) + eps) * w (Zhang & Sennrich 2019).
 
-    def __init__(self, size: int, eps: float, ops: Ops) -> None:
+    With `tp`, what is to be added to the residual before the norm is each rank's part of a sum over ranks.
+    """
+
+    def __init__(self, size: int, eps: float, ops: Ops, tp: TensorParallel | None = None) -> None:
         super().__init__()
+        self.tp = tp
         self.weight = nn.Parameter(torch.empty(size), requires_grad=False)
         self.eps, self.ops = eps, ops
 
@@ -33,7 +38,10 @@ class RMSNorm(LoadingLayer):
         """residual += x in place; returns the norm of the sum. x None: nothing to add."""
         if x_TD is None:
             return self(residual_TD)
-        return self.ops.add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
+        normed_TD = self._sum_and_norm(x_TD, residual_TD)
+        if normed_TD is not None:
+            return normed_TD
+        return self.ops.add_rms_norm(self._summed(x_TD), residual_TD, self.weight, self.eps)
 
     def add_linear(
         self,
@@ -46,14 +54,24 @@ class RMSNorm(LoadingLayer):
         """Returns `linear`, or its `silu_mul` for `reader`, of the norm of residual + x; and that sum, which
         is the new residual. `linear` is not split over its inputs. x None: nothing to add.
 
-        One row takes one kernel.
+        One row takes one kernel, on one rank.
         """
-        return linear.format.normed(
-            x_TD,
-            residual_TD,
-            self.weight,
-            self.eps,
-            linear.bias,
-            silu_mul,
-            None if reader is None else reader.format,
-        )
+        reads = None if reader is None else reader.format
+        if x_TD is not None:
+            normed_TD = self._sum_and_norm(x_TD, residual_TD)
+            if normed_TD is not None:
+                if silu_mul:
+                    return linear.format.gated(normed_TD, linear.bias, reads), residual_TD
+                return linear.format.multiply(normed_TD, linear.bias), residual_TD
+            x_TD = self._summed(x_TD)
+        return linear.format.normed(x_TD, residual_TD, self.weight, self.eps, linear.bias, silu_mul, reads)
+
+    def _sum_and_norm(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor | None:
+        """`add` in one kernel with the sum over the ranks. None, with nothing done, where there is none."""
+        sums = None if self.tp is None else self.tp.sums
+        if sums is None or not sums.takes_rows(x_TD):
+            return None
+        return sums.add_rms_norm(x_TD, residual_TD, self.weight, self.eps)
+
+    def _summed(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return x_TD if self.tp is None else self.tp.all_reduce(x_TD)

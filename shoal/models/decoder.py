@@ -19,6 +19,7 @@ from shoal.kernels.step_input import AttentionBackend, StepInput
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer
 from shoal.layers.matrix import Holding, MatrixLayer
+from shoal.layers.mlp import Experts
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import ModelConfig
@@ -38,6 +39,11 @@ def check_parallel(config: ModelConfig, size: int) -> None:
             raise ConfigError(
                 f"tensor_parallel_size {size} does not divide {name} {width}; choose a divisor of it"
             )
+    if (size - 1) * -(-config.vocab_size // size) >= config.vocab_size:
+        raise ConfigError(
+            f"tensor_parallel_size {size} leaves a rank without any of vocab_size {config.vocab_size} "
+            "tokens; lower it"
+        )
     if config.num_kv_heads % size and size % config.num_kv_heads:
         raise ConfigError(
             f"tensor_parallel_size {size} neither divides nor is a multiple of num_key_value_heads "
@@ -76,7 +82,7 @@ class Decoder(nn.Module):
             self.layers = nn.ModuleList(
                 build_layer(config, i, tp, ops, backend) for i in range(config.num_layers)
             )
-            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+            self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, tp)
             self.lm_head = self.embed_tokens
             if not config.tie_word_embeddings:
                 self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, tp, ops)
@@ -84,6 +90,8 @@ class Decoder(nn.Module):
             for module in self.modules():
                 if isinstance(module, MatrixLayer):
                     module.keep(device, quantizes, holding)
+                elif isinstance(module, Experts):
+                    module.keep_quantized = True
             self.to_empty(device=device)
         if max_position:
             self.register_buffer("cos_sin", rope_table(config, max_position), persistent=False)
@@ -133,7 +141,7 @@ class Decoder(nn.Module):
             self.layers = layers
 
     def logits(self, hidden_SD: torch.Tensor) -> torch.Tensor:
-        """[S, D] final hidden states to [S, V] logits, whole on every rank."""
+        """[S, D] final hidden states to the logits of this rank's tokens (`lm_head.whole` joins them)."""
         if self.config.logits_scaling != 1.0:
             hidden_SD = hidden_SD / self.config.logits_scaling
         return self.lm_head.logits(hidden_SD)

@@ -31,7 +31,7 @@ class DecoderLayer(nn.Module):
 
     The last products of attention and MLP add themselves to the residual. Where they can't
     (Linear.add_to), what is left to add is passed on beside the residual, so that the sum and the next norm
-    are one kernel.
+    are one kernel. On several ranks it is each rank's part of what is to be added.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class DecoderLayer(nn.Module):
             self.mlp = MoE(config, tp, ops)
         else:
             self.mlp = MLP(config, tp, ops)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, tp)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, ops, tp)
 
     def forward(
         self,

@@ -89,8 +89,8 @@ def layer_class() -> type[nn.Module]:
             return qkv_TX
 
     class Olmo2Layer(nn.Module):
-        """residual += norm(attention(residual)), then residual += norm(mlp(residual)). As in DecoderLayer,
-        the second sum is left to the next layer or to the final norm."""
+        """residual += norm(attention(residual)), then residual += norm(mlp(residual)). Both sums are whole on
+        every rank, so nothing is left to the next layer."""
 
         def __init__(
             self, config: ModelConfig, layer: int, tp: TensorParallel, ops: Ops, backend: AttentionBackend
@@ -112,15 +112,13 @@ def layer_class() -> type[nn.Module]:
         ) -> tuple[torch.Tensor | None, torch.Tensor]:
             """Takes and returns what DecoderLayer.forward does."""
             attention, mlp = self.self_attn, self.mlp
-            if x_TD is not None:
-                residual_TD.add_(x_TD)
             qkv = attention.normed(attention.qkv_proj(residual_TD))
             out, residual = attention.attend(qkv, residual_TD, step, kv_layer, cos_sin, select_S)
             if out is None:
                 return None, residual
             residual.add_(self.post_attention_layernorm(attention.o_proj(out)))
             hidden = mlp.down_proj(mlp.gate_up_proj.silu_mul(residual, mlp.down_proj))
-            return self.post_feedforward_layernorm(hidden), residual
+            return None, residual.add_(self.post_feedforward_layernorm(hidden))
 
     return Olmo2Layer
 

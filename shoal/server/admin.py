@@ -18,11 +18,11 @@ from shoal.server.errors import ApiError
 from shoal.server.http import Exchange
 from shoal.server.model import ServedModel
 from shoal.server.protocol import UpdateWeightsRequest
+from shoal.server.query import Query, one_of, query_of
 from shoal.server.route import Handler, Route
 from shoal.server.system import health, metrics
 
 MOST_FOLDER_CHARACTERS = 200
-Query = dict[str, list[str]]
 
 # Commands as they are
 
@@ -131,26 +131,6 @@ def _below(profile_dir: str, name: str) -> str:
             param="folder",
         )
     return str(Path(profile_dir, *parts))
-
-
-def query_of(exchange: Exchange, known: tuple[str, ...]) -> Query:
-    """The URL's parameters. An unknown one is refused: a misspelt `tag=` would put everything to sleep."""
-    query = exchange.query()
-    if unknown := [name for name in query if name not in known]:
-        raise ApiError(
-            400,
-            f"unknown parameter {unknown[0]!r:.40}; {exchange.path} takes {', '.join(known)}",
-            param=unknown[0][:40],
-        )
-    return query
-
-
-def one_of(query: Query, name: str, default: str = "") -> str:
-    """The value of a parameter that is given once at most. Raises ApiError."""
-    values = query.get(name, [default])
-    if len(values) > 1:
-        raise ApiError(400, f"{name} is given {len(values)} times; give it once", param=name)
-    return values[0]
 
 
 def _model(exchange: Exchange, query: Query) -> ServedModel:

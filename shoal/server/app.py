@@ -50,13 +50,11 @@ class Server:
             raise RuntimeError(f"no {scope['type']} here")
         exchange = Exchange(self.port, scope, receive, send, self._count)
         self.exchanges.add(exchange)
-        watch: asyncio.Task[None] | None = None
         try:
             route = self._route(exchange)
             if route is None:
                 return await self._cors.answer_preflight(exchange)
             await exchange.read()
-            watch = asyncio.create_task(exchange.watch())
             await route.handler(exchange)
         except ClientGone:
             pass
@@ -72,8 +70,6 @@ class Server:
         finally:
             self.exchanges.discard(exchange)
             self.port.body_bytes -= exchange.size
-            if watch is not None:
-                watch.cancel()
             if not exchange.ended:  # its client has left
                 self._count(exchange)
 
@@ -95,8 +91,9 @@ class Server:
                 f"{path} takes {' or '.join(methods)}, not {exchange.method:.20}",
                 headers={"allow": ", ".join(allowed)},
             )
-        exchange.is_quiet, exchange.dialect = route.quiet, route.dialect
+        exchange.dialect = route.dialect
         self._doors.check(exchange, is_public=route.public)
+        exchange.is_quiet = route.quiet  # not for who is kept out: keys that are guessed are to be seen
         return route
 
     def _count(self, exchange: Exchange) -> None:

@@ -16,10 +16,11 @@ from typing import Any
 
 import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from shoal.config import ServerConfig
 from shoal.server.errors import ApiError
+from shoal.server.http import ON_LEAVE
 from shoal.server.request_log import RefusalLog
 from shoal.server.turns import Turns
 
@@ -73,6 +74,36 @@ class _Flow(FlowControl):
     def resume_reading(self) -> None:
         if not self._connection.has_ahead:
             super().resume_reading()
+
+
+class _HeadAndBody:
+    """To whom uvicorn writes an answer up to the beginning of its body. The head waits for that, so that both
+    are one call of the system and one packet."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._transport = cycle, cycle.transport
+        self._head = b""
+
+    def write(self, data: bytes) -> None:
+        if not self._cycle.response_started:  # 100 Continue
+            self._transport.write(data)
+        elif not self._head:
+            self._head = data
+        else:
+            self._cycle.transport = self._transport
+            self._transport.write(self._head + data)
+
+    def end(self) -> None:
+        """The answer is whole. That of a HEAD has no body."""
+        self._cycle.transport = self._transport
+        self._transport.write(self._head)
+
+    def close(self) -> None:
+        self.end()
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
 
 
 class _Refused(Exception):
@@ -135,6 +166,8 @@ class Connection(HttpToolsProtocol):
         if running is not None and not running.response_complete:  # uvicorn tells the newest cycle alone
             running.disconnected = True
             running.message_event.set()
+            if (on_leave := running.scope.get(ON_LEAVE)) is not None:
+                on_leave()
         super().connection_lost(exc)
 
     # What the client sends
@@ -292,6 +325,7 @@ class Connection(HttpToolsProtocol):
             self._head_timer = None
         num_waiting = len(self.pipeline)
         super().on_headers_complete()
+        self.cycle.transport = _HeadAndBody(self.cycle)  # type: ignore[assignment]
         if len(self.pipeline) == num_waiting:
             self._running = self.cycle
         elif self._hangup_timer is None:  # uvicorn reads no more, so it would not see that the client leaves
@@ -306,6 +340,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
+        self.flow.resume_reading()  # so that it is seen when the client leaves
         self._between_messages = True
         self._note_idle()
 
@@ -316,6 +351,8 @@ class Connection(HttpToolsProtocol):
     # The answer
 
     def on_response_complete(self) -> None:
+        if isinstance(self._running.transport, _HeadAndBody):
+            self._running.transport.end()
         if self.pipeline:
             self._running = self.pipeline[-1][0]  # the one that uvicorn begins now
         self._note_idle()

@@ -36,15 +36,18 @@ async function refresh() {
       workerPoints = lately([...workerPoints, ...(detail.history || [])], detail.at);
       showWorker(detail);
     }
-    showRequests((await ask("requests")).requests);
-    if (shownRequest) await showRequest();
+    showRequests((await ask(`requests?limit=${MOST_REQUESTS}`)).requests);
+    if (shownRequest) await showRequest(own.signal);
     trouble("");
   } catch (error) {
     if (own.signal.aborted) return;
-    // That is how fetch says that there is no connection, or no answer in time.
-    const isLost = error instanceof TypeError || error.name === "TimeoutError";
-    trouble(isLost ? "The server does not answer. Trying again." : error.message);
+    trouble(isLost(error) ? "The server does not answer. Trying again." : error.message);
   }
+}
+
+/** Whether this is how fetch says that there is no connection, or no answer in time. */
+function isLost(error) {
+  return error instanceof TypeError || error.name === "TimeoutError";
 }
 
 function lately(found, now) {
@@ -211,7 +214,7 @@ function showWorker(view) {
 // Requests
 
 function showRequests(requests) {
-  $("requests-note").textContent = requests.length > MOST_REQUESTS ? `The last ${MOST_REQUESTS} of them.` : "";
+  $("requests-note").textContent = requests.length === MOST_REQUESTS ? `The last ${MOST_REQUESTS} of them.` : "";
   fill($("requests"), [
     ["Request", one => opener(one.id, clock(one.started_at), openRequest)],
     ["Status", one => make("span", one.status, one.finish_reason || one.status), "text"],
@@ -223,7 +226,7 @@ function showRequests(requests) {
     ["TTFT", one => orDash(one.ttft_s, seconds)],
     ["ITL", one => orDash(one.itl_s, seconds)],
     ["Seconds", one => seconds(one.seconds)],
-  ], requests.slice(0, MOST_REQUESTS), "There was no request yet.");
+  ], requests, "There was no request yet.");
 }
 
 function openRequest(id) {
@@ -236,14 +239,15 @@ function openRequest(id) {
   refresh();
 }
 
-async function showRequest() {
+/** What goes wrong with the one request is told in its dialog: all else is shown as it is now. */
+async function showRequest(signal) {
   const id = shownRequest;
   try {
     const request = await ask(`requests/${encodeURIComponent(id)}`);
     if (shownRequest === id) showLine(request);
   } catch (error) {
+    if (signal.aborted || isLost(error)) throw error;
     if (shownRequest === id) facts($("line-facts"), [["Request", id], ["Trouble", error.message]]);
-    throw error;
   }
 }
 

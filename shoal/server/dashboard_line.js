@@ -48,7 +48,7 @@ function bar(kind, start, length, whole) {
   return element;
 }
 
-const KINDS = ["tokenize", "queue", "routing", "prefill", "transfer", "decode", "migration"];
+const KINDS = ["tokenize", "queue", "routing", "waiting", "prefill", "transfer", "decode", "migration"];
 
 function spanRow({name, worker, start_s: start, seconds: length, attributes}, whole) {
   const element = bar(KINDS.includes(name) ? name : "", start, length, whole);

@@ -24,10 +24,11 @@ from shoal.control import (
     WakeUp,
 )
 from shoal.fleet_api import CommandResults, FleetControl
-from shoal.server.admin import Query, checkpoint_of, command_of, one_of, query_of
+from shoal.server.admin import checkpoint_of, command_of
 from shoal.server.errors import ApiError, to_api_error
 from shoal.server.http import Exchange
 from shoal.server.protocol import UpdateWeightsRequest
+from shoal.server.query import Query, one_of, query_of
 from shoal.server.route import Handler, Route
 
 WHO = ("workers", "model", "rolling")

@@ -11,6 +11,7 @@ requests, and answer.py reads the outputs. Whatever ends the block aborts the re
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import itertools
 import time
@@ -77,6 +78,7 @@ class Generation:
         self.line = line
         line.params, line.prompt_tokens = params, self.usage.prompt_tokens
         self._running: list[_Running] = []
+        self._num_ended = 0
         self._streams: list[AsyncGenerator[Output, None]] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._timeout = asyncio.timeout(self.seconds)
@@ -178,6 +180,11 @@ class Generation:
         return wholes
 
     @property
+    def has_ended(self) -> bool:
+        """Whether all answers have ended."""
+        return self._num_ended > 0 and self._num_ended == len(self._running)
+
+    @property
     def times(self) -> list[RequestTimes]:
         """The times of each answer, once the block is entered."""
         return [running.times for running in self._running]
@@ -204,7 +211,7 @@ class Generation:
             async for output in self._streams[i]:
                 started = True
                 if output.finish_reason == FinishReason.ERROR:
-                    running.times.finish(FinishReason.ERROR)
+                    running.fail(output)
                     if output.stop_reason == "grammar":
                         raise ApiError(
                             400, output.error or "the grammar cannot be followed", param="structured_outputs"
@@ -217,6 +224,7 @@ class Generation:
                 delta = running.push(output)
                 self.usage.completion_tokens += len(delta.token_ids)
                 if delta.finish_reason is not None:
+                    self._num_ended += 1
                     # The engine does not know of a stop string and would go on; other answers may run long.
                     await self._streams[i].aclose()
                 yield delta
@@ -309,6 +317,11 @@ class _Running:
             output.stop_reason,
             output.embedding,
         )
+
+    def fail(self, output: Output) -> None:
+        """The engine has ended the answer with an error. Nobody gets the tokens that come with it."""
+        self.times.finish(FinishReason.ERROR)
+        self.line.push(dataclasses.replace(output, token_ids=[]), time.perf_counter())
 
     def close(self) -> None:
         """Counts an answer that was left before its end as aborted."""

@@ -36,6 +36,9 @@ MAX_SESSION = 256  # characters
 MAX_ID = 256  # characters
 MAX_UNKNOWN = 20  # unknown fields of one request that the log tells of
 LINGER_SECONDS = 2.0  # a client that is still sending when it is refused gets so long to see why
+# In a request's scope: what the connection calls when the client leaves. ASGI's own way, a task beside each
+# handler that waits for the message http.disconnect, costs more than reading the request does.
+ON_LEAVE = "shoal.on_leave"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +85,8 @@ class Exchange:
         self.handler = "none"  # the route's path
         self.is_quiet = False
         self.dialect = OPENAI
-        self.generation: Generation | None = None  # the handler sets it, for the log
+        self.generation: Generation | None = None  # the handler sets it
+        self._last = b""  # of a stream, what its end takes along
         self.line: TimeLine | None = None  # see begin_line
         self._trace: Trace | None = None
         self._read_at = self.arrival  # when the body was in
@@ -136,6 +140,7 @@ class Exchange:
             raise ApiError(
                 408, f"the request did not arrive within {seconds:g} s; send its body at once"
             ) from None
+        self.scope[ON_LEAVE] = self._leave
         self.read_all, self._read_at = True, time.perf_counter()
         self.body = b"".join(parts)
 
@@ -191,9 +196,12 @@ class Exchange:
             return
         if self.is_gone:
             self.line.reasons.add(FinishReason.ABORT)
+        # A foreign worker's refusal is passed on as it is, and is no error of this server's own.
+        status = self.error.status if self.error is not None else self.status or 0
+        self.line.end(has_failed=status >= 400)
         if self._trace is not None:
-            self._trace.end(self.line, str(self.error.status) if self.error is not None else None)
-        self.line.end(has_failed=self.error is not None)
+            self._trace.end(self.line, str(status) if status >= 400 else None)
+        self.line.params = None  # a grammar may be long
 
     def session(self, user: Any = None) -> str | None:
         """What keeps requests together at one worker of a fleet: the header X-Session-ID, else the body's
@@ -215,10 +223,8 @@ class Exchange:
         except ValueError:
             raise ApiError(400, "the URL's query is no valid UTF-8, percent-encoded") from None
 
-    async def watch(self) -> None:
-        """Cancels the handler when the client leaves. Runs beside it, once the body is in."""
-        while (await self._receive())["type"] != "http.disconnect":
-            pass
+    def _leave(self) -> None:
+        """Cancels the handler, as the client has left."""
         if self._may_be_cancelled and self._task is not None:
             self.is_gone = True
             self._task.cancel()
@@ -252,21 +258,27 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def send(self, events: bytes) -> None:
-        """The next piece of a stream, begun by the first. Waits while the client is slow to read."""
+        """The next piece of a stream, begun by the first. Waits while the client is slow to read. What comes
+        when all answers have ended goes out with the stream's end, which is next."""
+        if self.generation is not None and self.generation.has_ended:
+            self._last += events
+            return
+        await self._begin_stream()
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self, events: bytes = DONE) -> None:
+        """The last piece of a stream. Begins it, if nothing was sent yet."""
+        await self._begin_stream()
+        self._end()
+        await self._send({"type": "http.response.body", "body": self._last + events})
+
+    async def _begin_stream(self) -> None:
         if self.status is None:
             await self._start(
                 200,
                 self.dialect.stream_type.encode("ascii"),
                 [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")],
             )
-        await self._send({"type": "http.response.body", "body": events, "more_body": True})
-
-    async def end(self, events: bytes = DONE) -> None:
-        """The last piece of a stream. Begins it, if nothing was sent yet."""
-        if self.status is None:
-            await self.send(b"")
-        self._end()
-        await self._send({"type": "http.response.body", "body": events})
 
     async def fail(self, error: ApiError) -> None:
         """Tells the client of an error: as an answer, or as a stream's last event."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -129,19 +130,17 @@ class ServedModel:
 
     async def stats(self) -> Stats:
         """The figures of its engine, now or as they were last known. Raises EngineDeadError."""
-        try:
-            self.last_stats = await asyncio.wait_for(self.engine.stats(), PATIENCE_SECONDS)
-        except TimeoutError:
-            pass
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                self.last_stats = await self.engine.stats()
         return self.last_stats
 
     async def sleep_state(self) -> SleepState:
         """What sleeps, now or as it was last known: an engine that falls asleep or wakes up answers
         afterwards. Raises EngineDeadError."""
-        try:
-            self.last_sleep_state = await asyncio.wait_for(self.engine.sleep_state(), PATIENCE_SECONDS)
-        except TimeoutError:
-            pass
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                self.last_sleep_state = await self.engine.sleep_state()
         return self.last_sleep_state
 
     def need_tokenizer(self) -> Tokenizer:

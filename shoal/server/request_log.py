@@ -61,11 +61,11 @@ def status_of(exchange: Exchange) -> int:
 
 
 def event_of(exchange: Exchange) -> Event:
-    client = exchange.scope.get("client")
+    client, path = exchange.scope.get("client"), exchange.path
     fields: dict[str, Any] = {
         "client": client[0] if client else "-",
         "method": exchange.method[:20],
-        "path": urllib.parse.quote(exchange.path)[:MAX_PATH],
+        "path": path if path == exchange.handler else urllib.parse.quote(path)[:MAX_PATH],
         "status": status_of(exchange),
         "seconds": round(time.perf_counter() - exchange.arrival, 4),
     }

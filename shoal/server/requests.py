@@ -6,6 +6,7 @@ import msgspec
 
 from shoal.server.errors import ApiError
 from shoal.server.http import Exchange
+from shoal.server.query import count_of, query_of
 from shoal.time_line import MAX_KEPT, RequestSummary
 
 
@@ -14,7 +15,8 @@ class RequestList(msgspec.Struct):
 
 
 async def list_requests(exchange: Exchange) -> None:
-    lines = exchange.port.time_lines.newest_first()
+    limit = count_of(query_of(exchange, ("limit",)), "limit", MAX_KEPT)
+    lines = exchange.port.time_lines.newest_first()[:limit]
     await exchange.json(RequestList([line.summary() for line in lines]))
 
 

@@ -119,8 +119,10 @@ async def serve_until(
         for port in ports:
             # Once more, as asyncio has one number for how many may wait and how many it accepts at once.
             port.listen(BACKLOG)
-        for report in (report_throughput(app.port.models), app.port.watch.run()):
+        watch = app.port.watch
+        for report in (watch.run(), report_throughput(app.port.models, watch)):
             reports.append(asyncio.create_task(report))
+            reports[-1].add_done_callback(_tell_failure)
         if ready is not None:
             numbers = [0 if port.family == socket.AF_UNIX else port.getsockname()[1] for port in ports]
             ready(numbers[0], numbers[1] if admin is not None else None)
@@ -298,6 +300,12 @@ async def _first(*awaitables: Any) -> None:
         for future, given in zip(futures, awaitables):
             if future is not given:
                 future.cancel()
+
+
+def _tell_failure(report: asyncio.Task[None]) -> None:
+    """Requests do not need what looks at the server, so it goes on when that has failed."""
+    if not report.cancelled() and (error := report.exception()) is not None:
+        logger.error("a mistake of ours: what the server does is shown no more", exc_info=error)
 
 
 class _Uvicorn(uvicorn.Server):

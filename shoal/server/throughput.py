@@ -4,79 +4,51 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from shoal.api import Stats
 from shoal.errors import ShoalError
 from shoal.logs import Event
+from shoal.served import Recent
 from shoal.server.model import ServedModel
+from shoal.server.watch import RATES_S, Watch
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_SECONDS = 10.0
 WORK_TOKENS_PER_SECOND = 1.0  # what is less is no work; a router's probe is two tokens in ten seconds
 
 
-@dataclass(slots=True)
-class _Counts:
-    """What a model's counters said at some moment."""
-
-    prompt_tokens: int
-    generation_tokens: int
-    queries: int  # tokens looked up in the prefix cache
-    hits: int  # tokens found there
-    when: float  # by time.perf_counter, in seconds
-
-
-async def report_throughput(models: Iterable[ServedModel], interval: float = INTERVAL_SECONDS) -> None:
-    """Runs until it is cancelled. interval: seconds between two lines of a model."""
-    before = {model.name: _counts(model, model.last_stats) for model in models}
+async def report_throughput(models: Iterable[ServedModel], watch: Watch, interval: float = RATES_S) -> None:
+    """Runs until it is cancelled. watch: who samples these models. interval: seconds between two lines of a
+    model."""
     while True:
         await asyncio.sleep(interval)
-        for model in models:
+        for model in list(models):
             try:
                 stats = await model.stats()
             except ShoalError:  # a dead engine, which is told elsewhere
                 continue
-            now = _counts(model, stats)
-            event = _event(model.name, stats, before[model.name], now)
-            before[model.name] = now
+            event = _event(model.name, stats, watch.recent(model.name))
             if event is not None:
                 logger.info(event)
 
 
-def _counts(model: ServedModel, stats: Stats) -> _Counts:
-    metrics = model.metrics
-    return _Counts(
-        metrics.prompt_tokens,
-        metrics.generation_tokens,
-        stats.prefix_cache_queries,
-        stats.prefix_cache_hits,
-        time.perf_counter(),
-    )
-
-
-def _event(name: str, stats: Stats, before: _Counts, now: _Counts) -> Event | None:
+def _event(name: str, stats: Stats, recent: Recent) -> Event | None:
     """The line of a model. None if it had no work: a router's probes of an idle worker are none."""
-    seconds = now.when - before.when
-    prompt = (now.prompt_tokens - before.prompt_tokens) / seconds
-    generation = (now.generation_tokens - before.generation_tokens) / seconds
+    prompt, generation, hit_rate = recent.prompt_tokens_s, recent.output_tokens_s, recent.hit_rate
     is_idle = max(prompt, generation) < WORK_TOKENS_PER_SECOND
     if is_idle and not (stats.num_running or stats.num_waiting):
         return None
-    queries = now.queries - before.queries
     fields = {
         "model": name,
-        "prompt_tokens_per_second": round(prompt, 1),
-        "generation_tokens_per_second": round(generation, 1),
+        "prompt_tokens_per_second": prompt,
+        "generation_tokens_per_second": generation,
         "running": stats.num_running,
         "waiting": stats.num_waiting,
         "kv_cache_usage": round(stats.kv_cache_usage, 4),
-        "prefix_cache_hit_rate": round((now.hits - before.hits) / queries, 4) if queries > 0 else None,
+        "prefix_cache_hit_rate": hit_rate,
     }
-    hits = f"{fields['prefix_cache_hit_rate']:.1%}" if queries > 0 else "-"
+    hits = "-" if hit_rate is None else f"{hit_rate:.1%}"
     text = (
         f"{name}: prompt {prompt:.1f} tokens/s, generation {generation:.1f} tokens/s, "
         f"running {stats.num_running}, waiting {stats.num_waiting}, "

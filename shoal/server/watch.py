@@ -10,7 +10,7 @@ import asyncio
 import collections
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from shoal.errors import ShoalError
@@ -114,12 +114,16 @@ class Watch:
             view.history = [point for point in points if point.at > since]
         return view
 
+    def recent(self, model_name: str) -> Recent:
+        """What came lately of a model, as of the last sample."""
+        return self._lately.models.get(model_name, Recent())
+
     async def _look(self) -> FleetView:
         """What is known now, but for what came lately."""
         if self._fleet is not None:
             view = self._fleet.view()
         else:
-            workers = [await self._worker(model) for model in self._models]
+            workers = await asyncio.gather(*map(self._worker, self._models))
             view = FleetView("", workers, QueueView(sum(one.waiting for one in workers)), QueueView())
         view.workers.sort(key=lambda one: (one.role, one.id))
         view.version, view.at = __version__, round(time.time(), 3)
@@ -153,20 +157,25 @@ class Watch:
         if self._models.draining:
             view.state = WorkerState.DRAINING
         try:
-            view.tell(await model.stats())
-            view.asleep = (await model.sleep_state()).is_sleeping
+            stats, state = await asyncio.gather(model.stats(), model.sleep_state())
+            view.tell(stats)
+            view.asleep = state.is_sleeping
         except ShoalError as error:
             view.state, view.why = WorkerState.BROKEN, str(error)
         return view
 
     def _take(self, view: FleetView) -> _Sample:
-        """What has been served by now. Models of ours are counted here, foreign ones by worker."""
+        """What has been served by now. Models of ours are counted here, foreign ones by worker. Sums over
+        several add what each has served since the last sample, so that one that leaves takes nothing away."""
+        last = self._samples[-1] if self._samples else _Sample(0.0, {}, {}, Served())
         models = {model.name: served_by(model.metrics) for model in self._models}
         workers = dict(models) if self._fleet is None else dict(self._fleet.served())
         for foreign in self._models.foreign:
             ids = [one.id for one in view.workers if one.model == foreign.name]
-            models[foreign.name] = sum_of(workers[name] for name in ids if name in workers)
-        return _Sample(time.monotonic(), workers, models, sum_of(models.values()))
+            own = {name: workers[name] for name in ids if name in workers}
+            models[foreign.name] = _grown(last.models.get(foreign.name, Served()), own, last.workers)
+        whole = _grown(last.whole, models, last.models)
+        return _Sample(time.monotonic(), workers, models, whole)
 
     def _recent(self, served: list[Served | None]) -> Recent:
         """Of what had been served at each sample; None where that was not known."""
@@ -174,7 +183,8 @@ class Watch:
         if len(known) < 2:
             return Recent()
         now, last = known[-1]
-        begun, before = next(pair for pair in known if now - pair[0] <= RATES_S or pair is known[-2])
+        since = now - RATES_S - INTERVAL_S / 2  # samples come a little late
+        begun, before = next(pair for pair in known if pair[0] >= since or pair is known[-2])
         return recent_of(last, before, now - begun, known[0][1])
 
     def _fill(self, view: FleetView) -> None:
@@ -182,7 +192,7 @@ class Watch:
         for worker in view.workers:
             worker.recent = self._lately.workers.get(worker.id, Recent())
         for model in view.models:
-            model.recent = self._lately.models.get(model.name, Recent())
+            model.recent = self.recent(model.name)
         view.recent = self._lately.whole
 
     def _add(self, worker_id: str, point: Point) -> None:
@@ -191,6 +201,11 @@ class Watch:
             points = self._of_workers[worker_id] = collections.deque(maxlen=POINTS)
         if points is not None:
             points.append(point)
+
+
+def _grown(total: Served, now: Mapping[str, Served], before: Mapping[str, Served]) -> Served:
+    """`total` and what each has served since `before`."""
+    return sum_of([total, *(one.since(before.get(name, Served())) for name, one in now.items())])
 
 
 def _point(at: float, workers: Iterable[WorkerView], recent: Recent, transfer_bytes_s: float) -> Point:

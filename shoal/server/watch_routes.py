@@ -7,25 +7,23 @@ import math
 from shoal.fleet_api import FleetView
 from shoal.server.errors import ApiError
 from shoal.server.http import Exchange
+from shoal.server.query import one_of, query_of
 from shoal.server.route import Route
 from shoal.server.web_page import web_page
 
 
 async def _fleet(exchange: Exchange) -> None:
-    query = exchange.query()
-    if unknown := [name for name in query if name not in ("since", "worker")]:
-        raise ApiError(400, f"there is no parameter {unknown[0]!r:.100}; there are since and worker")
+    query = query_of(exchange, ("since", "worker"))
     since = None
     if "since" in query:
+        text = one_of(query, "since")
         try:
-            since = float(query["since"][-1])
+            since = float(text)
         except ValueError:
             since = math.nan
         if not math.isfinite(since):
-            raise ApiError(
-                400, f"since {query['since'][-1]!r:.100} is no number; give seconds since 1970", param="since"
-            )
-    await exchange.json(await exchange.port.watch.view(since, query.get("worker", [None])[-1]))
+            raise ApiError(400, f"since {text!r:.100} is no number; give seconds since 1970", param="since")
+    await exchange.json(await exchange.port.watch.view(since, one_of(query, "worker") or None))
 
 
 async def _dashboard(exchange: Exchange) -> None:

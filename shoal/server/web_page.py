@@ -1,5 +1,5 @@
-"""A page of the server: an HTML file with its style and scripts put into it, under a policy that keeps all
-else out of it.
+"""A page of the server: an HTML file with the parts that pages share, its style and its scripts put into it,
+under a policy that keeps all else out of it.
 
 What is served is one page without outside assets. Its policy names the hashes of its own scripts and style,
 computed here from the text that is served, so that nothing injected could run and the page may talk to this
@@ -14,6 +14,7 @@ import hashlib
 import re
 from importlib import resources
 
+PART = re.compile(r"<!-- (\w+\.html) -->\n")
 ASSET = re.compile(r'<script src="([\w.]+)"></script>|<link rel="stylesheet" href="([\w.]+)">')
 INLINE = {
     "script-src": re.compile(r"<script>(.*?)</script>", re.DOTALL),
@@ -24,7 +25,7 @@ INLINE = {
 @functools.cache
 def web_page(name: str) -> tuple[bytes, dict[str, str]]:
     """(the page of this file, the headers to send beside its content type)."""
-    page = ASSET.sub(_inlined, _read(name))
+    page = ASSET.sub(_inlined, PART.sub(lambda part: _read(part[1]), _read(name)))
     policy = [
         "default-src 'none'",
         "connect-src 'self'",

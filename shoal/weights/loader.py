@@ -14,8 +14,8 @@ from shoal.kernels.quantized_tensor import QuantizedTensor
 from shoal.model_config import ModelConfig
 from shoal.models.shapes import checkpoint_shapes
 from shoal.weights.gguf import gguf_shapes, gguf_tensors
-from shoal.weights.quantized import quantized_shapes, quantized_tensors
-from shoal.weights.safetensors import safetensors_shapes, safetensors_tensors
+from shoal.weights.quantized import quantized_tensors, tensor_headers
+from shoal.weights.safetensors import safetensors_tensors
 from shoal.weights.source import CheckpointFiles
 
 
@@ -59,7 +59,8 @@ def check_shapes(files: CheckpointFiles) -> None:
     at the first one that is missing."""
     try:
         if files.file is None:
-            shapes = _folder_shapes(files)
+            headers = tensor_headers(files.folder, files.config.quantization)
+            shapes = {name: header.shape for name, header in headers.items()}
         else:
             shapes = gguf_shapes(files.header, files.config)
         found = {name: shape for name, shape in shapes.items() if not is_derived(name, files.config)}
@@ -81,12 +82,6 @@ def check_shapes(files: CheckpointFiles) -> None:
             )
     except (CheckpointError, OSError) as error:
         raise _named(error, files) from None
-
-
-def _folder_shapes(files: CheckpointFiles) -> dict[str, tuple[int, ...]]:
-    if files.config.quantization is not None:
-        return quantized_shapes(files.folder, files.config.quantization)
-    return safetensors_shapes(files.folder)
 
 
 def _named(error: Exception, files: CheckpointFiles) -> CheckpointError:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import torch
+import torch.nn.functional as F
 
 from shoal.errors import CheckpointError, ConfigError
 from shoal.json_file import read_object
@@ -26,8 +28,7 @@ from shoal.weights.loader import check_shapes
 from shoal.weights.safetensors import INDEX, TensorHeader, safetensors_headers
 from shoal.weights.source import HUB_FILES, CheckpointFiles
 
-# An int4 group's scale is the one of these shares of its largest weight with the least squared error.
-SHARES = (1.0, 0.95, 0.9, 0.85, 0.8)
+LARGEST_INT4 = 15
 NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -41,9 +42,9 @@ Tensors = dict[str, torch.Tensor]
 
 
 def quantize(files: CheckpointFiles, to: str, target: Path, group_size: int = 128) -> Path:
-    """Writes the checkpoint to the folder `target`, which is new. `to`: "fp8", with a scale for each output
-    and activations rounded token by token, or "int4", with a scale for each `group_size` inputs. Raises
-    ConfigError, CheckpointError."""
+    """Writes the checkpoint to the folder `target`, which is new, and is there only when it is whole. `to`:
+    "fp8", with a scale for each output and activations rounded token by token, or "int4", with a scale and a
+    zero point for each `group_size` inputs. Raises ConfigError, CheckpointError."""
     if files.file is not None or files.config.quantization is not None:
         raise CheckpointError(
             f"{files.path} holds weights in fewer bits already; name a Hugging Face folder whose weights are "
@@ -60,8 +61,26 @@ def quantize(files: CheckpointFiles, to: str, target: Path, group_size: int = 12
                     f"{name} has {header.shape[1]} inputs, which are not whole groups of {group_size}; "
                     "choose another --group-size, such as 64 or 32"
                 )
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f"{target.name}-", dir=target.parent) as temporary:
+            whole = Path(temporary) / target.name
+            _write_folder(files, shards, to, group_size, whole)
+            whole.rename(target)
+    except OSError as error:
+        raise ConfigError(f"cannot write {target}: {error}; name another folder with --output") from None
+    return target
+
+
+def _write_folder(
+    files: CheckpointFiles,
+    shards: list[tuple[Path, dict[str, TensorHeader]]],
+    to: str,
+    group_size: int,
+    target: Path,
+) -> None:
     rounding = _fp8 if to == "fp8" else lambda weight: _int4(weight, group_size)
-    target.mkdir(parents=True)
+    target.mkdir()
     weight_map: dict[str, str] = {}
     total = 0
     for path, headers in shards:
@@ -78,7 +97,6 @@ def quantize(files: CheckpointFiles, to: str, target: Path, group_size: int = 12
     config = read_object(files.folder / "config.json")
     config["quantization_config"] = _config(to, group_size)
     (target / "config.json").write_text(json.dumps(config, indent=2))
-    return target
 
 
 def _config(to: str, group_size: int) -> dict[str, Any]:
@@ -90,7 +108,7 @@ def _config(to: str, group_size: int) -> dict[str, Any]:
         activations = dict(num_bits=8, type="float", strategy="token", symmetric=True, dynamic=True)
     else:
         weights = dict(
-            num_bits=4, type="int", strategy="group", group_size=group_size, symmetric=True, dynamic=False
+            num_bits=4, type="int", strategy="group", group_size=group_size, symmetric=False, dynamic=False
         )
     group = dict(targets=["Linear"], weights=weights, input_activations=activations)
     return dict(
@@ -108,26 +126,28 @@ def _fp8(weight: torch.Tensor) -> Tensors:
 
 
 def _int4(weight: torch.Tensor, group_size: int) -> Tensors:
+    """A group's smallest and largest weight, and 0, are among the 16 values. Nothing is cut off, because the
+    few large weights matter more than the squared error says."""
     groups = weight.float().unflatten(1, (-1, group_size))
-    most = groups.abs().amax(2, keepdim=True).clamp(min=1e-12)
-    best = torch.full_like(most, float("inf"))
-    quants, scales = torch.zeros_like(groups), most
-    for share in SHARES:
-        scale = (most * share / 7.5).to(_scale_dtype(weight.dtype)).float()
-        rounded = (groups / scale).round_().clamp_(-8, 7)
-        error = (rounded * scale - groups).square_().sum(2, keepdim=True)
-        better = error < best
-        best = torch.where(better, error, best)
-        quants, scales = torch.where(better, rounded, quants), torch.where(better, scale, scales)
-    numbers = (quants.flatten(1) + 8).to(torch.int32).unflatten(1, (-1, 8))
-    packed = torch.zeros_like(numbers[:, :, 0])
-    for i in range(8):
-        packed |= numbers[:, :, i] << (4 * i)
+    low, high = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
+    scales = ((high - low) / LARGEST_INT4).clamp(min=1e-12).to(_scale_dtype(weight.dtype))
+    zeros = (-low / scales.float()).round_().clamp_(0, LARGEST_INT4)
+    quants = (groups / scales.float() + zeros).round_().clamp_(0, LARGEST_INT4)
     return {
-        "weight_packed": packed,
-        "weight_scale": scales.squeeze(2).to(_scale_dtype(weight.dtype)),
+        "weight_packed": _words(quants.flatten(1)),
+        "weight_scale": scales.squeeze(2),
+        "weight_zero_point": _words(zeros.squeeze(2).T).T,
         "weight_shape": torch.tensor(weight.shape),
     }
+
+
+def _words(numbers: torch.Tensor) -> torch.Tensor:
+    """Eight 4-bit numbers of a row in an int32, the first one in its low bits."""
+    eights = F.pad(numbers, (0, -numbers.shape[1] % 8)).to(torch.int32).unflatten(1, (-1, 8))
+    words = torch.zeros_like(eights[:, :, 0])
+    for i in range(8):
+        words |= eights[:, :, i] << (4 * i)
+    return words
 
 
 def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -170,5 +190,9 @@ def _become(
     """What is written in place of a tensor."""
     if not is_projection(name):
         return [(name, tensor)]
+    if not tensor.is_meta and not tensor.isfinite().all():
+        raise CheckpointError(
+            f"{name} holds weights that are no numbers; the file is damaged, fetch it again"
+        )
     module = name.removesuffix(".weight")
     return [(f"{module}.{suffix}", part) for suffix, part in rounding(tensor).items()]

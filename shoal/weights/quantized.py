@@ -1,15 +1,13 @@
 """The tensors of a folder whose matrices are quantized: those that a layout stores for one matrix come as one
-QuantizedTensor under the matrix's own name, `<module>.weight`."""
+QuantizedTensor under the matrix's own name, `<module>.weight`. Only the tensors need torch."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from shoal.errors import CheckpointError
-from shoal.kernels.quantized_tensor import QuantizedTensor
 from shoal.model_config import Quantization
 from shoal.models.layouts.layout import Stored
 from shoal.models.layouts.registry import BY_NAME
@@ -21,27 +19,38 @@ from shoal.weights.safetensors import (
     safetensors_tensors,
 )
 
+if TYPE_CHECKING:
+    import torch
+
+    from shoal.kernels.quantized_tensor import QuantizedTensor
+
 EVERY_DTYPE = DTYPES | PACKED_DTYPES
 
 
-def quantized_shapes(folder: Path, quantization: Quantization) -> dict[str, tuple[int, ...]]:
-    """The shape of every matrix and every other tensor, from the files' headers alone. Raises CheckpointError
-    for a matrix whose tensors are not all there, or have other shapes or types than its layout says."""
-    headers = _headers(folder)
+def tensor_headers(folder: Path, quantization: Quantization | None) -> dict[str, TensorHeader]:
+    """Every tensor of the folder, from the files' headers alone. A quantized matrix is one, with its layout's
+    name for a dtype. Raises CheckpointError for a matrix whose tensors are not all there, or have other
+    shapes or types than its layout says."""
+    if quantization is None:
+        return _headers(folder, DTYPES)
+    headers = _headers(folder, EVERY_DTYPE)
     matrices = _matrices(headers, quantization)
     taken = {name for parts in matrices.values() for name in parts.values()}
-    shapes = {name: header.shape for name, header in headers.items() if name not in taken}
-    for name in shapes:
-        if headers[name].dtype in PACKED_DTYPES:
+    found = {name: header for name, header in headers.items() if name not in taken}
+    for name, header in found.items():
+        if header.dtype in PACKED_DTYPES:
             raise CheckpointError(
-                f"the tensor {name} has dtype {headers[name].dtype}, and is no part of a matrix in the "
+                f"the tensor {name} has dtype {header.dtype}, and is no part of a matrix in the "
                 f"layout {quantization.layout}, in which the config says that matrices are; its scales are "
                 "missing, or the config is another checkpoint's"
             )
     layout = BY_NAME[quantization.layout]
     for module, parts in matrices.items():
-        shapes[f"{module}.weight"] = layout.matrix_shape(_shapes_of(parts, headers))
-    return shapes
+        shape = layout.matrix_shape(_shapes_of(parts, headers))
+        if f"{module}.weight" in found:
+            raise CheckpointError(f"the checkpoint holds {module}.weight twice, plain and quantized")
+        found[f"{module}.weight"] = TensorHeader(layout.name, shape)
+    return found
 
 
 def quantized_tensors(
@@ -49,7 +58,7 @@ def quantized_tensors(
 ) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
     """Every matrix and every other tensor. A matrix comes when the last of its tensors has been read; the
     others are views of the mapped files until then."""
-    matrices = _matrices(_headers(folder), quantization)
+    matrices = _matrices(_headers(folder, EVERY_DTYPE), quantization)
     module_of = {
         name: (module, suffix) for module, parts in matrices.items() for suffix, name in parts.items()
     }
@@ -69,8 +78,8 @@ def quantized_tensors(
             yield f"{module}.weight", matrix
 
 
-def _headers(folder: Path) -> dict[str, TensorHeader]:
-    every = safetensors_headers(folder, EVERY_DTYPE)
+def _headers(folder: Path, dtypes: Mapping[str, int]) -> dict[str, TensorHeader]:
+    every = safetensors_headers(folder, dtypes)
     return {name: header for _, headers in every for name, header in headers.items()}
 
 

@@ -34,7 +34,7 @@ PACKED_DTYPES = {"F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 8}
 class TensorHeader(NamedTuple):
     """What the header of a file says about a tensor."""
 
-    dtype: str  # a name in DTYPES or PACKED_DTYPES
+    dtype: str  # a name in DTYPES or PACKED_DTYPES; a layout's name, of a matrix that it stores
     shape: tuple[int, ...]
 
 
@@ -47,13 +47,6 @@ def safetensors_tensors(
         with _reading(path), safetensors.safe_open(path, framework="pt", device="cpu") as file:
             for name in tensors:
                 yield name, file.get_tensor(name)
-
-
-def safetensors_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of every tensor, from the files' headers alone. Raises CheckpointError as safetensors_tensors
-    does."""
-    headers = safetensors_headers(folder)
-    return {name: tensor.shape for _, tensors in headers for name, tensor in tensors.items()}
 
 
 def shards(folder: Path) -> dict[Path, list[str]]:

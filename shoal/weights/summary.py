@@ -8,7 +8,8 @@ from collections import Counter
 from pathlib import Path
 
 from shoal.api import ModelSummary
-from shoal.weights.safetensors import DTYPES, PACKED_DTYPES, safetensors_headers
+from shoal.weights.quantized import tensor_headers
+from shoal.weights.safetensors import shards
 from shoal.weights.source import CheckpointFiles
 
 
@@ -22,10 +23,9 @@ def summarize(files: CheckpointFiles) -> ModelSummary:
         for tensor in files.header.tensors.values():
             weights[tensor.kind] += math.prod(tensor.shape)
     elif any(files.folder.glob("*.safetensors")):
-        for path, tensors in safetensors_headers(files.folder, DTYPES | PACKED_DTYPES):
-            paths.append(path)
-            for dtype, shape in tensors.values():
-                weights[dtype] += math.prod(shape)
+        paths = list(shards(files.folder))
+        for dtype, shape in tensor_headers(files.folder, config.quantization).values():
+            weights[dtype] += math.prod(shape)
     stats = [path.stat() for path in paths]
     # The name of this version has to change when the files do. Their content would be gigabytes to read.
     identity = repr([(str(p.resolve()), stat.st_size, stat.st_mtime_ns) for p, stat in zip(paths, stats)])

@@ -3,7 +3,7 @@ checksums."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
 
 import torch
@@ -12,8 +12,10 @@ from torch import nn
 
 from shoal.errors import CheckpointError
 from shoal.layers.matrix import MatrixLayer
+from shoal.layers.mlp import Experts
 from shoal.model_config import ModelConfig
-from shoal.weights.safetensors import DTYPES, PACKED_DTYPES, safetensors_headers, shards
+from shoal.weights.quantized import tensor_headers
+from shoal.weights.safetensors import shards
 from shoal.weights.source import CheckpointFiles
 
 # These fields say nothing about what is computed. Tensors are converted to the engine's dtype, and the engine
@@ -43,11 +45,11 @@ def packing_difference(ours: CheckpointFiles, files: CheckpointFiles) -> str | N
 
 
 def _kinds(files: CheckpointFiles) -> dict[str, str]:
-    """The type of each tensor in the files, by name."""
+    """The type of each tensor in the files, by name. A matrix of several tensors has one."""
     if files.file is not None:
         return {name: info.kind for name, info in files.header.tensors.items()}
-    every = safetensors_headers(files.folder, DTYPES | PACKED_DTYPES)
-    return {name: header.dtype for _, headers in every for name, header in headers.items()}
+    headers = tensor_headers(files.folder, files.config.quantization)
+    return {name: header.dtype for name, header in headers.items()}
 
 
 def check_tensor(
@@ -83,9 +85,13 @@ def weight_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors that hold weights: parameters, and the memory of packed matrices."""
     yield from model.named_parameters()
     for path, layer in model.named_modules():
+        packed: Mapping[str, torch.Tensor] = {}
         if isinstance(layer, MatrixLayer):
-            for name, tensor in layer.format.tensors().items():
-                yield f"{path}.{name}", tensor
+            packed = layer.format.tensors()
+        elif isinstance(layer, Experts):
+            packed = layer.packed_tensors()
+        for name, tensor in packed.items():
+            yield f"{path}.{name}", tensor
 
 
 @torch.no_grad()

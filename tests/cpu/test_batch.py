@@ -12,6 +12,7 @@ from shoal.engine.runner.batch import (
     BatchBuilder,
     Header,
     MixedShape,
+    asked_of,
     float_bits,
     section_spans,
     token_spans,
@@ -132,11 +133,26 @@ def test_extras_name_the_samples_they_are_for():
     queue.add(request("plain", 5))
     queue.add(request("bias", 7, logit_bias={3: 2.0}, min_tokens=2, stop_token_ids=[9], logprobs=4))
     queue.add(request("penalty", 3, repetition_penalty=1.5))
-    _, _, extras = device.apply(queue.schedule())
-    assert extras.bias == [(1, 3, 2.0)] and extras.banned == [(1, 9)] and extras.num_logprobs == 4
+    header, _, extras = device.apply(queue.schedule())
+    assert extras.bias == [(1, 3, 2.0)] and extras.banned == [(1, 9)] and header[Header.DRAWS_WHOLE]
+    assert asked_of(header[Header.LOGPROBS]) == 4 and asked_of(header[Header.PROMPT_LOGPROBS]) is None
     assert [(p[0], p[2]) for p in extras.penalties] == [(2, 1.5)] and [
         r.prompt_ids for r in extras.new_penalty_rows
     ] == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("several", [True, False])
+def test_a_step_draws_from_whole_rows_where_one_of_its_samples_needs_them(several):
+    device, queue = Device(splits_draws=several), scheduler()
+    queue.add(request("a", 5, temperature=1.0, top_k=20, top_p=0.9, max_tokens=3))
+    queue.add(request("b", 6, temperature=1.0, top_p=0.9, max_tokens=1))
+    found = []
+    for _ in range(3):
+        plan = queue.schedule()
+        header, _, _ = device.apply(plan)
+        found.append(bool(header[Header.DRAWS_WHOLE]))
+        queue.update(plan, [1] * len(plan.scheduled))
+    assert found == [several, False, False]  # b is gone then
 
 
 @pytest.mark.parametrize("budget", [3, 4, 64])
@@ -146,9 +162,10 @@ def test_prompt_logprobs_ask_for_every_token_but_the_last(budget):
     targets = []
     while len(targets) < 9:
         plan = queue.schedule()
-        _, sections, extras = device.apply(plan)
-        assert len(sections["prompt_logits"]) == len(extras.prompt_targets)
-        targets += extras.prompt_targets
+        header, sections, _ = device.apply(plan)
+        assert len(sections["prompt_logits"]) == len(sections["prompt_targets"])
+        assert asked_of(header[Header.PROMPT_LOGPROBS]) == (1 if len(sections["prompt_targets"]) else None)
+        targets += sections["prompt_targets"].tolist()
     assert targets == list(range(1, 10))
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from shoal.cli.chat import Chat, Keyboard
 from shoal.cli.speakers import ContextFullError, RemoteSpeaker
-from shoal.errors import RequestError, UnavailableError
+from shoal.cli.top import Source
+from shoal.errors import ConfigError, RequestError, UnavailableError
 
 
 class Stub(http.server.BaseHTTPRequestHandler):
@@ -70,6 +71,33 @@ def test_the_model_is_the_first_listed_or_the_one_named(url):
     named = RemoteSpeaker(url + "/v1/", "second", None)
     assert (named.name, named.context_len, named.place) == ("second", 4096, f"at {url}/v1")
     assert RemoteSpeaker(url, "unlisted", None).context_len is None
+
+
+@pytest.mark.parametrize("of", [lambda url, key: RemoteSpeaker(url, "m", key), Source], ids=["chat", "top"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "localhost",
+        "ftp://x",
+        "http://",
+        "http://[",
+        "http://x:abc",
+        "http://x:0",
+        "http://x/é",
+        "http://x/a b",
+    ],
+)
+def test_what_is_no_address_of_a_server_is_refused(of, address):
+    with pytest.raises(ConfigError, match="no address of a server; http"):
+        of(address, None)
+
+
+@pytest.mark.parametrize("of", [lambda url, key: RemoteSpeaker(url, "m", key), Source], ids=["chat", "top"])
+@pytest.mark.parametrize("key", ["sesame\n", "s\u00e9same"])
+def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(of, key):
+    with pytest.raises(ConfigError, match="--api-key") as refused:
+        of("http://127.0.0.1:1", key)
+    assert "same" not in str(refused.value)
 
 
 def test_pieces_come_with_the_reason_of_the_end_and_without_usage(url):

@@ -11,6 +11,7 @@ import struct
 import subprocess
 import threading
 import time
+from asyncio.selector_events import _SelectorSocketTransport
 
 import psutil
 import pytest
@@ -330,6 +331,31 @@ def test_what_is_written_is_sent_at_once(server, monkeypatch):
     monkeypatch.setattr(Connection, "connection_made", look)
     server.json("/version")
     assert found == [1]
+
+
+@pytest.mark.parametrize("method, stream", [("POST", True), ("POST", False), ("HEAD", False)])
+def test_a_head_goes_out_with_its_body_and_a_streams_end_with_its_last_token(
+    method, stream, server, monkeypatch
+):
+    """Each call of the system takes as long as passing on a token."""
+    sent = []
+    send = _SelectorSocketTransport.write
+    monkeypatch.setattr(
+        _SelectorSocketTransport, "write", lambda self, data: (sent.append(bytes(data)), send(self, data))
+    )
+    if method == "HEAD":
+        asked = b"HEAD /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+    else:
+        asked = post(COMPLETE, {"prompt": "a", "max_tokens": 3, "stream": stream}).replace(
+            b"\r\n\r\n", b"\r\nExpect: 100-continue\r\nConnection: close\r\n\r\n", 1
+        )
+    read_until(server.raw(asked))
+    answer = [piece for piece in sent if not piece.startswith(b"HTTP/1.1 100")]
+    assert answer[0].startswith(b"HTTP/1.1 200 OK\r\n") and sum(b"HTTP/1.1" in piece for piece in answer) == 1
+    assert (b'"text":' in answer[0]) == (method == "POST")
+    if stream:
+        assert b'"finish_reason":"length"' in answer[-1] and answer[-1].endswith(b"[DONE]\n\n\r\n0\r\n\r\n")
+        assert len(answer) <= 3  # tokens
 
 
 @pytest.fixture(scope="module")

@@ -62,6 +62,7 @@ def test_every_path_that_a_page_or_a_source_names_is_there(page):
 def test_every_page_is_in_the_sites_navigation():
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
     pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").rglob("*.md")}
+    pages |= {str(p.relative_to(ROOT)) for p in (ROOT / "benchmarks/results").glob("*.md")}
     assert not {page for page in pages if f" {page}\n" not in nav}
 
 

@@ -16,6 +16,7 @@ from shoal.doctor import fleet_file, gpu, libraries, machine, network
 from shoal.doctor.examine import CHECKS, Check, examine
 from shoal.doctor.finding import Findings, Verdict, fails, in_units, limited, works
 from shoal.doctor.programs import Said, python_failure, run
+from tests.serving import free_port
 
 GIB = 1 << 30
 PLAIN = what_is_asked(None, {})
@@ -316,6 +317,26 @@ def test_a_plane_beyond_this_machine_needs_a_key():
     asked = what_is_asked(None, {"plane": "nats://10.0.0.5:4222"})
     [found] = network.plane(asked)
     assert found.verdict is FAILS and "--fleet-key-file" in found.found
+
+
+def test_a_plane_that_is_no_url_fails():
+    [found] = network.plane(what_is_asked(None, {"plane": "tcp://["}))
+    assert found.verdict is FAILS and "127.0.0.1:PORT" in found.found
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
+def test_the_embedded_plane_may_be_on_either_loopback(host):
+    """It was looked for as an address of IPv4, and told as taken."""
+    [found] = network.plane(what_is_asked(None, {"plane": f"tcp://{host}:{free_port()}"}))
+    assert found.verdict is WORKS and "free" in found.found
+
+
+@pytest.mark.parametrize("address, verdict", [("auto", None), ("local", None), ("ray://[", FAILS)])
+def test_ray_is_looked_for_where_its_address_is_one(monkeypatch, tmp_path, address, verdict):
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    file = tmp_path / "fleet.toml"
+    file.write_text('[[workers]]\noptions = { device = "cpu" }\n[planner]\nconnector = "ray"\n')
+    assert [one.verdict for one in network.ray(what_is_asked(str(file), {}))] == [verdict] * bool(verdict)
 
 
 def test_one_nats_server_of_several_may_be_away(monkeypatch):

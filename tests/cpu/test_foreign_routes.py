@@ -109,8 +109,10 @@ def test_a_request_that_names_no_model_goes_to_the_first():
 
 
 def test_a_refusal_of_the_worker_is_the_answer():
-    reply = ask(Workers(b'{"error":{"message":"no"}}', status=422))
+    workers = Workers(b'{"error":{"message":"no"}}', status=422)
+    reply = ask(workers)
     assert reply.status == 422 and reply.error == {"message": "no"}
+    assert workers.calls[0].line.summary().status == "failed"
 
 
 def test_a_stream_is_passed_on_piece_by_piece():

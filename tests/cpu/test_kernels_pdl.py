@@ -52,6 +52,8 @@ def test_the_kernels_that_take_part_are_found():
         "_qk_norm_rope_store_kernel",
         "_measure_tiles",
         "_pick",
+        "_parts_kernel",
+        "_join_kernel",
         "hopper_kernel",
         "hopper_row_kernel",
     }

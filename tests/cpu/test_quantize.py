@@ -4,6 +4,7 @@ was."""
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -34,7 +35,8 @@ def plain(tmp_path_factory):
 
 
 # The largest error of a weight, relative to the largest of its output or group.
-STEPS = {"fp8": 1 / 16, "int4": 1 - 0.8 * 7 / 7.5 + 0.02}  # int4 cuts the largest weights off
+# In int4 half a step, and as much where the zero point is rounded; scales are rounded to bfloat16.
+STEPS = {"fp8": 1 / 16, "int4": 2 / 15 * 1.01}
 
 
 @pytest.mark.parametrize("to", STEPS)
@@ -84,6 +86,34 @@ def test_zeros_stay_zeros(plain, tmp_path):
         files = CheckpointFiles(quantize(CheckpointFiles(folder), to, tmp_path / to))
         for _, tensor in checkpoint_tensors(files):
             assert not (tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor).any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("to", STEPS)
+def test_weights_that_are_no_numbers_are_refused_by_name_and_leave_nothing(to, bad, plain, tmp_path):
+    folder = tmp_path / "damaged"
+    shutil.copytree(plain, folder)
+    name, path = "model.layers.1.mlp.down_proj.weight", max(folder.glob("*.safetensors"))
+    tensors = load_file(path)
+    tensors[name][3, 5] = bad
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{name} holds weights that are no numbers"):
+        quantize(CheckpointFiles(folder), to, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["damaged"]
+
+
+def test_a_folder_that_cannot_be_written_is_named(plain, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert main(["quantize", str(plain), "--to", "fp8", "--output", str(tmp_path / "file/out")]) == 1
+    assert f"cannot write {tmp_path / 'file/out'}" in capsys.readouterr().err
+
+
+def test_the_folder_of_here_is_named_by_its_own_name(plain, tmp_path, monkeypatch, capsys):
+    folder = tmp_path / "mine"
+    shutil.copytree(plain, folder)
+    monkeypatch.chdir(folder)
+    assert main(["quantize", ".", "--to", "fp8"]) == 0
+    assert capsys.readouterr().out.strip() == "mine-fp8"
 
 
 def test_bad_requests_are_refused_before_anything_is_written(plain, tmp_path):

@@ -18,14 +18,18 @@ from shoal import LLM, SamplingParams
 from shoal.config import EngineConfig
 from shoal.engine.resolve import resolve_config
 from shoal.errors import CheckpointError, ConfigError
-from shoal.kernels import cpu_fp8, cpu_int4, cpu_linear
+from shoal.kernels import cpu_fp8, cpu_int4, cpu_linear, cpu_ops, reference
 from shoal.kernels.fp8_tensor import Fp8Tensor
 from shoal.kernels.int4_tensor import Int4Tensor
 from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.layers.mlp import Experts
+from shoal.layers.parallel import TensorParallel
 from shoal.model_config import Quantization
 from shoal.models.layouts.registry import BY_NAME
 from shoal.weights.loader import check_shapes, checkpoint_tensors
 from shoal.weights.source import CheckpointFiles
+from shoal.weights.summary import summarize
+from shoal.weights.update import packing_difference
 from tests import quantized
 
 KINDS = [*quantized.SCHEMES, *quantized.BY_INPUTS, "fp8-blocks"]
@@ -60,6 +64,33 @@ def test_a_matrix_of_gptqmodel_is_what_gptqmodel_unpacks(name):
     assert (tensor.groups is not None) == (name == "gptq_act_order")
     assert torch.equal(tensor.rows(3, 10).dequantize(torch.float16), expected[3:10])
     assert torch.equal(tensor.columns(128, 256).dequantize(torch.float16), expected[:, 128:])
+
+
+def words(numbers: torch.Tensor) -> torch.Tensor:
+    """Eight 4-bit numbers of a row in an int32, the first one in its low bits."""
+    places = 16 ** torch.arange(8)
+    return (numbers.long().unflatten(1, (-1, 8)) * places).sum(2).to(torch.uint32).view(torch.int32)
+
+
+def test_gptq_s_zero_points_of_0_come_back_as_they_were():
+    """GPTQModel subtracts one from all zero points of an int32 at once, and adds it so when it reads."""
+    zeros = torch.tensor([[0, 3, 15, 0, 0, 8, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]])
+    quants = torch.randint(0, 16, (8, 16), generator=torch.Generator().manual_seed(4))
+    expected = (quants - zeros.T.repeat_interleave(8, 1)) * 0.5
+    stored = dict(
+        qweight=words(quants).T.contiguous(), scales=torch.full((2, 8), 0.5), g_idx=torch.arange(16) // 8
+    )
+    for minus_one in (False, True):
+        quantization = Quantization("gptq", 4, (1, 8), zero_points=True, zeros_minus_one=minus_one)
+        qzeros = words(zeros) - (0x11111111 if minus_one else 0)
+        found = BY_NAME["gptq"].join(stored | {"qzeros": qzeros}, quantization)
+        assert torch.equal(found.dequantize(), expected)
+
+
+def test_groups_out_of_order_contradict_a_config_without_act_order():
+    stored = {key.rpartition(".")[2]: t for key, t in GPTQMODEL.items() if key.startswith("gptq_act_order.")}
+    with pytest.raises(CheckpointError, match="desc_act is false"):
+        BY_NAME["gptq"].join(stored, MATRICES["gptq"])
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 17])
@@ -118,7 +149,7 @@ def test_an_engine_computes_what_transformers_computes_with_the_unpacked_weights
 
 
 @pytest.mark.parametrize("kind", ["int4", "fp8-blocks"])
-def test_experts_are_unpacked_and_the_rest_is_not(kind, tmp_path):
+def test_experts_stay_packed_and_are_mixed_as_plain_ones(kind, tmp_path):
     config = transformers.Qwen3MoeConfig(
         **quantized.SIZES,
         num_experts=4,
@@ -140,10 +171,41 @@ def test_experts_are_unpacked_and_the_rest_is_not(kind, tmp_path):
         with LLM(str(folder), **options) as llm:
             packed = [name for name in llm.check_weights() if name.endswith(".packed")]
             output = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0]
-        assert len(packed) == (4 if dtype == "auto" else 0)  # q, k, v as one and o, of two layers
+        # Of two layers: q, k, v as one and o; gate, up as one and down of four experts.
+        assert len(packed) == (2 * (2 + 8) if dtype == "auto" else 0)
         positions = zip(PROMPT[1:], output.prompt_logprobs[1:])
         found[dtype] = torch.tensor([position[token].logprob for token, position in positions])
     torch.testing.assert_close(found["auto"], found["float32"], rtol=5e-3, atol=2e-2)
+
+
+def test_experts_that_come_plain_stand_beside_packed_ones():
+    print("seed", torch.manual_seed(7).initial_seed())
+    config = SimpleNamespace(num_experts=3, hidden_size=64, moe_intermediate_size=32)
+    experts = Experts(config, TensorParallel.single(), cpu_ops)
+    experts.keep_quantized = True
+    oracle = {}
+    for name, shape, load in experts.checkpoint_tensors("e"):
+        expert, kind = name.split(".")[1:3]
+        weight = torch.randn(shape) / 8
+        # The first is packed, the second plain, and of the third the parts of a merge differ.
+        if expert == "0" or (expert, kind) == ("2", "gate_proj"):
+            tensor = Fp8Tensor.of(weight.to(torch.float8_e4m3fn), torch.rand(shape[0], 1), (1, 0))
+            load(tensor, name)
+            weight = tensor.dequantize()
+        else:
+            load(weight, name)
+        oracle[expert, kind] = weight
+    experts.finish()
+    packed = [f"0.{which}.{part}" for which in ("w13", "w2") for part in ("packed", "scales")]
+    assert sorted(experts.packed_tensors()) == packed
+    w13 = torch.stack([torch.cat((oracle[e, "gate_proj"], oracle[e, "up_proj"])) for e in "012"])
+    w2 = torch.stack([oracle[e, "down_proj"] for e in "012"])
+    x, logits = torch.randn(9, 64), torch.randn(9, 3)
+    for residual in (None, torch.randn(9, 64)):
+        want = reference.moe(x, logits, w13, w2, 2, True, None if residual is None else residual.clone())
+        got = experts.mix(x, logits, 2, True, residual)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        assert residual is None or got is residual
 
 
 @pytest.mark.parametrize("inputs", [8, 128, 300, 512])
@@ -223,12 +285,22 @@ def test_a_gpu_without_a_kernel_for_experts_refuses_unless_a_dtype_is_named(tmp_
         resolve_config(EngineConfig(model="m", device="cuda"), model, 1000)
 
 
+def scheme(**fields: object) -> dict:
+    """A change of the only group of a config."""
+    weights = quantized.SCHEMES["int4"][1]
+    return dict(config_groups=dict(group_0=dict(targets=["Linear"], weights=weights, **fields)))
+
+
 CHANGES = [
     (dict(quant_method="bitsandbytes"), "bitsandbytes.*awq, gptq, compressed-tensors, fp8"),
     (dict(quant_method=None), "None"),
     (dict(format="marlin-24"), "format 'marlin-24'.*pack-quantized"),
     (dict(config_groups={}), "config_groups"),
     (dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme"),
+    (scheme(input_activations="fp8"), "input_activations 'fp8' is not an object"),
+    (scheme(input_activations=dict(quantized.TOKEN, num_bits=4)), "input_activations: num_bits 4"),
+    (scheme(output_activations=quantized.TOKEN), "output_activations"),
+    (scheme(format="nvfp4-pack-quantized"), "group_0: format 'nvfp4-pack-quantized'"),
 ]
 
 
@@ -246,7 +318,12 @@ METHODS = [
     (dict(quant_method="gptq", bits=8, group_size=128), "bits 8"),
     (dict(quant_method="gptq", bits=4, group_size=0), "group_size 0"),
     (dict(quant_method="gptq", bits=4, group_size=128, checkpoint_format="marlin"), "marlin"),
+    (
+        dict(quant_method="gptq", bits=4, group_size=128, checkpoint_format="gptq", format="gptq_v2"),
+        "contradict",
+    ),
     (dict(quant_method="awq", bits=4, group_size=128, version="gemv"), "gemv"),
+    (dict(quant_method="awq", bits=4, group_size=128, format="gemv"), "format 'gemv'"),
     (dict(quant_method="fp8", weight_block_size=[128]), r"weight_block_size \[128\]"),
     (dict(quant_method="fp8"), "weight_block_size None"),
     (dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="static"), "static"),
@@ -260,6 +337,24 @@ def test_each_methods_options_are_checked(given, says, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config | dict(quantization_config=given)))
     with pytest.raises(CheckpointError, match=says):
         _ = CheckpointFiles(tmp_path).config
+
+
+@pytest.mark.parametrize("name", [None, False, "weight", "static", True, "group", "dynamic"])
+def test_act_order_has_many_names(name, tmp_path):
+    quantized.write(tmp_path, "int4")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = name
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert CheckpointFiles(tmp_path).config.quantization.act_order == (name in (True, "group", "dynamic"))
+
+
+def test_a_version_of_gptq_stands_under_either_name(tmp_path):
+    quantized.write(tmp_path, "int4")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("checkpoint_format", "format"):
+        config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128, key: "gptq_v2"}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert not CheckpointFiles(tmp_path).config.quantization.zeros_minus_one
 
 
 def test_two_configs_contradict_each_other(tmp_path):
@@ -292,6 +387,41 @@ def test_missing_scales_and_wrong_shapes_are_refused_before_anything_is_loaded(k
         check_shapes(CheckpointFiles(tmp_path))
 
 
+def test_a_matrix_that_is_plain_and_quantized_is_refused(tmp_path):
+    unpacked = quantized.write(tmp_path, "int4")
+    tensors = load_file(tmp_path / "model.safetensors") | {f"{NAME}.weight": unpacked[f"{NAME}.weight"]}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{NAME}.weight twice"):
+        check_shapes(CheckpointFiles(tmp_path))
+
+
+def test_weights_of_which_others_are_quantized_do_not_fit_into_the_old_ones_memory(tmp_path):
+    unpacked = quantized.write(tmp_path / "ours", "int4")
+    quantized.write(tmp_path / "theirs", "int4")
+    tensors = load_file(tmp_path / "theirs/model.safetensors")
+    plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{NAME}.")}
+    plain[f"{NAME}.weight"] = unpacked[f"{NAME}.weight"]
+    save_file(plain, tmp_path / "theirs/model.safetensors", metadata={"format": "pt"})
+    ours, theirs = CheckpointFiles(tmp_path / "ours"), CheckpointFiles(tmp_path / "theirs")
+    assert packing_difference(ours, ours) is None
+    assert packing_difference(ours, theirs) == (
+        f"its tensor {NAME}.weight is F32, and the engine's is packed from pack-quantized"
+    )
+    with LLM(str(ours.folder), device="cpu", max_model_len=64) as llm:
+        before = llm.check_weights()
+        with pytest.raises(CheckpointError, match=f"{NAME}.weight is F32"):
+            llm.update_weights(str(theirs.folder))
+        assert llm.check_weights() == before
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8-blocks"])
+def test_a_summary_counts_weights_and_not_what_they_are_packed_in(kind, tmp_path):
+    unpacked = quantized.write(tmp_path, kind)
+    summary = summarize(CheckpointFiles(tmp_path))
+    assert summary.num_parameters == sum(tensor.numel() for tensor in unpacked.values())
+    assert summary.quantization == {"int4": "pack-quantized", "fp8-blocks": "fp8-blocks"}[kind]
+
+
 def test_plain_weights_under_a_quantized_config_are_refused(tmp_path):
     unpacked = quantized.write(tmp_path, "int4")
     save_file(unpacked, tmp_path / "model.safetensors", metadata={"format": "pt"})
@@ -308,10 +438,13 @@ def test_scales_that_are_no_numbers_are_refused_with_the_matrix_s_name(tmp_path)
         dict(checkpoint_tensors(CheckpointFiles(tmp_path)))
 
 
-def test_groups_that_a_shard_cuts_have_no_product_on_a_cpu():
+def test_groups_that_a_shard_cuts_and_scales_beyond_float16_have_no_product_on_a_cpu():
     tensor, _ = joined("gptq_act_order")
     with pytest.raises(CheckpointError, match="tensor_parallel_size"):
         cpu_int4.pack([tensor.columns(0, 64)])
+    quants = torch.zeros(4, 64, dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match="a scale of 70000, which float16"):
+        cpu_int4.pack([Int4Tensor.of(quants, torch.full((4, 2), 7e4), None)])
     quants = torch.zeros(4, 40, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match="multiples of 32"):
         cpu_int4.pack([Int4Tensor.of(quants, torch.ones(4, 1), None)])

@@ -1,9 +1,11 @@
 """The server's log: what it says of requests and of the server's work, and what it never says."""
 
 import asyncio
+import itertools
 import json
 import logging
 import re
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -195,64 +197,93 @@ def test_errors_alone_or_nothing_are_logged_on_demand(lines):
         assert len(lines()) - before == 2 * len(statuses)
 
 
+@pytest.mark.parametrize("path", ["/fleet", "/requests", "/requests/any", "/load"])
+def test_what_machines_ask_for_is_logged_where_the_key_is_wrong(path, lines):
+    """Else keys could be guessed there without a trace."""
+    with FakeServer(api_key=["sesame"]) as server:
+        assert server.request(path, headers={"authorization": "Bearer guess"})[0] == 401
+        assert len(lines()) == 1 and f"GET {path} 401" in lines()[0]
+        server.request(path, headers={"authorization": "Bearer sesame"})
+        assert len(lines()) == 1
+        assert server.metric("http_requests_total") == 1
+
+
 def test_unknown_levels_and_formats_are_refused():
     for name in ("log_requests", "log_format"):
         with pytest.raises(ConfigError, match=f"{name} 'loud' is not one of"):
             ServerConfig(**{name: "loud"})
 
 
+def told_of_throughput(caplog):
+    return [r for r in caplog.records if r.name == "shoal.server.throughput"]
+
+
+async def sampled(server, between=lambda: None):
+    """Samples the server twice, and reports what it does after each; `between` is called between the two."""
+    watch = server.app.port.watch
+    report = asyncio.create_task(report_throughput(server.app.port.models, watch, 0.001))
+    for _ in range(2):
+        await watch.sample()
+        await asyncio.sleep(0.05)
+        between()
+    report.cancel()
+
+
 def test_throughput_is_told_while_there_is_work(caplog):
     caplog.set_level(logging.INFO, "shoal")
-    with FakeServer(FakeEngine(300, token_seconds=0.01)) as server:
-        reports = asyncio.run_coroutine_threadsafe(report_throughput([server.model], 0.05), server.loop)
-        server.request(COMPLETE, {"prompt": "a", "max_tokens": 40})
-
-        def told():
-            return [r for r in caplog.records if r.name == "shoal.server.throughput"]
-
-        eventually(lambda: any(as_json(r)["generation_tokens_per_second"] for r in told()))
-        reports.cancel()
-    busy = [as_json(r) for r in told()]
-    assert any(one["running"] == 1 and one["kv_cache_usage"] > 0 for one in busy)
-    assert busy[0]["model"] == "tiny"
+    with FakeServer(engine_saying("word ", token_seconds=0.05, cached_tokens=1)) as server:
+        connection = server.raw(post(COMPLETE, {"prompt": "a", "max_tokens": 200, "stream": True}))
+        read_until(connection, b"data: ")
+        asyncio.run_coroutine_threadsafe(sampled(server), server.loop).result()
+        connection.close()
+    told = told_of_throughput(caplog)
+    busy = [as_json(r) for r in told]
+    assert busy[-1]["generation_tokens_per_second"] > 0
+    assert (busy[-1]["running"], busy[-1]["model"]) == (1, "tiny") and busy[-1]["kv_cache_usage"] > 0
     assert re.fullmatch(
         r"tiny: prompt [\d.]+ tokens/s, generation [\d.]+ tokens/s, running \d, waiting 0, "
-        r"KV cache [\d.]+%, prefix cache hits -",
-        told()[0].getMessage(),
+        r"KV cache [\d.]+%, prefix cache hits (-|[\d.]+%)",
+        told[-1].getMessage(),
     )
 
 
-def test_nothing_is_told_of_a_server_without_work(server, caplog):
+def test_nothing_is_told_of_a_server_without_work(caplog):
     caplog.set_level(logging.INFO, "shoal")
-    server.request(COMPLETE, {"prompt": "a", "max_tokens": 4})
-
-    async def idle():
-        report = asyncio.create_task(report_throughput([server.model], 0.001))
-        await asyncio.sleep(0.05)
-        report.cancel()
-
-    asyncio.run_coroutine_threadsafe(idle(), server.loop).result()
-    assert not [r for r in caplog.records if r.name == "shoal.server.throughput"]
+    with FakeServer() as server:
+        asyncio.run_coroutine_threadsafe(sampled(server), server.loop).result()
+    assert not told_of_throughput(caplog)
 
 
-def test_a_routers_probes_of_an_idle_worker_are_no_work(server, caplog, monkeypatch):
+def test_a_routers_probes_of_an_idle_worker_are_no_work(caplog, monkeypatch):
     caplog.set_level(logging.INFO, "shoal")
-    now = 0.0
-    monkeypatch.setattr("shoal.server.throughput.time", SimpleNamespace(perf_counter=lambda: now))
+    ticks = itertools.count(0, 10)
+    clock = SimpleNamespace(monotonic=lambda: next(ticks), time=time.time)
+    monkeypatch.setattr("shoal.server.watch.time", clock)
+    with FakeServer() as server:
 
-    async def probed():
-        nonlocal now
-        report = asyncio.create_task(report_throughput([server.model], 0.001))
-        for _ in range(3):
-            await asyncio.sleep(0.02)
-            now += 10
+        def probed():
             server.model.metrics.prompt_tokens += 1
             server.model.metrics.generation_tokens += 1
-        await asyncio.sleep(0.02)
-        report.cancel()
 
-    asyncio.run_coroutine_threadsafe(probed(), server.loop).result()
-    assert not [r for r in caplog.records if r.name == "shoal.server.throughput"]
+        asyncio.run_coroutine_threadsafe(sampled(server, probed), server.loop).result()
+        assert server.app.port.watch.recent("tiny").output_tokens_s > 0
+    assert not told_of_throughput(caplog)
+
+
+def test_a_model_that_comes_later_is_told_of_as_a_router_offers_them(caplog):
+    caplog.set_level(logging.INFO, "shoal")
+    with FakeServer(engine_saying("word ", token_seconds=0.05)) as server:
+        models = server.app.port.models
+
+        def offered():
+            models.add(server.model)
+
+        connection = server.raw(post(COMPLETE, {"prompt": "a", "max_tokens": 200, "stream": True}))
+        read_until(connection, b"data: ")
+        server.call(lambda: models.remove(server.model))
+        asyncio.run_coroutine_threadsafe(sampled(server, offered), server.loop).result()
+        connection.close()
+    assert [as_json(r)["running"] for r in told_of_throughput(caplog)]
 
 
 @pytest.mark.parametrize(

@@ -42,7 +42,8 @@ def test_few_logits_are_shaped_on_one_thread_and_the_others_are_there_again_afte
         return (torch.zeros(1),) * 4
 
     monkeypatch.setattr("shoal.kernels.logits.logprobs", figures)
-    logprobs(torch.zeros(2, 100), torch.zeros(2, dtype=torch.int32), 1)
+    head = types.SimpleNamespace(vocab_size=100, columns=lambda: None)
+    logprobs(torch.zeros(2, 100), torch.zeros(2, dtype=torch.int32), 1, head)
     assert seen == [1, 1] and torch.get_num_threads() == 3
 
 

@@ -53,6 +53,13 @@ def test_a_process_that_starts_again_counts_from_zero():
     assert recent_of(now, before, 2.0, before).output_tokens_s == 0.5
 
 
+def test_a_process_that_starts_again_and_overtakes_what_it_had_counts_from_zero():
+    """It had ten short answers, and has one long one since: more tokens, and fewer first ones."""
+    before, now = served([1.0] * 10, prompt_tokens=90), served([2.0], [0.1] * 30, prompt_tokens=5)
+    assert now.since(before) == now
+    assert recent_of(now, before, 2.0, before).ttft.p50 == pytest.approx(2.0, rel=0.13)
+
+
 def test_sums_add_up_where_some_have_counted_no_times():
     total = sum_of([served([1.0], [0.5]), Served(prompt_tokens=3), served([2.0], failed=1)])
     assert (total.prompt_tokens, total.failed, total.output_tokens) == (3, 1, 3)

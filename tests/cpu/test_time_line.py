@@ -83,6 +83,32 @@ def test_the_list_has_the_newest_first_and_each_as_its_own_page_has_it(server):
     assert set(newest) == set(RequestSummary.__struct_fields__)
 
 
+def test_as_many_requests_are_listed_as_are_asked_for(server):
+    for name in ("older", "newer"):
+        server.request(COMPLETE, {"prompt": "a", "max_tokens": 2}, headers={"x-request-id": name})
+    whole = [one["id"] for one in server.json("/requests")[1]["requests"]]
+    assert [one["id"] for one in server.json("/requests?limit=1")[1]["requests"]] == ["newer"]
+    assert [one["id"] for one in server.json(f"/requests?limit={MAX_KEPT}")[1]["requests"]] == whole
+
+
+@pytest.mark.parametrize(
+    ("query", "told"),
+    [
+        ("limit=0", "limit '0' is no number from 1 to 256"),
+        ("limit=257", "limit '257' is no number from 1 to 256"),
+        ("limit=-1", "limit '-1'"),
+        ("limit=" + "9" * 5000, "limit '999"),
+        ("limit=%C2%B2", "limit '²'"),
+        ("limit=", "limit ''"),
+        ("limit=1&limit=2", "limit is given 2 times"),
+        ("limits=1", "unknown parameter 'limits'; /requests takes limit"),
+    ],
+)
+def test_a_wrong_limit_is_a_400_that_names_it(server, query, told):
+    status, found = server.json(f"/requests?{query}")
+    assert status == 400 and found["error"]["message"].startswith(told), found
+
+
 def test_a_request_of_several_answers_has_the_tokens_of_all(server):
     server.request(COMPLETE, {"prompt": "a", "max_tokens": 3, "n": 2}, headers={"x-request-id": "two"})
     found = told(server, "two")
@@ -104,15 +130,67 @@ def test_a_request_that_runs_is_told_as_far_as_it_has_come_and_one_whose_client_
         assert told(server, "runs").finish_reason == "abort"
 
 
+def test_a_request_that_waits_for_its_first_token_is_told_so_also_when_its_client_gives_up():
+    with FakeServer(engine_saying("never ", prefill_seconds=600)) as server:
+        connection = server.raw(post(COMPLETE, {"prompt": "a", "stream": True, "request_id": "waits"}))
+        eventually(lambda: server.engine.seen)
+        found = told(server, "waits")
+        assert [span.name for span in found.spans] == ["tokenize", "waiting"]
+        tokenize, waiting = found.spans
+        assert waiting.start_s == pytest.approx(tokenize.start_s + tokenize.seconds)
+        assert waiting.start_s + waiting.seconds <= found.seconds and found.ttft_s is None
+        connection.close()
+        eventually(lambda: told(server, "waits").status == "finished")
+        found = told(server, "waits")
+        assert [span.name for span in found.spans] == ["tokenize", "waiting"]
+        assert found.spans[1].start_s + found.spans[1].seconds == pytest.approx(found.seconds)
+
+
+def test_a_wait_is_at_the_worker_that_is_known_to_have_the_request():
+    placed = line()
+    placed.answer()
+    placed.add([Span("queue", 3.0, 2.0), Span("routing", 1.0, 0.5, "w")], placed.began + 3)
+    *_, waiting = placed.all_spans()
+    assert (waiting.name, waiting.worker, round(waiting.start_s, 3)) == ("waiting", "w", 2.5)
+    placed.answers[0].tokens(1, placed.began + 4)
+    assert [span.name for span in placed.all_spans()] == ["queue", "routing", "decode"]
+
+
+def test_an_answer_without_a_token_is_no_wait_once_it_is_there():
+    """So is that of embeddings."""
+    embedded = line()
+    embedded.answer().push(Output("r", [], finish_reason=FinishReason.STOP), embedded.began + 1)
+    embedded.end(has_failed=False)
+    assert embedded.all_spans() == []
+
+
+def test_an_answer_that_has_ended_grows_no_more_while_others_run():
+    both = line()
+    short, long = both.answer(), both.answer()
+    for answer in (short, long):
+        answer.tokens(1, both.began)
+    short.push(Output("r", [1], finish_reason=FinishReason.LENGTH), both.began + 0.5)
+    assert sorted(span.seconds == pytest.approx(0.5) for span in both.all_spans()) == [False, True]
+
+
 def test_a_request_that_fails_or_is_refused_by_the_engine_is_told_as_failed():
     with FakeServer(engine_saying("x", error_after=3)) as server:
         body = {"prompt": "a", "max_tokens": 9}
         assert server.request(COMPLETE, body, headers={"x-request-id": "fails"})[0] == 500
-        assert told(server, "fails").status == "failed"
+        found = told(server, "fails")
+        assert (found.status, found.finish_reason) == ("failed", "error")
         server.engine.refuses = "not today"
         assert server.request(COMPLETE, body, headers={"x-request-id": "refused"})[0] == 400
         found = told(server, "refused")
         assert (found.status, found.ttft_s, found.output_tokens) == ("failed", None, 0)
+
+
+def test_an_error_in_place_of_the_first_token_tells_where_the_time_went():
+    with FakeServer(engine_saying("x", error_after=1, prefill_seconds=0.01)) as server:
+        server.request(COMPLETE, {"prompt": "a", "max_tokens": 9}, headers={"x-request-id": "fails"})
+        found = told(server, "fails")
+        assert [span.name for span in found.spans] == ["tokenize", "queue", "prefill"]
+        assert (found.status, found.output_tokens) == ("failed", 0)
 
 
 def test_an_id_that_no_request_has_is_a_404_that_says_where_to_look(server):

@@ -139,7 +139,9 @@ def test_a_service_may_have_another_name(monkeypatch):
     tracing.close()
 
 
-@pytest.mark.parametrize("endpoint", ["127.0.0.1:4318", "grpc://127.0.0.1:4317", "http://", ""])
+@pytest.mark.parametrize(
+    "endpoint", ["127.0.0.1:4318", "grpc://127.0.0.1:4317", "http://", "", "http://[", "http://a:b"]
+)
 def test_what_is_no_url_is_refused(endpoint):
     with pytest.raises(ConfigError, match="give that of a collector's OTLP/HTTP port"):
         check_tracing(endpoint)

@@ -1,13 +1,22 @@
 """GET /fleet of a server without a router: itself as its worker, what came lately, and a short past."""
 
 import asyncio
+import copy
+import functools
+import itertools
+import time
+from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 
-from shoal.api import KvLoans, KvTierStats, KvTransferStats, Stats
-from shoal.fleet_api import WorkerView
+from shoal.api import KvLoans, KvTierStats, KvTransferStats, SleepState, Stats
+from shoal.fleet_api import FleetView, QueueView, WorkerView
+from shoal.served import Served
 from shoal.server import watch
-from tests.fake_server import FakeServer, engine_saying
+from shoal.server.catalog import Catalog
+from shoal.server.foreign_model import ForeignModel
+from tests.fake_server import FakeServer, engine_saying, eventually
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +99,95 @@ def test_a_wrong_parameter_is_told(server, query):
     assert status == 400 and "since" in found["error"]["message"]
 
 
+@dataclass
+class FakeFleet:
+    """What a Watch asks of a fleet."""
+
+    counts: dict[str, Served]
+
+    def view(self):
+        workers = [WorkerView(id=n, url="", role="both", model="m", state="ready") for n in self.counts]
+        return FleetView("kv", workers, QueueView(), QueueView())
+
+    def served(self):
+        return {name: copy.deepcopy(served) for name, served in self.counts.items()}
+
+
+async def rates_of(fleet, changes, monkeypatch, interval=2.0):
+    """What `fleet`, whose foreign workers all serve "m", does lately, in all and of the model: after each of
+    these changes and one more interval."""
+    now = itertools.count(0.0, interval)
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: next(now), time=time.time))
+    looked = watch.Watch(Catalog([], [ForeignModel(["m"], None)]), fleet)
+    await looked.sample()
+    found = []
+    for change in changes:
+        change()
+        await looked.sample()
+        view = await looked.view()
+        found.append((view.recent.output_tokens_s, view.models[0].recent.output_tokens_s))
+    return found
+
+
+def test_a_foreign_worker_that_leaves_is_no_burst_of_tokens(monkeypatch):
+    """The sums of those that stay were lower than before, as if all had started again."""
+    fleet = FakeFleet({"a": Served(output_tokens=10_000), "b": Served(output_tokens=50)})
+    serves = functools.partial(setattr, fleet.counts["b"], "output_tokens", 70)
+    leaves = functools.partial(fleet.counts.pop, "a")
+    assert asyncio.run(rates_of(fleet, [serves, leaves], monkeypatch)) == [(10.0, 10.0), (5.0, 5.0)]
+
+
+def test_what_came_lately_is_of_five_intervals_though_each_is_a_little_late(monkeypatch):
+    """It was of four, as five are more than ten seconds then."""
+    fleet = FakeFleet({"a": Served()})
+    serves = functools.partial(setattr, fleet.counts["a"], "output_tokens", 100)
+    found = asyncio.run(rates_of(fleet, [serves] + [int] * 6, monkeypatch, interval=2.01))
+    assert [rate > 0 for rate, _ in found] == [True] * 5 + [False] * 2
+
+
+def test_an_engine_is_asked_for_all_at_once():
+    """One that is busy answers late, and each question was as late again."""
+    with FakeServer() as server:
+        asked = asyncio.Event()
+
+        async def stats():
+            await asked.wait()
+            return Stats(num_running=7)
+
+        async def sleep_state():
+            asked.set()
+            return SleepState()
+
+        server.engine.stats, server.engine.sleep_state = stats, sleep_state
+        assert server.json("/fleet")[1]["workers"][0]["running"] == 7
+
+
+def test_who_is_cancelled_as_an_engine_answers_ends():
+    """asyncio.wait_for of Python 3.11 forgets that: a report went on for ever, and the server with it."""
+    with FakeServer() as server:
+
+        async def cancelled():
+            answers = asyncio.Event()
+            server.engine.stats = lambda: asyncio.create_task(stats(answers))
+            report = asyncio.create_task(reports())
+            await asyncio.sleep(0.01)
+            answers.set()
+            await asyncio.sleep(0)
+            report.cancel()
+            await asyncio.wait([report], timeout=1)
+            return report.cancelled()
+
+        async def stats(answers):
+            await answers.wait()
+            return Stats()
+
+        async def reports():
+            await server.model.stats()
+            await asyncio.sleep(60)
+
+        assert asyncio.run_coroutine_threadsafe(cancelled(), server.loop).result()
+
+
 def test_a_failed_request_is_counted():
     with FakeServer(engine_saying("a", error_after=2)) as server:
         sample(server)
@@ -106,6 +204,16 @@ def test_a_dead_engine_is_shown_as_broken_and_the_watch_goes_on():
         sample(server)
         [worker] = server.json("/fleet")[1]["workers"]
         assert worker["state"] == "broken" and "died" in worker["why"]
+
+
+def test_a_watch_that_fails_is_told_and_requests_go_on(monkeypatch, caplog):
+    async def broken(self):
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(watch.Watch, "sample", broken)
+    with FakeServer() as server:
+        eventually(lambda: any("is shown no more" in one.getMessage() for one in caplog.records))
+        assert server.request("/v1/completions", {"prompt": "abc", "max_tokens": 2})[0] == 200
 
 
 def test_what_an_engine_says_of_its_blocks_is_in_the_view():

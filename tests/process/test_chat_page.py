@@ -5,31 +5,25 @@ docs, of a server that runs.
 """
 
 import argparse
-import os
 import re
-import shutil
-import subprocess
 
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
 from shoal.fake import FakeEngine
-from shoal.server.web_page import web_page
 from tests.fake_server import FakeServer, eventually
+from tests.web_pages import (
+    CHROMIUM,
+    FLAGS,
+    WAIT_MS,
+    brightness,
+    browser,  # noqa: F401 - a fixture
+    check_names,
+    check_small_and_strict,
+    chromium,  # noqa: F401 - a fixture
+    pages_of,
+)
 
-CHROMIUM = "/usr/bin/chromium"
-# Without these the browser calls home.
-FLAGS = [
-    "--headless",
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-WAIT_MS = 60_000  # the machine may be busy
 TEXT = """# Tides
 Tides are the **slow** breathing of the *sea*. Twice a day the water comes up the beach, and twice a day it goes back.
 
@@ -57,64 +51,18 @@ def served():
         yield server
 
 
-@pytest.fixture(scope="session")
-def chromium():
-    """Debian's Chromium, installed if we may."""
-    if not os.path.exists(CHROMIUM):
-        if os.geteuid() != 0 or shutil.which("apt-get") is None:
-            pytest.skip(f"needs {CHROMIUM}: apt-get install chromium (only root on Debian may)")
-        for command in (
-            ["apt-get", "update"],
-            ["apt-get", "install", "-y", "--no-install-recommends", "chromium"],
-        ):
-            done = subprocess.run(
-                command,
-                capture_output=True,
-                text=True,
-                env=os.environ | {"DEBIAN_FRONTEND": "noninteractive"},
-            )
-            if done.returncode:
-                pytest.skip(f"{' '.join(command)} failed: {done.stderr[-300:]}")
-    return CHROMIUM
-
-
-@pytest.fixture(scope="module")
-def browser(chromium):
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=chromium, args=FLAGS)
-        yield browser
-        browser.close()
-
-
 @pytest.fixture
-def open_page(browser, served):
-    """open_page(width=..., color_scheme=...) -> a page in a fresh profile. Fails the test if the page called
-    elsewhere or broke."""
-    contexts, requested, broken, origins = [], [], [], set()
+def open_page(browser, served):  # noqa: F811 - the fixture
+    """open_page(width=..., color_scheme=...) -> a page in a fresh profile."""
+    with pages_of(browser) as new_page:
 
-    def open_page(width=1100, height=760, server=served, num_models=1, **options):
-        context = browser.new_context(viewport={"width": width, "height": height}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(WAIT_MS)
-        page.on("request", lambda request: requested.append(request.url))
-        page.on("pageerror", lambda error: broken.append(str(error)))
-        page.on(
-            "console",
-            lambda message: (
-                broken.append(message.text) if "Content Security Policy" in message.text else None
-            ),
-        )
-        page.goto(server.url + "/")
-        origins.add(server.url)
-        expect(page.locator("#model option")).to_have_count(num_models, timeout=WAIT_MS)
-        return page
+        def open_page(width=1100, height=760, server=served, num_models=1, **options):
+            page = new_page(server.url, width, height, **options)
+            page.goto(server.url + "/")
+            expect(page.locator("#model option")).to_have_count(num_models, timeout=WAIT_MS)
+            return page
 
-    yield open_page
-    for context in contexts:
-        context.close()
-    assert requested and all(url.startswith((*origins, "data:")) for url in requested), requested
-    assert not broken
+        yield open_page
 
 
 def ask(page, text, wait=True):
@@ -593,14 +541,6 @@ def test_a_phone_needs_no_sideways_scrolling(open_page, served):
 
 
 def test_light_and_dark_follow_the_system_and_the_switch(open_page):
-    def brightness(page):
-        return sum(
-            int(part)
-            for part in re.findall(r"\d+", page.evaluate("getComputedStyle(document.body).backgroundColor"))[
-                :3
-            ]
-        )
-
     light, dark = open_page(color_scheme="light"), open_page(color_scheme="dark")
     assert brightness(light) > 600 and brightness(dark) < 150
     switch = dark.get_by_role("button", name="Theme")
@@ -613,20 +553,11 @@ def test_light_and_dark_follow_the_system_and_the_switch(open_page):
 
 def test_everything_has_a_name(open_page):
     page = open_page()
-    for element in page.locator("button, select, textarea, input").all():
-        name = element.evaluate(
-            "e => (e.ariaLabel || e.textContent || [...(e.labels || [])].map(l => "
-            "l.textContent).join('')).trim()"
-        )
-        assert name, element.evaluate("e => e.outerHTML")
+    check_names(page, "button, select, textarea, input")
 
 
 def test_the_page_is_small_and_its_policy_strict():
-    page, headers = web_page("chat.html")
-    policy = headers["content-security-policy"]
-    assert len(page) < 80_000 and b"style=" not in page
-    assert b"http://" not in page.replace(b"http://www.w3.org/2000/svg", b"")
-    assert "default-src 'none'" in policy and "unsafe" not in policy and policy.count("'sha256-") == 7
+    check_small_and_strict("chat.html", 80_000, 7)
 
 
 def make_picture(url, path, questions):

@@ -139,6 +139,49 @@ def test_a_pod_that_does_not_end_is_not_awaited_for_ever(tmp_path, monkeypatch):
     run(tmp_path, monkeypatch, scenario, start_timeout_s=0.5)
 
 
+def test_an_api_that_is_away_for_a_while_leaves_no_pod_that_nobody_awaits(tmp_path, monkeypatch):
+    """A worker that had been asked for came, and its addition had failed."""
+
+    async def scenario(setup, connector):
+        async def away(change):
+            asked = len(setup.fake.requests)
+            changing = asyncio.create_task(change("tiny", "both"))
+            while not any(request.startswith("PATCH") for request in setup.fake.requests[asked:]):
+                await asyncio.sleep(0)
+            setup.fake.status = 503
+            await asyncio.sleep(0.2)
+            assert not changing.done()
+            setup.fake.status = 200
+            return await changing
+
+        assert await away(connector.add) == "tiny-2"
+        assert await connector.remove("tiny", "both") == "tiny-2"
+
+    run(tmp_path, monkeypatch, scenario)
+
+
+def test_a_pod_that_is_not_ready_goes_before_those_that_serve(tmp_path, monkeypatch):
+    """Kubernetes ends it in any case, and the youngest that serves would be awaited in vain."""
+
+    async def scenario(setup, connector):
+        setup.fake.has_room = False
+        setup.fake.deploy("tiny", 2)
+        setup.fake.has_room = True
+        setup.fake.deploy("tiny", 3)
+        while setup.registry.states.get("tiny-3") != WorkerState.READY:
+            await asyncio.sleep(0.01)
+        assert await connector.remove("tiny", "both") == "tiny-2"
+        assert set(setup.registry.states) == {"tiny-1", "tiny-3"}
+
+    run(tmp_path, monkeypatch, scenario)
+
+
+def test_components_that_would_share_a_deployment_are_refused(tmp_path, monkeypatch):
+    other = Component("tiny", ("shoal", "serve"), model="other")
+    with pytest.raises(ConfigError, match="components 'Tiny' and 'tiny' have one Deployment, 'tiny'"):
+        run(tmp_path, monkeypatch, None, WORKER, other)
+
+
 def test_a_role_returns_from_zero(tmp_path, monkeypatch):
     async def scenario(setup, connector):
         with pytest.raises(UnavailableError, match="no prefill worker of tiny"):

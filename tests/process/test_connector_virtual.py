@@ -70,7 +70,7 @@ def test_no_decision_is_made_while_one_is_not_confirmed(tmp_path):
         await virtual.start()
         before = (tmp_path / "decision.json").read_text()
         with pytest.raises(
-            UnavailableError, match=r"decision 1 is not confirmed .*does the orchestrator run"
+            UnavailableError, match=r"decision 1: it is not confirmed .*does the orchestrator run"
         ):
             await virtual.add("m", "decode")
         assert (tmp_path / "decision.json").read_text() == before
@@ -144,6 +144,29 @@ def test_the_files_are_for_any_language(tmp_path):
             await asyncio.wait_for(VirtualClient(tmp_path).wait(), 0.3)
         (tmp_path / "scaled.json").write_text('{"scaled_dec')  # being written
         assert (await VirtualClient(tmp_path).wait()).decision_id == 1
+
+    asyncio.run(run())
+
+
+def test_a_decision_after_the_file_was_removed_is_one_that_nobody_has_confirmed(tmp_path):
+    """Numbers from 1 on had all been confirmed, and the orchestrator would have waited for ever."""
+
+    async def run():
+        (tmp_path / "scaled.json").write_text('{"scaled_decision_id": 7}\n')
+        await connector(tmp_path, Cluster()).start()
+        decision = await asyncio.wait_for(VirtualClient(tmp_path).wait(), 5)
+        assert decision.decision_id == 8
+
+    asyncio.run(run())
+
+
+def test_a_confirmation_that_cannot_be_read_is_named(tmp_path):
+    async def run():
+        virtual = connector(tmp_path, Cluster(), timeout_s=0.3)
+        await virtual.start()
+        (tmp_path / "scaled.json").write_text('{"scaled": 1}\n')
+        with pytest.raises(UnavailableError, match=r'cannot be read in .*scaled_decision_id": N'):
+            await virtual.add("m", "decode")
 
     asyncio.run(run())
 

@@ -16,6 +16,7 @@ import time
 import psutil
 import pytest
 from circus.client import CircusClient, make_message
+from circus.exc import CallError
 
 from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet import connector_circus, connector_kubernetes, connector_local, restarts
@@ -25,7 +26,7 @@ from shoal.fleet.connector_kubernetes import deployment_of
 from shoal.fleet.connector_virtual import VirtualClient
 from shoal.fleet.connectors import connector_named
 from shoal.fleet.process_log import ProcessLog
-from shoal.fleet.state_file import StateFile
+from shoal.fleet.state_file import Life, StateFile
 from shoal.fleet_api import WorkerState
 from tests import ray_cluster
 from tests.connector_cases import START_TIMEOUT_S, Folder, component, lives, two_components
@@ -38,13 +39,19 @@ RAY_START_TIMEOUT_S = 10.0  # an actor's process imports Ray first
 
 
 class World:
-    """`kill` ends a worker's process as a power cut would. `drained`: those that ended what they did; None: they
-    do nothing. `outlives`: workers stay when the connector is closed."""
+    """`outlives`: workers stay when the connector is closed."""
 
-    def __init__(self, connector, registry, components, kill, drained=lambda: None, outlives=False):
+    def __init__(self, connector, registry, components, outlives=False):
         self.outlives = outlives
         self.connector, self.registry, self.components = connector, registry, components
-        self.kill, self.drained = kill, drained
+
+    def kill(self, worker_id):
+        """Ends the worker's process as a power cut would."""
+        os.kill(self.registry.pid(worker_id), signal.SIGKILL)
+
+    def drained(self):
+        """Those that ended what they did."""
+        return sorted(path.stem for path in self.registry.path.glob("*.drained"))
 
     def ready(self):
         """Ids of the workers that are ready."""
@@ -69,14 +76,8 @@ def local(name):
         setting = Setting(components, registry, LoopClock(), START_TIMEOUT_S, log, folder)
         connector = connector_named(name)(setting)
 
-        def kill(worker_id):
-            os.kill(registry.pid(worker_id), signal.SIGKILL)
-
-        def drained():
-            return sorted(path.stem for path in folder.glob("*.drained"))
-
         try:
-            yield World(connector, registry, components, kill, drained)
+            yield World(connector, registry, components)
         finally:
             await connector.close(0.0)
             log.close()
@@ -84,12 +85,22 @@ def local(name):
     return world
 
 
+class FakeWorld(World):
+    """Its workers are counted, and do nothing."""
+
+    def kill(self, worker_id):
+        self.connector.kill(worker_id)
+
+    def drained(self):
+        return None
+
+
 @contextlib.asynccontextmanager
 async def fake(folder, components):
     connector = FakeConnector(components, start_s=0.05, start_timeout_s=0.2)
     connector.fails = {one.model for one in components if "stuck" in one.command}
     connector.state_of = connector.states.get
-    yield World(connector, connector, components, connector.kill)
+    yield FakeWorld(connector, connector, components)
 
 
 async def keep_alive(worker_id, component):
@@ -121,9 +132,6 @@ async def kubernetes(folder, components):
         pods[pod].cancel()
         await asyncio.wait([pods.pop(pod)])
 
-    def kill(worker_id):
-        os.kill(registry.pid(worker_id), signal.SIGKILL)
-
     cluster = FakeKubernetes(start, stop)
     async with cluster.serving(folder) as kubeconfig:
         for one in components:
@@ -135,7 +143,7 @@ async def kubernetes(folder, components):
                 Setting(components, registry, LoopClock(), START_TIMEOUT_S, None, folder)
             )
             try:
-                yield World(connector, registry, components, kill, outlives=True)
+                yield World(connector, registry, components, outlives=True)
             finally:
                 await connector.close(0.0)
 
@@ -169,11 +177,8 @@ async def virtual(folder, components):
         Setting(components, registry, LoopClock(), START_TIMEOUT_S, None, folder)
     )
 
-    def kill(worker_id):
-        os.kill(registry.pid(worker_id), signal.SIGKILL)
-
     try:
-        yield World(connector, registry, components, kill, outlives=True)
+        yield World(connector, registry, components, outlives=True)
     finally:
         orchestrator.cancel()
         for one in components:
@@ -189,14 +194,8 @@ async def actors_on_ray(folder, components):
     components = [dataclasses.replace(one, resources={"CPU": 1}) for one in components]
     connector = ray_connector(Setting(components, registry, LoopClock(), RAY_START_TIMEOUT_S, log, folder))
 
-    def kill(worker_id):
-        os.kill(registry.pid(worker_id), signal.SIGKILL)
-
-    def drained():
-        return sorted(path.stem for path in folder.glob("*.drained"))
-
     try:
-        yield World(connector, registry, components, kill, drained)
+        yield World(connector, registry, components)
     finally:
         await connector.close(0.0)
         log.close()
@@ -537,6 +536,48 @@ def test_the_client_of_circus_has_one_call_at_a_time_also_when_one_was_given_up(
         assert calls == ["begin", "end"] * 2
 
     asyncio.run(test())
+
+
+def test_workers_of_a_dead_arbiter_are_started_until_all_are_there(tmp_path, monkeypatch):
+    """One call that was not answered had lost those behind it, whose places were then free."""
+    worker, adds, names = component(tmp_path, "m", "both", 3), [], set()
+
+    class HastyClient:
+        def __init__(self, **_):
+            pass
+
+        def stop(self):
+            pass
+
+        def call(self, message):
+            if message["command"] == "add":
+                adds.append(message["properties"]["name"])
+                if len(adds) == 2:
+                    raise CallError("Timed out.")
+                names.add(adds[-1])
+            return {"statuses": dict.fromkeys(names, "active"), "pids": [os.getpid()]}
+
+    async def start_arbiter():
+        monkeypatch.setattr(processes, "_arbiter", lambda: Life.of(os.getpid()))
+
+    async def test():
+        with StateFile(tmp_path).changing() as state:
+            placements = [state.place(worker) for _ in range(3)]
+        monkeypatch.setattr(processes, "_arbiter", lambda: None)
+        monkeypatch.setattr(processes, "_start_arbiter", start_arbiter)
+        keeping = asyncio.create_task(processes._keep_alive())
+        found = {}
+        while not found:
+            await asyncio.sleep(0.01)
+            with contextlib.suppress(UnavailableError):
+                found = await processes.running()
+        assert set(found) == {one.id for one in placements}
+        keeping.cancel()
+
+    monkeypatch.setattr(connector_circus, "CircusClient", HastyClient)
+    monkeypatch.setattr(connector_circus, "TICK_S", 0.01)
+    processes = connector_circus.CircusProcesses(tmp_path, [worker])
+    asyncio.run(asyncio.wait_for(test(), 10))
 
 
 def test_a_folder_with_too_long_a_name_for_the_sockets_of_circus_is_refused(tmp_path):

@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -411,18 +412,37 @@ async def test_a_core_that_stops_is_killed_and_started_again_with_restart(llm):
     assert not psutil.pid_exists(pid) and await run(llm, request(0)) == want
 
 
-@with_engine(engine_timeout=2.0, engine={"tensor_parallel_size": 2})
-async def test_a_step_that_never_ends_is_noticed(llm):
-    """The core itself lives, and waits for a rank that does nothing."""
-    [rank] = psutil.Process(llm.info.pid).children()
-    rank.suspend()
-    try:
-        with pytest.raises(EngineDeadError, match="completed no step for 2 s while requests wait"):
-            await run(llm, request(1, 100))
-    finally:
-        rank.resume()
+async def run_until_a_rank_is_lost(llm, number):
+    """Three requests run when a rank gets the signal. Each of them must end with one error, which names the
+    rank; the engine starts again, and nobody of the old one is left."""
+    core = psutil.Process(llm.info.pid)
+    [rank] = core.children()
+    asked = [request(i, 200) for i in range(3)]
+    tasks = [asyncio.create_task(run(llm, one)) for one in asked]
+    await asyncio.sleep(0.5)
+    begun = time.monotonic()
+    rank.send_signal(number)
+    errors = await asyncio.gather(*tasks, return_exceptions=True)
+    assert time.monotonic() - begun < 20
     await until(lambda: llm.dead is None)
+    assert not core.is_running() and not rank.is_running()
     assert len((await run(llm, request(0)))[0]) == 8
+    return [f"{type(error).__name__}: {error}" for error in errors], rank.pid
+
+
+@with_engine(restart=True, engine={"tensor_parallel_size": 2})
+async def test_requests_end_with_one_error_each_when_a_rank_is_killed(llm):
+    errors, pid = await run_until_a_rank_is_lost(llm, signal.SIGKILL)
+    assert all(re.match(rf"EngineDeadError: .*rank 1 \(pid {pid}\) was killed by SIGKILL", e) for e in errors)
+
+
+@with_engine(restart=True, engine={"tensor_parallel_size": 2})
+async def test_requests_end_with_one_error_each_when_a_rank_is_stopped(llm):
+    """The core itself lives, and waits for a rank that does nothing."""
+    errors, pid = await run_until_a_rank_is_lost(llm, signal.SIGSTOP)
+    assert all(
+        re.match(rf"EngineDeadError: .*rank 1 \(pid {pid}\) is stopped .* in 'step'", e) for e in errors
+    )
 
 
 @with_engine(engine_timeout=2.0)
@@ -526,8 +546,8 @@ def test_the_core_and_its_ranks_die_with_the_parent(ready, checkpoint, temporary
         from shoal.config import EngineConfig
         from shoal.engine.process.async_llm import AsyncLLM
         async def main():
-            llm = AsyncLLM.start(EngineConfig(model={str(checkpoint)!r}, device="cpu", dtype="float32", kv_cache_memory_bytes=1 << 22,
-                                              tensor_parallel_size=2))
+            llm = AsyncLLM.start(EngineConfig(model={str(checkpoint)!r}, device="cpu", dtype="float32",
+                                              kv_cache_memory_bytes=1 << 22, tensor_parallel_size=2))
             if {ready}:
                 await llm
                 print("ready", flush=True)

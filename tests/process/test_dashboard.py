@@ -8,10 +8,17 @@ import time
 import pytest
 from playwright.sync_api import expect
 
-from shoal.server.web_page import web_page
 from tests.fake_server import FakeServer, engine_saying
-from tests.process.test_chat_page import WAIT_MS, browser, chromium  # noqa: F401 - fixtures
 from tests.serving import free_port
+from tests.web_pages import (
+    WAIT_MS,
+    brightness,
+    browser,  # noqa: F401 - a fixture
+    check_names,
+    check_small_and_strict,
+    chromium,  # noqa: F401 - a fixture
+    pages_of,
+)
 
 expect.set_options(timeout=WAIT_MS)
 HOSTILE = '<img src=x onerror="document.title=1"><script>document.title=2</script>'
@@ -58,36 +65,28 @@ def served():
 
 @pytest.fixture
 def open_dashboard(browser, served):  # noqa: F811 - the fixture
-    """open_dashboard(width=..., requests=[...]) -> the page in a fresh profile. Fails the test if the page called
-    elsewhere, broke or was refused something by its policy. `requests`: what GET /requests is to answer."""
-    contexts, requested, broken, origins = [], [], [], set()
-
-    def open_dashboard(width=1200, height=800, server=served, path="/dashboard", requests=None, **options):
-        context = browser.new_context(viewport={"width": width, "height": height}, **options)
-        contexts.append(context)
-        page = context.new_page()
-        page.set_default_timeout(WAIT_MS)
-        page.on("request", lambda request: requested.append(request.url))
-        page.on("pageerror", lambda error: broken.append(str(error)))
-        page.on("console", lambda m: broken.append(m.text) if "Content Security Policy" in m.text else None)
-        if requests is not None:
-            page.route("**/requests", lambda route: route.fulfill(json={"requests": requests}))
-            found = {one["id"]: one for one in requests}
-            page.route("**/requests/*", lambda route: answer(route, found))
-        page.goto(server.url + path)
-        origins.add(server.url)
-        return page
+    """open_dashboard(width=..., requests=[...]) -> the page in a fresh profile. `requests`: what GET /requests is
+    to answer."""
 
     def answer(route, found):
         one = found.get(route.request.url.rpartition("/")[2])
         error = {"error": {"message": "it is forgotten", "type": "NotFoundError"}}
         route.fulfill(json=one or error, status=200 if one else 404)
 
-    yield open_dashboard
-    for context in contexts:
-        context.close()
-    assert requested and all(url.startswith((*origins, "data:")) for url in requested), requested
-    assert not broken
+    with pages_of(browser) as new_page:
+
+        def open_dashboard(
+            width=1200, height=800, server=served, path="/dashboard", requests=None, **options
+        ):
+            page = new_page(server.url, width, height, **options)
+            if requests is not None:
+                page.route("**/requests?limit=100", lambda route: route.fulfill(json={"requests": requests}))
+                found = {one["id"]: one for one in requests}
+                page.route("**/requests/*", lambda route: answer(route, found))
+            page.goto(server.url + path)
+            return page
+
+        yield open_dashboard
 
 
 def talk(server, seconds=3.0):
@@ -141,7 +140,7 @@ def test_a_worker_opens_in_detail_and_closes(open_dashboard):
 def test_the_keyboard_keeps_its_place_while_tables_are_filled_again(open_dashboard):
     page = open_dashboard(requests=[request_of(1), request_of(2)])
     page.locator("#requests button").nth(1).focus()
-    with page.expect_response("**/requests"), page.expect_response("**/fleet?since=*"):
+    with page.expect_response("**/requests?limit=100"), page.expect_response("**/fleet?since=*"):
         pass
     page.wait_for_timeout(100)
     assert page.evaluate("document.activeElement.dataset.id") == "request-2"
@@ -206,6 +205,19 @@ def test_a_time_line_has_an_address(open_dashboard):
 def test_a_request_that_is_forgotten_is_told(open_dashboard):
     page = open_dashboard(path="/dashboard#request=other", requests=[])
     expect(page.locator("#line")).to_contain_text("it is forgotten (404, NotFoundError)")
+    with page.expect_response("**/requests/other"):
+        pass
+    expect(page.locator("main.stale")).to_have_count(0)  # all else is as new as ever
+    expect(page.locator("#notice")).to_be_hidden()
+
+
+def test_a_question_that_is_asked_anew_is_no_trouble(open_dashboard):
+    page = open_dashboard(requests=[])
+    page.route("**/requests/slow", lambda route: None)  # it is never answered
+    for asks in ("openRequest('slow')", "void refresh()"):
+        with page.expect_request("**/requests/slow"):
+            page.evaluate(asks)
+    assert "Trouble" not in page.locator("#line").inner_text()
 
 
 def test_a_request_without_tokens_or_spans_has_an_empty_line(open_dashboard):
@@ -267,7 +279,7 @@ def test_what_a_fleet_says_is_shown_and_never_read_as_html(open_dashboard, serve
     }
     page = open_dashboard(server=served, path="/docs")  # a first page, so that the second one can be prepared
     page.route("**/fleet?*", lambda route: route.fulfill(json=view))
-    page.route("**/requests", lambda route: route.fulfill(json={"requests": []}))
+    page.route("**/requests?limit=100", lambda route: route.fulfill(json={"requests": []}))
     page.goto(served.url + "/dashboard")
     expect(page.locator("#status")).to_have_text("1 of 2 ready, policy kv, 4 in the queue")
     rows = page.locator("#workers tbody tr")
@@ -328,10 +340,6 @@ def test_no_width_needs_sideways_scrolling(open_dashboard, width, height):
 
 
 def test_light_and_dark_follow_the_system_and_the_switch(open_dashboard):
-    def brightness(page):
-        colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        return sum(map(int, re.findall(r"\d+", colour)[:3]))
-
     light, dark = open_dashboard(requests=[]), open_dashboard(requests=[], color_scheme="dark")
     assert brightness(light) > 600 and brightness(dark) < 150
     dark.get_by_role("button", name="Theme").click()
@@ -341,16 +349,8 @@ def test_light_and_dark_follow_the_system_and_the_switch(open_dashboard):
 def test_everything_has_a_name(open_dashboard):
     page = open_dashboard(requests=[request_of(1)])
     expect(page.locator("#requests button")).to_have_count(1)
-    for element in page.locator("button, a, input, meter, svg[role=img]").all():
-        name = element.evaluate(
-            "e => (e.ariaLabel || e.textContent || [...(e.labels || [])].map(l => l.textContent).join('')).trim()"
-        )
-        assert name, element.evaluate("e => e.outerHTML")
+    check_names(page, "button, a, input, meter, svg[role=img]")
 
 
 def test_the_page_is_small_and_its_policy_strict():
-    page, headers = web_page("dashboard.html")
-    policy = headers["content-security-policy"]
-    assert len(page) < 60_000 and b"style=" not in page
-    assert b"http://" not in page.replace(b"http://www.w3.org/2000/svg", b"")
-    assert "default-src 'none'" in policy and "unsafe" not in policy and policy.count("'sha256-") == 6
+    check_small_and_strict("dashboard.html", 60_000, 6)

@@ -6,7 +6,7 @@ import pytest
 from playwright.sync_api import expect
 
 from tests.fake_server import FakeServer
-from tests.process.test_chat_page import WAIT_MS, browser, chromium  # noqa: F401 - fixtures
+from tests.web_pages import WAIT_MS, browser, chromium  # noqa: F401 - fixtures
 
 
 @pytest.fixture(scope="module")

@@ -71,6 +71,14 @@ def of(findings, *beginnings):
     return found
 
 
+def check(told, about, verdict, words=""):
+    """What `doctor` has told of this has this verdict, which is that of the whole, and has these words."""
+    code, findings = told
+    found = of(findings, about)
+    assert (code, found["verdict"]) == (int(verdict == "fails"), verdict), found
+    assert words in f"{found['found']} {found['means']} {found['remedy']}"
+
+
 def test_it_ends_well_on_this_machine_with_the_torch_that_is_installed(tmp_path):
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-m", "shoal", "doctor", "--device", "cpu", "--port", "0"]
@@ -82,9 +90,7 @@ def test_it_ends_well_on_this_machine_with_the_torch_that_is_installed(tmp_path)
 
 def test_a_taken_port_that_was_asked_for_fails(doctor):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        code, findings = doctor("--port", taken.getsockname()[1])
-    found = of(findings, "port ")
-    assert (code, found["verdict"]) == (1, "fails") and "in use" in found["found"]
+        check(doctor("--port", taken.getsockname()[1]), "port ", "fails", "in use")
 
 
 def test_a_fleets_file_asks_for_its_ports_its_models_and_its_program(doctor, tmp_path, root):
@@ -108,16 +114,12 @@ def test_a_malformed_fleets_file_is_a_finding_that_names_the_mistake(doctor, tmp
 
 
 def test_an_unknown_model_fails(doctor, tmp_path):
-    code, findings = doctor("--model", tmp_path / "no-model")
-    found = of(findings, "model ")
-    assert (code, found["verdict"]) == (1, "fails") and "does not exist" in found["found"]
+    check(doctor("--model", tmp_path / "no-model"), "model ", "fails", "does not exist")
 
 
 def test_workers_for_gpus_that_are_not_here_fail(doctor, tmp_path, root):
     text = f'port = 0\nmodel = "{tiny.write_model(root, "qwen3")}"\n[[workers]]\ndevices = [63]\n'
-    code, findings = doctor(fleet_file(tmp_path, text))
-    found = of(findings, "GPUs of the workers")
-    assert (code, found["verdict"]) == (1, "fails") and "63" in found["found"]
+    check(doctor(fleet_file(tmp_path, text)), "GPUs of the workers", "fails", "63")
 
 
 @pytest.mark.parametrize(
@@ -130,34 +132,26 @@ def test_workers_for_gpus_that_are_not_here_fail(doctor, tmp_path, root):
 )
 def test_a_broken_torch_is_a_finding_and_no_traceback(doctor, packages, code_of_torch, words):
     (packages / "torch/__init__.py").write_text(code_of_torch)
-    code, findings = doctor("--port", "0")
-    assert (code, of(findings, "torch")["verdict"]) == (1, "fails")
-    assert words in of(findings, "torch")["found"]
+    check(doctor("--port", "0"), "torch", "fails", words)
 
 
 def test_few_open_files_limit_and_too_few_fail(doctor):
-    code, findings = doctor("--port", "0", limits=[(resource.RLIMIT_NOFILE, 1024)])
-    assert (code, of(findings, "open files")["verdict"]) == (0, "limited")
-    code, findings = doctor("--port", "0", limits=[(resource.RLIMIT_NOFILE, 256)])
-    assert (code, of(findings, "open files")["verdict"]) == (1, "fails")
+    check(doctor("--port", "0", limits=[(resource.RLIMIT_NOFILE, 1024)]), "open files", "limited")
+    check(doctor("--port", "0", limits=[(resource.RLIMIT_NOFILE, 256)]), "open files", "fails")
 
 
 def test_a_low_limit_of_locked_memory_is_told(doctor):
-    code, findings = doctor("--port", "0", limits=[(resource.RLIMIT_MEMLOCK, 64 << 10)])
-    found = of(findings, "locked memory")
-    assert (code, found["verdict"], found["found"]) == (0, "limited", "64 KiB (ulimit -l)")
+    told = doctor("--port", "0", limits=[(resource.RLIMIT_MEMLOCK, 64 << 10)])
+    check(told, "locked memory", "limited", "64 KiB (ulimit -l)")
 
 
 def test_without_a_compiler_models_on_the_cpu_are_slower(doctor, tmp_path):
-    code, findings = doctor("--port", "0", "--device", "cpu", PATH=str(tmp_path))
-    found = of(findings, "C compiler")
-    assert (code, found["verdict"]) == (0, "limited") and "slower" in found["means"]
+    check(doctor("--port", "0", "--device", "cpu", PATH=str(tmp_path)), "C compiler", "limited", "slower")
 
 
 def test_a_cache_folder_that_cannot_be_is_found(doctor, tmp_path):
     (tmp_path / "a-file").write_text("")
-    code, findings = doctor("--port", "0", SHOAL_CACHE=str(tmp_path / "a-file/cache"))
-    assert (code, of(findings, "cache")["verdict"]) == (1, "fails")
+    check(doctor("--port", "0", SHOAL_CACHE=str(tmp_path / "a-file/cache")), "cache", "fails")
 
 
 def mounting(*commands):
@@ -185,16 +179,17 @@ def test_a_read_only_cache_folder_and_dev_shm_are_found(doctor, tmp_path):
 
 
 def test_a_nats_server_that_is_not_there_fails(doctor):
-    code, findings = doctor("--port", "0", "--plane", f"nats://127.0.0.1:{free_port()}")
-    found = of(findings, "plane ")
-    assert (code, found["verdict"]) == (1, "fails") and "refuse" in found["found"]
+    check(doctor("--port", "0", "--plane", f"nats://127.0.0.1:{free_port()}"), "plane ", "fails", "refuse")
 
 
 def test_a_nats_server_that_hangs_fails_in_bounded_time(doctor):
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        code, findings = doctor("--port", "0", "--plane", f"nats://127.0.0.1:{silent.getsockname()[1]}")
-    found = of(findings, "plane ")
-    assert (code, found["verdict"]) == (1, "fails") and "does not answer" in found["found"]
+        check(
+            doctor("--port", "0", "--plane", f"nats://127.0.0.1:{silent.getsockname()[1]}"),
+            "plane ",
+            "fails",
+            "does not answer",
+        )
 
 
 def listens(port):
@@ -209,28 +204,23 @@ def test_a_nats_server_needs_jetstream(doctor, tmp_path, jetstream):
     with subprocess.Popen([*words, *(["-js"] if jetstream else [])], stderr=subprocess.DEVNULL) as server:
         try:
             wait_for(lambda: listens(port))
-            code, findings = doctor("--port", "0", "--plane", f"nats://127.0.0.1:{port}")
+            told = doctor("--port", "0", "--plane", f"nats://127.0.0.1:{port}")
         finally:
             server.kill()
-    found = of(findings, "plane ")
-    assert (code, found["verdict"]) == ((0, "works") if jetstream else (1, "fails")), found
-    assert "JetStream" in found["found"]
+    check(told, "plane ", "works" if jetstream else "fails", "JetStream")
 
 
 def test_a_package_that_is_missing_fails_only_where_it_is_asked_for(doctor, packages, tmp_path, root):
     (packages / "sitecustomize.py").write_text("import sys\nsys.modules['circus'] = None\n")
     text = f'port = 0\nmodel = "{tiny.write_model(root, "qwen3")}"\n'
     text += '[[workers]]\noptions = { device = "cpu" }\n[planner]\nconnector = "circus"\n'
-    code, findings = doctor(fleet_file(tmp_path, text))
-    found = of(findings, "circus")
-    assert (code, found["verdict"]) == (1, "fails") and "pip install 'shoal[circus]'" in found["remedy"]
+    check(doctor(fleet_file(tmp_path, text)), "circus", "fails", "pip install 'shoal[circus]'")
     assert doctor("--port", "0")[0] == 0
 
 
 def test_a_worker_of_another_engine_that_is_not_there_fails(doctor, tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
-    code, findings = doctor(fleet_file(tmp_path, f'port = 0\n[router]\nworker = ["{url}"]\n'))
-    assert (code, of(findings, f"worker {url}")["verdict"]) == (1, "fails")
+    check(doctor(fleet_file(tmp_path, f'port = 0\n[router]\nworker = ["{url}"]\n')), f"worker {url}", "fails")
 
 
 def test_a_file_and_options_beside_it_are_a_mistake(tmp_path):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.errors import ConfigError, UnavailableError
+from shoal.fleet import planned_fleet
 from shoal.fleet.clock import LoopClock
 from shoal.fleet.connector import Component
 from shoal.fleet.observation import DecodeLoad, Observation
@@ -140,6 +141,21 @@ def test_what_a_planner_had_begun_goes_on_without_it_and_is_pending_for_the_next
     run(test)
 
 
+def test_a_change_that_fails_after_its_planner_has_gone_is_in_the_fleets_log(caplog):
+    async def test():
+        async with fleet() as world:
+            plane, remote = await planner(world)
+            world.connector.fails.add("m")
+            world.connector.start_timeout_s = 0.5
+            adding = asyncio.create_task(remote.add("m", "both"))
+            await until(lambda: "m-2" in world.connector.states)
+            adding.cancel()
+            await plane.close()
+            await until(lambda: "m-2 was not ready within 0.5 s" in caplog.text)
+
+    run(test)
+
+
 def test_an_error_of_a_change_reaches_the_planner():
     async def test():
         async with fleet() as world:
@@ -161,6 +177,21 @@ def test_a_worker_has_its_new_role_when_the_planner_hears_of_it():
             assert world.router.roles == {"m-1": "prefill"}
             with pytest.raises(UnavailableError, match="no both worker of m"):
                 await remote.change_role("m", "both", "prefill")
+
+    run(test)
+
+
+def test_a_worker_that_does_not_answer_to_its_new_role_is_not_awaited_for_ever(monkeypatch):
+    """Its plane may be away; the planner had decided nothing any more."""
+
+    async def test():
+        async with fleet() as world:
+            _, remote = await planner(world)
+            monkeypatch.setattr(planned_fleet, "ROLE_S", 0.1)
+            monkeypatch.setattr(world.router, "change_role", lambda worker_id, role: asyncio.sleep(600))
+            with pytest.raises(UnavailableError, match=r"m-1 has not changed its role in 0\.1 s"):
+                await remote.change_role("m", "both", "prefill")
+            assert (await remote.observe())["m"].pending == 0
 
     run(test)
 

@@ -219,7 +219,11 @@ def test_a_command_without_reply_that_raises_ends_the_rank_with_its_traceback(st
             "rank [12]: model.safetensors is truncated: 5 bytes of 10; download it again",
         ),
         ("broken_factory", EngineDeadError, r"(?s)rank [12] .* exited with code 1.*OSError: the dog ate it"),
-        ("exiting_factory", EngineDeadError, r"rank [12] .* exited with code 7; it printed nothing"),
+        (
+            "exiting_factory",
+            EngineDeadError,
+            r"rank [12] .* exited with code 7 in 'toy_worker:exiting_factory'; it printed nothing",
+        ),
         ("no_such_factory", EngineDeadError, "no_such_factory"),
     ],
 )
@@ -237,6 +241,44 @@ def test_a_rank_that_refuses_to_start_ends_the_others(start):
     wait_until(lambda: all(gone(child.pid) for child in psutil.Process().children()), 2.0, "rank 1 lives on")
     with pytest.raises(CheckpointError, match="rank 2: not with me"):
         group.check()
+
+
+def test_a_rank_that_is_stopped_in_a_command_is_named(start):
+    group = start(3)
+    pids = pids_of(group)
+    os.kill(pids[1], signal.SIGSTOP)
+    time.sleep(0.2)
+    assert not group.failed, "it does nothing wrong while nothing is asked of it"
+    pending = group.submit("echo", 1)
+    with pytest.raises(EngineDeadError, match=rf"^rank 2 \(pid {pids[1]}\) is stopped .* in 'echo'$"):
+        pending.results(timeout_s=30)
+    wait_until(lambda: all(map(gone, pids)), 2.0, "a rank is left")
+
+
+def test_a_rank_that_does_nothing_in_a_quick_command_is_named_if_rank_0_waits(start, monkeypatch):
+    monkeypatch.setattr("shoal.engine.ranks.progress.IDLE_S", 1.0)
+    group, waits = start(3), []
+    group.watch_waits(lambda: bool(waits))
+    pids = pids_of(group)
+    group.send("sleep_on", 2, 60)
+    time.sleep(2.5)
+    assert not group.failed, "rank 0 may be the one that works"
+    waits.append(True)
+    wait_until(lambda: group.failed, 10.0, "nobody noticed")
+    with pytest.raises(
+        EngineDeadError, match=rf"^rank 2 \(pid {pids[1]}\) hangs: it has done nothing for 1 s in 'sleep_on'$"
+    ):
+        group.check()
+    wait_until(lambda: all(map(gone, pids)), 2.0, "a rank is left")
+
+
+def test_a_rank_that_computes_and_those_that_wait_for_it_are_not_hung(start, monkeypatch):
+    monkeypatch.setattr("shoal.engine.ranks.progress.IDLE_S", 1.0)
+    group = start(3)
+    group.watch_waits(lambda: True)
+    group.submit("about").results()
+    group.send("compute_or_sleep", 1, 4.0)  # rank 1 computes, rank 2 waits
+    assert group.submit("echo", 1).results() == [[1, 1], [2, 1]]
 
 
 # The end

@@ -41,6 +41,18 @@ class Toy:
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
 
+    def sleep_on(self, rank: int, seconds: float) -> None:
+        """One of the ranks sleeps."""
+        if self.rank == rank:
+            time.sleep(seconds)
+
+    def compute_or_sleep(self, rank: int, seconds: float) -> None:
+        """One of the ranks computes while the others sleep."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if self.rank != rank:
+                time.sleep(0.05)
+
     def cpu_time(self) -> float:
         return time.process_time()
 

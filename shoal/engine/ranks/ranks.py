@@ -8,9 +8,10 @@ while the others do theirs.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, TypeVar, TypeVarTuple
 
 import numpy as np
 import torch
@@ -24,6 +25,11 @@ from shoal.engine.runner.runner import ModelRunner, StepResult
 from shoal.errors import EngineDeadError, ShoalError, UnavailableError, UserError
 from shoal.layers.parallel import Rendezvous, TensorParallel
 from shoal.weights.source import CheckpointFiles, resolve
+
+if TYPE_CHECKING:
+    from shoal.engine.ranks.peer_sums import CudaPeerSums
+
+logger = logging.getLogger(__name__)
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -44,12 +50,14 @@ class Ranks:
         """`predecessor`: ranks in this process that rest, and will be closed when these are ready."""
         self.size = config.tensor_parallel_size
         self.error: EngineDeadError | None = None
+        self._waits = False  # whether this rank waits for the device, where the others compute too
         # The threads that this process had before any rank was in it. close() sets this number again.
         self._num_threads: int = torch.get_num_threads() if predecessor is None else predecessor._num_threads
         self._divides_threads = config.device == "cpu" and self.size > 1
         self._group: WorkerGroup | None = None
         self._tp: TensorParallel | None = None
         self._runner: ModelRunner | None = None
+        self._sums: CudaPeerSums | None = None
         try:
             self._start(config, files)
         except BaseException:
@@ -67,6 +75,8 @@ class Ranks:
             self._group = WorkerGroup(self.size, "shoal.engine.ranks.ranks:serve_rank", init)
             self._tp = tp = rendezvous.connect(0, self.size, config.device, self._group.check)
             self._group.when_failed(tp.abort)  # so that nobody waits on the device for a rank that is gone
+            self._group.watch_waits(lambda: tp.waits or self._waits)
+        self._sums = connect_sums(config, files, tp)
         self._runner = ModelRunner(config, files, tp)
 
     @property
@@ -136,7 +146,13 @@ class Ranks:
 
     def wait(self, result: StepResult) -> list[int]:
         """The step's tokens. Raises EngineDeadError if a rank dies meanwhile."""
-        return result.wait(self._group.check if self._group is not None else None)
+        if self._group is None:
+            return result.wait()
+        self._waits = True
+        try:
+            return result.wait(self._group.check)
+        finally:
+            self._waits = False
 
     # Life and death
 
@@ -195,11 +211,14 @@ class Ranks:
         twice."""
         runner, group, tp = self._runner, self._group, self._tp
         self._runner = self._group = self._tp = None
+        sums, self._sums = self._sums, None
         self.error = self.error or EngineDeadError("the engine was ended; build a new one")
         with ExitStack() as ends:  # It runs the last entry first.
             ends.callback(torch.set_num_threads, self._num_threads)
             if tp is not None:
                 ends.callback(tp.close)
+            if sums is not None:
+                ends.callback(sums.close)
             if group is not None:
                 ends.callback(group.close)
             if runner is not None:
@@ -224,7 +243,23 @@ def serve_rank(
         torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
     tp = TensorParallel.connect(rank, world_size, resolved.device, port)
     files = resolve(resolved.model, resolved.revision, resolved.download_dir)
+    connect_sums(resolved, files, tp)
     return commands.bound_to(ModelRunner(resolved, files, tp))
+
+
+def connect_sums(config: ResolvedConfig, files: CheckpointFiles, tp: TensorParallel) -> CudaPeerSums | None:
+    """Has the ranks' small sums made by kernels of ours where that was asked for and works here. All ranks
+    call this together."""
+    if not config.peer_all_reduce or tp.size == 1:
+        return None
+    if config.device != "cuda":
+        if tp.rank == 0:
+            logger.warning("peer_all_reduce is for GPUs; on the CPU ranks sum by Gloo")
+        return None
+    from shoal.engine.ranks.peer_sums import connect  # It imports Triton, which a CPU run does without.
+
+    tp.sums = sums = connect(tp, files.config.hidden_size, getattr(torch, config.dtype))
+    return sums
 
 
 def use_gpu(rank: int) -> None:

@@ -20,17 +20,19 @@ from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
 from shoal.engine.ranks.channel import ChannelReader, pack
+from shoal.engine.ranks.progress import Progress
 from shoal.errors import UnavailableError, UserError
 
 
 def main() -> NoReturn:
-    rank, world_size, memory_fd, data_fd, room_fd, link_fd = map(int, sys.argv[1:])
-    for fd in (memory_fd, data_fd, room_fd, link_fd):
+    rank, world_size, memory_fd, data_fd, room_fd, progress_fd, link_fd = map(int, sys.argv[1:])
+    for fd in (memory_fd, data_fd, room_fd, progress_fd, link_fd):
         os.set_inheritable(fd, False)  # a compiler we start must not keep the socket open
     link = socket.socket(fileno=link_fd)
     threading.Thread(target=_end_with_rank_0, args=(link,), name="shoal-end-with-rank-0", daemon=True).start()
     try:
-        _serve(rank, world_size, (memory_fd, data_fd, room_fd), link)
+        channel = ChannelReader(memory_fd, data_fd, room_fd)
+        _serve(rank, world_size, channel, Progress(progress_fd, world_size), link)
     except BaseException:  # noqa: BLE001 - the loop of a process: rank 0 learns of it by our death and from these last words
         traceback.print_exc()
         os._exit(1)
@@ -43,8 +45,9 @@ def _end_with_rank_0(link: socket.socket) -> NoReturn:
         os._exit(0)
 
 
-def _serve(rank: int, world_size: int, channel_fds: tuple[int, int, int], link: socket.socket) -> NoReturn:
-    channel = ChannelReader(*channel_fds)
+def _serve(
+    rank: int, world_size: int, channel: ChannelReader, progress: Progress, link: socket.socket
+) -> NoReturn:
     _, target, (init,) = channel.get()
     module, _, name = target.partition(":")
     try:
@@ -54,6 +57,7 @@ def _serve(rank: int, world_size: int, channel_fds: tuple[int, int, int], link: 
         _reply(link, None, False, _describe(error))
         os._exit(1)
     while True:
+        progress.end_command(rank)
         call_id, command, args = channel.get()
         if call_id is None:
             table[command](*args)

@@ -2,8 +2,10 @@
 
 A rank is a fresh Python process (engine/ranks/worker_main.py) that inherits file descriptors and nothing
 else. Commands go to all ranks through the ring of engine/ranks/channel.py. Replies come back through a socket
-pair per rank, whose end of file also tells each side of the other's death. Everything shared is anonymous, so
-nothing can collide or be left behind: when rank 0 dies, even by SIGKILL, its ranks end themselves.
+pair per rank, whose end of file also tells each side of the other's death. Each rank counts the commands that
+it has run in shared memory (engine/ranks/progress.py), by which one that hangs is noticed. Everything shared
+is anonymous, so nothing can collide or be left behind: when rank 0 dies, even by SIGKILL, its ranks end
+themselves.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import numpy as np
 
 from shoal import errors
 from shoal.engine.ranks.channel import PREFIX, ChannelWriter, pack, unpack
+from shoal.engine.ranks.progress import LOOK_S, Progress
 from shoal.errors import EngineDeadError, UnavailableError, UserError
 
 Result = TypeVar("Result")
@@ -120,23 +123,25 @@ class WorkerGroup:
 
     def __init__(self, world_size: int, target: str, init: dict[str, Any]) -> None:
         self.world_size = world_size
-        self._monitor = _Monitor()
+        self._monitor = _Monitor(world_size)
         self._channel = ChannelWriter(world_size - 1, self._monitor.failed_fd, self._monitor.check)
         self._last_id = 0
         # runs at exit too
         self._finalizer = weakref.finalize(self, _end, self._monitor, self._channel, os.getpid())
         try:
             for rank in range(1, world_size):
-                self._monitor.ranks.append(_start_rank(rank, world_size, self._channel.reader_fds(rank - 1)))
+                fds = *self._channel.reader_fds(rank - 1), self._monitor.progress.memory_fd
+                self._monitor.ranks.append(_start_rank(rank, world_size, fds))
             self._monitor.start()
-            self._put(None, target, (init,))
+            self._put(None, target, (init,), is_quick=False)
         except BaseException:
             self.close()
             raise
 
     def send(self, command: str, *args: Any) -> None:
-        """Has every rank run the command; nothing comes back. A rank in which it raises dies of it."""
-        self._put(None, command, args)
+        """Has every rank run the command; nothing comes back. A rank in which it raises dies of it. It should
+        be quick: a rank that does nothing in it while rank 0 waits counts as hung."""
+        self._put(None, command, args, is_quick=True)
 
     def submit(self, command: str, *args: Any) -> Pending[Any]:
         """Has every rank run the command and answer. `.results()` collects the answers; rank 0 can do its own
@@ -144,15 +149,16 @@ class WorkerGroup:
         self._last_id += 1
         pending: Pending[Any] = Pending(self._monitor, command, self.world_size - 1)
         self._monitor.pending[self._last_id] = pending
-        self._put(self._last_id, command, args)
+        self._put(self._last_id, command, args, is_quick=False)
         return pending
 
-    def _put(self, call_id: int | None, command: str, args: tuple[Any, ...]) -> None:
+    def _put(self, call_id: int | None, command: str, args: tuple[Any, ...], is_quick: bool) -> None:
         self.check()
         try:
             pieces = pack((call_id, command, args))
         except (TypeError, ValueError, OverflowError) as error:
             raise _name_culprit(command, args, error) from error
+        self._monitor.progress.give(command, is_quick)
         self._channel.put(pieces)
 
     def check(self, wait_s: float = 0.0) -> None:
@@ -169,6 +175,11 @@ class WorkerGroup:
         """Whether `check()` would raise. For loops that wait for something else."""
         return self._monitor.failure is not None
 
+    def watch_waits(self, waits: Callable[[], bool]) -> None:
+        """`waits` says whether rank 0 waits for the others now, inside of what looks like its own work. Only
+        while it does, a rank that does nothing counts as hung."""
+        self._monitor.waits.append(waits)
+
     def when_failed(self, callback: Callable[[], None]) -> None:
         """Has `callback` called once, from the watching thread, when a rank has died or the group is
         closed."""
@@ -180,13 +191,13 @@ class WorkerGroup:
         self._finalizer()
 
 
-def _start_rank(rank: int, world_size: int, channel_fds: tuple[int, ...]) -> _Rank:
+def _start_rank(rank: int, world_size: int, shared_fds: tuple[int, ...]) -> _Rank:
     link, their_link = socket.socketpair()
     link.setblocking(False)
     output_fd, their_output_fd = os.pipe()
     output = os.fdopen(output_fd, "rb", buffering=0)
     os.set_blocking(output_fd, False)
-    fds = (*channel_fds, their_link.fileno())
+    fds = (*shared_fds, their_link.fileno())
     # -P and our own sys.path let a rank import what rank 0 can, and nothing else. -u shows its prints soon.
     command = [
         sys.executable,
@@ -225,8 +236,10 @@ class _Monitor:
     """The ranks' processes and the thread that listens to them. The thread takes in replies, passes output
     on, and notices deaths."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int) -> None:
         self.ranks: list[_Rank] = []
+        self.progress = Progress.create(world_size)
+        self.waits: list[Callable[[], bool]] = []
         self.pending: weakref.WeakValueDictionary[int, Pending[Any]] = weakref.WeakValueDictionary()
         self.failure: _RankFailure | None = None
         self.failed_fd = os.eventfd(0)  # readable from the first failure on
@@ -249,12 +262,27 @@ class _Monitor:
                 selector.register(rank.output, selectors.EVENT_READ, partial(self._pass_on, rank))
             num_alive = len(self.ranks)
             while num_alive:
-                for key, _ in selector.select():
+                self._look()
+                for key, _ in selector.select(LOOK_S):
                     if key.data():
                         continue
                     selector.unregister(key.fileobj)
                     if isinstance(key.fileobj, socket.socket):
                         num_alive -= 1
+
+    def _look(self) -> None:
+        """Ends all ranks if one of them hangs."""
+        if self.failure is not None:
+            return
+        pids = {rank.rank: rank.process.pid for rank in self.ranks}
+        why = self.progress.look(pids, any(waits() for waits in self.waits), time.monotonic())
+        if why is not None:
+            self._fail(_RankFailure(EngineDeadError, why))
+            self._kill()
+
+    def _kill(self) -> None:
+        for rank in self.ranks:
+            rank.process.kill()
 
     def _take_replies(self, rank: _Rank) -> bool:
         """Returns False at the end of file: the rank is dead, and that has been recorded."""
@@ -301,12 +329,13 @@ class _Monitor:
                 how = f"was killed by {_signal_name(-code)}"
             else:
                 how = f"exited with code {code}"
+            if (command := self.progress.command_of(rank.rank)) is not None:
+                how += f" in {command!r}"
             words = f"; the end of its output:\n{rank.tail.rstrip()}" if rank.tail else "; it printed nothing"
             self._fail(
                 _RankFailure(EngineDeadError, f"rank {rank.rank} (pid {rank.process.pid}) {how}{words}")
             )
-        for other in self.ranks:  # they could only wait for the dead one
-            other.process.kill()
+        self._kill()  # the others could only wait for the dead one
 
     def _fail(self, failure: _RankFailure) -> None:
         """Records a failure. Only the first one counts."""
@@ -355,6 +384,7 @@ class _Monitor:
         for rank in self.ranks:
             rank.link.close()
             rank.output.close()
+        self.progress.close()
         os.close(self.failed_fd)
 
 

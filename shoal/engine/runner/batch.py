@@ -19,6 +19,7 @@ import numpy as np
 from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
 from shoal.engine.scheduling.sequence import GrammarRow, Sequence
 from shoal.engine.scheduling.shared_prefixes import PrefixTree
+from shoal.kernels.split_draw import needs_whole_row
 from shoal.kernels.state import FIELDS, MAX_GROUPS, Field, GroupField, StateLayout, seed_words
 
 INT32_MAX = 2**31 - 1
@@ -38,20 +39,34 @@ class Header(IntEnum):
     MAX_KV_LEN = 5
     DECODE_ONLY = 6  # Every sequence decodes. There are no token sections, as the device knows everything.
     FRESH_PREFILLS = 7  # Every prefill starts at position 0.
-    EXTRAS = 8  # Rank 0 samples once more, because some request asks for more than the state rows can say.
+    # Tokens are drawn once more, from whole rows of logits: some request asks for more than the state rows
+    # can say, or for more than ranks exchange (kernels/split_draw.py).
+    DRAWS_WHOLE = 8
     NUM_PROMPT_LOGITS = 9  # tokens of prompts whose logits are asked for
     NUM_GROUPS = 10  # groups of decodes that share a prefix
-    LOGITS = 11  # Rank 0 looks at the logits of a captured mixed step.
+    # The most log-probabilities that a sample, or a prompt, of the step asks for, as `asked` writes it.
+    LOGPROBS = 11
     # The shape of the captured mixed step that this one is padded to. GRAPH_TOKENS 0: it runs eagerly.
     GRAPH_TOKENS = 12
     GRAPH_DECODES = 13
     GRAPH_PREFILLS = 14
     GRAPH_SAMPLES = 15
     GRAPH_SHARING = 16
+    PROMPT_LOGPROBS = 17
 
 
 HEADER_SIZE = 32
 SHAPE_FIELDS = slice(Header.GRAPH_TOKENS, Header.GRAPH_SHARING + 1)  # the fields of a MixedShape
+
+
+def asked(count: int | None) -> int:
+    """A number of log-probabilities as a header has it. None (nobody asks) is 0, -1 (all) is 1."""
+    return 0 if count is None else count + 2
+
+
+def asked_of(field: int) -> int | None:
+    """The number that `asked` wrote."""
+    return None if field == 0 else int(field) - 2
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -129,6 +144,7 @@ def section_sizes(header: np.ndarray) -> dict[str, int]:
             "sample_rows": samples,
             "sample_positions": samples,
             "prompt_logits": int(header[Header.NUM_PROMPT_LOGITS]),
+            "prompt_targets": int(header[Header.NUM_PROMPT_LOGITS]),
         }
     return sizes
 
@@ -201,11 +217,6 @@ class Extras:
     # int32 [grammars, words]: a bit for each token, set if it may be drawn (engine/scheduling/grammar.py)
     masks: np.ndarray | None = None
     embeds: list[int] = field(default_factory=list)  # samples whose hidden state is asked for
-    # the most that any sample of the step asks for (-1: the whole vocabulary)
-    num_logprobs: int | None = None
-    num_prompt_logprobs: int | None = None
-    # the token that follows each prompt token whose logits are asked for
-    prompt_targets: list[int] = field(default_factory=list)
 
     @property
     def shapes_logits(self) -> bool:
@@ -213,12 +224,7 @@ class Extras:
         return bool(self.bias or self.banned or self.allowed or self.penalties or self.grammars)
 
     def __bool__(self) -> bool:
-        return (
-            self.shapes_logits
-            or bool(self.new_penalty_rows or self.embeds)
-            or self.num_logprobs is not None
-            or self.num_prompt_logprobs is not None
-        )
+        return self.shapes_logits or bool(self.new_penalty_rows or self.embeds)
 
 
 class BatchBuilder:
@@ -230,9 +236,11 @@ class BatchBuilder:
         block_size: int,
         share_from: int | None = None,
         mixed_shapes: Iterable[MixedShape] = (),
+        splits_draws: bool = False,
     ) -> None:
         """`share_from`: the fewest decodes among which groups are looked for; None: never. `mixed_shapes`:
-        those of the captured mixed steps, small to large."""
+        those of the captured mixed steps, small to large. `splits_draws`: several ranks draw."""
+        self.splits_draws = splits_draws
         self.mixed_shapes = mixed_shapes
         self.layout, self.block_size, self.share_from = layout, block_size, share_from or 0
         self.tree = PrefixTree(block_size, MAX_GROUPS) if share_from is not None else None
@@ -244,6 +252,7 @@ class BatchBuilder:
         self.owner: list[tuple[Sequence, int] | None] = [None] * layout.num_rows
         self.row_addresses = [layout.row_address(row) for row in range(layout.num_rows)]
         self.num_sent = [0] * layout.num_rows  # how many block ids of each row's table the device has
+        self.whole_rows = [False] * layout.num_rows  # which rows several ranks draw from whole rows of logits
 
     def build(self, plan: StepPlan, graph_size: int | None = None) -> tuple[np.ndarray, Extras]:
         """The packed step, and the sampler's extras. `graph_size`: how many rows the step is padded to if
@@ -251,18 +260,23 @@ class BatchBuilder:
         addresses: list[int] = []
         values: list[int] = []
         extras = Extras()
-        sample = 0
+        sample, whole = 0, False
+        num_logprobs: int | None = None
+        num_prompt_logprobs: int | None = None
         for entry in plan.scheduled:
             if self.num_sent[entry.row] != len(entry.seq.block_ids) or self.owner[entry.row] != (
                 entry.seq,
                 entry.seq.num_admissions,
             ):
                 self._update_row(entry, addresses, values, extras)
-            if entry.seq.request.params.prompt_logprobs is not None:
-                self._prompt_extras(entry, extras)
+            wanted = entry.seq.request.params.prompt_logprobs
+            if wanted is not None and num_prompt_targets(entry):
+                num_prompt_logprobs = _more(num_prompt_logprobs, wanted)
             if entry.samples:
                 if entry.seq.special:
                     self._sample_extras(entry, sample, extras)
+                    num_logprobs = _more(num_logprobs, entry.seq.request.params.logprobs)
+                whole |= self.whole_rows[entry.row]
                 sample += 1
         decode_only = plan.num_decodes == len(plan.scheduled)
         decode_rows = np.array([entry.row for entry in plan.scheduled[: plan.num_decodes]], np.int32)
@@ -279,24 +293,25 @@ class BatchBuilder:
         header[Header.MAX_KV_LEN] = max(entry.start + entry.num_tokens for entry in plan.scheduled)
         header[Header.DECODE_ONLY] = decode_only
         header[Header.FRESH_PREFILLS] = all(entry.start == 0 for entry in plan.scheduled[plan.num_decodes :])
-        header[Header.EXTRAS] = extras.shapes_logits
-        header[Header.NUM_PROMPT_LOGITS] = len(extras.prompt_targets)
+        header[Header.DRAWS_WHOLE] = extras.shapes_logits or whole
         header[Header.NUM_GROUPS] = self.num_groups
-        header[Header.LOGITS] = extras.shapes_logits or extras.num_logprobs is not None
+        header[Header.LOGPROBS] = asked(num_logprobs)
+        header[Header.PROMPT_LOGPROBS] = asked(num_prompt_logprobs)
         sections = {
             "addresses": np.array(addresses, np.int32),
             "values": np.array(values, np.int64).astype(np.int32),
         }
         if not decode_only:
             sections |= self._token_sections(plan)
-            if (shape := self._captured_shape(plan, extras)) is not None:
+            header[Header.NUM_PROMPT_LOGITS] = len(sections["prompt_targets"])
+            if (shape := self._captured_shape(plan, num_prompt_logprobs is not None)) is not None:
                 sections |= shape.pad(sections, plan.num_decodes)
                 header[SHAPE_FIELDS] = astuple(shape)
         return pack(header, sections), extras
 
-    def _captured_shape(self, plan: StepPlan, extras: Extras) -> MixedShape | None:
+    def _captured_shape(self, plan: StepPlan, wants_prompts: bool) -> MixedShape | None:
         """The smallest shape that has room for this step. None: it must run eagerly."""
-        if extras.prompt_targets:
+        if wants_prompts:
             return None
         size = plan.num_tokens, plan.num_decodes, len(plan.scheduled) - plan.num_decodes, self.num_groups > 0
         return next((shape for shape in self.mixed_shapes if shape.fits(*size)), None)
@@ -314,6 +329,9 @@ class BatchBuilder:
             if self.tree is not None:
                 self.tree.place(row, seq.block_ids)
             params = seq.request.params
+            self.whole_rows[row] = self.splits_draws and needs_whole_row(
+                params.temperature, params.top_k, params.top_p, params.min_p
+            )
             low, high = seed_words(params.seed or 0)
             addresses.extend(range(base, base + len(Field)))  # The values are in the order of Field.
             values.extend(
@@ -393,9 +411,12 @@ class BatchBuilder:
         samples = np.array([e.samples for e in entries], bool)
         last = (query_starts[1:] - 1)[samples]
         wants_prompt = [i for i, e in enumerate(entries) if e.seq.request.params.prompt_logprobs is not None]
-        prompt_logits = [
-            query_starts[i] + np.arange(num_prompt_targets(entries[i]), dtype=np.int32) for i in wants_prompt
-        ]
+        prompt_logits = [np.zeros(0, np.int32)]
+        targets: list[int] = []  # the token that follows each prompt token whose logits are asked for
+        for i in wants_prompt:
+            count, after = num_prompt_targets(entries[i]), entries[i].start + 1
+            prompt_logits.append(query_starts[i] + np.arange(count, dtype=np.int32))
+            targets.extend(entries[i].seq.token_ids[after : after + count])
         return {
             "token_ids": token_ids,
             "positions": positions,
@@ -406,18 +427,9 @@ class BatchBuilder:
             "sample_index": last,
             "sample_rows": rows[samples],
             "sample_positions": positions[last],
-            "prompt_logits": np.concatenate(prompt_logits) if prompt_logits else np.zeros(0, np.int32),
+            "prompt_logits": np.concatenate(prompt_logits),
+            "prompt_targets": np.array(targets, np.int32),
         }
-
-    @staticmethod
-    def _prompt_extras(entry: ScheduledSeq, extras: Extras) -> None:
-        count = num_prompt_targets(entry)
-        if count == 0:
-            return
-        extras.prompt_targets.extend(entry.seq.token_ids[entry.start + 1 : entry.start + 1 + count])
-        extras.num_prompt_logprobs = _more(
-            extras.num_prompt_logprobs, entry.seq.request.params.prompt_logprobs
-        )
 
     @staticmethod
     def _sample_extras(entry: ScheduledSeq, sample: int, extras: Extras) -> None:
@@ -453,7 +465,6 @@ class BatchBuilder:
                     params.frequency_penalty,
                 )
             )
-        extras.num_logprobs = _more(extras.num_logprobs, params.logprobs)
 
 
 def num_prompt_targets(entry: ScheduledSeq) -> int:

@@ -126,7 +126,7 @@ class ModelRunner:
             ops,
             self.state,
             self.cache,
-            Sampler(ops, tp, self.state, self.shaper),
+            Sampler(ops, tp, self.state, self.shaper, self.model.lm_head),
             buffers,
             self.layer_ends,
             self.mixed_shapes,
@@ -185,9 +185,11 @@ class ModelRunner:
         query_len = min(self.max_num_tokens // num_seqs, self.max_model_len)
         with self.model.one_layer_of_each_kind():
             logits_SV = self.steps.rehearse(num_seqs, query_len)
-        if self.tp.rank == 0:  # The rare requests that ask for more must find room too.
+        # The rare requests that ask for more must find room too.
+        logprobs(logits_SV, self.state.sampled_S[:num_seqs], 1, self.model.lm_head)
+        logits_SV = self.model.lm_head.whole(logits_SV)
+        if self.tp.rank == 0:
             logits_SV = self.shaper.shape(logits_SV, Extras(banned=[(0, 0)]))
-            logprobs(logits_SV, self.state.sampled_S[:num_seqs], 1)
         del logits_SV
         self.steps.rehearse_longest(self.max_num_tokens)
         self.state.reset()

@@ -3,8 +3,9 @@ sampling.
 
 Plain sampling (temperature, top-k, top-p, min-p, seed) is one op at the end of every step, captured with it.
 If a request of the step asks for more (penalties, bias, allowed or banned ids, a grammar), the logits are
-changed here after the step, and all rows are drawn again. A draw depends on seed and position alone, so the
-other rows draw the same token twice.
+changed here after the step, and all rows are drawn again. So they are on several ranks if a row has to be
+drawn from whole logits. A draw depends on seed and position alone, so the other rows draw the same token
+twice.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from shoal.engine.runner.batch_state import BatchState
 from shoal.kernels import logits as shaping
 from shoal.kernels.ops import Ops
 from shoal.kernels.state import Field
+from shoal.layers.embedding import Vocabulary
 from shoal.layers.parallel import TensorParallel
 
 # Elements of one [rows, V] float32 piece of prompt log-probabilities, or of rows under grammars: 64 MiB.
@@ -84,25 +86,41 @@ def few_threads(device: torch.device, num_elements: int) -> Iterator[None]:
 
 
 class Sampler:
-    """Ends every step of one rank. Rank 0 draws, and tells the other ranks, so that one decision fixes each
-    token."""
+    """Ends every step of one rank, with the same tokens on all ranks.
 
-    def __init__(self, ops: Ops, tp: TensorParallel, state: BatchState, shaper: LogitShaper) -> None:
-        self.ops, self.tp, self.state, self.shaper = ops, tp, state, shaper
+    Each rank has the logits of its own tokens. Where parts of them suffice for a draw
+    (kernels/split_draw.py), the ranks exchange these, and each joins the same parts to the same token.
+    Otherwise rank 0 draws from whole rows, and tells the others."""
 
-    def draw(
-        self,
-        logits_SV: torch.Tensor,
-        rows_S: torch.Tensor,
-        positions_S: torch.Tensor,
-        extras: Extras | None = None,
+    def __init__(
+        self, ops: Ops, tp: TensorParallel, state: BatchState, shaper: LogitShaper, head: Vocabulary
     ) -> None:
+        self.ops, self.tp, self.state, self.shaper, self.head = ops, tp, state, shaper, head
+
+    def draw(self, logits_SV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor) -> None:
         """Draws a token for each sample whose row is not -1, into `sampled_S` and into its row's TOKEN and
-        POSITION. `positions_S`: the position of the last token before it."""
+        POSITION. `positions_S`: the position of the last token before it. A row for which parts do not
+        suffice gets some token, and has to be drawn by `draw_whole`."""
         num_samples = rows_S.shape[0]
         if num_samples == 0:
             return
         table, sampled_S = self.state.table, self.state.sampled_S[:num_samples]
+        if self.tp.size == 1:
+            self.ops.sample(logits_SV, rows_S, positions_S, table, sampled_S)
+            return
+        parts = self.ops.draw_parts(logits_SV, self.head.first, rows_S, positions_S, table)
+        parts_RSP = self.tp.all_gather(parts, dim=0).view(self.tp.size, *parts.shape)
+        self.ops.join_parts(parts_RSP, rows_S, positions_S, table, sampled_S)
+
+    def draw_whole(
+        self, logits_SV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor, extras: Extras | None
+    ) -> None:
+        """The same from whole rows, which rank 0 changes by its `extras` before it draws."""
+        num_samples = rows_S.shape[0]
+        if num_samples == 0:
+            return
+        table, sampled_S = self.state.table, self.state.sampled_S[:num_samples]
+        logits_SV = self.head.whole(logits_SV)
         if self.tp.rank == 0:
             if extras is not None and extras.shapes_logits:
                 logits_SV = self.shaper.shape(logits_SV, extras)
@@ -208,13 +226,12 @@ class LogitShaper:
         return upload(torch.tensor(values, dtype=torch.long), self.device)
 
 
-def logprobs(logits_SV: torch.Tensor, tokens_S: torch.Tensor, num: int) -> LogprobTensors:
+def logprobs(logits_SV: torch.Tensor, tokens_S: torch.Tensor, num: int, head: Vocabulary) -> LogprobTensors:
     """Log-probabilities of the raw logits, as vLLM's default `raw_logprobs`: of `tokens_S`, and of the `num`
-    best (-1: of the whole vocabulary)."""
-    vocab_size = logits_SV.shape[1]
-    k = vocab_size if num < 0 else min(num, vocab_size)
+    best (-1: of the whole vocabulary). Each rank has the logits of its own tokens, and all make this call."""
+    k = head.vocab_size if num < 0 else min(num, head.vocab_size)
     with few_threads(logits_SV.device, logits_SV.numel()):
-        return LogprobTensors(*shaping.logprobs(logits_SV, tokens_S, k))
+        return LogprobTensors(*shaping.logprobs(logits_SV, tokens_S, k, head.columns()))
 
 
 def unit_rows(hidden_SD: torch.Tensor, samples: list[int]) -> torch.Tensor:

@@ -28,6 +28,7 @@ from shoal.engine.runner.batch import (
     Extras,
     Header,
     MixedShape,
+    asked_of,
     padded_size,
     section_spans,
     token_spans,
@@ -44,7 +45,6 @@ from shoal.engine.runner.sampling import (
     row_pieces,
     start_copy,
     unit_rows,
-    upload,
 )
 from shoal.engine.runner.step_buffers import StepBuffers
 from shoal.kernels.ops import Ops
@@ -145,23 +145,24 @@ class Steps:
             outcome = self._run_captured_mixed(header, inputs, sections, extras, after_layer)
         else:
             outcome = self._run_mixed(packed, sections, extras, after_layer)
-        return self._collect(int(header[Header.NUM_SAMPLES]), outcome, extras)
+        return self._collect(header, outcome, extras)
 
-    def _collect(self, num_samples: int, outcome: Outcome, extras: Extras | None) -> StepResult:
+    def _collect(self, header: np.ndarray, outcome: Outcome, extras: Extras | None) -> StepResult:
         """Starts the copies to the host, that of the tokens last."""
+        num_samples, num_logprobs = int(header[Header.NUM_SAMPLES]), asked_of(header[Header.LOGPROBS])
         sampled_S = self.state.sampled_S[:num_samples]
         chosen = prompt = embeddings = None
         if extras is not None:
             if extras.embeds and outcome.hidden_SD is not None:
                 embeddings = unit_rows(outcome.hidden_SD, extras.embeds)
             self.sampler.shaper.count(self.state.sampled_S, extras)
-            if extras.num_logprobs is not None and outcome.logits_SV is not None:
-                logits_SV = outcome.logits_SV[:num_samples]
-                chosen = logprobs(logits_SV, sampled_S, extras.num_logprobs).to_host()
-            if outcome.prompt_logprobs is not None:
-                prompt = outcome.prompt_logprobs.to_host()
-            if embeddings is not None:
-                embeddings = start_copy(embeddings)
+        if num_logprobs is not None and outcome.logits_SV is not None:
+            logits_SV = outcome.logits_SV[:num_samples]
+            chosen = logprobs(logits_SV, sampled_S, num_logprobs, self.model.lm_head).to_host()
+        if outcome.prompt_logprobs is not None:
+            prompt = outcome.prompt_logprobs.to_host()
+        if embeddings is not None:
+            embeddings = start_copy(embeddings)
         tokens, done = self.buffers.download(sampled_S)
         return StepResult(tokens, done, chosen, prompt, embeddings)
 
@@ -183,17 +184,23 @@ class Steps:
                 self.layer_ends.end_graph()
             logits_SV = graph.output
         else:
-            logits_SV = self.decode(num_rows, int(header[Header.MAX_KV_LEN]), sharing, after_layer)
-        if header[Header.EXTRAS]:
+            draws = not header[Header.DRAWS_WHOLE]
+            logits_SV = self.decode(num_rows, int(header[Header.MAX_KV_LEN]), sharing, after_layer, draws)
+        if header[Header.DRAWS_WHOLE]:
             rows_B, positions_B = self.state.active_B[:num_rows], self.state.positions_B[:num_rows]
-            self.sampler.draw(logits_SV, rows_B, positions_B, extras)
+            self.sampler.draw_whole(logits_SV, rows_B, positions_B, extras)
         return Outcome(logits_SV)
 
     def decode(
-        self, num_rows: int, max_kv_len: int, sharing: bool, after_layer: AfterLayer | None = None
+        self,
+        num_rows: int,
+        max_kv_len: int,
+        sharing: bool,
+        after_layer: AfterLayer | None = None,
+        draws: bool = True,
     ) -> torch.Tensor:
-        """One token for each of the first `num_rows` active rows; returns the logits [num_rows, V]. A graph
-        captures this."""
+        """One token for each of the first `num_rows` active rows, if it `draws`; returns the logits of this
+        rank's tokens, [num_rows, V]. A graph captures this."""
         state = self.state
         rows_B, token_ids_B = state.active_B[:num_rows], state.tokens_B[:num_rows]
         positions_B, kv_lens_B = state.positions_B[:num_rows], state.kv_lens_B[:num_rows]
@@ -210,7 +217,8 @@ class Steps:
         )
         self.backend.begin(step)
         logits_SV = self.model.logits(self.model(step, self.cache.blocks, after_layer=after_layer))
-        self.sampler.draw(logits_SV, rows_B, positions_B)
+        if draws:
+            self.sampler.draw(logits_SV, rows_B, positions_B)
         return logits_SV
 
     # Mixed
@@ -254,24 +262,30 @@ class Steps:
         prompt_logprobs = None
         if wants_prompts:
             hidden_TD = self.model(step, self.cache.blocks, after_layer=after_layer)
-            prompt_logprobs = self._prompt_logprobs(hidden_TD[sections["prompt_logits"].long()], extras)
+            prompt_logprobs = self._prompt_logprobs(header, hidden_TD, sections)
             hidden_SD = hidden_TD[select_S]
         else:
             hidden_SD = self.model(step, self.cache.blocks, select_S, after_layer)
         logits_SV = self.model.logits(hidden_SD)
-        self.sampler.draw(logits_SV, sections["sample_rows"], sections["sample_positions"], extras)
+        rows_S, positions_S = sections["sample_rows"], sections["sample_positions"]
+        if header[Header.DRAWS_WHOLE]:
+            self.sampler.draw_whole(logits_SV, rows_S, positions_S, extras)
+        else:
+            self.sampler.draw(logits_SV, rows_S, positions_S)
         return Outcome(logits_SV, hidden_SD, prompt_logprobs)
 
-    def _prompt_logprobs(self, hidden_PD: torch.Tensor, extras: Extras | None) -> LogprobTensors | None:
-        """Every rank joins the product, and rank 0 keeps the figures. It goes by pieces, so that no [P, V]
-        tensor of a long prompt is made."""
-        pieces = []
-        for piece in row_pieces(hidden_PD.shape[0], self.model.config.vocab_size):
-            logits_PV = self.model.logits(hidden_PD[piece])
-            if extras is not None:
-                targets = upload(torch.tensor(extras.prompt_targets[piece]), logits_PV.device)
-                pieces.append(logprobs(logits_PV, targets, extras.num_prompt_logprobs or 0))
-        return concatenate(pieces) if pieces else None
+    def _prompt_logprobs(
+        self, header: np.ndarray, hidden_TD: torch.Tensor, sections: dict[str, torch.Tensor]
+    ) -> LogprobTensors:
+        """It goes by pieces, so that no [P, V] tensor of a long prompt is made."""
+        hidden_PD, targets_P = hidden_TD[sections["prompt_logits"].long()], sections["prompt_targets"]
+        count = asked_of(header[Header.PROMPT_LOGPROBS]) or 0
+        return concatenate(
+            [
+                logprobs(self.model.logits(hidden_PD[piece]), targets_P[piece], count, self.model.lm_head)
+                for piece in row_pieces(hidden_PD.shape[0], self.model.config.vocab_size)
+            ]
+        )
 
     # Captured mixed
 
@@ -293,11 +307,11 @@ class Steps:
             self.layer_ends.end_graph()
         hidden_SD = graph.output[:num_samples]
         logits_SV = None
-        if header[Header.LOGITS]:
+        if header[Header.DRAWS_WHOLE] or header[Header.LOGPROBS]:
             logits_SV = self.model.logits(hidden_SD)
-        if header[Header.EXTRAS] and logits_SV is not None:
+        if header[Header.DRAWS_WHOLE] and logits_SV is not None:
             rows_S, positions_S = sections["sample_rows"], sections["sample_positions"]
-            self.sampler.draw(logits_SV, rows_S[:num_samples], positions_S[:num_samples], extras)
+            self.sampler.draw_whole(logits_SV, rows_S[:num_samples], positions_S[:num_samples], extras)
         return Outcome(logits_SV, hidden_SD)
 
     def captured_mixed(self, shape: MixedShape) -> torch.Tensor:
@@ -331,7 +345,7 @@ class Steps:
     @torch.inference_mode()
     def rehearse(self, num_seqs: int, query_len: int, cached_len: int = 0) -> torch.Tensor:
         """Made-up prompts of `query_len` tokens after `cached_len` others, sampling included; returns the
-        logits [num_seqs, V]. The batch state has to be reset afterwards."""
+        logits of this rank's tokens, [num_seqs, V]. The batch state has to be reset afterwards."""
         step = StepInput.rehearsal(
             num_seqs, query_len, cached_len=cached_len, block_tables_RM=self.state.block_tables_RM
         )

@@ -19,7 +19,8 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the outputs in an int32, from its low bit
 
 def read(fields: ConfigFields) -> Quantization:
     choice(fields, "bits", (4,))
-    choice(fields, "version", (None, "gemm", "GEMM"))
+    for key in ("version", "format"):  # Tools write it under either name, or under both.
+        choice(fields, key, (None, "gemm", "GEMM"))
     choice(fields, "zero_point", (None, True))
     return Quantization("awq", 4, (1, group_size(fields)), zero_points=True)
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 METHOD = "compressed-tensors"
 INT4, FP8, MXFP4 = "pack-quantized", "float-quantized", "mxfp4-pack-quantized"
+# What config.json says of act-order. With the latter, a tensor says which group each input belongs to.
+IN_ORDER, ACT_ORDER = (None, False, "weight", "static"), (True, "group", "dynamic")
 
 
 def _weights(fields: ConfigFields, format: str) -> ConfigFields | None:
@@ -41,11 +43,18 @@ def _weights(fields: ConfigFields, format: str) -> ConfigFields | None:
             f"supported: {schemes!r:.200}"
         )
     for name, group in groups.items():
-        activations = group.get("input_activations")
-        if activations is not None:
-            own = ConfigFields(activations, f"{fields.where}: {name}: input_activations")
-            choice(own, "dynamic", (True,))
-            choice(own, "type", ("float",))
+        own = ConfigFields(group, f"{fields.where}: {name}")
+        choice(own, "format", (None, format))
+        choice(own, "output_activations", (None,))
+        activations = own.get("input_activations")
+        if activations is None:
+            continue
+        if not isinstance(activations, dict):
+            raise CheckpointError(f"{own.where}: input_activations {activations!r:.80} is not an object")
+        inputs = ConfigFields(activations, f"{own.where}: input_activations")
+        choice(inputs, "dynamic", (True,))
+        choice(inputs, "type", ("float",))
+        choice(inputs, "num_bits", (8,))
     return ConfigFields(schemes[0], f"{fields.where}: weights")
 
 
@@ -61,7 +70,7 @@ def read_int4(fields: ConfigFields) -> Quantization | None:
         4,
         (1, group_size(weights) if by_group else 0),
         zero_points=not weights.flag("symmetric", True),
-        act_order=choice(weights, "actorder", (None, "group", "weight", "static", "dynamic")) == "group",
+        act_order=choice(weights, "actorder", IN_ORDER + ACT_ORDER) in ACT_ORDER,
     )
 
 

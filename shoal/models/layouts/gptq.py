@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from shoal.errors import CheckpointError
 from shoal.model_config import Quantization
 from shoal.models.config_fields import ConfigFields
 from shoal.models.layouts.layout import HALVES, Layout, Stored, choice, group_size, num_groups, unpack
@@ -15,19 +16,24 @@ if TYPE_CHECKING:
 
     from shoal.kernels.int4_tensor import Int4Tensor
 
+ONES = 0x11111111  # eight times the 4-bit number 1
+
 
 def read(fields: ConfigFields) -> Quantization:
     choice(fields, "bits", (4,))
     choice(fields, "pack_dtype", (None, "int32"))
-    # The first version stores zero points less one.
-    version = choice(fields, "checkpoint_format", (None, "gptq", "gptq_v2"))
+    # Tools write the version under either name, or under both.
+    versions = {choice(fields, key, (None, "gptq", "gptq_v2")) for key in ("checkpoint_format", "format")}
+    versions.discard(None)
+    if len(versions) > 1:
+        raise CheckpointError(f"{fields.where}: checkpoint_format and format contradict each other")
     return Quantization(
         "gptq",
         4,
         (1, group_size(fields)),
         zero_points=True,
         act_order=fields.flag("desc_act"),
-        zeros_minus_one=version != "gptq_v2",
+        zeros_minus_one="gptq_v2" not in versions,
     )
 
 
@@ -49,9 +55,17 @@ def tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Sto
 def join(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Int4Tensor:
     from shoal.kernels.int4_tensor import Int4Tensor
 
-    zeros = unpack(stored["qzeros"], 1).T + int(quantization.zeros_minus_one)
-    order = stored["g_idx"] if quantization.act_order else None
-    return Int4Tensor.of(unpack(stored["qweight"], 0).T, stored["scales"].T, zeros, order)
+    # The first version stores zero points less one, by a subtraction from the whole int32: a zero point of 0
+    # borrows from its neighbour, and the sum gives that back.
+    words = stored["qzeros"] + ONES if quantization.zeros_minus_one else stored["qzeros"]
+    quants, zeros = unpack(stored["qweight"], 0).T, unpack(words, 1).T
+    tensor = Int4Tensor.of(quants, stored["scales"].T, zeros, stored["g_idx"])
+    if tensor.groups is not None and not quantization.act_order:
+        raise CheckpointError(
+            "g_idx puts inputs into groups out of order, but desc_act is false in the config; is it another "
+            "checkpoint's config?"
+        )
+    return tensor
 
 
 LAYOUT = Layout("gptq", "gptq", "qweight", read, matrix_shape, tensors, join)

@@ -11,6 +11,7 @@ from shoal.fleet.dispatcher import Wanted
 from shoal.fleet.fleet import Fleet
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.indexer import WorkerRank
+from shoal.fleet.observation import DecodeLoad
 from shoal.fleet.worker import Worker, WorkerInfo, WorkerLoad
 from shoal.kv_event_format import GPU, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode
 from shoal.served import Served, quantiles_of
@@ -108,6 +109,40 @@ def test_a_worker_is_ready_as_soon_as_it_was_reached():
         assert s.state("a") == "broken" and s.fleet.view().workers[0].why
         await until(lambda: s.state("a") == "ready", 1)
         assert link.num_canaries == 0 and s.fleet.view().workers[0].why == ""
+
+    scene(run)
+
+
+def test_a_worker_that_is_too_busy_to_speak_is_not_empty_for_a_planner():
+    """The router forgets what it has said after ten seconds, and a planner had removed it then."""
+
+    async def run(s):
+        s.add("a", dp_size=2)
+        await until(lambda: s.state("a") == "ready")
+        s.fleet.published(
+            "a",
+            [
+                WorkerLoad(num_running=9, num_waiting=3, kv_usage=0.95),
+                WorkerLoad(rank=1, num_waiting=2, kv_usage=float("nan")),
+            ],
+        )
+        for _ in range(2):
+            [load] = s.fleet.observe("m", "both").decode
+            assert load == DecodeLoad(0.95, 5, has_slots=True)
+            await asyncio.sleep(20)
+        assert s.fleet.models["m"].router.kv_usage(WorkerRank("a", 0)) == 0.0
+
+    scene(run)
+
+
+def test_what_waits_at_a_worker_that_tells_of_no_slots_is_no_load_for_a_planner():
+    async def run(s):
+        s.add("a")
+        await until(lambda: s.state("a") == "ready")
+        s.fleet.published("a", [WorkerLoad(num_waiting=50, kv_usage=0.25)])
+        assert [load.kv_load for load in s.fleet.observe("m", "both").decode] == [0.25]
+        s.fleet.published("a", [WorkerLoad(num_waiting=5, kv_usage=0.25, num_running=1)])
+        assert [load.kv_load for load in s.fleet.observe("m", "both").decode] == [0.35]
 
     scene(run)
 

@@ -316,6 +316,26 @@ def test_workers_that_change_their_role_are_alike_and_exchange_blocks(read):
         of(both, both + ", max_model_len = 512")
 
 
+@pytest.mark.parametrize(
+    "table, option",
+    [
+        ("options = { tensor_parallel_size = 2 }", "decode_engine_num_gpu"),
+        ("role = 'decode'\noptions = { tensor_parallel_size = 2 }", "decode_engine_num_gpu"),
+        ("command = 'x {port}'\nname = 'm'\ndevices_per_worker = 2", "decode_engine_num_gpu"),
+        (
+            "role = 'decode'\n[[workers]]\nrole = 'prefill'\noptions = { tensor_parallel_size = 2 }",
+            "prefill_engine_num_gpu",
+        ),
+    ],
+)
+def test_a_planner_that_counts_too_few_gpus_for_a_worker_is_refused(read, table, option):
+    """It would exceed its budget."""
+    text = f"[[workers]]\n{table}\n[planner]\nenabled = true\n"
+    with pytest.raises(ConfigError, match=f"each of these takes 2 GPUs, and .* counts 1 .*{option} = 2"):
+        read(text)
+    assert read(f"{text}{option} = 2\n").planner.enabled
+
+
 def test_workers_of_a_file_with_a_planner_share_the_gpus_that_are_left(read):
     """Also where the planner is a process of its own."""
     assert not read("[[workers]]\n").may_grow

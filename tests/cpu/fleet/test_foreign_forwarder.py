@@ -350,6 +350,13 @@ async def test_a_whole_answers_tokens_are_counted_as_its_worker_counts_them():
         assert [span.name for span in told.all_spans()] == ["queue", "routing", "prefill", "decode"]
 
 
+@running
+async def test_an_answer_that_counts_no_tokens_has_its_time_at_the_worker():
+    async with front(ForeignWorker()) as router:
+        await router.ask("/tokenize", prompt=PROMPT)
+        assert [span.name for span in router.line.all_spans()] == ["queue", "routing", "prefill"]
+
+
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("form", ["completion", "chat"])
 @running

@@ -7,6 +7,7 @@ import pytest
 
 from shoal.control import Sleep, WakeUp
 from shoal.errors import UnavailableError
+from shoal.fleet import parking as parking_module
 from shoal.fleet.connector import Component
 from shoal.fleet.parking import Parking
 from shoal.fleet.planner_config import PlannerConfig
@@ -100,6 +101,21 @@ def test_a_worker_that_the_router_does_not_know_ends_and_no_parked_one_in_its_pl
         assert await parked.remove("m", "both") == "m-2"
         assert host.ended == ["m-2"]
         assert await parked.add("m", "both") == "m-3"
+
+    run(test)
+
+
+def test_a_worker_that_does_not_come_to_its_sleep_is_not_awaited_for_ever(monkeypatch):
+    """A request may run for hours, and the planner decides nothing meanwhile."""
+
+    async def test():
+        host = Host("m-1", "m-2")
+        monkeypatch.setattr(parking_module, "GRACE_S", 0.05)
+        monkeypatch.setattr(host, "command", lambda *_, **__: asyncio.sleep(600))
+        parked = parking(host)
+        with pytest.raises(UnavailableError, match=r"m-2 has not come to sleep within 0\.05 s"):
+            await parked.remove("m", "both")
+        assert not host.ended and not host.noted
 
     run(test)
 

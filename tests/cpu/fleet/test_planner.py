@@ -197,6 +197,13 @@ def test_a_role_comes_back_from_zero_when_requests_wait():
     assert changes(seen(prefill=0, role="both", queued=1), config=config) == [Change("both", 1)]
 
 
+def test_the_last_worker_of_a_role_goes_only_when_it_has_nothing_to_do():
+    """Others could carry no load at all: a fleet would grow and shrink between none and one."""
+    config = PlannerConfig(min_endpoint=0)
+    assert changes(seen(0.3, prefill=0, role="both"), config=config) == []
+    assert changes(seen(0.0, prefill=0, role="both"), config=config) == [Change("both", -1)]
+
+
 def test_the_decision_says_why_and_what_is_wanted():
     decision, _ = decide(CONFIG, PlannerState(), [seen(0.95, queue=1, at=20.0)])
     assert decision.at == 20.0 and decision.desired == {"decode": 2, "prefill": 1}
@@ -210,6 +217,9 @@ def test_the_decision_says_why_and_what_is_wanted():
         ({"min_endpoint": -1}, "min_endpoint"),
         ({"adjustment_interval": 0.0}, "adjustment_interval"),
         ({"adjustment_interval": 0.5}, "metric_pulling_interval"),
+        ({"metric_pulling_interval": 1e-9}, "metric_pulling_interval"),
+        ({"load_season": 1e308}, "load_season"),
+        ({"startup_time": 1e308}, "startup_time"),
         ({"mode": "guess"}, "mode"),
         ({"decode_kv_scale_down_threshold": 0.9}, "decode_kv_scale_down_threshold"),
         ({"change_roles": True, "connector": "virtual"}, "change_roles"),
@@ -253,7 +263,15 @@ def test_a_record_gives_the_same_decisions_again():
     assert [entry.decision for entry in replay(CONFIG, lines)] == made
 
 
-@pytest.mark.parametrize("line", [b"{", b'{"observation": 7}', b"[]"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"{",
+        b'{"observation": 7}',
+        b"[]",
+        b'{"observation": {"at": 1, "decode": [], "decode_role": "prefill"}}',
+    ],
+)
 def test_a_line_that_is_no_record_is_named(line):
     with pytest.raises(ConfigError, match="line 2"):
         list(replay(CONFIG, [b"", line]))

@@ -2,12 +2,15 @@
 
 import asyncio
 import copy
+import dataclasses
 import io
 
 import msgspec
 import pytest
 
+from shoal.cli.fleet import open_record
 from shoal.cli.main import main
+from shoal.errors import UnavailableError
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.connector import Component
 from shoal.fleet.engine_profile import write_profile
@@ -109,6 +112,64 @@ def test_a_disk_that_fails_for_a_while_ends_no_planner():
     assert connector.workers == {"a": 3}
 
 
+class Interrupted(Counting):
+    """It is not seen between these seconds of the test."""
+
+    def __init__(self, begin_s, end_s, **counts):
+        super().__init__(**counts)
+        self.begin_s, self.end_s = begin_s, end_s
+
+    async def observe(self):
+        if self.begin_s < asyncio.get_running_loop().time() < self.end_s:
+            raise UnavailableError("the fleet does not answer")
+        return await super().observe()
+
+
+def test_after_a_gap_a_whole_interval_is_seen_before_anything_is_decided():
+    """The first look behind it had decided alone."""
+    connector, record = Interrupted(12.5, 52.5, a=1), io.BytesIO()
+    connector.load["a"] = 0.7
+    plan(connector, 70, record=record)
+    lines = [msgspec.json.decode(line, type=Recorded) for line in record.getvalue().splitlines()]
+    assert [line.decision.at for line in lines if line.decision is not None] == [5, 10, 57, 62, 67]
+
+
+def test_a_record_with_a_gap_gives_the_same_decisions_again():
+    """What was seen before the gap is in the record, and was not judged."""
+    connector, record = Interrupted(14.5, 20.5, a=1), io.BytesIO()
+    connector.load["a"] = 2.8
+
+    async def calm_down():
+        await asyncio.sleep(15)
+        connector.load["a"] = 0.7
+
+    config = dataclasses.replace(CONFIG, no_operation=True)
+    plan(connector, 60, config, record, calm_down)
+    lines = [msgspec.json.decode(line, type=Recorded) for line in record.getvalue().splitlines()]
+    made = [line.decision for line in lines if line.decision is not None]
+    assert [line.decision for line in replay(config, record.getvalue().splitlines())] == made
+    assert len(made) == 2 + 10 and made[2].changes == []
+
+
+def test_decisions_fall_on_their_times_where_looks_do_not():
+    config = dataclasses.replace(CONFIG, adjustment_interval=2.5)
+    connector, record = Counting(a=1), io.BytesIO()
+    connector.load["a"] = 0.7
+    plan(connector, 21, config, record)
+    lines = [msgspec.json.decode(line, type=Recorded) for line in record.getvalue().splitlines()]
+    assert [line.decision.at for line in lines if line.decision] == [3, 5, 8, 10, 13, 15, 18, 20]
+
+
+def test_a_record_on_a_full_disk_keeps_no_fleet_from_being_sized(caplog):
+    connector = Counting(a=1)
+    connector.load["a"] = 2.8
+    with open_record(dataclasses.replace(CONFIG, record="/dev/full")) as record:
+        plan(connector, 200, record=record)
+    assert connector.workers == {"a": 3}
+    assert caplog.text.count("the record cannot be written") == 1
+    assert caplog.text.count("No space left on device") == 2  # and at its end
+
+
 def test_one_change_at_a_time_and_none_while_it_is_under_way():
     connector = Counting(a=1, start_s=20.0)
     connector.load["a"] = 10.0
@@ -170,6 +231,29 @@ def test_a_worker_changes_its_role_where_one_role_shrinks_and_the_other_grows():
 
     assert run_virtual(run()).desired == {"prefill": 1, "decode": 3}
     assert fleet.done == [("prefill", "decode")] * 2
+
+
+def test_nothing_is_added_in_the_room_of_a_worker_that_has_stayed():
+    """Prefill is to shrink and decode to grow, with all GPUs of the budget taken."""
+
+    class Stuck(Apart):
+        async def remove(self, model, role):
+            self.done.append(("remove", role))
+            raise UnavailableError("the worker has not ended")
+
+        async def add(self, model, role):
+            self.done.append(("add", role))
+            return "m-9"
+
+    fleet = Stuck(prefill=2, decode=1)
+
+    async def run():
+        planning = asyncio.create_task(PlannerLoop(PlannerConfig(max_gpu_budget=3), fleet, LoopClock()).run())
+        await asyncio.sleep(35)
+        planning.cancel()
+
+    run_virtual(run())
+    assert fleet.done == [("remove", "prefill")] * 3
 
 
 def test_models_share_the_budget():

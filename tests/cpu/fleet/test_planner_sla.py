@@ -283,6 +283,14 @@ def test_it_shrinks_when_that_was_enough_for_two_intervals_and_no_sooner():
     assert clients.counts["both"] < large
 
 
+def test_it_shrinks_an_interval_after_a_rush_where_workers_start_at_once():
+    """All numbers that had ever been enough were remembered, and the fleet never shrank."""
+    clients = Clients(settings=config(startup_time=0.0))
+    high = clients.ask(60, rate=40)["both"]
+    low = clients.ask(60, rate=2)["both"]
+    assert low < high and low == Clients(settings=config(startup_time=0.0)).ask(60, rate=2)["both"]
+
+
 def test_a_load_at_the_edge_of_two_sizes_does_not_swing():
     """A worker goes only if the others hold tighter targets, too."""
     seed = random.randrange(1 << 32)
@@ -472,7 +480,7 @@ def test_a_profile_is_read_as_it_was_written(tmp_path):
 def test_the_simulators_shapes_have_profiles():
     timing = find_timing("h200", "qwen3-8b")
     profile = EngineProfile(profile_of("h200", "qwen3-8b", 1024, timing.cache_tokens(0.9)))
-    assert profile.ttft_s(1024) == pytest.approx(timing.step(0, 0, 0, 1, 1024, 524_800, 1).first_s)
+    assert profile.ttft_s(1024) == pytest.approx(timing.prompt_s(1024, 16384))
     assert 0.005 < profile.itl_s(0.1, 3000) < profile.itl_s(0.8, 3000) < 0.05
 
 

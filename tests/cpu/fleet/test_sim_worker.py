@@ -11,7 +11,7 @@ import pytest
 from shoal.bench.floor import Ceilings, Floor
 from shoal.errors import ConfigError
 from shoal.fleet.sim_config import SimWorkers
-from shoal.fleet.sim_timing import GPUS, SHAPES, Timing, find_timing
+from shoal.fleet.sim_timing import GPUS, SHAPES, StepWork, Timing, find_timing
 from shoal.fleet.sim_worker import PAGE, SimCache, SimRequest, SimWorker
 from shoal.models.config_json import config_from_json
 
@@ -47,7 +47,7 @@ def work(w, now=0.0):
 
 @pytest.mark.parametrize(("model", "name", "seconds"), MEASURED)
 def test_simulated_times_are_those_of_an_h200(model, name, seconds):
-    """Within what docs/fleet.md says of it: 7 % with the 8B model, 20 % with the 0.6B one."""
+    """Within what docs/simulator.md says of it: 7 % with the 8B model, 20 % with the 0.6B one."""
     make = WORKLOADS["workload"] if name in OTHERS["COMPARED"] else OTHERS["other_workload"]
     prompts, lengths = make(name)
     names = {}
@@ -72,17 +72,16 @@ def test_no_step_is_quicker_than_physics_allows(model):
     floor, timing = Floor(config, Ceilings(4.8e12, 989e12)), Timing(GPUS["h200"], SHAPES[model])
     for num_seqs, context in ((1, 100), (32, 50_000), (256, 200_000)):
         least = floor.decode(num_seqs, context).seconds
-        assert least < timing.step(num_seqs, context, context).first_s < 3 * least + 1e-3
+        assert least < timing.step(StepWork(num_seqs, context, context)).first_s < 3 * least + 1e-3
     for length in (100, 4096, 30_000):
         least = floor.prefill(length).seconds
-        step = timing.step(0, 0, 0, 1, length, length * (length + 1) // 2, 1)
-        assert least < step.first_s < 2 * least + 1e-2
+        assert least < timing.prompt_s(length, length) < 2 * least + 1e-2
 
 
 def test_steps_that_follow_each_other_take_the_sum_of_their_times():
     timing = find_timing("h200", "qwen3-8b")
-    steps = [timing.step(20, 9000 + 20 * n, 9000 + 20 * n).first_s for n in range(7)]
-    assert timing.step(20, 9000, 9000).of_steps(7) == pytest.approx(sum(steps))
+    steps = [timing.step(StepWork(20, 9000 + 20 * n, 9000 + 20 * n)).first_s for n in range(7)]
+    assert timing.step(StepWork(20, 9000, 9000)).of_steps(7) == pytest.approx(sum(steps))
 
 
 def test_a_cache_has_what_the_weights_leave():

@@ -15,13 +15,13 @@ import pytest
 
 from shoal.cli.main import main
 from shoal.errors import ConfigError
-from shoal.fleet.engine_profile import EngineProfile, write_profile
+from shoal.fleet.engine_profile import DecodePoint, EngineProfile, PrefillPoint, ProfileData, write_profile
 from shoal.fleet.planner_config import PlannerConfig
 from shoal.fleet.policy import POLICIES, RouterWeights
 from shoal.fleet.prefix_tree import DEVICE, HOST
 from shoal.fleet.sim_config import SimConfig, SimWorkers, read_sim_config
 from shoal.fleet.sim_profile import ProfileTiming
-from shoal.fleet.sim_timing import find_timing, profile_of
+from shoal.fleet.sim_timing import StepWork, find_timing, profile_of
 from shoal.fleet.sim_trace import (
     Trace,
     TraceRequest,
@@ -582,15 +582,42 @@ def test_a_profile_of_simulated_times_simulates_the_same(tmp_path):
         assert found.throughput == pytest.approx(known.throughput, rel=0.02)
 
 
+def chunks_of(*chunks):
+    """A step of nothing but these: tokens of the prompt before it, and its own."""
+    return StepWork(
+        num_chunks=len(chunks),
+        chunk_tokens=sum(size for _, size in chunks),
+        chunk_pairs=sum(size * before + size * (size + 1) // 2 for before, size in chunks),
+    )
+
+
 def test_a_prompt_in_chunks_takes_what_the_profile_says_of_the_whole():
     data = profile_of("h200", "qwen3-8b", 1024, 700_000)
     timing, whole = ProfileTiming(EngineProfile(data)), EngineProfile(data).ttft_s(8192)
     chunks, before = [], 0
     for _ in range(4):
-        chunks.append(timing.step(0, 0, 0, 1, 2048, 2048 * before + 2048 * 2049 // 2).first_s)
+        chunks.append(timing.step(chunks_of((before, 2048))).first_s)
         before += 2048
-    idle = timing.step(1, 2048, 2048).first_s
+    idle = timing.step(StepWork(1, 2048, 2048)).first_s
     assert sum(chunks) == pytest.approx(whole + 3 * idle, rel=0.02)  # each is a step
+
+
+@pytest.mark.parametrize("lengths", [(300, 100), (100, 50), (50, 30), (900, 20)])
+def test_prompts_of_different_lengths_take_together_about_what_they_take_apart(lengths):
+    """Prompts that are shorter than the shortest that was measured had cost as much as that, or nothing."""
+    data = ProfileData(
+        model="m",
+        machine="here",
+        num_gpus=1,
+        max_kv_tokens=10_000,
+        max_num_seqs=100,
+        prefill=[PrefillPoint(100, 0.03), PrefillPoint(1000, 0.21)],
+        decode=[DecodePoint(100, 0.1, 0.02, 500.0)],
+    )
+    timing, idle = ProfileTiming(EngineProfile(data)), 0.02
+    together = timing.step(chunks_of(*((0, length) for length in lengths))).first_s - idle
+    apart = sum(timing.step(chunks_of((0, length))).first_s - idle for length in lengths)
+    assert 0 < together == pytest.approx(apart, rel=0.25)
 
 
 def test_a_profile_says_nothing_of_blocks_that_move(tmp_path):

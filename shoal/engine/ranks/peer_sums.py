@@ -1,0 +1,178 @@
+"""Sums over the GPUs of one host by kernels that write into each other's memory (kernels/all_reduce.py): who
+opens that memory, and whether the sums are right here.
+
+Each rank allocates a buffer with cudaMalloc, as torch's allocator may use memory that can't be shared, and
+maps the others' by CUDA IPC. The kernels are used only after they have given the sums of NCCL on all ranks;
+until then their waits have an end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from shoal.kernels.all_reduce import (
+    MAX_BLOCKS,
+    MAX_RANKS,
+    PLAIN_BLOCK,
+    Peers,
+    Way,
+    all_reduce,
+    all_reduce_add_rms_norm,
+    buffer_bytes,
+)
+from shoal.kernels.reference import rms_norm
+from shoal.kv.cuda_driver import DriverError, call, context
+from shoal.kv.transport_cuda_ipc import close_memory, export_memory, open_memory
+from shoal.layers.parallel import TensorParallel
+
+logger = logging.getLogger(__name__)
+
+TEST_POLLS = 1 << 22  # some seconds
+TEST_ROWS = 1, 3, 17, MAX_BLOCKS
+
+
+class CudaPeerSums:
+    """Use `connect`."""
+
+    def __init__(self, peers: Peers, foreign: Sequence[int], address: int) -> None:
+        self.peers = peers
+        self._foreign, self._address = list(foreign), address
+        self._side = torch.cuda.Stream(peers.own.device)
+
+    def takes(self, x: torch.Tensor) -> bool:
+        return self.peers.takes_plain(x)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return all_reduce(self.peers, x)
+
+    def takes_rows(self, x_TD: torch.Tensor) -> bool:
+        return self.peers.takes(len(x_TD), x_TD.shape[1] * x_TD.itemsize)
+
+    def add_rms_norm(
+        self, x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+    ) -> torch.Tensor:
+        return all_reduce_add_rms_norm(self.peers, x_TD, residual_TD, weight_D, eps)
+
+    def release(self) -> None:
+        """Ends all waits for other ranks. Any thread may call it, while kernels wait."""
+        with torch.inference_mode(), torch.cuda.stream(self._side):
+            self.peers.release_waits()
+
+    def close(self) -> None:
+        """Gives the memory back. No kernel may use it any more, on any rank."""
+        _free(self.peers.own.device.index, self._foreign, self._address)
+
+
+def connect(tp: TensorParallel, hidden_size: int, dtype: torch.dtype) -> CudaPeerSums | None:
+    """Makes all ranks' sums, which every rank calls together. None, with a line in rank 0's log, where they
+    can't be had or are not right: NCCL then makes all sums."""
+    device, sums, why = tp.device.index, None, _hindrance(tp)
+    address, foreign = 0, []
+    if _all_agree(tp, why is None):
+        block_bytes = max(hidden_size, PLAIN_BLOCK) * dtype.itemsize
+        num_bytes = buffer_bytes(block_bytes, tp.size)
+        handle = bytes(64)
+        try:
+            address = _allocate(device, num_bytes)
+            handle = export_memory(device, address)
+        except DriverError as error:
+            why = str(error)
+        # The others' zeros are written when their handles are here.
+        handles = tp.all_gather(torch.tensor([list(handle)], dtype=torch.uint8, device=tp.device), dim=0)
+        if _all_agree(tp, why is None):
+            try:
+                for rank, theirs in enumerate(handles.tolist()):
+                    foreign.append(0 if rank == tp.rank else open_memory(device, bytes(theirs)))
+            except DriverError as error:
+                why = str(error)
+            if _all_agree(tp, why is None):
+                addresses = [at or address for at in foreign]
+                peers = Peers(
+                    tp.rank,
+                    tp.size,
+                    torch.tensor(addresses, dtype=torch.int64, device=tp.device),
+                    torch.as_tensor(_Bytes(address, num_bytes), device=tp.device),
+                    block_bytes,
+                    TEST_POLLS,
+                )
+                if _all_agree(tp, _agrees(tp, peers, hidden_size, dtype)):
+                    peers = dataclasses.replace(peers, most_polls=-1)
+                    sums = CudaPeerSums(peers, foreign, address)
+                else:
+                    why = "the kernels' sums are not those of NCCL"
+    if sums is None:
+        torch.cuda.synchronize(device)
+        tp.barrier()  # until here others may write into this rank's memory
+        _free(device, foreign, address)
+        if tp.rank == 0:
+            logger.warning("all sums over GPUs go by NCCL: %s", why or "another rank has no way to its peers")
+    elif tp.rank == 0:
+        logger.info("sums of up to %d tokens go over the GPUs' own memory, by %d ranks", MAX_BLOCKS, tp.size)
+    return sums
+
+
+def _hindrance(tp: TensorParallel) -> str | None:
+    if tp.size > MAX_RANKS:
+        return f"there are {tp.size} ranks, and the kernels are for at most {MAX_RANKS}"
+    others = [rank for rank in range(tp.size) if rank != tp.rank]
+    far = [rank for rank in others if not torch.cuda.can_device_access_peer(tp.rank, rank)]
+    return f"GPU {tp.rank} has no access to the memory of GPU {far[0]}" if far else None
+
+
+def _all_agree(tp: TensorParallel, is_well: bool) -> bool:
+    return int(tp.all_reduce(torch.tensor([int(is_well)], device=tp.device)).item()) == tp.size
+
+
+def _agrees(tp: TensorParallel, peers: Peers, hidden_size: int, dtype: torch.dtype) -> bool:
+    """Whether sums and norms are right. Small whole numbers have one sum, in whatever order."""
+    generator = torch.Generator(tp.device).manual_seed(tp.rank)
+    right = True
+    for way in Way:
+        for rows in TEST_ROWS:
+            shape = rows, hidden_size
+            for _ in range(3):  # both halves, and the first one again
+                x = torch.randint(-8, 9, shape, generator=generator, device=tp.device).to(dtype)
+                residual = torch.ones(shape, dtype=dtype, device=tp.device)
+                weight = torch.full((hidden_size,), 2.0, dtype=dtype, device=tp.device)
+                expected = tp.all_reduce(x.clone())
+                normed = all_reduce_add_rms_norm(peers, x, residual, weight, 1e-6, way)
+                right &= torch.equal(residual, expected + 1)
+                oracle = rms_norm(expected + 1, weight, 1e-6)
+                right &= torch.allclose(normed.float(), oracle.float(), rtol=2e-2)
+                if peers.takes_plain(x):
+                    right &= torch.equal(all_reduce(peers, x, way), expected)
+    return bool(right)
+
+
+class _Bytes:
+    """Memory that torch does not own, in the words that it takes from others."""
+
+    def __init__(self, address: int, num_bytes: int) -> None:
+        self.__cuda_array_interface__ = {
+            "version": 3,
+            "data": (address, False),
+            "typestr": "|u1",
+            "shape": (num_bytes,),
+        }
+
+
+def _allocate(device: int, num_bytes: int) -> int:
+    """The address of new memory that is all zeros."""
+    address = ctypes.c_uint64()
+    with context(device):
+        call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
+        call("cuMemsetD8_v2", address, ctypes.c_ubyte(0), ctypes.c_size_t(num_bytes))
+        call("cuCtxSynchronize")
+    return address.value
+
+
+def _free(device: int, foreign: Sequence[int], address: int) -> None:
+    close_memory(device, [at for at in foreign if at])
+    if address:
+        with context(device):
+            call("cuMemFree_v2", ctypes.c_uint64(address))

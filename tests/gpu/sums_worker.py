@@ -1,0 +1,173 @@
+"""What the ranks of test_all_reduce_gpu.py and benchmarks/all_reduce.py serve: sums over peer memory,
+compared with NCCL's or timed."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from typing import Any
+
+import torch
+
+
+class Sums:
+    def __init__(self, tp: Any, hidden: int) -> None:
+        from shoal.engine.ranks.peer_sums import connect
+
+        self.tp, self.hidden = tp, hidden
+        self.sums = connect(tp, hidden, torch.bfloat16)
+        tp.sums = None  # the group's own sums are what is compared with
+
+    def about(self) -> dict[str, Any]:
+        return {"pid": os.getpid(), "connected": self.sums is not None}
+
+    def differences(self, rows: int, columns: int, dtype: str, way: str, turns: int) -> list[int]:
+        """How many numbers of each kind differ from NCCL's, and from torch's norm, over `turns` turns."""
+        from shoal.kernels.all_reduce import Way, all_reduce, all_reduce_add_rms_norm
+        from shoal.kernels.reference import rms_norm
+
+        peers, kind, device = self.sums.peers, getattr(torch, dtype), self.tp.device
+        generator = torch.Generator(device).manual_seed(self.tp.rank)
+        wrong = torch.zeros(3, dtype=torch.int64, device=device)
+        for _ in range(turns):
+            # whole numbers, whose sums are exact in any order
+            x = torch.randint(-9, 10, (rows, columns), generator=generator, device=device).to(kind)
+            expected = self.tp.all_reduce(x.clone())
+            if peers.takes(rows, columns * x.itemsize):
+                residual, weight = torch.ones_like(x), torch.full((columns,), 0.5, dtype=kind, device=device)
+                normed = all_reduce_add_rms_norm(peers, x, residual, weight, 1e-6, Way[way])
+                wrong[0] += (residual != expected + 1).sum()
+                near = torch.isclose(normed.float(), rms_norm(expected + 1, weight, 1e-6).float(), 2e-2, 1e-3)
+                wrong[1] += (~near).sum()
+            wrong[2] += (all_reduce(peers, x, Way[way]) != expected).sum()
+        return wrong.tolist()
+
+    def replays(self, way: str, rows: int, count: int, most_lag_s: float) -> list[int]:
+        """A graph of sums and norms, one after the other as in a model's layers, is replayed `count` times,
+        while this rank now and then comes late. Returns how many numbers were wrong."""
+        from shoal.kernels.all_reduce import Way, all_reduce, all_reduce_add_rms_norm
+
+        device, lag = self.tp.device, random.Random(self.tp.rank)
+        x = torch.zeros(rows, self.hidden, dtype=torch.bfloat16, device=device)
+        weight = torch.ones(self.hidden, dtype=torch.bfloat16, device=device)
+        wrong = torch.zeros(2, dtype=torch.int64, device=device)
+        turn = torch.zeros((), dtype=torch.int64, device=device)
+
+        def layers() -> None:
+            for layer in range(6):
+                # A number for each turn, layer, rank and column, small enough to be summed exactly.
+                columns = torch.arange(self.hidden, device=device)
+                mine = (turn * 7 + layer * 5 + self.tp.rank * 3 + columns) % 23
+                total = sum((turn * 7 + layer * 5 + r * 3 + columns) % 23 for r in range(self.tp.size))
+                x.copy_(mine.expand(rows, -1))
+                residual = torch.zeros_like(x)
+                all_reduce_add_rms_norm(self.sums.peers, x, residual, weight, 1e-6, Way[way])
+                wrong[0] += (residual != total).sum()
+                x.copy_(mine.expand(rows, -1))
+                wrong[1] += (all_reduce(self.sums.peers, x, Way[way]) != total).sum()
+            turn.add_(1)
+
+        layers()  # compiles
+        torch.cuda.synchronize()
+        self.tp.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            layers()
+        for _ in range(count):
+            if most_lag_s and lag.random() < 0.05:
+                torch.cuda.synchronize()
+                time.sleep(lag.random() * most_lag_s)
+            graph.replay()
+        torch.cuda.synchronize()
+        return wrong.tolist()
+
+    def waits_alone(self) -> float:
+        """A sum to which no other rank comes, and its release. Returns the seconds that the release took."""
+        from shoal.kernels.all_reduce import all_reduce
+
+        x = torch.ones(self.hidden, dtype=torch.bfloat16, device=self.tp.device)
+        all_reduce(self.sums.peers, x)
+        done = torch.cuda.Event()
+        done.record()
+        time.sleep(0.2)
+        assert not done.query(), "it did not wait"
+        begin = time.monotonic()
+        self.sums.release()
+        done.synchronize()
+        return time.monotonic() - begin
+
+    def microseconds(self, way: str, rows: int, with_norm: bool, repeats: int = 20) -> float:
+        """Of one sum in a captured chain of 32. way: ONE_SHOT, TWO_SHOT or NCCL."""
+        from shoal.kernels.all_reduce import Way, all_reduce, all_reduce_add_rms_norm
+        from shoal.kernels.norm import add_rms_norm
+
+        x = torch.zeros(rows, self.hidden, dtype=torch.bfloat16, device=self.tp.device)
+        residual, weight = torch.zeros_like(x), torch.ones_like(x[0])
+
+        def sums() -> None:
+            for _ in range(32):
+                if way == "NCCL":
+                    self.tp.all_reduce(x)
+                    if with_norm:
+                        add_rms_norm(x, residual, weight, 1e-6)
+                elif with_norm:
+                    all_reduce_add_rms_norm(self.sums.peers, x, residual, weight, 1e-6, Way[way])
+                else:
+                    all_reduce(self.sums.peers, x, Way[way])
+
+        sums()
+        torch.cuda.synchronize()
+        self.tp.barrier()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            sums()
+        best = float("inf")
+        for _ in range(repeats):
+            self.tp.barrier()
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+            events[0].record()
+            graph.replay()
+            events[1].record()
+            torch.cuda.synchronize()
+            best = min(best, events[0].elapsed_time(events[1]))
+        return best * 1e3 / 32
+
+
+def factory(rank: int, world_size: int, port: int, hidden: int) -> dict[str, Any]:
+    """What a WorkerGroup is given."""
+    from shoal.layers.parallel import TensorParallel
+
+    torch.cuda.set_device(rank)
+    sums = Sums(TensorParallel.connect(rank, world_size, "cuda", port), hidden)
+    return {name: getattr(sums, name) for name in dir(sums) if not name.startswith("_")}
+
+
+class Group:
+    """All ranks, rank 0 in this process. A context, which ends them."""
+
+    def __init__(self, world_size: int, hidden: int) -> None:
+        from shoal.engine.ranks.workers import WorkerGroup
+        from shoal.layers.parallel import Rendezvous
+
+        torch.cuda.set_device(0)
+        rendezvous = Rendezvous()
+        init = {"port": rendezvous.port, "hidden": hidden}
+        self.group = WorkerGroup(world_size, "sums_worker:factory", init)
+        self.tp = rendezvous.connect(0, world_size, "cuda", self.group.check)
+        self.own = Sums(self.tp, hidden)
+
+    def call(self, name: str, *args: Any) -> list[Any]:
+        """Runs a method on all ranks; returns the results in rank order."""
+        pending = self.group.submit(name, *args)
+        return [getattr(self.own, name)(*args), *pending.results()]
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.group.close()
+        self.tp.close()
+        if self.own.sums is not None:
+            torch.cuda.synchronize()
+            self.own.sums.close()
