@@ -27,7 +27,7 @@ class MatrixLayer(LoadingLayer):
 
     def __init__(self, parts: Sequence[int], columns: int, ops: Ops) -> None:
         super().__init__()
-        self.ops, self.parts, self.columns = ops, tuple(parts), columns
+        self.ops, self.parts, self.num_columns = ops, tuple(parts), columns
         self.weight: nn.Parameter | None = nn.Parameter(torch.empty(sum(parts), columns), requires_grad=False)
         self.format: WeightFormat = PlainWeight(ops, self.weight)
         self.device, self.dtype = self.weight.device, self.weight.dtype
@@ -46,7 +46,7 @@ class MatrixLayer(LoadingLayer):
         """The matrix in plain numbers."""
         if self.weight is None:
             with self.holding():
-                empty = torch.empty(sum(self.parts), self.columns, dtype=self.dtype, device=self.device)
+                empty = torch.empty(sum(self.parts), self.num_columns, dtype=self.dtype, device=self.device)
             self.weight = nn.Parameter(empty, requires_grad=False)
             self.format = PlainWeight(self.ops, self.weight)
         return self.weight
