@@ -1,7 +1,7 @@
 """Measures the limits by which `shoal.kernels.products` chooses, on the GPU at hand, and prints its line for
 MEASURED.
 
-    python benchmarks/products.py [--quick] [--fp8]
+    python benchmarks/products.py [--quick] [--fp8 | --packed [--sweep]]
 
 Each limit in turn takes the value with which all products together take the least time, as measured in CUDA
 graphs over fresh weights; twice around, as limits depend on each other a little.
@@ -9,6 +9,9 @@ graphs over fresh weights; twice around, as limits depend on each other a little
 With --fp8 it prints a table of products with fp8 weights instead: microseconds, the share of the bandwidth of
 a copy with which the weight is read (up to 64 rows) or TFLOP/s (more), and how many times faster than our own
 bf16 they are. Beside many rows stands torch's product of fp8 rows with scales.
+
+With --packed it prints such a table of products with weights of 4 and 8 bits (packed_linear.py). --sweep adds
+the fastest tiles that it finds, for the rule in `choose_packed_tiles`.
 """
 
 from __future__ import annotations
@@ -23,7 +26,18 @@ from typing import Any
 import torch
 
 from shoal.kernels import linear
-from shoal.kernels.products import GPU, After, Before, Kernel, Limits, Product, Shape, choose, gpu_of
+from shoal.kernels.products import (
+    GPU,
+    After,
+    Before,
+    Kernel,
+    Limits,
+    PackedTiles,
+    Product,
+    Shape,
+    choose,
+    gpu_of,
+)
 
 # Tried for each limit, times its value so far.
 FACTORS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 8.0)
@@ -133,7 +147,7 @@ def _in_bf16(
         residual.add_(left)
 
 
-def _in_fp8(weights: list[Any], x: Any, residual: torch.Tensor, after: After, i: int) -> None:
+def _in_few_bits(weights: list[Any], x: Any, residual: torch.Tensor, after: After, i: int) -> None:
     if after is After.SILU_MUL:
         weights[i].gated(x, None, weights[i].fp8_group(len(x)))
     elif after is After.NOTHING:
@@ -182,7 +196,7 @@ def fp8_table(quick: bool) -> None:
             for scales, weights in by_scales.items():
                 group, share, flops, torchs = weights[0].fp8_group(rows), "", "", ""
                 taken = x if group is None else quantize(x, group)
-                us = microseconds_of(partial(_in_fp8, weights, taken, residual, after), copies)
+                us = microseconds_of(partial(_in_few_bits, weights, taken, residual, after), copies)
                 if group is None:
                     read = sum(tensor.nbytes for tensor in weights[0].tensors().values())
                     share = f"{read / us / bandwidth:.0%}"
@@ -194,13 +208,118 @@ def fp8_table(quick: bool) -> None:
                 print("|", " | ".join(map(str, cells)), "|", flush=True)
 
 
+# Names of what the weights are like; what makes a tensor of them
+PACKED_FORMS: dict[str, Callable[[int, int], Any]] = {
+    "int4, group 128": lambda outs, inputs: _int4(outs, inputs, 128, 8),
+    "int4, group 128, zeros": lambda outs, inputs: _int4(outs, inputs, 128, 7),
+    "int4, group 32": lambda outs, inputs: _int4(outs, inputs, 32, 8),
+    "mxfp4": lambda outs, inputs: _mxfp4(outs, inputs),
+    "Q4_K": lambda outs, inputs: _gguf("Q4_K", outs, inputs),
+    "Q8_0": lambda outs, inputs: _gguf("Q8_0", outs, inputs),
+    "Q6_K": lambda outs, inputs: _gguf("Q6_K", outs, inputs),
+}
+PACKED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 2048)
+
+
+def _bytes(*shape: int) -> torch.Tensor:
+    return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+
+def _int4(outs: int, inputs: int, group: int, zero: int) -> Any:
+    from shoal.kernels.int4_tensor import Int4Tensor
+
+    scales = torch.full((outs, inputs // group), 0.01)
+    zeros = torch.full(scales.shape, zero, dtype=torch.uint8)
+    return Int4Tensor((outs, inputs), _bytes(outs, inputs // 2), scales, zeros)
+
+
+def _mxfp4(outs: int, inputs: int) -> Any:
+    from shoal.kernels.mxfp4_tensor import Mxfp4Tensor
+
+    return Mxfp4Tensor.of(_bytes(outs, inputs // 2), torch.full((outs, inputs // 32), 120, dtype=torch.uint8))
+
+
+def _gguf(kind: str, outs: int, inputs: int) -> Any:
+    """Scales are any numbers, as no speed depends on them, but zeros where they might be none."""
+    from shoal.kernels.ggml_types import GROUPS
+    from shoal.kernels.gguf_tensor import GGUFTensor
+
+    size, num_bytes = GROUPS[kind]
+    return GGUFTensor(kind, (outs, inputs), (_bytes(outs, inputs // size * num_bytes) & 0x33).numpy())
+
+
+def packed_table(quick: bool, sweep: bool) -> None:
+    from kernels import COLD_BYTES, microseconds_of, randn
+
+    from shoal.kernels import gpu_weight, packed_linear
+
+    bandwidth = copy_bandwidth()
+    print(f"a copy: {bandwidth / 1e6:.2f} TB/s\n")
+    print("| product | weights | rows | us | of a copy | times bf16's speed | fastest tiles |")
+    print("|---|---|---|---|---|---|---|")
+    forms = dict(list(PACKED_FORMS.items())[:1]) if quick else PACKED_FORMS
+    for name, outs, inputs, after in FP8_SHAPES:
+        gated = after is After.SILU_MUL
+        weight_rows = outs * (1 + gated)
+        copies = max(2, 2 * COLD_BYTES // (weight_rows * inputs))
+        plain = [randn(weight_rows, inputs) for _ in range(max(2, copies // 4))]
+        base = {}
+        for rows in PACKED_ROWS:
+            x, residual = randn(rows, inputs), randn(rows, outs)
+            base[rows] = microseconds_of(partial(_in_bf16, plain, x, residual, after), len(plain))
+        for form, make in forms.items():
+            weight = gpu_weight.pack([make(weight_rows, inputs)], None, torch.device("cuda"), torch.bfloat16)
+            assert isinstance(weight, gpu_weight.GpuWeight)
+            read = sum(tensor.nbytes for tensor in weight.tensors().values())
+            weights = [weight] + [
+                replace(weight, words=weight.words.clone(), scales=weight.scales.clone())
+                for _ in range(copies - 1)
+            ]
+            for rows in PACKED_ROWS[::3] if quick else PACKED_ROWS:
+                x, residual = randn(rows, inputs), randn(rows, outs)
+                us = microseconds_of(partial(_in_few_bits, weights, x, residual, after), copies)
+                best = ""
+                if sweep and rows <= 256:
+                    best = _fastest_tiles(packed_linear, weights, x, gated)
+                share = f"{read / us / bandwidth:.0%}"
+                cells = (name, form, rows, f"{us:.1f}", share, f"{base[rows] / us:.2f}", best)
+                print("|", " | ".join(map(str, cells)), "|", flush=True)
+
+
+def _fastest_tiles(packed_linear: Any, weights: list[Any], x: torch.Tensor, gated: bool) -> str:
+    from kernels import microseconds_of
+
+    rows = min(128, max(16, 1 << (len(x) - 1).bit_length()))
+    found = []
+    for outs in (64,) if gated else (64, 128):
+        for splits in (1, 2, 3, 4, 6, 8):
+            for steps in (1, 2, 4, 8):
+                for num_stages in (3, 4, 6):
+                    tiles = PackedTiles(rows, outs, splits, steps, num_stages)
+
+                    def run(i: int, tiles: PackedTiles = tiles) -> object:
+                        return packed_linear.product(tiles, x, weights[i], None, gated)
+
+                    try:
+                        found.append((microseconds_of(run, len(weights)), str(tiles)))
+                    except RuntimeError:  # It does not fit into shared memory.
+                        continue
+    us, tiles_text = min(found)
+    return f"{us:.1f} us with {tiles_text}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="few shapes and rows")
     parser.add_argument("--fp8", action="store_true", help="the table of products with fp8 weights")
+    parser.add_argument("--packed", action="store_true", help="the table of products with packed weights")
+    parser.add_argument("--sweep", action="store_true", help="with --packed: tries other tiles too")
     args = parser.parse_args()
+    if args.packed:
+        packed_table(args.quick, args.sweep)
+        return
     if args.fp8:
         fp8_table(args.quick)
         return

@@ -16,6 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tests import tiny
 
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
 Tensors = dict[str, torch.Tensor]
 GROUP = 128
 SIZES = dict(
@@ -32,6 +34,7 @@ SIZES = dict(
 )
 INT4 = dict(num_bits=4, type="int", strategy="group", group_size=GROUP)
 FP8 = dict(num_bits=8, type="float", symmetric=True)
+BY_INPUTS = ("awq", "gptq", "gptq-act-order")
 TOKEN = dict(num_bits=8, type="float", strategy="token", symmetric=True, dynamic=True)
 # compressed-tensors' name of a format, how weights are quantized, and how activations are
 SCHEMES: dict[str, tuple[str, dict, dict | None]] = {
@@ -40,6 +43,19 @@ SCHEMES: dict[str, tuple[str, dict, dict | None]] = {
     "int4-channel": (
         "pack-quantized",
         dict(num_bits=4, type="int", strategy="channel", symmetric=True),
+        None,
+    ),
+    "mxfp4": (
+        "mxfp4-pack-quantized",
+        dict(
+            num_bits=4,
+            type="float",
+            strategy="group",
+            group_size=32,
+            symmetric=True,
+            scale_dtype="torch.uint8",
+            zp_dtype="torch.uint8",
+        ),
         None,
     ),
     "fp8-channel": ("float-quantized", FP8 | dict(strategy="channel"), TOKEN),
@@ -52,7 +68,8 @@ def compress(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
     format, weights, _ = SCHEMES[kind]
     scheme = QuantizationScheme(targets=["Linear"], weights=weights)
     args = scheme.weights
-    groups = weight.unflatten(1, (-1, GROUP)) if args.strategy == "group" else weight.unsqueeze(1)
+    size = args.group_size if args.strategy == "group" else weight.shape[1]
+    groups = weight.unflatten(1, (-1, size))
     if args.strategy == "tensor":
         groups = weight.view(1, 1, -1)
     scale, zero = calculate_qparams(groups.amin(-1), groups.amax(-1), args)
@@ -76,8 +93,42 @@ def blocks_of_fp8(weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     return {"weight": data, "weight_scale_inv": scales}, data.float() * of_each
 
 
+def _int32s(quants: torch.Tensor, dim: int, order: tuple[int, ...] = tuple(range(8))) -> torch.Tensor:
+    """Eight numbers of 4 bits side by side along `dim` in an int32, number order[i] at bits 4 i and up."""
+    eight = quants.to(torch.int32).unflatten(dim, (-1, 8))
+    words = torch.zeros_like(eight.select(dim + 1, 0))
+    for i, place in enumerate(order):
+        words |= eight.select(dim + 1, place) << (4 * i)
+    return words
+
+
+def by_inputs(weight: torch.Tensor, kind: str) -> tuple[Tensors, torch.Tensor]:
+    """As AutoAWQ and GPTQModel store a matrix, inputs first. With act-order, inputs are in random groups."""
+    inputs = weight.shape[1]
+    groups = torch.arange(inputs) // GROUP
+    if kind == "gptq-act-order":
+        # Matrices that are multiplied with the same activations have the same order.
+        groups = groups[torch.randperm(inputs, generator=torch.Generator().manual_seed(inputs))]
+    in_order = weight[:, groups.argsort(stable=True)].unflatten(1, (-1, GROUP))
+    low, high = in_order.amin(2), in_order.amax(2)
+    scales = ((high - low) / 15).half()
+    zeros = (-low / scales.float()).round().clamp(1, 15)
+    quants = (weight / scales.float()[:, groups] + zeros[:, groups]).round().clamp(0, 15)
+    unpacked = (quants - zeros[:, groups]) * scales.float()[:, groups]
+    stored = {"scales": scales.T}
+    if kind == "awq":
+        stored |= {"qweight": _int32s(quants.T, 1, AWQ_ORDER), "qzeros": _int32s(zeros.T, 1, AWQ_ORDER)}
+    else:
+        stored |= {"qweight": _int32s(quants.T, 0), "qzeros": _int32s(zeros.T - 1, 1), "g_idx": groups.int()}
+    return {name: tensor.contiguous() for name, tensor in stored.items()}, unpacked
+
+
 def config_of(kind: str) -> dict:
     """The quantization_config of a checkpoint."""
+    if kind == "awq":
+        return dict(quant_method="awq", bits=4, group_size=GROUP, version="gemm", zero_point=True)
+    if kind in BY_INPUTS:
+        return dict(quant_method="gptq", bits=4, group_size=GROUP, desc_act=kind != "gptq", sym=False)
     if kind == "fp8-blocks":
         return dict(quant_method="fp8", fmt="e4m3", activation_scheme="dynamic", weight_block_size=[128, 128])
     format, weights, activations = SCHEMES[kind]
@@ -95,7 +146,9 @@ def write(
 ) -> dict[str, torch.Tensor]:
     """Writes a tiny qwen3, or a model of `config`, whose layers' matrices are quantized. Returns the whole
     state dict, unpacked."""
-    quantize = blocks_of_fp8 if kind == "fp8-blocks" else partial(compress, kind=kind)
+    quantize = partial(by_inputs if kind in BY_INPUTS else compress, kind=kind)
+    if kind == "fp8-blocks":
+        quantize = blocks_of_fp8
     torch.manual_seed(3)
     config = config or transformers.Qwen3Config(**SIZES, tie_word_embeddings=False)
     model = transformers.AutoModelForCausalLM.from_config(config).float()

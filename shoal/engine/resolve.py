@@ -125,22 +125,15 @@ def _keeps_quantized(
             f"quantization {asked!r} was asked for, but {config.model} has experts, and no kernel here "
             "multiplies those in fp8; leave the option out"
         )
-    if gpu and stored is not None and stored.bits != 8 and config.dtype == "auto":
+    keeps = quantizes or (quantized and (config.dtype == "auto" or asked is not None))
+    if gpu and keeps and stored is not None and model.num_experts:
         raise ConfigError(
-            f"{config.model}: its weights are quantized ({stored.layout}), and no kernel here "
-            "multiplies them on a GPU; name a dtype ('bfloat16'), to which they are unpacked while they "
-            "load, or use device='cpu'"
+            f"{config.model} has experts in {'fp8' if stored.bits == 8 else '4 bits'}, and no kernel here "
+            "multiplies those on a GPU; name a dtype ('bfloat16') and no quantization, so that all weights "
+            "are unpacked while they load, or use device='cpu'"
         )
-    # A GGUF file's weights are unpacked on a GPU.
-    multiplied = not gpu or (stored is not None and stored.bits == 8)
-    keeps = quantizes or (quantized and multiplied and (config.dtype == "auto" or asked is not None))
-    if gpu and keeps and model.num_experts:
-        raise ConfigError(
-            f"{config.model} has experts in fp8, and no kernel here multiplies those on a GPU; name a dtype "
-            "('bfloat16') and no quantization, so that all weights are unpacked while they load, or use "
-            "device='cpu'"
-        )
-    if gpu and keeps and (capability := torch.cuda.get_device_capability(0)) < FP8_CAPABILITY:
+    fp8 = quantizes or (stored is not None and stored.bits == 8)
+    if gpu and keeps and fp8 and (capability := torch.cuda.get_device_capability(0)) < FP8_CAPABILITY:
         way_out = (
             "leave quantization out"
             if quantizes

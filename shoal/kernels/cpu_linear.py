@@ -20,10 +20,10 @@ import torch.nn.functional as F
 
 from shoal.kernels import cpu_build
 from shoal.kernels.cpu_build import Packed
+from shoal.kernels.ggml_types import FOUR_BITS
 from shoal.kernels.gguf_tensor import GGUFTensor
 
 GROUP = 32
-FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")
 CHUNK = 1 << 22  # As many weights are converted at a time: 16 MiB of float32.
 LIBRARY = cpu_build.load()
 

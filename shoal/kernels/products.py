@@ -26,6 +26,10 @@ MAX_SPLITS = 4
 SHARED_BYTES = 216 << 10  # what the tiles may take of an SM's 227 KiB
 # Of hopper_row.py: the most inputs, as they lie in shared memory beside the ring
 WIDEST_ROW = 32768
+# Of packed_linear.py
+MAX_PACKED_TILES = 4096  # tiles of outputs and rows of a launch whose inputs are split
+MAX_PACKED_SPLITS = 8
+MIN_SPLIT_ROUNDS = 2  # A split with fewer rounds ends before its pipeline is full.
 # Of fp8_linear.py
 # rows, outputs and warps of tiles of many rows, of which the first are taken that give all SMs work
 FP8_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
@@ -53,6 +57,12 @@ class Limits:
     ring_side: int = 2048
     # The fewest rows for Hopper's gate and up. For fewer, two launches cost the host less than this one.
     gated_rows: int = 4096
+    # The most rows for which packed weights are unpacked inside the product. For more, to unpack them once
+    # costs less than each tile of rows doing it again.
+    packed_rows: int = 256
+    # Programs of a product with packed weights that an SM has at once. Inputs are split until there are as
+    # many.
+    packed_programs: int = 3
     # The most rows by which a weight in fp8 is multiplied as it is, widened in registers. More rows become
     # fp8 too.
     widened_rows: int = 64
@@ -116,6 +126,7 @@ class Shape(NamedTuple):
     before: Before = Before.NOTHING
     after: After = After.NOTHING
     bias: bool = False
+    bits: int = 16  # of a weight; fewer than 16 are packed (packed_linear.py)
     group: int = 0  # of a quantized weight: inputs that share a scale; 0: all of them
 
     @property
@@ -133,9 +144,10 @@ class Kernel(Enum):
     HOPPER = 2  # hopper_linear.py
     HOPPER_ROW = 3  # hopper_row.py
     HOPPER_GATED = 4  # hopper_gated.py
-    FP8_ROW = 5  # fp8_linear.py, as all that follow
-    FP8_FEW = 6
-    FP8_MANY = 7
+    PACKED = 5  # packed_linear.py
+    FP8_ROW = 6  # fp8_linear.py, as all that follow
+    FP8_FEW = 7
+    FP8_MANY = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +182,21 @@ class HopperTiles:
 
 
 @dataclass(frozen=True, slots=True)
+class PackedTiles:
+    """How packed_linear.py cuts a product: a program computes `outs` outputs of `rows` rows from a
+    `splits`-th of the inputs, in rounds of `steps` steps. A step is 16 bytes of each thread's weights."""
+
+    rows: int
+    outs: int
+    splits: int = 1
+    steps: int = 2
+    num_stages: int = 4
+
+    def rounds(self, inputs: int, bits: int) -> int:
+        return cdiv(cdiv(inputs, self.steps * 256 // bits), self.splits)
+
+
+@dataclass(frozen=True, slots=True)
 class Fp8Tiles:
     """How fp8_linear.py cuts a product: a program computes `outs` outputs of `rows` rows from a `splits`-th
     of the inputs, `columns` at a time."""
@@ -191,6 +218,7 @@ class Product(NamedTuple):
     hopper_tiles: HopperTiles | None = None
     norms: bool = False
     adds: bool = True
+    packed_tiles: PackedTiles | None = None
     fp8_tiles: Fp8Tiles | None = None
 
 
@@ -201,6 +229,9 @@ def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Product:
     if dtype == torch.float8_e4m3fn:
         return _choose_fp8(shape, rows, gpu)
     limits = gpu.limits
+    if shape.bits < 16:
+        packed = choose_packed_tiles(shape, rows, gpu)
+        return Product(Kernel.CUBLAS if packed is None else Kernel.PACKED, packed_tiles=packed)
     if shape.before is not Before.NOTHING:
         # The ring norms a row that is ready; the elementwise kernel norms a narrow one, and sums before it.
         if shape.before is Before.NORM and _is_for_ring(shape, rows, dtype, gpu):
@@ -309,6 +340,22 @@ def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int
                 choices[-1],
             )
     return None
+
+
+def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> PackedTiles | None:
+    """How packed_linear.py cuts a product. Tiles of many rows have many outputs, as each program reads the
+    rows for itself. None: the weights are unpacked, and cuBLAS multiplies; or gate and up, which lie in whole
+    tiles of 16 outputs only, are two products."""
+    if not 0 < rows <= gpu.limits.packed_rows or (shape.gated and shape.outs % 16):
+        return None
+    block_rows = min(128, max(16, next_power_of_2(rows)))
+    block_outs = 64 if shape.gated or rows <= 32 else 128
+    steps = 1 if block_rows == 128 else 2 if shape.gated or block_rows == 64 else 4
+    programs = cdiv(rows, block_rows) * cdiv(shape.outs, block_outs)
+    whole = PackedTiles(block_rows, block_outs, 1, steps)
+    most = min(MAX_PACKED_SPLITS, whole.rounds(shape.inputs, shape.bits) // MIN_SPLIT_ROUNDS)
+    splits = max(1, min(most, gpu.limits.packed_programs * gpu.sms // programs))
+    return replace(whole, splits=splits)
 
 
 def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Product:

@@ -56,21 +56,15 @@ class RMSNorm(LoadingLayer):
 
         One row takes one kernel, on one rank.
         """
+        reads = None if reader is None else reader.format
         if x_TD is not None:
             normed_TD = self._sum_and_norm(x_TD, residual_TD)
             if normed_TD is not None:
-                product = linear.silu_mul(normed_TD, reader) if silu_mul else linear(normed_TD)
-                return product, residual_TD
+                if silu_mul:
+                    return linear.format.gated(normed_TD, linear.bias, reads), residual_TD
+                return linear.format.multiply(normed_TD, linear.bias), residual_TD
             x_TD = self._summed(x_TD)
-        return linear.format.normed(
-            x_TD,
-            residual_TD,
-            self.weight,
-            self.eps,
-            linear.bias,
-            silu_mul,
-            None if reader is None else reader.format,
-        )
+        return linear.format.normed(x_TD, residual_TD, self.weight, self.eps, linear.bias, silu_mul, reads)
 
     def _sum_and_norm(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor | None:
         """`add` in one kernel with the sum over the ranks. None, with nothing done, where there is none."""

@@ -28,7 +28,7 @@ MAX_DIMS = 4
 # A format's name -> bytes of a number. Weights are real numbers, or packed as a layout says
 # (models/layouts/).
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-PACKED_DTYPES = {"F8_E4M3": 1, "I32": 4, "I64": 8}
+PACKED_DTYPES = {"F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 8}
 
 
 class TensorHeader(NamedTuple):

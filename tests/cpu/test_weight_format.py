@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from shoal.kernels import cpu_ops, reference
 from shoal.kernels.fp8_tensor import Fp8Tensor
 from shoal.kernels.int4_tensor import Int4Tensor
+from shoal.kernels.mxfp4_tensor import Mxfp4Tensor
 from shoal.kernels.quantized_tensor import QuantizedTensor
 from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
@@ -43,10 +44,16 @@ def fp8_tensor(rows: int) -> QuantizedTensor:
     return Fp8Tensor.of(plain_tensor(rows).to(torch.float8_e4m3fn), torch.rand(rows, 1), (1, 0))
 
 
+def mxfp4_tensor(rows: int) -> QuantizedTensor:
+    quants = torch.randint(0, 256, (rows, INPUTS // 2), dtype=torch.uint8)
+    return Mxfp4Tensor.of(quants, torch.randint(122, 128, (rows, INPUTS // 32), dtype=torch.uint8))
+
+
 MAKERS = {
     "plain": plain_tensor,
     "GGUFTensor": gguf_tensor,
     "Int4Tensor": int4_tensor,
+    "Mxfp4Tensor": mxfp4_tensor,
     "Fp8Tensor": fp8_tensor,
 }
 

@@ -1,5 +1,6 @@
-"""compressed-tensors, the format of llm-compressor and vLLM, in two layouts: `pack-quantized`, 4 bits with
-eight inputs in an int32, and `float-quantized`, fp8 with a scale for each output, matrix or block."""
+"""compressed-tensors, the format of llm-compressor and vLLM, in three layouts: `pack-quantized`, 4 bits with
+eight inputs in an int32, `float-quantized`, fp8 with a scale for each output, matrix or block, and
+`mxfp4-pack-quantized`, e2m1 with two inputs in a byte and a power of two for each 32."""
 
 from __future__ import annotations
 
@@ -16,16 +17,17 @@ if TYPE_CHECKING:
 
     from shoal.kernels.fp8_tensor import Fp8Tensor
     from shoal.kernels.int4_tensor import Int4Tensor
+    from shoal.kernels.mxfp4_tensor import Mxfp4Tensor
 
 METHOD = "compressed-tensors"
-INT4, FP8 = "pack-quantized", "float-quantized"
+INT4, FP8, MXFP4 = "pack-quantized", "float-quantized", "mxfp4-pack-quantized"
 # What config.json says of act-order. With the latter, a tensor says which group each input belongs to.
 IN_ORDER, ACT_ORDER = (None, False, "weight", "static"), (True, "group", "dynamic")
 
 
 def _weights(fields: ConfigFields, format: str) -> ConfigFields | None:
     """How weights are quantized, which is the same for all of them. None: in another format."""
-    choice(fields, "format", (INT4, FP8))
+    choice(fields, "format", (INT4, FP8, MXFP4))
     if fields.get("format") != format:
         return None
     choice(fields, "quantization_status", (None, "compressed"))
@@ -149,5 +151,37 @@ def join_fp8(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> 
     return Fp8Tensor.of(stored["weight"], stored["weight_scale"], quantization.block)
 
 
+def read_mxfp4(fields: ConfigFields) -> Quantization | None:
+    weights = _weights(fields, MXFP4)
+    if weights is None:
+        return None
+    choice(weights, "num_bits", (4,))
+    choice(weights, "type", ("float",))
+    choice(weights, "strategy", ("group",))
+    choice(weights, "group_size", (32,))
+    choice(weights, "symmetric", (None, True))
+    return Quantization(MXFP4, 4, (1, 32))
+
+
+def mxfp4_shape(shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+    outs, pairs = shapes["weight_packed"]
+    return outs, 2 * pairs
+
+
+def mxfp4_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Stored]:
+    groups = num_groups(inputs, quantization.block[1])
+    return {
+        "weight_packed": Stored((outs, inputs // 2), ("U8",)),
+        "weight_scale": Stored((outs, groups), ("U8",)),
+    }
+
+
+def join_mxfp4(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Mxfp4Tensor:
+    from shoal.kernels.mxfp4_tensor import Mxfp4Tensor
+
+    return Mxfp4Tensor.of(stored["weight_packed"], stored["weight_scale"])
+
+
 INT4_LAYOUT = Layout(INT4, METHOD, "weight_packed", read_int4, int4_shape, int4_tensors, join_int4)
 FP8_LAYOUT = Layout(FP8, METHOD, "weight_scale", read_fp8, fp8_shape, fp8_tensors, join_fp8)
+MXFP4_LAYOUT = Layout(MXFP4, METHOD, "weight_packed", read_mxfp4, mxfp4_shape, mxfp4_tensors, join_mxfp4)

@@ -13,6 +13,7 @@ LAYOUTS = (
     gptq.LAYOUT,
     compressed_tensors.INT4_LAYOUT,
     compressed_tensors.FP8_LAYOUT,
+    compressed_tensors.MXFP4_LAYOUT,
     fp8_blocks.LAYOUT,
 )
 BY_NAME: dict[str, Layout] = {layout.name: layout for layout in LAYOUTS}

@@ -1,0 +1,212 @@
+"""Packed weights on a GPU: products at real and odd sizes against float32 ones of the same numbers, in graphs
+and in chains, and engines on tiny checkpoints of each layout."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shoal import LLM, SamplingParams
+from shoal.kernels import reference
+from shoal.kernels.ggml_types import GROUPS
+from shoal.kernels.int4_tensor import Int4Tensor
+from shoal.kernels.mxfp4_tensor import Mxfp4Tensor
+from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.layers.weight_format import FusedWeight
+from tests import quantized
+from tests.cpu.test_weights_gguf import write_gguf
+from tests.cpu.test_weights_quantized import random_tensor
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+DEVICE = torch.device("cuda")
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+SIZES = [(6144, 4096), (4096, 12288), (24576, 4096), (1000, 576), (74, 2080), (2048, 2560), (1024, 3072)]
+ROWS = [1, 2, 7, 16, 17, 33, 64, 65, 100, 256, 300]
+
+
+def int4(outs: int, inputs: int, group: int = 32, zeros: bool = True, shuffled: bool = False) -> Int4Tensor:
+    count = inputs // group
+    return Int4Tensor.of(
+        torch.randint(0, 16, (outs, inputs), dtype=torch.uint8),
+        (torch.rand(outs, count) + 0.5) / 8 / inputs**0.5,
+        torch.randint(0, 17, (outs, count), dtype=torch.uint8) if zeros else None,
+        (torch.arange(inputs) // group)[torch.randperm(inputs)] if shuffled else None,
+    )
+
+
+def mxfp4(outs: int, inputs: int) -> Mxfp4Tensor:
+    quants = torch.randint(0, 256, (outs, inputs // 2), dtype=torch.uint8)
+    return Mxfp4Tensor.of(quants, torch.randint(117, 122, (outs, inputs // 32), dtype=torch.uint8))
+
+
+def packed(tensors: list[QuantizedTensor], dtype: torch.dtype = torch.bfloat16):
+    """The weight, and the matrix that it stands for in float32."""
+    from shoal.kernels import gpu_weight
+
+    weight = gpu_weight.pack(tensors, None, DEVICE, dtype)
+    return weight, torch.cat([tensor.dequantize(device=DEVICE) for tensor in tensors])
+
+
+def error(ours: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((ours.float() - exact).norm() / exact.norm())
+
+
+@DTYPES
+@pytest.mark.parametrize("kind", ["int4", "no zeros", "group 128", "mxfp4"])
+@pytest.mark.parametrize(("outs", "inputs"), SIZES)
+def test_products(outs: int, inputs: int, kind: str, dtype: torch.dtype) -> None:
+    """A weight, its scale and the result are rounded to the type: 2**-9 each on average in bf16."""
+    print("seed", torch.manual_seed(23).initial_seed())
+    group = 128 if kind == "group 128" and inputs % 128 == 0 else 32
+    tensor = mxfp4(outs, inputs) if kind == "mxfp4" else int4(outs, inputs, group, kind == "int4")
+    weight, matrix = packed([tensor], dtype)
+    bias = torch.randn(outs, device=DEVICE).to(dtype)
+    for rows in ROWS:
+        x = torch.randn(rows, inputs, device=DEVICE).to(dtype)
+        y = F.linear(x.float(), matrix, bias.float())
+        ours = weight.linear(x, bias)
+        assert error(ours, y) < 8e-3, rows
+        residual = torch.randn(rows, outs, device=DEVICE).to(dtype)
+        expected = residual.float() + y
+        assert weight.add(x, bias, residual) is None
+        assert error(residual, expected) < 8e-3, rows
+        if outs % 2 == 0:
+            assert error(weight.gated(x, bias), reference.silu_mul(y)) < 2e-2, rows
+
+
+@DTYPES
+def test_a_product_is_that_of_the_unpacked_matrix(dtype: torch.dtype) -> None:
+    """Both unpack to the same bits, so that sums alone differ."""
+    from shoal.kernels import packed_linear
+
+    print("seed", torch.manual_seed(24).initial_seed())
+    for tensor in (int4(1000, 1056), mxfp4(1000, 1056), int4(1000, 1072, 16)):
+        weight, _ = packed([tensor], dtype)
+        matrix = packed_linear.unpack_rows(weight, 0, 1000).float()
+        for rows in (1, 33, 128):
+            x = torch.randn(rows, matrix.shape[1], device=DEVICE).to(dtype)
+            assert error(weight.linear(x, None), F.linear(x.float(), matrix)) < 3e-3
+
+
+@pytest.mark.parametrize("kind", list(GROUPS))
+def test_types_of_gguf(kind: str) -> None:
+    tensor, _ = random_tensor(kind, 530, 1024)
+    weight, matrix = packed([tensor])
+    ids = torch.tensor([529, 0, 17], dtype=torch.int32, device=DEVICE)
+    assert error(weight.embed(ids), matrix[ids.long()]) < 8e-3
+    for rows in (1, 16, 65, 300):
+        x = torch.randn(rows, 1024, device=DEVICE).to(torch.bfloat16)
+        assert error(weight.linear(x, None), F.linear(x.float(), matrix)) < 8e-3
+
+
+def test_merged_parts_and_orders_of_inputs() -> None:
+    q4, q6 = (random_tensor(kind, 530, 1024)[0] for kind in ("Q4_K", "Q6_K"))
+    one = int4(512, 1024, 128, shuffled=True)
+    other = int4(96, 1024, 128, shuffled=True)
+    for tensors in ([q4, q6], [one], [one, other], [one, one.rows(3, 40)]):
+        weight, matrix = packed(tensors)
+        for rows in (1, 40, 300):
+            x = torch.randn(rows, 1024, device=DEVICE).to(torch.bfloat16)
+            assert error(weight.linear(x, None), F.linear(x.float(), matrix)) < 8e-3
+
+
+def check_replays(launch: Callable[[], torch.Tensor], expected: torch.Tensor) -> None:
+    assert torch.equal(launch(), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = launch()
+    for _ in range(20):
+        graph.replay()
+        assert torch.equal(captured, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 16, 64, 100, 300])
+def test_a_chain_is_in_order_and_equal_each_time(rows: int) -> None:
+    """Kernels that overlap read and write the residual, and share the counters of split products."""
+    (up, _), (down, _) = packed([int4(6144, 1024)]), packed([int4(1024, 3072)])
+    x = torch.randn(rows, 1024, device=DEVICE).to(torch.bfloat16)
+    norm = torch.ones(1024, device=DEVICE, dtype=torch.bfloat16)
+
+    def chain(wait: bool) -> torch.Tensor:
+        residual = x.clone()
+        for _ in range(40):
+            hidden = up.gated(up.normed(None, residual, norm, 1e-6), None)
+            down.add(hidden, None, residual)
+            if wait:
+                torch.cuda.synchronize()
+        return residual
+
+    check_replays(lambda: chain(False), chain(True))
+
+
+# Engines
+
+PROMPTS = [random.Random(i).choices(range(256), k=n) for i, n in enumerate((1, 5, 17, 31, 64, 100, 150, 3))]
+PARAMS = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True, prompt_logprobs=0)
+OPTIONS = dict(
+    max_model_len=256, max_num_seqs=16, kv_cache_memory_bytes=256 << 20, gpu_memory_utilization=0.1
+)
+KINDS = ["int4", "int4-zero-points", "int4-channel", "mxfp4", *quantized.BY_INPUTS]
+
+
+def logprobs(path, prompts=PROMPTS, **options) -> tuple[list[list[int]], torch.Tensor]:
+    """Tokens, and the log-probabilities of the prompts' own tokens."""
+    with LLM(str(path), **(OPTIONS | options)) as llm:
+        if options.get("device") != "cpu":
+            assert llm.config.keep_quantized and llm.config.dtype == "bfloat16"
+            layers = llm.core.ranks.runner.model.layers
+            assert all(isinstance(layer.mlp.down_proj.format, FusedWeight) for layer in layers)
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(requests, PARAMS, use_tqdm=False)
+    found = [
+        position[token].logprob
+        for prompt, output in zip(prompts, outputs)
+        for token, position in zip(prompt[1:], output.prompt_logprobs[1:])
+    ]
+    return [output.outputs[0].token_ids for output in outputs], torch.tensor(found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("eager", [False, True], ids=["graphs", "eager"])
+def test_an_engine_stays_near_the_cpus_log_probabilities(kind: str, eager: bool, tmp_path) -> None:
+    quantized.write(tmp_path, kind)
+    _, ours = logprobs(tmp_path, enforce_eager=eager)
+    _, exact = logprobs(tmp_path, device="cpu", kv_cache_memory_bytes=64 << 20)
+    assert (ours - exact).abs().mean() < 0.2  # bf16, of large logits
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_an_engine_keeps_a_gguf_files_weights_packed(kind: str, tmp_path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path, "qwen3", kind)
+    prompts = [[token % 96 for token in prompt] for prompt in PROMPTS]
+    _, ours = logprobs(path, prompts, skip_tokenizer_init=True)
+    _, exact = logprobs(path, prompts, device="cpu", kv_cache_memory_bytes=64 << 20, skip_tokenizer_init=True)
+    assert (ours - exact).abs().mean() < 0.05 * exact.abs().mean()  # bf16, of random weights around 1
+
+
+def test_graphs_and_eager_steps_agree(tmp_path) -> None:
+    quantized.write(tmp_path, "int4")
+    graphs, _ = logprobs(tmp_path)
+    eager, _ = logprobs(tmp_path, enforce_eager=True)
+    # A near tie may flip, as a step of another size is another product.
+    assert sum(a == b for a, b in zip(graphs, eager)) >= len(PROMPTS) - 1
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_packed_weights_sleep_and_wake_at_their_addresses(level: int, tmp_path) -> None:
+    quantized.write(tmp_path, "gptq-act-order")
+    with LLM(str(tmp_path), **OPTIONS, enable_sleep_mode=True) as llm:
+        before, sums = llm.generate(PROMPTS, PARAMS, use_tqdm=False), llm.check_weights()
+        llm.sleep(level)
+        llm.wake_up()
+        if level == 2:
+            llm.update_weights(str(tmp_path))
+        assert llm.check_weights() == sums
+        after = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+    assert [o.outputs[0].token_ids for o in after] == [o.outputs[0].token_ids for o in before]
