@@ -45,7 +45,7 @@ def microseconds(run: Callable[[], object]) -> float:
 
 
 def microseconds_of(run: Callable[[int], object], copies: int) -> float:
-    """Of one launch `run(copy)`, in a graph of many; the best of five replays."""
+    """The time of one launch `run(copy)`, in a graph of many; the best of five replays."""
     run(0)
     torch.cuda.synchronize()
     launches = max(LAUNCHES, copies)

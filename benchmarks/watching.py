@@ -163,7 +163,7 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def summary(pairs: list[tuple[Window, Window]], seed: int) -> dict[str, dict[str, float]]:
-    """Of each figure its medians, and what being watched changes, in percent, with its 95 % interval."""
+    """The medians of each figure, and what being watched changes, in percent, with its 95 % interval."""
     found = {}
     for name in ("tokens", "cpu_ms"):
         values = [(getattr(a, name), getattr(b, name)) for a, b in pairs]

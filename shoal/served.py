@@ -13,7 +13,7 @@ from shoal.metrics import LATENCY_SECONDS, ModelMetrics
 
 
 class Quantiles(msgspec.Struct, frozen=True):
-    """Of times, in seconds."""
+    """Quantiles of times, in seconds."""
 
     p50: float
     p99: float
@@ -111,8 +111,8 @@ def recent_of(now: Served, before: Served, seconds: float, earlier: Served) -> R
 
 
 def quantiles_of(counts: Sequence[int]) -> Quantiles | None:
-    """Of times that are counted by LATENCY_SECONDS, each to within a bucket, which is a twelfth wide. None
-    where there is none."""
+    """The quantiles of times that are counted by LATENCY_SECONDS, each to within a bucket, which is a twelfth
+    wide. None where there is none."""
     sums = list(itertools.accumulate(counts))
     if not sums or not sums[-1]:
         return None

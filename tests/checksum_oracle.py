@@ -6,7 +6,7 @@ WORD = 2**64
 
 
 def signed_shift(x, by):
-    """Of a 64-bit word in two's complement, as the kernel's."""
+    """A shift of a 64-bit word in two's complement, as the kernel's."""
     return ((x - WORD if x >> 63 else x) >> by) % WORD
 
 

@@ -72,7 +72,7 @@ class FakeConnector:
         return sorted(found, key=lambda name: int(name.rpartition("-")[2]))
 
     def count(self, model) -> int:
-        """Of the model's workers that are ready."""
+        """The number of the model's workers that are ready."""
         ours = [
             name for component in self.components if component.model == model for name in self.of(component)
         ]

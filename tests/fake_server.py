@@ -191,8 +191,8 @@ class FakeServer:
 
 
 def tool_server(*, model: dict | None = None, **options) -> FakeServer:
-    """Of a model that may call tools and think, in Qwen3's format; each answer ends where what was `say`d
-    does."""
+    """The server of a model that may call tools and think, in Qwen3's format; each answer ends where what was
+    `say`d does."""
     settings = {
         "tokenizer": byte_tokenizer(TEMPLATE),
         "max_model_len": 4096,

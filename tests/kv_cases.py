@@ -50,7 +50,7 @@ def contents(cache: BlockView) -> torch.Tensor:
 
 
 def new_cache(spec: CacheSpec, num_blocks: int, allocate: Allocate, rng: random.Random) -> BlockView:
-    """Of random bytes, not at the beginning of its storage."""
+    """A cache of random bytes, not at the beginning of its storage."""
     spec = replace(spec, num_blocks=num_blocks)
     offset = 64 * rng.randrange(3)
     storage = allocate(offset + spec.num_bytes + rng.randrange(3))

@@ -119,7 +119,7 @@ class Shell(Screen):
         self._await(lambda: re.search(pattern, self.CODES.sub("", self.screen[self.mark :])), pattern)
 
     def _status(self) -> str | None:
-        """Of the last command; None while it runs."""
+        """The status of the last command; None while it runs."""
         found = self.PROMPT.search(self.screen, self._pressed_at)
         return found and found[1]
 

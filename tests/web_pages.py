@@ -86,7 +86,7 @@ def pages_of(browser):
 
 
 def brightness(page):
-    """Of its background: 0 is black, 765 is white."""
+    """The brightness of its background: 0 is black, 765 is white."""
     colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
     return sum(map(int, re.findall(r"\d+", colour)[:3]))
 

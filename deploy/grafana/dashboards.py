@@ -69,7 +69,7 @@ def gauge(metric: str, by: str = SERVER) -> str:
 
 
 def average(metric: str, by: str) -> str:
-    """Of what several routers say of one thing."""
+    """The mean of what several routers say of one thing."""
     return f"avg by ({by}) ({metric}{{{OF_SERVER}}})"
 
 
@@ -91,7 +91,7 @@ def oldest(metric: str) -> str:
 
 
 def of_instance(metric: str) -> str:
-    """Of a metric that has no model."""
+    """The selector of a metric that has no model."""
     return f'{metric}{{instance=~"$instance"}}'
 
 

@@ -8,7 +8,7 @@ from shoal.errors import ConfigError
 
 
 def parts_of(url: str) -> SplitResult:
-    """Of a server's address. Raises ConfigError for what is none."""
+    """The parts of a server's address. Raises ConfigError for what is none."""
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

@@ -284,5 +284,5 @@ def place_of(path: str) -> str:
 
 
 def _width(components: Sequence[Component]) -> int:
-    """Of the longest name in the log."""
+    """The length of the longest name in the log."""
     return max(map(len, [ROUTER, *(f"{one.name}-{one.count}" for one in components)]))

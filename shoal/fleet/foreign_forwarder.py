@@ -387,8 +387,8 @@ class ForeignForwarder:
 
 
 def _tell_cached(place: Place[ForeignLink], num_cached: int, num_tokens: int) -> None:
-    """Of `num_tokens` tokens of the prompt so many were cached. The router may have counted others, where
-    numbers stand for the text."""
+    """Tells the books how many of the prompt's `num_tokens` tokens were cached. The router may have counted
+    others, where numbers stand for the text."""
     place.cached(num_cached * place.num_prompt_tokens // max(1, num_tokens))
 
 

@@ -60,7 +60,7 @@ class PlannedFleet(Protocol):
 
 
 class OwnFleet:
-    """Of this process."""
+    """The fleet of this process."""
 
     def __init__(self, fleet: Fleet, connector: Connector, components: Sequence[Component]) -> None:
         self._fleet, self._connector = fleet, connector
@@ -196,7 +196,7 @@ class PlannerPort:
 
 
 class RemoteFleet:
-    """Of the process that runs the fleet `name` on this plane."""
+    """The fleet `name` of another process on this plane."""
 
     def __init__(self, plane: Plane, name: str) -> None:
         self._plane, self._name = plane, name

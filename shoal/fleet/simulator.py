@@ -115,7 +115,8 @@ class Simulation:
         }
 
     def _find_profiles(self) -> dict[str, EngineProfile]:
-        """Of the workers that generate: from the planner's files, else made of the simulated times."""
+        """The profiles of the workers that generate: from the planner's files, else made of the simulated
+        times."""
         planner = self.config.planner
         if planner.mode != "sla" or planner.profile is not None:
             return read_profiles(planner, self.models)

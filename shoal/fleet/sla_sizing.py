@@ -64,7 +64,7 @@ OVERLOADED = Latency(math.inf, math.inf, math.inf)
 def latency_apart(
     profile: EngineProfile, demand: Demand, corrections: Corrections, num_prefill: int, num_decode: int
 ) -> Latency:
-    """Of a fleet with workers of both roles."""
+    """The latency of a fleet with workers of both roles."""
     prompt_s = profile.ttft_s(demand.input_length) * corrections.prefill
     ttft_s, slow_ttft_s = _first_token(demand.rate, prompt_s, num_prefill)
     return Latency(ttft_s, slow_ttft_s, _itl_s(profile, demand, corrections, num_decode))
@@ -73,8 +73,8 @@ def latency_apart(
 def latency_both(
     profile: EngineProfile, demand: Demand, corrections: Corrections, num_workers: int
 ) -> Latency:
-    """Of workers that do both. A step that computes a prompt generates a token for each running request, too,
-    which makes it longer by what these read; all other steps only generate."""
+    """The latency of workers that do both. A step that computes a prompt generates a token for each running
+    request, too, which makes it longer by what these read; all other steps only generate."""
     if not num_workers:
         return OVERLOADED
     rate = demand.rate / num_workers

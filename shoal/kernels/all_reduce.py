@@ -52,9 +52,9 @@ ALIGNED = 8  # elements: pieces begin at multiples of 16 bytes
 FAR_AHEAD = 1 << 30  # turns
 FOR_EVER = -1
 
-# Of more than two ranks, messages of fewer bytes than these go in one shot. The second wait of two shots
-# takes some 4 us, in which a GPU writes 1.2 MB to others; one shot writes (R - 1) messages, two shots 2 (R -
-# 1) / R.
+# Messages of fewer bytes than these go in one shot, by the number of ranks. The second wait of two shots
+# takes some 4 us, in which a GPU writes 1.2 MB to others; one shot writes R - 1 messages, two shots
+# 2 (R - 1) / R.
 ONE_SHOT_BYTES = {
     2: 1 << 30,
     3: 900 << 10,

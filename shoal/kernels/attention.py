@@ -53,7 +53,7 @@ def prefill_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
 
 
 def chunk_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    """Of prefills so short that their keys are split: more and smaller programs."""
+    """The tiles of prefills so short that their keys are split: more and smaller programs."""
     if dtype != torch.float32 and head_dim <= 128:
         return Tiles(64, 64, 4, 3)
     return prefill_tiles(head_dim, dtype)

@@ -19,19 +19,18 @@ from shoal.kernels.hopper import HAS_GLUON, MAX_ROWS, is_hopper, rows_with_room
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
 TENSOR_TYPES = (torch.bfloat16, torch.float16)  # what Hopper's kernels multiply
-# Of hopper_linear.py
+# hopper_linear.py has these.
 MIN_ROWS = 2
 MAX_STAGES = 8  # The code is unrolled over them.
 MAX_SPLITS = 4
 SHARED_BYTES = 216 << 10  # what the tiles may take of an SM's 227 KiB
-# Of hopper_row.py: the most inputs, as they lie in shared memory beside the ring
+# hopper_row.py takes as many inputs at the most, as they lie in shared memory beside the ring.
 WIDEST_ROW = 32768
-# Of packed_linear.py
+# packed_linear.py has these.
 MAX_PACKED_TILES = 4096  # tiles of outputs and rows of a launch whose inputs are split
 MAX_PACKED_SPLITS = 8
 MIN_SPLIT_ROUNDS = 2  # A split with fewer rounds ends before its pipeline is full.
-# Of fp8_linear.py
-# rows, outputs and warps of tiles of many rows, of which the first are taken that give all SMs work
+# fp8_linear.py has tiles of many rows (rows, outputs, warps); the first are taken that give all SMs work.
 FP8_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
 MAX_FP8_SPLITS = 8
 MIN_SPLIT_TILES = 4  # A split with fewer tiles ends before its pipeline is full.

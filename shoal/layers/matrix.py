@@ -92,7 +92,7 @@ class MatrixLayer(LoadingLayer):
 
     def finish(self) -> None:
         for part, piece in self._pieces.items():
-            if isinstance(self.format, PackedWeight):  # Of a merge, some parts came again.
+            if isinstance(self.format, PackedWeight):  # Some parts of a merge came again.
                 self.format.write(sum(self.parts[:part]), piece)
             else:
                 copy_into(self._part_of(self.weight, part), piece, "weight")

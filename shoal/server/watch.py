@@ -178,7 +178,7 @@ class Watch:
         return _Sample(time.monotonic(), workers, models, whole)
 
     def _recent(self, served: list[Served | None]) -> Recent:
-        """Of what had been served at each sample; None where that was not known."""
+        """The recent rates, by what had been served at each sample; None where that was not known."""
         known = [(sample.at, one) for sample, one in zip(self._samples, served) if one is not None]
         if len(known) < 2:
             return Recent()

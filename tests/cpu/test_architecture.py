@@ -65,3 +65,16 @@ def test_the_figure_of_the_rooms_is_the_order_that_imports_follow():
     rules = runpy.run_path(str(ROOT / "tests/cpu/test_import_rules.py"))
     names = re.findall(r'class="name"[^>]*>(\w+)<', FIGURES["rooms.svg"]())
     assert [name for name in names if name in rules["TOWER"]] == rules["TOWER"][::-1]
+
+
+@pytest.mark.parametrize("folder", ["shoal", "tests", "benchmarks", "deploy"])
+def test_words_about_a_thing_begin_with_the_thing(folder):
+    """A docstring or a comment that begins with "Of" leaves its subject to the name above it."""
+    begins = re.compile(r'^\s*("""|# )Of\b|  [#] Of\b')
+    wrong = [
+        f"{path.relative_to(ROOT)}:{i}: {line.strip()}"
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for i, line in enumerate(path.read_text().splitlines(), start=1)
+        if begins.search(line)
+    ]
+    assert not wrong

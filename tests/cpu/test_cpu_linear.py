@@ -31,7 +31,7 @@ def random_tensor(kind: str, rows: int, cols: int, seed: int = 0) -> GGUFTensor:
 def error(
     got: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None
 ) -> float:
-    """Of x W^T, relative to the size that a sum of such terms has when they don't cancel."""
+    """The error of x W^T, relative to the size that a sum of such terms has when they don't cancel."""
     want = torch.nn.functional.linear(x.float(), matrix, bias)
     return float(
         ((got.float() - want) / (x.float().square() @ matrix.square().T).sqrt()).square().mean().sqrt()

@@ -75,7 +75,7 @@ def fp8_of(outs: int, inputs: int, block: tuple[int, int]) -> Fp8Tensor:
 @pytest.mark.parametrize("block", [(1, 0), (0, 0), (64, 64)], ids=str)
 @pytest.mark.parametrize("rows", [1, 5, 66])
 def test_an_mlp_hands_rows_in_fp8_from_product_to_product(rows, block, gpu_kernels):
-    """Of more than 64 rows, the norm writes fp8 and so does SiLU(gate) * up."""
+    """The norm of more than 64 rows writes fp8, and so does SiLU(gate) * up."""
     config = replace(CONFIG, hidden_size=96, intermediate_size=160)
     mlp = MLP(config, TensorParallel.single(), cpu_ops)
     parts = {}

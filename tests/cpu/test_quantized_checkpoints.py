@@ -171,7 +171,7 @@ def test_experts_stay_packed_and_are_mixed_as_plain_ones(kind, tmp_path):
         with LLM(str(folder), **options) as llm:
             packed = [name for name in llm.check_weights() if name.endswith(".packed")]
             output = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0]
-        # Of two layers: q, k, v as one and o; gate, up as one and down of four experts.
+        # Two layers hold each: q, k, v as one and o; gate, up as one and down of four experts.
         assert len(packed) == (2 * (2 + 8) if dtype == "auto" else 0)
         positions = zip(PROMPT[1:], output.prompt_logprobs[1:])
         found[dtype] = torch.tensor([position[token].logprob for token, position in positions])

@@ -98,7 +98,7 @@ class Sums:
         return time.monotonic() - begin
 
     def microseconds(self, way: str, rows: int, with_norm: bool, repeats: int = 20) -> float:
-        """Of one sum in a captured chain of 32. way: ONE_SHOT, TWO_SHOT or NCCL."""
+        """The time of one sum in a captured chain of 32. way: ONE_SHOT, TWO_SHOT or NCCL."""
         from shoal.kernels.all_reduce import Way, all_reduce, all_reduce_add_rms_norm
         from shoal.kernels.norm import add_rms_norm
 

@@ -13,7 +13,7 @@ import pytest
 from shoal import LLM
 from tests.plain_default_model import GROUP, ROOT, WINDOW, log_probs, text_ids, write_plain
 
-# Of perplexity: the most that it may grow. Of log-probabilities: the most that they may differ, in the mean.
+# The most by which perplexity may grow, and the most that log-probabilities may differ, in the mean.
 BOUNDS = {"fp8": (1.05, 0.17), "int4": (1.5, 0.8)}
 
 

@@ -41,7 +41,7 @@ def build(what, folder, **environment):
 
 
 def files_below(*folders):
-    """Of this tree."""
+    """The files below these folders of the tree."""
     found = {p.relative_to(ROOT) for folder in folders for p in (ROOT / folder).rglob("*") if p.is_file()}
     return {p for p in found if "__pycache__" not in p.parts and p.suffix != ".so"}
 

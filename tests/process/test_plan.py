@@ -137,7 +137,7 @@ def test_two_models_on_one_budget_get_the_workers_that_their_load_needs(tmp_path
     """
 
     def names():
-        """Of the workers that are ready."""
+        """The names of the workers that are ready."""
         return sorted(name for name, worker in fleet.workers().items() if worker["state"] == "ready")
 
     with contextlib.ExitStack() as stack:

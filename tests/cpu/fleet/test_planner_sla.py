@@ -245,7 +245,7 @@ def test_long_prompts_take_prefill_and_long_answers_decode_workers():
 
 
 def test_workers_change_their_role_where_one_role_shrinks_and_the_other_grows():
-    """Of six workers within a budget of six, too few are for prefill."""
+    """Too few of six workers, within a budget of six, are for prefill."""
     clients = Clients(workers=5, prefill=1, settings=config(change_roles=True, max_gpu_budget=6))
     clients.ask(60, rate=20.0, tokens=4000, generated=10)
     assert any(decision.moves for decision in clients.decisions)
