@@ -1,5 +1,5 @@
 """Calls of the CUDA driver, in the context of a device that torch uses too. A thread that has never called
-the CUDA runtime has no context of its own."""
+the CUDA runtime has no context of its own. Processes map each other's memory by CUDA IPC."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator
+
+HANDLE_BYTES = 64
+LAZY_ENABLE_PEER_ACCESS = 1
 
 
 class DriverError(Exception):
@@ -44,3 +47,41 @@ def _primary_context(device: int) -> ctypes.c_void_p:
     call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device))
     call("cuDevicePrimaryCtxRetain", ctypes.byref(primary), number)
     return primary
+
+
+class _Handle(ctypes.Structure):
+    """CUipcMemHandle, which the driver takes by value."""
+
+    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
+
+
+def allocation_of(device: int, address: int) -> tuple[int, int]:
+    """Where the allocation begins that an address is in, and its bytes."""
+    start, size = ctypes.c_uint64(), ctypes.c_size_t()
+    with context(device):
+        call("cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(address))
+    return start.value, size.value
+
+
+def export_memory(device: int, address: int) -> bytes:
+    """The handle of the allocation that an address is in, for other processes. Raises DriverError."""
+    handle = _Handle()
+    with context(device):
+        call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
+    return bytes(handle)
+
+
+def open_memory(device: int, handle: bytes) -> int:
+    """Where another process's allocation begins in this one. The driver counts how often it was opened.
+    Raises DriverError."""
+    start = ctypes.c_uint64()
+    given = _Handle.from_buffer_copy(handle)
+    with context(device):
+        call("cuIpcOpenMemHandle_v2", ctypes.byref(start), given, ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS))
+    return start.value
+
+
+def close_memory(device: int, opened: list[int]) -> None:
+    with contextlib.suppress(DriverError), context(device):
+        while opened:
+            call("cuIpcCloseMemHandle", ctypes.c_uint64(opened.pop()))

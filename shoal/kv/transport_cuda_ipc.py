@@ -7,15 +7,20 @@ The memory must come from cudaMalloc, as torch's allocator gets it by default.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import functools
 from collections.abc import Sequence
 
 import msgspec
 import torch
 
-from shoal.kv.cuda_driver import DriverError, call, context
+from shoal.kv.cuda_driver import (
+    HANDLE_BYTES,
+    DriverError,
+    allocation_of,
+    close_memory,
+    export_memory,
+    open_memory,
+)
 from shoal.kv.storage import Kind
 from shoal.kv.ticket import Failure, TransferError, WindowAddress
 from shoal.kv.transport import Reach, TransportError
@@ -29,15 +34,6 @@ from shoal.kv.transport_mapped import (
     one_piece,
 )
 from shoal.kv.view import BlockView
-
-HANDLE_BYTES = 64
-LAZY_ENABLE_PEER_ACCESS = 1
-
-
-class _Handle(ctypes.Structure):
-    """CUipcMemHandle, which the driver takes by value."""
-
-    _fields_ = (("reserved", ctypes.c_char * HANDLE_BYTES),)
 
 
 class _Address(msgspec.Struct, frozen=True, array_like=True):
@@ -56,7 +52,7 @@ class CudaIpcWindow:
         start, _ = one_piece(view)
         device = view.storage.device.index or 0
         try:
-            base, _ = _range(device, start)
+            base, _ = allocation_of(device, start)
             handle = export_memory(device, start)
         except DriverError as error:
             raise TransportError(
@@ -93,7 +89,7 @@ class CudaIpc:
             for window, address in zip(windows, addresses):
                 start = open_memory(index, address.handle)
                 opened.append(start)
-                num_bytes = _range(index, start)[1]
+                num_bytes = allocation_of(index, start)[1]
                 is_far = address.gpu != _uuid(index)
                 storage = ForeignMemory(Kind.DEVICE, num_bytes, device, start, is_far)
                 views.append(foreign_view(window, storage, address.offset))
@@ -123,35 +119,3 @@ def _decode(window: WindowAddress) -> _Address:
 
 def _uuid(device: int) -> str:
     return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _range(device: int, address: int) -> tuple[int, int]:
-    """Where the allocation begins that an address is in, and its bytes."""
-    start, size = ctypes.c_uint64(), ctypes.c_size_t()
-    with context(device):
-        call("cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(address))
-    return start.value, size.value
-
-
-def export_memory(device: int, address: int) -> bytes:
-    """The handle of the allocation that an address is in, for other processes. Raises DriverError."""
-    handle = _Handle()
-    with context(device):
-        call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
-    return bytes(handle)
-
-
-def open_memory(device: int, handle: bytes) -> int:
-    """Where another process's allocation begins in this one. The driver counts how often it was opened.
-    Raises DriverError."""
-    start = ctypes.c_uint64()
-    given = _Handle.from_buffer_copy(handle)
-    with context(device):
-        call("cuIpcOpenMemHandle_v2", ctypes.byref(start), given, ctypes.c_uint(LAZY_ENABLE_PEER_ACCESS))
-    return start.value
-
-
-def close_memory(device: int, opened: list[int]) -> None:
-    with contextlib.suppress(DriverError), context(device):
-        while opened:
-            call("cuIpcCloseMemHandle", ctypes.c_uint64(opened.pop()))

@@ -364,10 +364,10 @@ def test_an_interrupt_while_one_hands_over_to_the_other_ends_both(
 @pytest.mark.parametrize(
     "sleep, words",
     [
-        (None, r"of another model: its architecture.*sleep\(level=2\)"),
-        (dict(level=1), r"sleep\(level=2\)"),
-        (dict(level=0), r"sleep\(level=2\)"),
-        (dict(level=2, tags=["weights"]), r"sleep\(level=2\)"),
+        (None, r"of another model: its architecture.*sleep at level 2"),
+        (dict(level=1), r"sleep at level 2"),
+        (dict(level=0), r"sleep at level 2"),
+        (dict(level=2, tags=["weights"]), r"sleep at level 2"),
     ],
 )
 def test_an_engine_that_has_not_given_its_model_up_takes_no_other(build, folder, other, sleep, words):

@@ -117,7 +117,7 @@ def test_a_wrong_argument_gives_its_message_and_no_wall(line, hint, capsys):
         ("serve smolm2", "did you mean 'smollm2'?"),
         ("serve --max_num_seqs 0", "max_num_seqs 0"),
         ("generate x --max-tokens 0", "max_tokens 0"),
-        ("chat --url nowhere", "--url 'nowhere'"),
+        ("chat --url nowhere", "'nowhere' is no address"),
         ("chat --url http://127.0.0.1:1 --dtype float32", "dtype"),
         ("chat --url http://127.0.0.1:1", "no server answers"),
         ("chat --api-key x", "--url"),

@@ -133,7 +133,7 @@ class Fuzz:
     def become_another(self):
         [other] = [path for path in self.expected if path != self.folder]
         if not (self.lost and "kv_cache" in self.asleep):
-            with pytest.raises(CheckpointError, match=r"sleep\(level=2\)"):
+            with pytest.raises(CheckpointError, match=r"sleep at level 2"):
                 self.llm.update_weights(other)
             return
         if self.rng.random() < 0.3:

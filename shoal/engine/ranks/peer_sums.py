@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from shoal.kernels.reference import rms_norm
-from shoal.kv.cuda_driver import DriverError, call, context
-from shoal.kv.transport_cuda_ipc import close_memory, export_memory, open_memory
+from shoal.kv.cuda_driver import DriverError, call, close_memory, context, export_memory, open_memory
 from shoal.layers.parallel import TensorParallel
 
 if TYPE_CHECKING:
