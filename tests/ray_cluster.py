@@ -12,10 +12,11 @@ ENVIRONMENT = {
     "RAY_enable_metrics_collection": "0",
     "RAY_AUTH_MODE": "disabled",
 }
+# A node that says nothing for six seconds is lost. Less would lose some on a machine that is busy.
 HEALTH = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
-    "health_check_failure_threshold": 4,
+    "health_check_failure_threshold": 12,
 }
 
 

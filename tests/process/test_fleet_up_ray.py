@@ -184,7 +184,8 @@ def test_ctrl_c_drains_and_leaves_nothing(tmp_path, cluster, model):
     with Fleet(tmp_path, cluster, model, WORKERS) as fleet:
         pids = [worker["pid"] for worker in fleet.ready().values()]
         running = fleet.stream(3, 400)
-        wait_for(lambda: len(running.events) > 2)
+        wait_for(lambda: len(running.events) > 2 or running.error, fleet.text)
+        assert running.error is None, (running.status, running.error, fleet.text())
         fleet.process.send_signal(signal.SIGINT)
         answer = running.answer()
         assert answer["error"] is None and answer["usage"] is None
