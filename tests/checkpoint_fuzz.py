@@ -259,7 +259,7 @@ def damage_gguf(r: random.Random, tree: Gguf) -> bytes:
         elif kind == 3:
             tree.metadata.remove(entry)
         elif kind == 4:
-            tree.metadata.append(copy.deepcopy(entry))
+            tree.metadata.append(list(entry))
         elif kind == 5:
             depth, value = r.choice((1, 3, 6, 300)), (4, [1])
             for _ in range(depth):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -109,16 +110,16 @@ def write_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def write_model(root: Path, name: str) -> Path:
+def write_model(root: Path, name: str, **changes: Any) -> Path:
     """Writes checkpoint `name` under `root` (once) and returns its folder. Weights are wide enough for greedy
-    decoding to be decisive."""
+    decoding to be decisive. `changes` go over its config's fields."""
     folder = root / name
     if (folder / "complete").exists():
         return folder
-    kind, changes = MODELS[name]
+    kind, own = MODELS[name]
     torch.manual_seed(len(name) * 31 + ord(name[-1]))
     model = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, kind)(**COMMON | changes)
+        getattr(transformers, kind)(**COMMON | own | changes)
     ).float()
     with torch.no_grad():
         for key, weight in model.named_parameters():
