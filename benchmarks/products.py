@@ -1,17 +1,19 @@
 """Measures the limits by which `shoal.kernels.products` chooses, on the GPU at hand, and prints its line for
 MEASURED.
 
-    python benchmarks/products.py [--quick] [--fp8 | --packed [--sweep]]
+    python benchmarks/products.py [--quick] [--fp8 | --packed] [--sweep] [--products qkv,down]
+        [--rows 1,64]
 
 Each limit in turn takes the value with which all products together take the least time, as measured in CUDA
 graphs over fresh weights; twice around, as limits depend on each other a little.
 
 With --fp8 it prints a table of products with fp8 weights instead: microseconds, the share of the bandwidth of
 a copy with which the weight is read (up to 64 rows) or TFLOP/s (more), and how many times faster than our own
-bf16 they are. Beside many rows stands torch's product of fp8 rows with scales.
+bf16 they are. Beside them stands torch's product of fp8 rows with scales.
 
-With --packed it prints such a table of products with weights of 4 and 8 bits (packed_linear.py). --sweep adds
-the fastest tiles that it finds, for the rule in `choose_packed_tiles`.
+With --packed it prints such a table of products with weights of 4 and 8 bits (packed_linear.py).
+
+--sweep adds the fastest tiles that it finds, for the rules in `_choose_fp8` and `choose_packed_tiles`.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from shoal.kernels.products import (
     GPU,
     After,
     Before,
+    Fp8Tiles,
     Kernel,
     Limits,
     PackedTiles,
@@ -121,7 +124,7 @@ def measure(shape: Shape, rows: int, chosen: Product, limits: Limits) -> float:
 FP8_SHAPES = (
     ("qkv", 6144, 4096, After.NOTHING),
     ("o", 4096, 4096, After.ADD),
-    ("gate, up", 12288, 4096, After.SILU_MUL),
+    ("gate-up", 12288, 4096, After.SILU_MUL),
     ("down", 4096, 12288, After.ADD),
 )
 FP8_ROWS = (1, 2, 4, 8, 16, 32, 64, 96, 128, 256, 512, 1024, 4096, 16384)
@@ -157,6 +160,7 @@ def _in_few_bits(weights: list[Any], x: Any, residual: torch.Tensor, after: Afte
 
 
 def _by_torch(weights: list[Any], x: Any, i: int) -> None:
+    """The product of fp8 rows alone, whatever follows it."""
     matrix = weights[i].matrix
     torch._scaled_mm(
         x.data, matrix.data.t(), scale_a=x.scales.view(-1, 1), scale_b=matrix.scales, out_dtype=torch.bfloat16
@@ -176,25 +180,29 @@ def _fp8_weights(plain: list[torch.Tensor], scales: str) -> list[Any]:
     return [gpu_fp8.pack([tensor], None, "cuda", torch.bfloat16) for tensor in tensors]
 
 
-def fp8_table(quick: bool) -> None:
+def fp8_table(names: set[str], all_rows: list[int], sweep: bool) -> None:
     from kernels import COLD_BYTES, microseconds_of, randn
 
     from shoal.kernels.fp8_quantize import quantize
 
     bandwidth = copy_bandwidth()
     print(f"a copy: {bandwidth / 1e6:.2f} TB/s\n")
-    print("| product | rows | scales | us | of a copy | TFLOP/s | times bf16's speed | torch's us |")
-    print("|---|---|---|---|---|---|---|---|")
+    print(
+        "| product | rows | scales | us | of a copy | TFLOP/s | times bf16's speed | torch's us | fastest |"
+    )
+    print("|---|---|---|---|---|---|---|---|---|")
     for name, outs, inputs, after in FP8_SHAPES:
+        if name not in names:
+            continue
         weight_rows = outs * (1 + (after is After.SILU_MUL))
         copies = max(2, COLD_BYTES // (weight_rows * inputs))
         plain = [randn(weight_rows, inputs) for _ in range(copies)]
         by_scales = {scales: _fp8_weights(plain, scales) for scales in ("outputs", "blocks")}
-        for rows in FP8_ROWS[::3] if quick else FP8_ROWS:
+        for rows in all_rows:
             x, residual = randn(rows, inputs), randn(rows, outs)
             base = microseconds_of(partial(_in_bf16, plain, x, residual, after), copies)
             for scales, weights in by_scales.items():
-                group, share, flops, torchs = weights[0].fp8_group(rows), "", "", ""
+                group, share, flops, torchs, fastest = weights[0].fp8_group(rows), "", "", "", ""
                 taken = x if group is None else quantize(x, group)
                 us = microseconds_of(partial(_in_few_bits, weights, taken, residual, after), copies)
                 if group is None:
@@ -202,10 +210,35 @@ def fp8_table(quick: bool) -> None:
                     share = f"{read / us / bandwidth:.0%}"
                 else:
                     flops = f"{2 * rows * weight_rows * inputs / us / 1e6:.0f}"
-                if group == 0:
-                    torchs = f"{microseconds_of(partial(_by_torch, weights, taken), copies):.1f}"
-                cells = (name, rows, scales, f"{us:.1f}", share, flops, f"{base / us:.2f}", torchs)
+                if scales == "outputs":
+                    torchs = f"{microseconds_of(partial(_by_torch, weights, quantize(x, 0)), copies):.1f}"
+                if sweep and group is None:
+                    fastest = _fastest_fp8(weights, x, Shape(outs, inputs, after=after))
+                cells = (name, rows, scales, f"{us:.1f}", share, flops, f"{base / us:.2f}", torchs, fastest)
                 print("|", " | ".join(map(str, cells)), "|", flush=True)
+
+
+def _fastest_fp8(weights: list[Any], x: torch.Tensor, shape: Shape) -> str:
+    """Tiles of few rows alone are tried."""
+    from shoal.kernels import fp8_linear
+
+    rows, out = len(x), x.new_zeros(len(x), shape.outs)
+    tall = min(64, max(16, 1 << (rows - 1).bit_length()))
+    every = [
+        Fp8Tiles(tall, outs, columns, outs // 16, stages, splits)
+        for outs, columns in ((64, 64), (64, 128), (64, 256), (128, 128))
+        if columns <= (weights[0].matrix.group or columns)
+        for stages in (3, 5)
+        for splits in (1, 2, 3, 4, 6, 8)
+    ]
+    if rows == 1:
+        every += [Fp8Tiles(1, outs, columns, 4) for outs in (1, 2, 4) for columns in (1024, 2048, 4096)]
+
+    def run(tiles: Fp8Tiles, i: int) -> object:
+        product = fp8_linear._row if tiles.rows == 1 else fp8_linear._few
+        return product(tiles, x, weights[i].matrix, None, out, shape)
+
+    return _fastest(run, every, len(weights))
 
 
 # Names of what the weights are like; what makes a tensor of them
@@ -248,7 +281,7 @@ def _gguf(kind: str, outs: int, inputs: int) -> Any:
     return GGUFTensor(kind, (outs, inputs), (_bytes(outs, inputs // size * num_bytes) & 0x33).numpy())
 
 
-def packed_table(quick: bool, sweep: bool) -> None:
+def packed_table(names: set[str], all_rows: list[int], quick: bool, sweep: bool) -> None:
     from kernels import COLD_BYTES, microseconds_of, randn
 
     from shoal.kernels import gpu_weight, packed_linear
@@ -259,12 +292,14 @@ def packed_table(quick: bool, sweep: bool) -> None:
     print("|---|---|---|---|---|---|---|")
     forms = dict(list(PACKED_FORMS.items())[:1]) if quick else PACKED_FORMS
     for name, outs, inputs, after in FP8_SHAPES:
+        if name not in names:
+            continue
         gated = after is After.SILU_MUL
         weight_rows = outs * (1 + gated)
         copies = max(2, 2 * COLD_BYTES // (weight_rows * inputs))
         plain = [randn(weight_rows, inputs) for _ in range(max(2, copies // 4))]
         base = {}
-        for rows in PACKED_ROWS:
+        for rows in all_rows:
             x, residual = randn(rows, inputs), randn(rows, outs)
             base[rows] = microseconds_of(partial(_in_bf16, plain, x, residual, after), len(plain))
         for form, make in forms.items():
@@ -275,7 +310,7 @@ def packed_table(quick: bool, sweep: bool) -> None:
                 replace(weight, words=weight.words.clone(), scales=weight.scales.clone())
                 for _ in range(copies - 1)
             ]
-            for rows in PACKED_ROWS[::3] if quick else PACKED_ROWS:
+            for rows in all_rows:
                 x, residual = randn(rows, inputs), randn(rows, outs)
                 us = microseconds_of(partial(_in_few_bits, weights, x, residual, after), copies)
                 best = ""
@@ -287,23 +322,30 @@ def packed_table(quick: bool, sweep: bool) -> None:
 
 
 def _fastest_tiles(packed_linear: Any, weights: list[Any], x: torch.Tensor, gated: bool) -> str:
+    rows = min(128, max(16, 1 << (len(x) - 1).bit_length()))
+    every = [
+        PackedTiles(rows, outs, splits, steps, num_stages)
+        for outs in ((64,) if gated else (64, 128))
+        for splits in (1, 2, 3, 4, 6, 8)
+        for steps in (1, 2, 4, 8)
+        for num_stages in (3, 4, 6)
+    ]
+
+    def run(tiles: PackedTiles, i: int) -> object:
+        return packed_linear.product(tiles, x, weights[i], None, gated)
+
+    return _fastest(run, every, len(weights))
+
+
+def _fastest(run: Callable[[Any, int], object], every: list[Any], copies: int) -> str:
     from kernels import microseconds_of
 
-    rows = min(128, max(16, 1 << (len(x) - 1).bit_length()))
     found = []
-    for outs in (64,) if gated else (64, 128):
-        for splits in (1, 2, 3, 4, 6, 8):
-            for steps in (1, 2, 4, 8):
-                for num_stages in (3, 4, 6):
-                    tiles = PackedTiles(rows, outs, splits, steps, num_stages)
-
-                    def run(i: int, tiles: PackedTiles = tiles) -> object:
-                        return packed_linear.product(tiles, x, weights[i], None, gated)
-
-                    try:
-                        found.append((microseconds_of(run, len(weights)), str(tiles)))
-                    except RuntimeError:  # It does not fit into shared memory.
-                        continue
+    for tiles in every:
+        try:
+            found.append((microseconds_of(partial(run, tiles), copies), str(tiles)))
+        except RuntimeError:  # It does not fit into shared memory.
+            continue
     us, tiles_text = min(found)
     return f"{us:.1f} us with {tiles_text}"
 
@@ -315,19 +357,26 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few shapes and rows")
     parser.add_argument("--fp8", action="store_true", help="the table of products with fp8 weights")
     parser.add_argument("--packed", action="store_true", help="the table of products with packed weights")
-    parser.add_argument("--sweep", action="store_true", help="with --packed: tries other tiles too")
+    parser.add_argument("--sweep", action="store_true", help="with --fp8 or --packed: tries other tiles too")
+    every_name = ",".join(name for name, *_ in FP8_SHAPES)
+    parser.add_argument("--products", default=every_name, help="with --fp8 or --packed")
+    parser.add_argument("--rows", help="with --fp8 or --packed: numbers of rows")
     args = parser.parse_args()
-    if args.packed:
-        packed_table(args.quick, args.sweep)
-        return
-    if args.fp8:
-        fp8_table(args.quick)
+    if args.fp8 or args.packed:
+        rows = list(FP8_ROWS if args.fp8 else PACKED_ROWS)[:: 3 if args.quick else 1]
+        if args.rows:
+            rows = [int(n) for n in args.rows.split(",")]
+        names = set(args.products.split(","))
+        if args.fp8:
+            fp8_table(names, rows, args.sweep)
+        else:
+            packed_table(names, rows, args.quick, args.sweep)
         return
     gpu = gpu_of(torch.device("cuda", 0))
-    every, rows = shapes(), ROWS
+    every, of_rows = shapes(), ROWS
     if args.quick:
-        every, rows = every[4:8], ROWS[:6]
-    limits = fit(gpu, [(shape, n) for shape in every for n in rows], measure)
+        every, of_rows = every[4:8], ROWS[:6]
+    limits = fit(gpu, [(shape, n) for shape in every for n in of_rows], measure)
     name = torch.cuda.get_device_properties(0).name
     changed = {
         field.name: getattr(limits, field.name)

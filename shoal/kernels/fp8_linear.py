@@ -3,12 +3,13 @@
 Few rows take the time of reading the weight. There activations stay as they are and each weight is widened in
 registers, which e4m3 allows without rounding in bf16, float16 and float32: the results are those of the
 unpacked matrix, without its bytes. One row is multiplied elementwise in float32; more go to tensor cores with
-the weight as left operand. Where there are few outputs the inputs are split, so that all SMs read: the last
-program of a tile to arrive adds the parts in a fixed order.
+the weight as left operand. The inputs are split, so that all SMs read: the last program of a tile to arrive
+adds the parts in a fixed order.
 
 Many rows are bound by arithmetic. They come in fp8 (fp8_quantize.py), and tensor cores multiply fp8 with fp8,
 whose sums are promoted to float32 every 128 inputs. Scales of rows and outputs are applied to the sums at the
-end, those of groups of inputs to the sum of each group.
+end, those of groups of inputs to the sum of each group. torch has this product for Hopper and bf16; the
+kernel here is for other cards, types and sizes.
 
 GATED: the weight is gate over up, and silu(gate) * up leaves the kernel. ADD: the product, rounded as one of
 its own, is added to what the output holds, the residual. Which kernel is taken is said in products.py.
@@ -34,7 +35,9 @@ from shoal.kernels.linear import finish, fitting_stages
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.products import After, Fp8Tiles, Kernel, Shape, choose, gpu_of
 from shoal.kernels.rounding import cdiv
+from shoal.kernels.widen import widened, widened_words
 
+ROWS_ARE_FP8 = (Kernel.FP8_MANY, Kernel.FP8_TORCH)
 MAX_SPLIT_TILES = 4096  # tiles of a launch whose inputs are split; products.py stays below
 
 
@@ -118,6 +121,27 @@ def _row_kernel(
     tl.store(out_ptr + out, result, mask=out < O)
 
 
+@triton.jit
+def _operand(low_ptrs, high_ptrs, DTYPE: tl.constexpr):
+    """64 inputs of tiles of 16 outputs as tensor cores take them, [16 TILES, 64], in an order of their own.
+    Each thread reads 16 bytes of two outputs, [TILES, 32, 4] int32, and what it has read are the very weights
+    that it has to feed, so nothing moves between threads."""
+    TILES: tl.constexpr = low_ptrs.shape[0]
+    low = widened_words(tl.load(low_ptrs), DTYPE)
+    high = widened_words(tl.load(high_ptrs), DTYPE)
+    weights = tl.reshape(tl.join(low, high), (TILES, 8, 4, 4, 2, 2, 2))  # tile, g, c, word, u, e, h
+    return tl.reshape(tl.permute(weights, (0, 6, 1, 3, 4, 2, 5)), (TILES * 16, 64))
+
+
+@triton.jit
+def _in_order(x):
+    """Rows in the same order, [64, T]. A lane, 4 g + c, has outputs g and g + 8 and feeds inputs
+    8 u + 2 c + e of each 16. It has read inputs 16 c to 16 c + 15, of which 4 are of each word."""
+    ROWS: tl.constexpr = x.shape[0]
+    x = tl.permute(tl.reshape(x, (ROWS, 4, 4, 2, 2)), (0, 2, 3, 1, 4))  # row, word, u, c, e
+    return tl.trans(tl.reshape(x, (ROWS, 64)))
+
+
 @triton.jit(do_not_specialize=["T"])
 def _few_kernel(
     x_ptr,
@@ -134,6 +158,7 @@ def _few_kernel(
     ADD: tl.constexpr,
     EVEN: tl.constexpr,
     GROUP: tl.constexpr,
+    TILED: tl.constexpr,
     SPLITS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_O: tl.constexpr,
@@ -141,7 +166,8 @@ def _few_kernel(
     PDL: tl.constexpr,
 ):
     """The product of the rows of program 1 and the outputs of program 0 over the inputs of program 2, by
-    tensor cores: out^T = weight @ x^T."""
+    tensor cores: out^T = weight @ x^T. TILED: weights are read as `_operand` says, for which all tiles are
+    whole and `weight_ptr` is of int32."""
     out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     row = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     column = tl.arange(0, BLOCK_I)
@@ -151,6 +177,12 @@ def _few_kernel(
     up_ptrs = weight_ptr + (out + O).to(tl.int64)[:, None] * I + column[None, :]
     x_ptrs = x_ptr + row[None, :] * I + column[:, None]
     out_ptrs = out_ptr + row[None, :] * O + out[:, None]
+    if TILED:
+        lane = tl.arange(0, 32)[None, :, None]
+        tile = (tl.program_id(0) * (BLOCK_O // 16) + tl.arange(0, BLOCK_O // 16)).to(tl.int64)[:, None, None]
+        low_ptrs = weight_ptr + (tile * 16 + lane // 4) * (I // 4)
+        low_ptrs += lane % 4 * 4 + tl.arange(0, 4)[None, None, :]
+        x_ptrs = x_ptr + row[:, None] * I + tl.arange(0, 64)[None, :]
     first, end = 0, I
     if SPLITS > 1:
         length = tl.cdiv(tl.cdiv(I, BLOCK_I), SPLITS) * BLOCK_I
@@ -163,25 +195,49 @@ def _few_kernel(
     sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
     up_sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
     for start in range(first, end, BLOCK_I):
-        in_x, in_tile = in_row, in_out
-        if not EVEN:
-            in_x = in_row & (start + column < I)[:, None]
-            in_tile = in_out & (start + column < I)[None, :]
-        x = tl.load(x_ptrs + start, mask=in_x, other=0.0)
-        weight = tl.load(weight_ptrs + start, mask=in_tile, other=0.0).to(x.dtype)
-        if GATED:
-            up_weight = tl.load(up_ptrs + start, mask=in_tile, other=0.0).to(x.dtype)
-        if GROUP > 0:
-            scale_ptrs = scales_ptr + start // GROUP * num_outs + out
-            scale = tl.load(scale_ptrs, mask=out < O, other=0.0)
-            sums += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
-            if GATED:
-                up_scale = tl.load(scale_ptrs + O, mask=out < O, other=0.0)
-                up_sums += tl.dot(up_weight, x, input_precision="ieee") * up_scale[:, None]
+        if TILED:
+            part = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+            up_part = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+            for at in tl.static_range(0, BLOCK_I, 64):
+                x = _in_order(tl.load(x_ptrs + start + at, mask=(row < T)[:, None], other=0.0))
+                ptrs = low_ptrs + (start + at) // 4
+                weight = _operand(ptrs, ptrs + 2 * I, x.dtype)
+                if GROUP > 0:
+                    part = tl.dot(weight, x, part)
+                else:
+                    sums = tl.dot(weight, x, sums)
+                if GATED:
+                    ptrs += O.to(tl.int64) * (I // 4)
+                    up_weight = _operand(ptrs, ptrs + 2 * I, x.dtype)
+                    if GROUP > 0:
+                        up_part = tl.dot(up_weight, x, up_part)
+                    else:
+                        up_sums = tl.dot(up_weight, x, up_sums)
+            if GROUP > 0:
+                scale_ptrs = scales_ptr + start // GROUP * num_outs + out
+                sums += part * tl.load(scale_ptrs)[:, None]
+                if GATED:
+                    up_sums += up_part * tl.load(scale_ptrs + O)[:, None]
         else:
-            sums = tl.dot(weight, x, sums, input_precision="ieee")
+            in_x, in_tile = in_row, in_out
+            if not EVEN:
+                in_x = in_row & (start + column < I)[:, None]
+                in_tile = in_out & (start + column < I)[None, :]
+            x = tl.load(x_ptrs + start, mask=in_x, other=0.0)
+            weight = widened(tl.load(weight_ptrs + start, mask=in_tile, other=0.0), x.dtype)
             if GATED:
-                up_sums = tl.dot(up_weight, x, up_sums, input_precision="ieee")
+                up_weight = widened(tl.load(up_ptrs + start, mask=in_tile, other=0.0), x.dtype)
+            if GROUP > 0:
+                scale_ptrs = scales_ptr + start // GROUP * num_outs + out
+                scale = tl.load(scale_ptrs, mask=out < O, other=0.0)
+                sums += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
+                if GATED:
+                    up_scale = tl.load(scale_ptrs + O, mask=out < O, other=0.0)
+                    up_sums += tl.dot(up_weight, x, input_precision="ieee") * up_scale[:, None]
+            else:
+                sums = tl.dot(weight, x, sums, input_precision="ieee")
+                if GATED:
+                    up_sums = tl.dot(up_weight, x, up_sums, input_precision="ieee")
 
     if SPLITS > 1:
         SIZE: tl.constexpr = BLOCK_O * BLOCK_T
@@ -287,7 +343,7 @@ def fp8_group(matrix: Fp8Matrix, rows: int) -> int | None:
     outs, inputs = matrix.data.shape
     shape = Shape(outs, inputs, group=matrix.group)
     chosen = choose(shape, rows, torch.float8_e4m3fn, gpu_of(matrix.data.device))
-    return matrix.group if chosen.kernel is Kernel.FP8_MANY else None
+    return matrix.group if chosen.kernel in ROWS_ARE_FP8 else None
 
 
 def fp8_linear(
@@ -340,10 +396,13 @@ def _run(
     if rows == 0:
         return out_TO
     assert chosen.fp8_tiles is not None
-    if chosen.kernel is Kernel.FP8_MANY:
+    if chosen.kernel in ROWS_ARE_FP8:
         if not isinstance(x_TI, Fp8Rows):
             x_TI = quantize(x_TI, matrix.group)
-        _many(chosen.fp8_tiles, x_TI, matrix, bias, out_TO, residual_TO is not None)
+        if chosen.kernel is Kernel.FP8_TORCH and out_TO.dtype == torch.bfloat16:
+            _by_torch(x_TI, matrix, bias, out_TO, residual_TO is not None)
+        else:
+            _many(chosen.fp8_tiles, x_TI, matrix, bias, out_TO, residual_TO is not None)
     else:
         assert isinstance(x_TI, torch.Tensor)
         product = _row if chosen.kernel is Kernel.FP8_ROW else _few
@@ -398,9 +457,10 @@ def _few(
         parts = x_TI.new_empty(grid[0] * grid[1] * grid[2] * size, dtype=torch.float32)
         arrived = _arrived(x_TI.device)
     stage_bytes = tiles.columns * (tiles.outs * (1 + shape.gated) + tiles.rows * x_TI.itemsize)
+    tiled = x_TI.itemsize == 2 and shape.inputs % tiles.columns == shape.outs % tiles.outs == 0
     _few_kernel[grid](
         x_TI,
-        matrix.data,
+        matrix.data.view(torch.int32) if tiled else matrix.data,
         matrix.scales,
         bias,
         out_TO,
@@ -413,6 +473,7 @@ def _few(
         ADD=shape.after is After.ADD,
         EVEN=shape.inputs % tiles.columns == 0,
         GROUP=matrix.group,
+        TILED=tiled,
         SPLITS=tiles.splits,
         BLOCK_T=tiles.rows,
         BLOCK_O=tiles.outs,
@@ -450,6 +511,17 @@ def _many(
         num_stages=fitting_stages(tiles.num_stages, stage_bytes, x.data.device),
         **pdl_options(),
     )
+
+
+def _by_torch(
+    x: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, out_TO: torch.Tensor, add: bool
+) -> None:
+    """CUTLASS or cuBLAS, which write bf16 alone. Without `use_fast_accum` their sums are promoted as ours."""
+    scales = x.scales.t(), matrix.scales  # [T, groups] and [groups, O], as both lie
+    product = out_TO.new_empty(out_TO.shape) if add else out_TO
+    torch._scaled_mm(x.data, matrix.data.t(), *scales, bias=bias, out_dtype=out_TO.dtype, out=product)
+    if add:
+        out_TO += product
 
 
 @functools.cache

@@ -244,10 +244,11 @@ def _pack(
         words[tiled] = (_words_of_4 if bits == 4 else _words_of_8)(quants)
         # [scales and minima, tile, h, g, group]
         numbers = numbers.view(2, count, 2, 8, num_groups)
-        numbers[0] = torch.ldexp(numbers[0], torch.tensor((E2M1_SHIFT if e2m1 else QUANT_SHIFT)[dtype]))
+        numbers[0] *= 2.0 ** ((E2M1_SHIFT if e2m1 else QUANT_SHIFT)[dtype] - SMALLER[dtype])
+        numbers[1] *= 2.0 ** -SMALLER[dtype]
         if bits == 4 and not e2m1:
             numbers[0, :, 1] /= 16  # Quants of outputs g + 8 are read where they are, 4 bits higher.
-        halves = torch.ldexp(numbers, torch.tensor(-SMALLER[dtype])).to(dtype)
+        halves = numbers.to(dtype)
         if not halves.isfinite().all():
             raise CheckpointError(
                 f"a matrix of shape {[outs, inputs]} in fewer bits has scales that products in {dtype} do "

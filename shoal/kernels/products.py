@@ -32,6 +32,7 @@ MAX_PACKED_SPLITS = 8
 MIN_SPLIT_ROUNDS = 2  # A split with fewer rounds ends before its pipeline is full.
 # fp8_linear.py has tiles of many rows (rows, outputs, warps); the first are taken that give all SMs work.
 FP8_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
+FP8_PROGRAMS = 5  # of few rows, that an SM has at once: inputs are split until there are as many
 MAX_FP8_SPLITS = 8
 MIN_SPLIT_TILES = 4  # A split with fewer tiles ends before its pipeline is full.
 
@@ -64,7 +65,7 @@ class Limits:
     packed_programs: int = 3
     # The most rows by which a weight in fp8 is multiplied as it is, widened in registers. More rows become
     # fp8 too.
-    widened_rows: int = 64
+    widened_rows: int = 16
 
 
 REFERENCE_SMS = 132  # of the H200
@@ -147,6 +148,7 @@ class Kernel(Enum):
     FP8_ROW = 6  # fp8_linear.py, as all that follow
     FP8_FEW = 7
     FP8_MANY = 8
+    FP8_TORCH = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -364,15 +366,21 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Product:
     if rows > gpu.limits.widened_rows:
         tiles = [Fp8Tiles(tall, wide, columns, warps, 4) for tall, wide, warps in FP8_TILES]
         busy = (t for t in tiles if cdiv(rows, t.rows) * cdiv(shape.outs, t.outs) >= gpu.sms)
-        return Product(Kernel.FP8_MANY, fp8_tiles=next(busy, tiles[-1]))
+        whole = shape.inputs % (shape.group or 16) == shape.outs % 16 == 0
+        # cuBLAS adds no bias to products with scales of groups.
+        by_torch = gpu.hopper and whole and (shape.group == 0 or (shape.group == 128 and not shape.bias))
+        kernel = Kernel.FP8_TORCH if by_torch else Kernel.FP8_MANY
+        return Product(kernel, fp8_tiles=next(busy, tiles[-1]))
     if rows == 1:
         # Small tiles: more of them are there at once.
         return Product(Kernel.FP8_ROW, fp8_tiles=Fp8Tiles(1, 2 if shape.gated else 4, 1024, 4))
     block_rows = min(64, max(16, next_power_of_2(max(rows, 1))))
     programs = cdiv(rows, block_rows) * cdiv(shape.outs, 64)
-    most = max(1, min(MAX_FP8_SPLITS, cdiv(shape.inputs, columns) // MIN_SPLIT_TILES))
-    splits = next((n for n in range(1, most) if programs * n >= gpu.sms), most)
-    return Product(Kernel.FP8_FEW, fp8_tiles=Fp8Tiles(block_rows, 64, columns, 4, 5, splits))
+    num_tiles = cdiv(shape.inputs, columns)
+    most = max(1, min(MAX_FP8_SPLITS, num_tiles // MIN_SPLIT_TILES))
+    splits = next((n for n in range(1, most) if programs * n >= FP8_PROGRAMS * gpu.sms), most)
+    stages = 5 if num_tiles // splits > 8 else 3  # A short pipeline is full sooner.
+    return Product(Kernel.FP8_FEW, fp8_tiles=Fp8Tiles(block_rows, 64, columns, 4, stages, splits))
 
 
 @dataclass(frozen=True, slots=True)

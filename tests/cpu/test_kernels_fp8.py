@@ -8,6 +8,7 @@ a result once (2**-11 relative), a gated one three times; sums are of another or
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -125,10 +126,23 @@ def test_products_equal_those_of_the_unpacked_matrix(
 
 @GROUPS
 def test_float32_rows_are_multiplied_as_exactly_as_float32_does(group: int) -> None:
-    tensor, x = tensor_of(14, 300, group), torch.randn(17, 300)
-    for rows in (1, 17):
+    tensor, x = tensor_of(14, 300, group), torch.randn(16, 300)
+    for rows in (1, 16):
         y = fp8_linear.fp8_linear(x[:rows], matrix_of(tensor, group), None)
         torch.testing.assert_close(y, x[:rows] @ tensor.dequantize().T, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [2, 16])
+@pytest.mark.parametrize("group", [0, 64, 128])
+def test_whole_tiles_go_from_memory_to_tensor_cores_as_they_lie(rows: int, group: int) -> None:
+    """The order of inputs that threads make of it is the same for rows and weights."""
+    tensor, x = tensor_of(256, 384, group), torch.randn(rows, 384).half()
+    matrix, b = matrix_of(tensor, group), torch.randn(256).half()
+    exact = x.float() @ tensor.dequantize().T + b.float()
+    torch.testing.assert_close(fp8_linear.fp8_linear(x, matrix, b).float(), exact, rtol=2e-3, atol=2e-3)
+    gated = fp8_linear.fp8_linear_silu_mul(x, matrix, b)
+    assert isinstance(gated, torch.Tensor)
+    torch.testing.assert_close(gated.float(), reference.silu_mul(exact), rtol=5e-3, atol=5e-3)
 
 
 @pytest.mark.parametrize("splits", [2, 3, 5])
@@ -253,13 +267,13 @@ H200 = GPU(132, True)
     ("outs", "inputs", "rows", "kernel", "tiles"),
     [
         (6144, 4096, 1, Kernel.FP8_ROW, Fp8Tiles(1, 4, 1024, 4)),
-        (6144, 4096, 2, Kernel.FP8_FEW, Fp8Tiles(16, 64, 128, 4, 5, 2)),
-        (4096, 4096, 64, Kernel.FP8_FEW, Fp8Tiles(64, 64, 128, 4, 5, 3)),
-        (1024, 1024, 16, Kernel.FP8_FEW, Fp8Tiles(16, 64, 128, 4, 5, 2)),
-        (4096, 4096, 65, Kernel.FP8_MANY, Fp8Tiles(64, 64, 128, 4, 4)),
-        (24576, 4096, 65, Kernel.FP8_MANY, Fp8Tiles(128, 128, 128, 8, 4)),
-        (4096, 4096, 300, Kernel.FP8_MANY, Fp8Tiles(128, 64, 128, 4, 4)),
-        (4096, 4096, 4096, Kernel.FP8_MANY, Fp8Tiles(128, 128, 128, 8, 4)),
+        (6144, 4096, 2, Kernel.FP8_FEW, Fp8Tiles(16, 64, 128, 4, 3, 7)),
+        (1024, 1024, 16, Kernel.FP8_FEW, Fp8Tiles(16, 64, 128, 4, 3, 2)),
+        (4096, 12288, 16, Kernel.FP8_FEW, Fp8Tiles(16, 64, 128, 4, 5, 8)),
+        (4096, 4096, 17, Kernel.FP8_TORCH, Fp8Tiles(64, 64, 128, 4, 4)),
+        (24576, 4096, 65, Kernel.FP8_TORCH, Fp8Tiles(128, 128, 128, 8, 4)),
+        (4096, 4096, 300, Kernel.FP8_TORCH, Fp8Tiles(128, 64, 128, 4, 4)),
+        (4090, 4096, 4096, Kernel.FP8_MANY, Fp8Tiles(128, 128, 128, 8, 4)),
     ],
 )
 def test_the_number_of_rows_names_the_kernel_and_the_sms_its_tiles(
@@ -269,10 +283,21 @@ def test_the_number_of_rows_names_the_kernel_and_the_sms_its_tiles(
     assert (chosen.kernel, chosen.fp8_tiles) == (kernel, tiles)
     for group in (32, 128):
         of_groups = choose(Shape(outs, inputs, group=group), rows, FP8, H200)
-        assert of_groups.kernel is kernel and of_groups.fp8_tiles is not None
+        of_torch = kernel is Kernel.FP8_TORCH and group != 128
+        assert of_groups.kernel is (Kernel.FP8_MANY if of_torch else kernel)
+        assert of_groups.fp8_tiles is not None
         assert kernel is Kernel.FP8_ROW or of_groups.fp8_tiles.columns == group
 
 
+def test_torch_multiplies_what_it_can_on_hopper() -> None:
+    def kernel(gpu: GPU = H200, **changes: Any) -> Kernel:
+        return choose(Shape(**dict(outs=4096, inputs=4096) | changes), 100, FP8, gpu).kernel
+
+    assert kernel() is kernel(bias=True) is kernel(group=128) is Kernel.FP8_TORCH
+    assert kernel(GPU(132, False)) is kernel(inputs=4104) is Kernel.FP8_MANY
+    assert kernel(group=128, bias=True) is kernel(group=128, inputs=4160) is Kernel.FP8_MANY
+
+
 def test_fewer_sms_need_fewer_splits() -> None:
-    splits = [choose(Shape(4096, 4096), 8, FP8, GPU(sms)).fp8_tiles.splits for sms in (46, 84, 132, 500)]
-    assert splits == [1, 2, 3, 8]
+    splits = [choose(Shape(4096, 4096), 8, FP8, GPU(sms)).fp8_tiles.splits for sms in (20, 46, 84, 132)]
+    assert splits == [2, 4, 7, 8]

@@ -51,6 +51,7 @@ async def handed_over(lender, reader, name, prompt):
         if output.kv_ticket is not None:
             ahead = request(f"f{name}", prompt, kv_ticket=output.kv_ticket, fetches_only=True)
             forerunner = asyncio.create_task(answer(reader, ahead))
+            await asyncio.sleep(0)  # It is sent before its successor.
         first += output.token_ids
     behind = request(f"d{name}", prompt, first)
     behind.continues = f"f{name}"
