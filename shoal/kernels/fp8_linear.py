@@ -457,7 +457,8 @@ def _few(
         parts = x_TI.new_empty(grid[0] * grid[1] * grid[2] * size, dtype=torch.float32)
         arrived = _arrived(x_TI.device)
     stage_bytes = tiles.columns * (tiles.outs * (1 + shape.gated) + tiles.rows * x_TI.itemsize)
-    tiled = x_TI.itemsize == 2 and shape.inputs % tiles.columns == shape.outs % tiles.outs == 0
+    whole = tiles.columns % 64 == shape.inputs % tiles.columns == shape.outs % tiles.outs == 0
+    tiled = whole and x_TI.itemsize == 2
     _few_kernel[grid](
         x_TI,
         matrix.data.view(torch.int32) if tiled else matrix.data,

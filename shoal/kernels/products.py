@@ -367,8 +367,9 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Product:
         tiles = [Fp8Tiles(tall, wide, columns, warps, 4) for tall, wide, warps in FP8_TILES]
         busy = (t for t in tiles if cdiv(rows, t.rows) * cdiv(shape.outs, t.outs) >= gpu.sms)
         whole = shape.inputs % (shape.group or 16) == shape.outs % 16 == 0
-        # cuBLAS adds no bias to products with scales of groups.
-        by_torch = gpu.hopper and whole and (shape.group == 0 or (shape.group == 128 and not shape.bias))
+        # With scales of groups cuBLAS adds no bias, and wants those of four rows aligned.
+        takes_groups = shape.group == 128 and not shape.bias and rows % 4 == 0
+        by_torch = gpu.hopper and whole and (shape.group == 0 or takes_groups)
         kernel = Kernel.FP8_TORCH if by_torch else Kernel.FP8_MANY
         return Product(kernel, fp8_tiles=next(busy, tiles[-1]))
     if rows == 1:

@@ -133,7 +133,7 @@ def test_float32_rows_are_multiplied_as_exactly_as_float32_does(group: int) -> N
 
 
 @pytest.mark.parametrize("rows", [2, 16])
-@pytest.mark.parametrize("group", [0, 64, 128])
+@pytest.mark.parametrize("group", [0, 32, 64, 128])
 def test_whole_tiles_go_from_memory_to_tensor_cores_as_they_lie(rows: int, group: int) -> None:
     """The order of inputs that threads make of it is the same for rows and weights."""
     tensor, x = tensor_of(256, 384, group), torch.randn(rows, 384).half()
@@ -283,19 +283,20 @@ def test_the_number_of_rows_names_the_kernel_and_the_sms_its_tiles(
     assert (chosen.kernel, chosen.fp8_tiles) == (kernel, tiles)
     for group in (32, 128):
         of_groups = choose(Shape(outs, inputs, group=group), rows, FP8, H200)
-        of_torch = kernel is Kernel.FP8_TORCH and group != 128
-        assert of_groups.kernel is (Kernel.FP8_MANY if of_torch else kernel)
+        not_torchs = kernel is Kernel.FP8_TORCH and (group != 128 or rows % 4)
+        assert of_groups.kernel is (Kernel.FP8_MANY if not_torchs else kernel)
         assert of_groups.fp8_tiles is not None
         assert kernel is Kernel.FP8_ROW or of_groups.fp8_tiles.columns == group
 
 
 def test_torch_multiplies_what_it_can_on_hopper() -> None:
-    def kernel(gpu: GPU = H200, **changes: Any) -> Kernel:
-        return choose(Shape(**dict(outs=4096, inputs=4096) | changes), 100, FP8, gpu).kernel
+    def kernel(gpu: GPU = H200, rows: int = 100, **changes: Any) -> Kernel:
+        return choose(Shape(**dict(outs=4096, inputs=4096) | changes), rows, FP8, gpu).kernel
 
     assert kernel() is kernel(bias=True) is kernel(group=128) is Kernel.FP8_TORCH
     assert kernel(GPU(132, False)) is kernel(inputs=4104) is Kernel.FP8_MANY
     assert kernel(group=128, bias=True) is kernel(group=128, inputs=4160) is Kernel.FP8_MANY
+    assert kernel(group=128, rows=101) is Kernel.FP8_MANY
 
 
 def test_fewer_sms_need_fewer_splits() -> None:
