@@ -159,12 +159,11 @@ def _in_few_bits(weights: list[Any], x: Any, residual: torch.Tensor, after: Afte
         weights[i].add(x, None, residual)
 
 
-def _by_torch(weights: list[Any], x: Any, i: int) -> None:
+def _by_torch(weights: list[Any], x: Any, out: torch.Tensor, i: int) -> None:
     """The product of fp8 rows alone, whatever follows it."""
-    matrix = weights[i].matrix
-    torch._scaled_mm(
-        x.data, matrix.data.t(), scale_a=x.scales.view(-1, 1), scale_b=matrix.scales, out_dtype=torch.bfloat16
-    )
+    from shoal.kernels import fp8_linear
+
+    fp8_linear._by_torch(x, weights[i].matrix, None, out, False)
 
 
 def _fp8_weights(plain: list[torch.Tensor], scales: str) -> list[Any]:
@@ -211,7 +210,8 @@ def fp8_table(names: set[str], all_rows: list[int], sweep: bool) -> None:
                 else:
                     flops = f"{2 * rows * weight_rows * inputs / us / 1e6:.0f}"
                 if scales == "outputs":
-                    torchs = f"{microseconds_of(partial(_by_torch, weights, quantize(x, 0)), copies):.1f}"
+                    by_torch = partial(_by_torch, weights, quantize(x, 0), x.new_empty(rows, weight_rows))
+                    torchs = f"{microseconds_of(by_torch, copies):.1f}"
                 if sweep and group is None:
                     fastest = _fastest_fp8(weights, x, Shape(outs, inputs, after=after))
                 cells = (name, rows, scales, f"{us:.1f}", share, flops, f"{base / us:.2f}", torchs, fastest)

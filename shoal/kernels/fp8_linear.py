@@ -35,7 +35,7 @@ from shoal.kernels.linear import finish, fitting_stages
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.products import After, Fp8Tiles, Kernel, Shape, choose, gpu_of
 from shoal.kernels.rounding import cdiv
-from shoal.kernels.widen import widened, widened_words
+from shoal.kernels.widen import widened_words
 
 ROWS_ARE_FP8 = (Kernel.FP8_MANY, Kernel.FP8_TORCH)
 MAX_SPLIT_TILES = 4096  # tiles of a launch whose inputs are split; products.py stays below
@@ -224,9 +224,9 @@ def _few_kernel(
                 in_x = in_row & (start + column < I)[:, None]
                 in_tile = in_out & (start + column < I)[None, :]
             x = tl.load(x_ptrs + start, mask=in_x, other=0.0)
-            weight = widened(tl.load(weight_ptrs + start, mask=in_tile, other=0.0), x.dtype)
+            weight = tl.load(weight_ptrs + start, mask=in_tile, other=0.0).to(x.dtype)
             if GATED:
-                up_weight = widened(tl.load(up_ptrs + start, mask=in_tile, other=0.0), x.dtype)
+                up_weight = tl.load(up_ptrs + start, mask=in_tile, other=0.0).to(x.dtype)
             if GROUP > 0:
                 scale_ptrs = scales_ptr + start // GROUP * num_outs + out
                 scale = tl.load(scale_ptrs, mask=out < O, other=0.0)

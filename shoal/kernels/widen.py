@@ -19,13 +19,11 @@ def _assembler(kind: str, shift: int, exponent: int, bias: int, mantissa: int) -
     """Four bytes, $2, become two pairs of numbers, $0 and $1. `shift`: from e4m3's exponent and mantissa at
     the top of 16 bits, below the sign, to the type's. `exponent`: log2 of what the numbers are too small
     by."""
-    magnitude = 0x7F00 >> shift
     scale = (exponent + bias) << mantissa
     pair = f"""
         and.b32 magnitude, t, {0x7F007F00:#x};
         shr.b32 magnitude, magnitude, {shift};
         lop3.b32 t, t, 0x80008000, magnitude, 0xEA;"""
-    assert magnitude << shift == 0x7F00
     return f"""{{
         .reg .b32 t, magnitude, scale, nothing;
         mov.b32 scale, {scale << 16 | scale:#x};
@@ -43,19 +41,8 @@ TO_FP16 = tl.constexpr(_assembler("f16", shift=1, exponent=8, bias=15, mantissa=
 
 
 @triton.jit
-def widened(x, DTYPE: tl.constexpr):
-    """Bytes that are e4m3 numbers, as numbers of DTYPE: bf16, fp16 or float32. Each thread must have four
-    that lie together. A NaN, which nothing here writes, becomes 480."""
-    if INTERPRETED:
-        y = x.to(tl.float8e4nv, bitcast=True).to(DTYPE)
-    elif tl.float16 == DTYPE:
-        x = x.to(tl.int8, bitcast=True)
-        y = tl.inline_asm_elementwise(TO_FP16, "=r,=r,r", [x], dtype=tl.float16, is_pure=True, pack=4)
-    else:
-        x = x.to(tl.int8, bitcast=True)
-        y = tl.inline_asm_elementwise(TO_BF16, "=r,=r,r", [x], dtype=tl.bfloat16, is_pure=True, pack=4)
-        y = y.to(DTYPE)
-    return y
+def _byte(words, shift: tl.constexpr, DTYPE: tl.constexpr):
+    return (words >> shift).to(tl.uint8).to(tl.float8e4nv, bitcast=True).to(DTYPE)
 
 
 @triton.jit
@@ -66,10 +53,10 @@ def _half(word, shift: tl.constexpr, DTYPE: tl.constexpr):
 @triton.jit
 def widened_words(words, DTYPE: tl.constexpr):
     """The four e4m3 numbers of each int32 as numbers of DTYPE, bf16 or fp16, in two more dimensions of two,
-    the lowest first."""
+    the lowest first. A NaN, which nothing here writes, becomes 480."""
     if INTERPRETED:
-        low = tl.join(widened((words >> 0).to(tl.uint8), DTYPE), widened((words >> 8).to(tl.uint8), DTYPE))
-        high = tl.join(widened((words >> 16).to(tl.uint8), DTYPE), widened((words >> 24).to(tl.uint8), DTYPE))
+        low = tl.join(_byte(words, 0, DTYPE), _byte(words, 8, DTYPE))
+        high = tl.join(_byte(words, 16, DTYPE), _byte(words, 24, DTYPE))
     else:
         ASM: tl.constexpr = TO_FP16 if tl.float16 == DTYPE else TO_BF16
         first, last = tl.inline_asm_elementwise(
