@@ -22,18 +22,19 @@ def fleet(tmp_path_factory):
     folder = tmp_path_factory.mktemp("moves")
     with ForkedProcesses(folder) as running:
         running.settings = {"shoal.fleet.kv_moves": {"OVERHEAD_S": -1.0}}
-        running.model = write_model(folder, "qwen3")
+        # It is deep, so that a stream takes seconds, and is not over before it is told to move.
+        running.model = write_model(folder, "qwen3", num_hidden_layers=32)
         running.route("--policy", "round_robin", "--max-local-prefill-length", 16, "--enable-p2p")
         yield running
 
 
 def serve(fleet, name, role, *options):
-    sizes = ("--max-num-seqs", 16, "--max-model-len", 512, "--kv-cache-memory-bytes", 8_000_000)
+    sizes = ("--max-num-seqs", 16, "--max-model-len", 512, "--kv-cache-memory-bytes", 100_000_000)
     names = ("--role", role, "--served-model-name", "tiny")
     fleet.serve(name, *names, *sizes, *options, model=fleet.model)
 
 
-def ask(fleet, mode, prompt, max_tokens=80):
+def ask(fleet, mode, prompt, max_tokens=160):
     options = {"include_usage": True}
     body = {"model": "tiny", "prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **MODES[mode]}
     return fleet.stream("/v1/completions", **body, stream_options=options)
