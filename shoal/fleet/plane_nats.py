@@ -59,6 +59,8 @@ OUTCOMES_TTL_S = 3600.0
 DUPLICATES_S = 120.0  # within it an item that is pushed again is known to the server
 MAX_DEAD = 1000  # ids whose lease has run out, of which we know whose they were
 AGAIN_S = 0.2  # until what failed is tried again, while the server is away
+ROUND_TRIP_S = 10.0  # for the server to have taken in what it was sent
+PONG_S = 60  # a ping is given up by then; a connection that gives no pong has ended long before
 PULL_S = 5.0  # one request for work waits that long
 MAX_PAUSE_S = 0.5  # between two looks at the leases; a longer one was no life of this process
 ROOM_FOR_HEAD = 4096  # bytes of a message beside its payload
@@ -197,7 +199,7 @@ class NatsPlane(Plane):
         while True:
             await self.clock.sleep(self.lease_s / 3)
             try:
-                await self._client.flush(timeout=max(1, round(self.lease_s / 3)))
+                await self._round_trip(self.lease_s / 3)
                 self._heard_at = self.clock.now()
                 await self._claim_again()
             except nats.errors.Error as error:
@@ -317,7 +319,7 @@ class NatsPlane(Plane):
 
         async def subscribe() -> Any:
             subscription = await self._client.subscribe(f"{PREFIX}.subject.{subject}", cb=hear)
-            await self._client.flush()
+            await self._round_trip()
             return subscription
 
         subscription = await self._insist(subscribe)
@@ -545,7 +547,7 @@ class NatsPlane(Plane):
                     await self._client.subscribe(f"$KV.{MEMBERS}.member.>", cb=self._hear_member)
                     await self._client.subscribe(f"$KV.{OUTCOMES}.{self.name}.>", cb=self._hear_outcome)
                     listening = True
-                await self._client.flush()
+                await self._round_trip()
                 await self._read_all_members()
                 self._heard_at = self.clock.now()
                 await self._claim_again()
@@ -559,6 +561,25 @@ class NatsPlane(Plane):
             else:
                 self._joined.set()
                 self._was_joined.set()
+
+    async def _round_trip(self, timeout_s: float = ROUND_TRIP_S) -> None:
+        """Returns when the server has taken in all that it was sent before. Raises nats.errors.TimeoutError.
+
+        nats-py writes a ping past what waits to be written, so that only a second ping comes behind it. And
+        it stops reading at a pong whose ping was given up, so that none is given up before its connection."""
+
+        answered = asyncio.Event()
+
+        async def ping_twice() -> None:
+            await self._client.flush(PONG_S)
+            await self._client.flush(PONG_S)
+            answered.set()
+
+        self._background(ping_twice())
+        try:
+            await asyncio.wait_for(answered.wait(), timeout_s)
+        except TimeoutError:
+            raise nats.errors.TimeoutError from None
 
     async def _add_buckets(self) -> None:
         for bucket, ttl_s, storage in (

@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import msgspec
+import nats.errors
 import pytest
 
 from shoal.errors import ConfigError, ShoalError, UnavailableError
@@ -549,6 +550,67 @@ async def test_a_handler_is_closed_when_its_caller_is_gone(site):
 
 
 # NATS alone
+
+
+class Proxy:
+    """Between a plane and a nats-server: it keeps what the plane sends, and counts its connections."""
+
+    def __init__(self, port: str) -> None:
+        self.port, self.sent, self.number = int(port), b"", 0
+
+    async def connect(self, reader, writer):
+        try:
+            theirs, ours = await asyncio.open_connection("127.0.0.1", self.port)
+        except OSError:  # the server starts yet
+            writer.close()
+            return
+        self.number += 1
+        await asyncio.gather(self.pass_on(reader, ours, keep=True), self.pass_on(theirs, writer))
+
+    async def pass_on(self, reader, writer, keep=False):
+        while data := await reader.read(1 << 16):
+            if keep:
+                self.sent += data
+            writer.write(data)
+        writer.close()
+
+    @asynccontextmanager
+    async def plane(self, lease_s):
+        server = await asyncio.start_server(self.connect, "127.0.0.1", 0)
+        plane = open_plane(f"nats://127.0.0.1:{server.sockets[0].getsockname()[1]}", lease_s=lease_s)
+        try:
+            yield plane
+        finally:
+            await plane.close()
+            server.close()
+
+
+@pytest.mark.parametrize("site", ["nats"], indirect=True)
+@asynchronous
+async def test_a_subscription_is_with_the_nats_server_when_it_is_promised(site):
+    """A pong tells that the server has what was sent before its ping."""
+    proxy = Proxy(site.url.rpartition(":")[2])
+    async with proxy.plane(lease_s=30) as plane:
+        for number in range(10):
+            await plane.subscribe(f"events{number}", Note)
+            subscribed = proxy.sent.index(b"SUB shoal.subject.events%d " % number)
+            assert b"PING" in proxy.sent[subscribed:]
+
+
+@pytest.mark.parametrize("site", ["nats"], indirect=True)
+@asynchronous
+async def test_a_late_answer_of_nats_leaves_the_connection_whole(site):
+    proxy = Proxy(site.url.rpartition(":")[2])
+    async with proxy.plane(lease_s=30) as plane:
+        subscription = await plane.subscribe("events", Note)
+        site.server.send_signal(signal.SIGSTOP)
+        with pytest.raises(nats.errors.TimeoutError):
+            await plane._round_trip(0.1)
+        site.server.send_signal(signal.SIGCONT)
+        await plane._round_trip()
+        await plane.publish("events", Note(1))
+        assert (await anext(subscription)).n == 1
+    assert proxy.number == 1
 
 
 @asynchronous
