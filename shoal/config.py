@@ -247,13 +247,16 @@ class EngineConfig:
     """Options of the engine. Raises ConfigError that names the option, its value and the limit."""
 
     model: str = option(
-        DEFAULT_MODEL, 'folder, .gguf file, hub id, or "smollm2"', common=True, section="model and tokenizer"
+        DEFAULT_MODEL,
+        'folder, .gguf file, hub id, URL of a store, or "smollm2"',
+        common=True,
+        section="model and tokenizer",
     )
     tokenizer: str | None = option(None, "folder or tokenizer.json; default: the model's own")
     skip_tokenizer_init: bool = option(False, "token ids only")
     revision: str | None = option(None, "branch, tag or commit of a hub id")
     download_dir: str | None = option(
-        None, "where files from the hub are kept; default: the hub library's cache"
+        None, "where files from the hub or a store are kept; default: the hub library's cache, or Shoal's"
     )
     load_format: str = option(
         "auto", 'the format of the weights; "dummy": random ones', choices=("auto", "safetensors", "dummy")

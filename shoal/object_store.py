@@ -21,6 +21,7 @@ class ObjectStore:
         self.fs, path = _open(url, option)
         self.root = path.rstrip("/")
         protocols = {self.fs.protocol} if isinstance(self.fs.protocol, str) else set(self.fs.protocol)
+        self.is_local = "file" in protocols  # `root` is a path of this machine
         self._moves = not protocols & OBJECT_STORES
         self._made: set[str] = set()  # folders that are there
 

@@ -27,7 +27,7 @@ from shoal.fleet.plane_inbox import start
 from shoal.fleet.plane_workers import member_of
 from shoal.fleet.planes import check_plane, open_plane
 from shoal.fleet.worker_port import EventEndpoints, WorkerPort, check_host
-from shoal.kv.object_store import shown
+from shoal.object_store import shown
 from shoal.server.model import ServedModel
 from shoal.tracing import Tracing
 from shoal.weights.source import CheckpointFiles

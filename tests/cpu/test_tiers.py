@@ -19,8 +19,8 @@ from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import commands
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import ConfigError
+from shoal.io_threads import done
 from shoal.kv.block_file import BlockMeta
-from shoal.kv.io_threads import done
 from shoal.kv.tier import TierStats
 from shoal.kv.tier_registry import TIERS, first_read_s
 from shoal.kv_event_format import CPU, STORAGE

@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace as change
 
+from shoal import io_threads
 from shoal.errors import ConfigError
-from shoal.kv import block_folder, io_threads
+from shoal.kv import block_folder
 from shoal.kv.block_file import HEADER_AT, MAGIC, PAGE, BlockFormat, group_name, in_pages
 from shoal.kv.disk import DiskTier
 from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of

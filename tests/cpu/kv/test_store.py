@@ -16,10 +16,11 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from msgspec.structs import replace as change
 
+from shoal import io_threads, object_store
 from shoal.errors import ConfigError
-from shoal.kv import io_threads, object_store, store
+from shoal.io_threads import Breaker
+from shoal.kv import store
 from shoal.kv.block_file import HEADER_AT, PAGE, BlockFormat
-from shoal.kv.io_threads import Breaker
 from shoal.kv.layout import Layout
 from shoal.kv.store import StoreTier
 from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of

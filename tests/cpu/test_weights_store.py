@@ -1,0 +1,308 @@
+"""Models under a URL of fsspec, copied to this machine. The store is fsspec's own memory, or a web server; another
+machine is another cache folder."""
+
+import contextlib
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import fsspec
+import pytest
+from aiohttp import web
+from fsspec.implementations.memory import MemoryFileSystem
+
+from shoal.cli.main import main
+from shoal.doctor.fleet_file import _model
+from shoal.errors import CheckpointError
+from shoal.weights import store
+from shoal.weights.source import is_model_file, resolve
+from tests.serving import ROOT
+from tests.tiny import write_model
+
+URL = "memory://bucket/qwen/little"
+CONTENT = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 50, "tokenizer.json": b"[1]"}
+
+
+@pytest.fixture
+def memory(monkeypatch, tmp_path):
+    """An empty store, and an empty cache folder. Ranges are small."""
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(store, "RANGE_BYTES", 1000)
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+    yield fsspec.filesystem("memory")
+    MemoryFileSystem.store.clear()
+
+
+def put(memory, url=URL, **content):
+    for name, data in (content or CONTENT).items():
+        memory.pipe_file(f"{url.removeprefix('memory:/')}/{name}", data)
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != store.RECEIPT}
+
+
+def failing(monkeypatch, method, error, after=0):
+    """The store's method raises, behind so many calls that do not."""
+    real, calls = getattr(MemoryFileSystem, method), []
+
+    def fail(self, *args, **options):
+        calls.append(args)
+        if len(calls) > after:
+            raise error
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, method, fail)
+
+
+def test_a_model_is_copied_whole_and_once(memory, monkeypatch, tmp_path):
+    put(memory)
+    put(memory, **{"README.md": b"words", "consolidated.safetensors": b"the same again"})
+    put(memory, f"{URL}/original", **{"model.safetensors": b"in another layout"})
+    folder = resolve(URL).folder
+    assert contents(folder) == CONTENT
+    assert folder.parent == tmp_path / "cache" / "models" and folder.name.startswith("little-")
+    failing(monkeypatch, "cat_file", OSError("nothing is to be read"))
+    assert resolve(URL).folder == folder
+    assert not list(folder.parent.glob("*.part"))
+
+
+def test_a_gguf_file_is_copied_by_itself(memory):
+    put(memory, **{"little.gguf": b"GGUF" + bytes(5000), "other.gguf": b"GGUF"})
+    files = resolve(f"{URL}/little.gguf")
+    assert files.kind == "gguf" and files.path.name == "little.gguf"
+    assert contents(files.folder) == {"little.gguf": b"GGUF" + bytes(5000)}
+
+
+def test_what_changes_gets_a_folder_of_its_own(memory):
+    put(memory)
+    first = resolve(URL).folder
+    put(memory, **{"tokenizer.json": b"[2]"})
+    second = resolve(URL).folder
+    assert second != first and contents(first) == CONTENT
+    assert contents(second) == CONTENT | {"tokenizer.json": b"[2]"}
+    memory.rm_file(f"{URL.removeprefix('memory:/')}/tokenizer.json")
+    assert "tokenizer.json" not in contents(resolve(URL).folder)
+
+
+def test_download_dir_holds_it(memory, tmp_path):
+    put(memory)
+    assert resolve(URL, None, str(tmp_path / "here")).folder.parent == tmp_path / "here"
+
+
+def test_a_copy_that_broke_off_goes_on_with_its_whole_files(memory, monkeypatch):
+    put(memory)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "THREADS", 1)
+        failing(patch, "cat_file", ConnectionError("the line is dead\nand more"), after=5)
+        with pytest.raises(CheckpointError, match=f"{URL}.*ConnectionError: the line is dead[);]"):
+            resolve(URL)
+    [part] = store.models_folder(None).glob("*.part")
+    assert contents(part)["config.json"] == b"{}" and "model.safetensors" not in contents(part)
+    asked = []
+    real = MemoryFileSystem.cat_file
+    monkeypatch.setattr(
+        MemoryFileSystem,
+        "cat_file",
+        lambda self, path, **part: asked.append(path) or real(self, path, **part),
+    )
+    assert contents(resolve(URL).folder) == CONTENT
+    assert not any(path.endswith("config.json") for path in asked)
+
+
+def test_a_store_that_is_away_leaves_the_last_copy(memory, monkeypatch, caplog):
+    put(memory)
+    folder = resolve(URL).folder
+    failing(monkeypatch, "ls", ConnectionError("no route"))
+    with caplog.at_level(logging.WARNING):
+        assert resolve(URL).folder == folder
+    assert "no route" in caplog.text and str(folder) in caplog.text
+    with pytest.raises(CheckpointError, match="no route"):
+        resolve(f"{URL}-other")
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("gone"), PermissionError("forbidden")])
+def test_a_store_that_refuses_is_no_store_that_is_away(memory, monkeypatch, error):
+    put(memory)
+    resolve(URL)
+    failing(monkeypatch, "ls", error)
+    with pytest.raises(CheckpointError, match=str(error)):
+        resolve(URL)
+
+
+def test_a_copy_that_may_not_have_reached_the_disk_is_made_again(memory, monkeypatch):
+    put(memory)
+    folder = resolve(URL).folder
+    (folder / "tokenizer.json").write_bytes(bytes(3))  # what a power cut leaves
+    booted = (folder / store.RECEIPT).stat().st_mtime + 20
+    monkeypatch.setattr(store.time, "clock_gettime", lambda clock: time.time() - booted)
+    failing(monkeypatch, "ls", ConnectionError("away"), after=0)
+    with pytest.raises(CheckpointError, match="away"):  # not even in need
+        resolve(URL)
+    monkeypatch.undo()
+    monkeypatch.setattr(store.time, "clock_gettime", lambda clock: time.time() - booted)
+    monkeypatch.setenv("SHOAL_CACHE", str(folder.parents[1]))
+    assert resolve(URL).folder == folder and contents(folder) == CONTENT
+
+
+def test_a_model_that_is_being_written_is_refused(memory, monkeypatch):
+    put(memory)
+    real = MemoryFileSystem.cat_file
+
+    def write_on(self, path, **part):
+        put(memory, **{"tokenizer.json": b"[1]"})  # at another time
+        return real(self, path, **part)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", write_on)
+    with pytest.raises(CheckpointError, match="changes while it is copied"):
+        resolve(URL)
+    monkeypatch.undo()
+
+
+def test_a_store_that_gives_too_little_is_noticed(memory, monkeypatch):
+    put(memory)
+    real = MemoryFileSystem.cat_file
+    monkeypatch.setattr(
+        MemoryFileSystem, "cat_file", lambda self, path, **part: real(self, path, **part)[:-1]
+    )
+    with pytest.raises(CheckpointError, match=r"gave \d+ bytes for \d+"):
+        resolve(URL)
+
+
+def test_a_disk_without_room_is_named_before_anything_is_copied(memory, monkeypatch):
+    put(memory)
+    monkeypatch.setattr(store.shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 5))
+    failing(monkeypatch, "cat_file", AssertionError("copied"))
+    with pytest.raises(
+        CheckpointError, match=r"needs 0.0 GB more in .*models, where 0.0 are free; .*SHOAL_CACHE"
+    ):
+        resolve(URL)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        (f"{URL}/nothing", "FileNotFoundError"),
+        ("s3://key:secret@bucket/model", "has a password"),
+        ("nosuch://bucket/model", "nosuch"),
+        ("memory://", "holds no config.json"),
+    ],
+)
+def test_a_url_that_cannot_be_used_is_named(memory, url, says):
+    with pytest.raises(CheckpointError, match=says) as failed:
+        resolve(url)
+    assert "secret" not in str(failed.value)
+
+
+def test_a_folder_of_gguf_files_says_how_to_name_one(memory):
+    put(memory, **{"b.gguf": b"GGUF", "a.gguf": b"GGUF"})
+    with pytest.raises(CheckpointError, match=f"name its file {URL}/a.gguf"):
+        resolve(URL)
+
+
+def test_a_file_url_is_read_where_it_lies(memory, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    assert resolve(f"file://{tmp_path}").folder == tmp_path
+
+
+def test_models_lists_and_removes_copies(memory, capsys):
+    put(memory)
+    resolve(URL)
+    put(memory, **{"tokenizer.json": b"[2]"})
+    newest = resolve(URL).folder
+    (newest.with_name("broken-1-2.part")).mkdir()
+    (newest.with_name("broken-1-2.part") / store.RECEIPT).write_text(json.dumps({"url": "memory://broken"}))
+    hub = ("--download-dir", str(newest.parent))
+    assert main(["models", "--json", *hub]) == 0
+    found = {model["name"]: model for model in json.loads(capsys.readouterr().out)}
+    assert "memory://broken" not in found
+    assert (found[URL]["source"], found[URL]["path"]) == ("store", str(newest))
+    assert found[URL]["size_bytes"] > 2 * sum(map(len, CONTENT.values()))
+    assert main(["models", "rm", URL, "--yes", *hub]) == 0
+    assert not newest.exists() and store.stored_models(str(newest.parent)) == []
+
+
+def test_the_doctor_copies_nothing(memory):
+    put(memory)
+    found = _model(URL, None, None, True)
+    assert "copied at its first use (13 KiB)" in found.found and not store.models_folder(None).exists()
+    assert store.look(URL, is_model_file) == (None, sum(map(len, CONTENT.values())))
+    folder = resolve(URL).folder
+    assert store.look(URL, is_model_file)[0] == folder
+
+
+COPY = "import sys; from shoal.weights.source import resolve; print(resolve(sys.argv[1]).folder)"
+
+
+@contextlib.contextmanager
+def web_server(folder):
+    """The folder on a web server of this host. Gives its URL, and the paths that were asked for with GET."""
+    asked = []
+
+    @web.middleware
+    async def note(request, handler):
+        if request.method == "GET":
+            asked.append(request.path)
+        return await handler(request)
+
+    async def serve():
+        app = web.Application(middlewares=[note])
+        app.router.add_static("/models", folder, show_index=True)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port.append(site._server.sockets[0].getsockname()[1])
+        ready.set()
+        await asyncio.get_running_loop().run_in_executor(None, end.wait)
+        await runner.cleanup()
+
+    import asyncio
+
+    port, ready, end = [], threading.Event(), threading.Event()
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    try:
+        assert ready.wait(30)
+        yield f"http://127.0.0.1:{port[0]}/models", asked
+    finally:
+        end.set()
+        thread.join()
+
+
+def test_processes_that_start_together_copy_a_model_once(tmp_path):
+    write_model(tmp_path / "web", "qwen3")
+    environment = os.environ | {"SHOAL_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    with web_server(tmp_path / "web") as (url, asked):
+        running = [
+            subprocess.Popen(
+                [sys.executable, "-c", COPY, f"{url}/qwen3"],
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for _ in range(3)
+        ]
+        said = [process.communicate(timeout=120)[0] for process in running]
+    folder = Path(said[0].strip())
+    assert [process.returncode for process in running] == [0, 0, 0] and len(set(said)) == 1
+    assert contents(folder)["model.safetensors"] == (tmp_path / "web/qwen3/model.safetensors").read_bytes()
+    assert sum(path.endswith("model.safetensors") for path in asked) == 1
+
+
+def test_an_engine_serves_a_model_from_a_web_server(tmp_path, capsys, monkeypatch):
+    model = write_model(tmp_path / "web", "qwen3")
+    arguments = ["--max-tokens", "8", "--temperature", "0", "--kv-cache-memory-bytes", "1000000", "ab"]
+    assert main(["generate", "--model", str(model), *arguments]) == 0
+    expected = capsys.readouterr().out
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
+    with web_server(tmp_path / "web") as (url, _):
+        assert main(["generate", "--model", f"{url}/qwen3", *arguments]) == 0
+    assert capsys.readouterr().out == expected and expected.strip()
