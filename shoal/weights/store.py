@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import hashlib
 import json
 import logging
@@ -43,6 +44,7 @@ MAX_TRIES = 3  # of a copy whose original changes meanwhile
 NAME_CHARS = 80
 # A copy that is younger than this when the machine goes down may not be on its disk, though its names are.
 WRITE_BACK_S = 600.0
+UPTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # Linux counts sleep in the first alone
 # Under these names stores tell what changes with a file's content, or at least with its writing.
 VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "created")
 
@@ -207,8 +209,8 @@ class _Model:
             if not _is_whole(folder):
                 with self._lock():
                     if not _is_whole(folder):  # nobody has copied it meanwhile
-                        shutil.rmtree(folder, ignore_errors=True)
                         unfinished = folder.with_name(f"{folder.name}.part")
+                        self._clear(folder, unfinished)
                         _copy(self._store, self.url, files, unfinished)
                         if self.files() != files:
                             continue
@@ -217,6 +219,12 @@ class _Model:
                 os.utime(folder)
             return StoredModel(self.url, folder)
         raise CheckpointError(f"the model {self.url} changes while it is copied; wait until it is written")
+
+    def _clear(self, folder: Path, unfinished: Path) -> None:
+        """Removes a copy that is not whole, and unfinished ones of versions that are gone."""
+        for path in (folder, *self.root.glob(f"{glob.escape(self._stem)}-*.part")):
+            if path != unfinished:
+                shutil.rmtree(path, ignore_errors=True)
 
     def last_copy(self) -> StoredModel | None:
         """The one that was used last, of whatever version."""
@@ -238,7 +246,7 @@ def _is_whole(folder: Path) -> bool:
         copied = (folder / RECEIPT).stat().st_mtime
     except FileNotFoundError:
         return False
-    booted = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    booted = time.time() - time.clock_gettime(UPTIME)
     return not 0 < booted - copied < WRITE_BACK_S
 
 

@@ -160,10 +160,12 @@ def test_a_model_that_is_being_written_is_refused(memory, monkeypatch):
         put(memory, **{"tokenizer.json": b"[1]"})  # at another time
         return real(self, path, **part)
 
-    monkeypatch.setattr(MemoryFileSystem, "cat_file", write_on)
-    with pytest.raises(CheckpointError, match="changes while it is copied"):
-        resolve(URL)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryFileSystem, "cat_file", write_on)
+        with pytest.raises(CheckpointError, match="changes while it is copied"):
+            resolve(URL)
+    folder = resolve(URL).folder
+    assert contents(folder) == CONTENT and not list(folder.parent.glob("*.part"))
 
 
 def test_a_store_that_gives_too_little_is_noticed(memory, monkeypatch):
