@@ -60,7 +60,7 @@ DUPLICATES_S = 120.0  # within it an item that is pushed again is known to the s
 MAX_DEAD = 1000  # ids whose lease has run out, of which we know whose they were
 AGAIN_S = 0.2  # until what failed is tried again, while the server is away
 ROUND_TRIP_S = 10.0  # for the server to have taken in what it was sent
-PONG_S = 60  # a ping is given up by then; a connection that gives no pong has ended long before
+PONG_S = 120  # a ping is given up by then; a connection that gives no pong has ended before
 PULL_S = 5.0  # one request for work waits that long
 MAX_PAUSE_S = 0.5  # between two looks at the leases; a longer one was no life of this process
 ROOM_FOR_HEAD = 4096  # bytes of a message beside its payload
@@ -113,6 +113,7 @@ class NatsPlane(Plane):
         self._dead: dict[str, str] = {}  # by id, the owner whose lease has run out
         self._queues: set[str] = set()  # those that the server has
         self._background_tasks: set[asyncio.Task[None]] = set()
+        self._pings: set[asyncio.Task[None]] = set()  # under way; the connection outlives them
         self._hints: dict[str, None] = {}  # subjects of keys that have changed, in order
         self._has_hints = asyncio.Event()
         self._logged: set[str] = set()
@@ -563,23 +564,29 @@ class NatsPlane(Plane):
                 self._was_joined.set()
 
     async def _round_trip(self, timeout_s: float = ROUND_TRIP_S) -> None:
-        """Returns when the server has taken in all that it was sent before. Raises nats.errors.TimeoutError.
+        """Returns when the server has taken in all that it was sent before. Raises an error of nats.errors.
 
         nats-py writes a ping past what waits to be written, so that only a second ping comes behind it. And
         it stops reading at a pong whose ping was given up, so that none is given up before its connection."""
 
-        answered = asyncio.Event()
-
         async def ping_twice() -> None:
             await self._client.flush(PONG_S)
             await self._client.flush(PONG_S)
-            answered.set()
 
-        self._background(ping_twice())
-        try:
-            await asyncio.wait_for(answered.wait(), timeout_s)
-        except TimeoutError:
-            raise nats.errors.TimeoutError from None
+        if not self._client.is_connected:  # flush would return all the same
+            raise nats.errors.ConnectionReconnectingError
+        pings = asyncio.create_task(ping_twice())
+        self._pings.add(pings)
+        pings.add_done_callback(self._ended)
+        done, _ = await asyncio.wait([pings], timeout=timeout_s)
+        if not done:
+            raise nats.errors.TimeoutError
+        pings.result()
+
+    def _ended(self, pings: asyncio.Task[None]) -> None:
+        self._pings.discard(pings)
+        if not pings.cancelled():
+            pings.exception()  # who waits for it no more need not know
 
     async def _add_buckets(self) -> None:
         for bucket, ttl_s, storage in (
@@ -655,13 +662,12 @@ class NatsPlane(Plane):
 
     async def _leave(self) -> None:
         await stop([*self._tasks, *self._background_tasks])
-        with suppress(nats.errors.Error):
-            if self._joined.is_set():
-                for member_id in self._registered:
-                    await self._bucket.delete(_member_key(member_id))
-                await self._client.flush()
+        for member_id in self._registered if self._joined.is_set() else ():
+            with suppress(nats.errors.Error):
+                await self._bucket.delete(_member_key(member_id))
         with suppress(nats.errors.Error):
             await self._client.close()
+        await stop(list(self._pings))
         self._joined.set()  # who waits for it learns that it is over
 
 

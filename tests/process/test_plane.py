@@ -7,11 +7,12 @@ import signal
 import socket
 import subprocess
 import sys
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import msgspec
 import nats.errors
+import nats.js.errors
 import pytest
 
 from shoal.errors import ConfigError, ShoalError, UnavailableError
@@ -552,11 +553,22 @@ async def test_a_handler_is_closed_when_its_caller_is_gone(site):
 # NATS alone
 
 
+async def kept_by_server(plane) -> list[str]:
+    """The keys of members, whatever their leases."""
+    try:
+        return await plane._bucket.keys(["member."])
+    except nats.js.errors.NoKeysError:
+        return []
+
+
 class Proxy:
-    """Between a plane and a nats-server: it keeps what the plane sends, and counts its connections."""
+    """Between a plane and a nats-server: it keeps what the plane sends, counts the connections, and lets nothing
+    of the server's pass while it is not `open`."""
 
     def __init__(self, port: str) -> None:
         self.port, self.sent, self.number = int(port), b"", 0
+        self.open = asyncio.Event()
+        self.open.set()
 
     async def connect(self, reader, writer):
         try:
@@ -565,12 +577,19 @@ class Proxy:
             writer.close()
             return
         self.number += 1
-        await asyncio.gather(self.pass_on(reader, ours, keep=True), self.pass_on(theirs, writer))
+        both = asyncio.gather(self.pass_on(reader, ours), self.give_back(theirs, writer))
+        with suppress(asyncio.CancelledError, OSError):  # the test is over
+            await both
 
-    async def pass_on(self, reader, writer, keep=False):
+    async def pass_on(self, reader, writer):
         while data := await reader.read(1 << 16):
-            if keep:
-                self.sent += data
+            self.sent += data
+            writer.write(data)
+        writer.close()
+
+    async def give_back(self, reader, writer):
+        while data := await reader.read(1 << 16):
+            await self.open.wait()
             writer.write(data)
         writer.close()
 
@@ -581,6 +600,7 @@ class Proxy:
         try:
             yield plane
         finally:
+            self.open.set()
             await plane.close()
             server.close()
 
@@ -603,14 +623,31 @@ async def test_a_late_answer_of_nats_leaves_the_connection_whole(site):
     proxy = Proxy(site.url.rpartition(":")[2])
     async with proxy.plane(lease_s=30) as plane:
         subscription = await plane.subscribe("events", Note)
-        site.server.send_signal(signal.SIGSTOP)
+        before = proxy.number
+        proxy.open.clear()
         with pytest.raises(nats.errors.TimeoutError):
             await plane._round_trip(0.1)
-        site.server.send_signal(signal.SIGCONT)
+        proxy.open.set()
         await plane._round_trip()
         await plane.publish("events", Note(1))
         assert (await anext(subscription)).n == 1
-    assert proxy.number == 1
+        assert proxy.number == before
+
+
+@pytest.mark.parametrize("site", ["nats"], indirect=True)
+@asynchronous
+async def test_members_leave_while_a_ping_is_under_way(site):
+    proxy = Proxy(site.url.rpartition(":")[2])
+    async with site.planes(1) as (other,):
+        async with proxy.plane(lease_s=6) as plane:
+            for name in ("a", "b", "c"):
+                await plane.register(member(name))
+            await until(other, "a", "b", "c")
+            proxy.open.clear()
+            with pytest.raises(nats.errors.TimeoutError):
+                await plane._round_trip(0.01)
+            proxy.open.set()  # the pong comes while the plane leaves
+        assert await kept_by_server(other) == []
 
 
 @asynchronous

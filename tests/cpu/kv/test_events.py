@@ -388,9 +388,16 @@ def test_without_listeners_nothing_waits_and_the_queue_is_bounded(tmp_path):
 
 def test_what_is_to_be_published_goes_before_answers(publish):
     events, listener = publish()
-    queued = threading.Event()
-    # the thread is busy until it has been asked
-    events._queue.put(lambda: events._replay.router.poll(10_000) and queued.wait(10))
+    busy, queued = threading.Event(), threading.Event()
+
+    def work():
+        """Until it has been asked, and has something to publish."""
+        busy.set()
+        events._replay.router.poll(10_000)
+        queued.wait(10)
+
+    events._queue.put(work)
+    assert busy.wait(10)
     start = events._next
     listener.ask.send_multipart([b"", start.to_bytes(8, "big")])
     for i in range(3):
