@@ -254,7 +254,7 @@ class EngineConfig:
     )
     tokenizer: str | None = option(None, "folder or tokenizer.json; default: the model's own")
     skip_tokenizer_init: bool = option(False, "token ids only")
-    revision: str | None = option(None, "branch, tag or commit of a hub id")
+    revision: str | None = option(None, "branch, tag or commit of a hub id; version of a model in a store")
     download_dir: str | None = option(
         None, "where files from the hub or a store are kept; default: the hub library's cache, or Shoal's"
     )

@@ -58,7 +58,7 @@ def _open(url: str, option: str) -> tuple[Any, str]:
         # What their clients remember of folders would hide what others write.
         options = {"use_listings_cache": False} if url.partition("://")[0] in OBJECT_STORES else {}
         return fsspec.core.url_to_fs(url, **options)
-    except (ImportError, ValueError, OSError) as error:
+    except Exception as error:  # noqa: BLE001   backends raise what they like
         raise ConfigError(
             f"{option} {shown(url)} can't be opened: {error} (each kind of store has a package of its own)"
         ) from None

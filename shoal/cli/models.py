@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -51,9 +50,12 @@ def remove(name: str, download_dir: str | None = None) -> int:
         Path(model.path).unlink()
         return model.size_bytes
     if model.source == "store":
-        for copy in store.stored_models(download_dir):
-            if copy.url == name:
-                shutil.rmtree(copy.folder)
+        try:
+            for copy in store.stored_models(download_dir):
+                if copy.url == name:
+                    copy.remove()
+        except OSError as error:
+            raise CheckpointError(f"{model.path} could not be removed wholly: {error}") from None
         return model.size_bytes
     from huggingface_hub import scan_cache_dir
 
@@ -94,12 +96,15 @@ def _of_stores(download_dir: str | None) -> list[CachedModel]:
     by_url: dict[str, list[store.StoredModel]] = {}
     for copy in store.stored_models(download_dir):
         by_url.setdefault(copy.url, []).append(copy)
-    return [
-        CachedModel(
-            url, "store", str(copies[-1].path), sum(c.num_bytes for c in copies), copies[-1].last_used
-        )
-        for url, copies in by_url.items()
-    ]
+    return [_of_copies(url, copies) for url, copies in by_url.items()]
+
+
+def _of_copies(url: str, copies: Sequence[store.StoredModel]) -> CachedModel:
+    """All versions of a URL, also those that broke off on their way."""
+    last = next((copy for copy in reversed(copies) if copy.is_whole), copies[-1])
+    files = [path.stat() for copy in copies for path in copy.folder.glob("*")]
+    path, last_used = str(last.path if last.is_whole else last.folder), last.folder.stat().st_mtime
+    return CachedModel(url, "store", path, sum(file.st_size for file in files), last_used)
 
 
 # Commands

@@ -23,6 +23,7 @@ from shoal.server.foreign_model import UNBOUNDED, ForeignModel
 from shoal.server.model import ServedModel, served_model
 from shoal.tokenizer import Tokenizer, load_tokenizer
 from shoal.weights.source import resolve
+from shoal.weights.store import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -128,7 +129,9 @@ class Offer:
 def _tokenizer_of(card: ModelCard) -> Tokenizer | None:
     if card.skip_tokenizer_init:
         return None
-    files = resolve(card.model, card.revision, card.download_dir)
+    # A store may have another version than the workers have by now, with the same tokenizer.
+    revision = None if is_url(card.model) else card.revision
+    files = resolve(card.model, revision, card.download_dir, with_weights=False)
     return load_tokenizer(files, card.tokenizer, card.chat_template)
 
 

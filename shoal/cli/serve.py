@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import gc
 import logging
 import socket
@@ -106,6 +107,8 @@ def plan(
     for name, (_, path) in zip(names, pairs):
         engine = EngineConfig.from_options(model=path, **options)
         files = resolve(engine.model, engine.revision, engine.download_dir).check()
+        if files.revision is not None:
+            engine = dataclasses.replace(engine, revision=files.revision)  # its processes take this one
         found.append(Planned(config.served_model_name or [name], engine, files))
     return found
 

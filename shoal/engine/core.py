@@ -8,6 +8,7 @@ old one.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import logging
 import time
@@ -63,6 +64,8 @@ class EngineCore:
     ) -> None:
         """`predecessor`: the core whose place this one is to take. It sleeps, and so does the KV cache of
         this one at first. Who listens to its events listens to this one's from now on."""
+        if files.revision is not None:
+            config = dataclasses.replace(config, revision=files.revision)  # other ranks take the same one
         self.files, self._given = files, config
         self.model_config = files.config
         check_parallel(self.model_config, config.tensor_parallel_size)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
@@ -41,6 +41,7 @@ class CheckpointFiles:
 
     folder: Path
     file: Path | None = None  # the GGUF file, if it is one
+    revision: str | None = None  # of a model from a store, which may have another one by now
 
     @property
     def kind(self) -> str:
@@ -118,12 +119,16 @@ class CheckpointFiles:
         return read_object(self.folder / name)
 
 
-def resolve(model: str, revision: str | None = None, download_dir: str | None = None) -> CheckpointFiles:
-    """Finds a checkpoint. The default model, hub ids and URLs of stores are downloaded; what exists on this
-    machine is not looked for elsewhere. Raises CheckpointError."""
+def resolve(
+    model: str, revision: str | None = None, download_dir: str | None = None, *, with_weights: bool = True
+) -> CheckpointFiles:
+    """Finds a checkpoint. The default model, hub ids and URLs of stores are downloaded, of the last without
+    their .safetensors files if these are not wanted; what exists on this machine is not looked for elsewhere.
+    `revision`: of a hub id, or the version of a model in a store. Raises CheckpointError."""
     if store.is_url(model):
-        path = store.fetch(model, is_model_file, download_dir)
-        return CheckpointFiles(path) if path.is_dir() else _gguf_file(path)
+        copy = store.fetch(model, is_model_file, revision, download_dir, with_weights=with_weights)
+        found = CheckpointFiles(copy.path) if copy.path.is_dir() else _gguf_file(copy.path)
+        return replace(found, revision=copy.version)
     try:
         path = Path(model).expanduser()
         if path.is_dir():

@@ -5,10 +5,9 @@ machine's disk once.
     models / NAME-URL-VERSION.part/    one on its way; a later try goes on with its whole files
 
 VERSION is a hash of what lies there: names, sizes, and what the store tells of their versions. So a model
-that changes gets another folder, and engines that run keep theirs. A large file comes in ranges over many
-connections, as one connection to a store has a small part of the network's speed.
-
-Every process of an engine asks for its model, and the first one copies it. The others wait at a lock.
+that changes gets another folder, and engines that run keep theirs: the first process of an engine learns the
+version, and all others of it ask for this one. A large file comes in ranges over many connections, as one
+connection to a store has a small part of the network's speed.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import time
@@ -39,14 +39,17 @@ logger = logging.getLogger(__name__)
 
 RECEIPT = "shoal-store.json"
 THREADS = 16
-RANGE_BYTES = 32 << 20
+RANGE_BYTES = 16 << 20
+RANGE_TRIES, AGAIN_S = 3, 1.0  # of one range, and the pause before the next try
 MAX_TRIES = 3  # of a copy whose original changes meanwhile
 NAME_CHARS = 80
-# A copy that is younger than this when the machine goes down may not be on its disk, though its names are.
-WRITE_BACK_S = 600.0
-UPTIME = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # Linux counts sleep in the first alone
+PART = ".part"
+PASSWORD = re.compile(r"//[^/@:]*:[^/@]*@")
 # Under these names stores tell what changes with a file's content, or at least with its writing.
-VERSIONS = ("ETag", "etag", "md5Hash", "content_md5", "mtime", "LastModified", "last_modified", "created")
+VERSIONS = (
+    *("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest"),
+    *("mtime", "LastModified", "last_modified", "Last-Modified", "created"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,7 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A copy that is whole."""
+    """A copy, whole or on its way."""
 
     url: str
     folder: Path
@@ -70,59 +73,90 @@ class StoredModel:
         return self.folder / _name(self.url) if self.url.endswith(".gguf") else self.folder
 
     @property
-    def num_bytes(self) -> int:
-        return sum(path.stat().st_size for path in self.folder.iterdir())
+    def version(self) -> str:
+        return self.folder.name.removesuffix(PART).rpartition("-")[2]
 
     @property
-    def last_used(self) -> float:
-        """Seconds since 1970."""
-        return self.folder.stat().st_mtime
+    def is_whole(self) -> bool:
+        return self.folder.suffix != PART and self.folder.is_dir()
+
+    def remove(self) -> None:
+        """What is left of a removal that breaks off is no whole copy. Raises OSError."""
+        going = self.folder.with_name(f"{self.folder.name}-removed{PART}")
+        self.folder.rename(going)
+        shutil.rmtree(going)
 
 
 def is_url(model: str) -> bool:
     return "://" in model
 
 
-def fetch(url: str, is_wanted: Callable[[str], bool], download_dir: str | None = None) -> Path:
-    """The folder or the .gguf file of a model on this machine, which is copied unless this version of it is
-    here. `is_wanted` says by its name whether a file of a folder belongs to the model. Where the store can't
-    be looked at, an earlier copy is used, and a warning says so. Raises CheckpointError."""
-    model = _open(url, is_wanted, download_dir)
-    if isinstance(model, Path):
+def fetch(
+    url: str,
+    is_wanted: Callable[[str], bool],
+    version: str | None = None,
+    download_dir: str | None = None,
+    *,
+    with_weights: bool = True,
+) -> StoredModel:
+    """A model on this machine, which is copied unless this version of it is here. `version`: the one that is
+    wanted; None: what the store has now, or the copy that was used last where the store can't be looked at,
+    with a warning. `is_wanted` says by its name whether a file of a folder belongs to the model.
+    `with_weights`: False leaves .safetensors files out, in a copy of its own. What a file:// URL names is
+    read where it lies. Raises CheckpointError."""
+    model = _open(url, is_wanted, download_dir, with_weights)
+    if isinstance(model, StoredModel):
         return model
-    try:
-        return model.newest_copy().path
-    except CheckpointError:
-        raise
-    except Exception as error:  # noqa: BLE001   backends raise what they like
-        old = None if isinstance(error, FileNotFoundError | PermissionError) else model.last_copy()
-        if old is None:
-            raise _unusable(model, error) from None
-        logger.warning("the model %s can't be looked at (%s); its copy %s is used", url, error, old.folder)
-        return old.path
-
-
-def look(
-    url: str, is_wanted: Callable[[str], bool], download_dir: str | None = None
-) -> tuple[Path | None, int]:
-    """Where the model is on this machine, if this version of it is, and how many bytes it has in its store.
-    Nothing is copied. Raises CheckpointError."""
-    model = _open(url, is_wanted, download_dir)
-    if isinstance(model, Path):
-        return model, 0
+    if version is not None and (copy := model.copy_of(version)).is_whole:
+        return copy
     try:
         files = model.files()
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001   backends raise what they like
+        old = None if version is not None or _refuses(error) else model.last_copy()
+        if old is None:
+            raise _unusable(model, error) from None
+        logger.warning("the model %s can't be looked at (%s); its copy %s is used", url, error, old.folder)
+        return old
+    if version not in (None, found := model.version_of(files)):
+        raise CheckpointError(
+            f"the model {url} has version {found} now, and {version} is not on this machine any more; leave "
+            "the revision out, or start the engine again"
+        )
+    try:
+        return model.newest_copy(files)
+    except CheckpointError:
+        raise
+    except Exception as error:  # noqa: BLE001   backends raise what they like
         raise _unusable(model, error) from None
-    copy = StoredModel(url, model.folder(files))
-    return copy.path if _is_whole(copy.folder) else None, sum(file.num_bytes for file in files)
 
 
-def _open(url: str, is_wanted: Callable[[str], bool], download_dir: str | None) -> _Model | Path:
-    """A path if the URL names one of this machine. Raises CheckpointError."""
-    if shown(url) != url:
+def look(
+    url: str, is_wanted: Callable[[str], bool], download_dir: str | None = None
+) -> tuple[Path | None, int]:
+    """Where the model is on this machine, and how many bytes would have to be copied if it is not. Nothing is
+    copied. Raises CheckpointError."""
+    model = _open(url, is_wanted, download_dir)
+    if isinstance(model, StoredModel):
+        return model.path, 0
+    try:
+        files = model.files()
+    except CheckpointError:
+        raise
+    except Exception as error:  # noqa: BLE001   backends raise what they like
+        if not _refuses(error) and (old := model.last_copy()) is not None:
+            return old.path, 0
+        raise _unusable(model, error) from None
+    copy = model.copy_of(model.version_of(files))
+    return (copy.path, 0) if copy.is_whole else (None, sum(file.num_bytes for file in files))
+
+
+def _open(
+    url: str, is_wanted: Callable[[str], bool], download_dir: str | None, with_weights: bool = True
+) -> _Model | StoredModel:
+    """Raises CheckpointError."""
+    if PASSWORD.search(url):
         raise CheckpointError(
             f"the model's URL {shown(url)} has a password, which would show wherever the model is named; "
             "leave it out, and give it as the store's package for fsspec reads it from the environment"
@@ -131,7 +165,15 @@ def _open(url: str, is_wanted: Callable[[str], bool], download_dir: str | None) 
         store = ObjectStore(url, "model")
     except ConfigError as error:
         raise CheckpointError(str(error)) from None
-    return Path(store.root) if store.is_local else _Model(url, store, is_wanted, models_folder(download_dir))
+    if store.is_local:
+        path = Path(store.root)
+        return StoredModel(url.rstrip("/"), path.parent if url.endswith(".gguf") else path)
+    return _Model(url, store, is_wanted, models_folder(download_dir), with_weights)
+
+
+def _refuses(error: Exception) -> bool:
+    """Whether a store is there, and says no."""
+    return isinstance(error, FileNotFoundError | PermissionError) or getattr(error, "status", 0) in (401, 403)
 
 
 def _unusable(model: _Model, error: Exception) -> CheckpointError:
@@ -143,11 +185,15 @@ def _unusable(model: _Model, error: Exception) -> CheckpointError:
 
 
 def models_folder(download_dir: str | None) -> Path:
-    return cache_folder() / "models" if download_dir is None else Path(download_dir).expanduser()
+    """Raises CheckpointError for a home folder of nobody."""
+    try:
+        return cache_folder() / "models" if download_dir is None else Path(download_dir).expanduser()
+    except RuntimeError as error:
+        raise CheckpointError(f"download_dir {download_dir!r}: {error}; name another folder") from None
 
 
 def stored_models(download_dir: str | None = None) -> list[StoredModel]:
-    """The copies that are whole, by URL and then by their last use."""
+    """All copies, also those that broke off: by URL, and then by their last use."""
     return _copies(models_folder(download_dir))
 
 
@@ -155,18 +201,21 @@ def _copies(root: Path) -> list[StoredModel]:
     found = []
     for receipt in root.glob(f"*/{RECEIPT}"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is none of ours
-            if receipt.parent.suffix != ".part":
-                found.append(StoredModel(str(json.loads(receipt.read_bytes())["url"]), receipt.parent))
-    return sorted(found, key=lambda model: (model.url, model.last_used))
+            copy = StoredModel(str(json.loads(receipt.read_bytes())["url"]), receipt.parent)
+            found.append((copy.url, copy.folder.stat().st_mtime, copy))
+    return [copy for _, _, copy in sorted(found, key=lambda entry: entry[:2])]
 
 
 class _Model:
     """A model in a store, and what this machine has of it. Methods raise what the backend raises."""
 
-    def __init__(self, url: str, store: ObjectStore, is_wanted: Callable[[str], bool], root: Path) -> None:
-        self.url, self.root = url, root
-        self._store, self._is_wanted = store, is_wanted
-        self._stem = f"{_name(url)[:NAME_CHARS]}-{_digest(url)}"
+    def __init__(
+        self, url: str, store: ObjectStore, is_wanted: Callable[[str], bool], root: Path, with_weights: bool
+    ) -> None:
+        self.url, self.root = url if url.endswith("://") else url.rstrip("/"), root
+        self._store, self._is_wanted, self._with_weights = store, is_wanted, with_weights
+        digest = _digest(self.url if with_weights else f"{self.url} text")
+        self._stem = f"{_name(self.url)[:NAME_CHARS]}-{digest}"
 
     def files(self) -> list[_File]:
         """What there is of it in the store, by name. Raises CheckpointError for what is no model."""
@@ -181,6 +230,8 @@ class _Model:
             name = _name(entry["name"])
             if not is_file and (name == RECEIPT or not self._is_wanted(name)):
                 continue
+            if name.endswith(".safetensors") and not self._with_weights:
+                continue
             if entry.get("size") is None:  # a web server tells a file's size when it is asked for that file
                 entry = {**entry, **fs.info(entry["name"])}
             if entry.get("size") is None:
@@ -193,42 +244,46 @@ class _Model:
         if "config.json" in names:
             return
         gguf = sorted(name for name in names if name.endswith(".gguf"))
-        way_out = f"name its file {self.url.rstrip('/')}/{gguf[0]}" if gguf else "name one, or a .gguf file"
+        way_out = f"name its file {self.url}/{gguf[0]}" if gguf else "name one, or a .gguf file"
         raise CheckpointError(f"{self.url} holds no config.json, so it is no Hugging Face model; {way_out}")
 
-    def folder(self, files: Sequence[_File]) -> Path:
-        """Where the copy of this version lies, or would."""
-        versions = [(file.name, file.num_bytes, file.version) for file in files]
-        return self.root / f"{self._stem}-{_digest(json.dumps(versions))}"
+    def version_of(self, files: Sequence[_File]) -> str:
+        return _digest(json.dumps([(file.name, file.num_bytes, file.version) for file in files]))
 
-    def newest_copy(self) -> StoredModel:
-        """Raises CheckpointError if there is no room, or no end of changes."""
+    def copy_of(self, version: str) -> StoredModel:
+        """Where the copy of this version lies, or would."""
+        return StoredModel(self.url, self.root / f"{self._stem}-{version}")
+
+    def newest_copy(self, files: list[_File]) -> StoredModel:
+        """A copy of these files, which the store has now. Raises CheckpointError if there is no room, or no
+        end of changes."""
         for _ in range(MAX_TRIES):
-            files = self.files()
-            folder = self.folder(files)
-            if not _is_whole(folder):
+            copy = self.copy_of(self.version_of(files))
+            if not copy.is_whole:
                 with self._lock():
-                    if not _is_whole(folder):  # nobody has copied it meanwhile
-                        unfinished = folder.with_name(f"{folder.name}.part")
-                        self._clear(folder, unfinished)
+                    if not copy.is_whole:  # nobody has copied it meanwhile
+                        unfinished = copy.folder.with_name(f"{copy.folder.name}{PART}")
+                        self._clear(unfinished)
                         _copy(self._store, self.url, files, unfinished)
-                        if self.files() != files:
+                        listed, files = files, self.files()
+                        if files != listed:
                             continue
-                        unfinished.rename(folder)
+                        unfinished.rename(copy.folder)
             with contextlib.suppress(OSError):  # nobody may write into an image
-                os.utime(folder)
-            return StoredModel(self.url, folder)
+                os.utime(copy.folder)
+            return copy
         raise CheckpointError(f"the model {self.url} changes while it is copied; wait until it is written")
 
-    def _clear(self, folder: Path, unfinished: Path) -> None:
-        """Removes a copy that is not whole, and unfinished ones of versions that are gone."""
-        for path in (folder, *self.root.glob(f"{glob.escape(self._stem)}-*.part")):
+    def _clear(self, unfinished: Path) -> None:
+        """Removes other unfinished copies: their versions are gone."""
+        for path in self.root.glob(f"{glob.escape(self._stem)}-*{PART}"):
             if path != unfinished:
                 shutil.rmtree(path, ignore_errors=True)
 
     def last_copy(self) -> StoredModel | None:
         """The one that was used last, of whatever version."""
-        own = [model for model in _copies(self.root) if model.url == self.url and _is_whole(model.folder)]
+        copies = [copy for copy in _copies(self.root) if copy.folder.name.startswith(f"{self._stem}-")]
+        own = [copy for copy in copies if copy.is_whole]
         return own[-1] if own else None
 
     @contextlib.contextmanager
@@ -236,18 +291,12 @@ class _Model:
         """One process at a time has it, and loses it when it ends, however it ends."""
         self.root.mkdir(parents=True, exist_ok=True)
         with (self.root / f"{self._stem}.lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waiting for another process that copies {self.url}", file=sys.stderr, flush=True)
+                fcntl.flock(file, fcntl.LOCK_EX)
             yield
-
-
-def _is_whole(folder: Path) -> bool:
-    """Whether there is a copy, and it was on the disk when the machine last went down."""
-    try:
-        copied = (folder / RECEIPT).stat().st_mtime
-    except FileNotFoundError:
-        return False
-    booted = time.time() - time.clock_gettime(UPTIME)
-    return not 0 < booted - copied < WRITE_BACK_S
 
 
 def _copy(store: ObjectStore, url: str, files: Sequence[_File], folder: Path) -> None:
@@ -258,6 +307,7 @@ def _copy(store: ObjectStore, url: str, files: Sequence[_File], folder: Path) ->
     for path in folder.iterdir():
         if path.stat().st_size != sizes.get(path.name):
             path.unlink()
+    (folder / RECEIPT).write_text(json.dumps({"url": url}))
     missing = [file for file in files if not (folder / file.name).exists()]
     num_bytes, free = sum(file.num_bytes for file in missing), shutil.disk_usage(folder).free
     if num_bytes > free:
@@ -269,6 +319,8 @@ def _copy(store: ObjectStore, url: str, files: Sequence[_File], folder: Path) ->
     print(f"fetching {url} ({num_bytes / 1e9:.2f} GB) into {folder.parent}", file=sys.stderr, flush=True)
     errors: list[Exception] = []
     jobs = [(file, range_) for file in missing for range_ in _ranges(file)]
+    if large := next((job for job in jobs if len(job[1]) < job[0].num_bytes), None):
+        _read_range(store, *large)  # a server without ranges is found out before all threads ask it
     threads = IoThreads("model-store", THREADS, len(jobs))
     try:
         with tqdm(total=num_bytes, unit="B", unit_scale=True, leave=False, disable=None) as bar:
@@ -289,7 +341,6 @@ def _copy(store: ObjectStore, url: str, files: Sequence[_File], folder: Path) ->
                     copied[file.name].rename(folder / file.name)
     finally:
         threads.close()
-    (folder / RECEIPT).write_text(json.dumps({"url": url}))
 
 
 def _ranges(file: _File) -> list[range]:
@@ -307,21 +358,36 @@ def _prepared(folder: Path, file: _File) -> Path:
 def _copy_range(
     store: ObjectStore, file: _File, range_: range, target: Path, errors: list[Exception]
 ) -> bool:
-    if errors:
-        return False  # the copy is given up
-    try:
-        # A server that knows no ranges can give a small file all the same.
-        part = {} if len(range_) == file.num_bytes else {"start": range_.start, "end": range_.stop}
-        data = store.fs.cat_file(file.path, **part)
-        if len(data) != len(range_):
-            raise OSError(f"{file.path} gave {len(data)} bytes for {len(range_)} from {range_.start} on")
-        with target.open("r+b") as opened:
-            opened.seek(range_.start)
-            opened.write(data)
-    except Exception as error:  # noqa: BLE001   backends raise what they like
-        errors.append(error)
-        return False
-    return True
+    """It is on the disk when this returns, so that a power cut leaves no whole name over half a file."""
+    for number in range(1, RANGE_TRIES + 1):
+        if errors:
+            return False  # the copy is given up
+        try:
+            data = _read_range(store, file, range_)
+            with target.open("r+b") as opened:
+                opened.seek(range_.start)
+                opened.write(data)
+                opened.flush()
+                os.fdatasync(opened.fileno())
+            return True
+        except Exception as error:  # noqa: BLE001   backends raise what they like
+            if number == RANGE_TRIES or _refuses(error) or isinstance(error, CheckpointError):
+                errors.append(error)
+            else:
+                time.sleep(AGAIN_S)
+    return False
+
+
+def _read_range(store: ObjectStore, file: _File, range_: range) -> bytes:
+    # A server that knows no ranges can give a small file all the same.
+    part = {} if len(range_) == file.num_bytes else {"start": range_.start, "end": range_.stop}
+    data = bytes(store.fs.cat_file(file.path, **part))
+    if len(data) == len(range_):
+        return data
+    text = f"{file.path} gave {len(data)} bytes for {len(range_)} from {range_.start} on"
+    if len(data) > len(range_):
+        raise CheckpointError(f"{text}: its server knows no ranges; take another, or copy the model by hand")
+    raise OSError(text)
 
 
 def _name(path: str) -> str:

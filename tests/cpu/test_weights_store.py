@@ -1,7 +1,11 @@
 """Models under a URL of fsspec, copied to this machine. The store is fsspec's own memory, or a web server; another
 machine is another cache folder."""
 
+import asyncio
 import contextlib
+import errno
+import functools
+import http.server
 import json
 import logging
 import os
@@ -9,16 +13,16 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
+import types
 from pathlib import Path
 
 import fsspec
 import pytest
-from aiohttp import web
+from aiohttp import ClientResponseError, web
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shoal.cli.main import main
-from shoal.doctor.fleet_file import _model
+from shoal.doctor import fleet_file
 from shoal.errors import CheckpointError
 from shoal.weights import store
 from shoal.weights.source import is_model_file, resolve
@@ -33,7 +37,8 @@ CONTENT = {"config.json": b"{}", "model.safetensors": bytes(range(256)) * 50, "t
 def memory(monkeypatch, tmp_path):
     """An empty store, and an empty cache folder. Ranges are small."""
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(store, "RANGE_BYTES", 1000)
+    monkeypatch.setattr(store, "RANGE_BYTES", 5000)
+    monkeypatch.setattr(store, "AGAIN_S", 0.0)
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
     yield fsspec.filesystem("memory")
@@ -101,7 +106,7 @@ def test_a_copy_that_broke_off_goes_on_with_its_whole_files(memory, monkeypatch)
     put(memory)
     with monkeypatch.context() as patch:
         patch.setattr(store, "THREADS", 1)
-        failing(patch, "cat_file", ConnectionError("the line is dead\nand more"), after=5)
+        failing(patch, "cat_file", ConnectionError("the line is dead\nand more"), after=3)
         with pytest.raises(CheckpointError, match=f"{URL}.*ConnectionError: the line is dead[);]"):
             resolve(URL)
     [part] = store.models_folder(None).glob("*.part")
@@ -137,19 +142,64 @@ def test_a_store_that_refuses_is_no_store_that_is_away(memory, monkeypatch, erro
         resolve(URL)
 
 
-def test_a_copy_that_may_not_have_reached_the_disk_is_made_again(memory, monkeypatch):
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "no space left"), ConnectionError("reset")])
+def test_a_new_version_that_cannot_be_copied_is_an_error_and_not_the_old_one(memory, monkeypatch, error):
     put(memory)
-    folder = resolve(URL).folder
-    (folder / "tokenizer.json").write_bytes(bytes(3))  # what a power cut leaves
-    booted = (folder / store.RECEIPT).stat().st_mtime + 20
-    monkeypatch.setattr(store.time, "clock_gettime", lambda clock: time.time() - booted)
-    failing(monkeypatch, "ls", ConnectionError("away"), after=0)
-    with pytest.raises(CheckpointError, match="away"):  # not even in need
+    resolve(URL)
+    put(memory, **{"model.safetensors": b"new"})
+    failing(monkeypatch, "cat_file", error)
+    with pytest.raises(CheckpointError, match=str(error.args[-1])):
         resolve(URL)
-    monkeypatch.undo()
-    monkeypatch.setattr(store.time, "clock_gettime", lambda clock: time.time() - booted)
-    monkeypatch.setenv("SHOAL_CACHE", str(folder.parents[1]))
-    assert resolve(URL).folder == folder and contents(folder) == CONTENT
+
+
+def test_a_range_that_fails_is_asked_for_again(memory, monkeypatch):
+    put(memory)
+    real, failed = MemoryFileSystem.cat_file, []
+
+    def stumble(self, path, **part):
+        if part.get("start") == 5000 and len(failed) < store.RANGE_TRIES - 1:
+            failed.append(path)
+            raise ConnectionError("reset")
+        return real(self, path, **part)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", stumble)
+    assert contents(resolve(URL).folder) == CONTENT and len(failed) == store.RANGE_TRIES - 1
+
+
+def test_a_server_that_knows_no_ranges_is_asked_once(memory, monkeypatch):
+    put(memory)
+    real, asked = MemoryFileSystem.cat_file, []
+    monkeypatch.setattr(
+        MemoryFileSystem, "cat_file", lambda self, path, **part: asked.append(path) or real(self, path)
+    )
+    with pytest.raises(CheckpointError, match="its server knows no ranges"):
+        resolve(URL)
+    assert len(asked) == 1
+
+
+def test_a_version_that_is_named_is_taken_from_here_or_from_the_store_and_no_other_is(memory, monkeypatch):
+    put(memory)
+    first = resolve(URL)
+    put(memory, **{"tokenizer.json": b"[2]"})
+    second = resolve(URL)
+    assert resolve(URL, second.revision) == second != first
+    with monkeypatch.context() as patch:
+        failing(patch, "ls", ConnectionError("the store is not even asked"))
+        assert resolve(URL, first.revision) == first
+    shutil.rmtree(first.folder)
+    shutil.rmtree(second.folder)
+    assert resolve(URL, second.revision) == second
+    with pytest.raises(CheckpointError, match=f"version {second.revision} now, and {first.revision} is not"):
+        resolve(URL, first.revision)
+
+
+def test_a_router_copies_what_it_reads_and_no_weights(memory, monkeypatch):
+    put(memory)
+    text = resolve(URL, with_weights=False).folder
+    assert contents(text) == {name: data for name, data in CONTENT.items() if name != "model.safetensors"}
+    failing(monkeypatch, "ls", ConnectionError("away"))
+    with pytest.raises(CheckpointError, match="away"):  # it is no copy of the model
+        resolve(URL)
 
 
 def test_a_model_that_is_being_written_is_refused(memory, monkeypatch):
@@ -192,7 +242,9 @@ def test_a_disk_without_room_is_named_before_anything_is_copied(memory, monkeypa
     ("url", "says"),
     [
         (f"{URL}/nothing", "FileNotFoundError"),
-        ("s3://key:secret@bucket/model", "has a password"),
+        ("memory://key:secret@bucket/model", "has a password"),
+        ("memory://user@bucket/model", "FileNotFoundError"),
+        ("dir://bucket/model", "can't be opened"),
         ("nosuch://bucket/model", "nosuch"),
         ("memory://", "holds no config.json"),
     ],
@@ -200,7 +252,14 @@ def test_a_disk_without_room_is_named_before_anything_is_copied(memory, monkeypa
 def test_a_url_that_cannot_be_used_is_named(memory, url, says):
     with pytest.raises(CheckpointError, match=says) as failed:
         resolve(url)
-    assert "secret" not in str(failed.value)
+    [told] = fleet_file.models(asked_of(url))
+    assert "secret" not in f"{failed.value} {told}" and told.found == str(failed.value)
+
+
+def test_a_folder_of_nobody_is_named(memory):
+    put(memory)
+    with pytest.raises(CheckpointError, match="~nobody-here/x"):
+        resolve(URL, None, "~nobody-here/x")
 
 
 def test_a_folder_of_gguf_files_says_how_to_name_one(memory):
@@ -224,20 +283,60 @@ def test_models_lists_and_removes_copies(memory, capsys):
     hub = ("--download-dir", str(newest.parent))
     assert main(["models", "--json", *hub]) == 0
     found = {model["name"]: model for model in json.loads(capsys.readouterr().out)}
-    assert "memory://broken" not in found
+    assert found["memory://broken"]["path"].endswith(".part")
     assert (found[URL]["source"], found[URL]["path"]) == ("store", str(newest))
     assert found[URL]["size_bytes"] > 2 * sum(map(len, CONTENT.values()))
-    assert main(["models", "rm", URL, "--yes", *hub]) == 0
+    assert main(["models", "rm", URL, "memory://broken", "--yes", *hub]) == 0
     assert not newest.exists() and store.stored_models(str(newest.parent)) == []
 
 
-def test_the_doctor_copies_nothing(memory):
+def asked_of(url):
+    """What the doctor is asked where a fleet has this model."""
+    group = types.SimpleNamespace(model=url, options={})
+    return types.SimpleNamespace(is_given=lambda name: True, own=[group])
+
+
+def test_the_doctor_copies_nothing(memory, monkeypatch):
     put(memory)
-    found = _model(URL, None, None, True)
+    [found] = fleet_file.models(asked_of(URL))
     assert "copied at its first use (13 KiB)" in found.found and not store.models_folder(None).exists()
     assert store.look(URL, is_model_file) == (None, sum(map(len, CONTENT.values())))
     folder = resolve(URL).folder
-    assert store.look(URL, is_model_file)[0] == folder
+    assert store.look(URL, is_model_file) == (folder, 0)
+    failing(monkeypatch, "ls", ConnectionError("away"))
+    assert store.look(URL, is_model_file) == (folder, 0)
+
+
+@pytest.mark.parametrize("status", [401, 403])
+def test_a_web_server_that_refuses_is_no_store_that_is_away(memory, monkeypatch, status):
+    put(memory)
+    resolve(URL)
+    failing(monkeypatch, "ls", ClientResponseError(types.SimpleNamespace(real_url=URL), (), status=status))
+    with pytest.raises(CheckpointError, match=str(status)):
+        resolve(URL)
+
+
+def test_a_change_shows_where_a_server_tells_dates_alone(tmp_path, memory):
+    """Python's own web server has no other name for a version."""
+    model = tmp_path / "web" / "model"
+    model.mkdir(parents=True)
+    for name, data in {"config.json": b"{}", "tokenizer.json": b"[1]"}.items():
+        (model / name).write_bytes(data)
+        os.utime(model / name, (1e9, 1e9))
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=model.parent)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/model"
+        first = resolve(url).folder
+        (model / "tokenizer.json").write_bytes(b"[2]")
+        assert contents(resolve(url).folder)["tokenizer.json"] == b"[2]"
+        assert contents(first)["tokenizer.json"] == b"[1]"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
 
 
 COPY = "import sys; from shoal.weights.source import resolve; print(resolve(sys.argv[1]).folder)"
@@ -266,8 +365,6 @@ def web_server(folder):
         await asyncio.get_running_loop().run_in_executor(None, end.wait)
         await runner.cleanup()
 
-    import asyncio
-
     port, ready, end = [], threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(serve()))
     thread.start()
@@ -292,7 +389,11 @@ def test_processes_that_start_together_copy_a_model_once(tmp_path):
             )
             for _ in range(3)
         ]
-        said = [process.communicate(timeout=120)[0] for process in running]
+        try:
+            said = [process.communicate(timeout=120)[0] for process in running]
+        finally:
+            for process in running:
+                process.kill()
     folder = Path(said[0].strip())
     assert [process.returncode for process in running] == [0, 0, 0] and len(set(said)) == 1
     assert contents(folder)["model.safetensors"] == (tmp_path / "web/qwen3/model.safetensors").read_bytes()

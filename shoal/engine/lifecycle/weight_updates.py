@@ -30,6 +30,7 @@ from shoal.weights.check import verify_weights
 from shoal.weights.kv_scales import name_of
 from shoal.weights.loader import check_shapes, is_derived
 from shoal.weights.source import CheckpointFiles, resolve
+from shoal.weights.store import is_url
 from shoal.weights.transfer import Handle, check_group, checkpoint_tensors, parse_tensors
 from shoal.weights.update import check_tensor, difference, fingerprint, packing_difference
 
@@ -68,9 +69,10 @@ class Weights:
     # Updates
 
     def find(self, source: str) -> CheckpointFiles:
-        """The checkpoint of this name: a folder, a file or a repository. Raises CheckpointError."""
+        """The checkpoint of this name: a folder, a file, a repository, or what a store has now. Raises
+        CheckpointError."""
         config = self._config
-        revision = config.revision if source == config.model else None
+        revision = config.revision if source == config.model and not is_url(source) else None
         return resolve(source, revision, config.download_dir)
 
     def difference(self, files: CheckpointFiles) -> str | None:
