@@ -119,17 +119,15 @@ def fetch(
             raise _unusable(model, error) from None
         logger.warning("the model %s can't be looked at (%s); its copy %s is used", url, error, old.folder)
         return old
-    if version not in (None, found := model.version_of(files)):
-        raise CheckpointError(
-            f"the model {url} has version {found} now, and {version} is not on this machine any more; leave "
-            "the revision out, or start the engine again"
-        )
+    _check_version(url, version, model.version_of(files))
     try:
-        return model.newest_copy(files)
+        copy = model.newest_copy(files)
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001   backends raise what they like
         raise _unusable(model, error) from None
+    _check_version(url, version, copy.version)  # it may have changed while it was copied
+    return copy
 
 
 def look(
@@ -169,6 +167,14 @@ def _open(
         path = Path(store.root)
         return StoredModel(url.rstrip("/"), path.parent if url.endswith(".gguf") else path)
     return _Model(url, store, is_wanted, models_folder(download_dir), with_weights)
+
+
+def _check_version(url: str, wanted: str | None, found: str) -> None:
+    if wanted not in (None, found):
+        raise CheckpointError(
+            f"the model {url} has version {found} now, and {wanted} is not on this machine any more; leave "
+            "the revision out, or start the engine again"
+        )
 
 
 def _refuses(error: Exception) -> bool:

@@ -191,6 +191,17 @@ def test_a_version_that_is_named_is_taken_from_here_or_from_the_store_and_no_oth
     assert resolve(URL, second.revision) == second
     with pytest.raises(CheckpointError, match=f"version {second.revision} now, and {first.revision} is not"):
         resolve(URL, first.revision)
+    shutil.rmtree(second.folder)
+    real, changes = MemoryFileSystem.cat_file, iter([b"[3]"])
+
+    def change_once(self, path, **part):
+        for data in changes:
+            put(memory, **{"tokenizer.json": data})
+        return real(self, path, **part)
+
+    monkeypatch.setattr(MemoryFileSystem, "cat_file", change_once)
+    with pytest.raises(CheckpointError, match=f"now, and {second.revision} is not"):
+        resolve(URL, second.revision)
 
 
 def test_a_router_copies_what_it_reads_and_no_weights(memory, monkeypatch):
