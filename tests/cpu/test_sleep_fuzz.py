@@ -143,7 +143,7 @@ class Fuzz:
         self.llm.update_weights(other)
         for entry in list(self.streams):
             *_, entry[2] = [entry[2], *entry[0]]
-            self.end(entry, "abort")
+            self.end(entry)  # One that nobody has read to its end may have all of its tokens.
         self.folder, self.version, self.is_files, self.lost = other, self.version + 1, True, False
         self.level, self.asleep, self.kept = 2, {"kv_cache"}, ""
 
