@@ -225,24 +225,18 @@ def test_plain_weights_are_quantized_to_fp8_alone(plain):
         EngineConfig(model="m", quantization="int8")
 
 
-def test_experts_are_not_quantized_in_silence(tmp_path):
+def test_plain_experts_become_fp8_while_they_load(tmp_path):
     config = transformers.Qwen3MoeConfig(
-        **quantized.SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, mlp_only_layers=[]
+        **quantized.SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1]
     )
-    config.architectures = ["Qwen3MoeForCausalLM"]
-    config.save_pretrained(tmp_path)
-    model = CheckpointFiles(tmp_path).config
-    with pytest.raises(ConfigError, match=r"'fp8'.*has experts.*leave the option out"):
-        resolve_config(EngineConfig(model="m", device="cpu", quantization="fp8"), model)
-
-
-def test_experts_in_fp8_are_not_unpacked_on_a_gpu_in_silence(tmp_path, monkeypatch):
-    quantized.write(tmp_path, "fp8-channel", SMALL)
-    model = replace(CheckpointFiles(tmp_path).config, num_experts=4)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match=r"experts in fp8.*on a GPU; name a dtype"):
-        resolve_config(EngineConfig(model="m", device="cuda"), model, 1000)
+    plain, fp8 = tmp_path / "plain", tmp_path / "fp8"
+    torch.manual_seed(8)
+    transformers.AutoModelForCausalLM.from_config(config).float().save_pretrained(plain)
+    tokens, ours = answer(plain, quantization="fp8")
+    quantize(CheckpointFiles(plain), "fp8", fp8)
+    expected_tokens, expected = answer(fp8)
+    assert tokens == expected_tokens
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(
