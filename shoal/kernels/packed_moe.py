@@ -30,7 +30,7 @@ PackedExperts = TiledWeight | Fp8Weight  # the rows of all experts
 
 @triton.jit
 def _rows_of(slots_ptr, tiles_ptr, K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Of this program's tile: where each row is read, where its result goes, and whether there is one."""
+    """Where each row of this program's tile is read, where its result goes, and whether there is one."""
     tile_ptr = tiles_ptr + tl.program_id(1) * 3
     row = tl.load(tile_ptr + 1) + tl.arange(0, BLOCK_M)
     in_tile = row < tl.load(tile_ptr + 2)
