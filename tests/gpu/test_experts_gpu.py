@@ -209,6 +209,31 @@ def test_packed_experts_sleep_and_wake_at_their_addresses(kind: str, level: int,
     assert [o.outputs[0].token_ids for o in after] == [o.outputs[0].token_ids for o in before]
 
 
+def test_experts_in_fp8_never_take_the_memory_of_plain_numbers(tmp_path: Path) -> None:
+    """The peak while an engine starts stays below the plain model's size, where most of it is experts."""
+    skip_without_fp8("fp8")
+    num, hidden, size, layers = 16, 1024, 1024, 12
+    config = transformers.Qwen3MoeConfig(
+        **quantized.SIZES | dict(hidden_size=hidden, num_hidden_layers=layers),
+        num_experts=num,
+        num_experts_per_tok=2,
+        moe_intermediate_size=size,
+        mlp_only_layers=[],
+        tie_word_embeddings=True,
+    )
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    config.save_pretrained(tmp_path)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    base = torch.cuda.memory_allocated()
+    options = OPTIONS | dict(
+        kv_cache_memory_bytes=16 << 20, max_num_batched_tokens=256, skip_tokenizer_init=True
+    )
+    with LLM(str(tmp_path), quantization="fp8", load_format="dummy", **options):
+        peak = torch.cuda.max_memory_allocated() - base
+    assert peak < 0.8 * layers * num * 3 * hidden * size * 2
+
+
 def test_experts_with_act_order_are_refused_with_the_way_out(tmp_path: Path) -> None:
     from shoal.errors import CheckpointError
 
