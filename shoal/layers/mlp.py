@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -22,8 +22,11 @@ from shoal.layers.loading import CheckpointTensor, Loaded, check_shape, narrow
 from shoal.layers.matrix import MatrixLayer
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
-from shoal.layers.weight_format import PackedMatrix, PackedWeight, check_stack
+from shoal.layers.weight_format import PackedWeight, check_stack
 from shoal.model_config import ModelConfig
+
+if TYPE_CHECKING:  # It needs Triton.
+    from shoal.kernels.packed_moe import PackedExperts
 
 
 class MLP(nn.Module):
@@ -59,16 +62,23 @@ class MLP(nn.Module):
 
 class ExpertMatrix(MatrixLayer):
     """Matrices of some experts, the rows of one expert after those of another: either gate and up, whose
-    outputs are divided over the ranks, or down, whose inputs are."""
+    outputs are divided over the ranks, or down, whose inputs are. `stacked`: each is multiplied out of the
+    rows of all."""
 
     def __init__(
-        self, experts: range, names: tuple[str, ...], shape: tuple[int, int], tp: TensorParallel, ops: Ops
+        self,
+        experts: range,
+        names: tuple[str, ...],
+        shape: tuple[int, int],
+        tp: TensorParallel,
+        ops: Ops,
+        stacked: bool,
     ) -> None:
-        """`shape`: of each matrix in the checkpoint. `names`: those that an expert has here."""
+        """`names`: the matrices that an expert has here. `shape`: that of each in the checkpoint."""
         self.split = 0 if len(names) == 2 else 1
         own = [size // tp.size if dim == self.split else size for dim, size in enumerate(shape)]
         super().__init__([own[0]] * (len(names) * len(experts)), own[1], ops)
-        self.experts, self.names, self.shape, self.tp = experts, names, shape, tp
+        self.experts, self.names, self.shape, self.tp, self.stacked = experts, names, shape, tp, stacked
 
     def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
         own = f"{path.partition('.experts.')[0]}.experts"
@@ -81,14 +91,14 @@ class ExpertMatrix(MatrixLayer):
         self._load_part(part, narrow(tensor, self.split, self.tp.rank * length, length), name)
 
     def _pack(self) -> None:
-        if len(self.experts) > 1:
+        if self.stacked:
             check_stack(self._pieces.values())
         super()._pack()
 
-    def stacked(self) -> torch.Tensor | PackedMatrix:
+    def stack(self) -> torch.Tensor | PackedExperts:
         """[experts, rows of one, inputs], or the packed matrix of all rows."""
         if isinstance(self.format, PackedWeight):
-            return self.format.packed
+            return cast("PackedExperts", self.format.packed)
         return self.plain_weight().unflatten(0, (len(self.experts), -1))
 
 
@@ -96,11 +106,13 @@ class ExpertGroup(nn.Module):
     """The weights of some experts: w13, of each gate over up, and w2, of each down. F is divided over the
     ranks."""
 
-    def __init__(self, experts: range, config: ModelConfig, tp: TensorParallel, ops: Ops) -> None:
+    def __init__(
+        self, experts: range, config: ModelConfig, tp: TensorParallel, ops: Ops, stacked: bool
+    ) -> None:
         super().__init__()
         hidden, size = config.hidden_size, config.moe_intermediate_size
-        self.w13 = ExpertMatrix(experts, ("gate_proj", "up_proj"), (size, hidden), tp, ops)
-        self.w2 = ExpertMatrix(experts, ("down_proj",), (hidden, size), tp, ops)
+        self.w13 = ExpertMatrix(experts, ("gate_proj", "up_proj"), (size, hidden), tp, ops, stacked)
+        self.w2 = ExpertMatrix(experts, ("down_proj",), (hidden, size), tp, ops, stacked)
 
 
 class Experts(nn.Module):
@@ -109,16 +121,17 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: Ops) -> None:
         super().__init__()
-        self.config, self.tp, self.ops = config, tp, ops
-        self.groups = self._grouped([range(config.num_experts)])
-
-    def _grouped(self, groups: list[range]) -> nn.ModuleList:
-        return nn.ModuleList(ExpertGroup(experts, self.config, self.tp, self.ops) for experts in groups)
+        self.config, self.tp, self.ops, self.stacked = config, tp, ops, True
+        self.groups = nn.ModuleList([ExpertGroup(range(config.num_experts), config, tp, ops, True)])
 
     def divide(self) -> None:
-        """Makes each expert a group of its own, which are run one after the other: a CPU has no kernel for
+        """Makes each expert a group of its own. They are run one after the other: a CPU has no kernel for
         packed matrices of several."""
-        self.groups = self._grouped([range(e, e + 1) for e in range(self.config.num_experts)])
+        self.stacked = False
+        self.groups = nn.ModuleList(
+            ExpertGroup(range(e, e + 1), self.config, self.tp, self.ops, False)
+            for e in range(self.config.num_experts)
+        )
 
     def mix(
         self,
@@ -130,13 +143,16 @@ class Experts(nn.Module):
     ) -> torch.Tensor:
         """The sum of each token's `top_k` best experts, by router weight. It is added to the residual in
         place, if there is one."""
-        if len(self.groups) > 1:
+        if not self.stacked:
             return mix_experts(x_TD, router_logits_TE, self._run_expert, top_k, norm_topk_prob, residual_TD)
-        w13, w2 = (getattr(self.groups[0], name).stacked() for name in ("w13", "w2"))
+        w13, w2 = self._group(0).w13.stack(), self._group(0).w2.stack()
         return self.ops.moe(x_TD, router_logits_TE, w13, w2, top_k, norm_topk_prob, residual_TD)
 
+    def _group(self, i: int) -> ExpertGroup:
+        return cast(ExpertGroup, self.groups[i])
+
     def _run_expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        group = cast(ExpertGroup, self.groups[expert])
+        group = self._group(expert)
         return group.w2.format.multiply(group.w13.format.gated(x, None), None)
 
 

@@ -87,9 +87,10 @@ class Decoder(nn.Module):
             self.lm_head = self.embed_tokens
             if not config.tie_word_embeddings:
                 self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, tp, ops)
-            for module in self.modules():
-                if isinstance(module, Experts) and keep_quantized and device.type == "cpu":
-                    module.divide()
+            if keep_quantized and device.type == "cpu":
+                for module in self.modules():
+                    if isinstance(module, Experts):
+                        module.divide()
         if keep_quantized:
             for module in self.modules():
                 if isinstance(module, MatrixLayer):
