@@ -10,10 +10,12 @@ so.
 from __future__ import annotations
 
 import argparse
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import astuple
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import torch
@@ -21,6 +23,8 @@ import torch.nn.functional as F
 
 from shoal.kernels import (
     activation,
+    gpu_fp8,
+    gpu_weight,
     hopper_linear,
     linear,
     moe,
@@ -31,6 +35,8 @@ from shoal.kernels import (
     sample,
     triton_ops,
 )
+from shoal.kernels.fp8_tensor import Fp8Tensor
+from shoal.kernels.int4_tensor import Int4Tensor
 from shoal.kernels.state import FIELDS, Field, StateLayout
 
 DEVICE = torch.device("cuda")
@@ -334,8 +340,8 @@ MOE_BLOCKS = [
 
 
 def bench_moe(sweep: bool) -> None:
-    """qwen3-30b-a3b's layer: 128 experts of 768, 8 a token. Bytes: the weights of the experts that are
-    hit."""
+    """qwen3-30b-a3b's layer: 128 experts of 768, 8 a token; in bf16 and in fewer bits. Bytes: the weights of
+    the experts that are hit."""
     experts, top_k, hidden, size = 128, 8, 2048, 768
     w13, w2 = randn(experts, 2 * size, hidden) / 50, randn(experts, hidden, size) / 30
     for tokens in (1, 4, 16, 64, 256, 1024, 8192):
@@ -358,6 +364,43 @@ def bench_moe(sweep: bool) -> None:
             hit * 3 * hidden * size * 2,
             others,
         )
+        for name, bits, *packed in _packed_experts(w13, w2):
+            run = partial(triton_ops.moe, x, router, *packed, top_k, True)
+            others = [
+                (microseconds(partial(moe.moe_with, blocks, *run.args)), f"tiles of {blocks.m} rows")
+                for blocks in (PACKED_BLOCKS if sweep else ())
+            ]
+            show(
+                f"moe {name}",
+                f"{tokens} tokens, {hit} experts",
+                microseconds(run),
+                hit * 3 * hidden * size * bits / 8,
+                others,
+            )
+
+
+PACKED_BLOCKS = [products.Blocks(rows, 64, 64, 4, 4) for rows in (16, 32, 64, 128)]
+
+
+@functools.cache
+def _packed_experts(w13: torch.Tensor, w2: torch.Tensor) -> list[tuple[str, float, Any, Any]]:
+    """Experts in fewer bits, and the bits of a weight with its scales. Values make no difference to times."""
+    found = []
+    for name, bits, group in (("fp8", 8, 0), ("fp8 by 128", 8, 128), ("int4 by 128", 4.125, 128)):
+        both = []
+        for weight in (w13.flatten(0, 1), w2.flatten(0, 1)):
+            outs, inputs = weight.shape
+            scales = torch.ones(outs, inputs // (group or inputs), device=DEVICE)
+            if name == "int4 by 128":
+                quants = torch.randint(0, 256, (outs, inputs // 2), dtype=torch.uint8, device=DEVICE)
+                zeros = torch.full_like(scales, 8, dtype=torch.uint8)
+                tensor = Int4Tensor((outs, inputs), quants, scales / 1000, zeros)
+                both.append(gpu_weight.pack([tensor], None, DEVICE, BF16))
+            else:
+                fp8 = Fp8Tensor((outs, inputs), weight.to(torch.float8_e4m3fn), scales, group or inputs)
+                both.append(gpu_fp8.pack([fp8], None, DEVICE, BF16))
+        found.append((name, bits, *both))
+    return found
 
 
 def bench_batch(sweep: bool) -> None:

@@ -274,8 +274,8 @@ class EngineConfig:
     )
     quantization: str | None = option(
         None,
-        '"fp8": matrices of attention and MLPs become fp8 while they load, with a scale for each output. Of '
-        "a checkpoint that is quantized: its own method, or nothing",
+        '"fp8": matrices of attention, MLPs and experts become fp8 while they load, with a scale for each '
+        "output. Of a checkpoint that is quantized: its own method, or nothing",
         choices=QUANTIZATIONS,
     )
     device: str = option(

@@ -120,18 +120,7 @@ def _keeps_quantized(
             f"quantization {asked!r} was asked for, but {config.model} holds plain weights, which only 'fp8' "
             "quantizes while they load; use that, leave the option out, or take a checkpoint in that format"
         )
-    elif quantizes and model.num_experts:
-        raise ConfigError(
-            f"quantization {asked!r} was asked for, but {config.model} has experts, and no kernel here "
-            "multiplies those in fp8; leave the option out"
-        )
     keeps = quantizes or (quantized and (config.dtype == "auto" or asked is not None))
-    if gpu and keeps and stored is not None and model.num_experts:
-        raise ConfigError(
-            f"{config.model} has experts in {'fp8' if stored.bits == 8 else '4 bits'}, and no kernel here "
-            "multiplies those on a GPU; name a dtype ('bfloat16') and no quantization, so that all weights "
-            "are unpacked while they load, or use device='cpu'"
-        )
     fp8 = quantizes or (stored is not None and stored.bits == 8)
     if gpu and keeps and fp8 and (capability := torch.cuda.get_device_capability(0)) < FP8_CAPABILITY:
         way_out = (

@@ -122,7 +122,7 @@ def _row_kernel(
 
 
 @triton.jit
-def _operand(low_ptrs, high_ptrs, DTYPE: tl.constexpr):
+def operand(low_ptrs, high_ptrs, DTYPE: tl.constexpr):
     """64 inputs of tiles of 16 outputs as tensor cores take them, [16 TILES, 64], in an order of their own.
     Each thread reads 16 bytes of two outputs, [TILES, 32, 4] int32, and what it has read are the very weights
     that it has to feed, so nothing moves between threads."""
@@ -134,7 +134,7 @@ def _operand(low_ptrs, high_ptrs, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _in_order(x):
+def operand_order(x):
     """Rows in the same order, [64, T]. A lane, 4 g + c, has outputs g and g + 8 and feeds inputs
     8 u + 2 c + e of each 16. It has read inputs 16 c to 16 c + 15, of which 4 are of each word."""
     ROWS: tl.constexpr = x.shape[0]
@@ -166,7 +166,7 @@ def _few_kernel(
     PDL: tl.constexpr,
 ):
     """The product of the rows of program 1 and the outputs of program 0 over the inputs of program 2, by
-    tensor cores: out^T = weight @ x^T. TILED: weights are read as `_operand` says, for which all tiles are
+    tensor cores: out^T = weight @ x^T. TILED: weights are read as `operand` says, for which all tiles are
     whole and `weight_ptr` is of int32."""
     out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     row = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -199,16 +199,16 @@ def _few_kernel(
             part = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
             up_part = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
             for at in tl.static_range(0, BLOCK_I, 64):
-                x = _in_order(tl.load(x_ptrs + start + at, mask=(row < T)[:, None], other=0.0))
+                x = operand_order(tl.load(x_ptrs + start + at, mask=(row < T)[:, None], other=0.0))
                 ptrs = low_ptrs + (start + at) // 4
-                weight = _operand(ptrs, ptrs + 2 * I, x.dtype)
+                weight = operand(ptrs, ptrs + 2 * I, x.dtype)
                 if GROUP > 0:
                     part = tl.dot(weight, x, part)
                 else:
                     sums = tl.dot(weight, x, sums)
                 if GATED:
                     ptrs += O.to(tl.int64) * (I // 4)
-                    up_weight = _operand(ptrs, ptrs + 2 * I, x.dtype)
+                    up_weight = operand(ptrs, ptrs + 2 * I, x.dtype)
                     if GROUP > 0:
                         up_part = tl.dot(up_weight, x, up_part)
                     else:

@@ -9,6 +9,8 @@ results to the slots. 5. `_combine` sums each token's slots by weight in float32
 added to the output, which
    holds the residual.
 
+Weights of fewer bits have products of their own in place of 3 and 4 (packed_moe.py).
+
 T tokens · E experts · k choices of a token · D hidden · F intermediate. The oracle is reference.py.
 """
 
@@ -20,6 +22,7 @@ import triton.language as tl
 
 from shoal.kernels.activation import silu
 from shoal.kernels.linear import fitting_stages
+from shoal.kernels.packed_moe import PackedExperts, packed_product, packed_shape
 from shoal.kernels.products import Blocks, choose_blocks
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
@@ -215,16 +218,18 @@ def _combine(slots_out_ptr, weights_ptr, out_ptr, D, K: tl.constexpr, ADD: tl.co
 def moe(
     x_TD: torch.Tensor,
     router_logits_TE: torch.Tensor,
-    w13_E2FD: torch.Tensor,
-    w2_EDF: torch.Tensor,
+    w13_E2FD: torch.Tensor | PackedExperts,
+    w2_EDF: torch.Tensor | PackedExperts,
     top_k: int,
     norm_topk_prob: bool,
     residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sums the results of the `top_k` best SwiGLU experts of each token, by router weight, [T, D]. w13 is
-    gate over up. With a residual, the sum is added to it in place, and it is returned."""
+    gate over up. Weights in fewer bits are one matrix of all experts' rows. With a residual, the sum is added
+    to it in place, and it is returned."""
+    packed = not (isinstance(w13_E2FD, torch.Tensor) and isinstance(w2_EDF, torch.Tensor))
     return moe_with(
-        choose_blocks(x_TD.shape[0] * top_k, w2_EDF.shape[0], x_TD.dtype),
+        choose_blocks(x_TD.shape[0] * top_k, router_logits_TE.shape[1], x_TD.dtype, packed),
         x_TD,
         router_logits_TE,
         w13_E2FD,
@@ -239,20 +244,17 @@ def moe_with(
     blocks: Blocks,
     x_TD: torch.Tensor,
     router_logits_TE: torch.Tensor,
-    w13_E2FD: torch.Tensor,
-    w2_EDF: torch.Tensor,
+    w13_E2FD: torch.Tensor | PackedExperts,
+    w2_EDF: torch.Tensor | PackedExperts,
     top_k: int,
     norm_topk_prob: bool,
     residual_TD: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    assert (
-        x_TD.is_contiguous()
-        and router_logits_TE.is_contiguous()
-        and w13_E2FD.is_contiguous()
-        and w2_EDF.is_contiguous()
-    )
-    num_tokens, hidden = x_TD.shape
-    num_experts, _, size = w2_EDF.shape
+    assert x_TD.is_contiguous() and router_logits_TE.is_contiguous()
+    (num_tokens, hidden), num_experts = x_TD.shape, router_logits_TE.shape[1]
+    size = _shape(w2_EDF, num_experts)[2]
+    assert _shape(w13_E2FD, num_experts) == (num_experts, 2 * size, hidden)
+    assert _shape(w2_EDF, num_experts) == (num_experts, hidden, size)
     num_slots = num_tokens * top_k
     # An expert fills all its tiles but one.
     num_tiles = min(num_slots, cdiv(num_slots, blocks.m) + num_experts)
@@ -304,12 +306,26 @@ def moe_with(
         BLOCK_M=blocks.m,
         num_warps=8,
     )
-    _gate_up[(cdiv(size, blocks.n), num_tiles)](
-        x_TD, w13_E2FD, hidden_states, slots, tiles, K=top_k, **products
-    )
-    _down[(cdiv(hidden, blocks.n), num_tiles)](hidden_states, w2_EDF, slots_out, slots, tiles, **products)
+    listed = slots, tiles, num_experts, top_k, blocks.m
+    if isinstance(w13_E2FD, torch.Tensor):
+        _gate_up[(cdiv(size, blocks.n), num_tiles)](
+            x_TD, w13_E2FD, hidden_states, slots, tiles, K=top_k, **products
+        )
+    else:
+        packed_product(x_TD, w13_E2FD, hidden_states, *listed, gated=True)
+    if isinstance(w2_EDF, torch.Tensor):
+        _down[(cdiv(hidden, blocks.n), num_tiles)](hidden_states, w2_EDF, slots_out, slots, tiles, **products)
+    else:
+        packed_product(hidden_states, w2_EDF, slots_out, *listed, gated=False)
     block = min(1024, next_power_of_2(hidden))
     _combine[(num_tokens, cdiv(hidden, block))](
         slots_out, weights, out_TD, hidden, K=top_k, ADD=residual_TD is not None, BLOCK=block
     )
     return out_TD
+
+
+def _shape(weight: torch.Tensor | PackedExperts, num_experts: int) -> tuple[int, ...]:
+    if not isinstance(weight, torch.Tensor):
+        return packed_shape(weight, num_experts)
+    assert weight.is_contiguous()
+    return tuple(weight.shape)

@@ -8,11 +8,14 @@ intermediate · V vocabulary · I inputs · O outputs · E experts · R state ro
 from __future__ import annotations
 
 import importlib
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
 from shoal.errors import ConfigError
+
+if TYPE_CHECKING:  # It needs Triton.
+    from shoal.kernels.packed_moe import PackedExperts
 
 
 class Ops(Protocol):
@@ -105,8 +108,8 @@ class Ops(Protocol):
         self,
         x_TD: torch.Tensor,
         router_logits_TE: torch.Tensor,
-        w13_E2FD: torch.Tensor,
-        w2_EDF: torch.Tensor,
+        w13_E2FD: torch.Tensor | PackedExperts,
+        w2_EDF: torch.Tensor | PackedExperts,
         top_k: int,
         norm_topk_prob: bool,
         residual_TD: torch.Tensor | None = None,

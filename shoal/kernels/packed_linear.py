@@ -154,7 +154,7 @@ def _of_groups(ptrs, group, GROUPS: tl.constexpr):
 
 
 @triton.jit
-def _step(
+def add_step(
     x,
     words_ptrs,
     scales_ptrs,
@@ -246,11 +246,11 @@ def packed_kernel(
             x = tl.load(x_ptrs + (start + i) * COLUMNS, mask=in_x, other=0.0)
             # One expression where all steps of a round are in one group, so that it is loaded once.
             group = start * COLUMNS // GROUP if GROUP >= STEPS * COLUMNS else step * COLUMNS // GROUP
-            sums = _step(
+            sums = add_step(
                 x, words_ptrs, scales_ptrs, minima_ptrs, step, group, sums, BITS, E2M1, MINIMA, GROUP
             )
             if GATED:
-                up_sums = _step(
+                up_sums = add_step(
                     x,
                     words_ptrs + to_up * all_steps * 128,
                     scales_ptrs + to_up * groups * 8,

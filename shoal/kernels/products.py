@@ -395,14 +395,28 @@ class Blocks:
     num_stages: int
 
 
-def choose_blocks(num_slots: int, num_experts: int, dtype: torch.dtype) -> Blocks:
+def choose_blocks(num_slots: int, num_experts: int, dtype: torch.dtype, packed: bool = False) -> Blocks:
     """Chooses tiles by the mean number of slots of an expert. Few rows are bound by bandwidth, so tiles are
-    deep and have little padding. Many rows are bound by arithmetic."""
+    deep and have little padding. Many rows are bound by arithmetic. `packed`: of a product at least the
+    weights are in fewer bits, whose sums and weights want registers."""
     rows = num_slots / num_experts
     if dtype == torch.float32:
         return Blocks(16 if rows <= 16 else 32, 32, 32, 4, 2)
     if rows <= 16:
         return Blocks(16, 64, 128, 4, 4)
-    if rows <= 64:
+    if rows <= 64 or packed:
         return Blocks(64, 64, 64, 4, 4)
     return Blocks(128, 64, 64, 8, 3)
+
+
+def choose_expert_tiles(block_rows: int, gated: bool) -> PackedTiles:
+    """How packed_moe.py cuts a product with weights of 4 or 8 bits, for tiles of so many rows: as
+    packed_linear.py does. Experts are programs enough, so inputs are not split."""
+    return PackedTiles(
+        block_rows, 64 if gated or block_rows <= 32 else 128, steps=2 if gated or block_rows == 64 else 4
+    )
+
+
+def choose_fp8_expert_tiles(block_rows: int, group: int) -> Fp8Tiles:
+    """The same for weights in fp8."""
+    return Fp8Tiles(block_rows, 64, min(128, group or 128), 4, 4)

@@ -36,9 +36,9 @@ class MatrixLayer(LoadingLayer):
         self._pieces: dict[int, QuantizedTensor] = {}
 
     def keep(self, device: torch.device, quantizes: bool = False, holding: Holding = nullcontext) -> None:
-        """Keeps quantized what comes so. With `quantizes`, plain matrices of attention and MLPs become fp8
-        first. The matrix gets memory on `device`, inside of `holding`, when it is known which of the two it
-        becomes: there may be no room for a model in plain numbers."""
+        """Keeps quantized what comes so. With `quantizes`, plain matrices of attention, MLPs and experts
+        become fp8 first. The matrix gets memory on `device`, inside of `holding`, when it is known which of
+        the two it becomes: there may be no room for a model in plain numbers."""
         self.keep_quantized, self.quantizes, self.device, self.holding = True, quantizes, device, holding
         self.weight, self.format = None, WeightFormat(self.ops)
 

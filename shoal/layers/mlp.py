@@ -7,21 +7,26 @@ add, and the new residual. On several ranks what is to be added is each rank's p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator
 from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
 
 from shoal.kernels.ops import Ops
-from shoal.kernels.quantized_tensor import QuantizedTensor
 from shoal.kernels.reference import mix_experts
 from shoal.layers.linear import Linear
-from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer, check_shape, copy_into, narrow
+from shoal.layers.loading import CheckpointTensor, Loaded, check_shape, narrow
+from shoal.layers.matrix import MatrixLayer
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
-from shoal.layers.weight_format import PlainWeight, WeightFormat, pack
+from shoal.layers.weight_format import PackedWeight, check_stack
 from shoal.model_config import ModelConfig
+
+if TYPE_CHECKING:  # It needs Triton.
+    from shoal.kernels.packed_moe import PackedExperts
 
 
 class MLP(nn.Module):
@@ -55,82 +60,78 @@ class MLP(nn.Module):
         return self.down_proj.add_to(hidden_TF, residual_TD), residual_TD
 
 
-class Experts(LoadingLayer):
-    """The weights of all experts in two tensors: w13 [E, 2F, D] (gate, then up) and w2 [E, D, F]. F is
-    divided over the ranks.
+class ExpertMatrix(MatrixLayer):
+    """Matrices of some experts, the rows of one expert after those of another: either gate and up, whose
+    outputs are divided over the ranks, or down, whose inputs are. `stacked`: each is multiplied out of the
+    rows of all."""
 
-    An expert's matrices that come quantized stay so where the layer is told to keep them (`keep_quantized`),
-    but on a CPU alone, where experts are run one after the other. Where all are, the tensor is gone."""
+    def __init__(
+        self,
+        experts: range,
+        names: tuple[str, ...],
+        shape: tuple[int, int],
+        tp: TensorParallel,
+        ops: Ops,
+        stacked: bool,
+    ) -> None:
+        """`names`: the matrices that an expert has here. `shape`: that of each in the checkpoint."""
+        self.split = 0 if len(names) == 2 else 1
+        own = [size // tp.size if dim == self.split else size for dim, size in enumerate(shape)]
+        super().__init__([own[0]] * (len(names) * len(experts)), own[1], ops)
+        self.experts, self.names, self.shape, self.tp, self.stacked = experts, names, shape, tp, stacked
+
+    def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
+        own = f"{path.partition('.experts.')[0]}.experts"
+        for i, (expert, name) in enumerate(itertools.product(self.experts, self.names)):
+            yield CheckpointTensor(f"{own}.{expert}.{name}.weight", self.shape, partial(self._load, i))
+
+    def _load(self, part: int, tensor: Loaded, name: str) -> None:
+        check_shape(name, tuple(tensor.shape), self.shape)
+        length = self.shape[self.split] // self.tp.size
+        self._load_part(part, narrow(tensor, self.split, self.tp.rank * length, length), name)
+
+    def _pack(self) -> None:
+        if self.stacked:
+            check_stack(self._pieces.values())
+        super()._pack()
+
+    def stack(self) -> torch.Tensor | PackedExperts:
+        """[experts, rows of one, inputs], or the packed matrix of all rows."""
+        if isinstance(self.format, PackedWeight):
+            return cast("PackedExperts", self.format.packed)
+        return self.plain_weight().unflatten(0, (len(self.experts), -1))
+
+
+class ExpertGroup(nn.Module):
+    """The weights of some experts: w13, of each gate over up, and w2, of each down. F is divided over the
+    ranks."""
+
+    def __init__(
+        self, experts: range, config: ModelConfig, tp: TensorParallel, ops: Ops, stacked: bool
+    ) -> None:
+        super().__init__()
+        hidden, size = config.hidden_size, config.moe_intermediate_size
+        self.w13 = ExpertMatrix(experts, ("gate_proj", "up_proj"), (size, hidden), tp, ops, stacked)
+        self.w2 = ExpertMatrix(experts, ("down_proj",), (hidden, size), tp, ops, stacked)
+
+
+class Experts(nn.Module):
+    """All experts of a layer. They are one group, whose matrices one kernel multiplies, unless the layer is
+    told to `divide` them."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: Ops) -> None:
         super().__init__()
-        self.tp, self.ops, self.num_experts, self.keep_quantized = tp, ops, config.num_experts, False
-        self.hidden, self.full = config.hidden_size, config.moe_intermediate_size
-        self.shard = self.full // tp.size
-        wide, tall = (2 * self.shard, self.hidden), (self.hidden, self.shard)
-        self.w13: nn.Parameter | None = nn.Parameter(
-            torch.empty(self.num_experts, *wide), requires_grad=False
+        self.config, self.tp, self.ops, self.stacked = config, tp, ops, True
+        self.groups = nn.ModuleList([ExpertGroup(range(config.num_experts), config, tp, ops, True)])
+
+    def divide(self) -> None:
+        """Makes each expert a group of its own. They are run one after the other: a CPU has no kernel for
+        packed matrices of several."""
+        self.stacked = False
+        self.groups = nn.ModuleList(
+            ExpertGroup(range(e, e + 1), self.config, self.tp, self.ops, False)
+            for e in range(self.config.num_experts)
         )
-        self.w2: nn.Parameter | None = nn.Parameter(torch.empty(self.num_experts, *tall), requires_grad=False)
-        self.dtype = self.w2.dtype
-        # By expert and the tensor's name: its matrix, and by part what has come for it.
-        self._packed: dict[tuple[int, str], WeightFormat] = {}
-        self._pieces: dict[tuple[int, str], dict[int, QuantizedTensor]] = {}
-
-    def checkpoint_tensors(self, path: str) -> Iterator[CheckpointTensor]:
-        wide, tall = (self.full, self.hidden), (self.hidden, self.full)
-        for e in range(self.num_experts):
-            own = f"{path}.{e}"
-            yield CheckpointTensor(f"{own}.gate_proj.weight", wide, partial(self._load_half, e, 0))
-            yield CheckpointTensor(f"{own}.up_proj.weight", wide, partial(self._load_half, e, 1))
-            yield CheckpointTensor(f"{own}.down_proj.weight", tall, partial(self._load_down, e))
-
-    def _load_half(self, expert: int, half: int, tensor: Loaded, name: str) -> None:
-        """Loads this rank's part of an expert's gate (`half` 0) or up (`half` 1) into w13."""
-        check_shape(name, tuple(tensor.shape), (self.full, self.hidden))
-        shard = narrow(tensor, 0, self.tp.rank * self.shard, self.shard)
-        self._load_part((expert, "w13"), half, 2, shard, name)
-
-    def _load_down(self, expert: int, tensor: Loaded, name: str) -> None:
-        check_shape(name, tuple(tensor.shape), (self.hidden, self.full))
-        shard = narrow(tensor, 1, self.tp.rank * self.shard, self.shard)
-        self._load_part((expert, "w2"), 0, 1, shard, name)
-
-    def _load_part(self, which: tuple[int, str], part: int, parts: int, shard: Loaded, name: str) -> None:
-        plain = getattr(self, which[1])
-        on_cpu = plain is None or plain.device.type == "cpu"
-        if not (self.keep_quantized and on_cpu and isinstance(shard, QuantizedTensor)):
-            self._copy_part(which, part, shard, name)
-            return
-        pieces = self._pieces.setdefault(which, {})
-        pieces[part] = shard
-        if len(pieces) == parts:
-            old = self._packed.get(which, WeightFormat(self.ops))
-            whole = [pieces[i] for i in range(parts)]
-            self._packed[which] = pack(whole, self.ops, old, torch.device("cpu"), self.dtype)
-            del self._pieces[which]
-
-    def _copy_part(self, which: tuple[int, str], part: int, shard: Loaded, name: str) -> None:
-        expert, tensor = which
-        rows = shard.shape[0]
-        copy_into(getattr(self, tensor)[expert].narrow(0, part * rows, rows), shard, name)
-
-    def finish(self) -> None:
-        for which, pieces in self._pieces.items():  # Their other part is plain.
-            for part, piece in pieces.items():
-                self._copy_part(which, part, piece, "weight")
-        self._pieces = {}
-        for tensor in ("w13", "w2"):
-            if all((expert, tensor) in self._packed for expert in range(self.num_experts)):
-                setattr(self, tensor, None)
-
-    def packed_tensors(self) -> Mapping[str, torch.Tensor]:
-        """The memory of the matrices that stay quantized, by name."""
-        return {
-            f"{expert}.{which}.{name}": tensor
-            for (expert, which), packed in self._packed.items()
-            for name, tensor in packed.tensors().items()
-        }
 
     def mix(
         self,
@@ -142,18 +143,17 @@ class Experts(LoadingLayer):
     ) -> torch.Tensor:
         """The sum of each token's `top_k` best experts, by router weight. It is added to the residual in
         place, if there is one."""
-        if not self._packed:
-            assert self.w13 is not None and self.w2 is not None
-            return self.ops.moe(x_TD, router_logits_TE, self.w13, self.w2, top_k, norm_topk_prob, residual_TD)
-        return mix_experts(x_TD, router_logits_TE, self._run_expert, top_k, norm_topk_prob, residual_TD)
+        if not self.stacked:
+            return mix_experts(x_TD, router_logits_TE, self._run_expert, top_k, norm_topk_prob, residual_TD)
+        w13, w2 = self._group(0).w13.stack(), self._group(0).w2.stack()
+        return self.ops.moe(x_TD, router_logits_TE, w13, w2, top_k, norm_topk_prob, residual_TD)
+
+    def _group(self, i: int) -> ExpertGroup:
+        return cast(ExpertGroup, self.groups[i])
 
     def _run_expert(self, expert: int, x: torch.Tensor) -> torch.Tensor:
-        return self._matrix(expert, "w2").multiply(self._matrix(expert, "w13").gated(x, None), None)
-
-    def _matrix(self, expert: int, tensor: str) -> WeightFormat:
-        if (expert, tensor) in self._packed:
-            return self._packed[expert, tensor]
-        return PlainWeight(self.ops, getattr(self, tensor)[expert])
+        group = self._group(expert)
+        return group.w2.format.multiply(group.w13.format.gated(x, None), None)
 
 
 class MoE(nn.Module):

@@ -8,11 +8,12 @@ such tensors ready to multiply on a kind of device. A new quantization is files 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, cast, runtime_checkable
 
 import torch
 
+from shoal.errors import CheckpointError
 from shoal.kernels.fp8_rows import Fp8Rows
 from shoal.kernels.fp8_tensor import Fp8Tensor
 from shoal.kernels.gguf_tensor import GGUFTensor
@@ -29,6 +30,7 @@ PACKED_BY: dict[type[QuantizedTensor], dict[str, str]] = {
     Mxfp4Tensor: {"cpu": "shoal.kernels.cpu_mxfp4", "cuda": "shoal.kernels.gpu_weight"},
     Fp8Tensor: {"cpu": "shoal.kernels.cpu_fp8", "cuda": "shoal.kernels.gpu_fp8"},
 }
+EXPERT_ROWS = 16  # Tiles of so many outputs lie in memory (gpu_weight.py), and a tile is of one expert.
 # The input of a product. In fp8 it is where its reader asked for that (`WeightFormat.fp8_group`).
 Rows = torch.Tensor | Fp8Rows
 
@@ -229,6 +231,23 @@ class FusedWeight(PackedWeight):
 def is_multiplied(tensor: QuantizedTensor, device: torch.device) -> bool:
     """Whether there is a product on this kind of device that takes such a tensor as it is."""
     return device.type in PACKED_BY[type(tensor)]
+
+
+def check_stack(pieces: Iterable[QuantizedTensor]) -> None:
+    """Raises CheckpointError for matrices of several experts that cannot be multiplied out of one matrix of
+    all rows."""
+    way_out = "name a dtype ('bfloat16') and no quantization, so that weights are unpacked while they load"
+    for piece in pieces:
+        if isinstance(piece, Int4Tensor) and piece.groups is not None:
+            raise CheckpointError(
+                f"no kernel here multiplies experts with act-order in 4 bits on a GPU; {way_out}, or use "
+                "device='cpu'"
+            )
+        if not isinstance(piece, Fp8Tensor) and piece.shape[0] % EXPERT_ROWS:
+            raise CheckpointError(
+                f"experts have matrices of {piece.shape[0]} outputs on this rank, and in fewer bits a GPU "
+                f"multiplies multiples of {EXPERT_ROWS}; {way_out}, or lower tensor_parallel_size"
+            )
 
 
 def pack(

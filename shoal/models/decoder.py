@@ -87,12 +87,14 @@ class Decoder(nn.Module):
             self.lm_head = self.embed_tokens
             if not config.tie_word_embeddings:
                 self.lm_head = Vocabulary(config.vocab_size, config.hidden_size, tp, ops)
+            if keep_quantized and device.type == "cpu":
+                for module in self.modules():
+                    if isinstance(module, Experts):
+                        module.divide()
         if keep_quantized:
             for module in self.modules():
                 if isinstance(module, MatrixLayer):
                     module.keep(device, quantizes, holding)
-                elif isinstance(module, Experts):
-                    module.keep_quantized = True
             self.to_empty(device=device)
         if max_position:
             self.register_buffer("cos_sin", rope_table(config, max_position), persistent=False)

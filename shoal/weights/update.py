@@ -3,7 +3,7 @@ checksums."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import fields
 
 import torch
@@ -12,7 +12,6 @@ from torch import nn
 
 from shoal.errors import CheckpointError
 from shoal.layers.matrix import MatrixLayer
-from shoal.layers.mlp import Experts
 from shoal.model_config import ModelConfig
 from shoal.weights.quantized import tensor_headers
 from shoal.weights.safetensors import shards
@@ -85,13 +84,9 @@ def weight_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors that hold weights: parameters, and the memory of packed matrices."""
     yield from model.named_parameters()
     for path, layer in model.named_modules():
-        packed: Mapping[str, torch.Tensor] = {}
         if isinstance(layer, MatrixLayer):
-            packed = layer.format.tensors()
-        elif isinstance(layer, Experts):
-            packed = layer.packed_tensors()
-        for name, tensor in packed.items():
-            yield f"{path}.{name}", tensor
+            for name, tensor in layer.format.tensors().items():
+                yield f"{path}.{name}", tensor
 
 
 @torch.no_grad()

@@ -15,11 +15,11 @@ from shoal import LLM, SamplingParams
 from shoal.config import EngineConfig
 from shoal.engine.resolve import resolve_config
 from shoal.errors import CheckpointError, ConfigError
-from shoal.kernels import cpu_fp8, cpu_ops, fp8_linear, reference
+from shoal.kernels import cpu_fp8, cpu_ops, fp8_linear, reference, triton_ops
 from shoal.kernels.fp8_rows import quantize_rows
 from shoal.kernels.fp8_tensor import Fp8Tensor
 from shoal.kernels.products import GPU, Limits
-from shoal.layers.mlp import MLP
+from shoal.layers.mlp import MLP, Experts
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.layers.weight_format import PACKED_BY, FusedWeight
@@ -37,6 +37,9 @@ SMALL = transformers.Qwen3Config(
     tie_word_embeddings=False,
 )
 CONFIG = config_from_json(SMALL.to_dict() | {"architectures": ["Qwen3ForCausalLM"]}, "SMALL")
+EXPERTS = transformers.Qwen3MoeConfig(
+    **quantized.SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48, mlp_only_layers=[1]
+)
 PROMPT = list(range(40, 58))
 PARAMS = SamplingParams(max_tokens=3, temperature=0, prompt_logprobs=0)
 OPTIONS = dict(device="cpu", max_model_len=64, max_num_seqs=4, skip_tokenizer_init=True)
@@ -129,6 +132,21 @@ def test_a_gpus_kernels_compute_what_the_cpus_compute(kind, tmp_path, gpu_kernel
     _, expected_of_rounded = answer(tmp_path)
     drift = (expected_of_rounded - expected).abs().mean()
     assert (ours_of_rounded - expected_of_rounded).abs().mean() < 0.1 * drift
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fp8-channel", "fp8-blocks"])
+def test_a_gpus_kernels_mix_experts_as_the_cpu_does(kind, tmp_path, gpu_kernels, monkeypatch):
+    """Rows of attention stay as they are, too."""
+    quantized.write(tmp_path, kind, EXPERTS)
+    monkeypatch.setattr(fp8_linear, "gpu_of", lambda _: GPU(limits=Limits(widened_rows=18)))
+    monkeypatch.setattr(Experts, "divide", lambda _: None)
+    monkeypatch.setattr(cpu_ops, "moe", triton_ops.moe)
+    tokens, ours = answer(tmp_path)
+    monkeypatch.undo()
+    expected_tokens, expected = answer(tmp_path)
+    assert tokens == expected_tokens
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.slow
@@ -225,24 +243,15 @@ def test_plain_weights_are_quantized_to_fp8_alone(plain):
         EngineConfig(model="m", quantization="int8")
 
 
-def test_experts_are_not_quantized_in_silence(tmp_path):
-    config = transformers.Qwen3MoeConfig(
-        **quantized.SIZES, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, mlp_only_layers=[]
-    )
-    config.architectures = ["Qwen3MoeForCausalLM"]
-    config.save_pretrained(tmp_path)
-    model = CheckpointFiles(tmp_path).config
-    with pytest.raises(ConfigError, match=r"'fp8'.*has experts.*leave the option out"):
-        resolve_config(EngineConfig(model="m", device="cpu", quantization="fp8"), model)
-
-
-def test_experts_in_fp8_are_not_unpacked_on_a_gpu_in_silence(tmp_path, monkeypatch):
-    quantized.write(tmp_path, "fp8-channel", SMALL)
-    model = replace(CheckpointFiles(tmp_path).config, num_experts=4)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match=r"experts in fp8.*on a GPU; name a dtype"):
-        resolve_config(EngineConfig(model="m", device="cuda"), model, 1000)
+def test_plain_experts_become_fp8_while_they_load(tmp_path):
+    plain, fp8 = tmp_path / "plain", tmp_path / "fp8"
+    torch.manual_seed(8)
+    transformers.AutoModelForCausalLM.from_config(EXPERTS).float().save_pretrained(plain)
+    tokens, ours = answer(plain, quantization="fp8")
+    quantize(CheckpointFiles(plain), "fp8", fp8)
+    expected_tokens, expected = answer(fp8)
+    assert tokens == expected_tokens
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize(

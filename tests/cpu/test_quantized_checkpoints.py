@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,14 +16,17 @@ from safetensors.torch import load_file, save_file
 from shoal import LLM, SamplingParams
 from shoal.config import EngineConfig
 from shoal.engine.resolve import resolve_config
-from shoal.errors import CheckpointError, ConfigError
+from shoal.errors import CheckpointError
 from shoal.kernels import cpu_fp8, cpu_int4, cpu_linear, cpu_ops, reference
 from shoal.kernels.fp8_tensor import Fp8Tensor
 from shoal.kernels.int4_tensor import Int4Tensor
 from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.layers.matrix import MatrixLayer
 from shoal.layers.mlp import Experts
 from shoal.layers.parallel import TensorParallel
+from shoal.layers.weight_format import PackedWeight
 from shoal.model_config import Quantization
+from shoal.models import decoder
 from shoal.models.layouts.registry import BY_NAME
 from shoal.weights.loader import check_shapes, checkpoint_tensors
 from shoal.weights.source import CheckpointFiles
@@ -182,10 +184,13 @@ def test_experts_that_come_plain_stand_beside_packed_ones():
     print("seed", torch.manual_seed(7).initial_seed())
     config = SimpleNamespace(num_experts=3, hidden_size=64, moe_intermediate_size=32)
     experts = Experts(config, TensorParallel.single(), cpu_ops)
-    experts.keep_quantized = True
+    experts.divide()
+    layers = {path: layer for path, layer in experts.named_modules() if isinstance(layer, MatrixLayer)}
     oracle = {}
-    for name, shape, load in experts.checkpoint_tensors("e"):
-        expert, kind = name.split(".")[1:3]
+    for layer in layers.values():
+        layer.keep(torch.device("cpu"))
+    for name, shape, load in decoder.checkpoint_tensors(experts, "mlp.experts."):
+        expert, kind = name.split(".")[2:4]
         weight = torch.randn(shape) / 8
         # The first is packed, the second plain, and of the third the parts of a merge differ.
         if expert == "0" or (expert, kind) == ("2", "gate_proj"):
@@ -195,9 +200,10 @@ def test_experts_that_come_plain_stand_beside_packed_ones():
         else:
             load(weight, name)
         oracle[expert, kind] = weight
-    experts.finish()
-    packed = [f"0.{which}.{part}" for which in ("w13", "w2") for part in ("packed", "scales")]
-    assert sorted(experts.packed_tensors()) == packed
+    for layer in layers.values():
+        layer.finish()
+    packed = {path for path, layer in layers.items() if isinstance(layer.format, PackedWeight)}
+    assert packed == {"groups.0.w13", "groups.0.w2"}
     w13 = torch.stack([torch.cat((oracle[e, "gate_proj"], oracle[e, "up_proj"])) for e in "012"])
     w2 = torch.stack([oracle[e, "down_proj"] for e in "012"])
     x, logits = torch.randn(9, 64), torch.randn(9, 3)
@@ -276,13 +282,6 @@ def test_a_gpu_keeps_weights_of_4_bits_unless_a_dtype_is_named(kind, tmp_path, a
     assert resolve_config(EngineConfig(model="m", device="cuda"), model, 1000).keep_quantized
     named = EngineConfig(model="m", device="cuda", dtype="bfloat16")
     assert not resolve_config(named, model, 1000).keep_quantized
-
-
-def test_a_gpu_without_a_kernel_for_experts_refuses_unless_a_dtype_is_named(tmp_path, a_gpu):
-    quantized.write(tmp_path, "int4")
-    model = replace(CheckpointFiles(tmp_path).config, num_experts=4, num_experts_per_tok=2)
-    with pytest.raises(ConfigError, match=r"experts in 4 bits.*name a dtype"):
-        resolve_config(EngineConfig(model="m", device="cuda"), model, 1000)
 
 
 def scheme(**fields: object) -> dict:
