@@ -343,6 +343,11 @@ def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int
     return None
 
 
+def _whole_packed_tiles(block_rows: int, gated: bool) -> PackedTiles:
+    steps = 1 if block_rows == 128 else 2 if gated or block_rows == 64 else 4
+    return PackedTiles(block_rows, 64 if gated or block_rows <= 32 else 128, 1, steps)
+
+
 def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> PackedTiles | None:
     """How packed_linear.py cuts a product. Tiles of many rows have many outputs, as each program reads the
     rows for itself. None: the weights are unpacked, and cuBLAS multiplies; or gate and up, which lie in whole
@@ -350,10 +355,8 @@ def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> PackedTiles | None
     if not 0 < rows <= gpu.limits.packed_rows or (shape.gated and shape.outs % 16):
         return None
     block_rows = min(128, max(16, next_power_of_2(rows)))
-    block_outs = 64 if shape.gated or rows <= 32 else 128
-    steps = 1 if block_rows == 128 else 2 if shape.gated or block_rows == 64 else 4
-    programs = cdiv(rows, block_rows) * cdiv(shape.outs, block_outs)
-    whole = PackedTiles(block_rows, block_outs, 1, steps)
+    whole = _whole_packed_tiles(block_rows, shape.gated)
+    programs = cdiv(rows, block_rows) * cdiv(shape.outs, whole.outs)
     most = min(MAX_PACKED_SPLITS, whole.rounds(shape.inputs, shape.bits) // MIN_SPLIT_ROUNDS)
     splits = max(1, min(most, gpu.limits.packed_programs * gpu.sms // programs))
     return replace(whole, splits=splits)
@@ -412,9 +415,7 @@ def choose_blocks(num_slots: int, num_experts: int, dtype: torch.dtype, packed: 
 def choose_expert_tiles(block_rows: int, gated: bool) -> PackedTiles:
     """How packed_moe.py cuts a product with weights of 4 or 8 bits, for tiles of so many rows: as
     packed_linear.py does. Experts are programs enough, so inputs are not split."""
-    return PackedTiles(
-        block_rows, 64 if gated or block_rows <= 32 else 128, steps=2 if gated or block_rows == 64 else 4
-    )
+    return _whole_packed_tiles(block_rows, gated)
 
 
 def choose_fp8_expert_tiles(block_rows: int, group: int) -> Fp8Tiles:

@@ -169,10 +169,11 @@ def test_an_engine_stays_near_the_cpus_log_probabilities(kind, eager, tmp_path):
         assert llm.config.keep_quantized and llm.config.dtype == "bfloat16"
         layers = llm.core.ranks.runner.model.layers
         assert all(isinstance(layer.mlp.down_proj.format, FusedWeight) for layer in layers)
-    _, ours = logprobs(tmp_path, ids, enforce_eager=eager)
     _, exact = logprobs(tmp_path, ids, device="cpu", kv_cache_memory_bytes=64 << 20)
-    # bf16, and in steps of more than 64 tokens activations in fp8; these logits are large
-    assert (ours - exact).abs().mean() < 0.2
+    # These logits are large. Activations of steps of up to 16 tokens stay in bf16; more are in fp8.
+    for tokens, limit in ((16, 0.01), (256, 0.06)):
+        _, ours = logprobs(tmp_path, ids, enforce_eager=eager, max_num_batched_tokens=tokens)
+        assert (ours - exact).abs().mean() < limit * exact.abs().mean(), tokens
 
 
 @pytest.mark.parametrize("kind", ["fp8-channel", "fp8-blocks"])
@@ -181,7 +182,7 @@ def test_float32_activations_of_few_rows_give_the_cpus_tokens(kind, tmp_path):
     quantized.write(tmp_path, kind)
     options = dict(dtype="float32", quantization="fp8" if kind == "fp8-blocks" else "compressed-tensors")
     small = [p[:40] for p in PROMPTS]
-    tokens, ours = logprobs(tmp_path, small, max_num_batched_tokens=48, **options)
+    tokens, ours = logprobs(tmp_path, small, max_num_batched_tokens=16, **options)
     expected, exact = logprobs(tmp_path, small, device="cpu", kv_cache_memory_bytes=64 << 20)
     assert tokens == expected
     torch.testing.assert_close(ours, exact, rtol=1e-3, atol=2e-3)
@@ -200,7 +201,8 @@ def test_graphs_and_eager_steps_agree(tmp_path):
 def test_weights_in_fp8_sleep_and_wake_at_their_addresses(kind, level, tmp_path, build_plain):
     quantized.write(tmp_path / "fp8", "fp8-channel")
     folder = tmp_path / "fp8" if kind else build_plain(tmp_path)
-    with LLM(str(folder), **OPTIONS, enable_sleep_mode=True, quantization=None if kind else "fp8") as llm:
+    options = OPTIONS | dict(enable_sleep_mode=True, skip_tokenizer_init=True)
+    with LLM(str(folder), quantization=None if kind else "fp8", **options) as llm:
         before, sums = llm.generate(PROMPTS, PARAMS, use_tqdm=False), llm.check_weights()
         report = llm.sleep(level)
         assert report.freed_bytes > 0

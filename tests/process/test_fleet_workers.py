@@ -185,7 +185,7 @@ GRAMMARS = ("grammar", "tools")  # they begin late, as their grammars are compil
 
 def ask(fleet, name, **more):
     path, body = MODES[name]
-    return fleet.stream(path, **{"max_tokens": 24, **TELL, **body, **more})
+    return fleet.stream(path, **{"max_tokens": 72, **TELL, **body, **more})
 
 
 def settled(fleet):

@@ -65,7 +65,7 @@ def collector():
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory, collector):
     folder = tmp_path_factory.mktemp("fleet")
-    model = tiny.write_model(folder / "models", "llama")
+    model = tiny.write_model(folder / "models", "llama", num_hidden_layers=32)  # 450 tokens take seconds
     patch = pytest.MonkeyPatch()
     patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "100")
     watched = ("--verbose", "--otlp-traces-endpoint", collector.url)
