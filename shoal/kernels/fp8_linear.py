@@ -30,12 +30,15 @@ import triton.language as tl
 from shoal.kernels.activation import silu_mul
 from shoal.kernels.fp8_quantize import quantize, silu_mul_fp8
 from shoal.kernels.fp8_rows import Fp8Rows
-from shoal.kernels.hopper import empty_product_input
+from shoal.kernels.hopper import HAS_GLUON, empty_product_input
 from shoal.kernels.linear import finish, fitting_stages
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.products import After, Fp8Tiles, Kernel, Shape, choose, gpu_of
 from shoal.kernels.rounding import cdiv
 from shoal.kernels.widen import widened_words
+
+if HAS_GLUON:
+    from shoal.kernels import hopper_fp8_row
 
 ROWS_ARE_FP8 = (Kernel.FP8_MANY, Kernel.FP8_TORCH)
 MAX_SPLIT_TILES = 4096  # tiles of a launch whose inputs are split; products.py stays below
@@ -405,9 +408,19 @@ def _run(
             _many(chosen.fp8_tiles, x_TI, matrix, bias, out_TO, residual_TO is not None)
     else:
         assert isinstance(x_TI, torch.Tensor)
-        product = _row if chosen.kernel is Kernel.FP8_ROW else _few
-        product(chosen.fp8_tiles, x_TI, matrix, bias, out_TO, shape)
+        if chosen.kernel is Kernel.HOPPER_FP8_ROW and x_TI.dtype == torch.bfloat16:
+            _ring(x_TI, matrix, bias, out_TO, shape)
+        else:
+            product = _few if chosen.kernel is Kernel.FP8_FEW else _row
+            product(chosen.fp8_tiles, x_TI, matrix, bias, out_TO, shape)
     return out_TO
+
+
+def _ring(
+    x_1I: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None, out_1O: torch.Tensor, shape: Shape
+) -> None:
+    add = shape.after is After.ADD
+    hopper_fp8_row.hopper_fp8_row_product(x_1I, *matrix, bias, out_1O, gated=shape.gated, add=add)
 
 
 def _row(

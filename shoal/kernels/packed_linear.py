@@ -33,11 +33,14 @@ import triton.language as tl
 
 from shoal.kernels import products
 from shoal.kernels.activation import silu_mul
-from shoal.kernels.hopper import empty_product_input
+from shoal.kernels.hopper import HAS_GLUON, empty_product_input
 from shoal.kernels.linear import finish, fitting_stages
 from shoal.kernels.pdl import ORDINARY, pdl_options, wait_for_inputs
-from shoal.kernels.products import MAX_PACKED_TILES, After, PackedTiles, Shape, choose
+from shoal.kernels.products import MAX_PACKED_TILES, After, Kernel, PackedTiles, Shape, choose
 from shoal.kernels.rounding import cdiv
+
+if HAS_GLUON:
+    from shoal.kernels import hopper_int4_row
 
 UNPACKED = 1 << 26  # As many weights are unpacked at a time for cuBLAS: 128 MB.
 # Weights in registers are too small by 2^this. It leaves room for scales up to 2^10 (1/2 in fp16) there.
@@ -364,8 +367,10 @@ def packed_product(
     added to `residual_TO` in place, if there is one, which is then returned. Bits do not depend on timing."""
     outs, inputs = weight.shape[0] // (1 + gated), weight.shape[1]
     after = After.SILU_MUL if gated else After.NOTHING if residual_TO is None else After.ADD
-    shape = Shape(outs, inputs, after=after, bias=bias is not None, bits=weight.bits)
+    shape = Shape(outs, inputs, after=after, bias=bias is not None, bits=weight.bits, group=weight.group)
     chosen = choose(shape, x_TI.shape[0], x_TI.dtype, products.gpu_of(x_TI.device))
+    if chosen.kernel is Kernel.HOPPER_INT4_ROW:
+        return _ring(x_TI, weight, bias, gated, residual_TO)
     if chosen.packed_tiles is not None:
         return product(chosen.packed_tiles, x_TI, weight, bias, gated, residual_TO)
     if gated:
@@ -381,6 +386,30 @@ def packed_product(
         else:
             out_TO[:, rows] += y
     return out_TO
+
+
+def _ring(
+    x_1I: torch.Tensor,
+    weight: TiledWeight,
+    bias: torch.Tensor | None,
+    gated: bool,
+    residual_1O: torch.Tensor | None,
+) -> torch.Tensor:
+    assert x_1I.is_contiguous() and not weight.e2m1
+    out_1O = residual_1O
+    if out_1O is None:
+        out_1O = empty_product_input(x_1I, 1, weight.shape[0] // (1 + gated))
+    hopper_int4_row.hopper_int4_row_product(
+        x_1I,
+        weight.words,
+        weight.scales,
+        weight.minima,
+        bias,
+        out_1O,
+        gated=gated,
+        add=residual_1O is not None,
+    )
+    return out_1O
 
 
 def product(

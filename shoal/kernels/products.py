@@ -26,6 +26,10 @@ MAX_SPLITS = 4
 SHARED_BYTES = 216 << 10  # what the tiles may take of an SM's 227 KiB
 # hopper_row.py takes as many inputs at the most, as they lie in shared memory beside the ring.
 WIDEST_ROW = 32768
+# hopper_fp8_row.py and hopper_int4_row.py likewise; they have groups of this size.
+WIDEST_PACKED_ROW = 16384
+RING_GROUP = 128
+INT4_TILE = 1024  # inputs of hopper_int4_row.py's tiles, which are whole
 # packed_linear.py has these.
 MAX_PACKED_TILES = 4096  # tiles of outputs and rows of a launch whose inputs are split
 MAX_PACKED_SPLITS = 8
@@ -53,7 +57,7 @@ class Limits:
     many_weight_rows: int = 24576
     # cuBLAS adds a product of many rows to the residual up to as many inputs. Wider ones take longer so.
     added_inputs: int = 8192
-    # The fewest outputs, and inputs, of one row for Hopper's ring of tiles.
+    # The fewest outputs, and inputs, of one row for Hopper's rings of tiles.
     ring_side: int = 2048
     # The fewest rows for Hopper's gate and up. For fewer, two launches cost the host less than this one.
     gated_rows: int = 4096
@@ -149,6 +153,8 @@ class Kernel(Enum):
     FP8_FEW = 7
     FP8_MANY = 8
     FP8_TORCH = 9
+    HOPPER_FP8_ROW = 10  # hopper_fp8_row.py
+    HOPPER_INT4_ROW = 11  # hopper_int4_row.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +237,8 @@ def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Product:
         return _choose_fp8(shape, rows, gpu)
     limits = gpu.limits
     if shape.bits < 16:
+        if rows == 1 and _is_for_int4_ring(shape, dtype, gpu):
+            return Product(Kernel.HOPPER_INT4_ROW)
         packed = choose_packed_tiles(shape, rows, gpu)
         return Product(Kernel.CUBLAS if packed is None else Kernel.PACKED, packed_tiles=packed)
     if shape.before is not Before.NOTHING:
@@ -263,6 +271,20 @@ def _is_for_ring(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> bool:
         and min(shape.outs, shape.inputs) >= gpu.limits.ring_side
         and shape.inputs <= WIDEST_ROW
         and shape.inputs % 16 == 0
+    )
+
+
+def _is_for_int4_ring(shape: Shape, dtype: torch.dtype, gpu: GPU) -> bool:
+    """Whether the weight is large in both directions, and of whole tiles."""
+    return (
+        gpu.hopper
+        and dtype == torch.bfloat16
+        and shape.bits == 4
+        and shape.group == RING_GROUP
+        and min(shape.outs, shape.inputs) >= gpu.limits.ring_side
+        and shape.inputs <= WIDEST_PACKED_ROW
+        and shape.inputs % INT4_TILE == 0
+        and not (shape.gated and shape.outs % 16)
     )
 
 
@@ -362,9 +384,21 @@ def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> PackedTiles | None
     return replace(whole, splits=splits)
 
 
+def _is_for_fp8_ring(shape: Shape, gpu: GPU) -> bool:
+    """Whether the weight is large in both directions, and TMA can read it and its scales, 16 bytes at a
+    time."""
+    return (
+        gpu.hopper
+        and min(shape.outs, shape.inputs) >= gpu.limits.ring_side
+        and shape.inputs <= WIDEST_PACKED_ROW
+        and shape.inputs % RING_GROUP == 0
+        and (shape.group == 0 or (shape.group == RING_GROUP and shape.outs % 4 == 0))
+    )
+
+
 def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Product:
-    """Which of fp8_linear.py's kernels. Whether rows become fp8 depends on their number alone, because
-    whoever makes them must know before."""
+    """Which of the kernels that fp8_linear.py launches. Whether rows become fp8 depends on their number
+    alone, because whoever makes them must know before."""
     columns = min(128, shape.group or 128)
     if rows > gpu.limits.widened_rows:
         tiles = [Fp8Tiles(tall, wide, columns, warps, 4) for tall, wide, warps in FP8_TILES]
@@ -376,8 +410,9 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Product:
         kernel = Kernel.FP8_TORCH if by_torch else Kernel.FP8_MANY
         return Product(kernel, fp8_tiles=next(busy, tiles[-1]))
     if rows == 1:
+        kernel = Kernel.HOPPER_FP8_ROW if _is_for_fp8_ring(shape, gpu) else Kernel.FP8_ROW
         # Small tiles: more of them are there at once.
-        return Product(Kernel.FP8_ROW, fp8_tiles=Fp8Tiles(1, 2 if shape.gated else 4, 1024, 4))
+        return Product(kernel, fp8_tiles=Fp8Tiles(1, 2 if shape.gated else 4, 1024, 4))
     block_rows = min(64, max(16, next_power_of_2(max(rows, 1))))
     programs = cdiv(rows, block_rows) * cdiv(shape.outs, 64)
     num_tiles = cdiv(shape.inputs, columns)

@@ -266,7 +266,9 @@ H200 = GPU(132, True)
 @pytest.mark.parametrize(
     ("outs", "inputs", "rows", "kernel", "tiles"),
     [
-        (6144, 4096, 1, Kernel.FP8_ROW, Fp8Tiles(1, 4, 1024, 4)),
+        (6144, 4096, 1, Kernel.HOPPER_FP8_ROW, Fp8Tiles(1, 4, 1024, 4)),
+        (6144, 4104, 1, Kernel.FP8_ROW, Fp8Tiles(1, 4, 1024, 4)),
+        (4096, 1024, 1, Kernel.FP8_ROW, Fp8Tiles(1, 4, 1024, 4)),
         (6144, 4096, 2, Kernel.FP8_FEW, Fp8Tiles(16, 64, 128, 4, 3, 7)),
         (1024, 1024, 16, Kernel.FP8_FEW, Fp8Tiles(16, 64, 128, 4, 3, 2)),
         (4096, 12288, 16, Kernel.FP8_FEW, Fp8Tiles(16, 64, 128, 4, 5, 8)),
@@ -283,10 +285,11 @@ def test_the_number_of_rows_names_the_kernel_and_the_sms_its_tiles(
     assert (chosen.kernel, chosen.fp8_tiles) == (kernel, tiles)
     for group in (32, 128):
         of_groups = choose(Shape(outs, inputs, group=group), rows, FP8, H200)
-        not_torchs = kernel is Kernel.FP8_TORCH and (group != 128 or rows % 4)
-        assert of_groups.kernel is (Kernel.FP8_MANY if not_torchs else kernel)
+        others = {Kernel.FP8_TORCH: Kernel.FP8_MANY, Kernel.HOPPER_FP8_ROW: Kernel.FP8_ROW}
+        has_groups = group == 128 and (kernel is Kernel.HOPPER_FP8_ROW or rows % 4 == 0)
+        assert of_groups.kernel is (kernel if has_groups else others.get(kernel, kernel))
         assert of_groups.fp8_tiles is not None
-        assert kernel is Kernel.FP8_ROW or of_groups.fp8_tiles.columns == group
+        assert rows == 1 or of_groups.fp8_tiles.columns == group
 
 
 def test_torch_multiplies_what_it_can_on_hopper() -> None:

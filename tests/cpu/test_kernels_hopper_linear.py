@@ -11,7 +11,7 @@ import torch
 import triton
 from triton_compile import SHARED_LIMIT, check_kernels
 
-from shoal.kernels import hopper_linear, linear, products
+from shoal.kernels import hopper_fp8_row, hopper_int4_row, hopper_linear, linear, products
 from shoal.kernels.hopper import MAX_ROWS, empty_product_input
 from shoal.kernels.hopper_linear import MAX_TILES
 from shoal.kernels.products import GPU, SHARED_BYTES, choose_hopper_tiles
@@ -154,6 +154,45 @@ for outs, inputs, gated, dtype in (
         _launch, 1, outs, inputs, gated, dtype, gated, not gated
     )
 
+
+def _launch_fp8_row(outs: int, inputs: int, gated: bool, group: int, add: bool) -> None:
+    if not _target(torch.device("cpu")).hopper:
+        return
+    with torch.device("meta"):
+        data = torch.empty(outs * (1 + gated), inputs, dtype=torch.float8_e4m3fn)
+        scales = torch.empty(triton.cdiv(inputs, group) if group else 1, len(data))
+        x, out = torch.empty(1, inputs, dtype=BF16), torch.empty(1, outs, dtype=BF16)
+        hopper_fp8_row.hopper_fp8_row_product(
+            x, data, scales, group, torch.empty(len(data), dtype=BF16), out, gated=gated, add=add
+        )
+
+
+def _launch_int4_row(outs: int, inputs: int, gated: bool, minima: bool, add: bool) -> None:
+    if not _target(torch.device("cpu")).hopper:
+        return
+    with torch.device("meta"):
+        tiles = triton.cdiv(outs * (1 + gated), 16)
+        words = torch.empty(tiles, inputs // 64, 32, 4, dtype=torch.int32)
+        scales = torch.empty(tiles, inputs // 128, 8, dtype=torch.int32)
+        x, out = torch.empty(1, inputs, dtype=BF16), torch.empty(1, outs, dtype=BF16)
+        hopper_int4_row.hopper_int4_row_product(
+            x, words, scales, scales if minima else None, None, out, gated=gated, add=add
+        )
+
+
+for outs, inputs, gated, odd in (
+    (4096, 4096, False, False),
+    (4096, 12288, False, True),
+    (12288, 4096, True, False),
+    (12288, 5120, True, True),
+):
+    LAUNCHES[f"one row in fp8, {outs} x {inputs} {gated=} {odd=}"] = partial(
+        _launch_fp8_row, outs, inputs, gated, 128 * odd, not gated
+    )
+    LAUNCHES[f"one row of 4 bits, {outs} x {inputs} {gated=} {odd=}"] = partial(
+        _launch_int4_row, outs, inputs, gated, odd, not gated
+    )
+
 if not triton.knobs.runtime.interpret:  # this file once more, in the process that compiles
     products.gpu_of = _target
 
@@ -169,6 +208,9 @@ def test_compiles_for_hopper_without_spills(compiled, case: str) -> None:
 @pytest.mark.slow
 def test_an_sm_has_one_program_of_a_ring(compiled) -> None:
     rings = [
-        kernel for kernels in compiled.values() for kernel in kernels if kernel.name == "hopper_row_kernel"
+        kernel
+        for kernels in compiled.values()
+        for kernel in kernels
+        if kernel.name in ("hopper_row_kernel", "hopper_fp8_row_kernel")
     ]
-    assert len(rings) == 8 and all(2 * kernel.shared > SHARED_LIMIT[90] for kernel in rings)
+    assert len(rings) == 12 and all(2 * kernel.shared > SHARED_LIMIT[90] for kernel in rings)

@@ -314,6 +314,18 @@ def test_splits_fill_the_sms_and_leave_each_program_some_rounds(
     assert tiles.rounds(inputs, 4) * tiles.splits * tiles.steps * 64 >= inputs
 
 
+def test_one_row_of_a_large_weight_in_groups_of_128_goes_to_the_ring() -> None:
+    def kernel(rows: int = 1, gpu: GPU = H200, dtype: torch.dtype = BF16, **changes: int) -> Kernel:
+        return choose(
+            Shape(**dict(outs=4096, inputs=4096, bits=4, group=128) | changes), rows, dtype, gpu
+        ).kernel
+
+    assert kernel() is kernel(inputs=12288) is kernel(outs=4100) is Kernel.HOPPER_INT4_ROW
+    others = [kernel(2), kernel(gpu=GPU()), kernel(dtype=torch.float16), kernel(bits=8), kernel(group=32)]
+    others += [kernel(outs=1024), kernel(inputs=1024), kernel(inputs=4608), kernel(inputs=20480)]
+    assert set(others) == {Kernel.PACKED}
+
+
 def test_packed_weights_have_their_own_product_up_to_a_limit_of_rows() -> None:
     limit = H200.limits.packed_rows
     for bits in (4, 8):

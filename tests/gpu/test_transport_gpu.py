@@ -91,7 +91,8 @@ def test_the_reader_s_gpu_outlives_a_killed_owner(source):
 
 
 def test_connections_give_their_memory_back(source):
-    """Opening and closing a window a hundred times takes nothing for good."""
+    """Opening and closing a window a hundred times takes nothing for good, but for the streams of torch's pool,
+    of which each connection takes two of 32."""
     owner = owner_process().become([BIG], 1, source, ["cuda_ipc"])
     into = BlockView.over(BIG, device_memory(BIG.num_bytes))
     ranks, free = owner.addresses(), []
@@ -100,7 +101,7 @@ def test_connections_give_their_memory_back(source):
         transport_cases.wait(peer.pull([1], [1], range(8)))
         peer.close()
         free.append(torch.cuda.mem_get_info()[0])
-    assert free[-1] >= free[10], {i: free[i] - free[i - 1] for i in range(1, 100) if free[i] != free[i - 1]}
+    assert free[-1] >= free[20], {i: free[i] - free[i - 1] for i in range(20, 100) if free[i] != free[i - 1]}
 
 
 def test_memory_that_can_be_given_back_is_refused_with_the_way_out():
