@@ -33,7 +33,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from shoal.kernels import products
 from shoal.kernels.hopper import barrier
-from shoal.kernels.hopper_linear import silu_mul, wait_for_inputs
+from shoal.kernels.hopper_linear import wait_for_inputs
+from shoal.kernels.hopper_row import finish
 from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
@@ -233,11 +234,7 @@ def hopper_fp8_row_kernel(
             result *= gl.load(scales_ptr + out, mask=out < O, other=0.0)
             if GATED:
                 up *= gl.load(scales_ptr + O + out, mask=out < O, other=0.0)
-        if bias_ptr is not None:
-            result += gl.load(bias_ptr + out, mask=out < O, other=0.0).to(gl.float32)
-            if GATED:
-                up += gl.load(bias_ptr + O + out, mask=out < O, other=0.0).to(gl.float32)
-        result = silu_mul(result, up, DTYPE) if GATED else result.to(DTYPE)
+        result = finish(result, up, bias_ptr, out, O, DTYPE, GATED)
         if ADD:
             result = (before.to(gl.float32) + result.to(gl.float32)).to(DTYPE)
         gl.store(out_ptr + out, result, mask=out < O)

@@ -24,7 +24,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from shoal.kernels import products
 from shoal.kernels.hopper import barrier
 from shoal.kernels.hopper_fp8_row import COLUMNS, OUTS, PART, SLICES, outputs, put_row
-from shoal.kernels.hopper_linear import silu_mul, wait_for_inputs
+from shoal.kernels.hopper_linear import wait_for_inputs
+from shoal.kernels.hopper_row import finish
 from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
@@ -296,11 +297,7 @@ def hopper_int4_row_kernel(
         up = result
         if GATED:
             up = _outputs(up_sums, up_lowest, up_highest, line, mma) * smaller
-        if bias_ptr is not None:
-            result += gl.load(bias_ptr + out, mask=out < O, other=0.0).to(gl.float32)
-            if GATED:
-                up += gl.load(bias_ptr + O + out, mask=out < O, other=0.0).to(gl.float32)
-        result = silu_mul(result, up, DTYPE) if GATED else result.to(DTYPE)
+        result = finish(result, up, bias_ptr, out, O, DTYPE, GATED)
         if ADD:
             result = (before.to(gl.float32) + result.to(gl.float32)).to(DTYPE)
         gl.store(out_ptr + out, result, mask=out < O)
@@ -320,8 +317,8 @@ def hopper_int4_row_product(
     add: bool,
 ) -> None:
     """x @ weight^T + bias, or silu(first half of the outputs) * second half if it is gated, into `out_1O`, or
-    added to what it holds. words, scales and minima: of a
-    GpuWeight in bf16 of 4 bits, not e2m1, in groups of 128 inputs."""
+    added to what it holds. words, scales and minima: of a GpuWeight in bf16 of 4 bits, not e2m1, in groups of
+    128 inputs."""
     inputs, outs = x_1I.shape[1], out_1O.shape[1]
     columns = STEPS.value * 64
     assert inputs % columns == 0 and (not gated or outs % OUTS.value == 0)

@@ -54,6 +54,16 @@ def _ask(i, weight_ptr, weight_smem, up_smem, O, I, pieces, tiles, GATED: gl.con
 
 
 @gluon.jit
+def finish(result, up, bias_ptr, out, O, dtype: gl.constexpr, GATED: gl.constexpr):
+    """What leaves the product: its sums with the bias, or silu of them times those of up, rounded."""
+    if bias_ptr is not None:
+        result += gl.load(bias_ptr + out, mask=out < O, other=0.0).to(gl.float32)
+        if GATED:
+            up += gl.load(bias_ptr + O + out, mask=out < O, other=0.0).to(gl.float32)
+    return silu_mul(result, up, dtype) if GATED else result.to(dtype)
+
+
+@gluon.jit
 def hopper_row_kernel(
     x_ptr,
     norm_ptr,
@@ -130,11 +140,7 @@ def hopper_row_kernel(
             _ask(i + RING, weight_ptr, weight_smem, up_smem, O, I, pieces, tiles, GATED, EVEN)
             i += 1
         result, up = gl.sum(sums, axis=1), gl.sum(up_sums, axis=1)
-        if bias_ptr is not None:
-            result += gl.load(bias_ptr + out, mask=out < O, other=0.0).to(gl.float32)
-            if GATED:
-                up += gl.load(bias_ptr + O + out, mask=out < O, other=0.0).to(gl.float32)
-        result = silu_mul(result, up, DTYPE) if GATED else result.to(DTYPE)
+        result = finish(result, up, bias_ptr, out, O, DTYPE, GATED)
         if ADD:
             result = (before.to(gl.float32) + result.to(gl.float32)).to(DTYPE)
         gl.store(out_ptr + out, result, mask=out < O)
