@@ -8,6 +8,7 @@ import socket
 import time
 from email.utils import parsedate_to_datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -21,8 +22,12 @@ from shoal.object_store import shown
 from shoal.server.keys import check_admin_port
 from shoal.server.run import check_tls, open_ports
 
+if TYPE_CHECKING:
+    from nats.aio.client import Client
+
 ANSWER_S = 5.0  # for a server to answer
 LEAST_PAYLOAD = 1 << 20  # bytes of a message, which is what NATS has if nobody says else
+ROUND_TRIPS = 5  # the least of them is the distance; a busy machine is late for some
 SLOW_S = 0.05  # a round trip to the plane; leases are renewed and requests sent by it
 MOST_SKEW_S = 2.0
 KUBECONFIG = Path.home() / ".kube" / "config"
@@ -60,7 +65,7 @@ def plane(asked: Asked) -> Findings:
         return
     if url.startswith(NATS):
         found = asyncio.run(_of_servers(url.split(",")))
-        are_all_down = not any(finding.verdict == "works" for finding in found)
+        are_all_down = all(finding.verdict == "fails" for finding in found)
         for finding in found:
             yield finding if are_all_down or finding.verdict != "fails" else _one_of_many(finding)
     elif url.startswith("tcp://"):
@@ -91,9 +96,7 @@ async def _nats(url: str) -> Finding:
     try:
         async with asyncio.timeout(ANSWER_S):
             await client.connect(url, allow_reconnect=False, connect_timeout=ANSWER_S, error_cb=_give_up)  # type: ignore[arg-type]
-            began = time.perf_counter()
-            await client.flush()
-            round_trip_s = time.perf_counter() - began
+            round_trip_s = min([await _round_trip_s(client) for _ in range(ROUND_TRIPS)])
     except TimeoutError:
         return fails(about, f"it does not answer within {ANSWER_S:g} s", means, start)
     except (OSError, Error) as error:
@@ -116,6 +119,12 @@ async def _nats(url: str) -> Finding:
         means = "Each request's way to a worker takes that much longer."
         return limited(about, found, means, "Put the plane, routers and workers into one network.")
     return works(about, found)
+
+
+async def _round_trip_s(client: Client) -> float:
+    began = time.perf_counter()
+    await client.flush()
+    return time.perf_counter() - began
 
 
 async def _give_up(error: Exception) -> None:

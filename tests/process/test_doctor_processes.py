@@ -207,7 +207,11 @@ def test_a_nats_server_needs_jetstream(doctor, tmp_path, jetstream):
             told = doctor("--port", "0", "--plane", f"nats://127.0.0.1:{port}")
         finally:
             server.kill()
-    check(told, "plane ", "works" if jetstream else "fails", "JetStream")
+    code, findings = told
+    plane = of(findings, "plane ")
+    # A loaded machine may find its own server far away, and then says "limited".
+    assert (code, plane["verdict"] == "fails") == (int(not jetstream), not jetstream), plane
+    assert "JetStream" in plane["found"]
 
 
 def test_a_package_that_is_missing_fails_only_where_it_is_asked_for(doctor, packages, tmp_path, root):
