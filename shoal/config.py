@@ -672,6 +672,11 @@ class ServerConfig:
         "the secret that the processes of a fleet share; without it, fleets do not leave this machine",
         common=True,
     )
+    weights_from_peers: bool = option(
+        False,
+        "take the weights out of the memory of another worker of the fleet that has the same, and from files "
+        "where there is none",
+    )
     fleet_host: str = option("127.0.0.1", "where routers reach this worker's tokens")
     fleet_port: int = option(0, "likewise; 0: any that is free", low=0, high=65535)
 
@@ -690,9 +695,10 @@ class ServerConfig:
             raise ConfigError(
                 f"admin_port {self.admin_port} is the public port too; give each a port of its own"
             )
-        if self.plane is None and (self.role != "both" or self.worker_id is not None or self.worker_tags):
+        of_workers = ("worker_id", "worker_tags", "weights_from_peers")
+        if self.plane is None and (self.role != "both" or any(getattr(self, name) for name in of_workers)):
             raise ConfigError(
-                "role, worker_id and worker_tags are of a worker in a fleet; name the fleet's --plane, too"
+                f"role, {', '.join(of_workers)} are of a worker in a fleet; name the fleet's --plane, too"
             )
         if wrong := [tag for tag in self.worker_tags or () if tag != tag.strip() or not tag or "," in tag]:
             raise ConfigError(

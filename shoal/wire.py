@@ -29,9 +29,10 @@ class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """The first message: build the engine."""
+    """The first message: build the engine. `loan`: of a worker that lends it its weights."""
 
     config: EngineConfig
+    loan: bytes | None = None
 
 
 class Add(Message, frozen=True):
@@ -81,8 +82,25 @@ class TakeBackKv(Command[None], frozen=True, tag="take_back_kv"):
     is_quick = True
 
 
-# Beside an operator's commands. FlushKv is the parent's alone; routers ask for the others, too.
-CoreCommand = AnyCommand | ReadStats | FlushKv | CheckBooks | LendKv | TakeBackKv
+class LendWeights(Command[bytes], frozen=True, tag="lend_weights"):
+    """Opens the weights of this name (weights/loan.py) to a worker that starts with the same. The answer is
+    what it must know. Raises UnavailableError where there is nothing to lend."""
+
+    name: bytes
+    borrower: str
+
+
+class TakeBackWeights(Command[None], frozen=True, tag="take_back_weights"):
+    """This worker has read the weights, or does not want them."""
+
+    borrower: str
+
+
+# Beside an operator's commands. FlushKv is the parent's alone; the others come from other processes of the
+# fleet, too.
+CoreCommand = (
+    AnyCommand | ReadStats | FlushKv | CheckBooks | LendKv | TakeBackKv | LendWeights | TakeBackWeights
+)
 QUICK_COMMANDS = frozenset(name_of(kind) for kind in typing.get_args(CoreCommand) if kind.is_quick)
 
 

@@ -12,24 +12,26 @@ import re
 import shutil
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from shoal.api import Engine
 from shoal.config import EngineConfig, KVEventsConfig, ServerConfig
-from shoal.errors import ConfigError, ShoalError
+from shoal.errors import CheckpointError, ConfigError, ShoalError
 from shoal.fleet.clock import LoopClock
 from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.plane import ROLES, Member, Plane, check_name
 from shoal.fleet.plane_inbox import start
 from shoal.fleet.plane_workers import member_of
 from shoal.fleet.planes import check_plane, open_plane
+from shoal.fleet.weight_peers import borrowed_weights
 from shoal.fleet.worker_port import EventEndpoints, WorkerPort, check_host
 from shoal.object_store import shown
 from shoal.server.model import ServedModel
 from shoal.tracing import Tracing
+from shoal.weights import loan
 from shoal.weights.source import CheckpointFiles
 from shoal.wire import ModelInfo
 
@@ -107,6 +109,29 @@ def _remove_dead_folders() -> None:
             pass
         finally:
             os.close(fd)
+
+
+@contextlib.asynccontextmanager
+async def weights_of_peers(
+    planned: Planned, config: ServerConfig, worker_id: str
+) -> AsyncIterator[Awaitable[bytes | None] | None]:
+    """What the block gets is awaited for a loan of another worker's weights (weights/loan.py), which ends
+    with the block. It gets None where they are not to come from there."""
+    if not config.weights_from_peers or planned.config.load_format == "dummy":
+        yield None
+        return
+    assert config.plane is not None
+    try:
+        name = await asyncio.to_thread(loan.name_of, planned.files)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {planned.files.path}: {error}") from None
+    key = FleetKey.read(config.fleet_key_file)
+    plane = open_plane(config.plane, key=key, clock=LoopClock())
+    try:
+        async with borrowed_weights(plane, key, planned.names[0], name, worker_id) as asking:
+            yield asking
+    finally:
+        await plane.close()
 
 
 def with_events(planned: Planned, events: EventEndpoints) -> Planned:

@@ -13,7 +13,15 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
-from shoal.cli.join import Planned, check_fleet, event_endpoints, joined, with_events, worker_id_of
+from shoal.cli.join import (
+    Planned,
+    check_fleet,
+    event_endpoints,
+    joined,
+    weights_of_peers,
+    with_events,
+    worker_id_of,
+)
 from shoal.config import DEFAULT_MODEL, SERVER_TARGET_ITL_MS, EngineConfig, ServerConfig
 from shoal.control import ServedEngine
 from shoal.engine.process.async_llm import AsyncLLM
@@ -130,7 +138,8 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
             planned = [with_events(planned[0], events)]
         models, engines = [], list[AsyncLLM]()
         for one in planned:
-            llm, tokenizer = await _start(one, config)
+            async with weights_of_peers(one, config, worker_id) as loan:
+                llm, tokenizer = await _start(one, config, loan)
             stack.push_async_callback(llm.close)
             engines.append(llm)
             engine: ServedEngine = llm
@@ -170,11 +179,13 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
         return 0 if drained else 1
 
 
-async def _start(one: Planned, config: ServerConfig) -> tuple[AsyncLLM, Tokenizer | None]:
+async def _start(
+    one: Planned, config: ServerConfig, loan: Awaitable[bytes | None] | None
+) -> tuple[AsyncLLM, Tokenizer | None]:
     """The engine, and meanwhile the tokenizer: a tenth of a small model's start."""
     engine = one.config
     starting = asyncio.create_task(
-        AsyncLLM.start(engine, restart=config.restart, engine_timeout=config.engine_timeout)
+        AsyncLLM.start(engine, restart=config.restart, engine_timeout=config.engine_timeout, loan=loan)
     )
     try:
         await asyncio.sleep(0)  # the engine's process first: it takes longer

@@ -22,6 +22,7 @@ from shoal.api import FinishReason, MemoryReport, Output, Request, SleepState, S
 from shoal.config import EngineConfig, ResolvedConfig
 from shoal.engine.compile_cache import CompileCache, keep_kernels_together
 from shoal.engine.lifecycle.sleep import KV_CACHE, Sleeper
+from shoal.engine.lifecycle.weight_loans import accepted
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.peers.peers import KvPeers
@@ -60,10 +61,15 @@ class EngineCore:
     possible."""
 
     def __init__(
-        self, config: EngineConfig, files: CheckpointFiles, predecessor: EngineCore | None = None
+        self,
+        config: EngineConfig,
+        files: CheckpointFiles,
+        predecessor: EngineCore | None = None,
+        loan: bytes | None = None,
     ) -> None:
         """`predecessor`: the core whose place this one is to take. It sleeps, and so does the KV cache of
-        this one at first. Who listens to its events listens to this one's from now on."""
+        this one at first. Who listens to its events listens to this one's from now on. `loan`: of another
+        worker's weights (Weights.lend), from which these come where that is possible."""
         if files.revision is not None:
             config = dataclasses.replace(config, revision=files.revision)  # other ranks take the same one
         self.files, self._given = files, config
@@ -86,7 +92,8 @@ class EngineCore:
             else:
                 self.events = predecessor.events
             others = predecessor.ranks if predecessor is not None else None
-            self.ranks: Ranks = Ranks(self.config, files, others)
+            lent = None if loan is None else accepted(loan, self.config)
+            self.ranks: Ranks = Ranks(self.config, files, others, [] if lent is None else lent.ranks)
             undo.callback(self.ranks.close)
             self.peers: KvPeers | None = None
             undo.callback(self._close_peers)

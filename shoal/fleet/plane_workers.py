@@ -87,7 +87,7 @@ async def watch_plane(
             if known.get(worker_id) == member:
                 continue
             known[worker_id] = member
-            details = _read(member)
+            details = read_details(member)
             found = None
             there = workers.get(worker_id)
             if there is not None and details is not None and _is_same(there, member, details):
@@ -107,7 +107,8 @@ async def watch_plane(
                 on_join(found)
 
 
-def _read(member: Member) -> WorkerDetails | None:
+def read_details(member: Member) -> WorkerDetails | None:
+    """None, with a line in the log, for what cannot be read."""
     try:
         return msgspec.convert(member.details, WorkerDetails)
     except msgspec.ValidationError as error:
@@ -127,14 +128,8 @@ def _is_same(worker: Worker[RemoteEngine], member: Member, details: WorkerDetail
     return worker.link.address == details.port and worker.link.card == details.card
 
 
-def _worker_of(
-    member: Member,
-    details: WorkerDetails,
-    key: FleetKey | None,
-    clock: Callable[[], float],
-    on_load: Callable[[str, list[WorkerLoad]], None],
-) -> Worker[RemoteEngine] | None:
-    """None for an address that is none."""
+def link_to(member: Member, details: WorkerDetails, key: FleetKey | None) -> RemoteEngine | None:
+    """A link that connects by itself. None, with a line in the log, for an address that is none."""
     card = details.card
     info = WorkerInfo(
         id=member.id,
@@ -152,11 +147,24 @@ def _worker_of(
         identity=_identity(details),
     )
     try:
-        link = RemoteEngine(info, card, details.port, key)
+        return RemoteEngine(info, card, details.port, key)
     except ConfigError as error:
         logger.warning("worker %s is set aside: %s", member.id, error)
         return None
-    worker = Worker(info, link, clock)
+
+
+def _worker_of(
+    member: Member,
+    details: WorkerDetails,
+    key: FleetKey | None,
+    clock: Callable[[], float],
+    on_load: Callable[[str, list[WorkerLoad]], None],
+) -> Worker[RemoteEngine] | None:
+    """None for an address that is none."""
+    link = link_to(member, details, key)
+    if link is None:
+        return None
+    worker = Worker(link.info, link, clock)
     worker.is_draining = details.is_draining
     link.on_outputs, link.on_lost = worker.delivered, worker.failed
 

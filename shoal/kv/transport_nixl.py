@@ -15,6 +15,7 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -52,17 +53,16 @@ class _Registered:
         on_device = view.storage.kind is Kind.DEVICE
         self.segment = "VRAM" if on_device else "DRAM"
         self.device = view.storage.device.index or 0 if on_device else 0
-        # UCX looks for the GPU of memory in the calling thread's context.
-        self.context = functools.partial(context, self.device) if on_device else contextlib.nullcontext
+        self.context = functools.partial(in_context, self.segment, self.device)
         with self.context():
-            descriptors = [(self.address, self.num_bytes, self.device, "")]
-            self.handle = agent.register_memory(descriptors, self.segment)
+            piece = (self.address, self.num_bytes, self.device, "")
+            self.handle = agent.register_memory([piece], self.segment)
 
 
 class NixlWindow:
     """An agent of its own, so that closing the window takes back all that its address gave away."""
 
-    def __init__(self, nixl: _Nixl, view: BlockView) -> None:
+    def __init__(self, nixl: NixlAgents, view: BlockView) -> None:
         self._nixl = nixl
         one_piece(view)
         with nixl.lock:
@@ -125,7 +125,7 @@ class NixlPull:
 class NixlPeer:
     """An agent of its own, because UCX stops writing for certain only when the agent ends."""
 
-    def __init__(self, nixl: _Nixl, windows: Sequence[WindowAddress], into: BlockView) -> None:
+    def __init__(self, nixl: NixlAgents, windows: Sequence[WindowAddress], into: BlockView) -> None:
         if into.storage.kind is Kind.DIRECT:
             raise TransferError(
                 Failure.UNREACHABLE, "NIXL reads into memory, and this cache is a direct-I/O file"
@@ -171,14 +171,14 @@ class NixlPeer:
         self, pull: NixlPull, address: _Address, offsets: np.ndarray, targets: np.ndarray, run: int
     ) -> None:
         """Begins to read `run` bytes from each offset in the owner's cache, each to its target."""
-        sources = _descriptors(offsets + address.address, run, address.device)
+        sources = descriptors(offsets + address.address, run, address.device)
         with self.nixl.lock, self.memory.context():
             if self.agent is None:
                 raise TransferError(Failure.LOST, "the connection to the owner of the blocks was broken off")
             memory = self.memory
             try:
                 remote = self.agent.get_xfer_descs(sources, address.segment)
-                local = self.agent.get_xfer_descs(_descriptors(targets, run, memory.device), memory.segment)
+                local = self.agent.get_xfer_descs(descriptors(targets, run, memory.device), memory.segment)
                 handle = self.agent.initialize_xfer("READ", local, remote, address.agent)
                 pull.handles.append(handle)
                 state = self.agent.transfer(handle)
@@ -206,7 +206,7 @@ class NixlPeer:
                 self.agent = None
 
 
-class _Nixl:
+class NixlAgents:
     """The package, once it is imported, and a lock: its agents are not thread-safe."""
 
     def __init__(self) -> None:
@@ -237,7 +237,7 @@ class Nixl:
     reach = Reach.NETWORK
 
     def __init__(self) -> None:
-        self._nixl = _Nixl()
+        self._nixl = NixlAgents()
 
     def open_window(self, view: BlockView) -> NixlWindow:
         try:
@@ -268,8 +268,13 @@ def _decode(window: WindowAddress) -> _Address:
     return address
 
 
-def _descriptors(addresses: np.ndarray, run: int, device: int) -> np.ndarray:
-    """As NIXL wants them: [descriptors, 3] of address, bytes, device."""
+def in_context(segment: str, device: int) -> AbstractContextManager[None]:
+    """UCX looks for the GPU of memory (VRAM) in the calling thread's context."""
+    return context(device) if segment == "VRAM" else contextlib.nullcontext()
+
+
+def descriptors(addresses: np.ndarray, run: int | np.ndarray, device: int) -> np.ndarray:
+    """As NIXL wants them: [descriptors, 3] of address, bytes (`run`, of each or of all), device."""
     rows = np.empty((len(addresses), 3), np.uint64)
     rows[:, 0], rows[:, 1], rows[:, 2] = addresses, run, device
     return rows

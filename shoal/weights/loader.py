@@ -37,8 +37,20 @@ def load_weights(
     if dummy:
         model.load_dummy_weights()
         return
+    _load(model, files, None, show_progress)
+
+
+def load_hollow_weights(model: Loadable, files: CheckpointFiles, device: torch.device) -> None:
+    """Gives `model` the memory of all weights, as the checkpoint's headers say; what lies in it comes from
+    elsewhere. `device`: the model's. Raises CheckpointError."""
+    # Quantized matrices are packed on the CPU first, wherever they are going.
+    is_plain = files.file is None and files.config.quantization is None
+    _load(model, files, device if is_plain else torch.device("cpu"), show_progress=False)
+
+
+def _load(model: Loadable, files: CheckpointFiles, hollow: torch.device | None, show_progress: bool) -> None:
     bar = tqdm(
-        checkpoint_tensors(files),
+        checkpoint_tensors(files, hollow),
         desc="Loading weights",
         unit=" tensors",
         leave=False,
@@ -91,13 +103,16 @@ def _named(error: Exception, files: CheckpointFiles) -> CheckpointError:
     return CheckpointError(f"{files.path}: {error}")
 
 
-def checkpoint_tensors(files: CheckpointFiles) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
-    """Every tensor under its Hugging Face name. Raises CheckpointError."""
+def checkpoint_tensors(
+    files: CheckpointFiles, hollow: torch.device | None = None
+) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
+    """Every tensor under its Hugging Face name. With `hollow` they hold zeros, there. Raises
+    CheckpointError."""
     if files.file is None:
         if files.config.quantization is not None:
-            return quantized_tensors(files.folder, files.config.quantization)
-        return safetensors_tensors(files.folder)
-    return gguf_tensors(files.header, files.config)
+            return quantized_tensors(files.folder, files.config.quantization, hollow)
+        return safetensors_tensors(files.folder, hollow=hollow)
+    return gguf_tensors(files.header, files.config, is_hollow=hollow is not None)
 
 
 def _is_weight(name: str, config: ModelConfig) -> bool:

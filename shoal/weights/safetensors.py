@@ -29,6 +29,17 @@ MAX_DIMS = 4
 # (models/layouts/).
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 PACKED_DTYPES = {"F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 8}
+TORCH_NAMES = {
+    "F64": "float64",
+    "F32": "float32",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "F8_E4M3": "float8_e4m3fn",
+    "U8": "uint8",
+    "I32": "int32",
+    "I64": "int64",
+}
+SMALL_BYTES = 1 << 16
 
 
 class TensorHeader(NamedTuple):
@@ -39,14 +50,24 @@ class TensorHeader(NamedTuple):
 
 
 def safetensors_tensors(
-    folder: Path, dtypes: Mapping[str, int] = DTYPES
+    folder: Path, dtypes: Mapping[str, int] = DTYPES, hollow: torch.device | None = None
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor with its name. Raises CheckpointError that names the file, and the tensor where there is
-    one, also for a tensor of another dtype than these."""
+    """Every tensor with its name. With `hollow` they are zeros on that device, but for small ones, as what
+    those hold may decide how a matrix is packed. Raises CheckpointError that names the file, and the tensor
+    where there is one, also for a tensor of another dtype than these."""
     for path, tensors in safetensors_headers(folder, dtypes):
         with _reading(path), safetensors.safe_open(path, framework="pt", device="cpu") as file:
-            for name in tensors:
-                yield name, file.get_tensor(name)
+            for name, header in tensors.items():
+                if hollow is None or math.prod(header.shape) * dtypes[header.dtype] <= SMALL_BYTES:
+                    yield name, file.get_tensor(name)
+                else:
+                    yield name, _zeros(header, hollow)
+
+
+def _zeros(header: TensorHeader, device: torch.device) -> torch.Tensor:
+    import torch
+
+    return torch.zeros(header.shape, dtype=getattr(torch, TORCH_NAMES[header.dtype]), device=device)
 
 
 def shards(folder: Path) -> dict[Path, list[str]]:

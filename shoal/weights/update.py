@@ -13,13 +13,9 @@ from torch import nn
 from shoal.errors import CheckpointError
 from shoal.layers.matrix import MatrixLayer
 from shoal.model_config import ModelConfig
+from shoal.weights.fingerprint import FREE_FIELDS, weight_files
 from shoal.weights.quantized import tensor_headers
-from shoal.weights.safetensors import shards
 from shoal.weights.source import CheckpointFiles
-
-# These fields say nothing about what is computed. Tensors are converted to the engine's dtype, and the engine
-# has its own length and stop ids.
-FREE_FIELDS = {"dtype", "max_position_embeddings", "bos_token_id", "eos_token_ids"}
 
 
 def difference(ours: ModelConfig, theirs: ModelConfig) -> str | None:
@@ -73,7 +69,7 @@ def check_tensor(
 def fingerprint(files: CheckpointFiles) -> list[tuple[str, int, int]]:
     """(path, bytes, nanosecond of the last change) of each file that holds weights. Raises CheckpointError if
     one is gone."""
-    paths = [files.file] if files.file is not None else sorted(shards(files.folder))
+    paths = weight_files(files)
     try:
         return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
     except OSError as error:

@@ -39,7 +39,9 @@ def test_a_worker_serves_one_model():
 
 
 @pytest.mark.parametrize(
-    "options", [{"role": "prefill"}, {"worker_id": "a"}, {"worker_tags": ["x"]}], ids=str
+    "options",
+    [{"role": "prefill"}, {"worker_id": "a"}, {"worker_tags": ["x"]}, {"weights_from_peers": True}],
+    ids=str,
 )
 def test_a_worker_without_a_plane_is_none(options):
     with pytest.raises(ConfigError, match="--plane"):

@@ -94,6 +94,8 @@ class Sleeper:
             self._tiers.quiesce()
         if self._peers is not None and KV_CACHE in going:
             self._peers.cache_changes("the engine went to sleep")
+        if WEIGHTS in going:
+            self._weights.loans.withdraw_all()
         reports: list[dict[str, int]] = []
         with self._knowing(level, kept):
             if going or deeper:

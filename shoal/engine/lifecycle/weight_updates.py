@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shoal.config import ResolvedConfig
+from shoal.engine.lifecycle.weight_loans import WeightLoans
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.peers.peers import KvPeers
 from shoal.engine.ranks.ranks import Ranks
@@ -60,6 +61,7 @@ class Weights:
         self._peers, self._standstill = peers, standstill
         # the checkpoint whose packing they have; None: they are plain, or become fp8 from plain ones
         self._packed_as = files if config.keep_quantized and not config.quantizes_weights else None
+        self.loans = WeightLoans(config, ranks, lambda: self.checkpoint)
         self._awaited: set[str] = set()  # the tensors of lost weights that have not come back yet
         self._source: CheckpointFiles | None = None  # the whole checkpoint that the weights equal
         self._fingerprint: list[tuple[str, int, int]] = []
@@ -195,6 +197,13 @@ class Weights:
         )
         return self.version
 
+    def lend(self, name: bytes, borrower: str) -> bytes:
+        """Opens the weights to another worker, as WeightLoans.lend says. Raises UnavailableError."""
+        self._check_awake()
+        if self._standstill.weights_lost is not None:
+            raise UnavailableError(self._standstill.weights_lost)
+        return self.loans.lend(name, borrower)
+
     def check(self) -> dict[str, str]:
         """A checksum of each tensor under "rank{i}.{name}"."""
         self._check_awake()
@@ -302,6 +311,7 @@ class Weights:
             self._tiers.weights_changed()
         if self._peers is not None:
             self._peers.weights_change()
+        self.loans.withdraw_all()
         broke_off = f"the update {where} broke off"
         try:
             _, errors = load()

@@ -26,10 +26,10 @@ from shoal.errors import ConfigError
 from shoal.hashing import extend_keys
 from shoal.kv.block_file import Event
 from shoal.kv.event_publisher import KvEvents
-from shoal.kv.fingerprint import weights_fingerprint
 from shoal.kv.host import HostTier
 from shoal.kv.tier_registry import first_read_s, has_tiers
 from shoal.kv_event_format import CPU, STORAGE
+from shoal.weights.fingerprint import weights_fingerprint
 
 logger = logging.getLogger(__name__)
 

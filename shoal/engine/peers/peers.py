@@ -16,10 +16,9 @@ from shoal.engine.runner import commands
 from shoal.engine.runner.rank_peers import decode_address
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
-from shoal.kv.fingerprint import checkpoint_fingerprint, weights_fingerprint
 from shoal.kv.transport import Reach
+from shoal.weights.fingerprint import checkpoint_fingerprint, weights_fingerprint
 from shoal.weights.source import CheckpointFiles
-from shoal.weights.update import fingerprint
 
 
 class KvPeers:
@@ -144,8 +143,7 @@ class KvPeers:
         self._is_stale = False
         model, files = self._ranks.runner.model_config, self._checkpoint()
         if files is not None:
-            paths = [path for path, _, _ in fingerprint(files)]
-            name = checkpoint_fingerprint(paths, model, is_packed=self._config.keep_quantized)
+            name = checkpoint_fingerprint(files, is_packed=self._config.keep_quantized)
         else:
             checksums = self._ranks.call(commands.CHECKSUMS)
             name = weights_fingerprint(checksums, model)

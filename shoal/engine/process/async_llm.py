@@ -81,23 +81,30 @@ class AsyncLLM(Control):
 
     @classmethod
     async def start(
-        cls, config: EngineConfig, *, restart: bool = False, engine_timeout: float = 60.0
+        cls,
+        config: EngineConfig,
+        *,
+        restart: bool = False,
+        engine_timeout: float = 60.0,
+        loan: Awaitable[bytes | None] | None = None,
     ) -> AsyncLLM:
         """Returns when the engine is ready. Raises the UserError that kept it from starting, or
         EngineDeadError.
 
-        engine_timeout: seconds of silence after which the core counts as hung; 0: it never does.
+        engine_timeout: seconds of silence after which the core counts as hung; 0: it never does. loan: of
+        another worker's weights, if there is one (wire.LendWeights). A core that is started again reads
+        files.
         """
         self = cls(config, restart=restart, engine_timeout=engine_timeout)
         try:
-            await self._start()
+            await self._start(loan)
         except OSError as error:
             raise EngineDeadError(f"the engine's process cannot be started: {error}") from None
         return self
 
-    async def _start(self) -> None:
+    async def _start(self, loan: Awaitable[bytes | None] | None = None) -> None:
         self._watchdog = Watchdog(self.engine_timeout)
-        self._core = await CoreProcess.start(self.config, self._on_message, self._on_end)
+        self._core = await CoreProcess.start(self.config, loan, self._on_message, self._on_end)
         assert self._core.info is not None
         self.info, self.dead, self._is_hung = self._core.info, None, False
         self._watch(asyncio.get_running_loop().time())

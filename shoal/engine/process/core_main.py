@@ -55,6 +55,7 @@ from shoal.wire import (
     Failure,
     FlushKv,
     LendKv,
+    LendWeights,
     ModelInfo,
     Outputs,
     ReadStats,
@@ -63,6 +64,7 @@ from shoal.wire import (
     Reply,
     Start,
     TakeBackKv,
+    TakeBackWeights,
     ToCore,
 )
 
@@ -183,6 +185,10 @@ class CoreLoop:
                 return core.lend_kv(token_ids, cache_salt, adapter)
             case TakeBackKv(ticket):
                 return core.take_back_kv(ticket)
+            case LendWeights(name, borrower):
+                return core.weights.lend(name, borrower)
+            case TakeBackWeights(borrower):
+                return core.weights.loans.take_back(borrower)
             case _:
                 assert_never(command)
 
@@ -263,7 +269,7 @@ def main() -> NoReturn:
 def _build(start: Start) -> tuple[EngineCore, ModelInfo]:
     config = start.config
     files = resolve(config.model, config.revision, config.download_dir)
-    core = EngineCore(config, files)
+    core = EngineCore(config, files, loan=start.loan)
     core.admission.prepare()
     # All that exists now stays. A full collection would look at it in the middle of some step.
     gc.freeze()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -43,9 +43,14 @@ class Ranks:
     """
 
     def __init__(
-        self, config: ResolvedConfig, files: CheckpointFiles, predecessor: Ranks | None = None
+        self,
+        config: ResolvedConfig,
+        files: CheckpointFiles,
+        predecessor: Ranks | None = None,
+        loans: Sequence[bytes] = (),
     ) -> None:
-        """`predecessor`: ranks in this process that rest, and will be closed when these are ready."""
+        """`predecessor`: ranks in this process that rest, and will be closed when these are ready. `loans`:
+        of another worker's weights, one for each rank (weights/loan.py)."""
         self.size = config.tensor_parallel_size
         self.error: EngineDeadError | None = None
         self._waits = False  # whether this rank waits for the device, where the others compute too
@@ -57,25 +62,25 @@ class Ranks:
         self._runner: ModelRunner | None = None
         self._sums: CudaPeerSums | None = None
         try:
-            self._start(config, files)
+            self._start(config, files, loans)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, config: ResolvedConfig, files: CheckpointFiles) -> None:
+    def _start(self, config: ResolvedConfig, files: CheckpointFiles, loans: Sequence[bytes]) -> None:
         if config.device == "cuda":
             use_gpu(0)
         self.use_threads()
         self._tp = tp = TensorParallel.single()
         if self.size > 1:
             rendezvous = Rendezvous()
-            init = {"config": dataclasses.asdict(config), "port": rendezvous.port}
+            init = {"config": dataclasses.asdict(config), "port": rendezvous.port, "loans": list(loans)}
             self._group = WorkerGroup(self.size, "shoal.engine.ranks.ranks:serve_rank", init)
             self._tp = tp = rendezvous.connect(0, self.size, config.device, self._group.check)
             self._group.when_failed(tp.abort)  # so that nobody waits on the device for a rank that is gone
             self._group.watch_waits(lambda: tp.waits or self._waits)
         self._sums = connect_sums(config, files, tp)
-        self._runner = ModelRunner(config, files, tp)
+        self._runner = ModelRunner(config, files, tp, loans[0] if loans else None)
 
     @property
     def runner(self) -> ModelRunner:
@@ -230,7 +235,7 @@ class Ranks:
 
 
 def serve_rank(
-    rank: int, world_size: int, config: dict[str, Any], port: int
+    rank: int, world_size: int, config: dict[str, Any], port: int, loans: Sequence[bytes]
 ) -> dict[str, Callable[..., Any]]:
     """What a rank other than 0 serves (engine/ranks/worker_main.py): the table of commands, on a ModelRunner
     like rank 0's."""
@@ -242,7 +247,7 @@ def serve_rank(
     tp = TensorParallel.connect(rank, world_size, resolved.device, port)
     files = resolve(resolved.model, resolved.revision, resolved.download_dir)
     connect_sums(resolved, files, tp)
-    return commands.bound_to(ModelRunner(resolved, files, tp))
+    return commands.bound_to(ModelRunner(resolved, files, tp, loans[rank] if loans else None))
 
 
 def connect_sums(config: ResolvedConfig, files: CheckpointFiles, tp: TensorParallel) -> CudaPeerSums | None:

@@ -134,6 +134,8 @@ LOAD_SHARED = _entry("load_shared", _weights, RankWeights.load_shared)
 JOIN_WEIGHTS_GROUP = _entry("join_weights_group", _weights, RankWeights.join_group)
 LEAVE_WEIGHTS_GROUP = _entry("leave_weights_group", _weights, RankWeights.leave_group)
 RECEIVE_WEIGHTS = _entry("receive_weights", _weights, RankWeights.receive)
+LEND_WEIGHTS = _entry("lend_weights", _weights, RankWeights.lend)
+END_WEIGHT_LOANS = _entry("end_weight_loans", _weights, RankWeights.end_loans)
 CHECKSUMS = _entry("checksums", _weights, RankWeights.checksums, is_public=True)
 
 # KV blocks below the device

@@ -6,9 +6,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
+from shoal.engine.runner.rank_loan import RankLoans
 from shoal.errors import ShoalError
 from shoal.layers.parallel import TensorParallel
 from shoal.models.decoder import Decoder
+from shoal.weights import loan
 from shoal.weights.loader import load_weights
 from shoal.weights.source import resolve
 from shoal.weights.transfer import Handle, Listed, WeightsGroup, open_tensor
@@ -22,6 +24,7 @@ class RankWeights:
     def __init__(self, model: Decoder, tp: TensorParallel, device: torch.device) -> None:
         self.model, self.tp, self.device = model, tp, device
         self.groups: dict[str, WeightsGroup] = {}  # the trainers' process groups that this rank is in
+        self._loans: RankLoans | None = None  # while other workers may read the weights
 
     def load_checkpoint(self, path: str, dummy: bool) -> None:
         """Loads a whole checkpoint. `dummy`: makes weights up instead."""
@@ -74,12 +77,26 @@ class RankWeights:
         )
         self._load(taken, tensors)
 
+    def lend(self) -> bytes:
+        """Opens the weights to other workers, and returns a RankLoan. Raises CheckpointError if there is no
+        way."""
+        assert self._loans is None
+        self._loans = RankLoans(self.model)
+        return loan.encode(self._loans.loan)
+
+    def end_loans(self) -> None:
+        """The opposite of `lend`. Does nothing if the weights are not open."""
+        loans, self._loans = self._loans, None
+        if loans is not None:
+            loans.close()
+
     def checksums(self) -> dict[str, str]:
         """A checksum of each of this rank's tensors, by its name in the model."""
         return checksums(self.model)
 
     def close(self) -> None:
-        """Leaves all groups."""
+        """Leaves all groups, and ends all loans."""
+        self.end_loans()
         for name in list(self.groups):
             self.leave_group(name)
 

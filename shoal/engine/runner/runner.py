@@ -34,6 +34,7 @@ from shoal.engine.runner.graphs import (
 from shoal.engine.runner.kv_cache import FP8, KvCache, cache_scales, cache_spec
 from shoal.engine.runner.layer_ends import LayerEnds
 from shoal.engine.runner.rank_kv import RankKv
+from shoal.engine.runner.rank_loan import borrow
 from shoal.engine.runner.rank_memory import RankMemory, new_regions
 from shoal.engine.runner.rank_peers import RankPeers
 from shoal.engine.runner.rank_profile import RankProfile
@@ -41,6 +42,7 @@ from shoal.engine.runner.rank_weights import RankWeights
 from shoal.engine.runner.sampling import LogitShaper, Sampler, logprobs
 from shoal.engine.runner.step_buffers import StepBuffers, queue_copy
 from shoal.engine.runner.steps import StepResult, Steps
+from shoal.errors import CheckpointError
 from shoal.kernels.compilation import compiling_ahead
 from shoal.kernels.launching import repeated_launches
 from shoal.kernels.ops import select_ops
@@ -51,6 +53,7 @@ from shoal.model_config import ModelConfig
 from shoal.models.decoder import Decoder
 from shoal.weights.kv_scales import name_of
 from shoal.weights.loader import load_weights
+from shoal.weights.loan import RankLoan, decode
 from shoal.weights.source import CheckpointFiles
 from shoal.weights.update import weight_tensors
 
@@ -67,7 +70,10 @@ class ModelRunner:
     Before the first step come `compile_ahead` (on a GPU), `num_blocks_that_fit` and `allocate`, once each, in
     this order."""
 
-    def __init__(self, config: ResolvedConfig, files: CheckpointFiles, tp: TensorParallel) -> None:
+    def __init__(
+        self, config: ResolvedConfig, files: CheckpointFiles, tp: TensorParallel, loan: bytes | None = None
+    ) -> None:
+        """`loan`: a RankLoan, of another worker's weights."""
         self.config, self.tp = config, tp
         self.model_config: ModelConfig = files.config
         self.device = torch.device(config.device, tp.rank) if config.device == "cuda" else torch.device("cpu")
@@ -151,7 +157,8 @@ class ModelRunner:
             self.mixed_shapes,
             self.max_model_len,
         )
-        load_weights(self.model, files, dummy=config.load_format == "dummy", show_progress=tp.rank == 0)
+        if loan is None or not self._borrow(files, loan):
+            load_weights(self.model, files, dummy=config.load_format == "dummy", show_progress=tp.rank == 0)
         # On a CPU a region must be told which tensors it consists of; on a GPU it knows what lies in it. It
         # asks whenever it needs them, because `allocate` makes another cache later.
         self._regions.adopt("weights", lambda: (tensor for _, tensor in weight_tensors(self.model)))
@@ -161,6 +168,20 @@ class ModelRunner:
         self.profile = RankProfile(tp.rank, self.device)
         self._kv: RankKv | None = None
         self._peers: RankPeers | None = None
+
+    def _borrow(self, files: CheckpointFiles, loan: bytes) -> bool:
+        """Takes the weights from another worker. False, with a line in the log: they don't come."""
+        try:
+            done = borrow(self.model, files, decode(loan, RankLoan), self.device)
+        except (CheckpointError, RuntimeError, OSError) as error:
+            logger.warning("rank %d reads the weights from files: %s", self.tp.rank, error)
+            return False
+        rate = done.num_bytes / 1e9 / done.seconds
+        logger.info(
+            "rank %d has its weights from another worker, by %s: %.2f GB in %.2f s (%.1f GB/s)",
+            *(self.tp.rank, done.way, done.num_bytes / 1e9, done.seconds, rate),
+        )
+        return True
 
     @contextmanager
     def _building(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from shoal.kv.fingerprint import weights_fingerprint
+from shoal.weights.fingerprint import weights_fingerprint
 from tests.cpu.test_weights_gguf import write_gguf
 
 

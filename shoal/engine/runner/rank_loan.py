@@ -1,0 +1,308 @@
+"""One rank's weights in the memory of another worker's rank that starts with the same ones: how they are
+offered, and how they are read. engine/lifecycle/weight_loans.py commands the owner's side.
+
+The ways are those of KV blocks (kv/transport.py), for tensors of any size: shared memory and CUDA IPC on one
+host, NIXL between hosts. The reader pulls, and the owner does nothing meanwhile. A reader believes its own
+checksums alone, so an owner may end, sleep or take new weights whenever it likes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+import numpy as np
+import torch
+
+from shoal.errors import CheckpointError
+from shoal.kv.cuda_driver import (
+    DriverError,
+    allocation_of,
+    call,
+    close_memory,
+    context,
+    export_memory,
+    open_memory,
+)
+from shoal.kv.transport_mapped import boot_id
+from shoal.kv.transport_nixl import MISSING, NixlAgents, descriptors, in_context
+from shoal.models.decoder import Decoder
+from shoal.weights.loader import load_hollow_weights
+from shoal.weights.loan import LentTensor, RankLoan
+from shoal.weights.source import CheckpointFiles
+from shoal.weights.transfer import SharedTensors, open_tensor
+from shoal.weights.update import checksums, weight_tensors
+
+PATIENCE_S = 60.0  # for a read to go on
+POLL_S = 0.001
+
+Close = Callable[[], None]
+
+
+class LoanError(Exception):
+    """This way does not lead from the owner to the reader."""
+
+
+class Borrowed(NamedTuple):
+    way: str
+    num_bytes: int
+    seconds: float
+
+
+class Way(Protocol):
+    """How tensors of equal shapes get from one process to another. All of them lie on one device."""
+
+    name: str
+
+    def offer(self, tensors: Sequence[torch.Tensor]) -> tuple[bytes, Close]:
+        """What a reader must know, and what ends the offer. Raises LoanError."""
+        ...
+
+    def read(self, address: bytes, into: Sequence[torch.Tensor]) -> None:
+        """Fills the tensors with those of the owner, and returns when they are there. Raises LoanError."""
+        ...
+
+
+class RankLoans:
+    """The owner's side: one offer, which any number of readers may use. `loan` is for them."""
+
+    def __init__(self, model: Decoder) -> None:
+        """Raises CheckpointError if there is no way to lend from here."""
+        named = dict(weight_tensors(model))
+        tensors, sums = _with_data(named.values()), checksums(model)
+        ways, reasons = {}, []
+        self._closes: list[Close] = []
+        for way in _ways(tensors[0].device):
+            try:
+                ways[way.name], close = way.offer(tensors)
+                self._closes.append(close)
+            except LoanError as error:
+                reasons.append(f"{way.name}: {error}")
+        if not ways:
+            raise CheckpointError(f"the weights can be lent to nobody: {'; '.join(reasons)}")
+        lent = [
+            LentTensor(name, str(tensor.dtype), tuple(tensor.shape), sums[name])
+            for name, tensor in named.items()
+        ]
+        self.loan = RankLoan(lent, ways)
+
+    def close(self) -> None:
+        """Who reads now fails, or finds out that the checksums are wrong. Safe to call twice."""
+        while self._closes:
+            self._closes.pop()()
+
+
+def borrow(model: Decoder, files: CheckpointFiles, loan: RankLoan, device: torch.device) -> Borrowed:
+    """Fills a new model with another worker's weights, which are those of `files`. Raises CheckpointError;
+    then it holds anything, and may be loaded otherwise."""
+    began = time.perf_counter()
+    load_hollow_weights(model, files, device)
+    own = dict(weight_tensors(model))
+    lent = {tensor.name: tensor for tensor in loan.tensors}
+    for name in own | lent:
+        ours = (str(own[name].dtype), tuple(own[name].shape)) if name in own else "nothing"
+        its = (lent[name].dtype, lent[name].shape) if name in lent else "nothing"
+        if ours != its:
+            raise CheckpointError(f"the other worker has {its} for {name}, and this one {ours}")
+    tensors, reasons = _with_data(own[name] for name in lent), []
+    for way in _ways(device):
+        if way.name not in loan.ways:
+            reasons.append(f"{way.name}: the other worker has no such way")
+            continue
+        try:
+            way.read(loan.ways[way.name], tensors)
+        except LoanError as error:
+            reasons.append(f"{way.name}: {error}")
+            continue
+        found = checksums(model)
+        if wrong := [name for name, tensor in lent.items() if found[name] != tensor.checksum]:
+            raise CheckpointError(
+                f"{len(wrong)} tensors changed while they were read from the other worker, the first is "
+                f"{wrong[0]}"
+            )
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        return Borrowed(way.name, num_bytes, time.perf_counter() - began)
+    raise CheckpointError(f"no way leads to the other worker's weights: {'; '.join(reasons)}")
+
+
+def _with_data(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    found = [tensor for tensor in tensors if tensor.nbytes]
+    assert all(tensor.is_contiguous() for tensor in found)
+    return found
+
+
+def _ways(device: torch.device) -> list[Way]:
+    """In the order in which readers try them."""
+    return [CudaIpcWay(device) if device.type == "cuda" else SharedMemoryWay(), NixlWay(device)]
+
+
+class SharedMemoryWay:
+    """On one host, from memory to memory. The owner makes a copy that others can map, and keeps it until the
+    offer ends."""
+
+    name = "shared_memory"
+
+    def offer(self, tensors: Sequence[torch.Tensor]) -> tuple[bytes, Close]:
+        try:
+            shared = SharedTensors({str(i): tensor for i, tensor in enumerate(tensors)})
+        except OSError as error:
+            raise LoanError(f"no memory for a copy of the weights: {error}") from None
+        return msgspec.msgpack.encode((boot_id(), shared.handles)), shared.close
+
+    def read(self, address: bytes, into: Sequence[torch.Tensor]) -> None:
+        host, handles = _decode(address, tuple[str, list[dict[str, Any]]])
+        if host != boot_id():
+            raise LoanError("the other worker is on another host")
+        try:
+            for tensor, handle in zip(into, handles, strict=True):
+                tensor.copy_(open_tensor(handle))
+        except (CheckpointError, RuntimeError, ValueError) as error:
+            raise LoanError(str(error)) from None
+
+
+class _IpcAddress(msgspec.Struct, frozen=True, array_like=True):
+    host: str
+    handles: list[bytes]  # of whole allocations
+    places: list[tuple[int, int]]  # of each tensor: the number of its allocation, and its offset in that
+
+
+class CudaIpcWay:
+    """On one host, from GPU to GPU: the reader maps the owner's memory, which must come from cudaMalloc."""
+
+    name = "cuda_ipc"
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device.index or 0
+
+    def offer(self, tensors: Sequence[torch.Tensor]) -> tuple[bytes, Close]:
+        handles: dict[int, bytes] = {}
+        places = []
+        try:
+            for tensor in tensors:
+                start = allocation_of(self._device, tensor.data_ptr())[0]
+                if start not in handles:
+                    handles[start] = export_memory(self._device, start)
+                places.append((list(handles).index(start), tensor.data_ptr() - start))
+        except DriverError as error:
+            raise LoanError(
+                f"this GPU memory can't be shared ({error}); leave out enable_sleep_mode, or install NIXL"
+            ) from None
+        return msgspec.msgpack.encode(_IpcAddress(boot_id(), list(handles.values()), places)), lambda: None
+
+    def read(self, address: bytes, into: Sequence[torch.Tensor]) -> None:
+        owner = _decode(address, _IpcAddress)
+        if owner.host != boot_id():
+            raise LoanError("the other worker is on another host")
+        opened: list[int] = []
+        try:
+            for handle in owner.handles:
+                opened.append(open_memory(self._device, handle))
+            with context(self._device):
+                for tensor, (number, offset) in zip(into, owner.places, strict=True):
+                    if offset + tensor.nbytes > allocation_of(self._device, opened[number])[1]:
+                        raise LoanError("a tensor does not lie in the memory that it is said to lie in")
+                    call(
+                        "cuMemcpyDtoD_v2",
+                        ctypes.c_uint64(tensor.data_ptr()),
+                        ctypes.c_uint64(opened[number] + offset),
+                        ctypes.c_size_t(tensor.nbytes),
+                    )
+                call("cuCtxSynchronize")
+        except (DriverError, ValueError, IndexError) as error:
+            raise LoanError(f"GPU {self._device} can't read the other worker's memory ({error})") from None
+        finally:
+            close_memory(self._device, opened)
+
+
+class _NixlAddress(msgspec.Struct, frozen=True, array_like=True):
+    agent: str
+    metadata: bytes
+    segment: str  # DRAM or VRAM
+    device: int
+    addresses: list[int]  # of each tensor
+
+
+class NixlWay:
+    """Between any two processes, also of two hosts: the reader's network card or GPU reads the owner's
+    memory."""
+
+    name = "nixl"
+    _nixl = NixlAgents()
+
+    def __init__(self, device: torch.device) -> None:
+        self._segment = "VRAM" if device.type == "cuda" else "DRAM"
+        self._device = device.index or 0
+
+    def offer(self, tensors: Sequence[torch.Tensor]) -> tuple[bytes, Close]:
+        nixl = self._loaded()
+        with nixl.lock, in_context(self._segment, self._device):
+            try:
+                name, agent = nixl.new_agent()
+                memory = agent.register_memory(self._pieces(tensors), self._segment)
+                metadata = agent.get_agent_metadata()
+            except nixl.errors as error:
+                raise LoanError(f"NIXL can't register the weights: {error}") from None
+        addresses = [tensor.data_ptr() for tensor in tensors]
+
+        def close() -> None:
+            with nixl.lock, in_context(self._segment, self._device):
+                agent.deregister_memory(memory)
+
+        address = _NixlAddress(name, metadata, self._segment, self._device, addresses)
+        return msgspec.msgpack.encode(address), close
+
+    def read(self, address: bytes, into: Sequence[torch.Tensor]) -> None:
+        owner, nixl = _decode(address, _NixlAddress), self._loaded()
+        is_address = all(0 < address < 1 << 63 for address in owner.addresses)
+        if len(owner.addresses) != len(into) or not is_address:
+            raise LoanError(
+                f"{len(owner.addresses)} addresses came for {len(into)} tensors, or none are some"
+            )
+        sizes = np.array([tensor.nbytes for tensor in into], np.uint64)
+        targets = np.array([tensor.data_ptr() for tensor in into], np.uint64)
+        with nixl.lock, in_context(self._segment, self._device):
+            try:
+                _, agent = nixl.new_agent()
+                memory = agent.register_memory(self._pieces(into), self._segment)
+                agent.add_remote_agent(owner.metadata)
+                sources = descriptors(np.array(owner.addresses, np.uint64), sizes, owner.device)
+                remote = agent.get_xfer_descs(sources, owner.segment)
+                local = agent.get_xfer_descs(descriptors(targets, sizes, self._device), self._segment)
+                handle = agent.initialize_xfer("READ", local, remote, owner.agent)
+                self._wait(agent, handle, agent.transfer(handle))
+                agent.release_xfer_handle(handle)
+                agent.remove_remote_agent(owner.agent)
+                agent.deregister_memory(memory)
+            except nixl.errors as error:
+                raise LoanError(f"NIXL can't read the other worker's weights: {error}") from None
+
+    def _wait(self, agent: Any, handle: Any, state: str) -> None:
+        """The end of the agent, which an error brings, is the end of what would still write."""
+        until = time.monotonic() + PATIENCE_S
+        while state == "PROC":
+            if time.monotonic() > until:
+                raise LoanError(f"the other worker's weights did not come within {PATIENCE_S:g} s")
+            time.sleep(POLL_S)
+            state = agent.check_xfer_state(handle)
+        if state != "DONE":
+            raise LoanError(f"NIXL broke off: {state}")
+
+    def _loaded(self) -> NixlAgents:
+        try:
+            self._nixl.load()
+        except ImportError as error:
+            raise LoanError(f"{MISSING} ({error})") from None
+        return self._nixl
+
+    def _pieces(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, str]]:
+        return [(tensor.data_ptr(), tensor.nbytes, self._device, "") for tensor in tensors]
+
+
+def _decode(address: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.msgpack.decode(address, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise LoanError(f"an address cannot be read: {error}") from None

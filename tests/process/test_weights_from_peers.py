@@ -1,0 +1,165 @@
+"""Workers that take their weights out of the memory of others: the search on the plane, and real workers."""
+
+import asyncio
+import functools
+import json
+import urllib.request
+from contextlib import AsyncExitStack, asynccontextmanager
+
+import pytest
+
+from shoal.errors import UnavailableError
+from shoal.fake import FakeEngine
+from shoal.fleet import weight_peers
+from shoal.fleet.clock import LoopClock
+from shoal.fleet.plane_workers import member_of
+from shoal.fleet.planes import open_plane
+from shoal.fleet.weight_peers import borrowed_weights
+from shoal.fleet.worker_port import WorkerPort
+from shoal.metrics import ModelMetrics
+from shoal.model_card import ModelCard
+from shoal.server.admission import Admission
+from shoal.wire import LendWeights, ModelInfo, TakeBackWeights
+from tests.fleet_processes import Processes, wait_for
+from tests.serving import free_port
+from tests.tiny import greedy, write_changed, write_model
+
+PATIENCE_S = 60
+INFO = ModelInfo("fake", 1, 4096, 512, 64, (2,), {}, 1024, 16, 4, "cpu", "float32")
+TINY = ("--max-model-len", "256", "--kv-cache-memory-bytes", "8000000", "--max-num-seqs", "4")
+PROMPT = list(range(30, 60))
+
+
+def asynchronous(test):
+    """Runs an async test; what hangs fails."""
+
+    @functools.wraps(test)
+    def run(*args, **kwargs):
+        return asyncio.run(asyncio.wait_for(test(*args, **kwargs), PATIENCE_S))
+
+    return run
+
+
+# The search
+
+
+class Lender(FakeEngine):
+    """Lends weights of one name, and remembers who has them."""
+
+    def __init__(self, name=b"name"):
+        super().__init__(vocab_size=512)
+        self.weights_name, self.borrowers, self.hangs = name, [], False
+
+    async def control(self, command):
+        if isinstance(command, LendWeights):
+            if self.hangs:
+                await asyncio.sleep(PATIENCE_S)
+            if command.name != self.weights_name:
+                raise UnavailableError("which are others")
+            self.borrowers.append(command.borrower)
+            return b"loan"
+        if isinstance(command, TakeBackWeights):
+            return self.borrowers.remove(command.borrower)
+        return await super().control(command)
+
+
+@asynccontextmanager
+async def on_a_plane(**lenders):
+    """A plane with these workers. Gives a function that opens another end of it."""
+    url = f"tcp://127.0.0.1:{free_port()}"
+    async with AsyncExitStack() as stack:
+
+        def plane(may_host=False):
+            opened = open_plane(url, may_host=may_host)
+            stack.push_async_callback(opened.close)
+            return opened
+
+        own = plane(may_host=True)
+        for name, lender in lenders.items():
+            port = WorkerPort.open(name, lender, Admission(4, 4), ModelMetrics("fake", 4096, {}), LoopClock())
+            stack.push_async_callback(port.close)
+            model = "other" if name == "other" else "fake"
+            card = ModelCard(info=INFO, names=[model], model=model, eos_token_ids=(2,))
+            await own.register(member_of(name, "both", "http://127.0.0.1:1", port.address, card))
+        yield plane
+
+
+def searching(plane):
+    return borrowed_weights(plane, None, "fake", b"name", "me")
+
+
+@asynchronous
+async def test_the_first_worker_that_has_the_weights_lends_them_until_the_block_ends():
+    other, wrong, lender = Lender(), Lender(b"its own"), Lender()
+    async with on_a_plane(other=other, wrong=wrong, lender=lender) as plane:
+        async with searching(plane()) as asking:
+            assert await asking == b"loan"
+            assert lender.borrowers == ["me"] and not other.borrowers
+        assert not lender.borrowers
+
+
+@asynchronous
+async def test_where_nobody_has_the_weights_the_search_ends_by_itself(monkeypatch):
+    monkeypatch.setattr(weight_peers, "SEARCH_S", 0.3)
+    async with on_a_plane(other=Lender()) as plane, searching(plane()) as asking:
+        assert await asking is None
+    nowhere = open_plane(f"tcp://127.0.0.1:{free_port()}")
+    async with searching(nowhere) as asking:
+        assert await asking is None
+    await nowhere.close()
+
+
+@asynchronous
+async def test_a_worker_that_hangs_is_given_up(monkeypatch):
+    monkeypatch.setattr(weight_peers, "ANSWER_S", 1.0)
+    hanging = Lender()
+    hanging.hangs = True
+    async with on_a_plane(hanging=hanging) as plane, searching(plane()) as asking:
+        assert await asking is None
+
+
+@asynchronous
+async def test_a_block_that_ends_early_leaves_no_loan():
+    lender = Lender()
+    async with on_a_plane(lender=lender) as plane:
+        async with searching(plane()):
+            pass
+        assert not lender.borrowers
+
+
+# Real workers
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return write_model(tmp_path_factory.mktemp("models"), "qwen3")
+
+
+def answer(processes, name):
+    """What this worker itself says to a prompt."""
+    url = processes.workers()[name]["url"]
+    body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(body).encode(), {"content-type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=PATIENCE_S) as found:
+        return json.load(found)["choices"][0]["token_ids"]
+
+
+def test_a_worker_begins_with_the_weights_of_another_and_says_the_same(folder, tmp_path):
+    options = (*TINY, "--served-model-name", "tiny", "--weights-from-peers")
+    with Processes(tmp_path) as processes:
+        processes.route()
+        processes.serve("a", *options, model=folder)
+        processes.wait_state("a", "ready")
+        assert "no worker of the fleet lends its weights" in processes.log("a")
+        processes.serve("b", *options, model=folder)
+        processes.serve("c", *options, model=write_changed(folder, tmp_path / "changed"))
+        for name in "bc":
+            wait_for(lambda name=name: "ready after" in processes.log(name), lambda: processes.log("b"))
+        assert "rank 0 has its weights from another worker, by shared_memory" in processes.log("b")
+        # of the same name, and others: a lent what b asked for alone
+        assert "which are others" in processes.log("c") and "from another worker" not in processes.log("c")
+        processes.wait_state("b", "ready")
+        expected = greedy(folder, PROMPT, 8)
+        assert answer(processes, "a") == answer(processes, "b") == expected
