@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import fcntl
+import functools
 import logging
 import os
 import re
@@ -19,7 +20,7 @@ from urllib.parse import urlsplit
 
 from shoal.api import Engine
 from shoal.config import EngineConfig, KVEventsConfig, ServerConfig
-from shoal.errors import CheckpointError, ConfigError, ShoalError
+from shoal.errors import ConfigError, ShoalError
 from shoal.fleet.clock import LoopClock
 from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.plane import ROLES, Member, Plane, check_name
@@ -121,11 +122,7 @@ async def weights_of_peers(
         yield None
         return
     assert config.plane is not None
-    try:
-        name = await asyncio.to_thread(loan.name_of, planned.files)
-    except OSError as error:
-        raise CheckpointError(f"cannot read {planned.files.path}: {error}") from None
-    key = FleetKey.read(config.fleet_key_file)
+    key, name = FleetKey.read(config.fleet_key_file), functools.partial(loan.name_of, planned.files)
     plane = open_plane(config.plane, key=key, clock=LoopClock())
     try:
         async with borrowed_weights(plane, key, planned.names[0], name, worker_id) as asking:

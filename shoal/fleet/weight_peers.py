@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 
 from shoal.errors import ShoalError
@@ -24,11 +24,12 @@ ANSWER_S = 30.0  # for its answer: it computes checksums of its weights first
 
 @contextlib.asynccontextmanager
 async def borrowed_weights(
-    plane: Plane, key: FleetKey | None, model: str, name: bytes, borrower: str
+    plane: Plane, key: FleetKey | None, model: str, name: Callable[[], bytes], borrower: str
 ) -> AsyncIterator[Awaitable[bytes | None]]:
-    """Looks for the weights of this name (weights/loan.py) among the workers that serve `model`, while the
-    block is entered: what it gives is awaited for their loan, None where nobody has any. `borrower`: this
-    process's id. The loan ends with the block."""
+    """Looks for weights among the workers that serve `model`, while the block runs: what the block gets is
+    awaited for their loan, None where nobody has any. `name()`: the weights' (weights/loan.py); it reads
+    files, and is called in a thread if anybody is there. `borrower`: this process's id. The loan ends with
+    the block."""
     search = _Search(plane, key, model, name, borrower)
     asking = asyncio.create_task(search.run())
     try:
@@ -40,7 +41,9 @@ async def borrowed_weights(
 
 
 class _Search:
-    def __init__(self, plane: Plane, key: FleetKey | None, model: str, name: bytes, borrower: str) -> None:
+    def __init__(
+        self, plane: Plane, key: FleetKey | None, model: str, name: Callable[[], bytes], borrower: str
+    ) -> None:
         self._plane, self._key, self._model = plane, key, model
         self._name, self._borrower = name, borrower
         self._lender: RemoteEngine | None = None
@@ -52,8 +55,13 @@ class _Search:
                 found = await self._candidates()
         except TimeoutError:
             found = []
+        try:
+            name = await asyncio.to_thread(self._name) if found else b""
+        except (ShoalError, OSError) as error:
+            logger.warning("no weights are borrowed, as the files cannot be read: %s", error)
+            return None
         for member in found:
-            if (loan := await self._ask(member)) is not None:
+            if (loan := await self._ask(member, name)) is not None:
                 return loan
         logger.info("no worker of the fleet lends its weights; they are read from files")
         return None
@@ -72,7 +80,7 @@ class _Search:
                     return sorted(found, key=lambda member: member.details.get("host") != host)
         return []
 
-    async def _ask(self, member: Member) -> bytes | None:
+    async def _ask(self, member: Member, name: bytes) -> bytes | None:
         details = read_details(member)
         lender = None if details is None else link_to(member, details, self._key)
         if lender is None:
@@ -80,7 +88,7 @@ class _Search:
         try:
             async with asyncio.timeout(ANSWER_S):
                 await lender.check()
-                loan = await lender.control(LendWeights(self._name, self._borrower))
+                loan = await lender.control(LendWeights(name, self._borrower))
         except (ShoalError, TimeoutError) as error:
             logger.info("worker %s lends no weights: %s", member.id, error or f"no answer in {ANSWER_S:g} s")
             await lender.close()

@@ -84,8 +84,8 @@ async def on_a_plane(**lenders):
         yield plane
 
 
-def searching(plane):
-    return borrowed_weights(plane, None, "fake", b"name", "me")
+def searching(plane, name=lambda: b"name"):
+    return borrowed_weights(plane, None, "fake", name, "me")
 
 
 @asynchronous
@@ -107,6 +107,15 @@ async def test_where_nobody_has_the_weights_the_search_ends_by_itself(monkeypatc
     async with searching(nowhere) as asking:
         assert await asking is None
     await nowhere.close()
+
+
+@asynchronous
+async def test_files_that_cannot_be_read_are_the_engines_business():
+    def name():
+        raise OSError("no such file")
+
+    async with on_a_plane(lender=Lender()) as plane, searching(plane(), name) as asking:
+        assert await asking is None
 
 
 @asynchronous

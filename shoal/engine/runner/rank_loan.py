@@ -108,6 +108,8 @@ def borrow(model: Decoder, files: CheckpointFiles, loan: RankLoan, device: torch
         if ours != its:
             raise CheckpointError(f"the other worker has {its} for {name}, and this one {ours}")
     tensors, reasons = _with_data(own[name] for name in lent), []
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # What comes is not ordered behind the zeros.
     for way in _ways(device):
         if way.name not in loan.ways:
             reasons.append(f"{way.name}: the other worker has no such way")
@@ -256,11 +258,8 @@ class NixlWay:
 
     def read(self, address: bytes, into: Sequence[torch.Tensor]) -> None:
         owner, nixl = _decode(address, _NixlAddress), self._loaded()
-        is_address = all(0 < address < 1 << 63 for address in owner.addresses)
-        if len(owner.addresses) != len(into) or not is_address:
-            raise LoanError(
-                f"{len(owner.addresses)} addresses came for {len(into)} tensors, or none are some"
-            )
+        if len(owner.addresses) != len(into) or not all(0 < start < 1 << 63 for start in owner.addresses):
+            raise LoanError(f"what came are no addresses of {len(into)} tensors")
         sizes = np.array([tensor.nbytes for tensor in into], np.uint64)
         targets = np.array([tensor.data_ptr() for tensor in into], np.uint64)
         with nixl.lock, in_context(self._segment, self._device):
