@@ -55,15 +55,16 @@ def test_its_tensors_equal_the_parameters_that_transformers_makes_of_it(files):
 
 
 @pytest.mark.slow
-def test_its_metadata_equals_what_the_gguf_package_reads_and_comes_fast(files):
+def test_its_metadata_equals_what_the_gguf_package_reads_and_comes_faster(files):
     start = time.perf_counter()
     header = read_header(files.file)
     seconds = time.perf_counter() - start
     reader = gguf.GGUFReader(files.file)
+    its_seconds = time.perf_counter() - start - seconds
     assert header.metadata == {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}
     expected = [(t.name, t.data_offset, t.n_bytes) for t in reader.tensors]
     assert [(t.name, t.offset, t.num_bytes) for t in header.tensors.values()] == expected
-    assert seconds < 1, "the gguf package's reader takes several; ours took 0.04 s on two 2026 server cores"
+    assert seconds < its_seconds
 
 
 def test_it_is_the_model_we_think_it_is(files):

@@ -77,16 +77,16 @@ def test_special_tokens_are_the_files(tokenizer):
 
 
 @pytest.mark.slow
-def test_importing_and_building_it_takes_a_small_part_of_a_cold_start(files):
-    code = (
+def test_importing_and_building_it_takes_less_of_a_cold_start_than_torch_does(files):
+    prepared = (
         "import time; from pathlib import Path; from shoal.weights.source import CheckpointFiles; p = "
-        f"Path({str(files.file)!r}); "
-        "m = CheckpointFiles(p.parent, p).metadata; t = time.perf_counter(); from shoal.tokenizer import "
-        "Tokenizer; "
-        "Tokenizer.from_gguf(m).encode('hello'); print(time.perf_counter() - t)"
+        f"Path({str(files.file)!r}); m = CheckpointFiles(p.parent, p).metadata; t = time.perf_counter(); "
     )
-    seconds = min(
-        float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
-        for _ in range(3)
-    )
-    assert seconds < 0.4
+    build = "from shoal.tokenizer import Tokenizer; Tokenizer.from_gguf(m).encode('hello'); "
+
+    def seconds(code):
+        command = [sys.executable, "-c", f"{prepared}{code}print(time.perf_counter() - t)"]
+        runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(3)]
+        return min(float(done.stdout) for done in runs)
+
+    assert seconds(build) < seconds("import torch; ")
