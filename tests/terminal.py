@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
+import psutil
+
 SPAWN = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 CTRL_C, CTRL_D, UP = "\x03", "\x04", "\x1b[A"
 DEADLINE_S = 30
@@ -67,7 +69,10 @@ class Screen:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()
+        if self.process.poll() is None:
+            # What a shell has started would outlive it, and keep its ports.
+            for process in [*psutil.Process(self.process.pid).children(recursive=True), self.process]:
+                process.kill()
         self.process.wait()
         for stream in (self.process.stdin, self.process.stdout):
             assert stream is not None

@@ -32,7 +32,10 @@ unplug) $sudo ip -n shoal-right link set eth0 down ;;
 plug) $sudo ip -n shoal-right link set eth0 up ;;
 down)
     for host in left right; do
-        for pid in $($sudo ip netns pids "shoal-$host"); do $sudo kill "$pid"; done
+        [ -e "/run/netns/shoal-$host" ] || continue
+        for pid in $($sudo ip netns pids "shoal-$host"); do
+            $sudo kill "$pid" || true # it may have ended by itself
+        done
         while [ -n "$($sudo ip netns pids "shoal-$host")" ]; do sleep 0.1; done
         $sudo ip netns delete "shoal-$host"
     done

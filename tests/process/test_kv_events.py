@@ -235,6 +235,8 @@ def test_an_endpoint_that_is_taken_is_refused_at_start(start, ends, root):
             "serve",
             str(write_model(root, "qwen3")),
             *TINY,
+            "--port",
+            "0",
             "--kv-events-config",
             json.dumps({"enable_kv_cache_events": True, **ends}),
         ],

@@ -1,5 +1,6 @@
 """docs/laptop-to-fleet.md, section by section, as a reader follows it: the commands that are run are the page's."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -65,16 +66,15 @@ def test_the_page_can_be_followed(title, checkout, environment):
     text = "".join(step.text for step in SECTIONS[title])
     if "--on ray" in text:
         pytest.importorskip("ray", reason="pip install ray")
-    if "namespaces.sh" in text:
-        if not has_namespaces():
-            pytest.skip("this process may not make network namespaces (ip netns add)")
-        environment["PATH"] += f":{Path(nats_server.find()).parent}"
-    try:
-        walk(SECTIONS[title], environment, checkout)
-    finally:
+    with contextlib.ExitStack() as stack:
         if "namespaces.sh" in text:
-            script = checkout / "examples" / "fleet" / "namespaces.sh"
-            subprocess.run([script, "down"], capture_output=True)
+            if not has_namespaces():
+                pytest.skip("this process may not make network namespaces (ip netns add)")
+            environment["PATH"] += f":{Path(nats_server.find()).parent}"
+            down = [checkout / "examples" / "fleet" / "namespaces.sh", "down"]
+            subprocess.run(down, check=True)  # those of a run that was broken off
+            stack.callback(subprocess.run, down, check=True)
+        walk(SECTIONS[title], environment, checkout)
 
 
 def test_the_extras_that_the_page_asks_for_exist():
