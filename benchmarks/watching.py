@@ -2,6 +2,7 @@
 
     python benchmarks/watching.py                  # `shoal serve` with the small default model
     python benchmarks/watching.py --workers 2      # a router and workers, all on this host
+    python benchmarks/watching.py --shape qwen3-8b --streams 64 --seconds 3   # on a GPU, random weights
 
 A few answers stream all the time. Meanwhile windows of some seconds take turns, in a random order in each
 pair: in the one a dashboard, a `shoal top` and a Prometheus look on, in the other nobody does. They are
@@ -31,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import aiohttp
 import psutil
+from workloads import write_model
 
 from tests.fleet_processes import Processes
 from tests.serving import Serve
@@ -38,7 +40,8 @@ from tests.serving import Serve
 LOOKS_S = {"dashboard": 2.0, "top": 2.0, "prometheus": 5.0}
 REMEMBERED, ASKED, IDLE_S = 256, 200, 20.0
 SETTLE_S = 1.0  # at a window's beginning, which counts for neither
-OPTIONS = ("--max-model-len", "2048", "--kv-cache-memory-bytes", "200000000", "--device", "cpu")
+SMALL = ("--max-model-len", "2048", "--kv-cache-memory-bytes", "200000000", "--device", "cpu")
+RANDOM = ("--max-model-len", "2048", "--load-format", "dummy", "--skip-tokenizer-init")
 
 
 @dataclass
@@ -56,7 +59,7 @@ class Load:
         self._tasks = [asyncio.create_task(self._stream(number)) for number in range(streams)]
 
     async def _stream(self, number: int) -> None:
-        body = {"prompt": f"Story {number}. Once upon a time", "stream": True, "ignore_eos": True}
+        body = {"prompt": list(range(number, number + 10)), "stream": True, "ignore_eos": True}
         draw = random.Random(number)
         while True:
             body["max_tokens"] = draw.randint(50, 150)  # a token of a long answer costs more
@@ -143,7 +146,7 @@ async def measure(url: str, pids: list[int], arguments: argparse.Namespace) -> l
 async def tell_costs(session: aiohttp.ClientSession, url: str, processes: list[psutil.Process]) -> None:
     """Prints what each look costs a server without other work, after as many requests as it remembers."""
     for number in range(REMEMBERED):
-        body = {"prompt": f"{number}", "max_tokens": 2}
+        body = {"prompt": [number], "max_tokens": 2}
         async with session.post(f"{url}/v1/completions", json=body) as answer:
             answer.raise_for_status()
     for path in ("/fleet?since=0", "/fleet", "/requests?limit=100", "/metrics"):
@@ -185,10 +188,15 @@ def change(values: list[tuple[float, float]]) -> float:
 
 
 @contextlib.asynccontextmanager
-async def running(workers: int, model: str, folder: Path) -> AsyncIterator[tuple[str, list[int]]]:
+async def running(
+    workers: int, model: str, shape: str | None, folder: Path
+) -> AsyncIterator[tuple[str, list[int]]]:
     """The URL and the processes of a server (no workers), or of a router and its workers."""
     if not workers:
-        serve = Serve(folder, model, *OPTIONS, "--log-requests", "off")
+        options = SMALL
+        if shape is not None:
+            model, options = write_model(str(folder), shape), RANDOM
+        serve = Serve(folder, model, *options, "--log-requests", "off")
         try:
             await asyncio.to_thread(serve.ready)
             yield f"http://127.0.0.1:{serve.port}", [serve.process.pid]
@@ -206,7 +214,7 @@ async def running(workers: int, model: str, folder: Path) -> AsyncIterator[tuple
 
 async def run(arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        async with running(arguments.workers, arguments.model, Path(folder)) as (url, pids):
+        async with running(arguments.workers, arguments.model, arguments.shape, Path(folder)) as (url, pids):
             pairs = await measure(url, pids, arguments)
     found = summary(pairs, arguments.seed)
     for name, one in found.items():
@@ -226,6 +234,7 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2")
+    parser.add_argument("--shape", help="of workloads.py, in place of a model: on a GPU, one server alone")
     parser.add_argument("--workers", type=int, default=0, help="behind a router; 0: one server alone")
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--pairs", type=int, default=20)
