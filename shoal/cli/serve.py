@@ -140,7 +140,7 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
         for one in planned:
             async with weights_of_peers(one, config, worker_id) as loan:
                 llm, tokenizer = await _start(one, config, loan)
-            stack.push_async_callback(llm.close)
+                stack.push_async_callback(llm.close)
             engines.append(llm)
             engine: ServedEngine = llm
             if swapper is not None:

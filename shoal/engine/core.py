@@ -92,7 +92,7 @@ class EngineCore:
             else:
                 self.events = predecessor.events
             others = predecessor.ranks if predecessor is not None else None
-            lent = None if loan is None else accepted(loan, self.config)
+            lent = None if loan is None else accepted(loan, self.config, files)
             self.ranks: Ranks = Ranks(self.config, files, others, [] if lent is None else lent.ranks)
             undo.callback(self.ranks.close)
             self.peers: KvPeers | None = None
@@ -453,6 +453,7 @@ class EngineCore:
         return self.events
 
     def stats(self) -> Stats:
+        self.weights.loans.settle()  # Whoever looks after the engine asks for its figures now and then.
         stats, costs = self.scheduler.stats(), self.step_costs
         if costs is not None and costs.num_learned:
             stats.decode_step_s = costs.step_s + self.scheduler.num_decoding * costs.seq_s

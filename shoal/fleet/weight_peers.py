@@ -18,8 +18,10 @@ from shoal.wire import LendWeights, TakeBackWeights
 
 logger = logging.getLogger(__name__)
 
-SEARCH_S = 2.0  # for a worker that could lend to be seen on the plane; the engine's process starts meanwhile
-ANSWER_S = 30.0  # for its answer: it computes checksums of its weights first
+SEARCH_S = 5.0  # for a worker that could lend to be seen on the plane; the engine's process starts meanwhile
+CONNECT_S = 5.0  # for the way to it, and for a word at the end
+POLL_S = 0.02
+ANSWER_S = 60.0  # for all their answers: one that lends computes checksums of its weights first
 
 
 @contextlib.asynccontextmanager
@@ -53,16 +55,17 @@ class _Search:
         try:
             async with asyncio.timeout(SEARCH_S):
                 found = await self._candidates()
+            async with asyncio.timeout(ANSWER_S):
+                name = await asyncio.to_thread(self._name)
+                for member in found:
+                    if (loan := await self._ask(member, name)) is not None:
+                        return loan
         except TimeoutError:
-            found = []
-        try:
-            name = await asyncio.to_thread(self._name) if found else b""
-        except (ShoalError, OSError) as error:
-            logger.warning("no weights are borrowed, as the files cannot be read: %s", error)
-            return None
-        for member in found:
-            if (loan := await self._ask(member, name)) is not None:
-                return loan
+            pass
+        except ShoalError as error:
+            logger.warning("no worker is asked for its weights any more: %s", error)
+        except Exception:  # The files are there, whatever it is.
+            logger.exception("no worker is asked for its weights any more")
         logger.info("no worker of the fleet lends its weights; they are read from files")
         return None
 
@@ -85,23 +88,24 @@ class _Search:
         lender = None if details is None else link_to(member, details, self._key)
         if lender is None:
             return None
+        await self.end()
+        self._lender = lender  # It may lend after this process has lost patience.
         try:
-            async with asyncio.timeout(ANSWER_S):
-                await lender.check()
-                loan = await lender.control(LendWeights(name, self._borrower))
+            async with asyncio.timeout(CONNECT_S):
+                while not lender.is_connected:
+                    await asyncio.sleep(POLL_S)
+            return await lender.control(LendWeights(name, self._borrower))
         except (ShoalError, TimeoutError) as error:
-            logger.info("worker %s lends no weights: %s", member.id, error or f"no answer in {ANSWER_S:g} s")
-            await lender.close()
+            logger.info("worker %s lends no weights: %s", member.id, str(error) or "it is not reached")
             return None
-        except asyncio.CancelledError:
-            await lender.close()
-            raise
-        self._lender = lender
-        return loan
 
     async def end(self) -> None:
-        if self._lender is not None:
-            with contextlib.suppress(ShoalError, TimeoutError):
-                async with asyncio.timeout(ANSWER_S):
-                    await self._lender.control(TakeBackWeights(self._borrower))
-            await self._lender.close()
+        """Gives back what the last worker that was asked has lent."""
+        lender, self._lender = self._lender, None
+        if lender is not None:
+            with contextlib.suppress(
+                ShoalError, TimeoutError
+            ):  # It hears it, if late, or the loan ends by itself.
+                async with asyncio.timeout(CONNECT_S):
+                    await lender.control(TakeBackWeights(self._borrower))
+            await lender.close()

@@ -40,6 +40,14 @@ class Fp8Tensor(QuantizedTensor):
         return cls((outs, inputs), data, scales, min(wide, inputs))
 
     @classmethod
+    def zeros(cls, outs: int, inputs: int, block: tuple[int, int], device: torch.device) -> Fp8Tensor:
+        """`block`: as for `of`."""
+        size = min(block[1] or inputs, inputs)
+        data = torch.zeros(outs, inputs, dtype=torch.float8_e4m3fn, device=device)
+        scales = torch.zeros(outs, -(-inputs // size), device=device, dtype=torch.float32)
+        return cls((outs, inputs), data, scales, size)
+
+    @classmethod
     def rounded(cls, weight_OI: torch.Tensor, scale_dtype: torch.dtype = torch.float32) -> Fp8Tensor:
         """A matrix of plain numbers, with a scale for each output that `scale_dtype` can hold."""
         weight = weight_OI.float()

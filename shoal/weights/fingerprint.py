@@ -30,22 +30,22 @@ def weights_fingerprint(checksums: Sequence[Mapping[str, str]], config: ModelCon
     keeps quantized weights packed and one that does not: blocks of theirs have other shapes, or other
     rounding."""
     return xxhash.xxh3_128_digest(
-        msgspec.msgpack.encode((_fields(config), [sorted(own.items()) for own in checksums]))
+        msgspec.msgpack.encode((fields_that_count(config), [sorted(own.items()) for own in checksums]))
     )
 
 
-def checkpoint_fingerprint(files: CheckpointFiles, is_packed: bool, samples: int = SAMPLES) -> bytes:
+def checkpoint_fingerprint(files: CheckpointFiles, is_packed: bool) -> bytes:
     """The same for all engines that have read these files of weights, whatever their tensor-parallel size.
     Their blocks differ by rounding alone. `is_packed`: the weights stay as the files have them.
 
-    The files are read at evenly spaced places, `samples` of each, because whole ones take long. A checkpoint
-    that differs in a few small tensors alone may go unnoticed. Raises CheckpointError and OSError."""
-    hasher = xxhash.xxh3_128(msgspec.msgpack.encode((_fields(files.config), is_packed)))
+    The files are read at evenly spaced places, because whole ones take long. A checkpoint that differs in a
+    few small tensors alone may go unnoticed. Raises CheckpointError and OSError."""
+    hasher = xxhash.xxh3_128(msgspec.msgpack.encode((fields_that_count(files.config), is_packed)))
     for path in weight_files(files):
         with open(path, "rb", buffering=0) as file:
             size = os.fstat(file.fileno()).st_size
             hasher.update(size.to_bytes(8, "little"))
-            stride = max(SAMPLE_BYTES, size // samples)
+            stride = max(SAMPLE_BYTES, size // SAMPLES)
             for offset in range(0, size, stride):
                 hasher.update(os.pread(file.fileno(), SAMPLE_BYTES, offset))
             hasher.update(os.pread(file.fileno(), SAMPLE_BYTES, max(0, size - SAMPLE_BYTES)))
@@ -57,5 +57,6 @@ def weight_files(files: CheckpointFiles) -> list[Path]:
     return [files.file] if files.file is not None else sorted(shards(files.folder))
 
 
-def _fields(config: ModelConfig) -> list[tuple[str, object]]:
+def fields_that_count(config: ModelConfig) -> list[tuple[str, object]]:
+    """The config, but for FREE_FIELDS."""
     return sorted((name, value) for name, value in asdict(config).items() if name not in FREE_FIELDS)

@@ -39,15 +39,10 @@ LAYER_TENSOR = re.compile(r"blk\.([0-9]{1,9})\.(\w+)")
 PLAIN = {"F32": np.float32, "F16": np.float16, "BF16": np.int16}  # numpy has no bfloat16: its bits
 
 
-def gguf_tensors(
-    header: GGUFHeader, config: ModelConfig, is_hollow: bool = False
-) -> Iterator[tuple[str, torch.Tensor | GGUFTensor]]:
-    """Each tensor under its checkpoint name, of zeros if they are to be hollow. Raises CheckpointError for a
-    tensor that this engine has no place for."""
-    if is_hollow:  # Pages that nobody writes take no memory.
-        data = np.zeros(header.path.stat().st_size, np.uint8)
-    else:
-        data = np.memmap(header.path, dtype=np.uint8, mode="c")  # copy on write: torch wants writable memory
+def gguf_tensors(header: GGUFHeader, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor | GGUFTensor]]:
+    """Each tensor under its checkpoint name. Raises CheckpointError for a tensor that this engine has no
+    place for."""
+    data = np.memmap(header.path, dtype=np.uint8, mode="c")  # copy on write: torch wants writable memory
     names = _names(header)
     for info in header.tensors.values():
         if info.name == ROPE_FACTORS:  # it is part of the config

@@ -12,6 +12,7 @@ from tqdm import tqdm
 from shoal.errors import CheckpointError
 from shoal.kernels.quantized_tensor import QuantizedTensor
 from shoal.model_config import ModelConfig
+from shoal.models.layouts.registry import BY_NAME
 from shoal.models.shapes import checkpoint_shapes
 from shoal.weights.gguf import gguf_shapes, gguf_tensors
 from shoal.weights.kv_scales import is_kv_scale
@@ -37,20 +38,8 @@ def load_weights(
     if dummy:
         model.load_dummy_weights()
         return
-    _load(model, files, None, show_progress)
-
-
-def load_hollow_weights(model: Loadable, files: CheckpointFiles, device: torch.device) -> None:
-    """Gives `model` the memory of all weights, as the checkpoint's headers say; what lies in it comes from
-    elsewhere. `device`: the model's. Raises CheckpointError."""
-    # Quantized matrices are packed on the CPU first, wherever they are going.
-    is_plain = files.file is None and files.config.quantization is None
-    _load(model, files, device if is_plain else torch.device("cpu"), show_progress=False)
-
-
-def _load(model: Loadable, files: CheckpointFiles, hollow: torch.device | None, show_progress: bool) -> None:
     bar = tqdm(
-        checkpoint_tensors(files, hollow),
+        checkpoint_tensors(files),
         desc="Loading weights",
         unit=" tensors",
         leave=False,
@@ -64,6 +53,37 @@ def _load(model: Loadable, files: CheckpointFiles, hollow: torch.device | None, 
         model.finish_loading()
     except (CheckpointError, OSError) as error:
         raise _named(error, files) from None
+
+
+def load_hollow_weights(model: Loadable, files: CheckpointFiles, device: torch.device) -> None:
+    """Gives `model`, which is on this device, the memory of all weights as the checkpoint's headers say. It
+    holds zeros, and the numbers come from elsewhere. The checkpoint is one that `lies_by_shape`. Raises
+    CheckpointError."""
+    assert lies_by_shape(files)
+    quantization = files.config.quantization
+    zero = torch.zeros((), device=device)
+    try:
+        model.begin_loading()
+        for name, header in tensor_headers(files.folder, quantization).items():
+            if not _is_weight(name, files.config):
+                continue
+            if quantization is not None and header.dtype == quantization.layout:
+                outs, inputs = header.shape
+                zeros = BY_NAME[quantization.layout].zeros
+                assert zeros is not None
+                model.load_weight(name, zeros(outs, inputs, quantization, device))
+            else:
+                model.load_weight(name, zero.expand(header.shape))  # It takes no memory.
+        model.finish_loading()
+    except (CheckpointError, OSError) as error:
+        raise _named(error, files) from None
+
+
+def lies_by_shape(files: CheckpointFiles) -> bool:
+    """Whether shapes alone decide how the checkpoint's weights lie in an engine's memory. Of a GGUF file and
+    of most layouts in 4 bits, the numbers have a say, too."""
+    quantization = files.config.quantization
+    return files.file is None and (quantization is None or BY_NAME[quantization.layout].zeros is not None)
 
 
 def check_shapes(files: CheckpointFiles) -> None:
@@ -103,16 +123,13 @@ def _named(error: Exception, files: CheckpointFiles) -> CheckpointError:
     return CheckpointError(f"{files.path}: {error}")
 
 
-def checkpoint_tensors(
-    files: CheckpointFiles, hollow: torch.device | None = None
-) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
-    """Every tensor under its Hugging Face name. With `hollow` they hold zeros, there. Raises
-    CheckpointError."""
+def checkpoint_tensors(files: CheckpointFiles) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
+    """Every tensor under its Hugging Face name. Raises CheckpointError."""
     if files.file is None:
         if files.config.quantization is not None:
-            return quantized_tensors(files.folder, files.config.quantization, hollow)
-        return safetensors_tensors(files.folder, hollow=hollow)
-    return gguf_tensors(files.header, files.config, is_hollow=hollow is not None)
+            return quantized_tensors(files.folder, files.config.quantization)
+        return safetensors_tensors(files.folder)
+    return gguf_tensors(files.header, files.config)
 
 
 def _is_weight(name: str, config: ModelConfig) -> bool:

@@ -54,17 +54,17 @@ def tensor_headers(folder: Path, quantization: Quantization | None) -> dict[str,
 
 
 def quantized_tensors(
-    folder: Path, quantization: Quantization, hollow: torch.device | None = None
+    folder: Path, quantization: Quantization
 ) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
     """Every matrix and every other tensor. A matrix comes when the last of its tensors has been read; the
-    others are views of the mapped files until then. `hollow`: as in safetensors_tensors."""
+    others are views of the mapped files until then."""
     matrices = _matrices(_headers(folder, EVERY_DTYPE), quantization)
     module_of = {
         name: (module, suffix) for module, parts in matrices.items() for suffix, name in parts.items()
     }
     held: dict[str, dict[str, torch.Tensor]] = {module: {} for module in matrices}
     layout = BY_NAME[quantization.layout]
-    for name, tensor in safetensors_tensors(folder, EVERY_DTYPE, hollow):
+    for name, tensor in safetensors_tensors(folder, EVERY_DTYPE):
         if name not in module_of:
             yield name, tensor
             continue

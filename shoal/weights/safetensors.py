@@ -29,17 +29,6 @@ MAX_DIMS = 4
 # (models/layouts/).
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 PACKED_DTYPES = {"F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 8}
-TORCH_NAMES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "U8": "uint8",
-    "I32": "int32",
-    "I64": "int64",
-}
-SMALL_BYTES = 1 << 16
 
 
 class TensorHeader(NamedTuple):
@@ -50,24 +39,14 @@ class TensorHeader(NamedTuple):
 
 
 def safetensors_tensors(
-    folder: Path, dtypes: Mapping[str, int] = DTYPES, hollow: torch.device | None = None
+    folder: Path, dtypes: Mapping[str, int] = DTYPES
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor with its name. With `hollow` they are zeros on that device, but for small ones, as what
-    those hold may decide how a matrix is packed. Raises CheckpointError that names the file, and the tensor
-    where there is one, also for a tensor of another dtype than these."""
+    """Every tensor with its name. Raises CheckpointError that names the file, and the tensor where there is
+    one, also for a tensor of another dtype than these."""
     for path, tensors in safetensors_headers(folder, dtypes):
         with _reading(path), safetensors.safe_open(path, framework="pt", device="cpu") as file:
-            for name, header in tensors.items():
-                if hollow is None or math.prod(header.shape) * dtypes[header.dtype] <= SMALL_BYTES:
-                    yield name, file.get_tensor(name)
-                else:
-                    yield name, _zeros(header, hollow)
-
-
-def _zeros(header: TensorHeader, device: torch.device) -> torch.Tensor:
-    import torch
-
-    return torch.zeros(header.shape, dtype=getattr(torch, TORCH_NAMES[header.dtype]), device=device)
+            for name in tensors:
+                yield name, file.get_tensor(name)
 
 
 def shards(folder: Path) -> dict[Path, list[str]]:
@@ -107,7 +86,7 @@ def safetensors_headers(
     """Each file with the headers of the tensors to take from it. Raises CheckpointError."""
     taken: set[str] = set()
     for path, names in shards(folder).items():
-        held = _read_header(path, dtypes)
+        held, _ = _read_header(path, dtypes)
         for name in names or sorted(held):
             if name not in held:
                 raise CheckpointError(
@@ -122,9 +101,16 @@ def safetensors_headers(
         yield path, {name: held[name] for name in names or sorted(held)}
 
 
-def _read_header(path: Path, dtypes: Mapping[str, int]) -> dict[str, TensorHeader]:
-    """What the file says about each tensor. Raises CheckpointError unless all of them lie in the file, one
-    after the other, as their shapes say."""
+def tensor_spans(path: Path, dtypes: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Where each tensor of a file begins and ends in it, in order. Raises CheckpointError."""
+    return _read_header(path, dtypes)[1]
+
+
+def _read_header(
+    path: Path, dtypes: Mapping[str, int]
+) -> tuple[dict[str, TensorHeader], list[tuple[int, int]]]:
+    """What the file says about each tensor, and where in it they begin and end, in order. Raises
+    CheckpointError unless all of them lie in the file, one after the other, as their shapes say."""
     try:
         if not path.is_file():  # a pipe would never end
             raise FileNotFoundError("no such file")
@@ -158,7 +144,7 @@ def _read_header(path: Path, dtypes: Mapping[str, int]) -> dict[str, TensorHeade
                 f"{before} ends at {position}; fetch it again"
             )
         position, before = end, name
-    return tensors
+    return tensors, sorted((8 + length + start, 8 + length + end) for start, end, _ in spans)
 
 
 def _parse_tensor(info: Any, where: str, dtypes: Mapping[str, int]) -> tuple[TensorHeader, int, int]:

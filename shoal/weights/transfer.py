@@ -73,11 +73,15 @@ class SharedTensors:
             self._fd = os.memfd_create("shoal-tensors", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
             os.ftruncate(self._fd, size)
             fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
-            with mmap.mmap(self._fd, size) as memory:
-                for name, tensor in on_host:
-                    memory[offsets[name] : offsets[name] + tensor.nbytes] = (
-                        tensor.reshape(-1).view(torch.uint8).numpy().data
-                    )
+            try:
+                with mmap.mmap(self._fd, size) as memory:
+                    for name, tensor in on_host:
+                        memory[offsets[name] : offsets[name] + tensor.nbytes] = (
+                            tensor.reshape(-1).view(torch.uint8).numpy().data
+                        )
+            except BaseException:
+                self.close()
+                raise
         self.handles: list[Handle] = []
         for name, tensor in self._kept.items():
             handle: Handle = {

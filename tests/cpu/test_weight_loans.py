@@ -2,10 +2,12 @@
 owner does meanwhile."""
 
 import logging
+import os
 import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from shoal import LLM
 from shoal.config import EngineConfig
@@ -19,6 +21,8 @@ from shoal.weights.source import CheckpointFiles, resolve
 from tests import quantized, tiny
 from tests.cpu.test_weights_gguf import write_gguf
 
+KINDS = [*quantized.SCHEMES, *quantized.BY_INPUTS, "fp8-blocks"]
+FP8 = [kind for kind in KINDS if kind.startswith("fp8")]
 OPTIONS = {"device": "cpu", "max_model_len": 64, "kv_cache_memory_bytes": 1 << 20, "max_num_seqs": 4}
 BORROWED, FROM_FILES = "has its weights from another worker, by", "reads the weights from files"
 
@@ -72,13 +76,29 @@ def test_weights_come_by_each_way_as_they_lie_in_the_owners_memory(folder, said,
     assert f"{BORROWED} {way}" in said()
 
 
-@pytest.mark.parametrize("kind", [*quantized.SCHEMES, *quantized.BY_INPUTS, "fp8-blocks"])
-def test_checkpoints_of_fewer_bits_come_packed(kind, tmp_path, said):
+@pytest.mark.parametrize("kind", FP8)
+def test_checkpoints_in_fp8_come_as_they_lie(kind, tmp_path, said):
     quantized.write(tmp_path, kind)
     with LLM(str(tmp_path), **OPTIONS) as owner:
         assert owner.config.keep_quantized
         assert begin(tmp_path, lend(owner, tmp_path)) == owner.core.check_weights()
     assert BORROWED in said()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FP8] + ["gguf"])
+def test_weights_whose_numbers_decide_how_they_lie_are_not_lent(kind, tmp_path, said):
+    path = tmp_path
+    if kind == "gguf":
+        write_gguf(path := tmp_path / "model.gguf", "qwen3", "Q8_0")
+    else:
+        quantized.write(path, kind)
+    layout = weight_loans.layout_of
+    with LLM(str(path), skip_tokenizer_init=True, **OPTIONS) as owner:
+        with pytest.raises(UnavailableError, match="depends on their numbers"):
+            owner.core.weights.lend(b"any", "b")
+        data = loan.encode(WeightsLoan(layout(owner.config), [b""]))
+        assert begin(path, data, skip_tokenizer_init=True) == owner.core.check_weights()
+    assert "depends on their numbers" in said()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "llama"])
@@ -89,23 +109,13 @@ def test_what_becomes_fp8_while_it_loads_comes_as_fp8(name, tmp_path, said):
     assert BORROWED in said()
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-def test_a_gguf_file_s_matrices_come_packed(kind, tmp_path, said):
-    path = tmp_path / "model.gguf"
-    write_gguf(path, "qwen3", kind)
-    with LLM(str(path), skip_tokenizer_init=True, **OPTIONS) as owner:
-        assert owner.config.keep_quantized
-        found = begin(path, lend(owner, path), skip_tokenizer_init=True)
-        assert found == owner.core.check_weights()
-    assert BORROWED in said()
-
-
-def test_each_rank_has_its_shard_from_the_owners_rank(folder, said):
+def test_each_rank_has_its_shard_from_the_owners_rank(folder, said, capfd):
     with LLM(str(folder), tensor_parallel_size=2, **OPTIONS) as owner:
         found = begin(folder, lend(owner, folder), tensor_parallel_size=2)
         assert found == owner.core.check_weights()
         assert {name.split(".")[0] for name in found} == {"rank0", "rank1"}
-    assert f"rank 0 {BORROWED}" in said() and FROM_FILES not in said()
+    told = said() + capfd.readouterr().err
+    assert f"rank 0 {BORROWED}" in told and FROM_FILES not in told  # which rank 1 would say aloud
 
 
 def test_other_weights_are_not_lent(owner, folder, tmp_path):
@@ -164,7 +174,7 @@ def test_a_loan_that_ended_makes_the_next_one_read_files(owner, folder, said, mo
     else:
         monkeypatch.setattr(weight_loans, "LOAN_S", -1.0)
         lend(owner, folder)
-        loans.settle()
+        owner.core.stats()  # a fleet asks for them all the time
     assert begin(folder, data) == owner.core.check_weights()
     assert FROM_FILES in said()
     assert lend(owner, folder)
@@ -202,10 +212,59 @@ def test_a_loan_that_makes_no_sense_is_named_and_files_are_read(owner, folder, s
     assert words in said() and BORROWED not in said()
 
 
-def test_weights_are_named_by_what_they_are(folder, tmp_path):
+def test_an_owner_without_memory_for_a_copy_lends_by_other_ways_or_not(owner, folder, monkeypatch):
+    only("shared_memory", monkeypatch)
+    monkeypatch.setattr(rank_loan, "available_bytes", lambda: 1000)
+    with pytest.raises(UnavailableError, match="no room in 1000 bytes"):
+        lend(owner, folder)
+    monkeypatch.undo()
+    assert lend(owner, folder)
+
+
+def test_a_way_that_fails_leaves_nothing_open(owner, folder, monkeypatch):
+    def fail(self, tensors):
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(rank_loan.NixlWay, "offer", fail)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(AssertionError):
+            lend(owner, folder)
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_whatever_fails_in_a_loan_the_files_are_read(owner, folder, said, monkeypatch):
+    def fail(self, address, into):
+        raise AssertionError("a bug")
+
+    monkeypatch.setattr(rank_loan.SharedMemoryWay, "read", fail)
+    assert begin(folder, lend(owner, folder)) == owner.core.check_weights()
+    assert FROM_FILES in said() and "a bug" in said()
+
+
+def test_weights_are_named_by_what_each_tensor_holds(folder, tmp_path):
     name = loan.name_of(CheckpointFiles(folder))
-    copy = shutil.copytree(folder, tmp_path / "copy")
-    assert loan.name_of(CheckpointFiles(copy)) == name
-    (copy / "model.safetensors").unlink()
+    copy = CheckpointFiles(shutil.copytree(folder, tmp_path / "copy"))
+    assert loan.name_of(copy) == name
+    weights, names = load_file(folder / "model.safetensors"), {name}
+    for tensor in weights.values():
+        tensor.add_(1)
+        save_file(weights, copy.folder / "model.safetensors", metadata={"format": "pt"})
+        names.add(loan.name_of(copy))
+    assert len(names) == len(weights) + 1
+    (copy.folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError):
-        loan.name_of(CheckpointFiles(copy))
+        loan.name_of(copy)
+
+
+def test_tensors_of_any_size_are_sampled_from_end_to_end(tmp_path, folder, monkeypatch):
+    copy = CheckpointFiles(shutil.copytree(folder, tmp_path / "copy"))
+    weights = {"a": torch.zeros(300, 300), "b": torch.zeros(70_000), "c": torch.zeros(3)}
+    found = set()
+    for name, index in [(None, 0), ("a", 0), ("a", -1), ("b", 0), ("b", -1), ("c", 2)]:
+        changed = {key: tensor.clone() for key, tensor in weights.items()}
+        if name is not None:
+            changed[name].view(-1)[index] = 1
+        save_file(changed, copy.folder / "model.safetensors")
+        found.add(loan.name_of(copy))
+    assert len(found) == 6

@@ -48,18 +48,27 @@ class Lender(FakeEngine):
 
     def __init__(self, name=b"name"):
         super().__init__(vocab_size=512)
-        self.weights_name, self.borrowers, self.hangs = name, [], False
+        self.weights_name, self.borrowers, self.pauses_s = name, [], 0.0
+        self.turns = asyncio.Lock()
+        self.asked, self.given_back = asyncio.Event(), asyncio.Event()
 
     async def control(self, command):
+        async with self.turns:  # as a core does
+            return await self.run(command)
+
+    async def run(self, command):
         if isinstance(command, LendWeights):
-            if self.hangs:
-                await asyncio.sleep(PATIENCE_S)
+            self.asked.set()
+            await asyncio.sleep(self.pauses_s)
             if command.name != self.weights_name:
                 raise UnavailableError("which are others")
             self.borrowers.append(command.borrower)
             return b"loan"
         if isinstance(command, TakeBackWeights):
-            return self.borrowers.remove(command.borrower)
+            if command.borrower in self.borrowers:
+                self.borrowers.remove(command.borrower)
+                self.given_back.set()
+            return None
         return await super().control(command)
 
 
@@ -95,7 +104,7 @@ async def test_the_first_worker_that_has_the_weights_lends_them_until_the_block_
         async with searching(plane()) as asking:
             assert await asking == b"loan"
             assert lender.borrowers == ["me"] and not other.borrowers
-        assert not lender.borrowers
+        await lender.given_back.wait()
 
 
 @asynchronous
@@ -118,22 +127,21 @@ async def test_files_that_cannot_be_read_are_the_engines_business():
         assert await asking is None
 
 
+@pytest.mark.parametrize("end", ["patience", "the block"])
 @asynchronous
-async def test_a_worker_that_hangs_is_given_up(monkeypatch):
-    monkeypatch.setattr(weight_peers, "ANSWER_S", 1.0)
-    hanging = Lender()
-    hanging.hangs = True
-    async with on_a_plane(hanging=hanging) as plane, searching(plane()) as asking:
-        assert await asking is None
-
-
-@asynchronous
-async def test_a_block_that_ends_early_leaves_no_loan():
-    lender = Lender()
-    async with on_a_plane(lender=lender) as plane:
-        async with searching(plane()):
-            pass
-        assert not lender.borrowers
+async def test_what_a_slow_worker_lends_too_late_is_given_back(monkeypatch, end):
+    slow = Lender()
+    slow.pauses_s = 1.0
+    if end == "patience":
+        monkeypatch.setattr(weight_peers, "ANSWER_S", 0.5)
+    async with on_a_plane(slow=slow) as plane:
+        async with searching(plane()) as asking:
+            if end == "patience":
+                assert await asking is None
+            else:
+                await slow.asked.wait()
+        await slow.given_back.wait()
+        assert not slow.borrowers
 
 
 # Real workers

@@ -176,7 +176,7 @@ def test_a_reply_that_does_not_come_in_time_is_an_error_that_names_the_rank(star
 # Errors that end the group
 
 
-def test_a_killed_rank_is_noticed_within_a_second_with_its_last_words(start):
+def test_a_killed_rank_is_noticed_with_its_last_words(start):
     group = start(3)
     pids = pids_of(group)
     group.submit("echo").results()

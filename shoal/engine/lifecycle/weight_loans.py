@@ -20,6 +20,7 @@ from shoal.engine.runner import commands
 from shoal.errors import CheckpointError, UnavailableError
 from shoal.version import __version__
 from shoal.weights import loan
+from shoal.weights.loader import lies_by_shape
 from shoal.weights.loan import WeightsLoan
 from shoal.weights.source import CheckpointFiles
 
@@ -48,6 +49,8 @@ class WeightLoans:
             raise UnavailableError(
                 "the weights here are no checkpoint's as it lies on disk, and are not lent"
             )
+        if not lies_by_shape(files):
+            raise UnavailableError(f"how the weights of {files.path} lie in memory depends on their numbers")
         if self._name is None or self._name[0] is not files:
             self._name = files, loan.name_of(files)
         if self._name[1] != name:
@@ -98,13 +101,15 @@ def layout_of(config: ResolvedConfig) -> str:
     )
 
 
-def accepted(data: bytes, config: ResolvedConfig) -> WeightsLoan | None:
+def accepted(data: bytes, config: ResolvedConfig, files: CheckpointFiles) -> WeightsLoan | None:
     """The loan, if its weights lie in memory as those of an engine with this config will. None, with a line
     in the log: they do not, or it is no loan."""
     try:
         found = loan.decode(data, WeightsLoan)
         if found.layout != (ours := layout_of(config)):
             raise CheckpointError(f"there they are of {found.layout}, and here of {ours}")
+        if not lies_by_shape(files):
+            raise CheckpointError("how they lie in memory depends on their numbers")
         if len(found.ranks) != config.tensor_parallel_size:
             raise CheckpointError(f"there are {len(found.ranks)} ranks in it")
     except CheckpointError as error:

@@ -8,9 +8,10 @@ checksums alone, so an owner may end, sleep or take new weights whenever it like
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
@@ -29,6 +30,7 @@ from shoal.kv.cuda_driver import (
 )
 from shoal.kv.transport_mapped import boot_id
 from shoal.kv.transport_nixl import MISSING, NixlAgents, descriptors, in_context
+from shoal.memory.available import available_bytes
 from shoal.models.decoder import Decoder
 from shoal.weights.loader import load_hollow_weights
 from shoal.weights.loan import LentTensor, RankLoan
@@ -36,7 +38,8 @@ from shoal.weights.source import CheckpointFiles
 from shoal.weights.transfer import SharedTensors, open_tensor
 from shoal.weights.update import checksums, weight_tensors
 
-PATIENCE_S = 60.0  # for a read to go on
+PATIENCE_S = 30.0  # for the first byte, and beyond it for a read at
+SLOWEST = 50e6  # bytes a second; below, a disk is quicker
 POLL_S = 0.001
 
 Close = Callable[[], None]
@@ -75,12 +78,16 @@ class RankLoans:
         tensors, sums = _with_data(named.values()), checksums(model)
         ways, reasons = {}, []
         self._closes: list[Close] = []
-        for way in _ways(tensors[0].device):
-            try:
-                ways[way.name], close = way.offer(tensors)
-                self._closes.append(close)
-            except LoanError as error:
-                reasons.append(f"{way.name}: {error}")
+        try:
+            for way in _ways(tensors[0].device):
+                try:
+                    ways[way.name], close = way.offer(tensors)
+                    self._closes.append(close)
+                except LoanError as error:
+                    reasons.append(f"{way.name}: {error}")
+        except BaseException:
+            self.close()
+            raise
         if not ways:
             raise CheckpointError(f"the weights can be lent to nobody: {'; '.join(reasons)}")
         lent = [
@@ -148,6 +155,10 @@ class SharedMemoryWay:
     name = "shared_memory"
 
     def offer(self, tensors: Sequence[torch.Tensor]) -> tuple[bytes, Close]:
+        # Shared memory is taken as it is written. Without this, the kernel would end a process for it.
+        num_bytes, free = sum(tensor.nbytes for tensor in tensors), available_bytes()
+        if num_bytes > free:
+            raise LoanError(f"a copy of {num_bytes} bytes of weights has no room in {free} bytes of memory")
         try:
             shared = SharedTensors({str(i): tensor for i, tensor in enumerate(tensors)})
         except OSError as error:
@@ -239,14 +250,10 @@ class NixlWay:
         self._device = device.index or 0
 
     def offer(self, tensors: Sequence[torch.Tensor]) -> tuple[bytes, Close]:
-        nixl = self._loaded()
-        with nixl.lock, in_context(self._segment, self._device):
-            try:
-                name, agent = nixl.new_agent()
-                memory = agent.register_memory(self._pieces(tensors), self._segment)
-                metadata = agent.get_agent_metadata()
-            except nixl.errors as error:
-                raise LoanError(f"NIXL can't register the weights: {error}") from None
+        with self._using("register the weights") as nixl:
+            name, agent = nixl.new_agent()
+            memory = agent.register_memory(self._pieces(tensors), self._segment)
+            metadata = agent.get_agent_metadata()
         addresses = [tensor.data_ptr() for tensor in tensors]
 
         def close() -> None:
@@ -257,44 +264,48 @@ class NixlWay:
         return msgspec.msgpack.encode(address), close
 
     def read(self, address: bytes, into: Sequence[torch.Tensor]) -> None:
-        owner, nixl = _decode(address, _NixlAddress), self._loaded()
+        owner = _decode(address, _NixlAddress)
         if len(owner.addresses) != len(into) or not all(0 < start < 1 << 63 for start in owner.addresses):
             raise LoanError(f"what came are no addresses of {len(into)} tensors")
         sizes = np.array([tensor.nbytes for tensor in into], np.uint64)
         targets = np.array([tensor.data_ptr() for tensor in into], np.uint64)
-        with nixl.lock, in_context(self._segment, self._device):
-            try:
-                _, agent = nixl.new_agent()
-                memory = agent.register_memory(self._pieces(into), self._segment)
-                agent.add_remote_agent(owner.metadata)
-                sources = descriptors(np.array(owner.addresses, np.uint64), sizes, owner.device)
-                remote = agent.get_xfer_descs(sources, owner.segment)
-                local = agent.get_xfer_descs(descriptors(targets, sizes, self._device), self._segment)
-                handle = agent.initialize_xfer("READ", local, remote, owner.agent)
-                self._wait(agent, handle, agent.transfer(handle))
-                agent.release_xfer_handle(handle)
-                agent.remove_remote_agent(owner.agent)
-                agent.deregister_memory(memory)
-            except nixl.errors as error:
-                raise LoanError(f"NIXL can't read the other worker's weights: {error}") from None
+        with self._using("read the other worker's weights") as nixl:
+            _, agent = nixl.new_agent()
+            memory = agent.register_memory(self._pieces(into), self._segment)
+            agent.add_remote_agent(owner.metadata)
+            sources = descriptors(np.array(owner.addresses, np.uint64), sizes, owner.device)
+            remote = agent.get_xfer_descs(sources, owner.segment)
+            local = agent.get_xfer_descs(descriptors(targets, sizes, self._device), self._segment)
+            handle = agent.initialize_xfer("READ", local, remote, owner.agent)
+            self._wait(agent, handle, PATIENCE_S + int(sizes.sum()) / SLOWEST)
+            agent.release_xfer_handle(handle)
+            agent.remove_remote_agent(owner.agent)
+            agent.deregister_memory(memory)
 
-    def _wait(self, agent: Any, handle: Any, state: str) -> None:
-        """The end of the agent, which an error brings, is the end of what would still write."""
-        until = time.monotonic() + PATIENCE_S
-        while state == "PROC":
-            if time.monotonic() > until:
-                raise LoanError(f"the other worker's weights did not come within {PATIENCE_S:g} s")
-            time.sleep(POLL_S)
-            state = agent.check_xfer_state(handle)
-        if state != "DONE":
-            raise LoanError(f"NIXL broke off: {state}")
-
-    def _loaded(self) -> NixlAgents:
+    @contextlib.contextmanager
+    def _using(self, what: str) -> Iterator[NixlAgents]:
         try:
             self._nixl.load()
         except ImportError as error:
             raise LoanError(f"{MISSING} ({error})") from None
-        return self._nixl
+        try:
+            with self._nixl.lock, in_context(self._segment, self._device):
+                yield self._nixl
+        except self._nixl.errors as error:
+            raise LoanError(f"NIXL can't {what}: {error}") from None
+        except DriverError as error:
+            raise LoanError(f"NIXL can't {what}: {error}") from None
+
+    def _wait(self, agent: Any, handle: Any, patience_s: float) -> None:
+        """The end of the agent, which an error brings, is the end of what would still write."""
+        until, state = time.monotonic() + patience_s, agent.transfer(handle)
+        while state == "PROC":
+            if time.monotonic() > until:
+                raise LoanError(f"the other worker's weights did not come within {patience_s:.0f} s")
+            time.sleep(POLL_S)
+            state = agent.check_xfer_state(handle)
+        if state != "DONE":
+            raise LoanError(f"NIXL broke off: {state}")
 
     def _pieces(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, str]]:
         return [(tensor.data_ptr(), tensor.nbytes, self._device, "") for tensor in tensors]

@@ -80,7 +80,7 @@ class RankWeights:
     def lend(self) -> bytes:
         """Opens the weights to other workers, and returns a RankLoan. Raises CheckpointError if there is no
         way."""
-        assert self._loans is None
+        self.end_loans()  # those that an interrupt has left
         self._loans = RankLoans(self.model)
         return loan.encode(self._loans.loan)
 

@@ -173,8 +173,11 @@ class ModelRunner:
         """Takes the weights from another worker. False, with a line in the log: they don't come."""
         try:
             done = borrow(self.model, files, decode(loan, RankLoan), self.device)
-        except (CheckpointError, RuntimeError, OSError) as error:
+        except CheckpointError as error:
             logger.warning("rank %d reads the weights from files: %s", self.tp.rank, error)
+            return False
+        except Exception:  # The files are there, whatever it is.
+            logger.exception("rank %d reads the weights from files", self.tp.rank)
             return False
         rate = done.num_bytes / 1e9 / done.seconds
         logger.info(

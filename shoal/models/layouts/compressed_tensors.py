@@ -151,6 +151,12 @@ def join_fp8(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> 
     return Fp8Tensor.of(stored["weight"], stored["weight_scale"], quantization.block)
 
 
+def fp8_zeros(outs: int, inputs: int, quantization: Quantization, device: torch.device) -> Fp8Tensor:
+    from shoal.kernels.fp8_tensor import Fp8Tensor
+
+    return Fp8Tensor.zeros(outs, inputs, quantization.block, device)
+
+
 def read_mxfp4(fields: ConfigFields) -> Quantization | None:
     weights = _weights(fields, MXFP4)
     if weights is None:
@@ -183,5 +189,5 @@ def join_mxfp4(stored: Mapping[str, torch.Tensor], quantization: Quantization) -
 
 
 INT4_LAYOUT = Layout(INT4, METHOD, "weight_packed", read_int4, int4_shape, int4_tensors, join_int4)
-FP8_LAYOUT = Layout(FP8, METHOD, "weight_scale", read_fp8, fp8_shape, fp8_tensors, join_fp8)
+FP8_LAYOUT = Layout(FP8, METHOD, "weight_scale", read_fp8, fp8_shape, fp8_tensors, join_fp8, fp8_zeros)
 MXFP4_LAYOUT = Layout(MXFP4, METHOD, "weight_packed", read_mxfp4, mxfp4_shape, mxfp4_tensors, join_mxfp4)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shoal.model_config import Quantization
 from shoal.models.config_fields import ConfigFields
-from shoal.models.layouts.compressed_tensors import block_sizes, fp8_shape
+from shoal.models.layouts.compressed_tensors import block_sizes, fp8_shape, fp8_zeros
 from shoal.models.layouts.layout import HALVES, Layout, Stored, choice
 
 if TYPE_CHECKING:
@@ -37,4 +37,4 @@ def join(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Fp8T
     return Fp8Tensor.of(stored["weight"], stored["weight_scale_inv"], quantization.block)
 
 
-LAYOUT = Layout("fp8-blocks", "fp8", "weight_scale_inv", read, fp8_shape, tensors, join)
+LAYOUT = Layout("fp8-blocks", "fp8", "weight_scale_inv", read, fp8_shape, tensors, join, fp8_zeros)

@@ -42,6 +42,9 @@ class Layout:
     # The tensors of such a matrix, by suffix.
     tensors: Callable[[int, int, Quantization], dict[str, Stored]]
     join: Callable[[Mapping[str, torch.Tensor], Quantization], QuantizedTensor]
+    # From the matrix's [outs, inputs] to one of zeros on a device. None: its numbers decide how a matrix lies
+    # in an engine's memory, so one of zeros would not lie there alike.
+    zeros: Callable[[int, int, Quantization, torch.device], QuantizedTensor] | None = None
 
 
 def choice(fields: ConfigFields, key: str, allowed: tuple[object, ...]) -> object:
