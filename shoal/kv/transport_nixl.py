@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
-import os
-import secrets
-import threading
 import time
 import weakref
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import msgspec
@@ -23,7 +18,7 @@ import numpy as np
 
 from shoal.kernels.block_copy import runs
 from shoal.kv.block_map import check_ids, pieces_between
-from shoal.kv.cuda_driver import context
+from shoal.kv.nixl_agents import MISSING, NixlAgents, descriptors, in_context
 from shoal.kv.storage import Kind
 from shoal.kv.ticket import Failure, TransferError, WindowAddress
 from shoal.kv.transport import Reach, TransportError
@@ -206,32 +201,6 @@ class NixlPeer:
                 self.agent = None
 
 
-class NixlAgents:
-    """The package, once it is imported, and a lock: its agents are not thread-safe."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self._api: Any = None
-        self.errors: tuple[type[Exception], ...] = ()
-
-    def load(self) -> None:
-        """Raises ImportError."""
-        if self._api is None:
-            os.environ.setdefault("UCX_LOG_FILE", "stderr")  # it writes to stdout else
-            import nixl._api as api
-            import nixl._bindings as bindings
-
-            found = [getattr(bindings, name) for name in dir(bindings) if name.endswith("Error")]
-            self.errors = (*(kind for kind in found if isinstance(kind, type)), RuntimeError, ValueError)
-            logging.getLogger("nixl").setLevel(logging.WARNING)  # it tells of each agent on stdout
-            self._api = api
-
-    def new_agent(self) -> tuple[str, Any]:
-        """Its name is random, and nobody learns it but by an address."""
-        name = secrets.token_hex(16)
-        return name, self._api.nixl_agent(name, self._api.nixl_agent_config(backends=["UCX"]))
-
-
 class Nixl:
     name = "nixl"
     reach = Reach.NETWORK
@@ -254,9 +223,6 @@ class Nixl:
         return NixlPeer(self._nixl, windows, into)
 
 
-MISSING = "NIXL, which moves blocks between hosts, is not installed: pip install 'shoal[nixl]'"
-
-
 def _decode(window: WindowAddress) -> _Address:
     address = decode(window, _Address)
     if not (0 <= address.address < 1 << 62 and 0 <= address.device < 1 << 16):
@@ -266,15 +232,3 @@ def _decode(window: WindowAddress) -> _Address:
             Failure.DAMAGED, f"no address of NIXL's: {window.spec.num_bytes} bytes of {address.segment}"
         )
     return address
-
-
-def in_context(segment: str, device: int) -> AbstractContextManager[None]:
-    """UCX looks for the GPU of memory (VRAM) in the calling thread's context."""
-    return context(device) if segment == "VRAM" else contextlib.nullcontext()
-
-
-def descriptors(addresses: np.ndarray, run: int | np.ndarray, device: int) -> np.ndarray:
-    """As NIXL wants them: [descriptors, 3] of address, bytes (`run`, of each or of all), device."""
-    rows = np.empty((len(addresses), 3), np.uint64)
-    rows[:, 0], rows[:, 1], rows[:, 2] = addresses, run, device
-    return rows

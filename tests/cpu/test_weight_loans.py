@@ -64,10 +64,10 @@ def only(name, monkeypatch):
     monkeypatch.setattr(rank_loan, "_ways", lambda device: [way for way in ways(device) if way.name == name])
 
 
-@pytest.mark.parametrize("way", ["shared_memory", "nixl"])
+@pytest.mark.parametrize("way", ["shared memory", "NIXL"])
 @pytest.mark.parametrize("dtype", ["auto", "float32"])
 def test_weights_come_by_each_way_as_they_lie_in_the_owners_memory(folder, said, monkeypatch, way, dtype):
-    if way == "nixl":
+    if way == "NIXL":
         pytest.importorskip("nixl")
     only(way, monkeypatch)
     with LLM(str(folder), dtype=dtype, **OPTIONS) as owner:
@@ -152,7 +152,7 @@ def test_weights_that_sleep_are_not_lent(folder, level):
 
 def test_numbers_that_changed_meanwhile_are_found_out_and_files_are_read(owner, folder, said, monkeypatch):
     pytest.importorskip("nixl")
-    only("nixl", monkeypatch)  # it reads the owner's own memory
+    only("NIXL", monkeypatch)  # it reads the owner's own memory
     before, data = owner.core.check_weights(), lend(owner, folder)
     owner.core.ranks.runner.model.norm.weight.data.mul_(2)
     assert begin(folder, data) == before
@@ -161,7 +161,7 @@ def test_numbers_that_changed_meanwhile_are_found_out_and_files_are_read(owner, 
 
 @pytest.mark.parametrize("end", ["taken back", "new weights", "too old"])
 def test_a_loan_that_ended_makes_the_next_one_read_files(owner, folder, said, monkeypatch, end):
-    only("shared_memory", monkeypatch)
+    only("shared memory", monkeypatch)
     data, loans = lend(owner, folder), owner.core.weights.loans
     if end == "taken back":
         lend(owner, folder, "another")
@@ -202,7 +202,7 @@ def damaged(data):
     yield with_rank(tensors=rest), "nothing"
     yield with_rank(tensors=[type(first)(first.name, first.dtype, (1, 2), first.checksum), *rest]), "(1, 2)"
     yield with_rank(ways={}), "no such way"
-    yield with_rank(ways={"shared_memory": b"x", "nixl": b"\x91\x01"}), "cannot be read"
+    yield with_rank(ways={"shared memory": b"x", "NIXL": b"\x91\x01"}), "cannot be read"
 
 
 @pytest.mark.parametrize("number", range(7))
@@ -213,7 +213,7 @@ def test_a_loan_that_makes_no_sense_is_named_and_files_are_read(owner, folder, s
 
 
 def test_an_owner_without_memory_for_a_copy_lends_by_other_ways_or_not(owner, folder, monkeypatch):
-    only("shared_memory", monkeypatch)
+    only("shared memory", monkeypatch)
     monkeypatch.setattr(rank_loan, "available_bytes", lambda: 1000)
     with pytest.raises(UnavailableError, match="no room in 1000 bytes"):
         lend(owner, folder)

@@ -49,7 +49,7 @@ def lend_and_borrow(folder, own=None, **options):
 def test_weights_come_from_the_same_card_by_cuda_ipc(name, options, tmp_path, capfd):
     lent, borrowed = lend_and_borrow(tiny.write_model(tmp_path, name), **options)
     assert lent == borrowed
-    assert f"{BORROWED} cuda_ipc" in capfd.readouterr().err
+    assert f"{BORROWED} CUDA IPC" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["fp8-blocks", "fp8-channel", "fp8-tensor"])
@@ -74,7 +74,7 @@ def test_an_owner_that_can_sleep_lends_by_nixl_or_says_why_not(tmp_path, capfd):
     except UnavailableError as error:
         assert "enable_sleep_mode" in str(error) and "NIXL" in str(error)
     else:
-        assert lent == borrowed and f"{BORROWED} nixl" in capfd.readouterr().err
+        assert lent == borrowed and f"{BORROWED} NIXL" in capfd.readouterr().err
 
 
 @two

@@ -174,7 +174,7 @@ def test_a_worker_begins_with_the_weights_of_another_and_says_the_same(folder, t
         processes.serve("c", *options, model=write_changed(folder, tmp_path / "changed"))
         for name in "bc":
             wait_for(lambda name=name: "ready after" in processes.log(name), lambda: processes.log("b"))
-        assert "rank 0 has its weights from another worker, by shared_memory" in processes.log("b")
+        assert "rank 0 has its weights from another worker, by shared memory" in processes.log("b")
         # of the same name, and others: a lent what b asked for alone
         assert "which are others" in processes.log("c") and "from another worker" not in processes.log("c")
         processes.wait_state("b", "ready")

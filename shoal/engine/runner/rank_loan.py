@@ -28,8 +28,8 @@ from shoal.kv.cuda_driver import (
     export_memory,
     open_memory,
 )
+from shoal.kv.nixl_agents import MISSING, NixlAgents, descriptors, in_context
 from shoal.kv.transport_mapped import boot_id
-from shoal.kv.transport_nixl import MISSING, NixlAgents, descriptors, in_context
 from shoal.memory.available import available_bytes
 from shoal.models.decoder import Decoder
 from shoal.weights.loader import load_hollow_weights
@@ -152,7 +152,7 @@ class SharedMemoryWay:
     """On one host, from memory to memory. The owner makes a copy that others can map, and keeps it until the
     offer ends."""
 
-    name = "shared_memory"
+    name = "shared memory"
 
     def offer(self, tensors: Sequence[torch.Tensor]) -> tuple[bytes, Close]:
         # Shared memory is taken as it is written. Without this, the kernel would end a process for it.
@@ -185,7 +185,7 @@ class _IpcAddress(msgspec.Struct, frozen=True, array_like=True):
 class CudaIpcWay:
     """On one host, from GPU to GPU: the reader maps the owner's memory, which must come from cudaMalloc."""
 
-    name = "cuda_ipc"
+    name = "CUDA IPC"
 
     def __init__(self, device: torch.device) -> None:
         self._device = device.index or 0
@@ -242,7 +242,7 @@ class NixlWay:
     """Between any two processes, also of two hosts: the reader's network card or GPU reads the owner's
     memory."""
 
-    name = "nixl"
+    name = "NIXL"
     _nixl = NixlAgents()
 
     def __init__(self, device: torch.device) -> None:

@@ -58,14 +58,13 @@ def test_blocks_go_to_files_too(name, tmp_path):
 
 
 def test_no_transport_is_named_or_imported_outside_of_its_file_and_the_registry():
-    """Else a new transport would have to be known in many places. The doctor names packages, and one of them is
-    called as its transport is."""
+    """Else a new transport would have to be known in many places. One package is called as its transport is."""
     modules = {kind.__module__ for kind in TRANSPORTS}
     package = Path(shoal.__file__).parent
     own = {f"{module.removeprefix('shoal.').replace('.', '/')}.py" for module in modules}
     for path in package.rglob("*.py"):
         relative = path.relative_to(package).as_posix()
-        if relative in own | {"kv/transport_registry.py", "doctor/libraries.py"}:
+        if relative in own | {"kv/transport_registry.py", "kv/nixl_agents.py", "doctor/libraries.py"}:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant):
