@@ -105,7 +105,7 @@ class _Search:
         if lender is not None:
             with contextlib.suppress(
                 ShoalError, TimeoutError
-            ):  # It hears it, if late, or the loan ends by itself.
+            ):  # It hears it late, or the loan ends by itself.
                 async with asyncio.timeout(CONNECT_S):
                     await lender.control(TakeBackWeights(self._borrower))
             await lender.close()

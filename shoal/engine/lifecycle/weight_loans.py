@@ -47,7 +47,7 @@ class WeightLoans:
         files = self._checkpoint()
         if files is None:
             raise UnavailableError(
-                "the weights here are no checkpoint's as it lies on disk, and are not lent"
+                "the weights here are no checkpoint's as it lies on disk: nobody gets them"
             )
         if not lies_by_shape(files):
             raise UnavailableError(f"how the weights of {files.path} lie in memory depends on their numbers")
