@@ -1,7 +1,9 @@
 """`shoal serve` and `shoal route`, each in a process of its own."""
 
+import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -29,10 +31,26 @@ TINY = (
 )
 
 
+# Below those that the kernel gives to outgoing connections: such a connection of some other test could have the
+# port of a server by the time that it starts, or starts again.
+PORTS = range(12_000, 32_000)
+_given = set()
+
+
 def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
+    """A port that nobody has."""
+    while True:
+        port = random.SystemRandom().choice(PORTS)
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", port))
+            if port not in _given:
+                _given.add(port)
+                return port
+
+
+def listens(port):
+    with socket.socket() as trial:
+        return trial.connect_ex(("127.0.0.1", port)) == 0
 
 
 class Serve:

@@ -68,6 +68,7 @@ WORKERS = "workers"  # the consumer that all workers of a queue share
 MAY_PASS = (404, 408, 503)  # no stream (yet), no answer in time, no JetStream (yet)
 QUEUE_IS_FULL = (10077, 10122)  # JetStream's codes: maximum messages (or bytes) exceeded
 STREAM_EXISTS = 10058
+UNUSABLE = "the NATS server cannot be used; trying on"
 
 
 class _Lease(msgspec.Struct, array_like=True, frozen=True):
@@ -514,12 +515,14 @@ class NatsPlane(Plane):
     async def _connect(self, url: str, credentials_file: str | None) -> None:
         async def connected() -> None:
             self._connected.set()
+            logger.info("the NATS server is there again")
+            self._logged = {kind for kind in self._logged if not kind.startswith(UNUSABLE)}
 
         async def lost() -> None:
             self._joined.clear()
 
         async def failed(error: Exception) -> None:
-            self._log_once("the NATS server cannot be used; trying on", error)
+            self._log_once(UNUSABLE, error)
 
         await self._client.connect(
             url.split(","),

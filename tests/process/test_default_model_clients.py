@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,8 @@ from pathlib import Path
 import anthropic
 import openai
 import pytest
+
+from tests.serving import free_port
 
 ROOT = Path(__file__).parents[2]
 DEADLINE_S = 300
@@ -40,9 +41,7 @@ SCHEMA = {
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
+    port = free_port()
     log = tmp_path_factory.mktemp("serve") / "log"
     command = [
         sys.executable,

@@ -13,7 +13,7 @@ import pytest
 
 from tests import nats_server, tiny
 from tests.fleet_processes import wait_for
-from tests.serving import ROOT, free_port
+from tests.serving import ROOT, free_port, listens
 
 # What a CPU build of torch says of itself; it is imported in no time.
 FAKE_TORCH = """__version__, __file__ = "9.9.9", "/nowhere/torch/__init__.py"
@@ -190,11 +190,6 @@ def test_a_nats_server_that_hangs_fails_in_bounded_time(doctor):
             "fails",
             "does not answer",
         )
-
-
-def listens(port):
-    with socket.socket() as trial:
-        return trial.connect_ex(("127.0.0.1", port)) == 0
 
 
 @pytest.mark.parametrize("jetstream", [True, False])

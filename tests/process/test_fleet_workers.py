@@ -19,7 +19,7 @@ from shoal.fleet.plane_workers import watch_plane
 from shoal.fleet.planes import open_plane
 from tests import nats_server
 from tests.fleet_processes import PATIENCE_S, Processes, wait_for
-from tests.serving import free_port
+from tests.serving import free_port, listens
 from tests.tiny import greedy, write_model
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -244,6 +244,7 @@ def test_a_restart_of_nats_under_load_is_not_seen(tmp_path):
             while_away = ask(fleet, "greedy")
             wait_for(lambda: len(while_away.events) > 2)
             server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+            wait_for(lambda: listens(port), lambda: f"nats-server: {server.poll()}")
             assert stream.answer() == while_away.answer() == expected
             assert ask(fleet, "greedy").answer() == expected
             fleet.wait_state("a", "ready")

@@ -4,7 +4,6 @@ import contextlib
 import os
 import re
 import shutil
-import socket
 import subprocess
 import tomllib
 from pathlib import Path
@@ -13,7 +12,7 @@ import pytest
 
 from tests import nats_server
 from tests.ray_cluster import ENVIRONMENT as RAY
-from tests.serving import PYTHON, ROOT
+from tests.serving import PYTHON, ROOT, listens
 from tests.walk import sections, walk
 
 PAGE = ROOT / "docs" / "laptop-to-fleet.md"
@@ -44,11 +43,6 @@ def environment(tmp_path_factory):
     }
 
 
-def is_free(port):
-    with socket.socket() as s:
-        return s.connect_ex(("127.0.0.1", port)) != 0
-
-
 def has_namespaces():
     try:
         subprocess.run(["ip", "netns", "add", "shoal-probe"], check=True, capture_output=True)
@@ -61,7 +55,7 @@ def has_namespaces():
 @pytest.mark.slow
 @pytest.mark.parametrize("title", SECTIONS)
 def test_the_page_can_be_followed(title, checkout, environment):
-    if taken := [port for port in PORTS if not is_free(port)]:
+    if taken := [port for port in PORTS if listens(port)]:
         pytest.skip(f"the page's ports {taken} are another program's on this machine")
     text = "".join(step.text for step in SECTIONS[title])
     if "--on ray" in text:

@@ -2,6 +2,7 @@
 
 import asyncio
 import functools
+import logging
 import os
 import signal
 import socket
@@ -21,6 +22,7 @@ from shoal.fleet.plane_streams import WINDOW, PeerGone
 from shoal.fleet.planes import open_plane
 from tests import nats_server
 from tests.process.plane_messages import Note
+from tests.serving import free_port
 
 ROOT = Path(__file__).parents[2]
 LEASE_S = 2.5
@@ -35,12 +37,6 @@ def asynchronous(test):
         return asyncio.run(asyncio.wait_for(test(*args, **kwargs), PATIENCE_S))
 
     return run
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 class Site:
@@ -376,6 +372,21 @@ async def test_work_that_was_acknowledged_is_not_done_again_when_the_plane_resta
 
 
 # A plane that restarts
+
+
+@pytest.mark.parametrize("site", ["nats"], indirect=True)
+@asynchronous
+async def test_each_outage_of_nats_is_told(site, caplog):
+    caplog.set_level(logging.INFO)
+    async with site.planes(1) as (plane,):
+        for count in (1, 2):
+            await plane.register(member("a"))
+            site.kill()
+            while caplog.text.count("the NATS server cannot be used; trying on") < count:
+                await asyncio.sleep(0.01)
+            site.start()
+            while caplog.text.count("the NATS server is there again") < count:
+                await asyncio.sleep(0.01)
 
 
 @asynchronous
