@@ -87,9 +87,8 @@ class CoreProcess:
         on_end: Callable[[EngineDeadError], None],
     ) -> CoreProcess:
         """Returns when the engine is ready. `loan`: of weights (wire.Start), which may come while the process
-        starts. Raises the UserError that kept the engine from starting, or
-        EngineDeadError; on_end is not called for these. Raises OSError where the system has no process or no
-        descriptor left for it."""
+        starts. Raises the UserError that kept the engine from starting, or EngineDeadError; on_end is not
+        called for these. Raises OSError where the system has no process or no descriptor left for it."""
         self = cls(on_message, lambda error: None)
         try:
             await self._send_first(Start(config, None if loan is None else await loan))

@@ -215,7 +215,7 @@ class CudaIpcWay:
                 opened.append(open_memory(self._device, handle))
             with context(self._device):
                 for tensor, (number, offset) in zip(into, owner.places, strict=True):
-                    if offset + tensor.nbytes > allocation_of(self._device, opened[number])[1]:
+                    if not 0 <= offset <= allocation_of(self._device, opened[number])[1] - tensor.nbytes:
                         raise LoanError("a tensor does not lie in the memory that it is said to lie in")
                     call(
                         "cuMemcpyDtoD_v2",
