@@ -143,11 +143,11 @@ def test_a_reader_that_takes_nothing_holds_nobody_up(shared):
     until(lambda: shared.metric("vllm:num_requests_running") == 0)
 
 
-def test_a_killed_core_fails_its_requests_and_the_server_says_so(serve, checkpoints):
-    server = serve(checkpoints["llama"], "--served-model-name", "tiny", *TINY).ready()
-    client = server.client()
+def test_a_killed_core_fails_its_requests_and_the_server_says_so(serve, tmp_path):
+    deep = write_model(tmp_path / "models", "llama", num_hidden_layers=32)  # 400 tokens take seconds
+    server = serve(deep, "--served-model-name", "tiny", *TINY).ready()
+    client, [core] = server.client(), server.cores()
     _, parts = begin(client)
-    [core] = server.cores()
     core.kill()
     with pytest.raises(openai.APIError, match="SIGKILL"):
         list(parts)
