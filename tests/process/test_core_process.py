@@ -75,11 +75,15 @@ async def until(condition):
         await asyncio.sleep(0.02)
 
 
-def with_engine(**options):
-    """The test gets an engine of its own, and has to end in time."""
+def with_engine(is_deep=False, **options):
+    """The test gets an engine of its own, and has to end in time. With a deep model, 400 tokens take seconds."""
 
     def decorate(function):
         def test(checkpoint):
+            if is_deep:
+                checkpoint = write_model(checkpoint.parent / "deep", "qwen3", num_hidden_layers=32)
+                options["engine"] = {"kv_cache_memory_bytes": 1 << 27}
+
             async def bounded():
                 async with asyncio.timeout(DEADLINE_S):
                     llm = await AsyncLLM.start(
@@ -356,7 +360,7 @@ async def test_a_pause_needs_no_sleep_mode(llm):
     assert len((await run(llm, request(1)))[0]) == 8
 
 
-@with_engine()
+@with_engine(is_deep=True)
 async def test_a_killed_core_is_told_to_everybody(llm):
     running = [asyncio.create_task(run(llm, request(i, 400))) for i in range(4)]
     await asyncio.sleep(0.1)
@@ -385,7 +389,7 @@ async def test_a_killed_core_is_started_again_but_not_for_ever(llm):
     await until(lambda: "left alone" in str(llm.dead))
 
 
-@with_engine(engine_timeout=2.0)
+@with_engine(is_deep=True, engine_timeout=2.0)
 async def test_a_core_that_stops_is_noticed_and_well_again_when_it_goes_on(llm):
     want = await run(llm, request(0))
     running = asyncio.create_task(run(llm, request(1, 500)))
