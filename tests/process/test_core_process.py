@@ -75,14 +75,15 @@ async def until(condition):
         await asyncio.sleep(0.02)
 
 
-def with_engine(is_deep=False, **options):
-    """The test gets an engine of its own, and has to end in time. With a deep model, 400 tokens take seconds."""
+def with_engine(layers=2, **options):
+    """The test gets an engine of its own, and has to end in time. With 32 layers, 400 tokens take seconds."""
 
     def decorate(function):
         def test(checkpoint):
-            if is_deep:
-                checkpoint = write_model(checkpoint.parent / "deep", "qwen3", num_hidden_layers=32)
-                options["engine"] = {"kv_cache_memory_bytes": 1 << 27}
+            if layers != 2:
+                root = checkpoint.parent / f"{layers}-layers"
+                checkpoint = write_model(root, "qwen3", num_hidden_layers=layers)
+                options["engine"] = {"kv_cache_memory_bytes": 1 << 27} | options.get("engine", {})
 
             async def bounded():
                 async with asyncio.timeout(DEADLINE_S):
@@ -360,7 +361,7 @@ async def test_a_pause_needs_no_sleep_mode(llm):
     assert len((await run(llm, request(1)))[0]) == 8
 
 
-@with_engine(is_deep=True)
+@with_engine(layers=32)
 async def test_a_killed_core_is_told_to_everybody(llm):
     running = [asyncio.create_task(run(llm, request(i, 400))) for i in range(4)]
     await asyncio.sleep(0.1)
@@ -389,7 +390,7 @@ async def test_a_killed_core_is_started_again_but_not_for_ever(llm):
     await until(lambda: "left alone" in str(llm.dead))
 
 
-@with_engine(is_deep=True, engine_timeout=2.0)
+@with_engine(layers=32, engine_timeout=2.0)
 async def test_a_core_that_stops_is_noticed_and_well_again_when_it_goes_on(llm):
     want = await run(llm, request(0))
     running = asyncio.create_task(run(llm, request(1, 500)))
@@ -434,13 +435,13 @@ async def run_until_a_rank_is_lost(llm, number):
     return [f"{type(error).__name__}: {error}" for error in errors], rank.pid
 
 
-@with_engine(restart=True, engine={"tensor_parallel_size": 2})
+@with_engine(layers=6, restart=True, engine={"tensor_parallel_size": 2})
 async def test_requests_end_with_one_error_each_when_a_rank_is_killed(llm):
     errors, pid = await run_until_a_rank_is_lost(llm, signal.SIGKILL)
     assert all(re.match(rf"EngineDeadError: .*rank 1 \(pid {pid}\) was killed by SIGKILL", e) for e in errors)
 
 
-@with_engine(restart=True, engine={"tensor_parallel_size": 2})
+@with_engine(layers=6, restart=True, engine={"tensor_parallel_size": 2})
 async def test_requests_end_with_one_error_each_when_a_rank_is_stopped(llm):
     """The core itself lives, and waits for a rank that does nothing."""
     errors, pid = await run_until_a_rank_is_lost(llm, signal.SIGSTOP)

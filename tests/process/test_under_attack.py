@@ -82,9 +82,9 @@ def test_a_rank_that_is_killed_under_load_ends_its_requests_and_all_ranks_come_b
 ):
     server = serve(checkpoints["qwen3"], "--tensor-parallel-size", "2", "--restart", *TINY)
     expected = complete(server)[1]["choices"][0]["text"]
-    loaded = load(server, 8)
     processes = sorted(server.cores(), key=lambda p: p.create_time())
     assert len(processes) >= 2
+    loaded = load(server, 8)
     processes[which].kill()
     answers = ends(loaded)
     assert all(b'"error"' in answer or b"[DONE]" in answer for answer in answers)
@@ -123,8 +123,9 @@ def test_of_models_that_take_turns_one_may_be_killed(victim, serve, checkpoints)
         name: complete(server, model=name)[1]["choices"][0]["text"] for name in "ba"
     }  # a is awake now
     pids = {name: pid_of(server, name) for name in "ab"}
+    process = psutil.Process(pids["a" if victim == "awake" else "b"])
     loaded = load(server, 4, model="a")
-    psutil.Process(pids["a" if victim == "awake" else "b"]).kill()
+    process.kill()
     answers = ends(loaded)
     if victim == "asleep":
         assert all(b"[DONE]" in answer and b'"error"' not in answer for answer in answers)
