@@ -75,12 +75,12 @@ async def until(condition):
         await asyncio.sleep(0.02)
 
 
-def with_engine(layers=2, **options):
+def with_engine(layers=None, **options):
     """The test gets an engine of its own, and has to end in time. With 32 layers, 400 tokens take seconds."""
 
     def decorate(function):
         def test(checkpoint):
-            if layers != 2:
+            if layers is not None:
                 root = checkpoint.parent / f"{layers}-layers"
                 checkpoint = write_model(root, "qwen3", num_hidden_layers=layers)
                 options["engine"] = {"kv_cache_memory_bytes": 1 << 27} | options.get("engine", {})
