@@ -83,8 +83,8 @@ class TakeBackKv(Command[None], frozen=True, tag="take_back_kv"):
 
 
 class LendWeights(Command[bytes], frozen=True, tag="lend_weights"):
-    """Opens the weights of this name (weights/loan.py) to a worker that starts with the same. The answer is
-    what it must know. Raises UnavailableError where there is nothing to lend."""
+    """Opens the weights of this name (weights/fingerprint.py) to a worker that starts with the same. The
+    answer is what it must know. Raises UnavailableError where there is nothing to lend."""
 
     name: bytes
     borrower: str

@@ -32,7 +32,7 @@ from shoal.fleet.worker_port import EventEndpoints, WorkerPort, check_host
 from shoal.object_store import shown
 from shoal.server.model import ServedModel
 from shoal.tracing import Tracing
-from shoal.weights import loan
+from shoal.weights.fingerprint import tensors_fingerprint
 from shoal.weights.source import CheckpointFiles
 from shoal.wire import ModelInfo
 
@@ -122,7 +122,7 @@ async def weights_of_peers(
         yield None
         return
     assert config.plane is not None
-    key, name = FleetKey.read(config.fleet_key_file), functools.partial(loan.name_of, planned.files)
+    key, name = FleetKey.read(config.fleet_key_file), functools.partial(tensors_fingerprint, planned.files)
     plane = open_plane(config.plane, key=key, clock=LoopClock())
     try:
         async with borrowed_weights(plane, key, planned.names[0], name, worker_id) as asking:

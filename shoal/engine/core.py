@@ -92,8 +92,8 @@ class EngineCore:
             else:
                 self.events = predecessor.events
             others = predecessor.ranks if predecessor is not None else None
-            lent = None if loan is None else accepted(loan, self.config, files)
-            self.ranks: Ranks = Ranks(self.config, files, others, [] if lent is None else lent.ranks)
+            loans = [] if loan is None else accepted(loan, self.config, files)
+            self.ranks: Ranks = Ranks(self.config, files, others, loans)
             undo.callback(self.ranks.close)
             self.peers: KvPeers | None = None
             undo.callback(self._close_peers)

@@ -128,6 +128,10 @@ class RemoteEngine(Control):
     def is_connected(self) -> bool:
         return self._is_connected
 
+    async def wait_connected(self) -> None:
+        """Returns when the worker has answered on this connection, or on one of the next."""
+        await self._connected.wait()
+
     # Engine
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
@@ -195,7 +199,7 @@ class RemoteEngine(Control):
     async def check(self) -> WorkerInfo:
         try:
             async with asyncio.timeout(CONNECT_S):
-                await self._connected.wait()
+                await self.wait_connected()
         except TimeoutError:
             raise WorkerFailedError(f"worker {self.info.id} is not reached", is_absent=True) from None
         try:
@@ -261,7 +265,7 @@ class RemoteEngine(Control):
         self._feed = feed
         try:
             while True:
-                await self._connected.wait()
+                await self.wait_connected()
                 feed.missing.clear()
                 if feed.replay_from is not None:
                     self._replayed.clear()

@@ -20,7 +20,6 @@ logger = logging.getLogger(__name__)
 
 SEARCH_S = 5.0  # for a worker that could lend to be seen on the plane; the engine's process starts meanwhile
 CONNECT_S = 5.0  # for the way to it, and for a word at the end
-POLL_S = 0.02
 ANSWER_S = 60.0  # for all their answers: one that lends computes checksums of its weights first
 
 
@@ -29,9 +28,9 @@ async def borrowed_weights(
     plane: Plane, key: FleetKey | None, model: str, name: Callable[[], bytes], borrower: str
 ) -> AsyncIterator[Awaitable[bytes | None]]:
     """Looks for weights among the workers that serve `model`, while the block runs: what the block gets is
-    awaited for their loan, None where nobody has any. `name()`: the weights' (weights/loan.py); it reads
-    files, and is called in a thread if anybody is there. `borrower`: this process's id. The loan ends with
-    the block."""
+    awaited for their loan, None where nobody has any. `name()`: the weights' (weights/fingerprint.py); it
+    reads files, and is called in a thread if anybody is there. `borrower`: this process's id. The loan ends
+    with the block."""
     search = _Search(plane, key, model, name, borrower)
     asking = asyncio.create_task(search.run())
     try:
@@ -92,8 +91,7 @@ class _Search:
         self._lender = lender  # It may lend after this process has lost patience.
         try:
             async with asyncio.timeout(CONNECT_S):
-                while not lender.is_connected:
-                    await asyncio.sleep(POLL_S)
+                await lender.wait_connected()
             return await lender.control(LendWeights(name, self._borrower))
         except (ShoalError, TimeoutError) as error:
             logger.info("worker %s lends no weights: %s", member.id, str(error) or "it is not reached")

@@ -49,20 +49,9 @@ LARGEST_SHIFT: gl.constexpr = gl.constexpr(7)  # The row's largest number become
 
 
 @gluon.jit
-def _ask(
-    i,
-    weight_desc,
-    scales_desc,
-    weight_smem,
-    scales_smem,
-    full,
-    O,
-    pieces,
-    tiles,
-    GATED: gl.constexpr,
-    GROUPED: gl.constexpr,
-):
+def _ask(i, memory, O, pieces, tiles, GATED: gl.constexpr, GROUPED: gl.constexpr):
     """Asks for tile i of this program: a piece of the inputs of a group of outputs, and its scales."""
+    weight_desc, scales_desc, weight_smem, scales_smem, full = memory
     RING: gl.constexpr = STAGES // (1 + GATED)
     SCALES: gl.constexpr = scales_desc.block_type.nbytes if GROUPED else 0
     BYTES: gl.constexpr = (1 + GATED) * (weight_desc.block_type.nbytes + SCALES)
@@ -169,8 +158,9 @@ def hopper_fp8_row_kernel(
         mbarrier.init(full.index(i), count=1)
     mine = gl.cdiv(gl.cdiv(O, OUTS) - gl.program_id(0), gl.num_programs(0))
     tiles = mine * pieces
+    memory = (weight_desc, scales_desc, weight_smem, scales_smem, full)
     for i in range(RING):
-        _ask(i, weight_desc, scales_desc, weight_smem, scales_smem, full, O, pieces, tiles, GATED, GROUPED)
+        _ask(i, memory, O, pieces, tiles, GATED, GROUPED)
 
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [num_warps, 1], [1, 0])
     part = gl.arange(0, BLOCK_X // PART, gl.SliceLayout(1, layout))
@@ -212,19 +202,7 @@ def hopper_fp8_row_kernel(
                 up_sums += up_product
             sums += product
             barrier()  # All warps have read the tile.
-            _ask(
-                i + RING,
-                weight_desc,
-                scales_desc,
-                weight_smem,
-                scales_smem,
-                full,
-                O,
-                pieces,
-                tiles,
-                GATED,
-                GROUPED,
-            )
+            _ask(i + RING, memory, O, pieces, tiles, GATED, GROUPED)
             i += 1
         result = outputs(sums, line, mma, False) * smaller
         up = result

@@ -42,22 +42,9 @@ PROGRAMS = 3  # that an SM has at once: one multiplies while others make operand
 
 
 @gluon.jit
-def _ask(
-    i,
-    words_desc,
-    scales_desc,
-    minima_desc,
-    words_smem,
-    scales_smem,
-    minima_smem,
-    full,
-    to_up,
-    pieces,
-    tiles,
-    GATED: gl.constexpr,
-    MINIMA: gl.constexpr,
-):
+def _ask(i, memory, to_up, pieces, tiles, GATED: gl.constexpr, MINIMA: gl.constexpr):
     """Asks for tile i of this program: a piece of the inputs of a group of outputs, and its scales."""
+    words_desc, scales_desc, minima_desc, words_smem, scales_smem, minima_smem, full = memory
     RING: gl.constexpr = STAGES // (1 + GATED)
     BYTES: gl.constexpr = words_desc.block_type.nbytes + (1 + MINIMA) * scales_desc.block_type.nbytes
     stage, pred = i % RING, i < tiles
@@ -217,22 +204,9 @@ def hopper_int4_row_kernel(
     )  # as `_pairs` are
     mine = gl.cdiv(gl.cdiv(O, OUTS) - gl.program_id(0), gl.num_programs(0))
     tiles = mine * pieces
+    memory = (words_desc, scales_desc, minima_desc, words_smem, scales_smem, minima_smem, full)
     for i in range(RING):
-        _ask(
-            i,
-            words_desc,
-            scales_desc,
-            minima_desc,
-            words_smem,
-            scales_smem,
-            minima_smem,
-            full,
-            to_up,
-            pieces,
-            tiles,
-            GATED,
-            MINIMA,
-        )
+        _ask(i, memory, to_up, pieces, tiles, GATED, MINIMA)
 
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [num_warps, 1], [1, 0])
     part = gl.arange(0, PARTS, gl.SliceLayout(1, layout))  # of piece, half and slice
@@ -277,21 +251,7 @@ def hopper_int4_row_kernel(
                     mma,
                 )
             barrier()  # All warps have read the tile.
-            _ask(
-                i + RING,
-                words_desc,
-                scales_desc,
-                minima_desc,
-                words_smem,
-                scales_smem,
-                minima_smem,
-                full,
-                to_up,
-                pieces,
-                tiles,
-                GATED,
-                MINIMA,
-            )
+            _ask(i + RING, memory, to_up, pieces, tiles, GATED, MINIMA)
             i += 1
         result = _outputs(sums, lowest, highest, line, mma) * smaller
         up = result

@@ -16,6 +16,7 @@ from shoal.engine.lifecycle import weight_loans
 from shoal.engine.runner import rank_loan
 from shoal.errors import CheckpointError, UnavailableError
 from shoal.weights import loan
+from shoal.weights.fingerprint import tensors_fingerprint
 from shoal.weights.loan import RankLoan, WeightsLoan
 from shoal.weights.source import CheckpointFiles, resolve
 from tests import quantized, tiny
@@ -45,7 +46,7 @@ def said(caplog):
 
 
 def lend(llm, folder, borrower="b"):
-    return llm.core.weights.lend(loan.name_of(resolve(str(folder))), borrower)
+    return llm.core.weights.lend(tensors_fingerprint(resolve(str(folder))), borrower)
 
 
 def begin(folder, data, **options):
@@ -243,18 +244,18 @@ def test_whatever_fails_in_a_loan_the_files_are_read(owner, folder, said, monkey
 
 
 def test_weights_are_named_by_what_each_tensor_holds(folder, tmp_path):
-    name = loan.name_of(CheckpointFiles(folder))
+    name = tensors_fingerprint(CheckpointFiles(folder))
     copy = CheckpointFiles(shutil.copytree(folder, tmp_path / "copy"))
-    assert loan.name_of(copy) == name
+    assert tensors_fingerprint(copy) == name
     weights, names = load_file(folder / "model.safetensors"), {name}
     for tensor in weights.values():
         tensor.add_(1)
         save_file(weights, copy.folder / "model.safetensors", metadata={"format": "pt"})
-        names.add(loan.name_of(copy))
+        names.add(tensors_fingerprint(copy))
     assert len(names) == len(weights) + 1
     (copy.folder / "model.safetensors").unlink()
     with pytest.raises(CheckpointError):
-        loan.name_of(copy)
+        tensors_fingerprint(copy)
 
 
 def test_tensors_of_any_size_are_sampled_from_end_to_end(tmp_path, folder, monkeypatch):
@@ -266,5 +267,5 @@ def test_tensors_of_any_size_are_sampled_from_end_to_end(tmp_path, folder, monke
         if name is not None:
             changed[name].view(-1)[index] = 1
         save_file(changed, copy.folder / "model.safetensors")
-        found.add(loan.name_of(copy))
+        found.add(tensors_fingerprint(copy))
     assert len(found) == 6

@@ -8,7 +8,7 @@ import torch
 from shoal.config import EngineConfig
 from shoal.engine.process.async_llm import AsyncLLM
 from shoal.errors import UnavailableError
-from shoal.weights import loan
+from shoal.weights.fingerprint import tensors_fingerprint
 from shoal.weights.source import resolve
 from shoal.wire import LendWeights, TakeBackWeights
 from tests import quantized, tiny
@@ -31,7 +31,9 @@ def lend_and_borrow(folder, own=None, **options):
     async def run():
         owner = await AsyncLLM.start(config(options | (own or {})))
         try:
-            asked = asyncio.ensure_future(owner.control(LendWeights(loan.name_of(resolve(str(folder))), "b")))
+            asked = asyncio.ensure_future(
+                owner.control(LendWeights(tensors_fingerprint(resolve(str(folder))), "b"))
+            )
             borrower = await AsyncLLM.start(config(options), loan=asked)
             try:
                 await owner.control(TakeBackWeights("b"))

@@ -180,7 +180,9 @@ def is_idle(stats):
     """Whether nothing runs, and nothing holds a block: a read of a request that was aborted may go on for a
     while."""
     loans, is_free = stats.kv_loans, stats.num_free_blocks == stats.num_blocks > 0
-    return is_free and not (stats.num_running or stats.num_waiting or (loans and loans.offers))
+    return is_free and not (
+        stats.num_running or stats.num_waiting or (loans and (loans.offers or loans.held_blocks))
+    )
 
 
 def shared_memory():

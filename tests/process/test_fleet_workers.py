@@ -2,7 +2,6 @@
 answers when a worker is killed."""
 
 import asyncio
-import functools
 import os
 import random
 import signal
@@ -18,6 +17,7 @@ from shoal.fleet.indexer import KvIndexer, WorkerRank
 from shoal.fleet.plane_workers import watch_plane
 from shoal.fleet.planes import open_plane
 from tests import nats_server
+from tests.asynchronous import within
 from tests.fleet_processes import PATIENCE_S, Processes, wait_for
 from tests.serving import free_port, listens
 from tests.tiny import greedy, write_model
@@ -25,20 +25,11 @@ from tests.tiny import greedy, write_model
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TINY = ("--max-model-len", "256", "--kv-cache-memory-bytes", "8000000", "--max-num-seqs", "4")
 BEFORE_KILL = 2  # events of each stream
+asynchronous = within(PATIENCE_S)
 
 
 def no_role(worker, role):
     raise AssertionError(f"{worker.id} takes the role {role}")
-
-
-def asynchronous(test):
-    """Runs an async test; what hangs fails."""
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        return asyncio.run(asyncio.wait_for(test(*args, **kwargs), PATIENCE_S))
-
-    return run
 
 
 async def eventually(condition, say=lambda: ""):

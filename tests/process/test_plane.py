@@ -1,7 +1,6 @@
 """The contract of the plane: every implementation passes it, with real processes, sockets and a real nats-server."""
 
 import asyncio
-import functools
 import logging
 import os
 import signal
@@ -21,22 +20,14 @@ from shoal.fleet.plane import MAX_ATTEMPTS, Member
 from shoal.fleet.plane_streams import WINDOW, PeerGone
 from shoal.fleet.planes import open_plane
 from tests import nats_server
+from tests.asynchronous import within
 from tests.process.plane_messages import Note
 from tests.serving import free_port
 
 ROOT = Path(__file__).parents[2]
 LEASE_S = 2.5
 PATIENCE_S = 90
-
-
-def asynchronous(test):
-    """Runs an async test; what hangs fails."""
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        return asyncio.run(asyncio.wait_for(test(*args, **kwargs), PATIENCE_S))
-
-    return run
+asynchronous = within(PATIENCE_S)
 
 
 class Site:

@@ -1,7 +1,6 @@
 """The fleet key on both planes: who has it meets the others, and who does not is neither heard nor told."""
 
 import asyncio
-import functools
 import subprocess
 
 import pytest
@@ -11,22 +10,14 @@ from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.plane import Member
 from shoal.fleet.planes import check_plane, open_plane
 from tests import nats_server
+from tests.asynchronous import within
 from tests.process.plane_messages import Note
 from tests.serving import free_port
 
 PATIENCE_S = 60
+asynchronous = within(PATIENCE_S)
 LEASE_S = 2.5
 KEY, OTHER_KEY = FleetKey(b"k" * 32), FleetKey(b"x" * 32)
-
-
-def asynchronous(test):
-    """Runs an async test; what hangs fails."""
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        return asyncio.run(asyncio.wait_for(test(*args, **kwargs), PATIENCE_S))
-
-    return run
 
 
 @pytest.fixture(params=["tcp", "ipc", "nats"])

@@ -2,7 +2,6 @@
 read."""
 
 import asyncio
-import functools
 import logging
 import random
 from contextlib import asynccontextmanager
@@ -21,21 +20,13 @@ from shoal.metrics import ModelMetrics
 from shoal.model_card import ModelCard
 from shoal.server.admission import Admission
 from shoal.wire import ModelInfo
+from tests.asynchronous import within
 from tests.serving import free_port
 
 PATIENCE_S = 60
+asynchronous = within(PATIENCE_S)
 INFO = ModelInfo("fake", 1, 4096, 512, 64, (2,), {}, 1024, 16, 4, "cpu", "float32")
 CARD = ModelCard(info=INFO, names=["fake", "alias"], model="fake", eos_token_ids=(2,))
-
-
-def asynchronous(test):
-    """Runs an async test; what hangs fails."""
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        return asyncio.run(asyncio.wait_for(test(*args, **kwargs), PATIENCE_S))
-
-    return run
 
 
 class Router:

@@ -1,7 +1,6 @@
 """Workers that take their weights out of the memory of others: the search on the plane, and real workers."""
 
 import asyncio
-import functools
 import json
 import urllib.request
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,24 +19,16 @@ from shoal.metrics import ModelMetrics
 from shoal.model_card import ModelCard
 from shoal.server.admission import Admission
 from shoal.wire import LendWeights, ModelInfo, TakeBackWeights
+from tests.asynchronous import within
 from tests.fleet_processes import Processes, wait_for
 from tests.serving import free_port
 from tests.tiny import greedy, write_changed, write_model
 
 PATIENCE_S = 60
+asynchronous = within(PATIENCE_S)
 INFO = ModelInfo("fake", 1, 4096, 512, 64, (2,), {}, 1024, 16, 4, "cpu", "float32")
 TINY = ("--max-model-len", "256", "--kv-cache-memory-bytes", "8000000", "--max-num-seqs", "4")
 PROMPT = list(range(30, 60))
-
-
-def asynchronous(test):
-    """Runs an async test; what hangs fails."""
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        return asyncio.run(asyncio.wait_for(test(*args, **kwargs), PATIENCE_S))
-
-    return run
 
 
 # The search

@@ -2,7 +2,6 @@
 
 import asyncio
 import dataclasses
-import functools
 import time
 from contextlib import asynccontextmanager
 
@@ -35,20 +34,12 @@ from shoal.metrics import ModelMetrics
 from shoal.model_card import ModelCard
 from shoal.server.admission import Admission
 from shoal.wire import Add, ModelInfo
+from tests.asynchronous import within
 
 PATIENCE_S = 60
+asynchronous = within(PATIENCE_S)
 INFO = ModelInfo("fake", 1, 4096, 512, 64, (2,), {}, 1024, 16, 4, "cpu", "float32")
 CARD = ModelCard(info=INFO, names=["fake"], model="fake", eos_token_ids=(2,))
-
-
-def asynchronous(test):
-    """Runs an async test; what hangs fails."""
-
-    @functools.wraps(test)
-    def run(*args, **kwargs):
-        return asyncio.run(asyncio.wait_for(test(*args, **kwargs), PATIENCE_S))
-
-    return run
 
 
 class Site:

@@ -20,6 +20,7 @@ from shoal.engine.runner import commands
 from shoal.errors import CheckpointError, UnavailableError
 from shoal.version import __version__
 from shoal.weights import loan
+from shoal.weights.fingerprint import tensors_fingerprint
 from shoal.weights.loader import lies_by_shape
 from shoal.weights.loan import WeightsLoan
 from shoal.weights.source import CheckpointFiles
@@ -42,8 +43,8 @@ class WeightLoans:
         self._name: tuple[CheckpointFiles, bytes] | None = None  # of the weights, which is read from disk
 
     def lend(self, name: bytes, borrower: str) -> bytes:
-        """A loan of the weights of this name (weights/loan.py), in place of any other that this borrower has.
-        Raises UnavailableError where there is nothing to lend."""
+        """A loan of the weights of this name (weights/fingerprint.py), in place of any other that this
+        borrower has. Raises UnavailableError where there is nothing to lend."""
         files = self._checkpoint()
         if files is None:
             raise UnavailableError(
@@ -52,7 +53,7 @@ class WeightLoans:
         if not lies_by_shape(files):
             raise UnavailableError(f"how the weights of {files.path} lie in memory depends on their numbers")
         if self._name is None or self._name[0] is not files:
-            self._name = files, loan.name_of(files)
+            self._name = files, tensors_fingerprint(files)
         if self._name[1] != name:
             raise UnavailableError(f"the weights here are {files.path}'s, which are others")
         self.settle()
@@ -101,9 +102,9 @@ def layout_of(config: ResolvedConfig) -> str:
     )
 
 
-def accepted(data: bytes, config: ResolvedConfig, files: CheckpointFiles) -> WeightsLoan | None:
-    """The loan, if its weights lie in memory as those of an engine with this config will. None, with a line
-    in the log: they do not, or it is no loan."""
+def accepted(data: bytes, config: ResolvedConfig, files: CheckpointFiles) -> list[bytes]:
+    """A loan's RankLoans, if its weights lie in memory as those of an engine with this config will. [], with
+    a line in the log: they do not, or it is no loan."""
     try:
         found = loan.decode(data, WeightsLoan)
         if found.layout != (ours := layout_of(config)):
@@ -114,5 +115,5 @@ def accepted(data: bytes, config: ResolvedConfig, files: CheckpointFiles) -> Wei
             raise CheckpointError(f"there are {len(found.ranks)} ranks in it")
     except CheckpointError as error:
         logger.warning("another worker's weights are of no use here: %s; they are read from files", error)
-        return None
-    return found
+        return []
+    return found.ranks
