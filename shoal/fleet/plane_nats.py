@@ -24,7 +24,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.js import api
 from nats.js.client import JetStreamContext
-from nats.js.errors import APIError, KeyNotFoundError, KeyValueError, KeyWrongLastSequenceError
+from nats.js.errors import APIError, KeyNotFoundError, KeyValueError, KeyWrongLastSequenceError, NotFoundError
 from nats.js.kv import KeyValue
 
 from shoal.errors import ConfigError, UnavailableError
@@ -54,6 +54,7 @@ T = TypeVar("T")
 
 PREFIX = "shoal"
 MEMBERS, OUTCOMES = "shoal_members", "shoal_outcomes"  # buckets
+STREAM_OF_MEMBERS = f"KV_{MEMBERS}"
 MEMBERS_TTL_S = 60.0  # until the server forgets a key; the lease that counts is in the value
 OUTCOMES_TTL_S = 3600.0
 DUPLICATES_S = 120.0  # within it an item that is pushed again is known to the server
@@ -272,28 +273,27 @@ class NatsPlane(Plane):
 
     async def _read_all_members(self) -> None:
         """What was known has two leases to join as well and to renew. The age of the rest is told by the
-        server's clock: a key that we write now has its time."""
+        server's clock: a key that we write now has its time.
+
+        Each key is asked for, as a watcher of the bucket can miss keys that were there before it
+        (nats-server 2.9, while others write)."""
         now = self.clock.now()
         for seen in self._seen.values():
             seen.renewed_at = now + self.lease_s
         marker = f"now.{self.name}"
-        await self._bucket.put(marker, b"")
-        watcher = await self._bucket.watchall(ignore_deletes=True)
-        entries: list[Any] = []  # nats-py's own type has the time as a number, and it is a datetime
-        while not entries or entries[-1].key != marker:  # they come in the order in which they were written
-            entry = await watcher.updates()
-            if entry is not None:
-                entries.append(entry)
-        await watcher.stop()
+        written = await self._js.get_msg(STREAM_OF_MEMBERS, seq=await self._bucket.put(marker, b""))
         await self._bucket.purge(marker)
-        server_now = entries[-1].created
-        for entry in entries:
-            if not entry.key.startswith("member."):
+        info = await self._js.stream_info(STREAM_OF_MEMBERS, subjects_filter=f"$KV.{MEMBERS}.member.>")
+        for subject in info.state.subjects or ():
+            try:
+                message = await self._js.get_last_msg(STREAM_OF_MEMBERS, subject)
+            except NotFoundError:  # its time to live has just ended
                 continue
-            lease = self._read_lease(entry.key, entry.value)
+            lease = self._read_lease(_key_of(subject), message.data) if message.data else None
             if lease is None or lease.member.id in self._seen:
                 continue
-            age = (server_now - entry.created).total_seconds()
+            assert written.time and message.time
+            age = (written.time - message.time).total_seconds()
             if age < lease.lease_s:
                 self._see(lease, now - age)
             else:

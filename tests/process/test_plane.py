@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from contextlib import asynccontextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 import msgspec
@@ -74,8 +75,7 @@ class Site:
         try:
             yield planes
         finally:
-            for plane in planes:
-                await plane.close()
+            await asyncio.gather(*(plane.close() for plane in planes))
 
 
 @pytest.fixture(params=["tcp", pytest.param("ipc", marks=pytest.mark.slow), "nats"])
@@ -618,6 +618,27 @@ async def test_a_subscription_is_with_the_nats_server_when_it_is_promised(site):
             await plane.subscribe(f"events{number}", Note)
             subscribed = proxy.sent.index(b"SUB shoal.subject.events%d " % number)
             assert b"PING" in proxy.sent[subscribed:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("site", ["nats"], indirect=True)
+@asynchronous
+async def test_many_processes_that_join_at_once_see_each_other(site):
+    """A watcher of a bucket missed keys that were there before it, in one of 50 to 500 joins of this kind."""
+    names = [f"w{number}" for number in range(16)]
+    async with site.planes(1) as (writer,):
+
+        async def write():
+            for number in count():
+                await writer.register(member("writer", details={"number": number}))
+                await asyncio.sleep(0.005)
+
+        writing = asyncio.create_task(write())
+        for _ in range(40):
+            async with site.planes(len(names)) as planes:
+                await asyncio.gather(*(plane.register(member(name)) for plane, name in zip(planes, names)))
+                await asyncio.gather(*(until(plane, "writer", *names) for plane in planes))
+        writing.cancel()
 
 
 @pytest.mark.parametrize("site", ["nats"], indirect=True)
