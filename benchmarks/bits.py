@@ -1,8 +1,7 @@
-"""What fewer bits bring on one GPU: seconds of each workload in bf16, with weights and cache in fp8, and with
-weights in int4 as `shoal quantize` writes them, in one run, and the weights' memory.
+"""What fewer bits bring on one GPU: seconds of each workload in bf16, with weights and cache in fp8, and
+with weights in int4 as `shoal quantize` writes them, in one run, and the weights' memory.
 
-    python benchmarks/bits.py [--shape qwen3-8b] [--workloads single,nano,...] [--formats bf16,fp8,...] [--json
-    out.json]
+    python benchmarks/bits.py [--shape qwen3-8b] [--workloads single,nano] [--formats "bf16;fp8"]
 
 Weights are random: made up on the GPU where they are bf16 or fp8, and read from files in int4, for which a
 checkpoint in bf16 is written and quantized first. A cell is the better of two runs after a warm-up, none of

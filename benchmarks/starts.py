@@ -79,7 +79,7 @@ def measure(starts: Starts, folder: Path, rounds: int) -> None:
         starts.start("second start, files on disk", first).stop()
     router = Route(folder, "--plane", starts.plane)
     owner = starts.join("joins a fleet, files on disk or in memory", first)
-    for number in range(rounds):
+    for _ in range(rounds):
         starts.join("joins a fleet, files in memory", first).stop()
         starts.join("joins a fleet, weights from a peer", first, "--weights-from-peers").stop()
     owner.stop()
