@@ -1,7 +1,7 @@
 """The stats of a fleet's workers as those of one engine, for whoever knows one only: `/metrics` above all.
 
-What an engine counts since its start never falls, and Prometheus takes a fall for a start at 0: it would add all
-that the other workers have done once more. So what a worker has counted stays when it is gone.
+What an engine counts since its start never falls, and Prometheus takes a fall for a start at 0: it would add
+all that the other workers have done once more. So what a worker has counted stays when it is gone.
 """
 
 from __future__ import annotations
