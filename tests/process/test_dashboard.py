@@ -319,6 +319,9 @@ def test_a_server_that_is_gone_is_told_and_comes_back_by_itself(open_dashboard):
         expect(page.locator("main.stale")).to_have_count(0)
 
 
+WHOLE = "all => all.length && all.every(one => one.scrollWidth <= one.clientWidth)"  # nothing is cut off
+
+
 @pytest.mark.parametrize("width, height", [(360, 640), (768, 1024), (1440, 900)])
 def test_no_width_needs_sideways_scrolling(open_dashboard, width, height):
     names = ["worker-with-a-name-that-is-long-" * 3]
@@ -337,6 +340,10 @@ def test_no_width_needs_sideways_scrolling(open_dashboard, width, height):
     dialog = page.locator("#line")
     assert page.evaluate(fits) and dialog.evaluate("d => d.scrollWidth <= d.clientWidth")
     assert dialog.bounding_box()["x"] >= 0
+    # What a pointer would tell by a title is read without one, on a phone above all.
+    assert page.locator(".span .name").evaluate_all(WHOLE) and page.locator(".chart small").evaluate_all(
+        WHOLE
+    )
 
 
 def test_light_and_dark_follow_the_system_and_the_switch(open_dashboard):
