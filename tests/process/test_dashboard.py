@@ -50,7 +50,7 @@ def span(name, start_s, seconds, worker="", **attributes):
 SPANS = [
     span("migration", 1.0, 0.6, "decode-2", reason="drained"),
     span("queue", 0.0, 0.1),
-    span("routing", 0.1, 0.002, overlap_blocks=12),
+    span("routing", 0.1, 0.002, cached_tokens=12345, cost=36.17841535736709),
     span("prefill", 0.1, 0.3, "prefill-1"),
     span("transfer", 0.4, 0.1, "decode-1", blocks=25),
 ]
@@ -165,7 +165,7 @@ def test_a_request_shows_its_time_line(open_dashboard):
         "migration",
         "tokens",
     ]
-    assert "decode-2, reason drained" in names[5]
+    assert "decode-2, reason drained" in names[5] and "cached tokens 12345, cost 36.18" in names[2]
     boxes = {
         kind: line.locator(f".track .{kind}").bounding_box() for kind in ("queue", "prefill", "migration")
     }
