@@ -329,28 +329,37 @@ class Output:
         return sum(span.seconds for span in self.spans if span.name == "queue") if self.spans else 0.0
 
 
+SINCE_START = {"since_start": True}  # a field that counts since the start of its engine, and never falls
+
+
 @dataclass(slots=True)
 class KvTierStats:
-    """A tier below the device, all ranks together; blocks are counted since the start."""
+    """A tier below the device, all ranks together."""
 
     capacity_bytes: int = 0
+    capacity_blocks: int = 0
     used_bytes: int = 0
-    block_bytes: int = 0
-    stored_blocks: int = 0  # that came from above
-    fetched_blocks: int = 0  # brought back to the device
-    failed_blocks: int = 0  # whose transfer failed: they were computed again, or are lost here
+    used_blocks: int = 0
+    stored_blocks: int = field(default=0, metadata=SINCE_START)  # that came from above
+    stored_bytes: int = field(default=0, metadata=SINCE_START)  # of these
+    fetched_blocks: int = field(default=0, metadata=SINCE_START)  # brought back to the device
+    fetched_bytes: int = field(default=0, metadata=SINCE_START)  # of these
+    # Blocks whose transfer failed: they were computed again, or are lost here.
+    failed_blocks: int = field(default=0, metadata=SINCE_START)
     fetch_seconds_per_block: float = 0.0  # to the device, as measured lately
     store_seconds_per_block: float = 0.0  # into the tier; 0 until something was stored
-    trial_fetches: int = 0  # begun though the tier looked slower than computing, to measure it again
+    # Fetches that were begun though the tier looked slower than computing, to measure it again.
+    trial_fetches: int = field(default=0, metadata=SINCE_START)
 
 
 @dataclass(slots=True)
 class KvTransferStats:
-    """KV blocks that were read from other workers by one transport, since the start."""
+    """KV blocks that were read from other workers by one transport."""
 
-    blocks: int = 0
-    num_bytes: int = 0  # over all ranks
-    seconds: float = 0.0  # from the first byte asked for to the last one that came, summed over the reads
+    blocks: int = field(default=0, metadata=SINCE_START)
+    num_bytes: int = field(default=0, metadata=SINCE_START)  # over all ranks
+    # From the first byte asked for to the last one that came, summed over the reads.
+    seconds: float = field(default=0.0, metadata=SINCE_START)
 
 
 @dataclass(slots=True)
@@ -359,10 +368,10 @@ class KvLoans:
 
     offers: int = 0  # now
     held_blocks: int = 0  # now; a block counts once for each offer
-    blocks_out: int = 0  # of offers that a reader was done with, since the start
-    bytes_out: int = 0  # likewise
-    # Offers that have ended since the start, by how: "done", or the failure's kind (kv/ticket.py).
-    ended: dict[str, int] = field(default_factory=dict)
+    blocks_out: int = field(default=0, metadata=SINCE_START)  # of offers that a reader was done with
+    bytes_out: int = field(default=0, metadata=SINCE_START)  # likewise
+    # Offers that have ended, by how: "done", or the failure's kind (kv/ticket.py).
+    ended: dict[str, int] = field(default_factory=dict, metadata=SINCE_START)
 
 
 @dataclass(slots=True)
@@ -374,24 +383,27 @@ class Stats:
     num_deferred: int = 0  # of those: for a grammar, a store, another worker, a sleeping model
     num_blocks: int = 0
     num_free_blocks: int = 0  # free or evictable
-    num_preemptions: int = 0
-    prefix_cache_queries: int = 0  # tokens looked up
-    prefix_cache_hits: int = 0  # tokens found
-    external_prefix_cache_queries: int = 0  # tokens not found there and looked up in the tiers below
-    external_prefix_cache_hits: int = 0  # tokens fetched
-    kv_dropped_blocks: int = 0  # evicted from the device, and kept nowhere else
+    num_preemptions: int = field(default=0, metadata=SINCE_START)
+    prefix_cache_queries: int = field(default=0, metadata=SINCE_START)  # tokens looked up
+    prefix_cache_hits: int = field(default=0, metadata=SINCE_START)  # tokens found
+    # Tokens that were not found there and looked up in the tiers below, and those fetched.
+    external_prefix_cache_queries: int = field(default=0, metadata=SINCE_START)
+    external_prefix_cache_hits: int = field(default=0, metadata=SINCE_START)
+    # Blocks that were evicted from the device, and are kept nowhere else.
+    kv_dropped_blocks: int = field(default=0, metadata=SINCE_START)
     kv_compute_seconds_per_block: float = 0.0  # of a prompt, as measured lately; 0 without such tiers
     kv_tiers: dict[str, KvTierStats] = field(default_factory=dict)  # "host", "disk", "store", those there are
     kv_loans: KvLoans | None = None  # None: others read nothing here
     kv_transfers: dict[str, KvTransferStats] = field(default_factory=dict)  # by transport
-    kv_transfer_failures: dict[str, int] = field(
-        default_factory=dict
-    )  # requests that computed instead, by kind
-    step_tokens: int = 0  # computed in all steps
+    # Requests that computed instead of reading, by what went wrong.
+    kv_transfer_failures: dict[str, int] = field(default_factory=dict, metadata=SINCE_START)
+    step_tokens: int = field(default=0, metadata=SINCE_START)  # computed in all steps
     # What the engine has measured, where it has a target for the gap between tokens; 0: nothing yet.
     decode_step_s: float = 0.0  # of a step with the decodes that run now
     prompt_token_s: float = 0.0  # of each prompt token in a step
-    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    steps_by_tokens: list[int] = field(
+        default_factory=lambda: [0] * (len(STEP_TOKENS) + 1), metadata=SINCE_START
+    )
 
     @property
     def kv_cache_usage(self) -> float:

@@ -82,11 +82,10 @@ class WorkerView(msgspec.Struct, kw_only=True):
         used = stats.num_blocks - stats.num_free_blocks
         self.kv = {"device": TierView(round(stats.kv_cache_usage, 4), used, stats.num_blocks)}
         for name, tier in stats.kv_tiers.items():
-            size = tier.block_bytes or 1
             self.kv[name] = TierView(
                 round(tier.used_bytes / tier.capacity_bytes, 4) if tier.capacity_bytes else None,
-                tier.used_bytes // size,
-                tier.capacity_bytes // size,
+                tier.used_blocks,
+                tier.capacity_blocks,
                 tier.stored_blocks,
                 tier.fetched_blocks,
                 tier.failed_blocks,

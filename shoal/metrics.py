@@ -304,7 +304,7 @@ class ModelMetrics:
             (
                 "stored_bytes",
                 "Bytes of KV blocks that came from above.",
-                {tier: one.stored_blocks * one.block_bytes for tier, one in tiers.items()},
+                {tier: one.stored_bytes for tier, one in tiers.items()},
             ),
             (
                 "fetched_blocks",
@@ -314,7 +314,7 @@ class ModelMetrics:
             (
                 "fetched_bytes",
                 "Bytes of KV blocks brought back to the device.",
-                {tier: one.fetched_blocks * one.block_bytes for tier, one in tiers.items()},
+                {tier: one.fetched_bytes for tier, one in tiers.items()},
             ),
             (
                 "failed_blocks",

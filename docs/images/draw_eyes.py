@@ -148,6 +148,7 @@ def draw_pages(page: Page, url: str, request_id: str) -> None:
     page.goto(f"{url}/dashboard#request={request_id}")
     page.reload()  # an address that differs in its fragment alone loads nothing
     expect(page.locator(".token").first).to_be_attached(timeout=WAIT_MS)
+    page.set_viewport_size({"width": 1200, "height": 1120})  # all of it
     page.evaluate("document.activeElement.blur()")
     page.locator("#line").screenshot(path=HERE / "time-line.png")
 

@@ -1,10 +1,14 @@
-"""A server's address and key, as `shoal chat` and `shoal top` are given them."""
+"""A server's address and key, as `shoal chat` and `shoal top` are given them, and a question to it."""
 
 from __future__ import annotations
 
+import http.client
+import urllib.error
+import urllib.request
+from typing import Any, cast
 from urllib.parse import SplitResult, urlsplit
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnavailableError
 
 
 def parts_of(url: str) -> SplitResult:
@@ -29,6 +33,28 @@ def key_header(api_key: str | None) -> dict[str, str]:
             "or SHOAL_API_KEY as the server has it"
         )
     return {"Authorization": f"Bearer {api_key}"}
+
+
+class _Stay(urllib.request.HTTPRedirectHandler):
+    """Follows nothing: the key and what is said are for the server that was named, and for no other."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None  # the redirect is an HTTPError then
+
+
+def ask(request: urllib.request.Request, timeout_s: float) -> http.client.HTTPResponse:
+    """As urlopen, with the same exceptions, but for a server that sends us elsewhere: UnavailableError."""
+    try:
+        answer = urllib.request.build_opener(_Stay).open(request, timeout=timeout_s)
+    except urllib.error.HTTPError as error:
+        if 300 <= error.code < 400:
+            to = str(error.headers.get("Location", "nowhere"))
+            raise UnavailableError(
+                f"{request.full_url:.200} sends us to {to!r:.200} ({error.code}), which is not followed, as "
+                "the key is for the named server alone; give the right address"
+            ) from None
+        raise
+    return cast(http.client.HTTPResponse, answer)
 
 
 def _is_plain(text: str) -> bool:

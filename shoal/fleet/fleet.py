@@ -58,6 +58,10 @@ SETTINGS = (
     "max_prefill_queue_size",
 )
 
+# What a worker that is started again under its id goes on with: who breaks at every start is seen to.
+COUNTS = ("num_requests", "num_prefills", "num_breaks", "num_failed")
+MAX_GONE = 256  # workers whose counts are remembered
+
 # Feeds one rank's events to the index, until it is cancelled.
 Listening = Callable[[EventFeed], Coroutine[Any, Any, None]]
 
@@ -96,6 +100,7 @@ class Fleet:
         self._leaving: set[asyncio.Task[None]] = set()
         self._waking: dict[str, asyncio.Task[None]] = {}  # by worker
         self._no_wake_before: dict[str, float] = {}  # by worker that could not be woken
+        self._counts: dict[str, list[int]] = {}  # COUNTS of workers that are gone, the oldest first
 
     async def start(self) -> None:
         """Begins with the foreign workers of the configuration."""
@@ -131,6 +136,8 @@ class Fleet:
                     f"{other.info.url}; give it another"
                 )
             self.leave(worker.id)
+        for name, count in zip(COUNTS, self._counts.pop(worker.id, ())):
+            setattr(worker, name, count)
         self.workers[worker.id] = worker
         worker.has_events = bool(listening) and self.config.policy != "kv_approx"
         self._listening[worker.id] = listening
@@ -156,6 +163,9 @@ class Fleet:
         worker.interrupt()
         self._listening.pop(worker_id, None)
         self._no_wake_before.pop(worker_id, None)
+        self._counts[worker_id] = [getattr(worker, name) for name in COUNTS]
+        if len(self._counts) > MAX_GONE:
+            del self._counts[next(iter(self._counts))]
         self._await_at_end(asyncio.create_task(self._part_from(worker)))
 
     def model(self, name: str | None) -> ModelFleet | None:

@@ -13,9 +13,9 @@ import contextlib
 import dataclasses
 import functools
 import logging
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import closing
-from typing import Any, TypeVar, cast
+from typing import TypeVar, cast
 
 from shoal.api import FinishReason, Output, Request, SamplingParams, SleepState, Span, Stats
 from shoal.control import Command, Control, ReadSleepState
@@ -26,6 +26,7 @@ from shoal.fleet.kv_moves import KvLoan, KvMoves
 from shoal.fleet.plane_inbox import start
 from shoal.fleet.remote_engine import RemoteEngine, RemoteStream
 from shoal.fleet.worker import RefusedError, at_worker, errors_of
+from shoal.fleet.worker_sums import WorkerSums
 from shoal.logs import about
 from shoal.request_builder import copy_params
 
@@ -55,6 +56,7 @@ class FleetEngine(Control):
         self.num_drained = 0  # of streams that left a worker which drains
         self._dispatcher, self._prefills, self._moves = dispatcher, prefills, moves
         self._migration_limit = migration_limit
+        self._sums = WorkerSums()
         self._running: dict[str, _Progress] = {}
         self._leaving: set[_Progress] = set()  # those that leave a worker and have no other place yet
 
@@ -126,12 +128,13 @@ class FleetEngine(Control):
                 progress.link.tell_abort(progress.attempt_id)
 
     async def stats(self) -> Stats:
-        """The sums over all workers, as they have reported lately; who waits here waits, too."""
+        """The sums over all workers, as they have reported lately; what those that are gone had counted is
+        counted still. Who waits here waits, too."""
         workers = self._dispatcher.workers
         if self._prefills is not None:  # a worker may be in either
             workers = workers | self._prefills.dispatcher.workers
-        reports = [worker.link.report for worker in workers.values()]
-        stats = sum_of([report.stats for report in reports if report is not None])
+        links = [worker.link for worker in workers.values()]
+        stats = self._sums.of({link.address: link.report.stats for link in links if link.report is not None})
         stats.num_waiting += self._dispatcher.queue.length
         return stats
 
@@ -461,24 +464,3 @@ class _Progress:
 
 def _depth(state: SleepState) -> int:
     return -1 if state.level is None else state.level
-
-
-def sum_of(parts: Sequence[Stats]) -> Stats:
-    """Stats of several engines as those of one: counts are added, measured times are averages."""
-    return cast(Stats, _sum_of(parts)) if parts else Stats()
-
-
-def _sum_of(parts: Sequence[Any]) -> Any:
-    parts = [one for one in parts if one is not None]  # of an engine that has no such thing
-    if not parts:
-        return None
-    first = parts[0]
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        names = [field.name for field in dataclasses.fields(first)]
-        return type(first)(**{name: _sum_of([getattr(one, name) for one in parts]) for name in names})
-    if isinstance(first, dict):
-        keys = dict.fromkeys(key for one in parts for key in one)
-        return {key: _sum_of([one[key] for one in parts if key in one]) for key in keys}
-    if isinstance(first, list):
-        return [sum(values) for values in zip(*parts)]
-    return sum(parts) / len(parts) if isinstance(first, float) else sum(parts)

@@ -105,6 +105,7 @@ class Worker(Generic[L]):
         self.set_aside = ""  # why it cannot serve with its peers, whatever its health
         self.needs_canary = False  # a check alone does not show that it is well again
         self.active = 0  # requests of this router that it has now
+        # What this router has counted of it, and of those that had its id before.
         self.num_requests = 0
         self.num_prefills = 0  # prompts that it computed for another worker
         self.num_breaks = 0

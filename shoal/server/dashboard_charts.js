@@ -74,7 +74,7 @@ class Chart {
     this.svg.onpointermove = event => this.tell(event);
     this.svg.onpointerleave = () => this.tell(null);
     this.since = make("span");
-    const axis = make("small", "", this.since, this.high, "now");
+    const axis = make("small", "", this.since, this.high, make("span", "", "now"));
     this.root = make("figure", "chart", make("figcaption", "", make("b", "", title), this.value), this.svg, axis);
   }
 

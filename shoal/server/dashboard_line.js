@@ -32,7 +32,6 @@ function requestFacts(request) {
 /** A row of the time line: name, track, seconds. */
 function row(name, detail, track, time) {
   const label = make("span", "name", name, ...(detail ? [" ", make("em", "", detail)] : []));
-  label.title = detail ? `${name} ${detail}` : name;
   return make("div", "span", label, track, make("span", "seconds", time));
 }
 
@@ -50,9 +49,15 @@ function bar(kind, start, length, whole) {
 
 const KINDS = ["tokenize", "queue", "routing", "waiting", "prefill", "transfer", "decode", "migration"];
 
+/** Counts are told as they are, and costs in four digits. */
+function rounded(value) {
+  return Number.isInteger(value) ? value : Number(value.toPrecision(4));
+}
+
 function spanRow({name, worker, start_s: start, seconds: length, attributes}, whole) {
   const element = bar(KINDS.includes(name) ? name : "", start, length, whole);
-  const more = Object.entries(attributes || {}).map(([key, value]) => `${key} ${value}`);
+  const more = Object.entries(attributes || {}).map(([key, value]) =>
+    `${key.replaceAll("_", " ")} ${typeof value === "number" ? rounded(value) : value}`);
   element.title = [`${name} from ${seconds(start)} on`, worker && `at ${worker}`, ...more].filter(Boolean).join(", ");
   const detail = [worker, ...more].filter(Boolean).join(", ");
   return row(name, detail, make("div", "track", element), seconds(length));

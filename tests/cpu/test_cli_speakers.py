@@ -15,11 +15,14 @@ from shoal.errors import ConfigError, RequestError, UnavailableError
 class Stub(http.server.BaseHTTPRequestHandler):
     """`models` is what /models answers; `answers` hold chunks to stream, or (status, error)."""
 
+    elsewhere = ""
+    keys: list = []
     models = {"data": [{"id": "first"}, {"id": "second", "context_length": 4096}]}
     answers: list = []
     seen: list = []
 
     def do_GET(self):
+        self.keys.append(self.headers["authorization"])
         self.reply(200, json.dumps(self.models))
 
     def do_POST(self):
@@ -39,6 +42,17 @@ class Stub(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_):
         pass
+
+
+class Elsewhere(Stub):
+    """Sends everybody to the server at `Stub.elsewhere`."""
+
+    def do_GET(self):
+        self.send_response(307)
+        self.send_header("location", f"{Stub.elsewhere}{self.path}")
+        self.end_headers()
+
+    do_POST = do_GET
 
 
 @pytest.fixture
@@ -108,6 +122,19 @@ def test_pieces_come_with_the_reason_of_the_end_and_without_usage(url):
     [body] = Stub.seen
     assert body["path"] == "/v1/chat/completions" and body["messages"] == HELLO
     assert body["temperature"] == 0.5 and body["stream"]
+
+
+@pytest.mark.parametrize(
+    "ask", [lambda url: RemoteSpeaker(url, None, "sk"), lambda url: Source(url, "sk").get()]
+)
+def test_a_key_does_not_go_where_a_server_sends_us(url, ask):
+    Stub.elsewhere, Stub.keys = url, []
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with pytest.raises(UnavailableError, match=f"sends us to '{url}/.*307"):
+            ask(f"http://127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert not Stub.keys
 
 
 @pytest.mark.parametrize(

@@ -115,10 +115,11 @@ def test_conversations_give_the_same_tokens_with_and_without_tiers(build, disk):
     llm = build(num_gpu_blocks_override=18, **options, **HOST, **disk)
     assert talk(llm) == alone
     assert llm.stats().external_prefix_cache_hits > 300
+    host = llm.stats().kv_tiers["host"]
     small_host = build(
         num_gpu_blocks_override=18,
         **options,
-        kv_host_bytes=12 * llm.stats().kv_tiers["host"].block_bytes,
+        kv_host_bytes=12 * (host.stored_bytes // host.stored_blocks),
         **disk,
     )
     assert talk(small_host) == alone

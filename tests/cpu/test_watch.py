@@ -225,7 +225,10 @@ def test_what_an_engine_says_of_its_blocks_is_in_the_view():
             num_blocks=100,
             num_free_blocks=75,
             num_preemptions=3,
-            kv_tiers={"host": KvTierStats(1000, 500, 10, 70, 20, 1), "store": KvTierStats(0, 30, 10, 3)},
+            kv_tiers={
+                "host": KvTierStats(1000, 100, 500, 50, 70, 700, 20, 200, 1),
+                "store": KvTierStats(0, 0, 30, 3, 3),
+            },
             kv_transfers={"shm": KvTransferStats(4, 4 * 10**9, 2.0), "nixl": KvTransferStats(6, 10**9, 0.5)},
             kv_loans=KvLoans(blocks_out=5, bytes_out=50),
             kv_transfer_failures={"timeout": 2},

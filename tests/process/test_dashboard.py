@@ -50,7 +50,7 @@ def span(name, start_s, seconds, worker="", **attributes):
 SPANS = [
     span("migration", 1.0, 0.6, "decode-2", reason="drained"),
     span("queue", 0.0, 0.1),
-    span("routing", 0.1, 0.002, overlap_blocks=12),
+    span("routing", 0.1, 0.002, cached_tokens=12345, cost=36.17841535736709),
     span("prefill", 0.1, 0.3, "prefill-1"),
     span("transfer", 0.4, 0.1, "decode-1", blocks=25),
 ]
@@ -165,7 +165,7 @@ def test_a_request_shows_its_time_line(open_dashboard):
         "migration",
         "tokens",
     ]
-    assert "decode-2, reason drained" in names[5]
+    assert "decode-2, reason drained" in names[5] and "cached tokens 12345, cost 36.18" in names[2]
     boxes = {
         kind: line.locator(f".track .{kind}").bounding_box() for kind in ("queue", "prefill", "migration")
     }
@@ -319,6 +319,9 @@ def test_a_server_that_is_gone_is_told_and_comes_back_by_itself(open_dashboard):
         expect(page.locator("main.stale")).to_have_count(0)
 
 
+WHOLE = "all => all.length && all.every(one => one.scrollWidth <= one.clientWidth)"  # nothing is cut off
+
+
 @pytest.mark.parametrize("width, height", [(360, 640), (768, 1024), (1440, 900)])
 def test_no_width_needs_sideways_scrolling(open_dashboard, width, height):
     names = ["worker-with-a-name-that-is-long-" * 3]
@@ -337,6 +340,10 @@ def test_no_width_needs_sideways_scrolling(open_dashboard, width, height):
     dialog = page.locator("#line")
     assert page.evaluate(fits) and dialog.evaluate("d => d.scrollWidth <= d.clientWidth")
     assert dialog.bounding_box()["x"] >= 0
+    # What a pointer would tell by a title is read without one, on a phone above all.
+    assert page.locator(".span .name").evaluate_all(WHOLE) and page.locator(".chart small").evaluate_all(
+        WHOLE
+    )
 
 
 def test_light_and_dark_follow_the_system_and_the_switch(open_dashboard):

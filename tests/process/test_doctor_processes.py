@@ -192,6 +192,14 @@ def test_a_nats_server_that_hangs_fails_in_bounded_time(doctor):
         )
 
 
+def test_a_models_store_that_hangs_fails_in_bounded_time_and_is_named(doctor):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/model"
+        check(
+            doctor("--port", "0", "--model", url), f"model {url}", "fails", "store does not answer within 8 s"
+        )
+
+
 @pytest.mark.parametrize("jetstream", [True, False])
 def test_a_nats_server_needs_jetstream(doctor, tmp_path, jetstream):
     port = free_port()

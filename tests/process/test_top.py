@@ -55,6 +55,24 @@ def test_what_cannot_be_watched_is_told_in_a_line(server, says):
     assert done.returncode == 1 and says in done.stderr and done.stderr.count("\n") == 1
 
 
+def test_a_pipe_that_gets_no_first_picture_is_an_error_and_a_later_one_is_waited_for():
+    port = free_port()
+    words = [sys.executable, "-m", "shoal", "top", f"http://127.0.0.1:{port}"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (1, "") and "no server answers" in done.stderr
+    with FakeServer(engine_saying("hello "), port=port):
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | SIZE)
+        for line in process.stdout:
+            if "tiny" in line:
+                break
+    for line in process.stdout:
+        if "no answer" in line:
+            break
+    assert process.poll() is None
+    process.kill()
+    process.communicate()
+
+
 def test_keys_open_a_worker_and_end_it(server):
     with Terminal("top", server.url, TERM="xterm-256color", SHOAL_API_KEY="sesame", **SIZE) as terminal:
         terminal.expect(">tiny")

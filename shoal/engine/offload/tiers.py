@@ -309,11 +309,15 @@ class KvTiers:
             of_rank = self.persistent[name].stats()
             used_bytes = of_rank.num_bytes * self.ranks.size
             capacity_bytes = of_rank.capacity_bytes * self.ranks.size
+        size = self.policy.block_bytes
         return replace(
             counts,
-            block_bytes=self.policy.block_bytes,
             used_bytes=used_bytes,
+            used_blocks=used_bytes // size,
             capacity_bytes=capacity_bytes,
+            capacity_blocks=capacity_bytes // size,
+            stored_bytes=counts.stored_blocks * size,
+            fetched_bytes=counts.fetched_blocks * size,
             fetch_seconds_per_block=self.costs.fetch[name].seconds,
             store_seconds_per_block=self.costs.store[name].seconds,
             trial_fetches=self.costs.trials[name].num_begun,

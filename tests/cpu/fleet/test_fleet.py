@@ -8,7 +8,7 @@ from shoal.api import Stats
 from shoal.errors import BusyError, ConfigError, UnavailableError, UnknownWorkerError, WorkerFailedError
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.dispatcher import Wanted
-from shoal.fleet.fleet import Fleet
+from shoal.fleet.fleet import MAX_GONE, Fleet
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.indexer import WorkerRank
 from shoal.fleet.observation import DecodeLoad
@@ -558,6 +558,24 @@ def test_a_worker_that_came_back_has_forgotten_and_is_learned_again(ts):
         assert overlap(s, "a") == 0 and overlap(s, "a", other) == 4
         publisher.store()
         assert overlap(s, "a") == 4
+
+    scene(run)
+
+
+def test_what_a_worker_has_broken_and_had_is_counted_on_when_it_is_started_again():
+    async def run(s):
+        s.add("a")
+        await until(lambda: s.state("a") == "ready")
+        await s.went()
+        s.fleet.workers["a"].failed(WorkerFailedError("the connection broke", is_absent=True))
+        s.fleet.leave("a")
+        s.add("a", models=("n",))
+        [view] = s.fleet.view().workers
+        assert (view.requests, view.breaks) == (1, 1)
+        for number in range(300):
+            s.add(f"b{number}")
+            s.fleet.leave(f"b{number}")
+        assert len(s.fleet._counts) == MAX_GONE
 
     scene(run)
 

@@ -2,6 +2,7 @@
 and has the tokens that one worker would have given."""
 
 import asyncio
+import itertools
 import json
 import logging
 import os
@@ -38,12 +39,15 @@ TOKEN_S = 0.1
 BASE_SEED = int(os.environ.get("SHOAL_STORM_SEED", "0"))
 
 
+PORTS = itertools.count(1)
+
+
 class FakeLink:
     """A worker of which each token takes TOKEN_S. It dies when `kill` is called, or at a token of a request
     that is poison."""
 
     def __init__(self, clock):
-        self.clock = clock
+        self.clock, self.address = clock, f"tcp://127.0.0.1:{next(PORTS)}"
         self.engine = FakeEngine(vocab_size=512, reply=REPLY)
         self.report = Report(Stats(num_running=1, num_blocks=10, num_free_blocks=5), SleepState(), 0)
         self.is_connected = True
@@ -524,6 +528,19 @@ def test_stats_are_sums_and_one_awake_worker_is_awake():
         assert (await site.engine.sleep_state()).level == 1
         with pytest.raises(ConfigError):
             await site.engine.control(ResetPrefixCache())
+
+    run_virtual(run())
+
+
+def test_what_a_worker_has_counted_stays_when_it_is_gone():
+    async def run():
+        site = Site(2)
+        for link in site.links:
+            link.report = Report(Stats(num_blocks=10, prefix_cache_hits=7, step_tokens=9), SleepState(), 0)
+        assert (await site.engine.stats()).prefix_cache_hits == 14
+        site.dispatcher.remove("w0")
+        stats = await site.engine.stats()
+        assert (stats.num_blocks, stats.prefix_cache_hits, stats.step_tokens) == (10, 14, 18)
 
     run_virtual(run())
 

@@ -1,5 +1,6 @@
 """A fleet's file: what it says is what is started, and every mistake is named before anything is."""
 
+import dataclasses
 import json
 import os
 import re
@@ -12,7 +13,9 @@ from shoal.cli.main import build_parser
 from shoal.config import EngineConfig, ServerConfig
 from shoal.errors import ConfigError
 from shoal.fleet.components import components_of
+from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.fleet_file import ForeignWorkers, OwnWorkers, read_fleet_file
+from shoal.fleet.planner_config import PlannerConfig
 from shoal.fleet.policy import RouterWeights
 from shoal.fleet.sim_config import read_sim_config
 from shoal.options import given_options
@@ -340,3 +343,24 @@ def test_workers_of_a_file_with_a_planner_share_the_gpus_that_are_left(read):
     """Also where the planner is a process of its own."""
     assert not read("[[workers]]\n").may_grow
     assert read("[[workers]]\n[planner]\nmax_gpu_budget = 4\n").may_grow
+
+
+def test_a_key_that_a_page_puts_into_a_table_is_one_of_that_table():
+    tables = {"router": FleetConfig, "planner": PlannerConfig}
+    named = [
+        found
+        for page in (EXAMPLES.parents[1] / "docs").rglob("*.md")
+        for found in re.findall(r"`(\w+)(?: = [^`]*)?` in\s`\[(router|planner)\]`", page.read_text())
+    ]
+    assert len(named) > 1
+    for key, table in named:
+        assert key in {one.name for one in dataclasses.fields(tables[table])}, (key, table)
+
+
+def test_traces_are_asked_for_at_the_top_and_for_each_worker(read):
+    url = "http://127.0.0.1:4318"
+    options = f'options = {{ otlp_traces_endpoint = "{url}" }}\n'
+    file = read(f'{MODEL}otlp_traces_endpoint = "{url}"\n{WORKERS}{options}')
+    assert file.server.otlp_traces_endpoint == url
+    [worker] = file.workers
+    assert worker.options["otlp_traces_endpoint"] == url
