@@ -53,17 +53,16 @@ def check_fields(config: Any, error: type[Exception], prefix: str = "") -> None:
     of the field says so. `prefix` comes before the field's name in the message."""
     for check in _checks(config.__class__):
         value = getattr(config, check.name)
-        if value is not check.default and not check.allows(value):
+        if not check.allows(value):
             raise error(f"{prefix}{check.name} {value!r:.200} {_complaint(check.kind, check.limits)}")
 
 
 class _Check:
     """A field's limits, prepared for the check of a value."""
 
-    __slots__ = ("above", "choices", "default", "high", "kind", "kinds", "limits", "low", "may_be_none", "name")
+    __slots__ = ("above", "choices", "high", "kind", "kinds", "limits", "low", "may_be_none", "name")
 
-    def __init__(self, name: str, hint: Any, limits: Limits, default: Any) -> None:
-        """default: the field's own value, which needs no look: most fields of a request have theirs."""
+    def __init__(self, name: str, hint: Any, limits: Limits) -> None:
         self.name, self.limits = name, limits
         self.kind, self.may_be_none = kind_of(hint)
         self.kinds = int if self.kind is int else (int, float)
@@ -72,7 +71,6 @@ class _Check:
         self.high = most if limits.high is None else limits.high
         self.above = -math.inf if limits.above is None else limits.above
         self.choices = limits.choices
-        self.default = default if self.allows(default) else dataclasses.MISSING
 
     def allows(self, value: Any) -> bool:
         if value is None:
@@ -88,10 +86,9 @@ class _Check:
 def _checks(config: type) -> list[_Check]:
     """Returns a check for each field that has limits."""
     hints = typing.get_type_hints(config)
+    fields = {field.name: field.metadata.get("limits") for field in dataclasses.fields(config)}
     return [
-        _Check(field.name, hints[field.name], limits, field.default)
-        for field in dataclasses.fields(config)
-        if (limits := field.metadata.get("limits")) not in (None, Limits())
+        _Check(name, hints[name], limits) for name, limits in fields.items() if limits not in (None, Limits())
     ]
 
 

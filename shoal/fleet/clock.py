@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import selectors
-import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
@@ -27,9 +26,7 @@ class LoopClock:
 
     def now(self) -> float:
         if self._time is None:  # asked for once, as each token asks for the time
-            loop = asyncio.get_running_loop()
-            is_plain = type(loop).time is asyncio.BaseEventLoop.time  # a function of Python around this one
-            self._time = time.monotonic if is_plain else loop.time
+            self._time = asyncio.get_running_loop().time
         return self._time()
 
     async def sleep(self, seconds: float) -> None:

@@ -508,10 +508,7 @@ class Dispatcher(Generic[L]):
         """The requests that it has of this router, or for this model of all routers."""
         if not worker.info.max_running:
             return worker.active
-        num_active = self.router.books.num_active
-        if len(worker.ranks) == 1:  # each request asks all workers
-            return max(worker.active, num_active(worker.ranks[0]))
-        return max(worker.active, sum(map(num_active, worker.ranks)))
+        return max(worker.active, sum(map(self.router.books.num_active, worker.ranks)))
 
     def _is_one_coming_back(self) -> bool:
         """Whether a worker that gets nothing now soon will: an operator's command ends there, or it is woken

@@ -225,8 +225,6 @@ class Connection(HttpToolsProtocol):
                 self._refuse(ApiError(400, NO_HTTP))
             if self.transport.is_closing():
                 return
-        if self._in_head and self._head_timer is None:  # most heads are whole, and need none
-            self._head_timer = self.loop.call_later(self._limits.read_timeout, self._head_is_late)
         if self._began_message:
             self._unknown_bytes = 0
         else:
@@ -277,6 +275,8 @@ class Connection(HttpToolsProtocol):
         self._in_head = self._began_message = True
         self._between_messages = False
         self._head_bytes = 0
+        if self._head_timer is None:
+            self._head_timer = self.loop.call_later(self._limits.read_timeout, self._head_is_late)
 
     def on_url(self, url: bytes) -> None:
         if not self._is_told_again:

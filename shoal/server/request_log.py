@@ -135,7 +135,7 @@ def _text(fields: dict[str, Any]) -> str:
     parts = [fields["client"], fields["method"], fields["path"], str(fields["status"]), seconds]
     for name, label, unit in LABELS:
         if (value := fields.get(name)) is not None:
-            shown = f"{value:.3f}" if name == "ttft_seconds" else quoted(value) if type(value) is str else value
+            shown = f"{value:.3f}" if name == "ttft_seconds" else quoted(str(value))
             parts.append(f"{label}={shown}{unit}")
     return " ".join(parts)
 
