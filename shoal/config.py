@@ -26,6 +26,7 @@ SERVER_TARGET_ITL_MS = 50.0  # 20 tokens a second: faster than people read
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 QUANTIZATIONS = ("fp8", "compressed-tensors", "awq", "gptq")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
+OF_WORKERS = ("worker_id", "worker_tags", "weights_from_peers")  # options of a worker in a fleet alone
 
 # Options of vLLM's LLM() that mean nothing here: accepted with a warning, so that its examples run.
 IGNORED_OPTIONS = frozenset(
@@ -695,10 +696,9 @@ class ServerConfig:
             raise ConfigError(
                 f"admin_port {self.admin_port} is the public port too; give each a port of its own"
             )
-        of_workers = ("worker_id", "worker_tags", "weights_from_peers")
-        if self.plane is None and (self.role != "both" or any(getattr(self, name) for name in of_workers)):
+        if self.plane is None and (self.role != "both" or any(getattr(self, name) for name in OF_WORKERS)):
             raise ConfigError(
-                f"role, {', '.join(of_workers)} are of a worker in a fleet; name the fleet's --plane, too"
+                f"role, {', '.join(OF_WORKERS)} are of a worker in a fleet; name the fleet's --plane, too"
             )
         if wrong := [tag for tag in self.worker_tags or () if tag != tag.strip() or not tag or "," in tag]:
             raise ConfigError(

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from shoal.api import SamplingParams, TokenLogprobs
 from shoal.tokenizer import Tokenizer
 
-CONTEXT = 8  # prompt tokens that may hold the first half of a character: it has at most 4 bytes
+CONTEXT = 8  # prompt tokens that may hold the first half of a character
+CHARACTER = 4  # bytes, at the most
 
 
 def add_texts(logprobs: TokenLogprobs, tokenizer: Tokenizer) -> None:
@@ -34,11 +35,19 @@ class Detokenizer:
         self._pieces = tokenizer.shown_bytes if params.skip_special_tokens else tokenizer.token_bytes
         self._partial = b""  # the first bytes of a character
         self._strips_space = self._pieces.strips_first_space
-        self._decode(prompt_token_ids[-CONTEXT:])
+        self._decode(self._end_of(prompt_token_ids))
         self._stops = tuple(params.stop or ())
         self._include_stop = params.include_stop_str_in_output
         self._num_exempt = params.min_tokens  # tokens yet to come in which no stop string can end
         self._held = ""  # the start of a stop string, perhaps
+
+    def _end_of(self, token_ids: Sequence[int]) -> Sequence[int]:
+        """The tokens in which the prompt's last character lies, and some of its text before that."""
+        size, first = 0, len(token_ids)
+        while size < CHARACTER and 0 < first > len(token_ids) - CONTEXT:
+            first -= 1
+            size += len(self._pieces[token_ids[first]])
+        return token_ids[first:]
 
     def push(
         self, token_ids: Sequence[int], *, last: bool = False, drop_last: bool = False

@@ -9,6 +9,7 @@ gguf_tokenizer.py reads GGUF metadata.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import functools
 import json
 import logging
@@ -393,8 +394,10 @@ class TokenBytes(dict[int, bytes]):
 
     def _spell(self, token_id: int, token: str) -> bytes:
         if self._byte_level:
-            plain = token_id in self._added or not BYTE_OF_CHAR.keys() >= set(token)
-            return token.encode() if plain else bytes(BYTE_OF_CHAR[c] for c in token)
+            if token_id not in self._added:
+                with contextlib.suppress(UnicodeEncodeError):  # a character that stands for no byte
+                    return token.translate(BYTE_OF_CHAR).encode("latin-1")
+            return token.encode()
         if self._byte_fallback and (byte := BYTE_TOKEN.fullmatch(token)):
             return bytes.fromhex(byte[1])
         return token.replace("▁", " ").encode()
@@ -405,15 +408,21 @@ BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 codecs.register_error("shoal.every-byte", lambda error: ("\ufffd" * (error.end - error.start), error.end))  # type: ignore[attr-defined]
 
 
-def _byte_chars() -> dict[str, int]:
-    """Maps each character that byte-level vocabularies use to its byte. Printable Latin-1 stands for itself;
-    the other bytes are U+0100 and the characters after it, in order."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in printable]
-    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}
+class _ByteChars(dict[int, int]):
+    """Maps each character that byte-level vocabularies use to its byte, for str.translate. Printable Latin-1
+    stands for itself; the other bytes are U+0100 and the characters after it, in order."""
+
+    def __init__(self) -> None:
+        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+        others = [b for b in range(256) if b not in printable]
+        super().__init__({b: b for b in printable} | {0x100 + i: b for i, b in enumerate(others)})
+
+    def __missing__(self, char: int) -> int:
+        """No byte, so that the whole token is none of bytes."""
+        return 0xFFFF
 
 
-BYTE_OF_CHAR = _byte_chars()
+BYTE_OF_CHAR = _ByteChars()
 
 
 def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:

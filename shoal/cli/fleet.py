@@ -20,7 +20,7 @@ from typing import IO
 from shoal import logs
 from shoal.cli.route import check_router, run_router
 from shoal.cli.serve import plan
-from shoal.config import ServerConfig
+from shoal.config import OF_WORKERS, ServerConfig
 from shoal.errors import ConfigError, ShoalError, UnavailableError, UserError
 from shoal.fleet.components import components_of, components_of_pods
 from shoal.fleet.connector import GRACE_S, Component, Connector, Setting
@@ -112,7 +112,8 @@ def _check_model(group: OwnWorkers) -> None:
     """Raises UserError."""
     server = {name: value for name, value in group.options.items() if name in keys_of(ServerConfig)}
     engine = {name: value for name, value in group.options.items() if name not in server}
-    plan(group.model, [], engine, ServerConfig(**server))
+    alone = {name: value for name, value in server.items() if name not in OF_WORKERS}  # read with the file
+    plan(group.model, [], engine, ServerConfig(**alone))
 
 
 async def _up(file: FleetFile, config: FleetConfig, workers: FleetWorkers) -> int:

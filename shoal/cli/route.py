@@ -38,6 +38,10 @@ from shoal.tracing import check_tracing, opened_tracing
 
 logger = logging.getLogger(__name__)
 
+# The garbage collector looks at the prompts of all requests that run, token by token, each time that so many
+# more objects are there.
+YOUNG_OBJECTS = 10_000
+
 
 def route(config: FleetConfig, server: ServerConfig) -> int:
     """Serves until a signal; returns the exit code. Raises ShoalError for what cannot be served."""
@@ -112,6 +116,7 @@ async def run_router(
 
         def ready(port: int, admin_port: int | None) -> None:
             gc.freeze()  # what exists now stays
+            gc.set_threshold(YOUNG_OBJECTS)
             operated = f", admin port {admin_port} on {server.admin_host}" if admin_port is not None else ""
             logger.info(
                 "routing at %s%s, policy %s, ready after %.1f s",

@@ -157,6 +157,10 @@ class Books:
             request.tail_tokens += num_tokens
             worker.tail_tokens += num_tokens
 
+    def runs_on(self, request_id: str) -> None:
+        """It is known to run, whatever it has generated."""
+        self._find(request_id)  # which notes the time
+
     def end(self, request_id: str) -> None:
         """It has ended, left or moved. A request that is not in the books changes nothing."""
         rank = self._ranks.pop(request_id, None)

@@ -455,7 +455,8 @@ class Dispatcher(Generic[L]):
 
     def _ranks_with_room(self, workers: Iterable[Worker[L]]) -> list[WorkerRank]:
         """Those of these workers to which a request could go now."""
-        ranks = [rank for one in workers if one.has_room(self._num_active(one)) for rank in one.ranks]
+        now = self.clock.now()
+        ranks = [rank for one in workers if one.has_room(self._num_active(one), now) for rank in one.ranks]
         if self.busy_kv_usage is not None or self.busy_prefill_tokens is not None:
             ranks = [rank for rank in ranks if not self._is_busy(rank)]
         return ranks
@@ -490,7 +491,7 @@ class Dispatcher(Generic[L]):
             if other is not worker
             and other.takes_requests
             and wanted.fits(other.info)
-            and other.has_room(self._num_active(other))
+            and other.has_room(self._num_active(other), self.clock.now())
         ]
 
     def room_at(self, workers: Iterable[Worker[L]]) -> tuple[float, float]:

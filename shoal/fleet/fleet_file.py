@@ -97,7 +97,7 @@ class OwnWorkers:
         engine = {name: value for name, value in self.options.items() if name in engine_names}
         build(EngineConfig, EngineConfig.known_options({"model": self.model, **engine}))
         server = {name: value for name, value in self.options.items() if name not in engine_names}
-        build(ServerConfig, server)
+        build(ServerConfig, {**server, "plane": "the fleet's"})  # it is told when it starts
         _check_count(self.count, self.devices, self.devices_per_worker)
         _check_resources(self.resources)
 

@@ -159,12 +159,15 @@ def _depth(mine: _Predicted, chain: Sequence[int]) -> int:
     until = mine.until
     if not chain or chain[0] not in until:
         return 0
-    if not (mine.dropped.keys().isdisjoint(chain) and mine.renewed.keys().isdisjoint(chain)):
+    dropped, renewed = mine.dropped, mine.renewed  # mostly empty, and isdisjoint looks at all of the chain
+    if (dropped and not dropped.keys().isdisjoint(chain)) or (
+        renewed and not renewed.keys().isdisjoint(chain)
+    ):
         least = -math.inf
         for depth, block in enumerate(chain):
             if (end := until.get(block)) is None or end < least:
                 return depth
-            least = max(least, mine.renewed.get(block, least))
+            least = max(least, renewed.get(block, least))
         return len(chain)
     low, high = 0, len(chain)  # block `low` is predicted, and block `high` is not
     while high - low > 1:

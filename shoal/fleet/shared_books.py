@@ -144,6 +144,8 @@ class SharedBooks:
             for own_id in known - present:
                 known.discard(own_id)
                 model.router.take(Ended(own_id), own_id)
+            for own_id in known:  # however long they run
+                model.router.books.runs_on(own_id)
         model.changed()
 
     async def _watch(self) -> None:

@@ -133,13 +133,13 @@ class Worker(Generic[L]):
     @property
     def takes_requests(self) -> bool:
         """Whether it may be chosen: it is ready and awake. Each request asks all workers."""
-        is_kept_out = self.is_draining or self.num_holds or self.set_aside or self.is_gone
-        return self.is_reached and not is_kept_out and self.sleep_level is None
+        if self.is_draining or self.num_holds or self.set_aside or self.is_gone:
+            return False
+        return self.is_reached and self.sleep_level is None
 
-    def has_room(self, num_active: int) -> bool:
+    def has_room(self, num_active: int, now: float) -> bool:
         """Whether a request sent now would run soon, where it has so many."""
-        is_full = 0 < self.info.max_running <= num_active
-        return not is_full and self._clock() >= self.full_until
+        return now >= self.full_until and not 0 < self.info.max_running <= num_active
 
     def changed(self) -> None:
         for tell in list(self.on_change):

@@ -1,6 +1,7 @@
 """Text from tokens as they come: whole characters only, the text of decode in the end, and stop strings that
 are never seen in part."""
 
+import codecs
 import random
 import time
 
@@ -77,6 +78,22 @@ def test_a_character_begun_in_the_prompt_is_finished_in_the_answer():
     ids = BYTE_LEVEL.encode("a🚀b")
     pieces, _ = run(BYTE_LEVEL, ids[2:], prompt=ids[:2])
     assert "".join(pieces) == "🚀b"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_answer_follows_its_prompt_wherever_that_ends(kind):
+    tokenizer, r = KINDS[kind], random.Random(5)
+    some = [tokenizer.encode(t) for t in texts.random_texts(seed=6)]
+    some += [r.choices(range(259), k=12) for _ in range(200)]  # mostly bytes
+    for ids in some:
+        end = r.randint(1, max(1, len(ids) - 1))
+        shown = [b"".join(tokenizer.token_bytes[i] for i in part) for part in (ids[:end], ids[end:])]
+        if len(shown[0]) < 4:
+            continue  # whether such a prompt shows anything is another test
+        first, used = codecs.utf_8_decode(shown[0], tokenizer.token_bytes.errors)
+        expected = (shown[0][used:] + shown[1]).decode(errors=tokenizer.token_bytes.errors)
+        pieces, _ = run(tokenizer, ids[end:], prompt=ids[:end], skip_special_tokens=False)
+        assert first and "".join(pieces) == expected, (ids, end)
 
 
 def test_the_first_space_is_the_answers_own_only_after_a_prompt():

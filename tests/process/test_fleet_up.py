@@ -196,7 +196,8 @@ def fleet_of_one(tmp_path):
 
 
 def test_two_models_are_behind_one_endpoint_and_its_key_guards_the_workers_too(tmp_path, folder):
-    tiny = "{ dtype = 'float32', device = 'cpu', kv_cache_memory_bytes = 4_000_000, max_model_len = 512 }"
+    tiny = "{ dtype = 'float32', device = 'cpu', kv_cache_memory_bytes = 4_000_000, max_model_len = 512,"
+    tiny += " worker_tags = ['blue'] }"
     workers = f"[[workers]]\nname = 'small'\noptions = {OPTIONS}\n"
     workers += f"[[workers]]\nmodel = '{folder}'\nname = 'tiny'\noptions = {tiny}\n"
     with Fleet(tmp_path, f"api_key = ['secret']\n{workers}", key="secret") as fleet:
@@ -204,6 +205,7 @@ def test_two_models_are_behind_one_endpoint_and_its_key_guards_the_workers_too(t
         assert {model["id"] for model in fleet.json("/v1/models")["data"]} == {"small", "tiny"}
         for name in ("small", "tiny", "small"):
             assert fleet.ask("Some words", model=name)[1] == f"{name}-1"
+        assert [worker["tags"] for worker in fleet.workers().values()] == [[], ["blue"]]
         assert fleet.request("/v1/completions", {"model": "other", "prompt": "x"})[0] == 404
         for url in [f"http://127.0.0.1:{fleet.port}", *[w["url"] for w in fleet.workers().values()]]:
             with pytest.raises(urllib.error.HTTPError, match="401"):

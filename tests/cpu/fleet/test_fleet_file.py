@@ -173,12 +173,15 @@ def test_options_become_flags_that_shoal_serve_reads_back_as_they_were(read, gpu
         "chat_template": "{{ messages }} --with dashes",
         "structured_outputs_config": {"disable_additional_properties": False},
         "shutdown_timeout": 5,
+        "worker_tags": ["gold", "eu"],
+        "weights_from_peers": True,
     }
     shown = ", ".join(
         [
             "max_model_len = 1024, gpu_memory_utilization = 0.5, enable_prefix_caching = true",
             "enforce_eager = false, cudagraph_capture_sizes = [1, 2]",
             'chat_template = "{{ messages }} --with dashes", shutdown_timeout = 5',
+            'worker_tags = ["gold", "eu"], weights_from_peers = true',
             "structured_outputs_config = { disable_additional_properties = false }",
         ]
     )
@@ -186,9 +189,10 @@ def test_options_become_flags_that_shoal_serve_reads_back_as_they_were(read, gpu
     arguments = build_parser().parse_args(words[3:])
     engine, server = given_options(arguments, EngineConfig), given_options(arguments, ServerConfig)
     assert arguments.model_path == "smollm2" and server["served_model_name"] == ["small"]
-    names = set(options) - {"shutdown_timeout"}
+    names = set(options) - {"shutdown_timeout", "worker_tags", "weights_from_peers"}
     assert EngineConfig(**engine) == EngineConfig(**{name: options[name] for name in names})
     assert server["shutdown_timeout"] == 5 and server["port"] == 0
+    assert server["worker_tags"] == ["gold", "eu"] and server["weights_from_peers"] is True
 
 
 def test_workers_on_the_cpu_share_its_cores(read, gpus, monkeypatch):

@@ -150,6 +150,22 @@ def test_an_end_that_was_not_heard_is_made_good_by_the_next_roll_call():
     scene(run)
 
 
+def test_a_stream_of_hours_stays_in_the_books_of_other_routers():
+    async def run(routers):
+        one, other = await routers.add(), await routers.add()
+        async with place(one, "1") as mine:
+            mine.generated(1)
+            for _ in range(240):
+                await asyncio.sleep(60)
+                mine.generated(1)
+            assert load(one, mine.worker.id).active_requests == 1
+            assert load(other, mine.worker.id).active_requests == 1
+        await asyncio.sleep(1)
+        assert load(other, mine.worker.id).active_requests == 0
+
+    scene(run)
+
+
 def test_two_routers_do_not_fill_a_worker_beyond_its_room():
     async def run(routers):
         one, other = await routers.add(max_running=1), await routers.add(max_running=1)
