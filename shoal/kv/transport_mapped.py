@@ -22,7 +22,9 @@ from shoal.kv.view import BlockView, ViewError
 
 T = TypeVar("T")
 
-NUM_STREAMS = 1  # that share the blocks of a pull between devices
+# Streams that share the blocks of a pull of all layers: a copy engine pauses between two blocks, and another
+# one copies meanwhile.
+NUM_STREAMS = 2
 
 
 @functools.cache
@@ -149,16 +151,18 @@ class MappedPeer:
                 dst_ids,
             )
             return CopyPull(num_bytes, [])
-        events = []
-        for i, stream in enumerate(self._streams):
-            share = slice(i, None, len(self._streams))
-            copy = CopyStream(self._device, stream).stage(self._map, src_ids[share], dst_ids[share])
-            if len(layers) == self._map.num_layers:
+        if len(layers) < self._map.num_layers:
+            copy = CopyStream(self._device, self._streams[0]).stage(self._map, src_ids, dst_ids)
+            for layer in layers:
+                copy.trigger_layer(layer)
+            events = [copy.event(layers[-1])] if layers else []
+        else:
+            self._map.check_ids(src_ids, dst_ids)  # before anything is queued
+            events = []
+            for i, stream in enumerate(self._streams):
+                share = slice(i, None, len(self._streams))
+                copy = CopyStream(self._device, stream).stage(self._map, src_ids[share], dst_ids[share])
                 events.append(copy.trigger_all_layers())
-            else:
-                for layer in layers:
-                    copy.trigger_layer(layer)
-                events.append(copy.event(layers[-1]) if layers else None)
         return CopyPull(num_bytes, [event for event in events if event is not None])
 
     def close(self) -> None:

@@ -44,6 +44,8 @@ class CudaPeerSums:
         self.peers = peers
         self._foreign, self._address = list(foreign), address
         self._side = torch.cuda.Stream(peers.own.device)
+        sizes = _kernels().COUNTER_INTS, _kernels().FLAG_INTS
+        self._releasing = [torch.zeros(size, dtype=torch.int32).pin_memory() for size in sizes]
 
     def takes(self, x: torch.Tensor) -> bool:
         return self.peers.takes_plain(x)
@@ -62,7 +64,7 @@ class CudaPeerSums:
     def release(self) -> None:
         """Ends all waits for other ranks. Any thread may call it, while kernels wait."""
         with torch.inference_mode(), torch.cuda.stream(self._side):
-            self.peers.release_waits()
+            self.peers.release_waits(*self._releasing)
 
     def close(self) -> None:
         """Gives the memory back. No kernel may use it any more, on any rank."""
