@@ -114,9 +114,9 @@ def plan(
     found = []
     for name, (_, path) in zip(names, pairs):
         engine = EngineConfig.from_options(model=path, **options)
-        transfer = engine.kv_transfer_config
-        if config.role == "prefill" and (transfer is None or not transfer.lends):
-            given = None if transfer is None else transfer.kv_role
+        exchange = engine.kv_transfer_config
+        if config.role == "prefill" and (exchange is None or not exchange.lends):
+            given = None if exchange is None else exchange.kv_role
             raise ConfigError(
                 "a worker of the role prefill lends its KV blocks, and with kv_transfer_config "
                 f"{given!r} it would lend none, so each prompt would be computed twice; leave "
