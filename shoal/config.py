@@ -366,7 +366,7 @@ class EngineConfig:
     )
     tensor_parallel_size: int = option(1, "devices that share the work of each layer", common=True, low=1)
     peer_all_reduce: bool = option(
-        False,
+        True,
         "several GPUs: sums of few tokens by kernels that write into the other GPUs' memory, if these "
         "agree with NCCL in a test at the start; else, and for more tokens, by NCCL",
     )

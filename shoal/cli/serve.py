@@ -114,6 +114,14 @@ def plan(
     found = []
     for name, (_, path) in zip(names, pairs):
         engine = EngineConfig.from_options(model=path, **options)
+        exchange = engine.kv_transfer_config
+        if config.role == "prefill" and (exchange is None or not exchange.lends):
+            given = None if exchange is None else exchange.kv_role
+            raise ConfigError(
+                "a worker of the role prefill lends its KV blocks, and with kv_transfer_config "
+                f"{given!r} it would lend none, so each prompt would be computed twice; leave "
+                "kv_transfer_config out, or take kv_role kv_producer or kv_both"
+            )
         files = resolve(engine.model, engine.revision, engine.download_dir).check()
         if files.revision is not None:
             engine = dataclasses.replace(engine, revision=files.revision)  # its processes take this one

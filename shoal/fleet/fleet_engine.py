@@ -86,13 +86,23 @@ class FleetEngine(Control):
                     async with self._dispatcher.place(wanted) as place:
                         self._leaving.discard(progress)
                         progress.arrived(place)
-                        if (first := await self._first_token(progress, wanted, place)) is not None:
+                        first = await self._first_token(progress, wanted, place)
+                        if first is not None and not progress.has_forerunner:
                             yield first
                             if progress.has_ended:
                                 return
+                            first = None
                         await self._bring_blocks(progress, wanted, place)
-                        with errors_of(place.worker.id), closing(progress.begin(place)) as stream:
+                        with errors_of(place.worker.id), contextlib.ExitStack() as stack:
+                            try:
+                                stream = stack.enter_context(closing(progress.begin(place)))
+                            except ShoalError:
+                                if first is not None:
+                                    yield first
+                                raise
                             self._may_leave(progress, wanted, place)
+                            if first is not None:  # The worker has begun while this one is read.
+                                yield first
                             while not progress.has_ended:
                                 output = progress.take(await stream.get(), place)
                                 if output.token_ids or progress.has_ended:
@@ -363,6 +373,11 @@ class _Progress:
         with contextlib.suppress(WorkerFailedError):  # `begin` notices
             self._forerunner, self._forerunner_link = link.open(forerunner), link
             self._reader = link
+
+    @property
+    def has_forerunner(self) -> bool:
+        """Whether its blocks are in place, or on their way, where it goes on with the next token."""
+        return self._forerunner is not None and not self.has_ended
 
     def drop_forerunner(self) -> None:
         """It has a successor by now, or nobody needs the blocks."""

@@ -114,9 +114,15 @@ class Peers:
         fits = x.is_floating_point() and PLAIN_BLOCK * x.itemsize <= self.block_bytes
         return fits and 0 < x.numel() <= MAX_BLOCKS * PLAIN_BLOCK
 
-    def release_waits(self) -> None:
-        """Ends all waits of this rank, now and for a long time. To be called on another stream."""
-        self.head[COUNTER_INTS:].fill_(0).add_(self.head[:COUNTER_INTS].max() + FAR_AHEAD)
+    def release_waits(self, counters: torch.Tensor, flags: torch.Tensor) -> None:
+        """Ends all waits of this rank, now and for a long time. To be called on another stream.
+
+        It only copies, by way of memory of the host for all counters and for all flags, pinned beside a GPU,
+        that was allocated before: who allocates on the device or runs a kernel there for the first time may
+        wait for the very kernels that are to be released."""
+        counters.copy_(self.head[:COUNTER_INTS])
+        flags.copy_(counters.max() + FAR_AHEAD)
+        self.head[COUNTER_INTS:].copy_(flags)
 
 
 @triton.jit

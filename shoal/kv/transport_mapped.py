@@ -22,6 +22,10 @@ from shoal.kv.view import BlockView, ViewError
 
 T = TypeVar("T")
 
+# Streams that share the blocks of a pull of all layers: a copy engine pauses between two blocks, and another
+# one copies meanwhile.
+NUM_STREAMS = 2
+
 
 @functools.cache
 def boot_id() -> str:
@@ -112,19 +116,19 @@ def decode(window: WindowAddress, kind: type[T]) -> T:
 
 
 class CopyPull:
-    """A pull that is a copy: over when it is made, on the host, or when its event comes."""
+    """A pull that is a copy: over when it is made, on the host, or when its events have come."""
 
-    def __init__(self, num_bytes: int, event: torch.cuda.Event | None) -> None:
+    def __init__(self, num_bytes: int, events: Sequence[torch.cuda.Event]) -> None:
         self.num_bytes = num_bytes
-        self._event = event
+        self._events = events
 
     def done(self) -> bool:
-        return self._event is None or self._event.query()
+        return all(event.query() for event in self._events)
 
     def cancel(self) -> None:
         """A copy that is queued can't be called back, so this waits for it."""
-        if self._event is not None:
-            self._event.synchronize()
+        for event in self._events:
+            event.synchronize()
 
 
 class MappedPeer:
@@ -135,7 +139,7 @@ class MappedPeer:
         self._map = BlockMap(self._views, into) if reachable(self._views, [into]) else None
         devices = self._map.devices if self._map is not None else []
         self._device = devices[0] if devices else torch.device("cpu")
-        self._stream = torch.cuda.Stream(self._device) if devices else None
+        self._streams = [torch.cuda.Stream(self._device) for _ in range(NUM_STREAMS)] if devices else [None]
 
     def pull(self, src_ids: Sequence[int], dst_ids: Sequence[int], layers: range) -> CopyPull:
         num_bytes = len(dst_ids) * len(layers) * self._into.spec.block_layer_bytes
@@ -146,13 +150,20 @@ class MappedPeer:
                 some_layers(self._into, layers),
                 dst_ids,
             )
-            return CopyPull(num_bytes, None)
-        copy = CopyStream(self._device, self._stream).stage(self._map, src_ids, dst_ids)
-        if len(layers) == self._map.num_layers:
-            return CopyPull(num_bytes, copy.trigger_all_layers())
-        for layer in layers:
-            copy.trigger_layer(layer)
-        return CopyPull(num_bytes, copy.event(layers[-1]) if layers else None)
+            return CopyPull(num_bytes, [])
+        if len(layers) < self._map.num_layers:
+            copy = CopyStream(self._device, self._streams[0]).stage(self._map, src_ids, dst_ids)
+            for layer in layers:
+                copy.trigger_layer(layer)
+            events = [copy.event(layers[-1])] if layers else []
+        else:
+            self._map.check_ids(src_ids, dst_ids)  # before anything is queued
+            events = []
+            for i, stream in enumerate(self._streams):
+                share = slice(i, None, len(self._streams))
+                copy = CopyStream(self._device, stream).stage(self._map, src_ids[share], dst_ids[share])
+                events.append(copy.trigger_all_layers())
+        return CopyPull(num_bytes, [event for event in events if event is not None])
 
     def close(self) -> None:
         self._views, self._map = [], None

@@ -67,13 +67,13 @@ def test_all_ranks_get_the_sums_and_norms(size, turns, start, tmp_path):
 def test_a_wait_ends_after_so_many_polls_and_when_it_is_released():
     import torch
 
-    from shoal.kernels.all_reduce import Peers, all_reduce, buffer_bytes
+    from shoal.kernels.all_reduce import COUNTER_INTS, FLAG_INTS, Peers, all_reduce, buffer_bytes
 
     buffers = [torch.zeros(buffer_bytes(1 << 13, 2), dtype=torch.uint8) for _ in range(2)]
     addresses = torch.tensor([buffer.data_ptr() for buffer in buffers])
     all_reduce(Peers(0, 2, addresses, buffers[0], 1 << 13, most_polls=5), torch.ones(3))
     peers = Peers(0, 2, addresses, buffers[0], 1 << 13)
-    peers.release_waits()
+    peers.release_waits(*(torch.zeros(n, dtype=torch.int32) for n in (COUNTER_INTS, FLAG_INTS)))
     for _ in range(3):
         all_reduce(peers, torch.ones(3))
     assert peers.head[0] == 4  # turns

@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import threading
 import typing
 from queue import SimpleQueue
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from unittest.mock import create_autospec
 
 import msgspec
 import pytest
+import zmq
 
 from shoal.api import MemoryReport, SleepState
 from shoal.control import (
@@ -28,12 +30,12 @@ from shoal.control import (
     result_type,
 )
 from shoal.engine.core import EngineCore
-from shoal.engine.process.core_main import CoreLoop
+from shoal.engine.process.core_main import CoreLoop, Outbox
 from shoal.errors import ConfigError
 from shoal.fake import FakeEngine
 from shoal.server.admin import ADMIN_ROUTES, command_of
 from shoal.server.errors import ApiError
-from shoal.wire import Call, CheckBooks, FlushKv, ReadStats, decode_to_core, encode
+from shoal.wire import Beat, Call, CheckBooks, FlushKv, ReadStats, decode_from_core, decode_to_core, encode
 
 EXAMPLES = (
     Sleep(2, ["kv_cache"], "keep"),
@@ -167,3 +169,26 @@ def test_a_query_becomes_a_command():
 def test_json_may_leave_out_what_has_a_default():
     assert msgspec.json.decode(b'{"verb": "sleep", "level": 2}', type=AnyCommand) == Sleep(2, None, "abort")
     assert result_type(Sleep()) is MemoryReport and result_type(ReadSleepState()) is SleepState
+
+
+def test_messages_of_all_threads_reach_the_parent_in_each_ones_order(tmp_path):
+    with zmq.Context() as context, context.socket(zmq.PULL) as parent:
+        parent.bind(f"ipc://{tmp_path}/out")
+        outbox = Outbox(str(tmp_path))
+
+        def send(name):
+            for i in range(50):
+                outbox.put(Beat(i, name, 0.0))
+
+        threads = [threading.Thread(target=send, args=(f"thread {i}",)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        came = {}
+        for _ in range(4 * 50):
+            assert parent.poll(30_000)
+            beat = decode_from_core(parent.recv())
+            came.setdefault(beat.doing, []).append(beat.progress)
+        for thread in threads:
+            thread.join()
+        outbox.close()
+    assert came == {f"thread {i}": list(range(50)) for i in range(4)}

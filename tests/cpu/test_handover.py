@@ -781,13 +781,24 @@ def test_a_role_in_a_fleet_says_what_the_engine_does(folder, role, kv_role):
     server = ServerConfig(plane="tcp://127.0.0.1:1", role=role)
     [planned] = plan(str(folder), [], {}, server)
     assert planned.config.kv_transfer_config.kv_role == kv_role
-    [planned] = plan(str(folder), [], {"kv_transfer_config": {"kv_role": "kv_consumer"}}, server)
-    assert planned.config.kv_transfer_config.kv_role == "kv_consumer"
-    if role == "decode":  # others can't map memory that it gives back
+    [planned] = plan(str(folder), [], {"kv_transfer_config": {"kv_role": "kv_both"}}, server)
+    assert planned.config.kv_transfer_config.kv_role == "kv_both"
+    if role == "decode":
+        [planned] = plan(str(folder), [], {"kv_transfer_config": {"kv_role": "kv_consumer"}}, server)
+        assert planned.config.kv_transfer_config.kv_role == "kv_consumer"
+        # others can't map memory that it gives back
         [planned] = plan(str(folder), [], {"enable_sleep_mode": True}, server)
         assert planned.config.kv_transfer_config.kv_role == "kv_consumer"
     [planned] = plan(str(folder), [], {}, ServerConfig(plane="tcp://127.0.0.1:1"))
     assert planned.config.kv_transfer_config is None
+
+
+@pytest.mark.parametrize("transfer, named", [({"kv_role": "kv_consumer"}, "'kv_consumer'"), (None, "None")])
+def test_a_prefill_worker_that_would_lend_nothing_is_refused(folder, transfer, named):
+    """Its prompts would be computed again, and nobody would notice but by the time that it takes."""
+    server = ServerConfig(plane="tcp://127.0.0.1:1", role="prefill")
+    with pytest.raises(ConfigError, match=f"kv_transfer_config {named} .* lend none"):
+        plan(str(folder), [], {"kv_transfer_config": transfer}, server)
 
 
 def test_readers_of_other_hosts_need_a_transport_that_reaches_them(folder, monkeypatch):

@@ -1,10 +1,12 @@
 """The core's process: `python -m shoal.engine.process.core_main FOLDER LOG_LEVEL LOG_STYLE`, run by
 core_process.py.
 
-The main thread steps the engine. One thread decodes incoming messages and another encodes outgoing ones, so
-that a big message never waits for a step, nor a step for it. Between two steps the main thread takes in all
-that has come: requests, aborts, calls. Without work it sleeps in the queue. When the parent ends, the
-standard input of this process closes. The process then ends whatever it is doing, and its ranks with it.
+The main thread steps the engine, and one thread decodes incoming messages, so that a big one never waits for
+a step, nor a step for it. Outgoing messages are sent by whoever has them: a thread for them would get
+Python's lock only when the main thread waits for the device, behind the launch of the next step. Between two
+steps the main thread takes in all that has come: requests, aborts, calls. Without work it sleeps in the
+queue. When the parent ends, the standard input of this process closes. The process then ends whatever it is
+doing, and its ranks with it.
 """
 
 from __future__ import annotations
@@ -76,7 +78,28 @@ IN, OUT = "in", "out"  # the sockets' names in the folder, as the core sees them
 logger = logging.getLogger("shoal.engine.process.core_main")  # it runs as __main__
 
 Inbox = SimpleQueue[ToCore | BaseException]
-Outbox = SimpleQueue[wire.Message | None]
+
+
+class Outbox:
+    """The way to the parent, for all threads."""
+
+    def __init__(self, folder: str) -> None:
+        self._lock = threading.Lock()
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.PUSH)
+        self._socket.sndhwm = 0  # so that it never waits
+        self._socket.connect(f"ipc://{folder}/{OUT}")
+
+    def put(self, message: wire.Message) -> None:
+        data = wire.encode(message)
+        with self._lock:
+            self._socket.send(data)
+
+    def close(self) -> None:
+        """Returns when the last messages have been sent, or could not be. Nobody sends any more."""
+        self._lock.acquire()
+        self._socket.close(linger=int(LAST_WORDS_S * 1000))
+        self._context.term()
 
 
 class CoreLoop:
@@ -241,10 +264,8 @@ def main() -> NoReturn:
         target=_end_with_parent, args=(folder,), name="shoal-end-with-parent", daemon=True
     ).start()
     inbox: Inbox = SimpleQueue()
-    outbox: Outbox = SimpleQueue()
+    outbox = Outbox(folder)
     threading.Thread(target=_receive, args=(folder, inbox, outbox), name="shoal-receive", daemon=True).start()
-    sender = threading.Thread(target=_send, args=(folder, outbox), name="shoal-send", daemon=True)
-    sender.start()
     try:
         start = inbox.get()
         if not isinstance(start, Start):
@@ -261,8 +282,7 @@ def main() -> NoReturn:
         if not isinstance(error, ShoalError):
             traceback.print_exc()
         outbox.put(Dead(Failure.of(error)))
-        outbox.put(None)
-        sender.join(LAST_WORDS_S)
+        outbox.close()
         os._exit(1)  # finalizers could wait for ranks that are gone
 
 
@@ -312,17 +332,6 @@ def _receive(folder: str, inbox: Inbox, outbox: Outbox) -> NoReturn:
                     inbox.put(error)
                 else:
                     outbox.put(answer)
-
-
-def _send(folder: str, outbox: Outbox) -> None:
-    context = zmq.Context()
-    socket = context.socket(zmq.PUSH)
-    socket.sndhwm = 0
-    socket.connect(f"ipc://{folder}/{OUT}")
-    while (message := outbox.get()) is not None:
-        socket.send(wire.encode(message))
-    socket.close(linger=int(LAST_WORDS_S * 1000))
-    context.term()
 
 
 def _end_with_parent(folder: str) -> NoReturn:

@@ -8,7 +8,6 @@ while the others do theirs.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar, TypeVarTuple
@@ -26,8 +25,6 @@ from shoal.engine.runner.runner import ModelRunner, StepResult
 from shoal.errors import EngineDeadError, ShoalError, UnavailableError, UserError
 from shoal.layers.parallel import Rendezvous, TensorParallel
 from shoal.weights.source import CheckpointFiles, resolve
-
-logger = logging.getLogger(__name__)
 
 Arguments = TypeVarTuple("Arguments")
 Result = TypeVar("Result")
@@ -251,13 +248,9 @@ def serve_rank(
 
 
 def connect_sums(config: ResolvedConfig, files: CheckpointFiles, tp: TensorParallel) -> CudaPeerSums | None:
-    """Has the ranks' small sums made by kernels of ours where that was asked for and works here. All ranks
-    call this together."""
-    if not config.peer_all_reduce or tp.size == 1:
-        return None
-    if config.device != "cuda":
-        if tp.rank == 0:
-            logger.warning("peer_all_reduce is for GPUs; on the CPU ranks sum by Gloo")
+    """Has the GPUs' small sums made by kernels of ours where that works here. All ranks call this
+    together."""
+    if not config.peer_all_reduce or tp.size == 1 or config.device != "cuda":
         return None
     tp.sums = sums = connect(tp, files.config.hidden_size, getattr(torch, config.dtype))
     return sums
