@@ -163,7 +163,7 @@ def _schema_text(kind: str, schema: Any, closes_objects: bool, **more: Any) -> s
 
 
 def _without_other_formats(schema: Any, are_names: bool = False) -> Any:
-    """Returns a copy of a schema without each `format` that llguidance would refuse, as it knows FORMATS alone.
+    """Returns a copy of a schema without formats that llguidance would refuse, as it knows FORMATS alone.
 
     By JSON Schema's rules a format is a word to the reader unless somebody knows how to check it. pydantic
     writes "binary", "path" and "password", and OpenAPI's documents have many more. `are_names` says that the

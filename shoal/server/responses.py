@@ -490,7 +490,9 @@ def _refuse(request: ResponsesRequest) -> None:
                 400, f"{name}: this server stores nothing; send the whole conversation as `input`", param=name
             )
     if request.background:
-        raise ApiError(400, "background: this server stores no responses; set it to false", param="background")
+        raise ApiError(
+            400, "background: this server stores no responses; set it to false", param="background"
+        )
     if request.truncation == "auto":
         raise ApiError(
             400,
