@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from shoal.api import STRUCTURED_KINDS, StructuredOutputsParams
-from shoal.closed_schema import closed
+from shoal.closed_schema import DEFINITIONS, OF_KEYS, closed
 from shoal.errors import RequestError
 
 MAX_BYTES = 128 * 1024  # of a specification's text; the stack and time that it needs grow with it
@@ -30,6 +30,12 @@ MAX_NESTING = 60  # levels of a JSON schema; llguidance's parser takes 128 level
 MAX_RULES = 1000  # of a grammar
 MAX_MULTIPLE = 100_000  # the product of a schema's `multipleOf`s; the automaton has that many states
 MAX_DIGITS = 40  # of a number in a schema
+
+VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold values, not schemas
+# The formats of texts that llguidance knows.
+FORMATS = frozenset(
+    ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
+)
 
 LIMITS = LLParserLimits(
     max_lexer_states=50_000,
@@ -152,7 +158,28 @@ def _schema_text(kind: str, schema: Any, closes_objects: bool, **more: Any) -> s
             f"true for any JSON)"
         )
     _bounded(kind, _json_text(kind, schema))
+    schema = _without_other_formats(schema)
     return _json_text(kind, {**(closed(schema) if closes_objects else schema), **more})
+
+
+def _without_other_formats(schema: Any, are_names: bool = False) -> Any:
+    """Returns a copy of a schema without formats that llguidance would refuse, as it knows FORMATS alone.
+
+    By JSON Schema's rules a format is a word to the reader unless somebody knows how to check it. pydantic
+    writes "binary", "path" and "password", and OpenAPI's documents have many more. `are_names` says that the
+    keys here are names that the schema's writer chose, such as those of properties.
+    """
+    if isinstance(schema, list):
+        return [_without_other_formats(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if are_names:
+        return {name: _without_other_formats(part) for name, part in schema.items()}
+    return {
+        key: value if key in VALUES else _without_other_formats(value, key in (*OF_KEYS, *DEFINITIONS))
+        for key, value in schema.items()
+        if not (key == "format" and isinstance(value, str) and value not in FORMATS)
+    }
 
 
 def _parsed(kind: str, text: str) -> Any:

@@ -77,8 +77,8 @@ class ResponsesRequest(GenerationFields, kw_only=True):
     include: list[str] | None = None
     top_logprobs: MinusOneOrMore | None = None
     truncation: Literal["disabled", "auto"] | None = None
+    store: bool | None = None  # true is OpenAI's default, so few who send it mean to read the response again
     # What needs storage is refused.
-    store: bool | None = None
     previous_response_id: str | None = None
     conversation: str | dict[str, Any] | None = None
     background: bool | None = None
@@ -177,6 +177,8 @@ async def create_response(exchange: Exchange) -> None:
     request = exchange.decode(ResponsesRequest)
     model = exchange.models.find(request.model)
     _refuse(request)
+    if request.store:
+        exchange.warn("store", "this server stores no responses: `store` is ignored")
     params = _params(request, model)
     plan = _plan(exchange, request, model)
     plan.constrain(params, model.tool_call_parser)
@@ -487,9 +489,10 @@ def _refuse(request: ResponsesRequest) -> None:
             raise ApiError(
                 400, f"{name}: this server stores nothing; send the whole conversation as `input`", param=name
             )
-    for name in ("store", "background"):
-        if getattr(request, name):
-            raise ApiError(400, f"{name}: this server stores no responses; set it to false", param=name)
+    if request.background:
+        raise ApiError(
+            400, "background: this server stores no responses; set it to false", param="background"
+        )
     if request.truncation == "auto":
         raise ApiError(
             400,
@@ -532,6 +535,7 @@ def _response(
     request: ResponsesRequest, model: ServedModel, params: SamplingParams, plan: ToolPlan
 ) -> Response:
     choice: str | dict[str, Any] = request.tool_choice or ("auto" if request.tools else "none")
+    text = request.text or TextOptions()
     return Response(
         id=_new_id("resp"),
         created_at=int(time.time()),
@@ -545,7 +549,7 @@ def _response(
         parallel_tool_calls=plan.parallel,
         tool_choice=choice,
         tools=request.tools or [],
-        text=request.text if request.text and request.text.format else TextOptions(format=TextFormat()),
+        text=TextOptions(format=text.format or TextFormat(), verbosity=text.verbosity),
         reasoning=request.reasoning,
         metadata=request.metadata or {},
         user=request.user,

@@ -1,10 +1,11 @@
 """openai's client with the habits of agents and SDKs that build on it."""
 
 import json
+from typing import Literal
 
 import openai
 import pytest
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SecretStr
 
 pytestmark = pytest.mark.slow
 ASK = [{"role": "user", "content": "What is the weather in Paris?"}]
@@ -63,3 +64,20 @@ def test_a_streamed_chat_is_put_together(client, model):
     ) as stream:
         message = stream.get_final_completion().choices[0].message
     assert json.loads(message.tool_calls[0].function.arguments).keys() == {"city"}
+
+
+def test_a_model_with_formats_that_only_pydantic_knows_is_answered(client, model):
+    class Login(BaseModel):
+        user: Literal["anna", "bob"]
+        secret: SecretStr = Field(max_length=5)  # {"format": "password"}
+        avatar: bytes = Field(max_length=5)  # {"format": "binary"}
+
+    answer = client.chat.completions.parse(
+        model=model, messages=ASK, response_format=Login, temperature=0, max_tokens=100
+    )
+    assert answer.choices[0].message.parsed.user in ("anna", "bob")
+
+
+def test_a_response_that_shall_be_stored_is_answered(client, model):
+    answer = client.responses.create(model=model, input="Hello", store=True, max_output_tokens=16)
+    assert answer.output_text and answer.store is False

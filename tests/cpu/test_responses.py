@@ -251,11 +251,19 @@ def test_more_tokens_than_fit_are_as_many_as_fit(served, client):
     assert request.params.max_tokens == 4096 - len(request.prompt_token_ids)
 
 
+def test_a_response_that_shall_be_stored_is_answered_and_its_sender_warned(served, client, caplog):
+    for _ in range(2):
+        served.say("Hello")
+        answer = ask(client, store=True, text={"verbosity": "low"})
+        assert answer.output_text == "Hello" and answer.store is False
+        assert answer.text.verbosity == "low" and answer.text.format.type == "text"
+    assert len([m for m in caplog.messages if "stores no responses" in m]) == 1
+
+
 @pytest.mark.parametrize(
     "options, param",
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"store": True}, "store"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"truncation": "auto"}, "truncation"),

@@ -1,13 +1,15 @@
 """What an answer must look like: specifications that are taken, those that are refused and how, and what none
 may cost."""
 
+import json
 import time
 
 import pytest
+from llguidance import LLMatcher, LLTokenizer
 
 from shoal.api import StructuredOutputsParams
 from shoal.errors import RequestError
-from shoal.structured import MAX_BYTES, MAX_NESTING, check
+from shoal.structured import FORMATS, MAX_BYTES, MAX_NESTING, check, grammar_of
 
 
 def nested(depth):
@@ -15,6 +17,18 @@ def nested(depth):
     for _ in range(depth):
         schema = {"items": schema}
     return schema
+
+
+BYTES = LLTokenizer("byte")
+
+
+def can_write(value, schema, closes_objects=True):
+    """Whether the grammar of this schema takes the text of `value`."""
+    grammar = grammar_of(StructuredOutputsParams(json=schema), closes_objects)
+    matcher = LLMatcher(BYTES, grammar, log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = BYTES.tokenize_str(json.dumps(value))
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
 def tag(**form):
@@ -72,6 +86,34 @@ def tag(**form):
 )
 def test_what_is_sound_is_taken(given):
     check(StructuredOutputsParams(**given))
+
+
+@pytest.mark.parametrize("closes_objects", [True, False], ids=["closed", "open"])
+@pytest.mark.parametrize("name", ["format", "const", "properties"])
+def test_a_format_that_nobody_checks_is_no_limit(name, closes_objects):
+    """pydantic writes "binary" for bytes and "path" for a Path, where the compiler knows ten formats."""
+    text = {"type": "string", "format": "path"}
+    schema = {
+        "type": "object",
+        "$defs": {name: text},
+        "properties": {
+            name: {"anyOf": [{"$ref": f"#/$defs/{name}"}, {"type": "null"}]},
+            "b": {"format": "int32"},
+        },
+        "required": [name],
+    }
+    assert can_write({name: "a b", "b": 1}, schema, closes_objects)
+    assert not can_write({name: 5}, schema, closes_objects)
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_a_format_that_is_known_is_a_limit(name):
+    assert not can_write("a b", {"type": "string", "format": name})
+
+
+def test_a_value_may_look_like_a_format():
+    assert can_write({"format": "path"}, {"const": {"format": "path"}})
+    assert not can_write({}, {"const": {"format": "path"}})
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,7 @@ async def test_sleep_in_its_three_modes(llm):
     async def begin(name):
         task = asyncio.create_task(run(llm, request(name, 300)))
         while not (await llm.stats()).num_running:
+            assert not task.done(), "the request ended before it was seen running"
             await asyncio.sleep(0.01)
         return task
 
