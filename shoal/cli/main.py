@@ -154,10 +154,15 @@ def build_parser() -> Parser:
     what.add_argument("--replay", metavar="FILE", help="decide again: the record, JSON lines")
     what.add_argument("--profile", metavar="MODEL", help="measure: folder, .gguf file, hub id or URL")
     plan.add_argument(
-        "--fleet", metavar="FILE", help="the fleet's TOML file, for its [planner] (default: none)"
+        "--fleet",
+        metavar="FILE",
+        help="a fleet's TOML file whose [planner] decides (default: as the record says)",
     )
     plan.add_argument(
         "--state-dir", metavar="DIR", help="that of shoal fleet up (default: $XDG_STATE_HOME/shoal)"
+    )
+    plan.add_argument(
+        "--no-operation", action="store_true", help="advise, and change nothing, whatever FILE says"
     )
     plan.add_argument("--verbose", action="store_true", help="log more")
     _add_profile_flags(plan)
@@ -594,24 +599,26 @@ def run_plan(arguments: argparse.Namespace) -> int:
         "plot": "profile",
         "gpu": "profile",
         "state_dir": "file",
+        "no_operation": "file",
     }
     for name, other in of_another.items():
-        if getattr(arguments, name) is not None and getattr(arguments, other) is None:
+        if getattr(arguments, name) and getattr(arguments, other) is None:
             where = "FILE" if other == "file" else f"--{other}"
             raise ConfigError(f"{flag_of(name)} {getattr(arguments, name)!r} is of {where}; leave it out")
     if arguments.file is not None:
         from shoal.cli.plan import plan_fleet
 
-        return plan_fleet(arguments.file, arguments.state_dir, arguments.verbose)
+        return plan_fleet(
+            arguments.file, arguments.state_dir, arguments.verbose, no_operation=arguments.no_operation
+        )
     if arguments.profile is not None:
         return _measure_worker(arguments)
     import msgspec
 
     from shoal.fleet.fleet_file import read_fleet_file
     from shoal.fleet.planner import replay
-    from shoal.fleet.planner_config import PlannerConfig
 
-    config = PlannerConfig() if arguments.fleet is None else read_fleet_file(arguments.fleet).planner
+    config = None if arguments.fleet is None else read_fleet_file(arguments.fleet).planner
     try:
         with open(arguments.replay, "rb") as lines:
             for entry in replay(config, lines):
