@@ -323,6 +323,12 @@ def build_parser() -> Parser:
     )
     sim.add_argument("--planner", metavar="MODE", help="size the fleet as the load changes: load, sla")
     sim.add_argument("--max-gpu-budget", type=integer, metavar="N", help="GPUs that the planner may use")
+    sim.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw load, workers and waits over time into this PNG file; needs matplotlib: pip install "
+        "'shoal[bench]'",
+    )
     sim.add_argument("--json", action="store_true", help="print JSON")
     sim.set_defaults(run=run_sim)
 
@@ -796,8 +802,21 @@ def run_sim(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         planner=planner,
     )
-    result = Simulation(config, read_trace(arguments.trace, config.block_size)).run()
+    if arguments.max_gpu_budget is not None and not config.planner.enabled:
+        raise ConfigError(
+            f"--max-gpu-budget {arguments.max_gpu_budget} is of a planner, and there is none; add --planner "
+            "load or --planner sla"
+        )
+    _check_writable("plot", arguments.plot)
+    if arguments.plot is not None:
+        serving.import_figure()  # before the simulation, which may take long
+    simulation = Simulation(config, read_trace(arguments.trace, config.block_size))
+    result = simulation.run()
     print(json.dumps(dataclasses.asdict(result)) if arguments.json else result.table())
+    if arguments.plot is not None:
+        from shoal.bench.simulated import plot
+
+        plot(simulation, arguments.plot)
     return 0
 
 

@@ -244,6 +244,7 @@ class FleetFile:
                     "and there are two tables of them; write one"
                 )
             seen.add((name, role))
+        self.planner.check_workers((_sized(group)[1], group.count) for group in self.workers)
         if self.planner.change_roles:
             self._check_role_changes()
         read_profiles(self.planner, dict.fromkeys(name for name, _ in seen))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.errors import ConfigError
@@ -141,6 +142,23 @@ class PlannerConfig:
     def judging_interval(self) -> float:
         """Seconds between two decisions, of whichever kind."""
         return self.load_adjustment_interval if self.mode == "sla" else self.adjustment_interval
+
+    def check_workers(self, groups: Iterable[tuple[str, int]]) -> None:
+        """`groups`: the role of each kind of worker, and how many there are at first. Raises ConfigError where
+        these are more than the budget allows, or min_endpoint of each would be."""
+        kinds = list(groups)
+        for what, needed in (
+            ("all workers that are there at first", sum(self.gpus_of(role) * count for role, count in kinds)),
+            (
+                f"min_endpoint {self.min_endpoint} of each of {len(kinds)} kinds of workers",
+                sum(self.gpus_of(role) * self.min_endpoint for role, _ in kinds),
+            ),
+        ):
+            if needed > self.max_gpu_budget:
+                raise ConfigError(
+                    f"{what} have {needed} GPUs, and max_gpu_budget is {self.max_gpu_budget}; lower the one "
+                    "or raise the other"
+                )
 
     def gpus_of(self, role: str) -> int:
         return self.prefill_engine_num_gpu if role == "prefill" else self.decode_engine_num_gpu
