@@ -1,4 +1,4 @@
-"""A picture of a simulated fleet: what was asked, how many workers there were, and how long requests waited."""
+"""A picture of a simulated fleet: what was asked, how many workers there were, how long requests waited."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ def plot(simulation: Simulation, path: str) -> None:
     end = max(request.end_s for request in done)
     width = end / BINS
     arrived = Counter(int(request.arrival_s / width) for request in done)
-    load.step([bin * width for bin in range(BINS)], [arrived[bin] / width for bin in range(BINS)], where="post")
+    load.step(
+        [bin * width for bin in range(BINS)], [arrived[bin] / width for bin in range(BINS)], where="post"
+    )
     load.set(ylabel="requests/s", ylim=(0, None))
     sizes = simulation.sizes
     for model, role in sizes[0][1]:

@@ -144,8 +144,8 @@ class PlannerConfig:
         return self.load_adjustment_interval if self.mode == "sla" else self.adjustment_interval
 
     def check_workers(self, groups: Iterable[tuple[str, int]]) -> None:
-        """`groups`: the role of each kind of worker, and how many there are at first. Raises ConfigError where
-        these are more than the budget allows, or min_endpoint of each would be."""
+        """`groups`: the role of each kind of worker, and how many there are at first. Raises ConfigError
+        where these are more than the budget allows, or min_endpoint of each would be."""
         kinds = list(groups)
         for what, needed in (
             ("all workers that are there at first", sum(self.gpus_of(role) * count for role, count in kinds)),

@@ -158,8 +158,8 @@ class SimConfig:
             if counted != gpus:
                 option = "prefill_engine_num_gpu" if group.role == "prefill" else "decode_engine_num_gpu"
                 raise ConfigError(
-                    f"[planner] counts {counted} GPUs for a worker of the role {group.role}, and the simulated "
-                    f"ones have {gpus}; write {option} = {gpus}, or give the profile of such a worker ([sim] "
+                    f"[planner] counts {counted} GPUs for a worker of the role {group.role}, and the "
+                    f"simulated ones have {gpus}; write {option} = {gpus}, or give the profile of such a worker ([sim] "
                     "profile)"
                 )
         self.planner.check_workers((group.role, group.count) for group in self.workers)
@@ -234,8 +234,8 @@ def _config_of(
         if size != config.gpus_per_worker:
             raise ConfigError(
                 f"tensor_parallel_size {size!r} is not simulated: the times are those of a worker with "
-                f"{config.gpus_per_worker} GPUs; give the profile of such a worker ([sim] profile), or leave it "
-                "out"
+                f"{config.gpus_per_worker} GPUs; give the profile of such a worker ([sim] profile), or leave "
+                "it out"
             )
     return config
 

@@ -345,7 +345,7 @@ def test_workers_of_a_file_with_a_planner_share_the_gpus_that_are_left(read):
 def test_a_budget_that_is_too_small_for_the_workers_of_the_file_is_named(read):
     """It had been exceeded from the start, or the least numbers could never be reached."""
     apart = '[[workers]]\nrole = "prefill"\ncount = 2\n[[workers]]\nrole = "decode"\n'
-    planner = '[planner]\nenabled = true\n'
+    planner = "[planner]\nenabled = true\n"
     with pytest.raises(ConfigError, match="at first have 3 GPUs, and max_gpu_budget is 2"):
         read(f"{apart}{planner}max_gpu_budget = 2\n")
     with pytest.raises(ConfigError, match="min_endpoint 2 of each of 2 kinds of workers have 4 GPUs"):

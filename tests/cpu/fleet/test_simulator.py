@@ -313,7 +313,11 @@ def test_the_command_draws_load_workers_and_waits(tmp_path, capsys):
     [
         ("", ["--max-gpu-budget", "4"], "--max-gpu-budget 4 is of a planner, and there is none"),
         ("", ["--planner", "load", "--max-gpu-budget", "1"], "at first have 2 GPUs, and max_gpu_budget is 1"),
-        ("[[workers]]\noptions = { tensor_parallel_size = 2 }", [], "tensor_parallel_size 2 is not simulated"),
+        (
+            "[[workers]]\noptions = { tensor_parallel_size = 2 }",
+            [],
+            "tensor_parallel_size 2 is not simulated",
+        ),
         ("[planner]\ndecode_engine_num_gpu = 2", ["--planner", "load"], "counts 2 GPUs"),
     ],
 )
@@ -622,7 +626,7 @@ def test_a_worker_that_was_measured_on_two_gpus_has_two(tmp_path):
         Simulation(SimConfig("mine", profile=str(file)), LONG).run().gpu_hours for file in (one, two)
     )
     assert large == pytest.approx(2 * small, rel=1e-4)
-    with pytest.raises(ConfigError, match="counts 1 GPUs for a worker of the role both, and .* have 2"):
+    with pytest.raises(ConfigError, match=r"counts 1 GPUs for a worker of the role both, and .* have 2"):
         SimConfig("mine", profile=str(two), planner=PlannerConfig(enabled=True))
 
 
