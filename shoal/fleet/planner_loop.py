@@ -139,7 +139,7 @@ class PlannerLoop:
             for change in decision.changes:
                 for _ in range(-change.count):
                     removing = self._fleet.remove(model, change.role)
-                    has_room &= await self._carry_out_one(model, "remove", removing, "is gone")
+                    has_room &= await self._carry_out_one(model, "remove", removing, "serves no more")
         if not has_room:
             return
         async with asyncio.TaskGroup() as group:

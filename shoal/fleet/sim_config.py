@@ -159,8 +159,8 @@ class SimConfig:
                 option = "prefill_engine_num_gpu" if group.role == "prefill" else "decode_engine_num_gpu"
                 raise ConfigError(
                     f"[planner] counts {counted} GPUs for a worker of the role {group.role}, and the "
-                    f"simulated ones have {gpus}; write {option} = {gpus}, or give the profile of such a worker ([sim] "
-                    "profile)"
+                    f"simulated ones have {gpus}; write {option} = {gpus}, or give the profile of such a "
+                    "worker ([sim] profile)"
                 )
         self.planner.check_workers((group.role, group.count) for group in self.workers)
 
