@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from shoal.errors import ConfigError
 from shoal.fields import check_fields, option
-from shoal.fleet.predictors import PREDICTORS, check_predictor
+from shoal.fleet.predictors import PREDICTORS, check_predictor, least_points
 
 MODES = ("load", "sla")
 ON_THIS_HOST = ("process", "circus")  # connectors whose workers are processes of the router's host
@@ -126,11 +126,11 @@ class PlannerConfig:
                     "s (adjustment_interval); give the seconds after which the load repeats itself, such as "
                     "86400"
                 )
-            if self.load_prediction_window_size < 2 * self.season:
+            if self.load_prediction_window_size < (least := least_points(self.season)):
                 raise ConfigError(
-                    f"load_prediction_window_size {self.load_prediction_window_size} has no room for two "
-                    f"seasons of {self.season} intervals each; give {2 * self.season} or more, or a longer "
-                    "adjustment_interval"
+                    f"load_prediction_window_size {self.load_prediction_window_size} has no room for the "
+                    f"{least} intervals that a season of {self.season} of them is learnt from; give {least} or "
+                    "more, or a longer adjustment_interval"
                 )
 
     @property
