@@ -12,6 +12,7 @@ from shoal.fleet.predictors import PREDICTORS, check_predictor, least_points
 MODES = ("load", "sla")
 ON_THIS_HOST = ("process", "circus")  # connectors whose workers are processes of the router's host
 DAY_S, YEAR_S = 86_400, 31_536_000
+QUICK_S = 5.0  # between two looks whether the targets are missed now
 CONNECTORS = (*ON_THIS_HOST, "ray", "kubernetes", "virtual")
 
 
@@ -58,8 +59,11 @@ class PlannerConfig:
     load_season: float = option(
         0.0, 'seconds after which the load repeats itself, for "holt_winters"', low=0, high=YEAR_S
     )
-    load_adjustment_interval: float = option(
-        5.0, 'mode "sla": seconds between two looks whether the targets are missed now', above=0
+    load_adjustment_interval: float | None = option(
+        None,
+        'mode "sla": seconds between two looks whether the targets are missed now; default: 5, as far as the '
+        "other two intervals allow",
+        above=0,
     )
     startup_time: float = option(
         30.0, "likewise, seconds that a worker takes to start: so far it looks ahead", low=0, high=DAY_S
@@ -113,9 +117,10 @@ class PlannerConfig:
 
     def _check_sla(self) -> None:
         check_predictor(self.load_predictor)
-        if not self.metric_pulling_interval <= self.load_adjustment_interval <= self.adjustment_interval:
+        quick = self.load_adjustment_interval
+        if quick is not None and not self.metric_pulling_interval <= quick <= self.adjustment_interval:
             raise ConfigError(
-                f"load_adjustment_interval {self.load_adjustment_interval:g} is not from "
+                f"load_adjustment_interval {quick:g} is not from "
                 f"metric_pulling_interval {self.metric_pulling_interval:g} to adjustment_interval "
                 f"{self.adjustment_interval:g}; choose a time between them"
             )
@@ -141,7 +146,11 @@ class PlannerConfig:
     @property
     def judging_interval(self) -> float:
         """Seconds between two decisions, of whichever kind."""
-        return self.load_adjustment_interval if self.mode == "sla" else self.adjustment_interval
+        if self.mode == "load":
+            return self.adjustment_interval
+        if self.load_adjustment_interval is not None:
+            return self.load_adjustment_interval
+        return max(self.metric_pulling_interval, min(QUICK_S, self.adjustment_interval))
 
     def check_workers(self, groups: Iterable[tuple[str, int]]) -> None:
         """`groups`: the role of each kind of worker, and how many there are at first. Raises ConfigError

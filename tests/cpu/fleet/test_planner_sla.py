@@ -83,7 +83,7 @@ class Clients:
                 self.traffic.began(ttft)
                 self.traffic.ended(generated, itl * (generated - 1))
             interval.append(self.look())
-            if len(interval) == self.config.load_adjustment_interval:
+            if len(interval) == self.config.judging_interval:
                 self.judge(interval)
                 interval = []
         return self.counts
@@ -269,6 +269,15 @@ def test_the_interval_is_that_of_the_configuration():
     clients.ask(60, rate=20.0)
     grown = [decision.at for decision in clients.decisions if decision.changes]
     assert grown == [35.0]  # 30 s after the first look, when the quick loop comes
+
+
+@pytest.mark.parametrize("pulling, adjustment, quick", [(1, 10, 5), (0.5, 3, 3), (8, 60, 8)])
+def test_the_quick_loop_fits_the_other_intervals_unless_it_is_given(pulling, adjustment, quick):
+    """A default that nobody had written was refused."""
+    found = PlannerConfig(
+        mode="sla", metric_pulling_interval=float(pulling), adjustment_interval=float(adjustment)
+    )
+    assert found.judging_interval == quick
 
 
 def test_it_grows_ahead_of_a_rising_load():
@@ -527,7 +536,10 @@ FILE = '[[workers]]\n[planner]\nenabled = true\nmode = "sla"\n'
         (FILE + "ttft = 0.0\n", "ttft"),
         (FILE + 'load_predictor = "prophet"\n', "load_predictor 'prophet'"),
         (FILE + 'load_predictor = "holt_winters"\n', "load_season 0"),
-        (FILE + 'load_predictor = "holt_winters"\nload_season = 3600\n', "no room for the 720 intervals that a season of 360"),
+        (
+            FILE + 'load_predictor = "holt_winters"\nload_season = 3600\n',
+            "no room for the 720 intervals that a season of 360",
+        ),
         (FILE + "load_adjustment_interval = 60.0\n", "load_adjustment_interval 60"),
     ],
 )
