@@ -134,8 +134,8 @@ class PlannerConfig:
             if self.load_prediction_window_size < (least := least_points(self.season)):
                 raise ConfigError(
                     f"load_prediction_window_size {self.load_prediction_window_size} has no room for the "
-                    f"{least} intervals that a season of {self.season} of them is learnt from; give {least} or "
-                    "more, or a longer adjustment_interval"
+                    f"{least} intervals that a season of {self.season} of them is learnt from; give {least} "
+                    "or more, or a longer adjustment_interval"
                 )
 
     @property
