@@ -11,7 +11,7 @@ import logging
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from shoal.fleet.components import components_of, components_of_pods
 from shoal.fleet.connector import GRACE_S, Component, Connector, Setting
 from shoal.fleet.connector_local import LocalConnector
 from shoal.fleet.connectors import connector_named
+from shoal.fleet.engine_profile import EngineProfile
 from shoal.fleet.fleet import Fleet
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.fleet_file import FleetFile, ForeignWorkers, OwnWorkers, read_fleet_file
@@ -151,12 +152,13 @@ class FleetWorkers:
         log: ProcessLog,
         folder: Path,
         name: str,
+        profiles: Mapping[str, EngineProfile] | None = None,
     ) -> None:
-        """`name`: that of the fleet on its plane."""
+        """`name`: that of the fleet on its plane. `profiles`: as a Planner's."""
         self.error: ShoalError | None = None  # why they could not be started
         self.is_hopeless = False
         self._planner, self._components, self._make = planner, components, make
-        self._log, self._folder, self._name = log, folder, name
+        self._log, self._folder, self._name, self._profiles = log, folder, name, profiles
         self._connector: Connector | None = None
 
     async def run(self, drain: asyncio.Event, fleet: Fleet) -> None:
@@ -194,7 +196,7 @@ class FleetWorkers:
         hopeless = asyncio.create_task(connector.until_hopeless())
         planned = OwnFleet(fleet, connector, self._components)
         if self._planner.enabled:
-            sizing = PlannerLoop(self._planner, planned, fleet.clock, record).run()
+            sizing = PlannerLoop(self._planner, planned, fleet.clock, record, self._profiles).run()
         else:
             sizing = PlannerPort(planned, _plane(fleet), self._name).run()
         tasks = [asyncio.create_task(drain.wait()), hopeless, asyncio.create_task(sizing)]

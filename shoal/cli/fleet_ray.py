@@ -40,6 +40,7 @@ from shoal.cli.fleet import (
 from shoal.cli.route import check_router
 from shoal.errors import ConfigError, ShoalError, UnavailableError
 from shoal.fleet.connector_ray import ray_connector
+from shoal.fleet.engine_profile import EngineProfile
 from shoal.fleet.fleet_file import FleetFile
 from shoal.fleet.fleet_key import read_secret
 from shoal.fleet.planes import NATS
@@ -72,7 +73,10 @@ def fleet_up_on_ray(path: str, address: str | None = None, verbose: bool = False
     key = secrets.token_hex(KEY_BYTES).encode() if key_file is None else read_secret(key_file)
     # Paths mean something else on another node, so what they hold goes along.
     server = dataclasses.replace(file.server, api_key=read_keys(file.server) or None, api_key_file=None)
-    file = dataclasses.replace(file, server=server)
+    record = file.planner.record and os.path.abspath(file.planner.record)
+    planner = dataclasses.replace(file.planner, record=record)
+    file = dataclasses.replace(file, server=server, planner=planner)
+    profiles = file.read_profiles() if planner.enabled else {}
     with _connected(address):
         try:
             nodes = _nodes()
@@ -80,7 +84,7 @@ def fleet_up_on_ray(path: str, address: str | None = None, verbose: bool = False
             ray_components(file.workers, nodes, "")  # here too, so that mistakes are told first
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
-        return asyncio.run(_up(partial(_start, file, path, place_of(path), key, verbose)))
+        return asyncio.run(_up(partial(_start, file, path, place_of(path), key, verbose, profiles)))
 
 
 @contextlib.contextmanager
@@ -133,11 +137,13 @@ def _nodes() -> list[Node]:
     return [node for node in ray.nodes() if node["Alive"]]
 
 
-def _start(file: FleetFile, path: str, place: str, key: bytes, verbose: bool) -> Any:
+def _start(
+    file: FleetFile, path: str, place: str, key: bytes, verbose: bool, profiles: dict[str, EngineProfile]
+) -> Any:
     """A new actor with the router. It prefers the node of this process, whose port users will try."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     actor = ray.remote(RouterActor).options(num_cpus=0, scheduling_strategy=here)
-    return actor.remote(file, path, place, key, verbose)
+    return actor.remote(file, path, place, key, verbose, profiles)
 
 
 async def _up(start: partial[Any]) -> int:
@@ -181,8 +187,17 @@ async def _follow(actor: Any, drain: asyncio.Event, force: asyncio.Event) -> int
 class RouterActor:
     """The code of the actor with the router and the planner: what `shoal fleet up` is on one host."""
 
-    def __init__(self, file: FleetFile, path: str, place: str, key: bytes, verbose: bool) -> None:
+    def __init__(
+        self,
+        file: FleetFile,
+        path: str,
+        place: str,
+        key: bytes,
+        verbose: bool,
+        profiles: dict[str, EngineProfile],
+    ) -> None:
         self._file, self._path, self._place, self._key, self._verbose = file, path, place, key, verbose
+        self._profiles = profiles
         self._drain, self._force = asyncio.Event(), asyncio.Event()
 
     def __repr__(self) -> str:
@@ -227,4 +242,5 @@ class RouterActor:
         only_host = "" if is_for_many else place_of_this_process().host
         make = partial(ray_connector, fleet_key=self._key, only_host=only_host)
         log = ProcessLog(sys.stderr, server.log_format)  # Ray has the workers' lines
-        return FleetWorkers(self._file.planner, components, make, log, folder, fleet_name(self._place))
+        name = fleet_name(self._place)
+        return FleetWorkers(self._file.planner, components, make, log, folder, name, self._profiles)

@@ -154,10 +154,15 @@ def build_parser() -> Parser:
     what.add_argument("--replay", metavar="FILE", help="decide again: the record, JSON lines")
     what.add_argument("--profile", metavar="MODEL", help="measure: folder, .gguf file, hub id or URL")
     plan.add_argument(
-        "--fleet", metavar="FILE", help="the fleet's TOML file, for its [planner] (default: none)"
+        "--fleet",
+        metavar="FILE",
+        help="a fleet's TOML file whose [planner] decides (default: as the record says)",
     )
     plan.add_argument(
         "--state-dir", metavar="DIR", help="that of shoal fleet up (default: $XDG_STATE_HOME/shoal)"
+    )
+    plan.add_argument(
+        "--no-operation", action="store_true", help="advise, and change nothing, whatever FILE says"
     )
     plan.add_argument("--verbose", action="store_true", help="log more")
     _add_profile_flags(plan)
@@ -318,6 +323,12 @@ def build_parser() -> Parser:
     )
     sim.add_argument("--planner", metavar="MODE", help="size the fleet as the load changes: load, sla")
     sim.add_argument("--max-gpu-budget", type=integer, metavar="N", help="GPUs that the planner may use")
+    sim.add_argument(
+        "--plot",
+        metavar="FILE",
+        help="draw load, workers and waits over time into this PNG file; needs matplotlib: pip install "
+        "'shoal[bench]'",
+    )
     sim.add_argument("--json", action="store_true", help="print JSON")
     sim.set_defaults(run=run_sim)
 
@@ -594,24 +605,26 @@ def run_plan(arguments: argparse.Namespace) -> int:
         "plot": "profile",
         "gpu": "profile",
         "state_dir": "file",
+        "no_operation": "file",
     }
     for name, other in of_another.items():
-        if getattr(arguments, name) is not None and getattr(arguments, other) is None:
+        if getattr(arguments, name) and getattr(arguments, other) is None:
             where = "FILE" if other == "file" else f"--{other}"
             raise ConfigError(f"{flag_of(name)} {getattr(arguments, name)!r} is of {where}; leave it out")
     if arguments.file is not None:
         from shoal.cli.plan import plan_fleet
 
-        return plan_fleet(arguments.file, arguments.state_dir, arguments.verbose)
+        return plan_fleet(
+            arguments.file, arguments.state_dir, arguments.verbose, no_operation=arguments.no_operation
+        )
     if arguments.profile is not None:
         return _measure_worker(arguments)
     import msgspec
 
     from shoal.fleet.fleet_file import read_fleet_file
     from shoal.fleet.planner import replay
-    from shoal.fleet.planner_config import PlannerConfig
 
-    config = PlannerConfig() if arguments.fleet is None else read_fleet_file(arguments.fleet).planner
+    config = None if arguments.fleet is None else read_fleet_file(arguments.fleet).planner
     try:
         with open(arguments.replay, "rb") as lines:
             for entry in replay(config, lines):
@@ -789,8 +802,21 @@ def run_sim(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         planner=planner,
     )
-    result = Simulation(config, read_trace(arguments.trace, config.block_size)).run()
+    if arguments.max_gpu_budget is not None and not config.planner.enabled:
+        raise ConfigError(
+            f"--max-gpu-budget {arguments.max_gpu_budget} is of a planner, and there is none; add --planner "
+            "load or --planner sla"
+        )
+    _check_writable("plot", arguments.plot)
+    if arguments.plot is not None:
+        serving.import_figure()  # before the simulation, which may take long
+    simulation = Simulation(config, read_trace(arguments.trace, config.block_size))
+    result = simulation.run()
     print(json.dumps(dataclasses.asdict(result)) if arguments.json else result.table())
+    if arguments.plot is not None:
+        from shoal.bench.simulated import plot
+
+        plot(simulation, arguments.plot)
     return 0
 
 

@@ -7,6 +7,7 @@ another one takes its place. A signal ends it; what it has begun goes on.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import sys
 from typing import IO
@@ -28,10 +29,15 @@ from shoal.server.run import heeding_signals
 logger = logging.getLogger(__name__)
 
 
-def plan_fleet(path: str, state_dir: str | None = None, verbose: bool = False) -> int:
-    """Plans until a signal; returns the exit code. `state_dir`: that of shoal fleet up. Raises ShoalError for
-    a fleet that cannot be planned, or has another planner."""
+def plan_fleet(
+    path: str, state_dir: str | None = None, verbose: bool = False, *, no_operation: bool = False
+) -> int:
+    """Plans until a signal; returns the exit code. `state_dir`: that of shoal fleet up. `no_operation`: it
+    only advises, whatever the file says. Raises ShoalError for a fleet that cannot be planned, or has another
+    planner."""
     file = read_fleet(path)
+    if no_operation:
+        file = dataclasses.replace(file, planner=dataclasses.replace(file.planner, no_operation=True))
     if file.planner.enabled:
         raise ConfigError(
             f"{path}: [planner] enabled has shoal fleet up plan itself; leave it out for a planner beside it"

@@ -79,6 +79,7 @@ class CircusProcesses:
         statuses = (await self._call("status"))["statuses"]
         found = {}
         for worker_id, status in statuses.items():
+            self._begun.setdefault(worker_id, asyncio.get_running_loop().time())  # one that is taken over
             pids: list[int] = []
             if status != "stopped":
                 with contextlib.suppress(UnavailableError):  # it was removed meanwhile

@@ -37,6 +37,7 @@ from shoal.config import (
     ServerConfig,
 )
 from shoal.errors import ConfigError
+from shoal.fleet.engine_profile import EngineProfile
 from shoal.fleet.fleet_config import NOT_OF_A_ROUTER, FleetConfig
 from shoal.fleet.plane import ROLES
 from shoal.fleet.planes import NATS
@@ -244,9 +245,15 @@ class FleetFile:
                     "and there are two tables of them; write one"
                 )
             seen.add((name, role))
+        self.planner.check_workers((_sized(group)[1], group.count) for group in self.workers)
         if self.planner.change_roles:
             self._check_role_changes()
-        read_profiles(self.planner, dict.fromkeys(name for name, _ in seen))
+        self.read_profiles()
+
+    def read_profiles(self) -> dict[str, EngineProfile]:
+        """Those that the planner needs, by model. Raises ConfigError."""
+        names = (_sized(group)[0] for group in self.workers)
+        return read_profiles(self.planner, dict.fromkeys(name for name in names if name is not None))
 
 
 def _exchanges(group: OwnWorkers) -> bool:

@@ -33,7 +33,7 @@ def decide_by_load(
     changes: list[Change] = []
     reasons: list[str] = []
     rested = max(0, grace - 1)
-    queue = [each.prefill_queue for each in observations] if "prefill" in counts else []
+    queue = [_prefill_queue(each) for each in observations] if "prefill" in counts else []
     loads = [load for each in observations for load in _kv_loads(each)]
     # Prefill comes before decode, as a queue for prefill raises the KV load of decode workers too. What is
     # removed makes room for what is added.
@@ -58,6 +58,11 @@ def decide_by_load(
     return Decision(at=last.at, changes=changes, reason=reason, desired=counts), rested
 
 
+def _prefill_queue(observation: Observation) -> int:
+    """Where there is no prefill worker, prompts wait at those that decode."""
+    return observation.prefill_queue if observation.prefill_workers else observation.num_waiting
+
+
 def _kv_loads(observation: Observation) -> list[float]:
     """The KV load of each worker, with its share of the requests that the router still holds."""
     held = WAITING_LOAD * observation.queued / max(1, len(observation.decode))
@@ -74,7 +79,9 @@ def _removals(
     if queue and prefill > config.min_endpoint:
         mean = fmean(queue)
         low, high = config.prefill_queue_scale_down_threshold, config.prefill_queue_scale_up_threshold
-        if mean < low and _can_spare_one(config, mean, prefill, high):
+        # The last one is needed while anybody generates, although nothing waits for it.
+        load = mean if prefill > 1 else max([mean, *loads])
+        if mean < low and _can_spare_one(config, load, prefill, high):
             yield "prefill", -1, f"the prefill queue is {mean:.2f} < {low:g}"
     role = next(role for role in counts if role != "prefill")
     if loads and counts[role] > config.min_endpoint and grace == 0:

@@ -143,9 +143,11 @@ def _gpus_of(config: PlannerConfig, observation: Observation) -> int:
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of a planner's record: an observation, the decision that followed, or a gap, in which the fleet
-    was not seen: what was seen before it in its interval is not judged."""
+    """A line of a planner's record: the configuration of a planner that begins, an observation, the decision
+    that followed, or a gap, in which the fleet was not seen: what was seen before it in its interval is not
+    judged."""
 
+    config: PlannerConfig | None = None
     is_gap: bool = False
     model: str = ""
     observation: Observation | None = None
@@ -153,9 +155,11 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     other_gpus: int = 0
 
 
-def replay(config: PlannerConfig, lines: Iterable[bytes | str]) -> Iterator[Recorded]:
-    """Decides again what was decided in a record, from its observations alone. Raises ConfigError for a line
-    that is no record, and for a profile that is missing."""
+def replay(config: PlannerConfig | None, lines: Iterable[bytes | str]) -> Iterator[Recorded]:
+    """Decides again what was decided in a record, from its observations alone. `config`: in place of those
+    that the record says. Raises ConfigError for a line that is no record, and for a profile that is
+    missing."""
+    settings = config or PlannerConfig()
     states: dict[str, PlannerState] = {}
     profiles: dict[str, EngineProfile] = {}
     observations: dict[str, list[Observation]] = {}
@@ -164,17 +168,21 @@ def replay(config: PlannerConfig, lines: Iterable[bytes | str]) -> Iterator[Reco
             continue
         try:
             entry = msgspec.json.decode(line, type=Recorded)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, ConfigError) as error:
             raise ConfigError(f"line {number} of the record cannot be read: {error}") from None
-        if entry.is_gap:
+        if entry.config is not None:  # A planner began here, and knew nothing of the one before it.
+            settings = config or entry.config
+            for known in (states, profiles, observations):
+                known.clear()
+        elif entry.is_gap:
             observations.clear()
         elif entry.observation is not None:
             observations.setdefault(entry.model, []).append(entry.observation)
         elif entry.decision is not None and observations.get(entry.model):
             if entry.model not in states:
-                profiles |= read_profiles(config, [entry.model])
+                profiles |= read_profiles(settings, [entry.model])
             decision, states[entry.model] = decide(
-                config,
+                settings,
                 states.get(entry.model, PlannerState()),
                 observations.pop(entry.model),
                 other_gpus=entry.other_gpus,

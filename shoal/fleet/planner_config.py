@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from shoal.errors import ConfigError
 from shoal.fields import check_fields, option
-from shoal.fleet.predictors import PREDICTORS, check_predictor
+from shoal.fleet.predictors import PREDICTORS, check_predictor, least_points
 
 MODES = ("load", "sla")
 ON_THIS_HOST = ("process", "circus")  # connectors whose workers are processes of the router's host
 DAY_S, YEAR_S = 86_400, 31_536_000
+QUICK_S = 5.0  # between two looks whether the targets are missed now
 CONNECTORS = (*ON_THIS_HOST, "ray", "kubernetes", "virtual")
 
 
@@ -57,8 +59,11 @@ class PlannerConfig:
     load_season: float = option(
         0.0, 'seconds after which the load repeats itself, for "holt_winters"', low=0, high=YEAR_S
     )
-    load_adjustment_interval: float = option(
-        5.0, 'mode "sla": seconds between two looks whether the targets are missed now', above=0
+    load_adjustment_interval: float | None = option(
+        None,
+        'mode "sla": seconds between two looks whether the targets are missed now; default: 5, as far as the '
+        "other two intervals allow",
+        above=0,
     )
     startup_time: float = option(
         30.0, "likewise, seconds that a worker takes to start: so far it looks ahead", low=0, high=DAY_S
@@ -112,9 +117,10 @@ class PlannerConfig:
 
     def _check_sla(self) -> None:
         check_predictor(self.load_predictor)
-        if not self.metric_pulling_interval <= self.load_adjustment_interval <= self.adjustment_interval:
+        quick = self.load_adjustment_interval
+        if quick is not None and not self.metric_pulling_interval <= quick <= self.adjustment_interval:
             raise ConfigError(
-                f"load_adjustment_interval {self.load_adjustment_interval:g} is not from "
+                f"load_adjustment_interval {quick:g} is not from "
                 f"metric_pulling_interval {self.metric_pulling_interval:g} to adjustment_interval "
                 f"{self.adjustment_interval:g}; choose a time between them"
             )
@@ -125,11 +131,11 @@ class PlannerConfig:
                     "s (adjustment_interval); give the seconds after which the load repeats itself, such as "
                     "86400"
                 )
-            if self.load_prediction_window_size < 2 * self.season:
+            if self.load_prediction_window_size < (least := least_points(self.season)):
                 raise ConfigError(
-                    f"load_prediction_window_size {self.load_prediction_window_size} has no room for two "
-                    f"seasons of {self.season} intervals each; give {2 * self.season} or more, or a longer "
-                    "adjustment_interval"
+                    f"load_prediction_window_size {self.load_prediction_window_size} has no room for the "
+                    f"{least} intervals that a season of {self.season} of them is learnt from; give {least} "
+                    "or more, or a longer adjustment_interval"
                 )
 
     @property
@@ -140,7 +146,28 @@ class PlannerConfig:
     @property
     def judging_interval(self) -> float:
         """Seconds between two decisions, of whichever kind."""
-        return self.load_adjustment_interval if self.mode == "sla" else self.adjustment_interval
+        if self.mode == "load":
+            return self.adjustment_interval
+        if self.load_adjustment_interval is not None:
+            return self.load_adjustment_interval
+        return max(self.metric_pulling_interval, min(QUICK_S, self.adjustment_interval))
+
+    def check_workers(self, groups: Iterable[tuple[str, int]]) -> None:
+        """`groups`: the role of each kind of worker, and how many there are at first. Raises ConfigError
+        where these are more than the budget allows, or min_endpoint of each would be."""
+        kinds = list(groups)
+        for what, needed in (
+            ("all workers that are there at first", sum(self.gpus_of(role) * count for role, count in kinds)),
+            (
+                f"min_endpoint {self.min_endpoint} of each of {len(kinds)} kinds of workers",
+                sum(self.gpus_of(role) * self.min_endpoint for role, _ in kinds),
+            ),
+        ):
+            if needed > self.max_gpu_budget:
+                raise ConfigError(
+                    f"{what} have {needed} GPUs, and max_gpu_budget is {self.max_gpu_budget}; lower the one "
+                    "or raise the other"
+                )
 
     def gpus_of(self, role: str) -> int:
         return self.prefill_engine_num_gpu if role == "prefill" else self.decode_engine_num_gpu

@@ -8,13 +8,14 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Mapping
 from typing import IO
 
 import msgspec
 
 from shoal.errors import ShoalError, UnavailableError
 from shoal.fleet.clock import Clock
+from shoal.fleet.engine_profile import EngineProfile
 from shoal.fleet.observation import Decision
 from shoal.fleet.plane_inbox import start
 from shoal.fleet.planned_fleet import PlannedFleet
@@ -30,11 +31,17 @@ SHOWN_DECISIONS = 20  # that changed something
 
 class PlannerLoop:
     def __init__(
-        self, config: PlannerConfig, fleet: PlannedFleet, clock: Clock, record: IO[bytes] | None = None
+        self,
+        config: PlannerConfig,
+        fleet: PlannedFleet,
+        clock: Clock,
+        record: IO[bytes] | None = None,
+        profiles: Mapping[str, EngineProfile] | None = None,
     ) -> None:
+        """`profiles`: as a Planner's."""
         self.config = config
         self._fleet, self._clock, self._record = fleet, clock, record
-        self._planner = Planner(config)
+        self._planner = Planner(config, profiles)
         self._counts = PlannerCounts()
         self._last: dict[str, Decision] = {}
         self._decisions: collections.deque[tuple[str, Decision]] = collections.deque(maxlen=SHOWN_DECISIONS)
@@ -46,6 +53,7 @@ class PlannerLoop:
     async def run(self) -> None:
         """Runs until it is cancelled; a change under way is cancelled with it."""
         interval_s = self.config.judging_interval
+        self._write(Recorded(config=self.config))
         due, is_blind = self._clock.now() + interval_s, False
         try:
             while True:
@@ -131,7 +139,7 @@ class PlannerLoop:
             for change in decision.changes:
                 for _ in range(-change.count):
                     removing = self._fleet.remove(model, change.role)
-                    has_room &= await self._carry_out_one(model, "remove", removing, "is gone")
+                    has_room &= await self._carry_out_one(model, "remove", removing, "serves no more")
         if not has_room:
             return
         async with asyncio.TaskGroup() as group:

@@ -23,11 +23,16 @@ NEEDS_STATSMODELS = ("holt_winters", "kalman")
 
 def predict(name: str, values: Sequence[float], num_steps: int, season: int = 0) -> list[float]:
     """The next `num_steps` values of a series of at least one, none of them below 0. `season`: after how many
-    values `holt_winters` takes the series to repeat itself. Until it has seen two seasons (and ten values),
-    and `kalman` three values, they predict as `linear` does."""
+    values `holt_winters` takes the series to repeat itself. Until it has seen least_points(season), and
+    `kalman` three values, they predict as `linear` does."""
     found = PREDICTORS[name](values, num_steps, season)
     # A forecast that is no number says nothing: the last value stands.
     return [max(0.0, value) if math.isfinite(value) else values[-1] for value in found]
+
+
+def least_points(season: int) -> int:
+    """The values that `holt_winters` needs: two seasons, and what statsmodels begins with."""
+    return max(2 * season, 10 + 2 * (season // 2))
 
 
 def check_predictor(name: str) -> None:
@@ -64,7 +69,7 @@ def _kalman(values: Sequence[float], num_steps: int, season: int) -> list[float]
 
 def _holt_winters(values: Sequence[float], num_steps: int, season: int) -> list[float]:
     """Exponential smoothing of a level and of a season that is added to it (Winters 1960)."""
-    if season < 2 or len(values) < max(10, 2 * season):
+    if season < 2 or len(values) < least_points(season):
         return _linear(values, num_steps, season)
     from statsmodels.tsa.holtwinters import ExponentialSmoothing
 

@@ -129,6 +129,8 @@ class SimConfig:
                 f"the planner needs to know which workers to add: there are {len(groups)} [[workers]] "
                 "tables, two of them of one model and role; write one"
             )
+        if self.planner.enabled:
+            self._check_planner()
         for name, role in groups:
             if role == "prefill" and (name, "decode") not in groups:
                 raise ConfigError(
@@ -149,6 +151,23 @@ class SimConfig:
                 raise ConfigError(
                     f"there is no worker of {name!r}; give [[workers]] a count of 1 or more, or --workers"
                 )
+
+    def _check_planner(self) -> None:
+        for group in self.workers:
+            counted, gpus = self.planner.gpus_of(group.role), self.gpus_per_worker
+            if counted != gpus:
+                option = "prefill_engine_num_gpu" if group.role == "prefill" else "decode_engine_num_gpu"
+                raise ConfigError(
+                    f"[planner] counts {counted} GPUs for a worker of the role {group.role}, and the "
+                    f"simulated ones have {gpus}; write {option} = {gpus}, or give the profile of such a "
+                    "worker ([sim] profile)"
+                )
+        self.planner.check_workers((group.role, group.count) for group in self.workers)
+
+    @property
+    def gpus_per_worker(self) -> int:
+        """Those of the worker that was measured; the simulated times are of one GPU."""
+        return 1 if self.profile is None else read_profile(self.profile).data.num_gpus
 
     def _check_profile(self, profile: str) -> None:
         read_profile(profile)
@@ -209,7 +228,16 @@ def _config_of(
     values["weights"] = build(RouterWeights, {name: router[name] for name in weights if name in router})
     values["workers"] = _workers_of(document, num_workers)
     values["planner"] = build(PlannerConfig, planned)
-    return build(SimConfig, values)
+    config: SimConfig = build(SimConfig, values)
+    for entry in tables(document, "workers"):
+        size = table(entry, "options").get("tensor_parallel_size", config.gpus_per_worker)
+        if size != config.gpus_per_worker:
+            raise ConfigError(
+                f"tensor_parallel_size {size!r} is not simulated: the times are those of a worker with "
+                f"{config.gpus_per_worker} GPUs; give the profile of such a worker ([sim] profile), or leave "
+                "it out"
+            )
+    return config
 
 
 def _workers_of(document: Mapping[str, Any], num_workers: int | None) -> list[SimWorkers]:

@@ -75,8 +75,8 @@ class SimResult:
 
 class Simulation:
     """One run of a trace. `finished`: the requests, in the order of their ends. `decisions`: those of the
-    planner. `sizes`: after each change of a fleet with a planner, the time and all workers by model and
-    role, with those that start or leave."""
+    planner. `sizes`: at first and after each change, the time and all workers by model and role, with those
+    that start or leave."""
 
     def __init__(self, config: SimConfig, trace: Trace) -> None:
         self.now = 0.0
@@ -139,8 +139,8 @@ class Simulation:
         """Until every request has been answered. Raises ConfigError for a request that a worker's whole cache
         has no room for, and for a model that is not there."""
         self._await_arrival()
+        self._note_sizes()
         if self.config.planner.enabled:
-            self._note_sizes()
             self._at(self.config.planner.metric_pulling_interval, self._observe, 1)
         result: SimResult | None = None
         while self._heap:
@@ -290,7 +290,7 @@ class Simulation:
             ttft_p90=_figure(_percentile(first, 0.9)),
             itl_p99=_figure(self._gap_percentile(0.99)),
             hit_rate=_figure(cached / prompt_tokens),
-            gpu_hours=_figure(self._worker_s / 3600),
+            gpu_hours=_figure(self.config.gpus_per_worker * self._worker_s / 3600),
             simulated_s=_figure(self.now),
             goodput=_figure(num_good / self.now),
             good_share=_figure(num_good / len(done)),

@@ -538,6 +538,25 @@ def test_the_client_of_circus_has_one_call_at_a_time_also_when_one_was_given_up(
     asyncio.run(test())
 
 
+def test_a_worker_that_was_taken_over_is_not_said_to_have_died_at_once(tmp_path, monkeypatch, caplog):
+    class Client:
+        def __init__(self, **_):
+            pass
+
+        def call(self, message):
+            return {"statuses": {"m-1": "active"}, "pids": [os.getpid()]}
+
+    async def test():
+        processes = connector_circus.CircusProcesses(tmp_path, ())
+        await processes.running()
+        await asyncio.sleep(0.2)
+        await processes._start_again("m-1")
+
+    monkeypatch.setattr(connector_circus, "CircusClient", Client)
+    asyncio.run(test())
+    assert "m-1 ended after" in caplog.text and "after 0.0 s" not in caplog.text
+
+
 def test_workers_of_a_dead_arbiter_are_started_until_all_are_there(tmp_path, monkeypatch):
     """One call that was not answered had lost those behind it, whose places were then free."""
     worker, adds, names = component(tmp_path, "m", "both", 3), [], set()

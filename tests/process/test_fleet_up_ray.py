@@ -15,6 +15,8 @@ import threading
 import psutil
 import pytest
 
+from shoal.fleet.engine_profile import write_profile
+from shoal.fleet.sim_timing import profile_of
 from shoal.fleet.state_file import digest_of
 from tests import nats_server, ray_cluster
 from tests.fleet_processes import PATIENCE_S, Asked, wait_for
@@ -60,6 +62,7 @@ class Fleet:
             self.process = subprocess.Popen(
                 [PYTHON, "-m", "shoal", "fleet", "up", file, "--on", "ray", "--address", cluster.address],
                 env=os.environ | {"PYTHONPATH": path},
+                cwd=folder,
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -180,9 +183,22 @@ def test_a_router_that_dies_is_started_again_with_its_workers(tmp_path, cluster,
         assert fleet.process.wait(PATIENCE_S) == 0, fleet.text()
 
 
+ADVISER = """
+    [planner]
+    enabled = true
+    no_operation = true
+    mode = "sla"
+    profile = "profile.json"
+    record = "planner.jsonl"
+"""
+
+
 def test_ctrl_c_drains_and_leaves_nothing(tmp_path, cluster, model):
-    with Fleet(tmp_path, cluster, model, WORKERS) as fleet:
+    """The planner's files are those beside the command, whatever folder its actor runs in."""
+    write_profile(tmp_path / "profile.json", profile_of("h200", "qwen3-8b", 256, 300_000, 8192))
+    with Fleet(tmp_path, cluster, model, WORKERS + ADVISER) as fleet:
         pids = [worker["pid"] for worker in fleet.ready().values()]
+        wait_for(lambda: '"decision"' in (tmp_path / "planner.jsonl").read_text(), fleet.text)
         running = fleet.stream(3, 400)
         wait_for(lambda: len(running.events) > 2 or running.error, fleet.text)
         assert running.error is None, (running.status, running.error, fleet.text())

@@ -3,17 +3,19 @@
 import contextlib
 import json
 import re
+import subprocess
 import time
 
 import pytest
 
 from tests.fleet_up import PATIENCE_S, Crowd, Fleet, sized, until
+from tests.serving import PYTHON, ROOT
 
 
 @contextlib.contextmanager
-def planner(fleet, name):
+def planner(fleet, name, *options):
     """`shoal plan`, with its lines in the file of this name."""
-    process = fleet.start("plan", log=fleet.folder / name)
+    process = fleet.start("plan", *options, log=fleet.folder / name)
     process.log = fleet.folder / name
     try:
         yield process
@@ -36,6 +38,10 @@ def test_a_planner_beside_its_fleet_may_die_and_the_next_one_goes_on(tmp_path, f
     with Fleet(tmp_path, sized(folder, record, connector, enabled=False)) as fleet:
         fleet.ready(1)
         assert "planner" not in fleet.json("/fleet")
+        with planner(fleet, "adviser.log", "--no-operation"), Crowd(fleet):
+            fleet.until(lambda: fleet.json("/fleet").get("planner", {}).get("desired") == {"both": 2})
+            assert list(fleet.workers()) == ["tiny-1"]
+        fleet.until(lambda: "planner" not in fleet.json("/fleet"))
         with planner(fleet, "first.log") as first, Crowd(fleet):
             until(lambda: plans(fleet, first))
             second = fleet.start("plan", log=tmp_path / "second.log")
@@ -56,10 +62,16 @@ def test_a_planner_beside_its_fleet_may_die_and_the_next_one_goes_on(tmp_path, f
         assert fleet.process.wait(PATIENCE_S) == 0 and "Traceback" not in fleet.text()
     if connector == "process":
         assert len(re.findall(r"tiny-2 starts as process", fleet.text())) == 1
-    for name in ("first", "second", "third", "fourth"):
+    for name in ("adviser", "first", "second", "third", "fourth"):
         assert "Traceback" not in (tmp_path / f"{name}.log").read_text()
-    decisions = [entry["decision"] for entry in map(json.loads, record.open()) if "decision" in entry]
-    assert [change["count"] for decision in decisions for change in decision["changes"]] == [1, -1]
+    entries = [json.loads(line) for line in record.open()]
+    planners = [number for number, entry in enumerate(entries) if "config" in entry]
+    assert len(planners) == 4  # the second one was refused
+    decided = [entry["decision"] for entry in entries[planners[1] :] if "decision" in entry]
+    assert [change["count"] for decision in decided for change in decision["changes"]] == [1, -1]
+    command = [PYTHON, "-m", "shoal", "plan", "--replay", record]
+    again = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert [json.loads(line) for line in again] == [entry for entry in entries if "decision" in entry]
 
 
 @pytest.mark.slow

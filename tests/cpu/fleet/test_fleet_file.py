@@ -368,3 +368,14 @@ def test_traces_are_asked_for_at_the_top_and_for_each_worker(read):
     assert file.server.otlp_traces_endpoint == url
     [worker] = file.workers
     assert worker.options["otlp_traces_endpoint"] == url
+
+
+def test_a_budget_that_is_too_small_for_the_workers_of_the_file_is_named(read):
+    """It had been exceeded from the start, or the least numbers could never be reached."""
+    apart = '[[workers]]\nrole = "prefill"\ncount = 2\n[[workers]]\nrole = "decode"\n'
+    planner = "[planner]\nenabled = true\n"
+    with pytest.raises(ConfigError, match="at first have 3 GPUs, and max_gpu_budget is 2"):
+        read(f"{apart}{planner}max_gpu_budget = 2\n")
+    with pytest.raises(ConfigError, match="min_endpoint 2 of each of 2 kinds of workers have 4 GPUs"):
+        read(f"{apart}{planner}max_gpu_budget = 3\nmin_endpoint = 2\n")
+    assert read(f"{apart}{planner}max_gpu_budget = 3\n").planner.enabled

@@ -197,11 +197,19 @@ def test_a_role_comes_back_from_zero_when_requests_wait():
     assert changes(seen(prefill=0, role="both", queued=1), config=config) == [Change("both", 1)]
 
 
+def test_prefill_comes_back_from_zero_when_prompts_wait_at_those_that_decode():
+    config = PlannerConfig(min_endpoint=0)
+    assert changes(seen(0.6, prefill=0, waiting=9), config=config) == [Change("prefill", 1)]
+    assert changes(seen(0.6, prefill=0, waiting=2), config=config) == []
+
+
 def test_the_last_worker_of_a_role_goes_only_when_it_has_nothing_to_do():
     """Others could carry no load at all: a fleet would grow and shrink between none and one."""
     config = PlannerConfig(min_endpoint=0)
     assert changes(seen(0.3, prefill=0, role="both"), config=config) == []
     assert changes(seen(0.0, prefill=0, role="both"), config=config) == [Change("both", -1)]
+    assert changes(seen(0.6), config=config) == []
+    assert changes(seen(0.0), config=config) == [Change("prefill", -1), SHRINK]
 
 
 def test_the_decision_says_why_and_what_is_wanted():

@@ -289,10 +289,29 @@ def test_a_record_replayed_gives_the_same_decisions(load):
     assert [line.decision for line in replay(CONFIG, record.getvalue().splitlines())] == made
 
 
+@pytest.mark.parametrize("mode", ["load", "sla"])
+def test_planners_of_one_record_are_replayed_each_with_its_own_settings(tmp_path, mode):
+    """The second one had inherited what the first one had learnt, such as the grace of a new worker."""
+    profile = tmp_path / "profile.json"
+    write_profile(profile, profile_of("h200", "qwen3-8b", 256, 300_000, 8192))
+    config = dataclasses.replace(CONFIG, mode=mode, ttft=10.0, profile=str(profile))
+    record = io.BytesIO()
+    connector = Counting(a=2, start_s=1.0)
+    connector.load["a"] = 2.8
+    plan(connector, 6, config, record)  # it adds a worker, and is killed
+    connector = Counting(a=2)
+    plan(connector, 11, dataclasses.replace(config, adjustment_interval=10.0), record)
+    lines = record.getvalue().splitlines()
+    entries = [msgspec.json.decode(line, type=Recorded) for line in lines]
+    made = [entry.decision for entry in entries if entry.decision is not None]
+    assert mode == "sla" or [decision.desired for decision in made] == [{"both": 3}, {"both": 1}]
+    assert [entry.decision for entry in replay(None, lines)] == made
+
+
 def test_the_command_prints_the_decisions_of_a_record(tmp_path, capsys):
     connector, record = Counting(a=1), io.BytesIO()
-    connector.load["a"] = 0.95
-    plan(connector, 6, PlannerConfig(adjustment_interval=5.0), record)
+    connector.load["a"] = 0.8
+    plan(connector, 6, PlannerConfig(adjustment_interval=5.0, decode_kv_scale_up_threshold=0.7), record)
     file, fleet = tmp_path / "record.jsonl", tmp_path / "fleet.toml"
     file.write_bytes(record.getvalue())
     assert main(["plan", "--replay", str(file)]) == 0

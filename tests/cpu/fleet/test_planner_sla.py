@@ -23,7 +23,7 @@ from shoal.fleet.fleet_file import read_fleet_file
 from shoal.fleet.observation import DecodeLoad, Observation
 from shoal.fleet.planner import PlannerState, Recorded, decide, replay
 from shoal.fleet.planner_config import PlannerConfig
-from shoal.fleet.predictors import PREDICTORS, predict
+from shoal.fleet.predictors import PREDICTORS, least_points, predict
 from shoal.fleet.sim_timing import find_timing, profile_of
 from shoal.fleet.sla_rules import SlaState
 from shoal.fleet.sla_sizing import Corrections, Demand, Targets, latency_apart, latency_both, sizes_for
@@ -83,7 +83,7 @@ class Clients:
                 self.traffic.began(ttft)
                 self.traffic.ended(generated, itl * (generated - 1))
             interval.append(self.look())
-            if len(interval) == self.config.load_adjustment_interval:
+            if len(interval) == self.config.judging_interval:
                 self.judge(interval)
                 interval = []
         return self.counts
@@ -212,6 +212,15 @@ def test_a_season_comes_again():
     assert predict("holt_winters", season, 5, 5) == predict("linear", season, 5)
 
 
+@pytest.mark.parametrize("season", [2, 3, 6, 9, 11])
+def test_a_series_of_any_length_has_a_forecast(season):
+    """A season of fewer than ten intervals had ended the planner after two of them."""
+    for num_values in range(1, least_points(season) + 2):
+        values = [10.0 + number % season for number in range(num_values)]
+        found = predict("holt_winters", values, 3, season)
+        assert len(found) == 3 and max(found) < 30
+
+
 def test_a_missing_package_is_named_at_the_start(monkeypatch):
     monkeypatch.setattr(predictors.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'shoal\[planner\]'"):
@@ -260,6 +269,15 @@ def test_the_interval_is_that_of_the_configuration():
     clients.ask(60, rate=20.0)
     grown = [decision.at for decision in clients.decisions if decision.changes]
     assert grown == [35.0]  # 30 s after the first look, when the quick loop comes
+
+
+@pytest.mark.parametrize("pulling, adjustment, quick", [(1, 10, 5), (0.5, 3, 3), (8, 60, 8)])
+def test_the_quick_loop_fits_the_other_intervals_unless_it_is_given(pulling, adjustment, quick):
+    """A default that nobody had written was refused."""
+    found = PlannerConfig(
+        mode="sla", metric_pulling_interval=float(pulling), adjustment_interval=float(adjustment)
+    )
+    assert found.judging_interval == quick
 
 
 def test_it_grows_ahead_of_a_rising_load():
@@ -518,7 +536,10 @@ FILE = '[[workers]]\n[planner]\nenabled = true\nmode = "sla"\n'
         (FILE + "ttft = 0.0\n", "ttft"),
         (FILE + 'load_predictor = "prophet"\n', "load_predictor 'prophet'"),
         (FILE + 'load_predictor = "holt_winters"\n', "load_season 0"),
-        (FILE + 'load_predictor = "holt_winters"\nload_season = 3600\n', "no room for two seasons of 360"),
+        (
+            FILE + 'load_predictor = "holt_winters"\nload_season = 3600\n',
+            "no room for the 720 intervals that a season of 360",
+        ),
         (FILE + "load_adjustment_interval = 60.0\n", "load_adjustment_interval 60"),
     ],
 )

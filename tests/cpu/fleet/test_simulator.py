@@ -11,6 +11,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from shoal.cli.main import main
@@ -291,6 +292,40 @@ def test_the_command_prints_a_table_or_one_json_object(tmp_path, capsys):
     assert "first token, p90" in capsys.readouterr().out
     assert main([*words, "--policy", "best"]) == 1
     assert "best" in capsys.readouterr().err
+
+
+def test_the_command_draws_load_workers_and_waits(tmp_path, capsys):
+    """Also of a fleet that no planner sizes."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "sim.toml").write_text(FILE)
+    (tmp_path / "t.jsonl").write_text(json.dumps(LINE) + "\n")
+    words = ["sim", str(tmp_path / "sim.toml"), "--trace", str(tmp_path / "t.jsonl")]
+    for number, more in enumerate(([], ["--planner", "load"])):
+        file = tmp_path / f"{number}.png"
+        assert main([*words, *more, "--plot", str(file)]) == 0
+        assert file.read_bytes().startswith(b"\x89PNG")
+    assert main([*words, "--plot", str(tmp_path / "none" / "x.png")]) == 1
+    assert "x.png" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "text, words, wrong",
+    [
+        ("", ["--max-gpu-budget", "4"], "--max-gpu-budget 4 is of a planner, and there is none"),
+        ("", ["--planner", "load", "--max-gpu-budget", "1"], "at first have 2 GPUs, and max_gpu_budget is 1"),
+        (
+            "[[workers]]\noptions = { tensor_parallel_size = 2 }",
+            [],
+            "tensor_parallel_size 2 is not simulated",
+        ),
+        ("[planner]\ndecode_engine_num_gpu = 2", ["--planner", "load"], "counts 2 GPUs"),
+    ],
+)
+def test_gpus_that_would_be_miscounted_are_named(tmp_path, capsys, text, words, wrong):
+    (tmp_path / "sim.toml").write_text(FILE + text + "\n")
+    (tmp_path / "t.jsonl").write_text(json.dumps(LINE) + "\n")
+    assert main(["sim", str(tmp_path / "sim.toml"), "--trace", str(tmp_path / "t.jsonl"), *words]) == 1
+    assert wrong in capsys.readouterr().err
 
 
 def test_a_request_beyond_every_cache_is_a_mistake_that_names_it():
@@ -580,6 +615,19 @@ def test_a_profile_of_simulated_times_simulates_the_same(tmp_path):
         assert found.ttft_p50 == pytest.approx(known.ttft_p50, rel=0.1)
         assert found.itl_p99 == pytest.approx(known.itl_p99, rel=0.1)
         assert found.throughput == pytest.approx(known.throughput, rel=0.02)
+
+
+def test_a_worker_that_was_measured_on_two_gpus_has_two(tmp_path):
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    data = profile_of("h200", "qwen3-8b", 1024, 700_000)
+    write_profile(one, data)
+    write_profile(two, msgspec.structs.replace(data, num_gpus=2))
+    small, large = (
+        Simulation(SimConfig("mine", profile=str(file)), LONG).run().gpu_hours for file in (one, two)
+    )
+    assert large == pytest.approx(2 * small, rel=1e-4)
+    with pytest.raises(ConfigError, match=r"counts 1 GPUs for a worker of the role both, and .* have 2"):
+        SimConfig("mine", profile=str(two), planner=PlannerConfig(enabled=True))
 
 
 def chunks_of(*chunks):
