@@ -238,7 +238,7 @@ def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Product:
     limits = gpu.limits
     if shape.bits < 16:
         if rows == 1 and _is_for_int4_ring(shape, dtype, gpu):
-            return Product(Kernel.HOPPER_INT4_ROW)
+            return Product(Kernel.HOPPER_INT4_ROW, norms=shape.before is Before.NORM)
         packed = choose_packed_tiles(shape, rows, gpu)
         return Product(Kernel.CUBLAS if packed is None else Kernel.PACKED, packed_tiles=packed)
     if shape.before is not Before.NOTHING:
@@ -411,8 +411,9 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Product:
         return Product(kernel, fp8_tiles=next(busy, tiles[-1]))
     if rows == 1:
         kernel = Kernel.HOPPER_FP8_ROW if _is_for_fp8_ring(shape, gpu) else Kernel.FP8_ROW
+        norms = kernel is Kernel.HOPPER_FP8_ROW and shape.before is Before.NORM
         # Small tiles: more of them are there at once.
-        return Product(kernel, fp8_tiles=Fp8Tiles(1, 2 if shape.gated else 4, 1024, 4))
+        return Product(kernel, norms=norms, fp8_tiles=Fp8Tiles(1, 2 if shape.gated else 4, 1024, 4))
     block_rows = min(64, max(16, next_power_of_2(max(rows, 1))))
     programs = cdiv(rows, block_rows) * cdiv(shape.outs, 64)
     num_tiles = cdiv(shape.inputs, columns)

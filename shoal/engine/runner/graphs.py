@@ -171,11 +171,14 @@ def most_captured_tokens(model: Decoder) -> int:
     to launch the step."""
     config = model.config
     dense = experts = 0
-    for name, parameter in model.layers.named_parameters():
-        if ".experts." in name:
-            experts += parameter.numel()
-        else:
-            dense += parameter.numel()
+    for name, layer in model.layers.named_modules():
+        # By their sizes, as matrices of fewer bits have no memory yet.
+        if isinstance(layer, MatrixLayer):
+            size = sum(layer.parts) * layer.num_columns
+            if ".experts." in name:
+                experts += size
+            else:
+                dense += size
     active = dense  # weights that a token meets
     if config.num_experts:
         active += experts * config.num_experts_per_tok // config.num_experts
