@@ -9,13 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.errors import CheckpointError
-from shoal.kernels.fp8_linear import (
-    Fp8Matrix,
-    fp8_group,
-    fp8_linear,
-    fp8_linear_of_norm,
-    fp8_linear_silu_mul,
-)
+from shoal.kernels.fp8_linear import Fp8Matrix, fp8_group, fp8_linear, fp8_linear_of_norm, fp8_linear_silu_mul
 from shoal.kernels.fp8_quantize import rms_norm_fp8
 from shoal.kernels.fp8_rows import Fp8Rows
 from shoal.kernels.fp8_tensor import SMALLEST_CUT, Fp8Tensor

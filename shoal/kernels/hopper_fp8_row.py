@@ -86,11 +86,7 @@ def following(number, carried, count):
 def _scaled(part, scales_smem, place, GROUPED: gl.constexpr, mma: gl.constexpr):
     if GROUPED:
         of_rows: gl.constexpr = gl.DistributedLinearLayout(
-            [[1, 0]],
-            [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]],
-            [[2, 0], [4, 0], [8, 0]],
-            [],
-            [OUTS, SLICES],
+            [[1, 0]], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[2, 0], [4, 0], [8, 0]], [], [OUTS, SLICES]
         )
         scales = scales_smem.index(place).permute((1, 0)).load(of_rows).reshape((OUTS * SLICES,))
         part *= gl.convert_layout(scales, gl.SliceLayout(1, mma), assert_trivial=True)[:, None]

@@ -315,8 +315,8 @@ def hopper_int4_row_product(
     eps: float = 0.0,
 ) -> None:
     """x @ weight^T + bias, or silu(first half of the outputs) * second half if it is gated, into `out_1O`, or
-    added to what it holds. With `norm_weight_I`, x is normalised first. words, scales and minima: of a GpuWeight in bf16 of 4 bits, not e2m1, in groups of
-    128 inputs."""
+    added to what it holds. With `norm_weight_I`, x is normalised first. words, scales and minima: of a
+    GpuWeight in bf16 of 4 bits, not e2m1, in groups of 128 inputs."""
     inputs, outs = x_1I.shape[1], out_1O.shape[1]
     columns = STEPS.value * 64
     assert inputs % columns == 0 and (not gated or outs % OUTS.value == 0)

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from shoal.engine.runner.batch import MixedShape
+from shoal.layers.matrix import MatrixLayer
 from shoal.models.decoder import Decoder
 
 FEW_DECODES, FEW_PREFILLS = 16, 8  # the places of a shape for few sequences
