@@ -371,17 +371,25 @@ def _whole_packed_tiles(block_rows: int, gated: bool) -> PackedTiles:
 
 
 def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> PackedTiles | None:
-    """How packed_linear.py cuts a product. Tiles of many rows have many outputs, as each program reads the
-    rows for itself. None: the weights are unpacked, and cuBLAS multiplies; or gate and up, which lie in whole
-    tiles of 16 outputs only, are two products."""
+    """How packed_linear.py cuts a product. None: the weights are unpacked, and cuBLAS multiplies; or gate and
+    up, which lie in whole tiles of 16 outputs only, are two products."""
     if not 0 < rows <= gpu.limits.packed_rows or (shape.gated and shape.outs % 16):
         return None
     block_rows = min(128, max(16, next_power_of_2(rows)))
-    whole = _whole_packed_tiles(block_rows, shape.gated)
-    programs = cdiv(rows, block_rows) * cdiv(shape.outs, whole.outs)
+    if shape.gated or block_rows == 16:
+        whole = _whole_packed_tiles(block_rows, shape.gated)
+        programs = cdiv(rows, block_rows) * cdiv(shape.outs, whole.outs)
+        splits = gpu.limits.packed_programs * gpu.sms // programs
+    else:
+        # Sums of more rows leave an SM registers for two such programs, and then for one.
+        whole = PackedTiles(block_rows, 64, 1, 4 if block_rows == 64 else 2)
+        programs = cdiv(rows, block_rows) * cdiv(shape.outs, whole.outs)
+        at_once = gpu.sms * (2 if block_rows == 32 else 1)
+        splits = (2 * at_once + programs) // (2 * programs)
+        if block_rows == 64 or programs > gpu.sms:
+            whole = replace(whole, num_stages=3)
     most = min(MAX_PACKED_SPLITS, whole.rounds(shape.inputs, shape.bits) // MIN_SPLIT_ROUNDS)
-    splits = max(1, min(most, gpu.limits.packed_programs * gpu.sms // programs))
-    return replace(whole, splits=splits)
+    return replace(whole, splits=max(1, min(most, splits)))
 
 
 def _is_for_fp8_ring(shape: Shape, gpu: GPU) -> bool:
