@@ -19,6 +19,13 @@ import shoal.kernels
 
 FOLDER = Path(next(iter(shoal.kernels.__path__)))
 FP8 = torch.float8_e4m3fn
+# Imports whose names `load` gives a file instead.
+REPLACED = (
+    "from triton",
+    "from shoal.kernels.hopper",
+    "from shoal.kernels.pdl",
+    "from shoal.kernels import products",
+)
 
 
 class Pointer:
@@ -305,7 +312,7 @@ def load(machine: Machine, name: str, others: dict[str, object]) -> types.Simple
     text = (FOLDER / f"{name}.py").read_text()
     lines, skipping = [], False
     for line in text.split("\n"):
-        if line.startswith(("from triton", "from shoal.kernels.hopper", "from shoal.kernels.pdl")):
+        if line.startswith(REPLACED):
             skipping = line.endswith("(")
             continue
         if skipping:

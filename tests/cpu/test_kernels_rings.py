@@ -35,13 +35,11 @@ def finish(result, up, bias_ptr, out, O, dtype, GATED):
 
 def rings(sms: int) -> tuple[types.SimpleNamespace, types.SimpleNamespace]:
     machine = Machine()
-    fp8 = load(machine, "hopper_fp8_row", dict(finish=finish))
-    shared = {
-        name: getattr(fp8, name) for name in ("OUTS", "PART", "following", "normed", "outputs", "put_row")
-    }
-    int4 = load(machine, "hopper_int4_row", dict(finish=finish, **shared))
-    for ring in (fp8, int4):
-        ring.products.gpu_of = lambda _: GPU(sms)
+    names = dict(finish=finish, products=types.SimpleNamespace(gpu_of=lambda _: GPU(sms)))
+    fp8 = load(machine, "hopper_fp8_row", names)
+    for name in ("OUTS", "PART", "following", "normed", "outputs", "put_row"):
+        names[name] = getattr(fp8, name)
+    int4 = load(machine, "hopper_int4_row", names)
     return fp8, int4
 
 
