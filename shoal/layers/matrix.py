@@ -62,11 +62,11 @@ class MatrixLayer(LoadingLayer):
             return
         for tensor in tensors:
             if self.quantizes or quantized is None:
-                made_up: Loaded = torch.empty(tensor.shape, dtype=self.dtype, device=self.device)
-                made_up.uniform_(-0.02, 0.02, generator=generator)
+                plain = torch.empty(tensor.shape, dtype=self.dtype, device=self.device)
+                tensor.load(plain.uniform_(-0.02, 0.02, generator=generator), tensor.name)
             else:
-                made_up = quantized(*tensor.shape, self.device, generator)
-            tensor.load(made_up, tensor.name)
+                outs, inputs = tensor.shape
+                tensor.load(quantized(outs, inputs, self.device, generator), tensor.name)
 
     def _load_part(self, part: int, shard: Loaded, name: str) -> None:
         """Takes the first rows of a part, or all of them. The others are zeros."""

@@ -23,7 +23,6 @@ from shoal.model_config import ModelConfig
 from shoal.models.config_fields import token_ids
 from shoal.models.config_gguf import config_from_gguf
 from shoal.models.config_json import config_from_json
-from shoal.models.shapes import num_weights
 from shoal.weights import default_model, store
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_rope_factors
 from shoal.weights.safetensors import has_weights, shards
@@ -96,6 +95,8 @@ class CheckpointFiles:
         if self.config.quantization is None:
             return None
         if not has_weights(self.folder):
+            from shoal.models.shapes import num_weights  # It imports torch.
+
             return num_weights(self.config) * self.config.quantization.bits // 8
         return sum(path.stat().st_size for path in shards(self.folder))
 
