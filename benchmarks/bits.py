@@ -3,28 +3,25 @@ with weights in int4 as `shoal quantize` writes them, in one run, and the weight
 
     python benchmarks/bits.py [--shape qwen3-8b] [--workloads single,nano] [--formats "bf16;fp8"]
 
-Weights are random: made up on the GPU where they are bf16 or fp8, and read from files in int4, for which a
-checkpoint in bf16 is written and quantized first. A cell is the better of two runs after a warm-up, none of
+Weights are random, made up on the GPU. A cell is the better of two runs after a warm-up, none of
 which finds a prefix in the cache, and how many times faster than bf16 it is.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
+import json
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from gpu import COMPARED
-from random_checkpoint import write_checkpoint
 from report import write_json
 from workloads import workload, write_model
 
 from shoal import LLM, SamplingParams
-from shoal.weights.quantize import quantize
-from shoal.weights.source import CheckpointFiles
+from shoal.weights.quantize import quantization_config
 
 
 def made_up(root: Path, shape: str) -> dict:
@@ -32,12 +29,12 @@ def made_up(root: Path, shape: str) -> dict:
 
 
 def int4(root: Path, shape: str) -> dict:
-    plain = write_checkpoint(root / "plain", shape)
-    begun = time.perf_counter()
-    folder = quantize(CheckpointFiles(Path(plain)), "int4", root / "int4")
-    print(f"quantized to int4 in {time.perf_counter() - begun:.0f} s", flush=True)
-    shutil.rmtree(plain)
-    return {"model": str(folder)}
+    options = made_up(root / "int4", shape)
+    path = Path(options["model"]) / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = quantization_config("int4", 128)
+    path.write_text(json.dumps(config))
+    return options
 
 
 FORMATS: dict[str, Callable[[Path, str], dict]] = {
@@ -47,7 +44,7 @@ FORMATS: dict[str, Callable[[Path, str], dict]] = {
         made_up(root, shape) | {"quantization": "fp8", "kv_cache_dtype": "fp8"}
     ),
     "int4": int4,
-    "int4, cache fp8": lambda root, shape: {"model": str(root / "int4"), "kv_cache_dtype": "fp8"},
+    "int4, cache fp8": lambda root, shape: int4(root, shape) | {"kv_cache_dtype": "fp8"},
 }
 
 

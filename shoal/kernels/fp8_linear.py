@@ -33,7 +33,7 @@ from shoal.kernels.fp8_rows import Fp8Rows
 from shoal.kernels.hopper import HAS_GLUON, empty_product_input
 from shoal.kernels.linear import finish, fitting_stages
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
-from shoal.kernels.products import After, Fp8Tiles, Kernel, Shape, choose, gpu_of
+from shoal.kernels.products import After, Before, Fp8Tiles, Kernel, Shape, choose, gpu_of
 from shoal.kernels.rounding import cdiv
 from shoal.kernels.widen import widened_words
 
@@ -382,6 +382,26 @@ def fp8_linear_silu_mul(
     return _run(x_TI, matrix, bias_2F, shape, None)
 
 
+def fp8_linear_of_norm(
+    residual_TI: torch.Tensor,
+    norm_weight_I: torch.Tensor,
+    eps: float,
+    matrix: Fp8Matrix,
+    bias: torch.Tensor | None,
+    gated: bool,
+) -> torch.Tensor | None:
+    """The product of the residual's norm, gated or not, where one kernel makes both. None: none does."""
+    weight_rows, inputs = matrix.data.shape
+    outs, after = (weight_rows // 2, After.SILU_MUL) if gated else (weight_rows, After.NOTHING)
+    shape = Shape(outs, inputs, Before.NORM, after, bias is not None, group=matrix.group)
+    chosen = choose(shape, len(residual_TI), torch.float8_e4m3fn, gpu_of(matrix.data.device))
+    if not chosen.norms or residual_TI.dtype != torch.bfloat16:
+        return None
+    out_1O = empty_product_input(residual_TI, 1, outs)
+    _ring(residual_TI, matrix, bias, out_1O, shape, norm_weight_I, eps)
+    return out_1O
+
+
 def _run(
     x_TI: torch.Tensor | Fp8Rows,
     matrix: Fp8Matrix,
@@ -417,10 +437,25 @@ def _run(
 
 
 def _ring(
-    x_1I: torch.Tensor, matrix: Fp8Matrix, bias: torch.Tensor | None, out_1O: torch.Tensor, shape: Shape
+    x_1I: torch.Tensor,
+    matrix: Fp8Matrix,
+    bias: torch.Tensor | None,
+    out_1O: torch.Tensor,
+    shape: Shape,
+    norm_weight_I: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
-    add = shape.after is After.ADD
-    hopper_fp8_row.hopper_fp8_row_product(x_1I, *matrix, bias, out_1O, gated=shape.gated, add=add)
+    assert x_1I.is_contiguous()
+    hopper_fp8_row.hopper_fp8_row_product(
+        x_1I,
+        *matrix,
+        bias,
+        out_1O,
+        gated=shape.gated,
+        add=shape.after is After.ADD,
+        norm_weight_I=norm_weight_I,
+        eps=eps,
+    )
 
 
 def _row(

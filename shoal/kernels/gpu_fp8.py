@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.errors import CheckpointError
-from shoal.kernels.fp8_linear import Fp8Matrix, fp8_group, fp8_linear, fp8_linear_silu_mul
+from shoal.kernels.fp8_linear import Fp8Matrix, fp8_group, fp8_linear, fp8_linear_of_norm, fp8_linear_silu_mul
 from shoal.kernels.fp8_quantize import rms_norm_fp8
 from shoal.kernels.fp8_rows import Fp8Rows
 from shoal.kernels.fp8_tensor import SMALLEST_CUT, Fp8Tensor
@@ -50,6 +50,17 @@ class Fp8Weight:
         if x_TI is None:
             return rms_norm(residual_TI, norm_weight_I, eps)
         return add_rms_norm(x_TI, residual_TI, norm_weight_I, eps)
+
+    def of_norm(
+        self,
+        residual_TI: torch.Tensor,
+        norm_weight_I: torch.Tensor,
+        eps: float,
+        bias_O: torch.Tensor | None,
+        gated: bool,
+    ) -> torch.Tensor | None:
+        """The product of the residual's norm, gated or not, where one kernel makes both."""
+        return fp8_linear_of_norm(residual_TI, norm_weight_I, eps, self.matrix, bias_O, gated)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """The rows `ids_T`, dequantized, [T, I]."""

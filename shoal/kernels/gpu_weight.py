@@ -58,6 +58,17 @@ class PlainRows:
             return rms_norm(residual_TI, norm_weight_I, eps)
         return add_rms_norm(x_TI, residual_TI, norm_weight_I, eps)
 
+    def of_norm(
+        self,
+        residual_TI: torch.Tensor,
+        norm_weight_I: torch.Tensor,
+        eps: float,
+        bias_O: torch.Tensor | None,
+        gated: bool,
+    ) -> torch.Tensor | None:
+        """The product of the residual's norm, gated or not, where one kernel makes both."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class GpuWeight(TiledWeight, PlainRows):
@@ -81,6 +92,18 @@ class GpuWeight(TiledWeight, PlainRows):
     ) -> torch.Tensor:
         """silu(first half of the outputs) * second half, [T, F]."""
         return packed_linear.packed_product(self._ordered(x_TI), self, bias_2F, True)
+
+    def of_norm(
+        self,
+        residual_TI: torch.Tensor,
+        norm_weight_I: torch.Tensor,
+        eps: float,
+        bias_O: torch.Tensor | None,
+        gated: bool,
+    ) -> torch.Tensor | None:
+        if self.order is not None:
+            return None
+        return packed_linear.product_of_norm(residual_TI, norm_weight_I, eps, self, bias_O, gated)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """The rows `ids_T`, [T, I]."""

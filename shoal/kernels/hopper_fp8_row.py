@@ -8,9 +8,9 @@ The row, too, has to be in fp8 then, but nothing of it is lost: it is taken time
 two numbers of 4 bits each, x = high + low / 16. All 8 bits of a bf16 number are there if it is not smaller
 than 2^-14 of the row's largest one, and what a smaller one loses is less than 2^-17 of the largest.
 
-A tile has 64 rows for the tensor cores. They are 16 outputs by 4 slices of the inputs, so that a weight with
-few outputs too has work for all SMs. The product with high and low of all 4 slices is made, and the quarter
-is taken that belongs together. Tensor cores add fp8 in fewer bits than float32, so sums are promoted
+A tile has 128 rows for the tensor cores. They are 16 outputs by 8 slices of the inputs, so that a weight with
+few outputs too has work for all SMs. The product with high and low of all 8 slices is made, and the part is
+taken that belongs together. Tensor cores add fp8 in fewer bits than float32, so sums are promoted
 every 128 inputs, where they may also get the scale of their group.
 
 I inputs · O outputs (F of a gated product, whose weight has 2F rows). The oracle is the product with the
@@ -39,42 +39,54 @@ from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
 OUTS: gl.constexpr = gl.constexpr(16)  # outputs of a group
-SLICES: gl.constexpr = gl.constexpr(4)  # of a tile's inputs, one a warp
+SLICES: gl.constexpr = gl.constexpr(8)  # of a tile's inputs
 PART: gl.constexpr = gl.constexpr(128)  # inputs of a slice: as many bytes as TMA swizzles as one row
-# Tiles of 8 KB in the ring. A gated product has half as many places, each for a tile of gate and one of up.
+# Tiles of 16 KB in the ring. A gated product has half as many places, each for a tile of gate and one of up.
 # They take more than half of an SM's memory, for hopper_row.py's reason.
-STAGES: gl.constexpr = gl.constexpr(16)
-COLUMNS: gl.constexpr = gl.constexpr(2 * SLICES.value)  # of the right operand: high and low of each slice
+STAGES: gl.constexpr = gl.constexpr(8)
+WARPS: gl.constexpr = gl.constexpr(8)  # They share a tile's rows for the tensor cores, 16 each.
 LARGEST_SHIFT: gl.constexpr = gl.constexpr(7)  # The row's largest number becomes 2^7 to 2^8.
 
 
 @gluon.jit
-def _ask(i, memory, O, pieces, tiles, GATED: gl.constexpr, GROUPED: gl.constexpr):
-    """Asks for tile i of this program: a piece of the inputs of a group of outputs, and its scales."""
+def _ask(stage, group, piece, pred, memory, O, GATED: gl.constexpr, GROUPED: gl.constexpr):
+    """Asks for a tile of this program: a piece of the inputs of a group of outputs, and its scales."""
     weight_desc, scales_desc, weight_smem, scales_smem, full = memory
-    RING: gl.constexpr = STAGES // (1 + GATED)
     SCALES: gl.constexpr = scales_desc.block_type.nbytes if GROUPED else 0
     BYTES: gl.constexpr = (1 + GATED) * (weight_desc.block_type.nbytes + SCALES)
-    stage, pred = i % RING, i < tiles
-    out = (gl.program_id(0) + i // pieces * gl.num_programs(0)) * OUTS
-    part = i % pieces * SLICES
+    out = (gl.program_id(0) + group * gl.num_programs(0)) * OUTS
     mbarrier.expect(full.index(stage), BYTES, pred=pred)
     for half in gl.static_range(1 + GATED):
         place = stage * (1 + GATED) + half
         tma.async_copy_global_to_shared(
-            weight_desc, [out + half * O, part, 0], full.index(stage), weight_smem.index(place), pred=pred
+            weight_desc,
+            [out + half * O, piece * SLICES, 0],
+            full.index(stage),
+            weight_smem.index(place),
+            pred=pred,
         )
         if GROUPED:
             tma.async_copy_global_to_shared(
-                scales_desc, [part, out + half * O], full.index(stage), scales_smem.index(place), pred=pred
+                scales_desc,
+                [piece * SLICES, out + half * O],
+                full.index(stage),
+                scales_smem.index(place),
+                pred=pred,
             )
+
+
+@gluon.jit
+def following(number, carried, count):
+    """The number after this one, which is 0 again after `count` of them, and then one more is carried."""
+    over = (number + 1 == count).to(gl.int32)
+    return number + 1 - over * count, carried + over
 
 
 @gluon.jit
 def _scaled(part, scales_smem, place, GROUPED: gl.constexpr, mma: gl.constexpr):
     if GROUPED:
         of_rows: gl.constexpr = gl.DistributedLinearLayout(
-            [[2, 0]], [[0, 0], [0, 0], [0, 1], [0, 2], [1, 0]], [[4, 0], [8, 0]], [], [OUTS, SLICES]
+            [[1, 0]], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[2, 0], [4, 0], [8, 0]], [], [OUTS, SLICES]
         )
         scales = scales_smem.index(place).permute((1, 0)).load(of_rows).reshape((OUTS * SLICES,))
         part *= gl.convert_layout(scales, gl.SliceLayout(1, mma), assert_trivial=True)[:, None]
@@ -107,8 +119,9 @@ def put_row(x, x_smem):
 def outputs(sums, layout: gl.constexpr, mma: gl.constexpr, BY_SLICE: gl.constexpr):
     """The sums of a group's outputs: what each slice has with its own inputs, high and low. BY_SLICE: the
     rows of a slice follow each other, otherwise those of an output."""
+    SLICES: gl.constexpr = sums.shape[1] // 2
     row = gl.arange(0, OUTS * SLICES, gl.SliceLayout(1, mma))[:, None]
-    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, mma))[None, :]
+    column = gl.arange(0, 2 * SLICES, gl.SliceLayout(0, mma))[None, :]
     own = gl.where(column % 2 == 0, sums, sums * 0.0625)
     own = gl.where((row // OUTS if BY_SLICE else row % SLICES) == column // 2, own, 0.0)
     if BY_SLICE:
@@ -119,13 +132,22 @@ def outputs(sums, layout: gl.constexpr, mma: gl.constexpr, BY_SLICE: gl.constexp
 
 
 @gluon.jit
+def normed(x, norm, I, eps, dtype: gl.constexpr):
+    """RMSNorm of a row in float32, rounded where the norm's own kernel rounds."""
+    scale = gl.rsqrt(gl.sum(gl.sum(x * x, axis=1), axis=0) / I + eps)
+    return ((x * scale).to(dtype).to(gl.float32) * norm.to(gl.float32)).to(dtype).to(gl.float32)
+
+
+@gluon.jit
 def hopper_fp8_row_kernel(
     x_ptr,
+    norm_ptr,
     weight_desc,
     scales_desc,
     scales_ptr,
     bias_ptr,
     out_ptr,
+    eps,
     O,
     I,
     pieces,
@@ -138,49 +160,57 @@ def hopper_fp8_row_kernel(
 ):
     """Computes groups of outputs, `pieces` tiles each: this program's first, then each one that lies a grid
     further. GROUPED: 128 inputs share a scale, otherwise all. BLOCK_X >= I."""
-    gl.static_assert(num_warps == SLICES)
+    gl.static_assert(num_warps == WARPS)
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     FP8: gl.constexpr = weight_desc.dtype
     RING: gl.constexpr = STAGES // (1 + GATED)
-    PLACES: gl.constexpr = RING * (1 + GATED)
+    COLUMNS: gl.constexpr = 2 * SLICES  # of the right operand: high and low of each slice
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, COLUMNS, 32])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 8)
-    weight_smem = gl.allocate_shared_memory(FP8, [PLACES, OUTS, SLICES, PART], weight_desc.layout)
-    weights = weight_smem._reinterpret(FP8, [PLACES, OUTS * SLICES, PART], swizzled)
+    weight_smem = gl.allocate_shared_memory(FP8, [STAGES, OUTS, SLICES, PART], weight_desc.layout)
+    weights = weight_smem._reinterpret(FP8, [STAGES, OUTS * SLICES, PART], swizzled)
     scales_smem, tile_scales = weight_smem, weight_smem
     if GROUPED:
-        scales_smem = gl.allocate_shared_memory(gl.float32, [PLACES, SLICES, OUTS], scales_desc.layout)
+        scales_smem = gl.allocate_shared_memory(gl.float32, [STAGES, SLICES, OUTS], scales_desc.layout)
         plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
-        tile_scales = scales_smem._reinterpret(gl.float32, [PLACES, SLICES, OUTS], plain)
+        tile_scales = scales_smem._reinterpret(gl.float32, [STAGES, SLICES, OUTS], plain)
     x_smem = gl.allocate_shared_memory(FP8, [BLOCK_X // (SLICES * PART), COLUMNS, PART], swizzled)
     full = gl.allocate_shared_memory(gl.int64, [RING, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(RING):
         mbarrier.init(full.index(i), count=1)
     mine = gl.cdiv(gl.cdiv(O, OUTS) - gl.program_id(0), gl.num_programs(0))
-    tiles = mine * pieces
     memory = (weight_desc, scales_desc, weight_smem, scales_smem, full)
-    for i in range(RING):
-        _ask(i, memory, O, pieces, tiles, GATED, GROUPED)
+    asked_piece, asked_group = 0, 0
+    for stage in range(RING):
+        _ask(stage, asked_group, asked_piece, asked_group < mine, memory, O, GATED, GROUPED)
+        asked_piece, asked_group = following(asked_piece, asked_group, pieces)
 
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [num_warps, 1], [1, 0])
     part = gl.arange(0, BLOCK_X // PART, gl.SliceLayout(1, layout))
     at = part[:, None] * PART + gl.arange(0, PART, gl.SliceLayout(0, layout))[None, :]
+    if norm_ptr is not None:
+        norm = gl.load(norm_ptr + at, mask=at < I, other=0.0)
     wait_for_inputs(PDL)
     x = gl.load(x_ptr + at, mask=at < I, other=0.0).to(gl.float32)
+    if norm_ptr is not None:
+        x = normed(x, norm, I, eps, DTYPE)
     x, smaller = put_row(x, x_smem._reinterpret(FP8, [BLOCK_X // PART * 2, PART], swizzled))
 
     line: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-    i = 0
+    stage, turn = 0, 0
     for group in range(mine):
         out = (gl.program_id(0) + group * gl.num_programs(0)) * OUTS + gl.arange(0, OUTS, line)
         if ADD:
             before = gl.load(out_ptr + out, mask=out < O, other=0.0)
+        if not GROUPED:
+            scale = gl.load(scales_ptr + out, mask=out < O, other=0.0)
+            if GATED:
+                up_scale = gl.load(scales_ptr + O + out, mask=out < O, other=0.0)
         sums = gl.zeros((OUTS * SLICES, COLUMNS), gl.float32, mma)
         up_sums = gl.zeros((OUTS * SLICES, COLUMNS), gl.float32, mma)
         for piece in range(pieces):
-            stage = i % RING
             place = stage * (1 + GATED)
-            mbarrier.wait(full.index(stage), i // RING & 1)
+            mbarrier.wait(full.index(stage), turn & 1)
             product = warpgroup_mma(
                 weights.index(place), x_smem.index(piece).permute((1, 0)), sums, use_acc=False, is_async=True
             )
@@ -202,16 +232,17 @@ def hopper_fp8_row_kernel(
                 up_sums += up_product
             sums += product
             barrier()  # All warps have read the tile.
-            _ask(i + RING, memory, O, pieces, tiles, GATED, GROUPED)
-            i += 1
+            _ask(stage, asked_group, asked_piece, asked_group < mine, memory, O, GATED, GROUPED)
+            asked_piece, asked_group = following(asked_piece, asked_group, pieces)
+            stage, turn = following(stage, turn, RING)
         result = outputs(sums, line, mma, False) * smaller
         up = result
         if GATED:
             up = outputs(up_sums, line, mma, False) * smaller
         if not GROUPED:
-            result *= gl.load(scales_ptr + out, mask=out < O, other=0.0)
+            result *= scale
             if GATED:
-                up *= gl.load(scales_ptr + O + out, mask=out < O, other=0.0)
+                up *= up_scale
         result = finish(result, up, bias_ptr, out, O, DTYPE, GATED)
         if ADD:
             result = (before.to(gl.float32) + result.to(gl.float32)).to(DTYPE)
@@ -230,9 +261,11 @@ def hopper_fp8_row_product(
     *,
     gated: bool,
     add: bool,
+    norm_weight_I: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """x @ weight^T + bias, or silu(first half of the outputs) * second half if it is gated, into `out_1O`, or
-    added to what it holds. data and scales: of an Fp8Matrix,
+    added to what it holds. With `norm_weight_I`, x is normalised first. data and scales: of an Fp8Matrix,
     whose groups are of 128 inputs or of all, and whose inputs are whole times 128."""
     inputs, outs = x_1I.shape[1], data.shape[0] // (1 + gated)
     columns = SLICES.value * PART.value
@@ -254,11 +287,13 @@ def hopper_fp8_row_product(
         )
     hopper_fp8_row_kernel[(min(products.gpu_of(x_1I.device).sms, cdiv(outs, OUTS.value)),)](
         x_1I,
+        norm_weight_I,
         described,
         described_scales,
         scales,
         bias,
         out_1O,
+        eps,
         outs,
         inputs,
         cdiv(inputs, columns),
@@ -266,6 +301,6 @@ def hopper_fp8_row_product(
         ADD=add,
         GROUPED=group > 0,
         BLOCK_X=max(columns, next_power_of_2(inputs)),
-        num_warps=SLICES.value,
+        num_warps=WARPS.value,
         **pdl_options(),
     )

@@ -23,12 +23,14 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from shoal.kernels import products
 from shoal.kernels.hopper import barrier
-from shoal.kernels.hopper_fp8_row import COLUMNS, OUTS, PART, SLICES, outputs, put_row
+from shoal.kernels.hopper_fp8_row import OUTS, PART, following, normed, outputs, put_row
 from shoal.kernels.hopper_linear import wait_for_inputs
 from shoal.kernels.hopper_row import finish
 from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
+SLICES: gl.constexpr = gl.constexpr(4)  # of a tile's inputs, one a warp
+COLUMNS: gl.constexpr = gl.constexpr(2 * SLICES.value)  # of the right operand: high and low of each slice
 STEPS: gl.constexpr = gl.constexpr(16)  # of a tile: 64 inputs of 16 outputs, 16 bytes a lane
 GROUPS: gl.constexpr = gl.constexpr(8)  # of a tile's inputs
 # Tiles of 8 KB in the ring. A gated product has half as many places, each for a tile of gate and one of up.
@@ -42,16 +44,14 @@ PROGRAMS = 3  # that an SM has at once: one multiplies while others make operand
 
 
 @gluon.jit
-def _ask(i, memory, to_up, pieces, tiles, GATED: gl.constexpr, MINIMA: gl.constexpr):
-    """Asks for tile i of this program: a piece of the inputs of a group of outputs, and its scales."""
+def _ask(stage, group, piece, pred, memory, to_up, pieces, GATED: gl.constexpr, MINIMA: gl.constexpr):
+    """Asks for a tile of this program: a piece of the inputs of a group of outputs, and its scales."""
     words_desc, scales_desc, minima_desc, words_smem, scales_smem, minima_smem, full = memory
-    RING: gl.constexpr = STAGES // (1 + GATED)
     BYTES: gl.constexpr = words_desc.block_type.nbytes + (1 + MINIMA) * scales_desc.block_type.nbytes
-    stage, pred = i % RING, i < tiles
-    group = gl.program_id(0) + i // pieces * gl.num_programs(0)
+    outs = gl.program_id(0) + group * gl.num_programs(0)
     mbarrier.expect(full.index(stage), (1 + GATED) * BYTES, pred=pred)
     for half in gl.static_range(1 + GATED):
-        tile = (group + half * to_up) * pieces + i % pieces
+        tile = (outs + half * to_up) * pieces + piece
         place = stage * (1 + GATED) + half
         tma.async_copy_global_to_shared(
             words_desc, [tile * STEPS, 0], full.index(stage), words_smem.index(place), pred=pred
@@ -66,14 +66,41 @@ def _ask(i, memory, to_up, pieces, tiles, GATED: gl.constexpr, MINIMA: gl.conste
 
 
 @gluon.jit
+def _quants(words, asm: gl.constexpr):
+    """Four quants of 4 bits of each word, one a byte: of an assembler's making, as the compiler would take
+    the bytes apart and put them together again."""
+    four: gl.constexpr = gl.DistributedLinearLayout(
+        [
+            [0, 0, 0, 0, 0, 0, 0, 1],
+            [0, 0, 0, 0, 0, 0, 1, 0],
+            [0, 0, 0, 0, 0, 1, 0, 0],
+            [0, 0, 0, 0, 1, 0, 0, 0],
+            [0, 1, 0, 0, 0, 0, 0, 0],
+        ],
+        [
+            [0, 0, 0, 1, 0, 0, 0, 0],
+            [0, 0, 0, 2, 0, 0, 0, 0],
+            [0, 0, 1, 0, 0, 0, 0, 0],
+            [0, 0, 2, 0, 0, 0, 0, 0],
+            [0, 0, 4, 0, 0, 0, 0, 0],
+        ],
+        [[1, 0, 0, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0, 0, 0]],
+        [],
+        [SLICES, 2, 8, 4, 2, 2, 2, 2],
+    )  # A word's four bytes are neighbours, so that an assembler's register has them.
+    words = gl.join(words, words)
+    words = gl.convert_layout(gl.join(words, words), four, assert_trivial=True)
+    return gl.inline_asm_elementwise(asm, "=r,r,r,r,r", [words], gl.int8, True, 4)
+
+
+@gluon.jit
 def _operand(words, dot: gl.constexpr):
     """Quants of 4 bits as numbers of fp8, [64, 128]. words: int32, by slice, step, lane's output and place,
     two and two words."""
-    both = gl.join(words & 0x0F0F0F0F, (words >> 4) & 0x0F0F0F0F)
-    even = gl.join(both.to(gl.int8), (both >> 16).to(gl.int8))
-    odd = gl.join((both >> 8).to(gl.int8), (both >> 24).to(gl.int8))
-    quants = gl.join(even, odd).to(gl.float8e4nv, bitcast=True)
-    quants = quants.permute((0, 6, 2, 1, 4, 5, 3, 7, 8)).reshape((OUTS * SLICES, PART))
+    low = _quants(words, "and.b32 $0, $1, 0x0F0F0F0F;")
+    high = _quants(words, "{ .reg .b32 t; shr.u32 t, $1, 4; and.b32 $0, t, 0x0F0F0F0F; }")
+    quants = gl.join(low, high).to(gl.float8e4nv, bitcast=True)
+    quants = quants.permute((0, 8, 2, 1, 4, 5, 3, 6, 7)).reshape((OUTS * SLICES, PART))
     return gl.convert_layout(quants, dot, assert_trivial=True)
 
 
@@ -139,7 +166,7 @@ def _tile(
     )
     a_low, a_high, b_low, b_high = _pairs(scales_smem, place, pairs)
     a_low, a_high, b_low, b_high = a_low * SCALE, a_high * (SCALE * 16), b_low * SCALE, b_high * (SCALE * 16)
-    c_low, c_high, d_low, d_high = a_low * ZERO, a_high * ZERO, b_low * ZERO, b_high * ZERO
+    c_low, c_high, d_low, d_high = a_low, a_high, b_low, b_high
     if MINIMA:
         c_low, c_high, d_low, d_high = _pairs(minima_smem, place, pairs)
         c_low, c_high, d_low, d_high = c_low * MINIMUM, c_high * MINIMUM, d_low * MINIMUM, d_high * MINIMUM
@@ -159,11 +186,13 @@ def _outputs(sums, lowest, highest, line: gl.constexpr, mma: gl.constexpr):
 @gluon.jit
 def hopper_int4_row_kernel(
     x_ptr,
+    norm_ptr,
     words_desc,
     scales_desc,
     minima_desc,
     bias_ptr,
     out_ptr,
+    eps,
     O,
     I,
     to_up,
@@ -203,24 +232,30 @@ def hopper_int4_row_kernel(
         [], [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]], [[1, 0], [2, 0]], [], [SLICES, 8]
     )  # as `_pairs` are
     mine = gl.cdiv(gl.cdiv(O, OUTS) - gl.program_id(0), gl.num_programs(0))
-    tiles = mine * pieces
     memory = (words_desc, scales_desc, minima_desc, words_smem, scales_smem, minima_smem, full)
-    for i in range(RING):
-        _ask(i, memory, to_up, pieces, tiles, GATED, MINIMA)
+    asked_piece, asked_group = 0, 0
+    for stage in range(RING):
+        _ask(stage, asked_group, asked_piece, asked_group < mine, memory, to_up, pieces, GATED, MINIMA)
+        asked_piece, asked_group = following(asked_piece, asked_group, pieces)
 
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [num_warps, 1], [1, 0])
     part = gl.arange(0, PARTS, gl.SliceLayout(1, layout))  # of piece, half and slice
     k = gl.arange(0, PART, gl.SliceLayout(0, layout))
     within = k // 16 * 16 + k % 2 * 8 + k // 4 % 4 * 2 + k // 2 % 2
     at = (part // 8 * 8 + part % SLICES * 2 + part // SLICES % 2)[:, None] * PART + within[None, :]
+    if norm_ptr is not None:
+        norm = gl.load(norm_ptr + at, mask=at < I, other=0.0)
     wait_for_inputs(PDL)
     x = gl.load(x_ptr + at, mask=at < I, other=0.0).to(gl.float32)
+    if norm_ptr is not None:
+        x = normed(x, norm, I, eps, DTYPE)
     x, smaller = put_row(x, x_smem._reinterpret(FP8, [PARTS * 2, PART], swizzled))
-    sums_smem.store(gl.sum(x, axis=1))
+    x_sum = gl.sum(x, axis=1)
+    sums_smem.store(x_sum if MINIMA else x_sum * ZERO)
     x_sums = sums_smem._reinterpret(gl.float32, [PARTS // SLICES, SLICES], line_shared)
 
     line: gl.constexpr = gl.BlockedLayout([1], [32], [num_warps], [0])
-    i = 0
+    stage, turn = 0, 0
     for group in range(mine):
         out = (gl.program_id(0) + group * gl.num_programs(0)) * OUTS + gl.arange(0, OUTS, line)
         if ADD:
@@ -230,8 +265,8 @@ def hopper_int4_row_kernel(
         lowest = gl.zeros((SLICES, 8), gl.float32, pairs)
         highest, up_lowest, up_highest = lowest, lowest, lowest
         for piece in range(pieces):
-            mbarrier.wait(full.index(i % RING), i // RING & 1)
-            place = i % RING * (1 + GATED)
+            mbarrier.wait(full.index(stage), turn & 1)
+            place = stage * (1 + GATED)
             sums, lowest, highest = _tile(
                 words, scales, minima, x_smem, x_sums, place, piece, sums, lowest, highest, MINIMA, mma
             )
@@ -251,8 +286,9 @@ def hopper_int4_row_kernel(
                     mma,
                 )
             barrier()  # All warps have read the tile.
-            _ask(i + RING, memory, to_up, pieces, tiles, GATED, MINIMA)
-            i += 1
+            _ask(stage, asked_group, asked_piece, asked_group < mine, memory, to_up, pieces, GATED, MINIMA)
+            asked_piece, asked_group = following(asked_piece, asked_group, pieces)
+            stage, turn = following(stage, turn, RING)
         result = _outputs(sums, lowest, highest, line, mma) * smaller
         up = result
         if GATED:
@@ -275,20 +311,24 @@ def hopper_int4_row_product(
     *,
     gated: bool,
     add: bool,
+    norm_weight_I: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> None:
     """x @ weight^T + bias, or silu(first half of the outputs) * second half if it is gated, into `out_1O`, or
-    added to what it holds. words, scales and minima: of a GpuWeight in bf16 of 4 bits, not e2m1, in groups of
-    128 inputs."""
+    added to what it holds. With `norm_weight_I`, x is normalised first. words, scales and minima: of a
+    GpuWeight in bf16 of 4 bits, not e2m1, in groups of 128 inputs."""
     inputs, outs = x_1I.shape[1], out_1O.shape[1]
     columns = STEPS.value * 64
     assert inputs % columns == 0 and (not gated or outs % OUTS.value == 0)
     hopper_int4_row_kernel[(min(PROGRAMS * products.gpu_of(x_1I.device).sms, cdiv(outs, OUTS.value)),)](
         x_1I,
+        norm_weight_I,
         _described(words, 128, STEPS.value),
         _described(scales, 8, GROUPS.value),
         None if minima is None else _described(minima, 8, GROUPS.value),
         bias,
         out_1O,
+        eps,
         outs,
         inputs,
         outs // OUTS.value,

@@ -36,7 +36,7 @@ from shoal.kernels.activation import silu_mul
 from shoal.kernels.hopper import HAS_GLUON, empty_product_input
 from shoal.kernels.linear import finish, fitting_stages
 from shoal.kernels.pdl import ORDINARY, pdl_options, wait_for_inputs
-from shoal.kernels.products import MAX_PACKED_TILES, After, Kernel, PackedTiles, Shape, choose
+from shoal.kernels.products import MAX_PACKED_TILES, After, Before, Kernel, PackedTiles, Shape, choose
 from shoal.kernels.rounding import cdiv
 
 if HAS_GLUON:
@@ -388,12 +388,32 @@ def packed_product(
     return out_TO
 
 
+def product_of_norm(
+    residual_TI: torch.Tensor,
+    norm_weight_I: torch.Tensor,
+    eps: float,
+    weight: TiledWeight,
+    bias: torch.Tensor | None,
+    gated: bool,
+) -> torch.Tensor | None:
+    """The product of the residual's norm, gated or not, where one kernel makes both. None: none does."""
+    outs, inputs = weight.shape[0] // (1 + gated), weight.shape[1]
+    after = After.SILU_MUL if gated else After.NOTHING
+    shape = Shape(outs, inputs, Before.NORM, after, bias is not None, weight.bits, weight.group)
+    chosen = choose(shape, len(residual_TI), residual_TI.dtype, products.gpu_of(residual_TI.device))
+    if not chosen.norms or weight.e2m1:
+        return None
+    return _ring(residual_TI, weight, bias, gated, None, norm_weight_I, eps)
+
+
 def _ring(
     x_1I: torch.Tensor,
     weight: TiledWeight,
     bias: torch.Tensor | None,
     gated: bool,
     residual_1O: torch.Tensor | None,
+    norm_weight_I: torch.Tensor | None = None,
+    eps: float = 0.0,
 ) -> torch.Tensor:
     assert x_1I.is_contiguous() and not weight.e2m1
     out_1O = residual_1O
@@ -408,6 +428,8 @@ def _ring(
         out_1O,
         gated=gated,
         add=residual_1O is not None,
+        norm_weight_I=norm_weight_I,
+        eps=eps,
     )
     return out_1O
 

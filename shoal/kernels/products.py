@@ -238,7 +238,7 @@ def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Product:
     limits = gpu.limits
     if shape.bits < 16:
         if rows == 1 and _is_for_int4_ring(shape, dtype, gpu):
-            return Product(Kernel.HOPPER_INT4_ROW)
+            return Product(Kernel.HOPPER_INT4_ROW, norms=shape.before is Before.NORM)
         packed = choose_packed_tiles(shape, rows, gpu)
         return Product(Kernel.CUBLAS if packed is None else Kernel.PACKED, packed_tiles=packed)
     if shape.before is not Before.NOTHING:
@@ -371,17 +371,25 @@ def _whole_packed_tiles(block_rows: int, gated: bool) -> PackedTiles:
 
 
 def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> PackedTiles | None:
-    """How packed_linear.py cuts a product. Tiles of many rows have many outputs, as each program reads the
-    rows for itself. None: the weights are unpacked, and cuBLAS multiplies; or gate and up, which lie in whole
-    tiles of 16 outputs only, are two products."""
+    """How packed_linear.py cuts a product. None: the weights are unpacked, and cuBLAS multiplies; or gate and
+    up, which lie in whole tiles of 16 outputs only, are two products."""
     if not 0 < rows <= gpu.limits.packed_rows or (shape.gated and shape.outs % 16):
         return None
     block_rows = min(128, max(16, next_power_of_2(rows)))
-    whole = _whole_packed_tiles(block_rows, shape.gated)
-    programs = cdiv(rows, block_rows) * cdiv(shape.outs, whole.outs)
+    if shape.gated or block_rows == 16:
+        whole = _whole_packed_tiles(block_rows, shape.gated)
+        programs = cdiv(rows, block_rows) * cdiv(shape.outs, whole.outs)
+        splits = gpu.limits.packed_programs * gpu.sms // programs
+    else:
+        # Sums of more rows leave an SM registers for two such programs, and then for one.
+        whole = PackedTiles(block_rows, 64, 1, 4 if block_rows == 64 else 2)
+        programs = cdiv(rows, block_rows) * cdiv(shape.outs, whole.outs)
+        at_once = gpu.sms * (2 if block_rows == 32 else 1)
+        splits = (2 * at_once + programs) // (2 * programs)
+        if block_rows == 64 or programs > gpu.sms:
+            whole = replace(whole, num_stages=3)
     most = min(MAX_PACKED_SPLITS, whole.rounds(shape.inputs, shape.bits) // MIN_SPLIT_ROUNDS)
-    splits = max(1, min(most, gpu.limits.packed_programs * gpu.sms // programs))
-    return replace(whole, splits=splits)
+    return replace(whole, splits=max(1, min(most, splits)))
 
 
 def _is_for_fp8_ring(shape: Shape, gpu: GPU) -> bool:
@@ -411,8 +419,9 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Product:
         return Product(kernel, fp8_tiles=next(busy, tiles[-1]))
     if rows == 1:
         kernel = Kernel.HOPPER_FP8_ROW if _is_for_fp8_ring(shape, gpu) else Kernel.FP8_ROW
+        norms = kernel is Kernel.HOPPER_FP8_ROW and shape.before is Before.NORM
         # Small tiles: more of them are there at once.
-        return Product(kernel, fp8_tiles=Fp8Tiles(1, 2 if shape.gated else 4, 1024, 4))
+        return Product(kernel, norms=norms, fp8_tiles=Fp8Tiles(1, 2 if shape.gated else 4, 1024, 4))
     block_rows = min(64, max(16, next_power_of_2(max(rows, 1))))
     programs = cdiv(rows, block_rows) * cdiv(shape.outs, 64)
     num_tiles = cdiv(shape.inputs, columns)

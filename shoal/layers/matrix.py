@@ -14,6 +14,8 @@ from shoal.kernels.quantized_tensor import QuantizedTensor, is_projection
 from shoal.layers.loading import Loaded, LoadingLayer, copy_into
 from shoal.layers.weight_format import PackedWeight, PlainWeight, WeightFormat, is_multiplied, pack
 
+# From a matrix's outputs and inputs, a device and a generator of it to such a matrix of random numbers.
+MakesUp = Callable[[int, int, torch.device, torch.Generator], QuantizedTensor]
 Holding = Callable[[], AbstractContextManager[None]]  # makes a context in which weights get their memory
 
 
@@ -51,15 +53,20 @@ class MatrixLayer(LoadingLayer):
             self.format = PlainWeight(self.ops, self.weight)
         return self.weight
 
-    def load_dummy(self, path: str, generator: torch.Generator) -> None:
-        """Makes up what becomes fp8. Other weights are parameters, which the model makes up."""
+    def load_dummy(self, path: str, generator: torch.Generator, quantized: MakesUp | None = None) -> None:
+        """Makes up what becomes fp8, and with `quantized` what a checkpoint has in fewer bits. Other weights
+        are parameters, which the model makes up."""
         tensors = [tensor for tensor in self.checkpoint_tensors(path) if is_projection(tensor.name)]
-        if not self.quantizes or not tensors:
+        if not (self.quantizes or (self.keep_quantized and quantized)) or not tensors:
             self.plain_weight()
             return
         for tensor in tensors:
-            made_up = torch.empty(tensor.shape, dtype=self.dtype, device=self.device)
-            tensor.load(made_up.uniform_(-0.02, 0.02, generator=generator), tensor.name)
+            if self.quantizes or quantized is None:
+                plain = torch.empty(tensor.shape, dtype=self.dtype, device=self.device)
+                tensor.load(plain.uniform_(-0.02, 0.02, generator=generator), tensor.name)
+            else:
+                outs, inputs = tensor.shape
+                tensor.load(quantized(outs, inputs, self.device, generator), tensor.name)
 
     def _load_part(self, part: int, shard: Loaded, name: str) -> None:
         """Takes the first rows of a part, or all of them. The others are zeros."""

@@ -75,6 +75,16 @@ class FusedMatrix(PackedMatrix, Protocol):
     ) -> torch.Tensor | Fp8Rows:
         """The norm of residual + x, which is then the residual, as this matrix wants its input."""
 
+    def of_norm(
+        self,
+        residual_TI: torch.Tensor,
+        norm_weight_I: torch.Tensor,
+        eps: float,
+        bias_O: torch.Tensor | None,
+        gated: bool,
+    ) -> torch.Tensor | None:
+        """The product of the residual's norm, gated or not, where one kernel makes both. None: none does."""
+
     def fp8_group(self, num_rows: int) -> int | None: ...
 
 
@@ -223,6 +233,10 @@ class FusedWeight(PackedWeight):
         gated: bool,
         reader: WeightFormat | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        if x_TI is None:
+            product = self.packed.of_norm(residual_TI, norm_weight_I, eps, bias_O, gated)
+            if product is not None:
+                return product, residual_TI
         normed_TI = cast(torch.Tensor, self.packed.normed(x_TI, residual_TI, norm_weight_I, eps))
         product = self.gated(normed_TI, bias_O, reader) if gated else self.multiply(normed_TI, bias_O)
         return product, residual_TI

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,8 @@ from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel
 from shoal.model_config import ModelConfig
 from shoal.models.layer import build_layer
+from shoal.models.layouts.layout import made_up
+from shoal.models.layouts.registry import BY_NAME
 from shoal.models.rope import rope_frequencies
 
 AfterLayer = Callable[[int], None]  # takes the index of a layer
@@ -193,9 +196,11 @@ class Decoder(nn.Module):
         """Small random weights, for benchmarks: the arithmetic of a real model, made on the device."""
         device = self.norm.weight.device
         generator = torch.Generator(device=device).manual_seed(seed)
+        stored = self.config.quantization
+        quantized = None if stored is None else partial(made_up, BY_NAME[stored.layout], stored)
         for path, module in self.named_modules():
             if isinstance(module, MatrixLayer):
-                module.load_dummy(path, generator)
+                module.load_dummy(path, generator, quantized)
         for name, parameter in self.named_parameters():
             if "norm" in name:
                 parameter.fill_(1.0)

@@ -95,11 +95,12 @@ def _write_folder(
             if path.suffix != ".safetensors" and path.name not in (INDEX, "config.json"):
                 shutil.copyfile(path, target / path.name)
     config = read_object(files.folder / "config.json")
-    config["quantization_config"] = _config(to, group_size)
+    config["quantization_config"] = quantization_config(to, group_size)
     (target / "config.json").write_text(json.dumps(config, indent=2))
 
 
-def _config(to: str, group_size: int) -> dict[str, Any]:
+def quantization_config(to: str, group_size: int) -> dict[str, Any]:
+    """What config.json says of a checkpoint that was quantized so."""
     activations: dict[str, Any] | None = None
     if to == "fp8":
         weights: dict[str, Any] = dict(

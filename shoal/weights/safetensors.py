@@ -49,6 +49,10 @@ def safetensors_tensors(
                 yield name, file.get_tensor(name)
 
 
+def has_weights(folder: Path) -> bool:
+    return (folder / INDEX).exists() or any(folder.glob("*.safetensors"))
+
+
 def shards(folder: Path) -> dict[Path, list[str]]:
     """Each file with the names of the tensors to take from it; an empty list means all of them. The index
     decides, if there is one. A file may be a link to another place, as in the hub's cache, but the index

@@ -25,7 +25,7 @@ from shoal.models.config_gguf import config_from_gguf
 from shoal.models.config_json import config_from_json
 from shoal.weights import default_model, store
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_rope_factors
-from shoal.weights.safetensors import shards
+from shoal.weights.safetensors import has_weights, shards
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TOKEN_ID = re.compile(r"[0-9]{1,9}")
@@ -89,11 +89,15 @@ class CheckpointFiles:
     @property
     def quantized_bytes(self) -> int | None:
         """How many bytes the tensors take in the files, of a GGUF file or where the config says that they are
-        quantized; else None."""
+        quantized; else None. Of a folder without weights, it is as many as their quants would take."""
         if self.file is not None:
             return sum(info.num_bytes for info in self.header.tensors.values())
         if self.config.quantization is None:
             return None
+        if not has_weights(self.folder):
+            from shoal.models.shapes import num_weights  # It imports torch.
+
+            return num_weights(self.config) * self.config.quantization.bits // 8
         return sum(path.stat().st_size for path in shards(self.folder))
 
     @cached_property

@@ -4,6 +4,7 @@ them."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from shoal import LLM, SamplingParams
 from shoal.config import EngineConfig
 from shoal.engine.resolve import resolve_config
+from shoal.engine.runner.graphs import most_captured_tokens
 from shoal.errors import CheckpointError
 from shoal.kernels import cpu_fp8, cpu_int4, cpu_linear, cpu_ops, reference
 from shoal.kernels.fp8_tensor import Fp8Tensor
@@ -27,6 +29,7 @@ from shoal.layers.parallel import TensorParallel
 from shoal.layers.weight_format import PackedWeight
 from shoal.model_config import Quantization
 from shoal.models import decoder
+from shoal.models.config_json import config_from_json
 from shoal.models.layouts.registry import BY_NAME
 from shoal.weights.loader import check_shapes, checkpoint_tensors
 from shoal.weights.source import CheckpointFiles
@@ -447,3 +450,52 @@ def test_groups_that_a_shard_cuts_and_scales_beyond_float16_have_no_product_on_a
     quants = torch.zeros(4, 40, dtype=torch.uint8)
     with pytest.raises(CheckpointError, match="multiples of 32"):
         cpu_int4.pack([Int4Tensor.of(quants, torch.ones(4, 1), None)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dummy_weights_lie_as_the_config_says_without_a_file(kind, tmp_path):
+    """Each layer's matrices are packed ones of finite numbers, as those of such a checkpoint are."""
+    quantized.write(tmp_path, kind)
+    with LLM(str(tmp_path), device="cpu", max_model_len=64, kv_cache_memory_bytes=16 << 20) as llm:
+        lies = {name.partition("/")[0] for name in llm.check_weights()}
+    (tmp_path / "model.safetensors").unlink()
+    with LLM(
+        str(tmp_path), load_format="dummy", device="cpu", max_model_len=64, kv_cache_memory_bytes=16 << 20
+    ) as llm:
+        assert {name.partition("/")[0] for name in llm.check_weights()} == lies
+        (output,) = llm.generate(
+            [{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=4, logprobs=1, ignore_eos=True)
+        )
+    found = [one.logprob for place in output.outputs[0].logprobs for one in place.values()]
+    assert len(output.outputs[0].token_ids) == 4 and all(math.isfinite(value) for value in found)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_matrices_of_fewer_bits_count_for_captured_tokens_before_they_have_memory(experts):
+    config = config_from_json(
+        dict(
+            architectures=["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            rms_norm_eps=1e-6,
+            rope_theta=1e4,
+            max_position_embeddings=64,
+            num_experts=experts,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            tie_word_embeddings=True,
+            norm_topk_prob=True,
+        ),
+        "config.json",
+    )
+    built = [
+        decoder.Decoder(config, TensorParallel.single(), cpu_ops, None, 0, keep_quantized=kept)
+        for kept in (False, True)
+    ]
+    plain, packed = (most_captured_tokens(model) for model in built)
+    assert plain == packed < 1 << 40

@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from shoal.engine.runner.batch import MixedShape
+from shoal.layers.matrix import MatrixLayer
 from shoal.models.decoder import Decoder
 
 FEW_DECODES, FEW_PREFILLS = 16, 8  # the places of a shape for few sequences
@@ -171,11 +172,14 @@ def most_captured_tokens(model: Decoder) -> int:
     to launch the step."""
     config = model.config
     dense = experts = 0
-    for name, parameter in model.layers.named_parameters():
-        if ".experts." in name:
-            experts += parameter.numel()
-        else:
-            dense += parameter.numel()
+    for name, layer in model.layers.named_modules():
+        # By their sizes, as matrices of fewer bits have no memory yet.
+        if isinstance(layer, MatrixLayer):
+            size = sum(layer.parts) * layer.num_columns
+            if ".experts." in name:
+                experts += size
+            else:
+                dense += size
     active = dense  # weights that a token meets
     if config.num_experts:
         active += experts * config.num_experts_per_tok // config.num_experts

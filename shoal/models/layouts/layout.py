@@ -47,6 +47,42 @@ class Layout:
     zeros: Callable[[int, int, Quantization, torch.device], QuantizedTensor] | None = None
 
 
+def made_up(
+    layout: Layout,
+    quantization: Quantization,
+    outs: int,
+    inputs: int,
+    device: torch.device,
+    generator: torch.Generator,
+) -> QuantizedTensor:
+    """A matrix of random numbers, small and finite, as the layout stores it."""
+    import torch
+
+    def numbers(name: str, stored: Stored) -> torch.Tensor:
+        kind, shape = stored.dtypes[0], stored.shape
+        if name.endswith("g_idx"):
+            groups = torch.arange(inputs, dtype=torch.int32, device=device) // (
+                quantization.block[1] or inputs
+            )
+            return groups.flip(0) if quantization.act_order else groups
+        if name == "weight_shape":
+            return torch.tensor([outs, inputs])
+        if kind in HALVES:
+            scales = torch.empty(shape, dtype=torch.float32, device=device)
+            return scales.uniform_(0.0, 0.002, generator=generator)
+        if kind == "I32":
+            return torch.randint(
+                -(1 << 31), 1 << 31, shape, dtype=torch.int32, device=device, generator=generator
+            )
+        # Exponents of mxfp4 around 2^-8; bytes of fp8 without those that are no numbers.
+        low, high = (116, 121) if name == "weight_scale" else (0, 0x7F if kind == "F8_E4M3" else 256)
+        found = torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
+        return found.view(torch.float8_e4m3fn) if kind == "F8_E4M3" else found
+
+    stored = layout.tensors(outs, inputs, quantization)
+    return layout.join({name: numbers(name, one) for name, one in stored.items()}, quantization)
+
+
 def choice(fields: ConfigFields, key: str, allowed: tuple[object, ...]) -> object:
     """A value that is one of `allowed`. Raises CheckpointError that names both."""
     value = fields.get(key)
