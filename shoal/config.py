@@ -706,3 +706,15 @@ class ServerConfig:
             )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_keyfile and ssl_certfile belong together; give both or neither")
+
+
+def check_lends(role: str, engine: EngineConfig) -> None:
+    """Raises ConfigError for a worker that computes prompts for others and would lend them no blocks."""
+    exchange = engine.kv_transfer_config
+    if role == "prefill" and (exchange is None or not exchange.lends):
+        given = None if exchange is None else exchange.kv_role
+        raise ConfigError(
+            f"a worker of the role prefill lends its KV blocks, and with kv_transfer_config {given!r} it "
+            "would lend none, so each prompt would be computed twice; leave kv_transfer_config out, or take "
+            "kv_role kv_producer or kv_both"
+        )

@@ -126,7 +126,9 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         name = type(error).__name__
-        return cls(name, str(error) if isinstance(error, ShoalError) else f"{name}: {error}")
+        message = str(error) if isinstance(error, ShoalError) else f"{name}: {error}"
+        # The name of a file may have bytes that are no text, and must not keep the error from travelling.
+        return cls(name, message.encode("utf-8", "backslashreplace").decode())
 
     def build(self) -> ShoalError:
         """The same error where it is one of Shoal's; otherwise the engine failed in a way that nobody

@@ -610,7 +610,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
     for name, other in of_another.items():
         if getattr(arguments, name) and getattr(arguments, other) is None:
             where = "FILE" if other == "file" else f"--{other}"
-            raise ConfigError(f"{flag_of(name)} {getattr(arguments, name)!r} is of {where}; leave it out")
+            given = "" if name == "no_operation" else f" {getattr(arguments, name)!r}"
+            raise ConfigError(f"{flag_of(name)}{given} is of {where}; leave it out")
     if arguments.file is not None:
         from shoal.cli.plan import plan_fleet
 

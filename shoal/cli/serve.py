@@ -22,7 +22,7 @@ from shoal.cli.join import (
     with_events,
     worker_id_of,
 )
-from shoal.config import DEFAULT_MODEL, SERVER_TARGET_ITL_MS, EngineConfig, ServerConfig
+from shoal.config import DEFAULT_MODEL, SERVER_TARGET_ITL_MS, EngineConfig, ServerConfig, check_lends
 from shoal.control import ServedEngine
 from shoal.engine.process.async_llm import AsyncLLM
 from shoal.engine.process.swap import Swapper
@@ -114,14 +114,7 @@ def plan(
     found = []
     for name, (_, path) in zip(names, pairs):
         engine = EngineConfig.from_options(model=path, **options)
-        exchange = engine.kv_transfer_config
-        if config.role == "prefill" and (exchange is None or not exchange.lends):
-            given = None if exchange is None else exchange.kv_role
-            raise ConfigError(
-                "a worker of the role prefill lends its KV blocks, and with kv_transfer_config "
-                f"{given!r} it would lend none, so each prompt would be computed twice; leave "
-                "kv_transfer_config out, or take kv_role kv_producer or kv_both"
-            )
+        check_lends(config.role, engine)
         files = resolve(engine.model, engine.revision, engine.download_dir).check()
         if files.revision is not None:
             engine = dataclasses.replace(engine, revision=files.revision)  # its processes take this one

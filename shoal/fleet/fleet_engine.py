@@ -377,7 +377,7 @@ class _Progress:
     @property
     def has_forerunner(self) -> bool:
         """Whether its blocks are in place, or on their way, where it goes on with the next token."""
-        return self._forerunner is not None and not self.has_ended
+        return self._forerunner is not None and self.loan is not None and not self.has_ended
 
     def drop_forerunner(self) -> None:
         """It has a successor by now, or nobody needs the blocks."""

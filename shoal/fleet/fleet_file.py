@@ -35,6 +35,7 @@ from shoal.config import (
     EngineConfig,
     KVTransferConfig,
     ServerConfig,
+    check_lends,
 )
 from shoal.errors import ConfigError
 from shoal.fleet.engine_profile import EngineProfile
@@ -96,7 +97,9 @@ class OwnWorkers:
         check_keys(given, WORKER_OPTIONS, "options of [[workers]]")
         engine_names = {*keys_of(EngineConfig), *known}
         engine = {name: value for name, value in self.options.items() if name in engine_names}
-        build(EngineConfig, EngineConfig.known_options({"model": self.model, **engine}))
+        config = build(EngineConfig, EngineConfig.known_options({"model": self.model, **engine}))
+        if "kv_transfer_config" in engine:  # otherwise it follows from the role
+            check_lends(self.role, config)
         server = {name: value for name, value in self.options.items() if name not in engine_names}
         build(ServerConfig, {**server, "plane": "the fleet's"})  # it is told when it starts
         _check_count(self.count, self.devices, self.devices_per_worker)

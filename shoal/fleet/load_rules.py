@@ -107,15 +107,18 @@ def _additions(
     queue: list[int],
     loads: list[float],
 ) -> Iterator[Step]:
-    if queue:
+    # Where nobody prefills apart, requests may wait for KV room as well as for their prompts. So what decodes
+    # grows first, or the first prefill worker could take the last GPU from it.
+    decode_is_full = bool(loads) and fmean(loads) > config.decode_kv_scale_up_threshold
+    if queue and (counts["prefill"] or not decode_is_full):
         mean, high = fmean(queue), config.prefill_queue_scale_up_threshold
         ahead = queue[-1] + (queue[-1] - queue[0]) * TREND_INTERVALS
         if mean > high and ahead > high:
             yield "prefill", 1, f"the prefill queue is {mean:.2f} > {high:g}, and will be {ahead}"
     if loads:
-        mean, high = fmean(loads), config.decode_kv_scale_up_threshold
-        if mean > high and not (config.grace_freezes_both and grace):
-            yield last.decode_role, 1, f"the KV load is {mean:.2f} > {high:g}"
+        if decode_is_full and not (config.grace_freezes_both and grace):
+            high = config.decode_kv_scale_up_threshold
+            yield last.decode_role, 1, f"the KV load is {fmean(loads):.2f} > {high:g}"
     elif last.queued:
         yield last.decode_role, 1, f"{last.queued} requests wait, and there is no {last.decode_role} worker"
     for role, count in counts.items():

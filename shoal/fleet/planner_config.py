@@ -154,7 +154,10 @@ class PlannerConfig:
 
     def check_workers(self, groups: Iterable[tuple[str, int]]) -> None:
         """`groups`: the role of each kind of worker, and how many there are at first. Raises ConfigError
-        where these are more than the budget allows, or min_endpoint of each would be."""
+        where these are more than the budget allows, or min_endpoint of each would be. Who only advises may
+        say so of any fleet."""
+        if self.no_operation:
+            return
         kinds = list(groups)
         for what, needed in (
             ("all workers that are there at first", sum(self.gpus_of(role) * count for role, count in kinds)),

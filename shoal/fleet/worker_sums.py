@@ -24,7 +24,7 @@ class WorkerSums:
         """The sum of these, by their workers' addresses, and of what workers have counted that are gone."""
         for address, one in stats.items():
             before = self._seen.pop(address, None)
-            if before is not None and one.step_tokens < before.step_tokens:
+            if before is not None and _has_fallen(counted(before), counted(one)):
                 self._add_past(before)  # its engine has been started again
             self._seen[address] = one
         while len(self._seen) > len(stats) + MAX_GONE:
@@ -45,6 +45,20 @@ def sum_of(parts: Sequence[Stats]) -> Stats:
 def counted(stats: Stats) -> Stats:
     """What of it is counted since the engine's start, and nothing of what it has or does now."""
     return cast(Stats, _counted(stats))
+
+
+def _has_fallen(before: Any, now: Any) -> bool:
+    """Whether anything is less than it was, in stats of which only counts are left."""
+    if before is None or now is None:
+        return False
+    if dataclasses.is_dataclass(before):
+        names = [field.name for field in dataclasses.fields(before)]
+        return any(_has_fallen(getattr(before, name), getattr(now, name)) for name in names)
+    if isinstance(before, dict):
+        return any(_has_fallen(before[key], now[key]) for key in before.keys() & now.keys())
+    if isinstance(before, list):
+        return any(_has_fallen(*pair) for pair in zip(before, now))
+    return isinstance(before, int | float) and now < before
 
 
 def _sum(parts: Sequence[Any], is_counted: bool) -> Any:

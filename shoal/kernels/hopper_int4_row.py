@@ -67,8 +67,8 @@ def _ask(stage, group, piece, pred, memory, to_up, pieces, GATED: gl.constexpr, 
 
 @gluon.jit
 def _quants(words, asm: gl.constexpr):
-    """Four quants of 4 bits of each word, one a byte: of an assembler's making, as the compiler would take
-    the bytes apart and put them together again."""
+    """Returns four quants of 4 bits of each word, one a byte. It is written in assembler, as the compiler
+    would take the bytes apart and put them together again."""
     four: gl.constexpr = gl.DistributedLinearLayout(
         [
             [0, 0, 0, 0, 0, 0, 0, 1],

@@ -159,10 +159,16 @@ class MappedPeer:
         else:
             self._map.check_ids(src_ids, dst_ids)  # before anything is queued
             events = []
-            for i, stream in enumerate(self._streams):
-                share = slice(i, None, len(self._streams))
-                copy = CopyStream(self._device, stream).stage(self._map, src_ids[share], dst_ids[share])
-                events.append(copy.trigger_all_layers())
+            try:
+                for i, stream in enumerate(self._streams):
+                    share = slice(i, None, len(self._streams))
+                    copy = CopyStream(self._device, stream).stage(self._map, src_ids[share], dst_ids[share])
+                    events.append(copy.trigger_all_layers())
+            except BaseException:  # The caller gives the blocks back, and nobody else knows of these copies.
+                for event in events:
+                    if event is not None:
+                        event.synchronize()
+                raise
         return CopyPull(num_bytes, [event for event in events if event is not None])
 
     def close(self) -> None:

@@ -72,6 +72,11 @@ def test_messages_to_the_core(message):
     assert decode_to_core(encode(message)) == message
 
 
+def test_an_error_travels_whose_file_has_a_name_that_is_no_text():
+    dead = Dead(Failure.of(OSError("no such file: /models/\udcff")))
+    assert decode_from_core(encode(dead)) == dead and "/models/\\udcff" in dead.error.message
+
+
 @pytest.mark.parametrize(
     "message",
     [

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -62,15 +63,20 @@ def test_a_pipe_that_gets_no_first_picture_is_an_error_and_a_later_one_is_waited
     assert (done.returncode, done.stdout) == (1, "") and "no server answers" in done.stderr
     with FakeServer(engine_saying("hello "), port=port):
         process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=os.environ | SIZE)
-        for line in process.stdout:
-            if "tiny" in line:
-                break
-    for line in process.stdout:
-        if "no answer" in line:
-            break
-    assert process.poll() is None
-    process.kill()
-    process.communicate()
+        deadline = threading.Timer(60, process.kill)  # which ends its output
+        deadline.start()
+        try:
+            assert any("tiny" in line for line in process.stdout)
+        except BaseException:
+            process.kill()
+            raise
+    try:
+        assert any("no answer" in line for line in process.stdout)
+        assert process.poll() is None
+    finally:
+        deadline.cancel()
+        process.kill()
+        process.communicate()
 
 
 def test_keys_open_a_worker_and_end_it(server):

@@ -279,11 +279,13 @@ def main() -> NoReturn:
         _die_with_parent()  # from here on the kernel itself may end us
         loop.run()
     except BaseException as error:  # noqa: BLE001 - the loop of a process: the parent learns of it by these last words
-        if not isinstance(error, ShoalError):
-            traceback.print_exc()
-        outbox.put(Dead(Failure.of(error)))
-        outbox.close()
-        os._exit(1)  # finalizers could wait for ranks that are gone
+        try:
+            if not isinstance(error, ShoalError):
+                traceback.print_exc()
+            outbox.put(Dead(Failure.of(error)))
+            outbox.close()
+        finally:
+            os._exit(1)  # finalizers could wait for ranks that are gone
 
 
 def _build(start: Start) -> tuple[EngineCore, ModelInfo]:

@@ -74,10 +74,11 @@ def made_up(
             return torch.randint(
                 -(1 << 31), 1 << 31, shape, dtype=torch.int32, device=device, generator=generator
             )
-        # Exponents of mxfp4 around 2^-8; bytes of fp8 without those that are no numbers.
-        low, high = (116, 121) if name == "weight_scale" else (0, 0x7F if kind == "F8_E4M3" else 256)
-        found = torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
-        return found.view(torch.float8_e4m3fn) if kind == "F8_E4M3" else found
+        if kind == "F8_E4M3":
+            plain = torch.empty(shape, dtype=torch.float32, device=device)
+            return plain.uniform_(-20.0, 20.0, generator=generator).to(torch.float8_e4m3fn)
+        low, high = (116, 121) if name == "weight_scale" else (0, 256)  # exponents of mxfp4 around 2^-8
+        return torch.randint(low, high, shape, dtype=torch.uint8, device=device, generator=generator)
 
     stored = layout.tensors(outs, inputs, quantization)
     return layout.join({name: numbers(name, one) for name, one in stored.items()}, quantization)

@@ -343,6 +343,20 @@ def test_a_planner_that_counts_too_few_gpus_for_a_worker_is_refused(read, table,
     assert read(f"{text}{option} = 2\n").planner.enabled
 
 
+def test_a_prefill_worker_that_would_lend_nothing_is_refused_with_the_file(read):
+    text = '[[workers]]\nrole = "decode"\n[[workers]]\nrole = "prefill"\noptions = {{ kv_transfer_config = {{ kv_role = "{}" }} }}\n'
+    with pytest.raises(ConfigError, match="would lend none"):
+        read(text.format("kv_consumer"))
+    assert len(read(text.format("kv_producer")).workers) == 2
+
+
+def test_an_adviser_may_look_at_a_fleet_beyond_its_budget(read):
+    table = "[[workers]]\ncount = 9\n[planner]\nenabled = true\n"
+    with pytest.raises(ConfigError, match="at first have 9 GPUs, and max_gpu_budget is 8"):
+        read(table)
+    assert read(f"{table}no_operation = true\n").planner.no_operation
+
+
 def test_workers_of_a_file_with_a_planner_share_the_gpus_that_are_left(read):
     """Also where the planner is a process of its own."""
     assert not read("[[workers]]\n").may_grow

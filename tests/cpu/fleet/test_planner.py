@@ -201,6 +201,8 @@ def test_prefill_comes_back_from_zero_when_prompts_wait_at_those_that_decode():
     config = PlannerConfig(min_endpoint=0)
     assert changes(seen(0.6, prefill=0, waiting=9), config=config) == [Change("prefill", 1)]
     assert changes(seen(0.6, prefill=0, waiting=2), config=config) == []
+    last_gpu = PlannerConfig(min_endpoint=0, max_gpu_budget=2)  # of which those that decode need both
+    assert changes(seen(0.97, prefill=0, waiting=9), config=last_gpu) == [GROW]
 
 
 def test_the_last_worker_of_a_role_goes_only_when_it_has_nothing_to_do():

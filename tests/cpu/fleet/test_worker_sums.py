@@ -57,6 +57,13 @@ def test_a_worker_that_is_gone_takes_nothing_of_its_counts_along():
     assert again.step_tokens == 112
 
 
+def test_an_engine_that_began_anew_and_has_done_more_since_is_told_by_any_count_that_fell():
+    sums = WorkerSums()
+    sums.of({"a": Stats(step_tokens=100, prefix_cache_hits=50)})
+    after = sums.of({"a": Stats(step_tokens=150, prefix_cache_hits=10)})
+    assert (after.step_tokens, after.prefix_cache_hits) == (250, 60)
+
+
 def test_a_worker_that_comes_back_is_not_counted_twice_unless_its_engine_began_anew():
     sums = WorkerSums()
     sums.of({"a": worker(100)})
