@@ -104,11 +104,10 @@ def connect(tp: TensorParallel, hidden_size: int, dtype: torch.dtype) -> CudaPee
                     block_bytes,
                     TEST_POLLS,
                 )
-                if _all_agree(tp, _agrees(tp, peers, hidden_size, dtype)):
-                    peers = dataclasses.replace(peers, most_polls=-1)
+                why = _difference(tp, peers, hidden_size, dtype)
+                if _all_agree(tp, why is None):
+                    peers = dataclasses.replace(peers, most_polls=kernels.FOR_EVER)
                     sums = CudaPeerSums(peers, foreign, address)
-                else:
-                    why = "the kernels' sums are not those of NCCL"
     if sums is None:
         tp.barrier()  # until here others may write into this rank's memory
         _free(device, foreign, address)
@@ -135,27 +134,48 @@ def _all_agree(tp: TensorParallel, is_well: bool) -> bool:
     return int(tp.all_reduce(torch.tensor([int(is_well)], device=tp.device)).item()) == tp.size
 
 
-def _agrees(tp: TensorParallel, peers: Peers, hidden_size: int, dtype: torch.dtype) -> bool:
-    """Whether sums and norms are right. Small whole numbers have one sum, in whatever order."""
-    generator = torch.Generator(tp.device).manual_seed(tp.rank)
-    right = True
+def _difference(tp: TensorParallel, peers: Peers, hidden_size: int, dtype: torch.dtype) -> str | None:
+    """Which sums or norms are not right on this rank; None if all are. All ranks call this together."""
     kernels = _kernels()
+    generator = torch.Generator(tp.device).manual_seed(tp.rank)
     most_rows = kernels.MAX_BLOCKS * kernels.PLAIN_BLOCK // hidden_size  # of a sum without a norm
-    for rows in {*TEST_ROWS, most_rows} - {0}:  # in the way that sums of this size will go
-        shape = rows, hidden_size
-        for _ in range(3):  # both halves, and the first one again
-            x = torch.randint(-8, 9, shape, generator=generator, device=tp.device).to(dtype)
-            expected = tp.all_reduce(x.clone())
-            if peers.takes(rows, hidden_size * x.itemsize):
-                residual = torch.ones(shape, dtype=dtype, device=tp.device)
-                weight = torch.full((hidden_size,), 2.0, dtype=dtype, device=tp.device)
-                normed = kernels.all_reduce_add_rms_norm(peers, x, residual, weight, 1e-6)
-                right &= torch.equal(residual, expected + 1)
-                oracle = rms_norm(expected + 1, weight, 1e-6)
-                right &= torch.allclose(normed.float(), oracle.float(), rtol=2e-2)
-            if peers.takes_plain(x):
-                right &= torch.equal(kernels.all_reduce(peers, x), expected)
-    return bool(right)
+    sizes = sorted({*TEST_ROWS, most_rows} - {0})  # each goes in the way that sums of its size will go
+    # At first nobody waits, as one rank may compile for seconds longer than another.
+    for rows in sizes:
+        _wrong_sum(tp, dataclasses.replace(peers, most_polls=0), rows, hidden_size, dtype, generator)
+    tp.barrier()
+    wrong = [
+        f"the kernels' {what} of {rows} rows is not that of NCCL"
+        for rows in sizes
+        for _ in range(3)  # both halves, and the first one again
+        if (what := _wrong_sum(tp, peers, rows, hidden_size, dtype, generator))
+    ]
+    return wrong[0] if wrong else None
+
+
+def _wrong_sum(
+    tp: TensorParallel,
+    peers: Peers,
+    rows: int,
+    hidden_size: int,
+    dtype: torch.dtype,
+    generator: torch.Generator,
+) -> str | None:
+    """What is wrong after one turn. Small whole numbers have one sum, in whatever order."""
+    kernels, device = _kernels(), tp.device
+    x = torch.randint(-8, 9, (rows, hidden_size), generator=generator, device=device).to(dtype)
+    expected = tp.all_reduce(x.clone())
+    right = {}
+    if peers.takes(rows, hidden_size * x.itemsize):
+        residual = torch.ones_like(x)
+        weight = torch.full((hidden_size,), 2.0, dtype=dtype, device=device)
+        normed = kernels.all_reduce_add_rms_norm(peers, x, residual, weight, 1e-6)
+        right["sum before a norm"] = torch.equal(residual, expected + 1)
+        oracle = rms_norm(expected + 1, weight, 1e-6)
+        right["norm"] = torch.allclose(normed.float(), oracle.float(), rtol=2e-2)
+    if peers.takes_plain(x):
+        right["sum"] = torch.equal(kernels.all_reduce(peers, x), expected)
+    return next((what for what, is_right in right.items() if not is_right), None)
 
 
 class _Bytes:
