@@ -4,8 +4,10 @@ Both put the query heads of one kv head into one tile, so that K and V are read 
 into the cache have 64 bits. The oracle is attention_reference.py. attention/triton.py launches these kernels
 and owns their workspace. prefix_attention.py works on keys that several decodes share.
 
-Numbers of an fp8 cache (FP8) become those of the queries' dtype in registers. The scale of a head's keys is
-multiplied into that of its scores, and the scale of its values into the sum of values, once at the end.
+Numbers of an fp8 cache (FP8) become fp16 in registers, or fp32 for such queries. The way from e4m3 to bf16 goes
+through fp16 and takes four times as many instructions, which held decodes up more than memory did. So queries
+and weights become fp16, too; queries beyond its 65,504 are no model's. The scale of a head's keys is multiplied
+into that of its scores, and the scale of its values into the sum of values, once at the end.
 
 Shapes: T tokens, S sequences, R state rows, M blocks of a sequence, H query heads, G kv heads, N head size;
 GROUP = H / G.
@@ -80,17 +82,19 @@ def _cache_offsets(blocks, keys, stride_block, BLOCK_SIZE: tl.constexpr, N: tl.c
 
 
 @triton.jit
-def _as_plain(x, dtype: tl.constexpr, FP8: tl.constexpr):
-    """Numbers of the cache for products with others of `dtype`."""
-    return x.to(tl.float8e4nv, bitcast=True).to(dtype) if FP8 else x
+def _as_plain(x, FP8: tl.constexpr, WIDE: tl.constexpr):
+    """Numbers of the cache for products with others, which are fp16 then, or fp32 if WIDE."""
+    return x.to(tl.float8e4nv, bitcast=True).to(tl.float32 if WIDE else tl.float16) if FP8 else x
 
 
 @triton.jit
 def _softmax_step(acc, total, highest, q, k, v, visible, scale_log2, MASKED: tl.constexpr, FP8: tl.constexpr):
     """Works on one tile of online softmax. `total` is the sum of exp2(score - highest), and `acc` is the sum
     of values with these weights."""
-    k = _as_plain(k, q.dtype, FP8)
-    v = _as_plain(v, q.dtype, FP8)
+    WIDE: tl.constexpr = tl.float32 == q.dtype
+    k = _as_plain(k, FP8, WIDE)
+    v = _as_plain(v, FP8, WIDE)
+    q = q.to(k.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if MASKED:
         scores = tl.where(visible, scores, float("-inf"))
