@@ -66,6 +66,14 @@ def _ask(stage, group, piece, pred, memory, to_up, pieces, GATED: gl.constexpr, 
 
 
 @gluon.jit
+def _in_order(x):
+    """Puts the inputs of each part, which come in the row's order, in that of the weights. A thread has whole
+    sixteens of them, so that none goes to another one."""
+    PARTS: gl.constexpr = x.shape[0]
+    return x.reshape((PARTS, PART // 16, 2, 4, 2)).permute((0, 1, 3, 4, 2)).reshape((PARTS, PART))
+
+
+@gluon.jit
 def _quants(words, asm: gl.constexpr):
     """Returns four quants of 4 bits of each word, one a byte. It is written in assembler, as the compiler
     would take the bytes apart and put them together again."""
@@ -240,16 +248,15 @@ def hopper_int4_row_kernel(
 
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [num_warps, 1], [1, 0])
     part = gl.arange(0, PARTS, gl.SliceLayout(1, layout))  # of piece, half and slice
-    k = gl.arange(0, PART, gl.SliceLayout(0, layout))
-    within = k // 16 * 16 + k % 2 * 8 + k // 4 % 4 * 2 + k // 2 % 2
-    at = (part // 8 * 8 + part % SLICES * 2 + part // SLICES % 2)[:, None] * PART + within[None, :]
+    first = (part // 8 * 8 + part % SLICES * 2 + part // SLICES % 2) * PART
+    at = first[:, None] + gl.arange(0, PART, gl.SliceLayout(0, layout))[None, :]
     if norm_ptr is not None:
         norm = gl.load(norm_ptr + at, mask=at < I, other=0.0)
     wait_for_inputs(PDL)
     x = gl.load(x_ptr + at, mask=at < I, other=0.0).to(gl.float32)
     if norm_ptr is not None:
         x = normed(x, norm, I, eps, DTYPE)
-    x, smaller = put_row(x, x_smem._reinterpret(FP8, [PARTS * 2, PART], swizzled))
+    x, smaller = put_row(_in_order(x), x_smem._reinterpret(FP8, [PARTS * 2, PART], swizzled))
     x_sum = gl.sum(x, axis=1)
     sums_smem.store(x_sum if MINIMA else x_sum * ZERO)
     x_sums = sums_smem._reinterpret(gl.float32, [PARTS // SLICES, SLICES], line_shared)
