@@ -35,6 +35,7 @@ STEPS: gl.constexpr = gl.constexpr(16)  # of a tile: 64 inputs of 16 outputs, 16
 GROUPS: gl.constexpr = gl.constexpr(8)  # of a tile's inputs
 # Tiles of 8 KB in the ring. A gated product has half as many places, each for a tile of gate and one of up.
 STAGES: gl.constexpr = gl.constexpr(6)
+EARLY: gl.constexpr = gl.constexpr(2)  # of them, asked for before the row is there, as in hopper_fp8_row.py
 # From the scales and minima of gpu_weight.py in bf16 to those of quants that are numbers of fp8.
 SCALE: gl.constexpr = gl.constexpr(2.0**-108)
 MINIMUM: gl.constexpr = gl.constexpr(2.0**16)
@@ -242,7 +243,7 @@ def hopper_int4_row_kernel(
     mine = gl.cdiv(gl.cdiv(O, OUTS) - gl.program_id(0), gl.num_programs(0))
     memory = (words_desc, scales_desc, minima_desc, words_smem, scales_smem, minima_smem, full)
     asked_piece, asked_group = 0, 0
-    for stage in range(RING):
+    for stage in range(EARLY // (1 + GATED)):
         _ask(stage, asked_group, asked_piece, asked_group < mine, memory, to_up, pieces, GATED, MINIMA)
         asked_piece, asked_group = following(asked_piece, asked_group, pieces)
 
@@ -253,7 +254,11 @@ def hopper_int4_row_kernel(
     if norm_ptr is not None:
         norm = gl.load(norm_ptr + at, mask=at < I, other=0.0)
     wait_for_inputs(PDL)
-    x = gl.load(x_ptr + at, mask=at < I, other=0.0).to(gl.float32)
+    x = gl.load(x_ptr + at, mask=at < I, other=0.0)
+    for stage in range(EARLY // (1 + GATED), RING):
+        _ask(stage, asked_group, asked_piece, asked_group < mine, memory, to_up, pieces, GATED, MINIMA)
+        asked_piece, asked_group = following(asked_piece, asked_group, pieces)
+    x = x.to(gl.float32)
     if norm_ptr is not None:
         x = normed(x, norm, I, eps, DTYPE)
     x, smaller = put_row(_in_order(x), x_smem._reinterpret(FP8, [PARTS * 2, PART], swizzled))
