@@ -44,6 +44,9 @@ PART: gl.constexpr = gl.constexpr(128)  # inputs of a slice: as many bytes as TM
 # Tiles of 16 KB in the ring. A gated product has half as many places, each for a tile of gate and one of up.
 # They take more than half of an SM's memory, for hopper_row.py's reason.
 STAGES: gl.constexpr = gl.constexpr(8)
+# Of these, asked for before the row is there. Behind more of them the row would have to wait, and so would
+# what the kernels before still read.
+EARLY: gl.constexpr = gl.constexpr(6)
 WARPS: gl.constexpr = gl.constexpr(8)  # They share a tile's rows for the tensor cores, 16 each.
 LARGEST_SHIFT: gl.constexpr = gl.constexpr(7)  # The row's largest number becomes 2^7 to 2^8.
 
@@ -181,7 +184,7 @@ def hopper_fp8_row_kernel(
     mine = gl.cdiv(gl.cdiv(O, OUTS) - gl.program_id(0), gl.num_programs(0))
     memory = (weight_desc, scales_desc, weight_smem, scales_smem, full)
     asked_piece, asked_group = 0, 0
-    for stage in range(RING):
+    for stage in range(EARLY // (1 + GATED)):
         _ask(stage, asked_group, asked_piece, asked_group < mine, memory, O, GATED, GROUPED)
         asked_piece, asked_group = following(asked_piece, asked_group, pieces)
 
@@ -191,7 +194,11 @@ def hopper_fp8_row_kernel(
     if norm_ptr is not None:
         norm = gl.load(norm_ptr + at, mask=at < I, other=0.0)
     wait_for_inputs(PDL)
-    x = gl.load(x_ptr + at, mask=at < I, other=0.0).to(gl.float32)
+    x = gl.load(x_ptr + at, mask=at < I, other=0.0)
+    for stage in range(EARLY // (1 + GATED), RING):
+        _ask(stage, asked_group, asked_piece, asked_group < mine, memory, O, GATED, GROUPED)
+        asked_piece, asked_group = following(asked_piece, asked_group, pieces)
+    x = x.to(gl.float32)
     if norm_ptr is not None:
         x = normed(x, norm, I, eps, DTYPE)
     x, smaller = put_row(x, x_smem._reinterpret(FP8, [BLOCK_X // PART * 2, PART], swizzled))

@@ -35,6 +35,7 @@ STEPS: gl.constexpr = gl.constexpr(16)  # of a tile: 64 inputs of 16 outputs, 16
 GROUPS: gl.constexpr = gl.constexpr(8)  # of a tile's inputs
 # Tiles of 8 KB in the ring. A gated product has half as many places, each for a tile of gate and one of up.
 STAGES: gl.constexpr = gl.constexpr(6)
+EARLY: gl.constexpr = gl.constexpr(2)  # of them, asked for before the row is there, as in hopper_fp8_row.py
 # From the scales and minima of gpu_weight.py in bf16 to those of quants that are numbers of fp8.
 SCALE: gl.constexpr = gl.constexpr(2.0**-108)
 MINIMUM: gl.constexpr = gl.constexpr(2.0**16)
@@ -63,6 +64,14 @@ def _ask(stage, group, piece, pred, memory, to_up, pieces, GATED: gl.constexpr, 
             tma.async_copy_global_to_shared(
                 minima_desc, [tile * GROUPS, 0], full.index(stage), minima_smem.index(place), pred=pred
             )
+
+
+@gluon.jit
+def _in_order(x):
+    """Puts the inputs of each part, which come in the row's order, in that of the weights. A thread has whole
+    sixteens of them, so that none goes to another one."""
+    PARTS: gl.constexpr = x.shape[0]
+    return x.reshape((PARTS, PART // 16, 2, 4, 2)).permute((0, 1, 3, 4, 2)).reshape((PARTS, PART))
 
 
 @gluon.jit
@@ -234,22 +243,25 @@ def hopper_int4_row_kernel(
     mine = gl.cdiv(gl.cdiv(O, OUTS) - gl.program_id(0), gl.num_programs(0))
     memory = (words_desc, scales_desc, minima_desc, words_smem, scales_smem, minima_smem, full)
     asked_piece, asked_group = 0, 0
-    for stage in range(RING):
+    for stage in range(EARLY // (1 + GATED)):
         _ask(stage, asked_group, asked_piece, asked_group < mine, memory, to_up, pieces, GATED, MINIMA)
         asked_piece, asked_group = following(asked_piece, asked_group, pieces)
 
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [num_warps, 1], [1, 0])
     part = gl.arange(0, PARTS, gl.SliceLayout(1, layout))  # of piece, half and slice
-    k = gl.arange(0, PART, gl.SliceLayout(0, layout))
-    within = k // 16 * 16 + k % 2 * 8 + k // 4 % 4 * 2 + k // 2 % 2
-    at = (part // 8 * 8 + part % SLICES * 2 + part // SLICES % 2)[:, None] * PART + within[None, :]
+    first = (part // 8 * 8 + part % SLICES * 2 + part // SLICES % 2) * PART
+    at = first[:, None] + gl.arange(0, PART, gl.SliceLayout(0, layout))[None, :]
     if norm_ptr is not None:
         norm = gl.load(norm_ptr + at, mask=at < I, other=0.0)
     wait_for_inputs(PDL)
-    x = gl.load(x_ptr + at, mask=at < I, other=0.0).to(gl.float32)
+    x = gl.load(x_ptr + at, mask=at < I, other=0.0)
+    for stage in range(EARLY // (1 + GATED), RING):
+        _ask(stage, asked_group, asked_piece, asked_group < mine, memory, to_up, pieces, GATED, MINIMA)
+        asked_piece, asked_group = following(asked_piece, asked_group, pieces)
+    x = x.to(gl.float32)
     if norm_ptr is not None:
         x = normed(x, norm, I, eps, DTYPE)
-    x, smaller = put_row(x, x_smem._reinterpret(FP8, [PARTS * 2, PART], swizzled))
+    x, smaller = put_row(_in_order(x), x_smem._reinterpret(FP8, [PARTS * 2, PART], swizzled))
     x_sum = gl.sum(x, axis=1)
     sums_smem.store(x_sum if MINIMA else x_sum * ZERO)
     x_sums = sums_smem._reinterpret(gl.float32, [PARTS // SLICES, SLICES], line_shared)

@@ -14,6 +14,7 @@ from shoal import LLM, SamplingParams
 from shoal.kernels import reference
 from shoal.kernels.fp8_rows import Fp8Rows, quantize_rows
 from shoal.kernels.fp8_tensor import Fp8Tensor
+from shoal.kernels.products import gpu_of
 from shoal.layers.weight_format import FusedWeight
 from tests import quantized
 
@@ -105,6 +106,39 @@ def test_sums_of_many_inputs_are_those_of_float32() -> None:
     weight.matrix.data.copy_(weight.matrix.data.float().abs().to(torch.float8_e4m3fn))
     exact = taken(weight, x).double() @ matrix.abs().double().T
     assert error(weight.linear(x, None).double(), exact) < 2.5e-3
+
+
+@GROUPS
+@pytest.mark.parametrize(("outs", "inputs"), [(6144, 4096), (24576, 4096), (4096, 12288)])
+def test_one_row_of_a_norm(outs: int, inputs: int, group: int) -> None:
+    x, weight, matrix, bias = operands(1, outs, inputs, group)
+    norm = (torch.rand(inputs, device=DEVICE) + 0.5).to(BF16)
+    exact = F.linear(reference.rms_norm(x, norm, 1e-6).float(), matrix, bias.float())
+    for gated, expected, limit in ((False, exact, 4e-3), (True, reference.silu_mul(exact), 1e-2)):
+        y = weight.of_norm(x, norm, 1e-6, bias, gated)
+        assert (y is not None) == gpu_of(DEVICE).hopper
+        assert y is None or error(y, expected) < limit
+
+
+@GROUPS
+def test_a_chain_of_rings_is_in_order_and_equal_each_time(group: int) -> None:
+    """Weights are large enough for rings, whose tiles come while kernels before still write the residual."""
+    x, up, _, _ = operands(1, 6144, 2048, group)
+    _, down, _, _ = operands(1, 2048, 3072, group)
+    norm = torch.ones(2048, device=DEVICE, dtype=BF16)
+
+    def chain(wait: bool) -> torch.Tensor:
+        residual = x.clone()
+        for _ in range(40):
+            hidden = up.of_norm(residual, norm, 1e-6, None, True)
+            if hidden is None:
+                hidden = up.gated(up.normed(None, residual, norm, 1e-6), None)
+            down.add(hidden, None, residual)
+            if wait:
+                torch.cuda.synchronize()
+        return residual
+
+    check_replays(lambda: chain(False), chain(True))
 
 
 @GROUPS

@@ -15,6 +15,7 @@ from shoal.kernels import reference
 from shoal.kernels.ggml_types import GROUPS
 from shoal.kernels.int4_tensor import Int4Tensor
 from shoal.kernels.mxfp4_tensor import Mxfp4Tensor
+from shoal.kernels.products import gpu_of
 from shoal.kernels.quantized_tensor import QuantizedTensor
 from shoal.layers.weight_format import FusedWeight
 from tests import quantized
@@ -123,6 +124,42 @@ def check_replays(launch: Callable[[], torch.Tensor], expected: torch.Tensor) ->
     for _ in range(20):
         graph.replay()
         assert torch.equal(captured, expected)
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize(("outs", "inputs"), [(6144, 4096), (24576, 4096), (4096, 12288)])
+def test_one_row_of_a_norm(outs: int, inputs: int, zeros: bool) -> None:
+    print("seed", torch.manual_seed(25).initial_seed())
+    weight, matrix = packed([int4(outs, inputs, 128, zeros)])
+    x, bias = (torch.randn(1, size, device=DEVICE).to(torch.bfloat16) for size in (inputs, outs))
+    norm = (torch.rand(inputs, device=DEVICE) + 0.5).to(torch.bfloat16)
+    exact = F.linear(reference.rms_norm(x, norm, 1e-6).float(), matrix, bias[0].float())
+    for gated, expected, limit in ((False, exact, 8e-3), (True, reference.silu_mul(exact), 2e-2)):
+        y = weight.of_norm(x, norm, 1e-6, bias[0], gated)
+        assert (y is not None) == gpu_of(DEVICE).hopper
+        assert y is None or error(y, expected) < limit
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+def test_a_chain_of_rings_is_in_order_and_equal_each_time(zeros: bool) -> None:
+    """Weights are large enough for rings, whose tiles come while kernels before still write the residual."""
+    print("seed", torch.manual_seed(26).initial_seed())
+    (up, _), (down, _) = packed([int4(6144, 2048, 128, zeros)]), packed([int4(2048, 3072, 128, zeros)])
+    x = torch.randn(1, 2048, device=DEVICE).to(torch.bfloat16)
+    norm = torch.ones(2048, device=DEVICE, dtype=torch.bfloat16)
+
+    def chain(wait: bool) -> torch.Tensor:
+        residual = x.clone()
+        for _ in range(40):
+            hidden = up.of_norm(residual, norm, 1e-6, None, True)
+            if hidden is None:
+                hidden = up.gated(up.normed(None, residual, norm, 1e-6), None)
+            down.add(hidden, None, residual)
+            if wait:
+                torch.cuda.synchronize()
+        return residual
+
+    check_replays(lambda: chain(False), chain(True))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 64, 100, 300])
