@@ -32,6 +32,7 @@ PART: gl.constexpr = gl.constexpr(256)  # inputs that a warp reads at once, 16 b
 PARTS: gl.constexpr = gl.constexpr(4)  # parts of a tile, which is 16 KB of weights
 # Tiles in the ring. A gated product has half as many places, each for a tile of gate and one of up.
 STAGES: gl.constexpr = gl.constexpr(8)
+EARLY: gl.constexpr = gl.constexpr(6)  # of them, asked for before the row is there, as in hopper_fp8_row.py
 
 
 @gluon.jit
@@ -100,13 +101,15 @@ def hopper_row_kernel(
 
     mine = gl.cdiv(gl.cdiv(O, OUTS) - gl.program_id(0), gl.num_programs(0))
     tiles = mine * pieces
-    for i in gl.static_range(RING):
+    for i in gl.static_range(EARLY // (1 + GATED)):
         _ask(i, weight_ptr, weight_smem, up_smem, O, I, pieces, tiles, GATED, EVEN)
     at = gl.arange(0, BLOCK_X, gl.BlockedLayout([8], [32], [num_warps], [0]))
     if norm_ptr is not None:
         norm = gl.load(norm_ptr + at, mask=at < I, other=0.0)
     wait_for_inputs(PDL)
     x = gl.load(x_ptr + at, mask=at < I, other=0.0)
+    for i in gl.static_range(EARLY // (1 + GATED), RING):
+        _ask(i, weight_ptr, weight_smem, up_smem, O, I, pieces, tiles, GATED, EVEN)
     if norm_ptr is not None:
         x32 = x.to(gl.float32)
         scale = gl.rsqrt(gl.sum(x32 * x32, axis=0) / I + eps)
