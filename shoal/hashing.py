@@ -5,9 +5,9 @@ it:
 
     key[i] = H(key[i - 1], tokens of block i as little-endian uint32)
 
-The parent of block 0 is a root, which names adapter and salt. The tokens behind the last full block, the tail,
-have a key of another kind, by which a tail is told from every other one and from a full block. Keys are the same in every process and on every
-machine, because a cache on disk may outlive the engine that wrote it.
+The parent of block 0 is a root, which names adapter and salt. The tokens behind the last full block, the
+tail, have a key that is made likewise, but is never that of a full block. Keys are the same in every process
+and on every machine, because a cache on disk may outlive the engine that wrote it.
 
 A hash on the wire has 64 bits. An event names a block by the end of its key, and the receiver takes that name
 as opaque. A router hashes the tokens of events and prompts itself, as NVIDIA Dynamo does: xxh3 of each block,

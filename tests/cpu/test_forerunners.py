@@ -11,6 +11,7 @@ from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.sequence import SequenceStatus
 from shoal.errors import RequestError
 from shoal.kv.transport_mapped import MappedPeer
+from tests import tiny
 from tests.cpu.test_handover import (  # noqa: F401 (fixtures)
     BLOCKS,
     DEADLINE_S,
@@ -124,10 +125,7 @@ def test_blocks_that_a_forerunner_has_brought_are_told_with_its_successors_first
     names = [span.name for span in found.spans]
     assert names == ["queue", "transfer", "prefill"]
     queue, transfer, prefill = found.spans
-    assert (
-        transfer.attributes == {"from": "worker", "blocks": BLOCKS}
-        and prefill.attributes["tokens"] == 1
-    )
+    assert transfer.attributes == {"from": "worker", "blocks": BLOCKS} and prefill.attributes["tokens"] == 1
     assert transfer.ago_s > transfer.seconds > 0 and queue.ago_s >= prefill.ago_s == prefill.seconds
 
 
@@ -301,6 +299,29 @@ def test_a_cache_that_was_reset_under_a_forerunner_is_computed(trio):  # noqa: F
     while trio.reader.has_work:
         tokens += [i for output in trio.reader.step() for i in output.token_ids]
     assert first.tokens + tokens == expected.tokens
+
+
+@pytest.mark.parametrize("way", ["sleep", "weights"])
+def test_a_cache_that_is_lost_under_a_forerunner_is_computed(build, trio, folder, tmp_path, way):  # noqa: F811
+    """The tail has no key that the pool could forget. With other weights, the rest is theirs."""
+    changed = tiny.write_changed(folder, tmp_path / "changed") if way == "weights" else folder
+    reader, one = build("kv_consumer", enable_sleep_mode=True), build(folder=changed)
+    for prompt in (PROMPT, PROMPT[:9]):
+        [first] = run(trio.lender, request("p", prompt, offers_kv=True, max_tokens=1))
+        [expected] = run(one, request("one", prompt, first.tokens))
+        reader.add(request("f", prompt, kv_ticket=first.ticket, fetches_only=True))
+        until(lambda: reader.scheduler.running and not reader.scheduler.fetches, reader)
+        reader.sleep(1, mode="keep") if way == "sleep" else reader.update_weights(str(changed))
+        reader.wake_up() if way == "sleep" else None
+        behind = request("d", prompt, first.tokens)
+        behind.continues = "f"
+        reader.add(behind)
+        tokens = []
+        while reader.has_work:
+            tokens += [i for output in reader.step() for i in output.token_ids]
+        assert tokens == expected.tokens
+        reader.update_weights(str(folder)) if way == "weights" else None
+        all_is_given_back(trio.lender, reader)
 
 
 @pytest.mark.parametrize("wrong", [{"kv_ticket": None}, {"output_token_ids": [1]}])

@@ -352,6 +352,21 @@ def test_the_ticket_of_another_prompt_is_not_used(trio):
     trio.lender.peers.withdraw_all("the test ends")
 
 
+def test_the_tail_of_another_prompt_is_not_used(trio):
+    """Only its last token differs, or its salt."""
+    other = PROMPT[:69] + [PROMPT[69] ^ 1]
+    [expected] = run(trio.one, request("one", other))
+    first, wrong = prefill(trio.lender, other), prefill(trio.lender)
+    first.ticket = wrong.ticket
+    assert first.tokens + decode(trio.reader, first, other).tokens == expected.tokens
+    assert blocks_in(trio.reader) == 4, "the full blocks, which are the same"
+    salted = request("salted", PROMPT, kv_ticket=prefill(trio.lender).ticket)
+    salted.cache_salt = "of somebody else"
+    [answer] = run(trio.reader, salted)
+    assert answer.tokens == run(trio.one, request("two"))[0].tokens and blocks_in(trio.reader) == 4
+    trio.lender.peers.withdraw_all("the test ends")
+
+
 def test_keys_that_claim_the_blocks_of_another_prompt_are_forged(trio):
     first, other = prefill(trio.lender), prefill(trio.lender, PROMPT[::-1])
     keys = unseal(first.ticket).keys
@@ -389,6 +404,15 @@ def test_blocks_of_another_layout_are_computed(build, trio, options):
     assert blocks_in(trio.reader) == 0
     if "dtype" in options:
         assert failures(trio.reader) == {"incompatible": 1}
+
+
+def test_a_tail_in_a_block_of_another_size_is_computed(build, trio):
+    """The prompt is shorter than either block, so its tail has the same key."""
+    lender, prompt = build("kv_producer", block_size=32), PROMPT[:9]
+    [expected] = run(trio.one, request("one", prompt))
+    first = prefill(lender, prompt)
+    assert first.tokens + decode(trio.reader, first, prompt).tokens == expected.tokens
+    assert failures(trio.reader) == {"incompatible": 1} and blocks_in(trio.reader) == 0
 
 
 def test_an_engine_that_does_not_read_leaves_a_ticket_alone(trio):

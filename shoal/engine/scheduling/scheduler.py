@@ -76,8 +76,8 @@ class ScheduledSeq:
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step computes. The first `num_decodes` entries are decodes, the longest first: their one input
-    token lies in their row on the device, or comes with the row. The others are chunks of prompts, which bring
-    their tokens along. `num_tokens` is the sum over all entries."""
+    token lies in their row on the device, or is sent with the row. The others are chunks of prompts, which
+    bring their tokens along. `num_tokens` is the sum over all entries."""
 
     scheduled: tuple[ScheduledSeq, ...]
     num_decodes: int
@@ -505,10 +505,11 @@ class Scheduler:
 
     def _schedule_prompts(self, scheduled: list[ScheduledSeq], budget: PromptBudget) -> None:
         """Goes on with the prompts that have begun, in turn."""
+        successors = [entry.seq for entry in scheduled]  # They have their part of this step.
         for seq in self.running:
             if budget.is_spent:
                 break
-            if seq.status is not PREFILL:
+            if seq.status is not PREFILL or seq in successors:
                 continue
             num_tokens = budget.fit(seq.num_computed, seq.num_tokens - seq.num_computed)
             if num_tokens == 0:
@@ -592,8 +593,8 @@ class Scheduler:
                 self._schedule_chunk(scheduled, seq, num_tokens, budget)
 
     def _has_same_tail(self, seq: Sequence, forerunner: Sequence, num_full: int) -> bool:
-        """Whether a forerunner's block `num_full`, which is not full, has the tokens that follow so many blocks
-        of its successor. It has no key in the pool, so what makes cached blocks forgotten is looked for
+        """Whether the last block of a forerunner has the tail behind the first `num_full` blocks of its
+        successor. The pool has no key of it, which a reset would have taken away, so that is looked up
         here."""
         end, size = forerunner.num_computed, self._block_size
         if end % size == 0 or end // size != num_full:

@@ -162,7 +162,7 @@ class Fetch:
     seq: Sequence
     start: int  # the first block on its way, counted in the sequence's blocks
     keys: list[bytes]  # keys of the blocks on their way
-    num_full: int  # how many of them are full; a last one that is not has the tokens up to the sequence's last
+    num_full: int  # how many of them are full; one behind them has the rest, up to the sequence's last token
     held: list[int]  # the blocks that it has references on
     rest: abc.Sequence[Source]  # who is asked for the blocks behind these when they have arrived
     findable: bool = True  # whether others may find the blocks when they have arrived; not after a reset
