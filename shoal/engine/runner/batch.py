@@ -328,7 +328,7 @@ class BatchBuilder:
             self.num_sent[row] = 0
             if self.tree is not None:
                 self.tree.place(row, seq.block_ids)
-                # It may decode in the very step behind its predecessor's last one, whose groups don't know it.
+                # It may decode in the step behind its predecessor's last one, whose groups don't know it.
                 self.decode_rows = self.decode_rows[self.decode_rows != row]
             params = seq.request.params
             self.whole_rows[row] = self.splits_draws and needs_whole_row(
