@@ -18,6 +18,7 @@ from shoal.cli.serve import plan
 from shoal.config import EngineConfig, ServerConfig
 from shoal.engine import core as core_module
 from shoal.engine.core import EngineCore
+from shoal.engine.peers import reader as reader_module
 from shoal.engine.runner import rank_peers
 from shoal.engine.runner.rank_peers import RankPeers
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -539,6 +540,54 @@ def test_a_request_that_waits_for_its_turn_renews_its_lease(build, trio):
         time.sleep(0.02 if not tokens else 0)
     assert first.tokens + tokens == expected.tokens and blocks_in(reader) == BLOCKS and not failures(reader)
     all_is_given_back(lender, reader)
+
+
+def test_a_ticket_that_two_requests_bring_serves_both(build, trio):
+    """At once, or one after the other: whoever comes too late to read computes."""
+    [expected] = run(trio.one, request("one"))
+    first = prefill(trio.lender)
+    asked = [request(name, PROMPT, first.tokens, kv_ticket=first.ticket) for name in "ab"]
+    for answer in run(trio.reader, *asked):
+        assert first.tokens + answer.tokens == expected.tokens
+    trio.reader.reset_prefix_cache()
+    assert first.tokens + decode(trio.reader, first).tokens == expected.tokens
+    assert failures(trio.reader).keys() <= {"unknown", "ended"}
+
+
+def test_more_tickets_than_are_opened_at_once_all_serve(build, trio, monkeypatch):
+    monkeypatch.setattr(reader_module, "MAX_OPENING", 2)
+    reader = build("kv_consumer")
+    prompts = [[i, *PROMPT] for i in range(20)]
+    expected = [
+        answer.tokens for answer in run(trio.one, *(request(f"{i}", p) for i, p in enumerate(prompts)))
+    ]
+    firsts = [prefill(trio.lender, prompt) for prompt in prompts]
+    asked = [
+        request(f"{i}", prompt, first.tokens, kv_ticket=first.ticket)
+        for i, (prompt, first) in enumerate(zip(prompts, firsts))
+    ]
+    found = [first.tokens + answer.tokens for first, answer in zip(firsts, run(reader, *asked))]
+    assert found == expected and blocks_in(reader) == 20 * BLOCKS and not failures(reader)
+    all_is_given_back(trio.lender, reader)
+
+
+def test_a_request_that_is_preempted_when_its_blocks_have_come_waits_for_none(trio):
+    [expected] = run(trio.one, request("one"))
+    first = prefill(trio.lender)
+    trio.reader.add(request("decode", PROMPT, first.tokens, kv_ticket=first.ticket))
+    tokens = []
+
+    def steps(enough):
+        until = time.monotonic() + DEADLINE_S
+        while not enough():
+            tokens.extend(i for output in trio.reader.step() for i in output.token_ids)
+            assert time.monotonic() < until
+
+    steps(lambda: len(tokens) >= 3)
+    trio.reader.loop.drain()
+    trio.reader.scheduler.preempt_all()
+    steps(lambda: not trio.reader.has_work)
+    assert first.tokens + tokens == expected.tokens and blocks_in(trio.reader) == BLOCKS
 
 
 def test_a_request_that_is_aborted_before_it_starts_lets_the_owner_go(build, trio):

@@ -162,6 +162,17 @@ def test_a_forerunner_of_something_else_gives_no_wrong_token(scheduler, other):
     assert tail not in seq.block_ids[: start // SIZE]
 
 
+def test_a_forerunner_has_one_successor(scheduler):
+    parked(scheduler)
+    scheduler.peers.lacks = 99
+    scheduler.add(request("d", continues="f"))
+    scheduler.add(request("e", continues="f"))
+    decodes, prefills = planned(scheduler)
+    assert decodes == [("d", 18, 1)] and prefills == [("e", 16, 3)]
+    d, e = scheduler.running
+    assert not set(d.block_ids[4:]) & set(e.block_ids[4:])
+
+
 def test_a_successor_that_lost_its_first_token_computes_the_prompts_last_one_again(scheduler):
     parked(scheduler)
     scheduler.add(request("d", first=(), continues="f"))
