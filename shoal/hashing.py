@@ -5,8 +5,9 @@ it:
 
     key[i] = H(key[i - 1], tokens of block i as little-endian uint32)
 
-The parent of block 0 is a root, which names adapter and salt. Keys are the same in every process and on every
-machine, because a cache on disk may outlive the engine that wrote it.
+The parent of block 0 is a root, which names adapter and salt. The tokens behind the last full block, the
+tail, have a key that is made likewise, but is never that of a full block. Keys are the same in every process
+and on every machine, because a cache on disk may outlive the engine that wrote it.
 
 A hash on the wire has 64 bits. An event names a block by the end of its key, and the receiver takes that name
 as opaque. A router hashes the tokens of events and prompts itself, as NVIDIA Dynamo does: xxh3 of each block,
@@ -57,6 +58,19 @@ def extend_keys(keys: list[bytes], root: bytes, token_ids: list[int], block_size
         hasher.update(data[start : start + size])
         parent = hasher.digest()
         keys.append(parent)
+
+
+def keys_with_tail(keys: list[bytes], root: bytes, token_ids: list[int], block_size: int) -> list[bytes]:
+    """Returns the keys of all blocks of `token_ids`, that of a tail last. `keys` has those of the full blocks
+    already, and maybe more."""
+    num_full = len(token_ids) // block_size
+    tail = token_ids[num_full * block_size :]
+    if not tail:
+        return keys[:num_full]
+    parent = keys[num_full - 1] if num_full else root
+    hasher = blake2b(parent, digest_size=KEY_SIZE, person=b"shoal-tail")
+    hasher.update(_bytes_of(tail))
+    return [*keys[:num_full], hasher.digest()]
 
 
 def common_length(a: list[int], b: list[int]) -> int:

@@ -192,6 +192,8 @@ class StepLoop:
             seq, params = drawn.seq, drawn.seq.request.params
             num_given = seq.num_prompt_tokens + len(seq.request.output_token_ids)
             is_first = len(seq.token_ids) == num_given + 1
+            if is_first and seq.started_at is None:  # It began as a decode.
+                seq.started_at = step.launched_at
             spans = _spans_of(seq, num_given, time.monotonic()) if is_first else None
             if seq.request.embed:
                 outputs.append(

@@ -11,7 +11,9 @@ from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.sequence import SequenceStatus
 from shoal.errors import RequestError
 from shoal.kv.transport_mapped import MappedPeer
+from tests import tiny
 from tests.cpu.test_handover import (  # noqa: F401 (fixtures)
+    BLOCKS,
     DEADLINE_S,
     PROMPT,
     Answer,
@@ -113,8 +115,8 @@ def test_two_engines_give_what_one_gives(trio, chunked, options, in_chunks):  # 
     lender = chunked if in_chunks else trio.lender
     [expected] = run(trio.one, request("one", **options))
     found = apart(lender, trio.reader, **options)
-    assert (found.tokens, found.reason) == (expected.tokens, expected.reason) and found.cached == 64
-    assert blocks_in(trio.reader) == 4 and not failures(trio.reader)
+    assert (found.tokens, found.reason) == (expected.tokens, expected.reason) and found.cached == len(PROMPT)
+    assert blocks_in(trio.reader) == BLOCKS and not failures(trio.reader)
     all_is_given_back(lender, trio.reader)
 
 
@@ -123,10 +125,7 @@ def test_blocks_that_a_forerunner_has_brought_are_told_with_its_successors_first
     names = [span.name for span in found.spans]
     assert names == ["queue", "transfer", "prefill"]
     queue, transfer, prefill = found.spans
-    assert (
-        transfer.attributes == {"from": "worker", "blocks": 4}
-        and prefill.attributes["tokens"] == len(PROMPT) - 63
-    )
+    assert transfer.attributes == {"from": "worker", "blocks": BLOCKS} and prefill.attributes["tokens"] == 1
     assert transfer.ago_s > transfer.seconds > 0 and queue.ago_s >= prefill.ago_s == prefill.seconds
 
 
@@ -153,7 +152,7 @@ def test_a_layer_is_read_while_the_next_one_is_computed(trio, chunked, monkeypat
 
     monkeypatch.setattr(ends, "_tell", tell_and_stand)
     found = apart(lender, trio.reader, after_step=after_step)
-    assert found.tokens == expected.tokens and blocks_in(trio.reader) == 4
+    assert found.tokens == expected.tokens and blocks_in(trio.reader) == BLOCKS
     assert set(stood) == set(range(lender.ranks.runner.cache.spec.num_layers))
 
 
@@ -161,24 +160,27 @@ def test_only_the_blocks_that_are_missing_travel(trio, chunked):  # noqa: F811
     lender, [expected] = chunked, run(trio.one, request("one"))
     run(trio.reader, request("before", PROMPT[:40]))
     found = apart(lender, trio.reader)
-    assert found.tokens == expected.tokens and blocks_in(trio.reader) == 2 and found.cached == 64
+    assert found.tokens == expected.tokens and blocks_in(trio.reader) == 3 and found.cached == len(PROMPT)
     # and where none is missing, the owner hears at once that nobody needs the blocks
-    assert apart(lender, trio.reader, name="again").tokens == expected.tokens and blocks_in(trio.reader) == 2
+    [expected] = run(trio.one, request("whole", PROMPT[:64]))
+    found = apart(lender, trio.reader, PROMPT[:64], "again")
+    assert found.tokens == expected.tokens and blocks_in(trio.reader) == 3
     all_is_given_back(lender, trio.reader)
 
 
 def test_prefix_hits_of_the_owner_travel_with_the_step_that_follows_them(trio, chunked):  # noqa: F811
     lender, [expected] = chunked, run(trio.one, request("one"))
     run(lender, request("before", PROMPT[:50]))
-    assert apart(lender, trio.reader).tokens == expected.tokens and blocks_in(trio.reader) == 4
+    assert apart(lender, trio.reader).tokens == expected.tokens and blocks_in(trio.reader) == BLOCKS
 
 
 @pytest.mark.parametrize("num_tokens", [15, 16, 17, 31, 32, 33, 47, 48])
 def test_prompts_around_the_ends_of_blocks(build, trio, num_tokens):  # noqa: F811
     lender, prompt = trio.lender, PROMPT[:num_tokens]
     [expected] = run(trio.one, request("one", prompt))
-    assert apart(lender, trio.reader, prompt).tokens == expected.tokens
-    assert blocks_in(trio.reader) == num_tokens // 16 and not failures(trio.reader)
+    found = apart(lender, trio.reader, prompt)
+    assert found.tokens == expected.tokens and found.cached == num_tokens
+    assert blocks_in(trio.reader) == -(-num_tokens // 16) and not failures(trio.reader)
 
 
 @pytest.mark.parametrize("way", ["gone", "withdrawn", "aborted"])
@@ -267,7 +269,7 @@ def test_a_forerunner_keeps_its_blocks_until_its_successor_comes(trio):  # noqa:
     [expected] = run(trio.one, request("one"))
     [first] = run(trio.lender, request("p", offers_kv=True, max_tokens=1))
     trio.reader.add(request("f", kv_ticket=first.ticket, fetches_only=True))
-    until(lambda: blocks_in(trio.reader) == 4, trio.reader)
+    until(lambda: blocks_in(trio.reader) == BLOCKS, trio.reader)
     for _ in range(5):
         assert not trio.reader.step()
     [seq] = trio.reader.scheduler.running
@@ -280,7 +282,7 @@ def test_a_forerunner_keeps_its_blocks_until_its_successor_comes(trio):  # noqa:
     while trio.reader.has_work:
         for output in trio.reader.step():
             answers.setdefault(output.request_id, Answer()).take(output)
-    assert first.tokens + answers["d"].tokens == expected.tokens and answers["d"].cached == 64
+    assert first.tokens + answers["d"].tokens == expected.tokens and answers["d"].cached == len(PROMPT)
     assert answers["f"].reason is FinishReason.LENGTH and not answers["f"].tokens
 
 
@@ -288,7 +290,7 @@ def test_a_cache_that_was_reset_under_a_forerunner_is_computed(trio):  # noqa: F
     [expected] = run(trio.one, request("one"))
     [first] = run(trio.lender, request("p", offers_kv=True, max_tokens=1))
     trio.reader.add(request("f", kv_ticket=first.ticket, fetches_only=True))
-    until(lambda: blocks_in(trio.reader) == 4, trio.reader)
+    until(lambda: blocks_in(trio.reader) == BLOCKS, trio.reader)
     trio.reader.reset_prefix_cache()
     behind = request("d", PROMPT, first.tokens)
     behind.continues = "f"
@@ -297,6 +299,29 @@ def test_a_cache_that_was_reset_under_a_forerunner_is_computed(trio):  # noqa: F
     while trio.reader.has_work:
         tokens += [i for output in trio.reader.step() for i in output.token_ids]
     assert first.tokens + tokens == expected.tokens
+
+
+@pytest.mark.parametrize("way", ["sleep", "weights"])
+def test_a_cache_that_is_lost_under_a_forerunner_is_computed(build, trio, folder, tmp_path, way):  # noqa: F811
+    """The tail has no key that the pool could forget. With other weights, the rest is theirs."""
+    changed = tiny.write_changed(folder, tmp_path / "changed") if way == "weights" else folder
+    reader, one = build("kv_consumer", enable_sleep_mode=True), build(folder=changed)
+    for prompt in (PROMPT, PROMPT[:9]):
+        [first] = run(trio.lender, request("p", prompt, offers_kv=True, max_tokens=1))
+        [expected] = run(one, request("one", prompt, first.tokens))
+        reader.add(request("f", prompt, kv_ticket=first.ticket, fetches_only=True))
+        until(lambda: reader.scheduler.running and not reader.scheduler.fetches, reader)
+        reader.sleep(1, mode="keep") if way == "sleep" else reader.update_weights(str(changed))
+        reader.wake_up() if way == "sleep" else None
+        behind = request("d", prompt, first.tokens)
+        behind.continues = "f"
+        reader.add(behind)
+        tokens = []
+        while reader.has_work:
+            tokens += [i for output in reader.step() for i in output.token_ids]
+        assert tokens == expected.tokens
+        reader.update_weights(str(folder)) if way == "weights" else None
+        all_is_given_back(trio.lender, reader)
 
 
 @pytest.mark.parametrize("wrong", [{"kv_ticket": None}, {"output_token_ids": [1]}])

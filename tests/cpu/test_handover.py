@@ -18,6 +18,7 @@ from shoal.cli.serve import plan
 from shoal.config import EngineConfig, ServerConfig
 from shoal.engine import core as core_module
 from shoal.engine.core import EngineCore
+from shoal.engine.peers import reader as reader_module
 from shoal.engine.runner import rank_peers
 from shoal.engine.runner.rank_peers import RankPeers
 from shoal.engine.scheduling.scheduler import Scheduler
@@ -31,7 +32,8 @@ from shoal.metrics import ModelMetrics, exposition
 from shoal.weights.source import resolve
 from tests import tiny
 
-PROMPT = random.Random(1).choices(range(256), k=70)  # four full blocks
+PROMPT = random.Random(1).choices(range(256), k=70)
+BLOCKS = 5  # four full ones, and one for the tail
 COUNT = 10
 DEADLINE_S = 60
 
@@ -169,14 +171,14 @@ def blocks_in(core):
 def test_two_engines_give_what_one_gives(trio, options):
     [expected] = run(trio.one, request("one", **options))
     first = prefill(trio.lender, **options | ({"min_tokens": 1} if "min_tokens" in options else {}))
-    assert trio.lender.stats().kv_loans.held_blocks == 4 and len(unseal(first.ticket).blocks) == 4
+    assert trio.lender.stats().kv_loans.held_blocks == len(unseal(first.ticket).blocks) == BLOCKS
     rest = decode(trio.reader, first, **options)
     assert first.tokens + rest.tokens == expected.tokens and rest.reason == expected.reason
     for here, there in zip(first.logprobs + rest.logprobs, expected.logprobs, strict=True):
         assert here.keys() == there.keys()
         assert all(here[i].logprob == pytest.approx(there[i].logprob, abs=1e-4) for i in here)
     reads = not options.keys() & {"skip_reading_prefix_cache", "prompt_logprobs"}
-    assert blocks_in(trio.reader) == 4 * reads and rest.cached == 64 * reads
+    assert blocks_in(trio.reader) == BLOCKS * reads and rest.cached == len(PROMPT) * reads
     assert not failures(trio.reader)
 
 
@@ -192,9 +194,9 @@ def test_prompts_around_the_ends_of_blocks(trio, num_tokens):
     prompt = PROMPT[:num_tokens]
     [expected] = run(trio.one, request("one", prompt))
     first = prefill(trio.lender, prompt)
-    assert (first.ticket is None) == (num_tokens < 16)
-    assert first.tokens + decode(trio.reader, first, prompt).tokens == expected.tokens
-    assert blocks_in(trio.reader) == num_tokens // 16 and not failures(trio.reader)
+    rest = decode(trio.reader, first, prompt)
+    assert first.tokens + rest.tokens == expected.tokens and rest.cached == num_tokens
+    assert blocks_in(trio.reader) == -(-num_tokens // 16) and not failures(trio.reader)
 
 
 def test_only_the_blocks_that_are_missing_travel(trio):
@@ -203,39 +205,40 @@ def test_only_the_blocks_that_are_missing_travel(trio):
     first = prefill(trio.lender)
     rest = decode(trio.reader, first)
     assert first.tokens + rest.tokens == expected.tokens
-    assert blocks_in(trio.reader) == 2 and rest.cached == 64
+    assert blocks_in(trio.reader) == 3 and rest.cached == len(PROMPT)
     # and if none is missing, the owner hears at once that nobody needs the blocks
-    first = prefill(trio.lender)
-    decode(trio.reader, first)
-    assert blocks_in(trio.reader) == 2
+    first = prefill(trio.lender, PROMPT[:64])
+    decode(trio.reader, first, PROMPT[:64])
+    assert blocks_in(trio.reader) == 3
     all_is_given_back(trio.lender, trio.reader)
 
 
 def test_prefix_hits_of_the_owner_are_offered_as_well(trio):
     first = prefill(trio.lender)
     again = prefill(trio.lender)
-    assert again.cached == 64 and len(unseal(again.ticket).blocks) == 4
-    assert trio.lender.stats().kv_loans.held_blocks == 8
+    assert again.cached == 64 and len(unseal(again.ticket).blocks) == BLOCKS
+    assert trio.lender.stats().kv_loans.held_blocks == 2 * BLOCKS
     decode(trio.reader, first)
     decode(trio.reader, again)
-    assert blocks_in(trio.reader) == 4
+    assert blocks_in(trio.reader) == BLOCKS + 1, "a tail is nobody else's"
 
 
 def test_a_prompt_in_pieces_is_offered_whole(build, trio):
     lender = build("kv_producer", max_num_batched_tokens=16, async_scheduling=True)
     [expected] = run(trio.one, request("one"))
     first = prefill(lender)
-    assert first.tokens + decode(trio.reader, first).tokens == expected.tokens and blocks_in(trio.reader) == 4
+    assert first.tokens + decode(trio.reader, first).tokens == expected.tokens
+    assert blocks_in(trio.reader) == BLOCKS
 
 
 def test_an_engine_may_lend_and_read(build, trio):
     both, expected = build("kv_both"), run(trio.one, request("one"))[0]
     assert both.peers.lender.offers.model == trio.lender.peers.lender.offers.model
     first = prefill(trio.lender)
-    assert first.tokens + decode(both, first).tokens == expected.tokens and blocks_in(both) == 4
+    assert first.tokens + decode(both, first).tokens == expected.tokens and blocks_in(both) == BLOCKS
     again = prefill(both)
     assert again.tokens + decode(trio.reader, again).tokens == expected.tokens
-    assert blocks_in(trio.reader) == 4
+    assert blocks_in(trio.reader) == BLOCKS
 
 
 def test_figures_say_what_went_where(trio):
@@ -243,10 +246,10 @@ def test_figures_say_what_went_where(trio):
     decode(trio.reader, prefill(trio.lender))
     all_is_given_back(trio.lender, trio.reader)
     loans, [(name, read)] = trio.lender.stats().kv_loans, trio.reader.stats().kv_transfers.items()
-    assert (name, read.blocks) == ("in_process", 4) and read.seconds > 0
-    assert loans.blocks_out - before.blocks_out == 4
+    assert (name, read.blocks) == ("in_process", BLOCKS) and read.seconds > 0
+    assert loans.blocks_out - before.blocks_out == BLOCKS
     assert loans.bytes_out - before.bytes_out == read.num_bytes
-    assert read.num_bytes == 4 * trio.reader.ranks.runner.cache.spec.block_bytes
+    assert read.num_bytes == BLOCKS * trio.reader.ranks.runner.cache.spec.block_bytes
     assert loans.ended["done"] == before.ended.get("done", 0) + 1
     assert trio.one.stats().kv_loans is None and trio.reader.stats().kv_loans is None
 
@@ -262,7 +265,7 @@ def test_metrics_tell_what_went_where(trio):
         return [line for line in exposition(families).decode().splitlines() if line.startswith("shoal:kv_")]
 
     told = " ".join(lines(trio.reader))
-    assert 'shoal:kv_transfer_blocks_total{engine="0",model_name="tiny",transport="in_process"} 4.0' in told
+    assert 'shoal:kv_transfer_blocks_total{engine="0",model_name="tiny",transport="in_process"} 5.0' in told
     assert 'shoal:kv_transfer_failures_total{engine="0",kind="damaged",model_name="tiny"} 1.0' in told
     told = " ".join(lines(trio.lender))
     assert 'shoal:kv_loan_offers{engine="0",model_name="tiny"} 0.0' in told
@@ -350,10 +353,25 @@ def test_the_ticket_of_another_prompt_is_not_used(trio):
     trio.lender.peers.withdraw_all("the test ends")
 
 
+def test_the_tail_of_another_prompt_is_not_used(trio):
+    """Only its last token differs, or its salt."""
+    other = PROMPT[:69] + [PROMPT[69] ^ 1]
+    [expected] = run(trio.one, request("one", other))
+    first, wrong = prefill(trio.lender, other), prefill(trio.lender)
+    first.ticket = wrong.ticket
+    assert first.tokens + decode(trio.reader, first, other).tokens == expected.tokens
+    assert blocks_in(trio.reader) == 4, "the full blocks, which are the same"
+    salted = request("salted", PROMPT, kv_ticket=prefill(trio.lender).ticket)
+    salted.cache_salt = "of somebody else"
+    [answer] = run(trio.reader, salted)
+    assert answer.tokens == run(trio.one, request("two"))[0].tokens and blocks_in(trio.reader) == 4
+    trio.lender.peers.withdraw_all("the test ends")
+
+
 def test_keys_that_claim_the_blocks_of_another_prompt_are_forged(trio):
     first, other = prefill(trio.lender), prefill(trio.lender, PROMPT[::-1])
     keys = unseal(first.ticket).keys
-    assert len(keys) == 4 and all(len(key) == KEY_SIZE for key in keys)
+    assert len(keys) == BLOCKS and all(len(key) == KEY_SIZE for key in keys)
     first.ticket = seal(msgspec.structs.replace(unseal(other.ticket), keys=keys))
     [expected] = run(trio.one, request("one"))
     assert first.tokens + decode(trio.reader, first).tokens == expected.tokens
@@ -375,7 +393,7 @@ def test_blocks_of_other_weights_are_computed(build, trio, folder, tmp_path):
     trio.reader.reset_prefix_cache()
     first = prefill(lender)
     assert first.tokens + decode(trio.reader, first).tokens == expected.tokens
-    assert blocks_in(trio.reader) == 4, "the weights are equal again"
+    assert blocks_in(trio.reader) == BLOCKS, "the weights are equal again"
 
 
 @pytest.mark.parametrize("options", [{"block_size": 32}, {"dtype": "bfloat16"}])
@@ -387,6 +405,15 @@ def test_blocks_of_another_layout_are_computed(build, trio, options):
     assert blocks_in(trio.reader) == 0
     if "dtype" in options:
         assert failures(trio.reader) == {"incompatible": 1}
+
+
+def test_a_tail_in_a_block_of_another_size_is_computed(build, trio):
+    """The prompt is shorter than either block, so its tail has the same key."""
+    lender, prompt = build("kv_producer", block_size=32), PROMPT[:9]
+    [expected] = run(trio.one, request("one", prompt))
+    first = prefill(lender, prompt)
+    assert first.tokens + decode(trio.reader, first, prompt).tokens == expected.tokens
+    assert failures(trio.reader) == {"incompatible": 1} and blocks_in(trio.reader) == 0
 
 
 def test_an_engine_that_does_not_read_leaves_a_ticket_alone(trio):
@@ -484,7 +511,7 @@ def test_memory_of_other_workers_is_let_go_when_nobody_reads_it(trio, monkeypatc
 
 def test_an_offer_that_nobody_wants_ends_with_its_lease(build):
     lender = build("kv_producer", lease_s=0.05)
-    assert prefill(lender).ticket is not None and lender.stats().kv_loans.held_blocks == 4
+    assert prefill(lender).ticket is not None and lender.stats().kv_loans.held_blocks == BLOCKS
     time.sleep(0.06)
     loans = lender.stats().kv_loans
     assert loans.ended == {"expired": 1} and loans.held_blocks == 0
@@ -511,8 +538,56 @@ def test_a_request_that_waits_for_its_turn_renews_its_lease(build, trio):
             tokens += output.token_ids if output.request_id == "decode" else []
         lender.tick()
         time.sleep(0.02 if not tokens else 0)
-    assert first.tokens + tokens == expected.tokens and blocks_in(reader) == 4 and not failures(reader)
+    assert first.tokens + tokens == expected.tokens and blocks_in(reader) == BLOCKS and not failures(reader)
     all_is_given_back(lender, reader)
+
+
+def test_a_ticket_that_two_requests_bring_serves_both(build, trio):
+    """At once, or one after the other: whoever comes too late to read computes."""
+    [expected] = run(trio.one, request("one"))
+    first = prefill(trio.lender)
+    asked = [request(name, PROMPT, first.tokens, kv_ticket=first.ticket) for name in "ab"]
+    for answer in run(trio.reader, *asked):
+        assert first.tokens + answer.tokens == expected.tokens
+    trio.reader.reset_prefix_cache()
+    assert first.tokens + decode(trio.reader, first).tokens == expected.tokens
+    assert failures(trio.reader).keys() <= {"unknown", "ended"}
+
+
+def test_more_tickets_than_are_opened_at_once_all_serve(build, trio, monkeypatch):
+    monkeypatch.setattr(reader_module, "MAX_OPENING", 2)
+    reader = build("kv_consumer")
+    prompts = [[i, *PROMPT] for i in range(20)]
+    expected = [
+        answer.tokens for answer in run(trio.one, *(request(f"{i}", p) for i, p in enumerate(prompts)))
+    ]
+    firsts = [prefill(trio.lender, prompt) for prompt in prompts]
+    asked = [
+        request(f"{i}", prompt, first.tokens, kv_ticket=first.ticket)
+        for i, (prompt, first) in enumerate(zip(prompts, firsts))
+    ]
+    found = [first.tokens + answer.tokens for first, answer in zip(firsts, run(reader, *asked))]
+    assert found == expected and blocks_in(reader) == 20 * BLOCKS and not failures(reader)
+    all_is_given_back(trio.lender, reader)
+
+
+def test_a_request_that_is_preempted_when_its_blocks_have_come_waits_for_none(trio):
+    [expected] = run(trio.one, request("one"))
+    first = prefill(trio.lender)
+    trio.reader.add(request("decode", PROMPT, first.tokens, kv_ticket=first.ticket))
+    tokens = []
+
+    def steps(enough):
+        until = time.monotonic() + DEADLINE_S
+        while not enough():
+            tokens.extend(i for output in trio.reader.step() for i in output.token_ids)
+            assert time.monotonic() < until
+
+    steps(lambda: len(tokens) >= 3)
+    trio.reader.loop.drain()
+    trio.reader.scheduler.preempt_all()
+    steps(lambda: not trio.reader.has_work)
+    assert first.tokens + tokens == expected.tokens and blocks_in(trio.reader) == BLOCKS
 
 
 def test_a_request_that_is_aborted_before_it_starts_lets_the_owner_go(build, trio):
@@ -617,7 +692,7 @@ def test_an_interrupt_while_blocks_travel_leaves_a_whole_core(build, trio, monke
     assert reader.step()[0].finish_reason is FinishReason.ABORT
     all_is_given_back(trio.lender, reader)
     first = prefill(trio.lender)
-    assert first.tokens + decode(reader, first).tokens == expected.tokens and blocks_in(reader) == 4
+    assert first.tokens + decode(reader, first).tokens == expected.tokens and blocks_in(reader) == BLOCKS
 
 
 def test_a_read_that_fails_in_an_unknown_way_means_computing(trio, monkeypatch):

@@ -13,6 +13,7 @@ from shoal.hashing import (
     block_name,
     common_length,
     extend_keys,
+    keys_with_tail,
     root_key,
     sequence_hashes,
     wire_seed,
@@ -35,6 +36,22 @@ def test_a_key_names_everything_before_its_block():
     assert a[0] != b[0] and a[1] != b[1]
     assert keys_of([1, 2, 3, 4, 9, 6, 7, 8])[0] == a[0]
     assert keys_of([5, 6, 7, 8])[0] != a[1]
+
+
+def test_a_tail_is_named_by_its_tokens_and_all_before_them():
+    tokens, root = list(range(1, 12)), root_key()
+    keys = keys_of(tokens)
+    *full, tail = keys_with_tail(keys, root, tokens, 4)
+    assert full == keys and len(keys) == 2 and len(tail) == KEY_SIZE
+    others = [tokens[:10], [*tokens[:10], 99], [99, *tokens[1:]], tokens[8:]]
+    tails = [keys_with_tail(keys_of(other), root, other, 4)[-1] for other in others]
+    assert len({tail, *tails}) == 5
+    assert keys_with_tail([], root_key(cache_salt="a"), [1, 2], 4) != keys_with_tail([], root, [1, 2], 4)
+    assert keys_with_tail(keys, root, tokens[:8], 4) == keys, "where there is none"
+
+
+def test_a_tail_is_no_full_block_of_a_smaller_block_size():
+    assert keys_with_tail([], root_key(), [1, 2], 4) != keys_of([1, 2], block_size=2)
 
 
 def test_equal_blocks_at_different_places_have_different_keys():

@@ -1,11 +1,14 @@
 """What `shoal serve --plane` refuses before an engine is started, and where its engine publishes."""
 
+import asyncio
 import os
 import tempfile
 from pathlib import Path
 
 import pytest
 
+from shoal.api import KvLoans, Stats
+from shoal.cli import join
 from shoal.cli.join import Planned, check_fleet, event_endpoints, with_events
 from shoal.cli.serve import plan
 from shoal.config import EngineConfig, ServerConfig
@@ -31,6 +34,28 @@ PLANE = "tcp://127.0.0.1:5600"
 def test_mistakes_are_found_before_an_engine_starts(options, named):
     with pytest.raises(ConfigError, match=named):
         plan("/nowhere/model", [], {}, ServerConfig(**options))
+
+
+class Lending:
+    """An engine whose blocks others read, until it was asked so often."""
+
+    def __init__(self, num_looks):
+        self.num_looks = num_looks
+
+    async def stats(self):
+        self.num_looks -= 1
+        return Stats(kv_loans=KvLoans(offers=int(self.num_looks > 0)))
+
+
+def test_a_worker_that_ends_waits_for_those_who_read_from_it_but_not_for_ever(monkeypatch):
+    monkeypatch.setattr(join, "READERS_POLL_S", 0.001)
+    engine = Lending(3)
+    asyncio.run(join._readers_end(engine))
+    assert engine.num_looks == 0
+    monkeypatch.setattr(join, "READERS_S", 0.05)
+    engine = Lending(10**9)
+    asyncio.run(join._readers_end(engine))
+    assert engine.num_looks > 0
 
 
 def test_a_worker_serves_one_model():

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
-from test_scheduler_fuzz import Device, History, Row, Trace
+from test_scheduler_fuzz import Device, Row, Trace
 
 from shoal.engine.offload.costs import Costs
 from shoal.engine.offload.offloader import Offloader, OffloadPolicy
@@ -222,10 +222,7 @@ class TieredDevice(Device):
     def _row(self, entry):
         owner = entry.seq.key
         if entry.row not in self.rows or self.rows[entry.row].owner != owner:
-            epoch = entry.seq.epoch
-            self.rows[entry.row] = Row(
-                owner, History(entry.seq.request, entry.seq.token_ids[: entry.start]), epoch
-            )
+            self.rows[entry.row] = Row(owner, entry, entry.seq.epoch)
         return self.rows[entry.row]
 
 

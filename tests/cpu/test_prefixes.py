@@ -214,6 +214,37 @@ def test_the_device_holds_the_groups_of_every_step(cheap_groups):
     assert most_shared >= 4 and preemptions
 
 
+def test_a_row_that_decodes_for_another_sequence_in_the_very_next_step_leaves_its_groups(cheap_groups):
+    """Its owner's last token and the first of the next one are of steps that follow each other, both decodes."""
+    device = Device(2, 16)
+    scheduler = Scheduler(
+        num_blocks=60, block_size=BLOCK, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=60
+    )
+    shared, other = list(range(16)), list(range(100, 117))
+
+    def add(name, prompt, max_tokens):
+        scheduler.add(Request(name, prompt, SamplingParams(max_tokens=max_tokens, seed=1, ignore_eos=True)))
+
+    def step():
+        plan = scheduler.schedule()
+        device.run(plan)
+        scheduler.update(plan, [1] * sum(entry.samples for entry in plan.scheduled))
+        return plan
+
+    add("before", other, 1)
+    step()
+    add("a", [*shared, 50], 20)
+    add("b", [*shared, 51], 3)
+    for _ in range(3):
+        plan = step()
+    assert device.most_shared == 2 and plan.num_decodes == 2
+    rows = {entry.row for entry in plan.scheduled}
+    add("c", other, 20)
+    plan = step()
+    assert plan.num_decodes == 2 and {entry.row for entry in plan.scheduled} == rows
+    assert {entry.seq.request.request_id for entry in plan.scheduled} == {"a", "c"}
+
+
 def test_steps_that_change_no_membership_send_no_groups(cheap_groups):
     device = Device(4, 16)
     scheduler = Scheduler(

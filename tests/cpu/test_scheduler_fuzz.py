@@ -83,9 +83,12 @@ class ToyGrammar:
 
 
 class Row:
-    def __init__(self, owner, history: History, epoch: int):
-        self.owner, self.history, self.epoch = owner, history, epoch
-        self.token: int | None = None  # the next input of a decode
+    """It is sent with the first step of its owner: with the first tokens' history, and the next token."""
+
+    def __init__(self, owner, entry, epoch: int):
+        self.owner, self.epoch = owner, epoch
+        self.history = History(entry.seq.request, entry.seq.token_ids[: entry.start])
+        self.token: int = entry.seq.token_ids[entry.start]  # the next input of a decode
 
 
 class Device:
@@ -107,7 +110,7 @@ class Device:
             seq, row = entry.seq, self._row(entry)
             assert len(row.history.hashes) == entry.start, "a step that does not follow the one before"
             if i < plan.num_decodes:
-                assert entry.num_tokens == 1 and row.token is not None
+                assert entry.num_tokens == 1
                 assert entry.start >= len(seq.token_ids) or seq.token_ids[entry.start] == row.token
                 step_tokens = [row.token]
             else:
@@ -141,9 +144,7 @@ class Device:
     def _row(self, entry) -> Row:
         owner = (entry.seq, entry.seq.num_admissions)
         if entry.row not in self.rows or self.rows[entry.row].owner != owner:
-            self.rows[entry.row] = Row(
-                owner, History(entry.seq.request, entry.seq.token_ids[: entry.start]), self.epoch
-            )
+            self.rows[entry.row] = Row(owner, entry, self.epoch)
         return self.rows[entry.row]
 
 
@@ -251,12 +252,7 @@ class Trace:
         while len(self.requests) < num_requests or self.scheduler.has_work or self.in_flight:
             arrivals = self.r.choice((0, 0, 0, 1, 4)) if self.scheduler.has_work else 1
             for _ in range(min(arrivals, num_requests - len(self.requests))):
-                request = self.new_request()
-                self.requests[request.request_id], self.outputs[request.request_id] = request, []
-                seq = self.scheduler.add(request)
-                if request.params.structured_outputs is not None:
-                    seq.held = True
-                    self.held.append(seq)
+                self.arrive(self.new_request())
             self.disturb()
             self.compile()
             self.step()
@@ -268,27 +264,25 @@ class Trace:
             assert steps <= 200 + self.patience * (self.max_depth + 1) * work, "no progress"
         self.compare()
 
+    def arrive(self, request: Request) -> None:
+        self.requests[request.request_id] = request
+        self.outputs[request.request_id] = list(request.output_token_ids)
+        seq = self.scheduler.add(request)
+        if request.params.structured_outputs is not None:
+            seq.held = True
+            self.held.append(seq)
+
     def step(self) -> None:
         plan = self.scheduler.schedule(self.costs)
         if plan is None:
-            waiting = any(
-                seq.grammar is not None and seq.grammar.is_waiting
-                for seq in (*self.scheduler.running, *self.scheduler.waiting)
-            )
-            assert (
-                self.in_flight
-                or self.held
-                or self.scheduler.fetches
-                or waiting
-                or not self.scheduler.has_work
-            ), "work, and nothing runs"
+            assert self.in_flight or self.waits or not self.scheduler.has_work, "work, and nothing runs"
         else:
             assert (
                 plan.num_tokens
                 == sum(e.num_tokens for e in plan.scheduled)
                 <= self.scheduler._max_num_batched_tokens
             )
-            if self.target is not None and plan.num_decodes:
+            if self.target is not None:
                 self.check_target(plan)
             self.seen["mixed"] += 0 < plan.num_decodes < len(plan.scheduled)
             self.seen["chunked"] += not all(e.samples for e in plan.scheduled)
@@ -298,16 +292,29 @@ class Trace:
         while len(self.in_flight) > (depth if plan is not None else 0):
             self.see(*self.in_flight.popleft())
 
+    @property
+    def waits(self) -> bool:
+        """Whether some sequence waits for something else than a step."""
+        waiting = any(
+            seq.grammar is not None and seq.grammar.is_waiting
+            for seq in (*self.scheduler.running, *self.scheduler.waiting)
+        )
+        return bool(self.held or self.scheduler.fetches or waiting)
+
     def check_target(self, plan: StepPlan) -> None:
         """A step with decodes ends in time, or takes no more of prompts than it takes at least."""
-        costs, chunks = self.costs, plan.scheduled[plan.num_decodes :]
+        # What begins as a decode is counted as a prompt of one token.
+        chunks = [e for i, e in enumerate(plan.scheduled) if i >= plan.num_decodes or e.begins_as_decode]
+        costs, num_decodes = self.costs, len(plan.scheduled) - len(chunks)
+        if not num_decodes:
+            return
         seconds = costs.step_s + len(plan.scheduled) * costs.seq_s
         for chunk in chunks:
             pairs = chunk.num_tokens * chunk.start + chunk.num_tokens**2 / 2
             seconds += chunk.num_tokens * costs.token_s + pairs * costs.pair_s
-        taken = plan.num_tokens - plan.num_decodes
-        decode_s = costs.step_s + plan.num_decodes * costs.seq_s
-        least_s = costs.token_s * max(self.block_size, policy.TOKENS_A_DECODE * plan.num_decodes)
+        taken = plan.num_tokens - num_decodes
+        decode_s = costs.step_s + num_decodes * costs.seq_s
+        least_s = costs.token_s * max(self.block_size, policy.TOKENS_A_DECODE * num_decodes)
         in_time = seconds <= max(self.target, decode_s + least_s) + 1e-9
         assert in_time or (len(chunks) == 1 and taken <= self.block_size) or not chunks, (
             "a step that is too long"
@@ -362,7 +369,8 @@ class Trace:
                 self.seen["ended from outside"] += 1
             assert scheduler.abort(request_id) is None
         if r.random() < 0.02:
-            assert scheduler.reset_prefix_cache() == (not any(s.block_ids for s in scheduler.running))
+            is_idle = not scheduler.fetches and not any(s.block_ids for s in scheduler.running)
+            assert scheduler.reset_prefix_cache() == is_idle
             self.device.epoch += 1
 
     def compare(self) -> None:

@@ -95,6 +95,32 @@ def test_two_engines_give_the_oracles_tokens(folder, lender_options, reader_opti
     asyncio.run(check())
 
 
+@pytest.mark.parametrize("length", [96, 100, 111], ids=lambda length: f"{length % 16} of 16")
+def test_the_decode_workers_first_step_is_a_decode_of_one_token(folder, length):
+    """Also where the prompt is no whole number of blocks, and the first token fills its last one. With graphs,
+    a decode of one token is a captured one."""
+
+    async def check():
+        lender = await AsyncLLM.start(config(folder, "kv_producer"))
+        reader = await AsyncLLM.start(config(folder, "kv_consumer"))
+        for i in range(4):
+            prompt = random.Random(i).choices(range(256), k=length)
+            before = await reader.stats()
+            found = await handed_over(lender, reader, str(i), prompt)
+            after = await reader.stats()
+            assert found == tiny.greedy(folder, prompt, COUNT)
+            assert after.step_tokens - before.step_tokens == COUNT - 1
+            assert after.steps_by_tokens[0] - before.steps_by_tokens[0] == COUNT - 1
+            assert after.kv_transfers["cuda_ipc"].blocks == (i + 1) * -(-length // 16)
+        assert not after.kv_transfer_failures
+        await reader.check()
+        await lender.check()
+        await reader.close()
+        await lender.close()
+
+    asyncio.run(check())
+
+
 def test_an_owner_that_is_killed_costs_time_and_no_token(folder):
     async def check():
         lender = await AsyncLLM.start(config(folder, "kv_producer"))

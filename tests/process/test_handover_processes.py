@@ -109,8 +109,44 @@ def test_blocks_go_from_process_to_process(folder):
         assert found == [tiny.greedy(folder, prompt, COUNT) for prompt in asked]
         lent, read = await all_is_given_back(lender, reader)
         [(name, transfers)] = read.kv_transfers.items()
-        assert (name, transfers.blocks, read.kv_transfer_failures) == ("shared_memory", 12 * 6, {})
-        assert lent.kv_loans.blocks_out == 12 * 6 and lent.kv_loans.bytes_out == transfers.num_bytes
+        assert (name, transfers.blocks, read.kv_transfer_failures) == ("shared_memory", 12 * 7, {})
+        assert lent.kv_loans.blocks_out == 12 * 7 and lent.kv_loans.bytes_out == transfers.num_bytes
+        await reader.close()
+        await lender.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    "length, options",
+    [
+        (100, {}),
+        (100, {"block_size": 32}),
+        (100, {"kv_cache_dtype": "fp8"}),
+        (100, {"kv_host_bytes": 4 << 20, "num_gpu_blocks_override": 20, "kv_load_policy": "always"}),
+        (96, {}),
+        (5, {}),
+    ],
+    ids=str,
+)
+def test_the_decode_workers_first_step_computes_one_token(folder, length, options):
+    """Whatever part of the prompt's last block it fills: this step and those behind it are decodes."""
+
+    async def check():
+        lender, reader = await start(
+            config(folder, "kv_producer", **options), config(folder, "kv_consumer", **options)
+        )
+        for i, prompt in enumerate(prompts(4, length)):
+            before = await reader.stats()
+            found = await apart(lender, reader, i, prompt)
+            after = await reader.stats()
+            if "kv_cache_dtype" in options:  # one worker's tokens, not the oracle's
+                assert found == (await answer(lender, request(f"one{i}", prompt)))[0]
+            else:
+                assert found == tiny.greedy(folder, prompt, COUNT)
+            assert after.step_tokens - before.step_tokens == COUNT - 1
+            assert after.steps_by_tokens[0] - before.steps_by_tokens[0] == COUNT - 1
+        assert (await all_is_given_back(lender, reader))[1].kv_transfer_failures == {}
         await reader.close()
         await lender.close()
 
@@ -134,7 +170,7 @@ def test_blocks_go_between_tensor_parallel_sizes(folder, lender_tp, reader_tp):
         found.append(await apart(lender, reader, 4, asked[4]))
         assert found == [tiny.greedy(folder, prompt, COUNT) for prompt in asked]
         _, read = await all_is_given_back(lender, reader)
-        assert read.kv_transfers["shared_memory"].blocks == 4 * 7 + 1 and not read.kv_transfer_failures
+        assert read.kv_transfers["shared_memory"].blocks == 4 * 8 + 2 and not read.kv_transfer_failures
         # a ticket that is of no use to any rank, and an abort
         first, ticket = await answer(lender, request("p", asked[0][::-1], max_tokens=1, offers_kv=True))
         assert await lender.reset_prefix_cache()

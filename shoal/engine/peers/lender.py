@@ -16,7 +16,7 @@ from shoal.engine.runner.layer_ends import LayerEnds
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence as EngineSequence
 from shoal.engine.scheduling.sequence import SequenceStatus
-from shoal.hashing import extend_keys
+from shoal.hashing import extend_keys, keys_with_tail
 from shoal.kv.advance import Advancer
 from shoal.kv.offer_server import OfferServer
 from shoal.kv.offers import Offers
@@ -31,7 +31,7 @@ class _Prompt:
 
     seq: EngineSequence
     ticket_id: bytes
-    num_blocks: int  # that it fills
+    num_blocks: int  # that its tokens take, the last one maybe not full
 
     @property
     def is_lost(self) -> bool:
@@ -78,30 +78,27 @@ class KvLender:
             seq, request = entry.seq, entry.seq.request
             if not request.offers_kv:
                 continue
-            begins = seq.num_admissions == 1 and entry.start == seq.num_cached_tokens
-            if begins and (ticket := self._offer(seq)) is not None:
-                tickets[request.request_id] = ticket
+            if entry.begins:
+                tickets[request.request_id] = self._offer(seq)
             prompt = self._prompts.get(request.request_id)
             # One that was preempted and started again since `settle` computes into other blocks.
             if prompt is not None and not prompt.is_lost:
                 # Blocks that were found in the cache may be computed by this very step, so they are told
-                # with it.
+                # with it. The last block is whole, full or not, when the last token is computed.
                 end = (entry.start + entry.num_tokens) // self._block_size
-                told.append((prompt.ticket_id, min(end, prompt.num_blocks)))
+                told.append((prompt.ticket_id, prompt.num_blocks if entry.samples else end))
         if told or self._late:
             self._listen(told, any(entry.samples for entry in plan.scheduled))
         return tickets
 
-    def _offer(self, seq: EngineSequence) -> bytes | None:
-        """A ticket for the blocks that a prompt will fill; None if it fills none."""
-        num_blocks = len(seq.token_ids) // self._block_size
-        if not num_blocks:
-            return None
+    def _offer(self, seq: EngineSequence) -> bytes:
+        """A ticket for the blocks of a prompt, with its tail: who reads them computes no token of it."""
         extend_keys(seq.keys, seq.root, seq.token_ids, self._block_size)
-        blocks = seq.block_ids[:num_blocks]
+        keys = keys_with_tail(seq.keys, seq.root, seq.token_ids, self._block_size)
+        blocks = seq.block_ids[: len(keys)]
         self._scheduler.lend(blocks)
-        ticket = self.offers.offer(blocks, keys=seq.keys[:num_blocks])
-        self._prompts[seq.request.request_id] = _Prompt(seq, unseal(ticket).id, num_blocks)
+        ticket = self.offers.offer(blocks, keys=keys)
+        self._prompts[seq.request.request_id] = _Prompt(seq, unseal(ticket).id, len(keys))
         return ticket
 
     def _listen(self, told: list[tuple[bytes, int]], samples: bool) -> None:

@@ -31,7 +31,7 @@ from shoal.engine.scheduling.policy import PromptBudget
 from shoal.engine.scheduling.sequence import Fetch, Sequence, SequenceStatus, Source, Tiers
 from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.errors import RequestError
-from shoal.hashing import common_length, extend_keys
+from shoal.hashing import common_length, extend_keys, keys_with_tail
 from shoal.kv.blocks import BlockPool
 
 if TYPE_CHECKING:
@@ -53,12 +53,31 @@ class ScheduledSeq:
     num_tokens: int
     samples: bool  # the step reaches the sequence's last token and draws the next
 
+    @property
+    def begins(self) -> bool:
+        """Whether no step had a part of the sequence before. One that was preempted never begins again."""
+        return self.seq.num_admissions == 1 and self.start == self.seq.num_cached_tokens
+
+    @property
+    def begins_as_decode(self) -> bool:
+        """Whether a prompt's chunk is a decode, as all but the last token came from elsewhere: the step that
+        begins a sequence sends its row with this token. A row of hidden states, and the layers' ends for
+        readers of the prompt's blocks, are had of prefills alone."""
+        request = self.seq.request
+        return (
+            self.samples
+            and self.num_tokens == 1
+            and self.start > 0
+            and self.begins
+            and not (request.embed or request.offers_kv)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
     """What one step computes. The first `num_decodes` entries are decodes, the longest first: their one input
-    token lies in their row on the device. The others are chunks of prompts, which bring their tokens along.
-    `num_tokens` is the sum over all entries."""
+    token lies in their row on the device, or is sent with the row. The others are chunks of prompts, which
+    bring their tokens along. `num_tokens` is the sum over all entries."""
 
     scheduled: tuple[ScheduledSeq, ...]
     num_decodes: int
@@ -212,23 +231,26 @@ class Scheduler:
     def schedule(self, costs: StepCosts | None = None) -> StepPlan | None:
         """The next step, or None if nothing can run before an `update` (or `add`). `costs` says what steps
         have cost so far; without it the target is not looked at."""
-        scheduled: list[ScheduledSeq] = []
-        self._schedule_decodes(scheduled)
-        # Attention begins with the longest, so that the short ones fill the gaps at its end.
-        scheduled.sort(key=attrgetter("start"), reverse=True)
-        num_tokens = num_decodes = len(scheduled)
-        if self.waiting or num_decodes < len(self.running):
-            budget = self._prompt_budget(num_decodes, costs)
+        decodes: list[ScheduledSeq] = []
+        chunks: list[ScheduledSeq] = []
+        self._schedule_decodes(decodes)
+        num_tokens = len(decodes)
+        if self.waiting or num_tokens < len(self.running):
+            budget = self._prompt_budget(num_tokens, costs)
             if self._forerunners:
-                self._succeed(scheduled, budget)
-            self._schedule_prompts(scheduled, budget)
-            self._admit(scheduled, budget)
+                self._succeed(chunks, budget)
+            self._schedule_prompts(chunks, budget)
+            self._admit(chunks, budget)
             num_tokens += budget.num_taken
-        if not scheduled:
+            decodes += [entry for entry in chunks if entry.begins_as_decode]
+            chunks = [entry for entry in chunks if not entry.begins_as_decode]
+        if not num_tokens:
             return None
+        # Attention begins with the longest, so that the short ones fill the gaps at its end.
+        decodes.sort(key=attrgetter("start"), reverse=True)
         self._step_tokens += num_tokens
         self._steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
-        return StepPlan(tuple(scheduled), num_decodes, num_tokens)
+        return StepPlan((*decodes, *chunks), len(decodes), num_tokens)
 
     def update(self, plan: StepPlan, token_ids: list[int]) -> list[TokenResult]:
         """Takes in the tokens that a step has drawn, one for each of its entries that samples. It must be
@@ -280,17 +302,21 @@ class Scheduler:
         """Ends a fetch. Its first `num_blocks` blocks have arrived intact. The sequence computes the
         others."""
         self.fetches.remove(fetch)
+        num_full = min(num_blocks, fetch.num_full)
         if fetch.findable:
-            self._arriving.difference_update(fetch.keys)
-            self._make_findable(fetch.seq, fetch.start, fetch.blocks[:num_blocks])
+            self._arriving.difference_update(fetch.keys[: fetch.num_full])
+            self._make_findable(fetch.seq, fetch.start, fetch.blocks[:num_full])
         seq = fetch.seq
         is_wanted = seq.fetch is fetch  # otherwise the sequence has ended or was preempted meanwhile
         if is_wanted:
             seq.fetch, seq.status = None, PREFILL
-            num_tokens = num_blocks * self._block_size
-            seq.num_computed += num_tokens
+            # A block that is not full has the tokens up to the last, which is always computed.
+            end = min((fetch.start + num_blocks) * self._block_size, seq.num_tokens - 1)
+            num_tokens = end - seq.num_computed
+            seq.num_computed = end
             if seq.register_at != NEVER:
-                seq.register_at += num_tokens  # the blocks that have arrived are findable already
+                # The full blocks that have arrived are findable already.
+                seq.register_at += num_full * self._block_size
             if seq.num_admissions == 1:
                 seq.num_cached_tokens += num_tokens
                 self._external_hits += num_tokens
@@ -479,10 +505,11 @@ class Scheduler:
 
     def _schedule_prompts(self, scheduled: list[ScheduledSeq], budget: PromptBudget) -> None:
         """Goes on with the prompts that have begun, in turn."""
+        successors = [entry.seq for entry in scheduled]  # They have their part of this step.
         for seq in self.running:
             if budget.is_spent:
                 break
-            if seq.status is not PREFILL:
+            if seq.status is not PREFILL or seq in successors:
                 continue
             num_tokens = budget.fit(seq.num_computed, seq.num_tokens - seq.num_computed)
             if num_tokens == 0:
@@ -531,7 +558,7 @@ class Scheduler:
             num_tokens = budget.fit(num_cached, seq.num_tokens - num_cached)
             if num_tokens == 0:
                 break
-            if not self._start(seq, hits):
+            if not self._start(seq, hits, num_cached):
                 break
             if self._fetch_first(seq, len(hits)):
                 continue
@@ -554,13 +581,28 @@ class Scheduler:
             if budget.is_spent or not budget.fit(start, seq.num_tokens - start):
                 break
             seq.transfers = forerunner.transfers
+            inherited = forerunner.block_ids
             self.finish(forerunner.request.request_id, FinishReason.LENGTH)
-            hits = self._find_prefix(seq)
-            num_tokens = budget.fit(
-                len(hits) * self._block_size, seq.num_tokens - len(hits) * self._block_size
-            )
-            if num_tokens and self._start(seq, hits):
+            blocks = self._find_prefix(seq)
+            num_cached = len(blocks) * self._block_size
+            if self._has_same_tail(seq, forerunner, len(blocks)):
+                # Nobody else has this block, and nobody can take it before it is taken here.
+                blocks, num_cached = [*blocks, inherited[len(blocks)]], start
+            num_tokens = budget.fit(num_cached, seq.num_tokens - num_cached)
+            if num_tokens and self._start(seq, blocks, num_cached):
                 self._schedule_chunk(scheduled, seq, num_tokens, budget)
+
+    def _has_same_tail(self, seq: Sequence, forerunner: Sequence, num_full: int) -> bool:
+        """Whether the last block of a forerunner has the tail behind the first `num_full` blocks of its
+        successor. The pool has no key of it, which a reset would have taken away, so that is looked up
+        here."""
+        end, size = forerunner.num_computed, self._block_size
+        if end % size == 0 or end // size != num_full:
+            return False
+        if forerunner.register_at == NEVER or not self._looks_up(seq):
+            return False
+        both = [keys_with_tail(one.keys, one.root, one.token_ids[:end], size) for one in (seq, forerunner)]
+        return both[0] == both[1]
 
     def _park(self, seq: Sequence) -> None:
         """What a forerunner was to bring in is there, or can't be had."""
@@ -582,38 +624,40 @@ class Scheduler:
         missing then."""
         # already, so that num_to_prefill, which `lookup` reads, leaves the sequence out
         seq.status = FETCHING
-        keys = seq.keys[: (seq.num_tokens - 1) // self._block_size]
+        num_tokens, size = seq.num_tokens - 1, self._block_size
+        keys = keys_with_tail(seq.keys, seq.root, seq.token_ids[:num_tokens], size)
         for i, source in enumerate(sources):
             num_blocks = source.lookup(keys, start)
             if num_blocks:
                 end = start + num_blocks
-                fetch = Fetch(seq, start, seq.keys[start:end], seq.block_ids[:end], sources[i + 1 :])
+                num_full = min(end, num_tokens // size) - start
+                fetch = Fetch(seq, start, keys[start:end], num_full, seq.block_ids[:end], sources[i + 1 :])
                 seq.fetch = fetch
                 self.pool.hold(fetch.held)
                 self.fetches.append(fetch)
-                self._arriving.update(fetch.keys)
+                self._arriving.update(fetch.keys[:num_full])
                 source.begin(fetch)
                 return True
         seq.status = PREFILL
         return False
 
-    def _start(self, seq: Sequence, hits: list[int]) -> bool:
-        """Makes a waiting sequence a running one. Its first blocks are `hits`, found in the cache. Returns
-        False, and nothing has changed, if there is no room for the others."""
-        num_hits = len(hits)
-        blocks = self.pool.try_allocate(-(-seq.num_tokens // self._block_size) - num_hits, shared=hits)
+    def _start(self, seq: Sequence, found: list[int], num_cached: int) -> bool:
+        """Makes a waiting sequence a running one. Its first blocks are `found`, with the KV of so many of its
+        tokens. Returns False, and nothing has changed, if there is no room for the others."""
+        num_full, size = num_cached // self._block_size, self._block_size
+        blocks = self.pool.try_allocate(-(-seq.num_tokens // size) - len(found), shared=found)
         if blocks is None:
             return False
         _remove(self.waiting, seq)
         seq.status = PREFILL
         seq.row = heapq.heappop(self._free_rows)
         seq.block_ids = blocks
-        seq.num_computed = num_hits * self._block_size
-        seq.register_at = seq.num_computed + self._block_size if self.pool.enable_caching else NEVER
+        seq.num_computed = num_cached
+        seq.register_at = (num_full + 1) * size if self.pool.enable_caching else NEVER
         seq.num_admissions += 1
         if seq.register_at != NEVER:
-            extend_keys(seq.keys, seq.root, seq.token_ids, self._block_size)
-            seq.promised = seq.keys[num_hits:]
+            extend_keys(seq.keys, seq.root, seq.token_ids, size)
+            seq.promised = seq.keys[num_full:]
             for key in seq.promised:
                 self._promised[key] = self._promised.get(key, 0) + 1
         insort(self.running, seq, key=_turn)

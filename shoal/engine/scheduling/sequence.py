@@ -162,6 +162,7 @@ class Fetch:
     seq: Sequence
     start: int  # the first block on its way, counted in the sequence's blocks
     keys: list[bytes]  # keys of the blocks on their way
+    num_full: int  # how many of them are full; one behind them has the rest, up to the sequence's last token
     held: list[int]  # the blocks that it has references on
     rest: abc.Sequence[Source]  # who is asked for the blocks behind these when they have arrived
     findable: bool = True  # whether others may find the blocks when they have arrived; not after a reset
@@ -177,7 +178,8 @@ class Source(Protocol):
     workers (engine/peers/reader.py)."""
 
     def lookup(self, keys: abc.Sequence[bytes], start: int) -> int:
-        """How many of the first blocks of keys[start:] lie there and are worth fetching now."""
+        """How many of the first blocks of keys[start:] lie there and are worth fetching now. The last key may
+        be that of a tail (hashing.py), which only other workers have."""
         ...
 
     def begin(self, fetch: Fetch) -> None:

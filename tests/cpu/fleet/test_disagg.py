@@ -403,6 +403,18 @@ async def test_the_decode_worker_computes_what_the_prefill_worker_does_not(caplo
     await site.assert_idle()
 
 
+@pytest.mark.parametrize("refused", [{"r.2"}, {"r.kv1", "r.2"}], ids=sorted)
+@virtual
+async def test_a_decode_worker_that_refuses_the_request_leaves_no_blocks_held(refused):
+    """The ticket is there by then, and nobody has opened it, or the forerunner alone has."""
+    site = Site()
+    site.links["d0"].errors = dict.fromkeys(refused, RequestError("it is too long here"))
+    with pytest.raises(RequestError, match="too long"):
+        await answer(site.engine, request(prompt=LONG))
+    assert site.links["p0"].returned == [b"KV of r.prefill1"]
+    await site.assert_idle()
+
+
 @virtual
 async def test_the_books_say_who_computes_the_prompt():
     site = Site()
