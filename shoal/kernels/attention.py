@@ -4,10 +4,10 @@ Both put the query heads of one kv head into one tile, so that K and V are read 
 into the cache have 64 bits. The oracle is attention_reference.py. attention/triton.py launches these kernels
 and owns their workspace. prefix_attention.py works on keys that several decodes share.
 
-Numbers of an fp8 cache (FP8) become fp16 in registers, or fp32 for such queries. The way from e4m3 to bf16 goes
-through fp16 and takes four times as many instructions, which held decodes up more than memory did. So queries
-and weights become fp16, too; queries beyond its 65,504 are no model's. The scale of a head's keys is multiplied
-into that of its scores, and the scale of its values into the sum of values, once at the end.
+Numbers of an fp8 cache (FP8) become fp16 in registers, or fp32 for such queries. The way from e4m3 to bf16
+goes through fp16 and takes four times as many instructions, which held decodes up more than memory did. So
+queries and weights become fp16, too; queries beyond its 65,504 are no model's. The scale of a head's keys is
+multiplied into that of its scores, and the scale of its values into the sum of values, once at the end.
 
 Shapes: T tokens, S sequences, R state rows, M blocks of a sequence, H query heads, G kv heads, N head size;
 GROUP = H / G.

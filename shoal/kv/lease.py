@@ -209,6 +209,8 @@ def _connect(server: str, timeout_s: float) -> socket.socket:
             raise ValueError(f"{port} is no port")
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    except TimeoutError:
+        raise TransferError(Failure.LATE, f"{server} has not answered for {timeout_s:g} s") from None
     except (OSError, ValueError, OverflowError) as error:
         raise TransferError(
             Failure.UNREACHABLE, f"{server!r}, which has the blocks, can't be reached: {error}"

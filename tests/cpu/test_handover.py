@@ -5,9 +5,12 @@ import errno
 import logging
 import os
 import random
+import socket
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import msgspec
@@ -26,6 +29,7 @@ from shoal.errors import ConfigError
 from shoal.hashing import KEY_SIZE
 from shoal.kv import fetch, transport_registry
 from shoal.kv.fetch import Peers
+from shoal.kv.lease import Lease
 from shoal.kv.ticket import Failure, TransferError, seal, unseal
 from shoal.kv.transport import TransportError
 from shoal.metrics import ModelMetrics, exposition
@@ -569,6 +573,27 @@ def test_more_tickets_than_are_opened_at_once_all_serve(build, trio, monkeypatch
     found = [first.tokens + answer.tokens for first, answer in zip(firsts, run(reader, *asked))]
     assert found == expected and blocks_in(reader) == 20 * BLOCKS and not failures(reader)
     all_is_given_back(trio.lender, reader)
+
+
+def test_requests_do_not_wait_in_turn_for_an_owner_that_is_silent(build, trio, monkeypatch):
+    """A process that is stopped takes connections and answers nobody."""
+    monkeypatch.setattr(reader_module, "Lease", partial(Lease, timeout_s=0.3))
+    with socket.create_server(("127.0.0.1", 0), backlog=128) as silent:
+        reader = build("kv_consumer")
+        first = prefill(trio.lender)
+        server = f"127.0.0.1:{silent.getsockname()[1]}"
+        ticket = seal(msgspec.structs.replace(unseal(first.ticket), server=server))
+        asked = [request(f"r{i}", output_token_ids=first.tokens, kv_ticket=ticket) for i in range(40)]
+        run(reader, *asked)
+        assert failures(reader) == {Failure.LATE: 40}
+        silent.setblocking(False)
+        connections = 0
+        with suppress(BlockingIOError):
+            while True:
+                silent.accept()[0].close()
+                connections += 1
+    assert 0 < connections <= reader_module.MAX_OPENING
+    decode(trio.reader, first)  # so that the owner lets go
 
 
 def test_a_request_that_is_preempted_when_its_blocks_have_come_waits_for_none(trio):

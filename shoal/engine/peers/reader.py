@@ -29,6 +29,7 @@ from shoal.logs import about
 logger = logging.getLogger(__name__)
 
 MAX_OPENING = 16  # leases that are being opened at the same time
+SILENT_S = 10.0  # an owner that has not answered is not asked again for so long
 POLL_S = 0.0003  # between polls while nothing can be done but to wait
 QUIESCE_S = 60.0
 
@@ -76,6 +77,7 @@ class KvReader:
     ) -> None:
         self._scheduler, self._ranks, self._clock = scheduler, ranks, clock
         self._threads = ThreadPoolExecutor(MAX_OPENING, "kv-lease")
+        self._silent_until: dict[str, float] = {}  # by the address of an owner that has not answered
         self._loans: list[_Loan] = []
         self._begun: list[_Job] = []  # their transfers begin with the next step
         self._jobs: dict[int, _Job] = {}  # by number
@@ -102,7 +104,22 @@ class KvReader:
             return
         positions = {key: position for position, key in enumerate(keys)}
         seq.asking += 1
-        self._loans.append(_Loan(seq, sealed, positions, self._threads.submit(Lease, sealed)))
+        self._loans.append(_Loan(seq, sealed, positions, self._threads.submit(self._open, sealed)))
+
+    def _open(self, sealed: bytes) -> Lease:
+        """Runs in one of few threads. Requests that wait for a thread while an owner is silent don't wait for
+        the same silence once more."""
+        server = unseal(sealed).server
+        if self._clock() < self._silent_until.get(server, 0.0):
+            raise TransferError(Failure.LATE, f"{server} has not answered others either")
+        try:
+            return Lease(sealed)
+        except TransferError as error:
+            if error.failure is Failure.LATE:
+                now = self._clock()
+                silent = {at: until for at, until in self._silent_until.items() if until > now}
+                self._silent_until = silent | {server: now + SILENT_S}
+            raise
 
     # What the scheduler asks
 
