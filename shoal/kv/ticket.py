@@ -38,7 +38,7 @@ class Failure(StrEnum):
     INCOMPATIBLE = "incompatible"  # no copy makes blocks of this cache out of those
     UNREACHABLE = "unreachable"  # no transport leads from here to there
     LOST = "lost"  # the owner went away
-    LATE = "late"  # the owner lives, but nothing came for too long
+    LATE = "late"  # nothing came from the owner for too long
     NONSENSE = "nonsense"  # the owner answered with something that is no answer
     CANCELLED = "cancelled"  # the reader itself gave up
 

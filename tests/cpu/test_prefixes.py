@@ -245,6 +245,34 @@ def test_a_row_that_decodes_for_another_sequence_in_the_very_next_step_leaves_it
     assert {entry.seq.request.request_id for entry in plan.scheduled} == {"a", "c"}
 
 
+def test_groups_are_sent_anew_when_a_row_gets_an_owner_that_prefills(cheap_groups):
+    """Where the others that decode lie in the batch has changed then."""
+    device = Device(4, 16)
+    scheduler = Scheduler(
+        num_blocks=60, block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=128, max_model_len=60
+    )
+    shared = list(range(16))
+
+    def add(name, prompt, max_tokens):
+        scheduler.add(Request(name, prompt, SamplingParams(max_tokens=max_tokens, seed=1, ignore_eos=True)))
+
+    def step():
+        plan = scheduler.schedule()
+        device.run(plan)
+        scheduler.update(plan, [1] * sum(entry.samples for entry in plan.scheduled))
+        return plan
+
+    for name, max_tokens in (("a", 20), ("b", 4), ("c", 20), ("d", 20)):
+        add(name, [*shared, *name.encode()], max_tokens)
+    while len(scheduler.waiting) + len(scheduler.running) == 4:
+        plan = step()
+    assert plan.num_decodes == 4 and device.most_shared == 4
+    rows = {entry.row for entry in plan.scheduled}
+    add("e", list(range(100, 140)), 20)
+    plan = step()
+    assert plan.num_decodes == 3 and {entry.row for entry in plan.scheduled} == rows
+
+
 def test_steps_that_change_no_membership_send_no_groups(cheap_groups):
     device = Device(4, 16)
     scheduler = Scheduler(

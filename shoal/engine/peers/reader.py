@@ -116,9 +116,7 @@ class KvReader:
             return Lease(sealed)
         except TransferError as error:
             if error.failure is Failure.LATE:
-                now = self._clock()
-                silent = {at: until for at, until in self._silent_until.items() if until > now}
-                self._silent_until = silent | {server: now + SILENT_S}
+                self._silent_until[server] = self._clock() + SILENT_S
             raise
 
     # What the scheduler asks

@@ -108,6 +108,8 @@ def connect(tp: TensorParallel, hidden_size: int, dtype: torch.dtype) -> CudaPee
                 if _all_agree(tp, why is None):
                     peers = dataclasses.replace(peers, most_polls=kernels.FOR_EVER)
                     sums = CudaPeerSums(peers, foreign, address)
+                else:
+                    why = why or "on another rank the kernels' sums are not those of NCCL"
     if sums is None:
         tp.barrier()  # until here others may write into this rank's memory
         _free(device, foreign, address)

@@ -244,7 +244,7 @@ class BatchBuilder:
         self.mixed_shapes = mixed_shapes
         self.layout, self.block_size, self.share_from = layout, block_size, share_from or 0
         self.tree = PrefixTree(block_size, MAX_GROUPS) if share_from is not None else None
-        self.decode_rows = np.zeros(0, np.int32)  # the rows of the last step's decodes, new owners' left out
+        self.decode_rows = np.zeros(0, np.int32)  # of the last step's decodes; -1 where a row has a new owner
         self.num_groups = 0  # the groups among them
         self.prefixes = np.zeros(layout.prefix_size, np.int32)  # what the device holds at prefix_address
         self.active = np.full(layout.num_rows, -1, np.int32)  # what the device holds at active_address
@@ -329,7 +329,7 @@ class BatchBuilder:
             if self.tree is not None:
                 self.tree.place(row, seq.block_ids)
                 # It may decode in the step behind its predecessor's last one, whose groups don't know it.
-                self.decode_rows = self.decode_rows[self.decode_rows != row]
+                self.decode_rows = np.where(self.decode_rows == row, -1, self.decode_rows)
             params = seq.request.params
             self.whole_rows[row] = self.splits_draws and needs_whole_row(
                 params.temperature, params.top_k, params.top_p, params.min_p
