@@ -320,7 +320,8 @@ class Output:
     embedding: list[float] | None = None  # [hidden size], of unit length, if the request asked for it
     # why, where finish_reason is ERROR; the request's fault if stop_reason is "grammar"
     error: str | None = None
-    # Once, of a request that offers its KV blocks, before the first token; not if it was preempted before that.
+    # Once, of a request that offers its KV blocks, before the first token; not if it was preempted before
+    # its first step.
     kv_ticket: bytes | None = None
 
     @property
