@@ -299,7 +299,7 @@ def test_a_worker_reads_only_blocks_that_mean_the_same(folders, kind):
         rest = decode(reader, first)
         if kind == "the same":
             assert first.tokens + rest.tokens == expected.tokens
-            assert blocks_in(reader) == 4 and not failures(reader)
+            assert blocks_in(reader) == 5 and not failures(reader)
         else:
             assert blocks_in(reader) == 0 and failures(reader) == {"incompatible": 1}
         all_is_given_back(lender, reader)
