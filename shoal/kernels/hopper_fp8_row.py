@@ -44,8 +44,8 @@ PART: gl.constexpr = gl.constexpr(128)  # inputs of a slice: as many bytes as TM
 # Tiles of 16 KB in the ring. A gated product has half as many places, each for a tile of gate and one of up.
 # They take more than half of an SM's memory, for hopper_row.py's reason.
 STAGES: gl.constexpr = gl.constexpr(8)
-# So many of these are asked for before the row is there. Behind more of them the row would have to wait, and so
-# would what the kernels before still read.
+# So many of these are asked for before the row is there. Behind more of them the row would have to wait, and
+# so would what the kernels before still read.
 EARLY: gl.constexpr = gl.constexpr(6)
 WARPS: gl.constexpr = gl.constexpr(8)  # They share a tile's rows for the tensor cores, 16 each.
 LARGEST_SHIFT: gl.constexpr = gl.constexpr(7)  # The row's largest number becomes 2^7 to 2^8.
