@@ -161,7 +161,9 @@ def test_batches_that_are_gone_in_the_middle_of_an_answer_are_told_by_a_snapshot
     events.snapshot()
     numbers = read(client)
     gaps = [(a, b) for a, b in itertools.pairwise(numbers) if b != a + 1]
-    assert numbers == sorted(numbers) and numbers[-1] == 599 and len(gaps) <= 1
+    # It ends at what was the last one when it had told all, and that may be before the loop above ended.
+    assert numbers == sorted(numbers) and numbers[-1] >= 199 and len(gaps) <= 1
+    assert not gaps or gaps[0][1] >= 200
 
 
 def test_a_client_that_leaves_ends_its_answer(start, ask):
