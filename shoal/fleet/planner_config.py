@@ -87,6 +87,12 @@ class PlannerConfig:
             )
         if self.change_roles:
             self._check_role_changes()
+        least = self.min_endpoint * self.decode_engine_num_gpu
+        if least > self.max_gpu_budget:
+            raise ConfigError(
+                f"min_endpoint {self.min_endpoint} needs {least} GPUs, and max_gpu_budget is "
+                f"{self.max_gpu_budget}; lower the one or raise the other"
+            )
         if self.adjustment_interval < self.metric_pulling_interval:
             raise ConfigError(
                 f"adjustment_interval {self.adjustment_interval:g} is shorter than metric_pulling_interval "
