@@ -32,9 +32,7 @@ PART: gl.constexpr = gl.constexpr(256)  # inputs that a warp reads at once, 16 b
 PARTS: gl.constexpr = gl.constexpr(4)  # parts of a tile, which is 16 KB of weights
 # Tiles in the ring. A gated product has half as many places, each for a tile of gate and one of up.
 STAGES: gl.constexpr = gl.constexpr(8)
-EARLY: gl.constexpr = gl.constexpr(
-    6
-)  # tiles of it, asked for before the row is there, as in hopper_fp8_row.py
+EARLY: gl.constexpr = gl.constexpr(6)  # of them, before the row is there, as in hopper_fp8_row.py
 
 
 @gluon.jit

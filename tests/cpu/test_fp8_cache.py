@@ -10,7 +10,17 @@ import torch
 import transformers
 from compressed_tensors.quantization import QuantizationArgs
 from safetensors.torch import load_file, save_file
-from test_handover import all_is_given_back, blocks_in, core_of, decode, failures, prefill, request, run
+from test_handover import (
+    BLOCKS,
+    all_is_given_back,
+    blocks_in,
+    core_of,
+    decode,
+    failures,
+    prefill,
+    request,
+    run,
+)
 
 from shoal import LLM, SamplingParams
 from shoal.cli.serve import _cache_config
@@ -299,7 +309,7 @@ def test_a_worker_reads_only_blocks_that_mean_the_same(folders, kind):
         rest = decode(reader, first)
         if kind == "the same":
             assert first.tokens + rest.tokens == expected.tokens
-            assert blocks_in(reader) == 5 and not failures(reader)
+            assert blocks_in(reader) == BLOCKS and not failures(reader)
         else:
             assert blocks_in(reader) == 0 and failures(reader) == {"incompatible": 1}
         all_is_given_back(lender, reader)

@@ -214,22 +214,35 @@ def test_the_device_holds_the_groups_of_every_step(cheap_groups):
     assert most_shared >= 4 and preemptions
 
 
+class Driver:
+    """A scheduler whose plans a device runs. Each token is 1."""
+
+    def __init__(self, max_num_seqs, max_num_batched_tokens):
+        self.device = Device(max_num_seqs, 16)
+        self.scheduler = Scheduler(
+            num_blocks=60,
+            block_size=BLOCK,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            max_model_len=60,
+        )
+
+    def add(self, name, prompt, max_tokens):
+        params = SamplingParams(max_tokens=max_tokens, seed=1, ignore_eos=True)
+        self.scheduler.add(Request(name, prompt, params))
+
+    def step(self):
+        plan = self.scheduler.schedule()
+        self.device.run(plan)
+        self.scheduler.update(plan, [1] * sum(entry.samples for entry in plan.scheduled))
+        return plan
+
+
 def test_a_row_that_decodes_for_another_sequence_in_the_very_next_step_leaves_its_groups(cheap_groups):
     """Its owner's last token and the first of the next one are of steps that follow each other, both decodes."""
-    device = Device(2, 16)
-    scheduler = Scheduler(
-        num_blocks=60, block_size=BLOCK, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=60
-    )
+    driver = Driver(2, 64)
+    add, step, device = driver.add, driver.step, driver.device
     shared, other = list(range(16)), list(range(100, 117))
-
-    def add(name, prompt, max_tokens):
-        scheduler.add(Request(name, prompt, SamplingParams(max_tokens=max_tokens, seed=1, ignore_eos=True)))
-
-    def step():
-        plan = scheduler.schedule()
-        device.run(plan)
-        scheduler.update(plan, [1] * sum(entry.samples for entry in plan.scheduled))
-        return plan
 
     add("before", other, 1)
     step()
@@ -247,24 +260,13 @@ def test_a_row_that_decodes_for_another_sequence_in_the_very_next_step_leaves_it
 
 def test_groups_are_sent_anew_when_a_row_gets_an_owner_that_prefills(cheap_groups):
     """Where the others that decode lie in the batch has changed then."""
-    device = Device(4, 16)
-    scheduler = Scheduler(
-        num_blocks=60, block_size=BLOCK, max_num_seqs=4, max_num_batched_tokens=128, max_model_len=60
-    )
+    driver = Driver(4, 128)
+    add, step, device = driver.add, driver.step, driver.device
     shared = list(range(16))
-
-    def add(name, prompt, max_tokens):
-        scheduler.add(Request(name, prompt, SamplingParams(max_tokens=max_tokens, seed=1, ignore_eos=True)))
-
-    def step():
-        plan = scheduler.schedule()
-        device.run(plan)
-        scheduler.update(plan, [1] * sum(entry.samples for entry in plan.scheduled))
-        return plan
 
     for name, max_tokens in (("a", 20), ("b", 4), ("c", 20), ("d", 20)):
         add(name, [*shared, *name.encode()], max_tokens)
-    while len(scheduler.waiting) + len(scheduler.running) == 4:
+    while len(driver.scheduler.waiting) + len(driver.scheduler.running) == 4:
         plan = step()
     assert plan.num_decodes == 4 and device.most_shared == 4
     rows = {entry.row for entry in plan.scheduled}

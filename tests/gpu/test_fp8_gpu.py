@@ -4,7 +4,6 @@ in chains, and engines on tiny checkpoints."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -17,6 +16,7 @@ from shoal.kernels.fp8_tensor import Fp8Tensor
 from shoal.kernels.products import gpu_of
 from shoal.layers.weight_format import FusedWeight
 from tests import quantized
+from tests.gpu.chains import check_chain, check_chain_of_rings
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
@@ -125,20 +125,7 @@ def test_a_chain_of_rings_is_in_order_and_equal_each_time(group: int) -> None:
     """Weights are large enough for rings, whose tiles come while kernels before still write the residual."""
     x, up, _, _ = operands(1, 6144, 2048, group)
     _, down, _, _ = operands(1, 2048, 3072, group)
-    norm = torch.ones(2048, device=DEVICE, dtype=BF16)
-
-    def chain(wait: bool) -> torch.Tensor:
-        residual = x.clone()
-        for _ in range(40):
-            hidden = up.of_norm(residual, norm, 1e-6, None, True)
-            if hidden is None:
-                hidden = up.gated(up.normed(None, residual, norm, 1e-6), None)
-            down.add(hidden, None, residual)
-            if wait:
-                torch.cuda.synchronize()
-        return residual
-
-    check_replays(lambda: chain(False), chain(True))
+    check_chain_of_rings(x, up, down)
 
 
 @GROUPS
@@ -149,27 +136,11 @@ def test_a_chain_is_in_order_and_equal_each_time(rows: int, group: int) -> None:
     _, down, _, _ = operands(1, 1024, 3072, group)
     norm = torch.ones(1024, device=DEVICE, dtype=BF16)
 
-    def chain(wait: bool) -> torch.Tensor:
-        residual = x.clone()
-        for _ in range(40):
-            normed = up.normed(None, residual, norm, 1e-6)
-            hidden = up.gated(normed, None, down.fp8_group(rows))
-            down.add(hidden, None, residual)
-            if wait:
-                torch.cuda.synchronize()
-        return residual
+    def add_layer(residual: torch.Tensor) -> None:
+        hidden = up.gated(up.normed(None, residual, norm, 1e-6), None, down.fp8_group(rows))
+        down.add(hidden, None, residual)
 
-    check_replays(lambda: chain(False), chain(True))
-
-
-def check_replays(launch: Callable[[], torch.Tensor], expected: torch.Tensor) -> None:
-    assert torch.equal(launch(), expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = launch()
-    for _ in range(20):
-        graph.replay()
-        assert torch.equal(captured, expected)
+    check_chain(x, add_layer)
 
 
 # Engines

@@ -4,7 +4,6 @@ and in chains, and engines on tiny checkpoints of each layout."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from shoal.layers.weight_format import FusedWeight
 from tests import quantized
 from tests.cpu.test_weights_gguf import write_gguf
 from tests.cpu.test_weights_quantized import random_tensor
+from tests.gpu.chains import check_chain, check_chain_of_rings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -116,16 +116,6 @@ def test_merged_parts_and_orders_of_inputs() -> None:
             assert error(weight.linear(x, None), F.linear(x.float(), matrix)) < 8e-3
 
 
-def check_replays(launch: Callable[[], torch.Tensor], expected: torch.Tensor) -> None:
-    assert torch.equal(launch(), expected)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = launch()
-    for _ in range(20):
-        graph.replay()
-        assert torch.equal(captured, expected)
-
-
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize(("outs", "inputs"), [(6144, 4096), (24576, 4096), (4096, 12288)])
 def test_one_row_of_a_norm(outs: int, inputs: int, zeros: bool) -> None:
@@ -146,20 +136,7 @@ def test_a_chain_of_rings_is_in_order_and_equal_each_time(zeros: bool) -> None:
     print("seed", torch.manual_seed(26).initial_seed())
     (up, _), (down, _) = packed([int4(6144, 2048, 128, zeros)]), packed([int4(2048, 3072, 128, zeros)])
     x = torch.randn(1, 2048, device=DEVICE).to(torch.bfloat16)
-    norm = torch.ones(2048, device=DEVICE, dtype=torch.bfloat16)
-
-    def chain(wait: bool) -> torch.Tensor:
-        residual = x.clone()
-        for _ in range(40):
-            hidden = up.of_norm(residual, norm, 1e-6, None, True)
-            if hidden is None:
-                hidden = up.gated(up.normed(None, residual, norm, 1e-6), None)
-            down.add(hidden, None, residual)
-            if wait:
-                torch.cuda.synchronize()
-        return residual
-
-    check_replays(lambda: chain(False), chain(True))
+    check_chain_of_rings(x, up, down)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 16, 64, 100, 300])
@@ -169,16 +146,10 @@ def test_a_chain_is_in_order_and_equal_each_time(rows: int) -> None:
     x = torch.randn(rows, 1024, device=DEVICE).to(torch.bfloat16)
     norm = torch.ones(1024, device=DEVICE, dtype=torch.bfloat16)
 
-    def chain(wait: bool) -> torch.Tensor:
-        residual = x.clone()
-        for _ in range(40):
-            hidden = up.gated(up.normed(None, residual, norm, 1e-6), None)
-            down.add(hidden, None, residual)
-            if wait:
-                torch.cuda.synchronize()
-        return residual
+    def add_layer(residual: torch.Tensor) -> None:
+        down.add(up.gated(up.normed(None, residual, norm, 1e-6), None), None, residual)
 
-    check_replays(lambda: chain(False), chain(True))
+    check_chain(x, add_layer)
 
 
 # Engines
