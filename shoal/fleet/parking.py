@@ -3,6 +3,9 @@ start takes a minute.
 
 Parking stands between a planner and the connector of this host. A worker that sleeps keeps its process and
 its place among the GPUs, so it counts in the budget; it makes room when a worker of another kind needs that.
+
+The note of it that a next fleet reads, if this one is killed, is made before a worker sleeps and taken back
+after it woke. So no worker sleeps without one, which would be a place that nobody uses and nobody frees.
 """
 
 from __future__ import annotations
@@ -46,13 +49,14 @@ class Parking(Connector):
         """Wakes the worker that was parked last; starts one if none is, or if it does not wake."""
         while parked := self._parked_of(model, role):
             worker_id = parked[-1]
-            self._unpark(worker_id)  # first, so that another call at this time takes another one
+            del self._parked[worker_id]  # first, so that another call at this time takes another one
             try:
                 await self._wake(worker_id, component_of(self._components, model, role))
             except ShoalError as error:
                 logger.warning("worker %s does not wake and ends: %s", worker_id, error)
                 await self._inner.end(worker_id)
             else:
+                self._inner.note_parked(worker_id, False)
                 return worker_id
         async with self._placing:  # so that another call counts this place
             await self._make_room(role)
@@ -68,9 +72,13 @@ class Parking(Connector):
         if worker is None or worker.info.is_foreign:
             await self._inner.end(awake[-1])
             return awake[-1]
-        await self._command(Sleep(self._level), worker.id, GRACE_S)
-        self._parked[worker.id] = (model, role)
         self._inner.note_parked(worker.id, True)
+        try:
+            await self._command(Sleep(self._level), worker.id, GRACE_S)
+        except ShoalError:
+            self._inner.note_parked(worker.id, False)
+            raise
+        self._parked[worker.id] = (model, role)
         logger.info("worker %s sleeps until it is needed", worker.id)
         return worker.id
 
@@ -86,12 +94,9 @@ class Parking(Connector):
         for worker_id in list(self._parked):
             worker = self._fleet.workers.get(worker_id)
             if worker is not None and worker.is_reached and not worker.is_asleep:
-                self._unpark(worker_id)
+                del self._parked[worker_id]
+                self._inner.note_parked(worker_id, False)
         return self._parked
-
-    def _unpark(self, worker_id: str) -> None:
-        del self._parked[worker_id]
-        self._inner.note_parked(worker_id, False)
 
     def _parked_of(self, model: str, role: str) -> list[str]:
         return [worker_id for worker_id, kind in self._asleep().items() if kind == (model, role)]
@@ -123,7 +128,7 @@ class Parking(Connector):
         first go first."""
         while self._parked and self._gpus() + self._config.gpus_of(role) > self._config.max_gpu_budget:
             worker_id = next(iter(self._parked))
-            self._unpark(worker_id)
+            del self._parked[worker_id]
             await self._inner.end(worker_id)
 
     def _gpus(self) -> int:

@@ -224,7 +224,7 @@ def test_prefill_and_decode_apart_are_told_with_the_transfer_between_them(tmp_pa
             ("transfer", "d"),
             ("decode", "d"),
         } <= set(spans)
-        assert spans["transfer", "d"]["attributes"] == {"from": "worker", "blocks": 12}
+        assert spans["transfer", "d"]["attributes"] == {"from": "worker", "blocks": 13}  # 12, and the tail
         assert spans["prefill", "p"]["attributes"]["tokens"] == 200
         placed = [line.partition("request ")[2] for line in grep(fleet, "apart") if "goes to" in line]
         assert placed == ["goes to worker d id=apart", "goes to prefill worker p id=apart"]

@@ -115,7 +115,7 @@ def test_a_worker_that_does_not_come_to_its_sleep_is_not_awaited_for_ever(monkey
         parked = parking(host)
         with pytest.raises(UnavailableError, match=r"m-2 has not come to sleep within 0\.05 s"):
             await parked.remove("m", "both")
-        assert not host.ended and not host.noted
+        assert not host.ended and host.noted == {"m-2": False}
 
     run(test)
 
@@ -154,6 +154,29 @@ def test_what_sleeps_is_known_to_who_takes_the_fleet_over():
         await next_one.start()
         assert await next_one.add("m", "both") == "m-2"
         assert host.commands[-1] == (WakeUp, "m-2") and host.noted == {"m-2": False}
+
+    run(test)
+
+
+def test_no_worker_sleeps_without_a_note_for_who_takes_the_fleet_over(monkeypatch):
+    """A fleet that was killed as its worker fell asleep, or woke, left it asleep for ever: the next one started
+    another in its place."""
+
+    async def test():
+        host = Host("m-1", "m-2")
+        noted, command = [], host.command
+
+        async def looked_at(*arguments, **options):
+            noted.append(host.noted["m-2"])
+            found = await command(*arguments, **options)
+            noted.append(host.noted["m-2"])
+            return found
+
+        monkeypatch.setattr(host, "command", looked_at)
+        parked = parking(host)
+        await parked.remove("m", "both")
+        assert await parked.add("m", "both") == "m-2"
+        assert noted == [True] * 4 and host.noted == {"m-2": False}
 
     run(test)
 
