@@ -608,7 +608,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
         "no_operation": "file",
     }
     for name, other in of_another.items():
-        if getattr(arguments, name) and getattr(arguments, other) is None:
+        if getattr(arguments, name) not in (None, False) and getattr(arguments, other) is None:
             where = "FILE" if other == "file" else f"--{other}"
             given = "" if name == "no_operation" else f" {getattr(arguments, name)!r}"
             raise ConfigError(f"{flag_of(name)}{given} is of {where}; leave it out")

@@ -8,7 +8,7 @@ models that share a budget: the planner at work and the simulator have one each.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -147,7 +147,7 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     that followed, or a gap, in which the fleet was not seen: what was seen before it in its interval is not
     judged."""
 
-    config: PlannerConfig | None = None
+    config: dict[str, Any] | None = None  # a PlannerConfig, which not every machine that replays can make
     is_gap: bool = False
     model: str = ""
     observation: Observation | None = None
@@ -168,10 +168,11 @@ def replay(config: PlannerConfig | None, lines: Iterable[bytes | str]) -> Iterat
             continue
         try:
             entry = msgspec.json.decode(line, type=Recorded)
+            if entry.config is not None and config is None:
+                settings = msgspec.convert(entry.config, PlannerConfig)
         except (msgspec.MsgspecError, ConfigError) as error:
             raise ConfigError(f"line {number} of the record cannot be read: {error}") from None
         if entry.config is not None:  # A planner began here, and knew nothing of the one before it.
-            settings = config or entry.config
             for known in (states, profiles, observations):
                 known.clear()
         elif entry.is_gap:

@@ -53,7 +53,7 @@ class PlannerLoop:
     async def run(self) -> None:
         """Runs until it is cancelled; a change under way is cancelled with it."""
         interval_s = self.config.judging_interval
-        self._write(Recorded(config=self.config))
+        self._write(Recorded(config=msgspec.to_builtins(self.config)))
         due, is_blind = self._clock.now() + interval_s, False
         try:
             while True:

@@ -81,6 +81,7 @@ def test_a_simulated_profile_heeds_the_options_of_the_worker(tmp_path, capsys):
     "words, told",
     [
         (["--replay", "r", "--output", "o"], "--output 'o' is of --profile"),
+        (["--replay", "r", "--gpu", ""], "--gpu '' is of --profile"),
         (["--profile", "m", "--fleet", "f"], "--fleet 'f' is of --replay"),
     ],
 )

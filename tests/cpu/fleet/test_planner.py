@@ -287,6 +287,16 @@ def test_a_line_that_is_no_record_is_named(line):
         list(replay(CONFIG, [b"", line]))
 
 
+def test_a_record_is_replayed_with_a_configuration_in_place_of_one_that_cannot_be_made_here():
+    """Its predictor's library may be missing, or its options older."""
+    decision, _ = decide(CONFIG, PlannerState(), [seen(0.95)], other_gpus=0)
+    entries = [Recorded(model="m", observation=seen(0.95)), Recorded(model="m", decision=decision)]
+    lines = [b'{"config": {"mode": "none of ours"}}', *map(msgspec.json.encode, entries)]
+    assert [entry.decision for entry in replay(CONFIG, lines)] == [decision] and decision.changes == [GROW]
+    with pytest.raises(ConfigError, match="line 1 .* mode 'none of ours'"):
+        list(replay(None, lines))
+
+
 def test_decisions_travel_as_json():
     decision = Decision(at=1.0, changes=[GROW], reason="x", desired={"decode": 2})
     assert msgspec.json.decode(msgspec.json.encode(decision), type=Decision) == decision
