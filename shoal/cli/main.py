@@ -44,7 +44,8 @@ in ~/.bashrc; zsh: shoal completion zsh > a file _shoal in a folder of $fpath; f
 ~/.config/fish/completions/shoal.fish"""
 COMPILE_DESCRIPTION = """Compiles what a model needs on this machine, so that its next start does not. With
 --compile-cache it is put there, too, for other machines of this kind. Weights are made up and not downloaded
-unless --load-format says otherwise; give the options that the model will be served with."""
+unless --load-format says otherwise, but a GGUF's file is, which says what the model is. Give the options that
+the model will be served with."""
 QUANTIZE_DESCRIPTION = """Writes a model whose layers have weights of fewer bits: fp8 with a scale for each
 output, or int4 with one for each group of inputs. The folder has the format of compressed-tensors, which
 vLLM and transformers read as well. Tensors come one by one; no GPU is needed."""
