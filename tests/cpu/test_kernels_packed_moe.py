@@ -48,30 +48,42 @@ def stacked(tensors: list[QuantizedTensor], dtype: torch.dtype) -> PackedExperts
     return weight
 
 
-def check(
-    make: Make, tokens: int, experts: int, top_k: int, hidden: int, size: int, dtype: torch.dtype = FP16
-) -> None:
-    print("seed", torch.manual_seed(51).initial_seed())
-    gate_up = [make(size, hidden) for _ in range(2 * experts)]
-    down = [make(hidden, size) for _ in range(experts)]
-    w13 = torch.stack([part.dequantize() for part in gate_up]).view(experts, 2 * size, hidden)
-    w2 = torch.stack([part.dequantize() for part in down])
-    x, router = torch.randn(tokens, hidden).to(dtype), torch.randn(tokens, experts).to(dtype)
-    router[:, 0] += 2  # one busy expert: several tiles
-    router += torch.rand(experts) * 1e-2  # no ties, whose choice is free
-    packed = stacked(gate_up, dtype), stacked(down, dtype)
-    result = triton_ops.moe(x, router, *packed, top_k, True)
-    want = reference.moe(x.float(), router, w13, w2, top_k, True)
-    share = 2e-3 if dtype == FP16 else 1e-5
-    assert result.dtype == dtype and (result.float() - want).norm() <= share * want.norm()
-    residual = torch.randn(tokens, hidden).to(dtype)
-    ours = residual.clone()
-    assert triton_ops.moe(x, router, *packed, top_k, True, ours) is ours
-    assert torch.equal(ours, residual + result)
-    # One of the two tensors may be plain.
-    for pair in ((w13.to(dtype), packed[1]), (packed[0], w2.to(dtype))):
-        mixed = triton_ops.moe(x, router, *pair, top_k, True)
-        assert (mixed.float() - want).norm() <= share * want.norm()
+class Case:
+    """A layer of experts, packed, and what it makes of some tokens in float32."""
+
+    def __init__(
+        self,
+        make: Make,
+        tokens: int,
+        experts: int,
+        top_k: int,
+        hidden: int,
+        size: int,
+        dtype: torch.dtype = FP16,
+    ) -> None:
+        print("seed", torch.manual_seed(51).initial_seed())
+        gate_up = [make(size, hidden) for _ in range(2 * experts)]
+        down = [make(hidden, size) for _ in range(experts)]
+        self.w13 = torch.stack([part.dequantize() for part in gate_up]).view(experts, 2 * size, hidden)
+        self.w2 = torch.stack([part.dequantize() for part in down])
+        self.x, self.router = torch.randn(tokens, hidden).to(dtype), torch.randn(tokens, experts).to(dtype)
+        self.router[:, 0] += 2  # one busy expert: several tiles
+        self.router += torch.rand(experts) * 1e-2  # no ties, whose choice is free
+        self.packed = stacked(gate_up, dtype), stacked(down, dtype)
+        self.want = reference.moe(self.x.float(), self.router, self.w13, self.w2, top_k, True)
+        self.top_k, self.dtype = top_k, dtype
+
+    def moe(
+        self, *weights: torch.Tensor | PackedExperts, residual: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return triton_ops.moe(self.x, self.router, *(weights or self.packed), self.top_k, True, residual)
+
+    def check(self, *weights: torch.Tensor | PackedExperts) -> torch.Tensor:
+        result = self.moe(*weights)
+        share = 2e-3 if self.dtype == FP16 else 1e-5
+        assert result.dtype == self.dtype
+        assert (result.float() - self.want).norm() <= share * self.want.norm()
+        return result
 
 
 @pytest.mark.parametrize("kind", FP8)
@@ -82,12 +94,12 @@ def check(
 def test_experts_in_fp8_equal_the_unpacked_ones(
     kind: str, tokens: int, experts: int, top_k: int, hidden: int, size: int
 ) -> None:
-    check(FP8[kind], tokens, experts, top_k, hidden, size)
+    Case(FP8[kind], tokens, experts, top_k, hidden, size).check()
 
 
 @pytest.mark.parametrize("kind", FP8)
 def test_float32_rows_are_multiplied_as_exactly_as_float32_does(kind: str) -> None:
-    check(FP8[kind], 9, 3, 2, 70, 20, FP32)
+    Case(FP8[kind], 9, 3, 2, 70, 20, FP32).check()
 
 
 @pytest.mark.parametrize("kind", TILED)
@@ -98,12 +110,28 @@ def test_float32_rows_are_multiplied_as_exactly_as_float32_does(kind: str) -> No
 def test_packed_experts_equal_the_unpacked_ones(
     kind: str, tokens: int, experts: int, top_k: int, hidden: int, size: int
 ) -> None:
-    check(TILED[kind], tokens, experts, top_k, hidden, size)
+    Case(TILED[kind], tokens, experts, top_k, hidden, size).check()
+
+
+@pytest.mark.parametrize("kind", FP8 | TILED)
+def test_the_residual_is_added_to_the_experts_sum(kind: str) -> None:
+    case = Case((FP8 | TILED)[kind], 7, 4, 2, 160, 32)
+    residual = torch.randn_like(case.x)
+    ours = residual.clone()
+    assert case.moe(residual=ours) is ours
+    assert torch.equal(ours, residual + case.check())
+
+
+@pytest.mark.parametrize("kind", FP8 | TILED)
+def test_one_of_the_two_weights_may_be_plain(kind: str) -> None:
+    case = Case((FP8 | TILED)[kind], 7, 4, 2, 160, 32)
+    case.check(case.w13.to(case.dtype), case.packed[1])
+    case.check(case.packed[0], case.w2.to(case.dtype))
 
 
 def test_inputs_that_end_within_a_step_are_multiplied_once() -> None:
-    check(TILED["int4 by 16, zeros"], 7, 3, 2, 80, 48)
-    check(TILED["int4"], 7, 3, 2, 48, 16)
+    Case(TILED["int4 by 16, zeros"], 7, 3, 2, 80, 48).check()
+    Case(TILED["int4"], 7, 3, 2, 48, 16).check()
 
 
 def _tiled(rows: int, inputs: int, bits: int, e2m1: bool, minima: bool) -> TiledWeight:
