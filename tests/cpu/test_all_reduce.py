@@ -27,7 +27,7 @@ WRAPPING = 2**31 - 4  # turns before the first one
     [
         (2, 20, WRAPPING),
         (3, 10, 0),
-        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 200, 0), (4, 60, WRAPPING))),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 100, 0), (4, 30, WRAPPING))),
     ],
 )
 def test_all_ranks_get_the_sums_and_norms(size, turns, start, tmp_path):

@@ -374,14 +374,16 @@ def test_a_chunk_sees_its_window_only(window: int) -> None:
 SHORT_CHUNKS = [(n, n + before) for n in (1, 5, 16, 20) for before in (0, 3, 15, 16, 31, 33, 100)]
 
 
-@pytest.mark.parametrize(("splits", "heads"), [(2, (4, 2)), (3, (9, 3)), (7, (5, 1))])
+SPLITS = pytest.mark.parametrize(("splits", "heads"), [(2, (4, 2)), (3, (9, 3)), (7, (5, 1))])
+
+
+@SPLITS
 def test_the_keys_of_short_chunks_are_split(splits: int, heads: tuple[int, int]) -> None:
     _check_splits(SHORT_CHUNKS[::4], splits, heads)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("splits", [2, 3, 7])
-@pytest.mark.parametrize("heads", [(4, 2), (9, 3), (5, 1)])
+@SPLITS
 def test_the_keys_of_all_short_chunks_are_split(splits: int, heads: tuple[int, int]) -> None:
     _check_splits(SHORT_CHUNKS, splits, heads)
 
