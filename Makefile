@@ -16,10 +16,10 @@ HAS_GPU := test -e /dev/nvidia0 || command -v nvidia-smi >/dev/null
 ANSWERS := $(PYTHON) -c "import signal, urllib.request; signal.alarm(3); urllib.request.urlopen('$(CPU_INDEX)/torch/')"
 TORCH_INDEX ?= $(shell { $(HAS_GPU) || ! $(ANSWERS) || echo $(CPU_INDEX); } 2>/dev/null)
 
-# The tests run in that many processes, those of a file in one of them: more than the cores that CI has, as many wait for
-# processes of their own. A GPU has room for one.
+# The tests run in that many processes, those of a file in one of them, in the order of tests/conftest.py: more than the cores that
+# CI has, as many wait for processes of their own. A GPU has room for one.
 JOBS ?= $(shell { $(HAS_GPU); } 2>/dev/null && echo 1 || echo 3)
-PYTEST = $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile
+PYTEST = $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo test test-slow check format docs test-gpu bench bench-gpu clean
 

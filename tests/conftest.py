@@ -13,6 +13,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items):
+    """Tests of processes come first. They wait a lot, so that cores are free for others beside them, and a
+    file of them takes long, which would leave one worker alone at the end."""
+    items.sort(key=lambda item: "process" not in item.path.parts)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def quick_garbage_collections():
     """What is there before a module's first test is left out of collections. An engine collects at its end,

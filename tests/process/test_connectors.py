@@ -35,7 +35,7 @@ from tests.fake_kubernetes import FakeKubernetes, use
 from tests.serving import PYTHON, ROOT
 
 DEADLINE_S = 60.0
-RAY_START_TIMEOUT_S = 10.0  # an actor's process imports Ray first
+RAY_START_TIMEOUT_S = 25.0  # an actor's process imports Ray first
 
 
 class World:
