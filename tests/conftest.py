@@ -14,9 +14,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_modifyitems(items):
-    """Tests of processes come first. They wait a lot, so that cores are free for others beside them, and a
-    file of them takes long, which would leave one worker alone at the end."""
-    items.sort(key=lambda item: "process" not in item.path.parts)
+    """Files of tests of processes, which wait a lot, lie spread among the others, so that the cores have work
+    all the time. None comes last (tests/gpu is skipped in no time), where one worker would be left alone with
+    it."""
+    waits = {path: "process" in path.parts for path in dict.fromkeys(item.path for item in items)}
+    place = {}
+    for kind, share in ((True, 0.75), (False, 1.0)):
+        files = [path for path in waits if waits[path] == kind]
+        place |= {path: share * number / len(files) for number, path in enumerate(files)}
+    items.sort(key=lambda item: place[item.path])
 
 
 @pytest.fixture(scope="module", autouse=True)
