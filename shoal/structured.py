@@ -37,6 +37,8 @@ FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 )
 
+# Keywords that say, or may say, of what type a value is.
+TYPING = frozenset({"type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", "not"})
 LIMITS = LLParserLimits(
     max_lexer_states=50_000,
     max_grammar_size=100_000,
@@ -158,28 +160,33 @@ def _schema_text(kind: str, schema: Any, closes_objects: bool, **more: Any) -> s
             f"true for any JSON)"
         )
     _bounded(kind, _json_text(kind, schema))
-    schema = _without_other_formats(schema)
+    schema = _as_meant(schema)
     return _json_text(kind, {**(closed(schema) if closes_objects else schema), **more})
 
 
-def _without_other_formats(schema: Any, are_names: bool = False) -> Any:
-    """Returns a copy of a schema without formats that llguidance would refuse, as it knows FORMATS alone.
+def _as_meant(schema: Any, are_names: bool = False) -> Any:
+    """Returns a copy of a schema as its writer meant it. `are_names` says that the keys here are names that
+    the writer chose, such as those of properties.
 
     By JSON Schema's rules a format is a word to the reader unless somebody knows how to check it. pydantic
-    writes "binary", "path" and "password", and OpenAPI's documents have many more. `are_names` says that the
-    keys here are names that the schema's writer chose, such as those of properties.
+    writes "binary", "path" and "password", and OpenAPI's documents have many more: those that llguidance
+    would refuse, as it knows FORMATS alone, are left out. By the same rules a text, too, fits a schema that
+    lists properties and says no type; who lists them means an object, and vLLM's grammars take it so.
     """
     if isinstance(schema, list):
-        return [_without_other_formats(part) for part in schema]
+        return [_as_meant(part) for part in schema]
     if not isinstance(schema, dict):
         return schema
     if are_names:
-        return {name: _without_other_formats(part) for name, part in schema.items()}
-    return {
-        key: value if key in VALUES else _without_other_formats(value, key in (*OF_KEYS, *DEFINITIONS))
+        return {name: _as_meant(part) for name, part in schema.items()}
+    meant = {
+        key: value if key in VALUES else _as_meant(value, key in (*OF_KEYS, *DEFINITIONS))
         for key, value in schema.items()
         if not (key == "format" and isinstance(value, str) and value not in FORMATS)
     }
+    if "properties" in schema and not schema.keys() & TYPING:
+        meant["type"] = "object"
+    return meant
 
 
 def _parsed(kind: str, text: str) -> Any:

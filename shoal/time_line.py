@@ -124,7 +124,7 @@ class TimeLine:
         self.first = self.last = self.ended = 0.0
         self.has_failed = False
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
-        self.reasons: set[FinishReason] = set()
+        self.reasons: set[str] = set()  # why answers ended: FinishReason, or a foreign worker's word
         self.answers: list[AnswerLine] = []
         self.spans: list[SpanView] = []
         self.params: SamplingParams | None = None  # until its trace has ended

@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -21,7 +21,7 @@ from shoal.errors import BusyError, RequestError, UnavailableError, WorkerFailed
 from shoal.fleet.dispatcher import Dispatcher, Place, Wanted
 from shoal.fleet.foreign_link import ForeignExchange, ForeignLink
 from shoal.fleet.foreign_request import CHAT, COMPLETIONS, ForeignRequest
-from shoal.fleet.foreign_stream import ForeignStream, TokenCounts
+from shoal.fleet.foreign_stream import ForeignStream, TokenCounts, reasons_of
 from shoal.fleet.prompt_tokens import PROMPT_FIELDS, PromptTokens, text_numbers
 from shoal.fleet.sse import SseReader
 from shoal.fleet_api import ForeignAnswer, ForeignCall, tags_of
@@ -43,6 +43,7 @@ class _Whole(msgspec.Struct):
     """What the books want of an answer that is no stream."""
 
     usage: dict[str, Any] | None = None
+    choices: list[dict[str, Any]] = []
 
 
 class _Head:
@@ -101,10 +102,11 @@ class _Told:
         text = f"leaves worker {worker_id} after {num_tokens} tokens: {why}"
         logger.info(about(self._line.id, text, worker=worker_id))
 
-    def counted(self, num_prompt: int, num_cached: int) -> None:
-        """What the worker says of the prompt."""
+    def counted(self, num_prompt: int, num_cached: int, finish_reasons: Iterable[str]) -> None:
+        """What the worker says of the prompt, and why its answers ended."""
         if num_prompt:
             self._line.prompt_tokens, self._line.cached_tokens = num_prompt, num_cached
+        self._line.reasons.update(finish_reasons)
 
 
 class ForeignForwarder:
@@ -175,7 +177,7 @@ class ForeignForwarder:
         finally:
             self._dispatcher.end(wanted)
             counts = stream.counts
-            told.counted(counts.prompt, counts.cached)
+            told.counted(counts.prompt, counts.cached, stream.finish_reasons)
             if request.has_chunks:
                 self.token_counts.add(stream.counts)
 
@@ -300,17 +302,17 @@ class ForeignForwarder:
         body = await exchange.whole()
         place.generated(1)
         try:
-            usage = msgspec.json.decode(body, type=_Whole).usage
+            whole = msgspec.json.decode(body, type=_Whole)
         except ValueError:
-            usage = None
-        num_tokens = 0
+            whole = _Whole()
+        usage, num_tokens = whole.usage, 0
         if usage is not None:
             counts = TokenCounts.of(usage)
             num_tokens = counts.generated
             self.token_counts.add(counts)
             if place.worker.served is not None:
                 place.worker.served.output_tokens += counts.generated
-            told.counted(counts.prompt, counts.cached)
+            told.counted(counts.prompt, counts.cached, reasons_of(whole.choices))
             if counts.prompt and usage.get("prompt_tokens_details"):
                 _tell_cached(place, counts.cached, counts.prompt)
         told.tokens(num_tokens)

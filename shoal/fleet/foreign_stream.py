@@ -11,7 +11,7 @@ a stop string, the client is owed it: it goes out before the next worker's text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +49,11 @@ class TokenCounts:
         self.generated += other.generated
 
 
+def reasons_of(choices: Sequence[Chunk]) -> set[str]:
+    """Why these choices of an answer or a chunk end; those that go on say nothing."""
+    return {str(reason) for choice in choices if (reason := choice.get("finish_reason")) is not None}
+
+
 class ForeignStream:
     def __init__(self, request: ForeignRequest) -> None:
         self.request = request
@@ -57,6 +62,7 @@ class ForeignStream:
         self.has_begun = False  # the client was sent something
         self.is_done = False
         self.has_finished = False  # the reason why the answer ends is known
+        self.finish_reasons: set[str] = set()  # of all answers in it
         self.is_stopped = False  # by a stop string that two workers wrote
         # Tokens of the prompt that the first worker had cached, and all of them, as it said.
         self.cached_tokens: tuple[int, int] | None = None
@@ -98,7 +104,9 @@ class ForeignStream:
             self._held.append(data)
             if isinstance(chunk.get("usage"), dict):
                 self._usage = chunk["usage"]
-            self.has_finished = any(choice.get("finish_reason") is not None for choice in choices)
+            reasons = reasons_of(choices)
+            self.has_finished = bool(reasons)
+            self.finish_reasons |= reasons
             shows = self.has_begun or self.has_finished or any(map(self._shows_something, choices))
             return self._release() if shows else b"", len(choices)
         if not choices:
@@ -145,6 +153,7 @@ class ForeignStream:
         self._owed = ""
         if not self.has_begun:
             self._head, self.prompt_ids, self.has_finished = {}, None, False
+            self.finish_reasons.clear()
 
     def settle(self, num_tokens: int, owed: str) -> None:
         """So many of the tokens so far count, and this is the end of their text, which was not sent."""
@@ -166,6 +175,7 @@ class ForeignStream:
             )
             choice = {"index": 0, **shown, "logprobs": None, "finish_reason": "length"}
             events += self._encode({**self._head, "choices": [choice]})
+            self.finish_reasons.add("length")
         if self.request.wants_usage and self._usage is None and self.prompt_ids is not None:
             given, done = len(self.prompt_ids), len(self.token_ids)
             usage = {"prompt_tokens": given, "completion_tokens": done, "total_tokens": given + done}
@@ -225,8 +235,9 @@ class ForeignStream:
         num_tokens = len(choice.get("token_ids") or ())
         if self.is_stopped:
             return self.finish(), num_tokens
-        if choice.get("finish_reason") is not None:
+        if reasons := reasons_of([choice]):
             self.has_finished = True
+            self.finish_reasons |= reasons
             return b"", num_tokens
         if not self._shows_something(choice):
             return b"", num_tokens
@@ -255,6 +266,7 @@ class ForeignStream:
             choice["text"] = text[: at + len(stop)] if keeps_stop else text[:at]
             choice["finish_reason"], choice["stop_reason"] = "stop", stop
             self.is_stopped = self.has_finished = True
+            self.finish_reasons.add("stop")
         elif may_begin and choice.get("finish_reason") is None:
             choice["text"], self._owed = "", text
             return

@@ -66,7 +66,7 @@ class Server:
             else:
                 raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the client is told, and never how our stack looks
-            await exchange.fail(to_api_error(error))
+            await exchange.fail(to_api_error(error, exchange.names))
         finally:
             self.exchanges.discard(exchange)
             self.port.body_bytes -= exchange.size
@@ -79,8 +79,10 @@ class Server:
         path = exchange.path
         methods = self._table.find(path)
         if methods is None:
+            exchange.dialect = self._table.dialect_beside(path)
             raise ApiError(404, f"there is nothing at {path!r:.100}; {self._table.overview()}")
-        exchange.handler = next(iter(methods.values())).path
+        any_method = next(iter(methods.values()))
+        exchange.handler, exchange.dialect = any_method.path, any_method.dialect
         if self._cors.is_preflight(exchange):
             return None
         route = methods.get("GET" if exchange.method == "HEAD" else exchange.method)

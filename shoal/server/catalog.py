@@ -57,8 +57,8 @@ class Catalog:
         found = _find(self._models, name)
         if found is not None:
             return found
-        if _find(self.foreign, name) is not None:
-            raise ApiError(404, f"the workers of {name!r:.100} have no such route", param="model")
+        if (foreign := self.find_foreign(name)) is not None:
+            raise ApiError(404, f"the workers of {foreign.name!r:.100} have no such route", param="model")
         if self.awaited or not self.names:
             awaited = f" ({', '.join(self.awaited)})" if self.awaited else ""
             asked = "no model" if name is None else f"no model {name!r:.100}"

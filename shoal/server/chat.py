@@ -11,7 +11,7 @@ from shoal.server.answers import Chunks, LogprobShapes, encode, prompt_logprobs_
 from shoal.server.errors import ApiError
 from shoal.server.functions import as_tools
 from shoal.server.generation import Generation
-from shoal.server.http import DONE, Exchange
+from shoal.server.http import DONE, MAX_UNKNOWN, Exchange
 from shoal.server.model import Prompt, ServedModel
 from shoal.server.params import check_stream_options, num_kept, shortened, text_params
 from shoal.server.protocol import ChatCompletionRequest
@@ -19,25 +19,47 @@ from shoal.server.tool_parsers import Part, TextDelta
 from shoal.server.tools import AnswerFormat, AnswerParser, ToolPlan, plan_tools, template_variables, whole
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Fields of OpenAI's messages and functions, with those that chat templates read beside them.
+MESSAGE_FIELDS = frozenset(
+    {
+        "role",
+        "content",
+        "name",
+        "tool_calls",
+        "tool_call_id",
+        "function_call",
+        "refusal",
+        "audio",
+        "annotations",
+        "reasoning",
+        "reasoning_content",
+        "thinking",
+        "prefix",
+    }
+)
+FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict", "return"})
 
 
 async def create_chat_completion(exchange: Exchange) -> None:
     request = exchange.decode(ChatCompletionRequest)
+    exchange.names["prompt"] = "messages"
     model = exchange.models.find(request.model)
     options = check_stream_options(request.stream, request.stream_options)
     _check(request, model)
-    as_tools(request)
+    as_tools(request, exchange.names)
+    _warn_unknown(exchange, request)
     plan = plan_tools(request.tools, request.tool_choice, request.parallel_tool_calls, model.tool_call_parser)
     max_tokens = (
         request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
     )
     params = text_params(
+        exchange,
         model,
         request,
         max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
-    plan.constrain(params, model.tool_call_parser)
+    plan.constrain(params, model.tool_call_parser, exchange.names)
     prompt = await _prompt(model, request, plan, params)
     request_id = exchange.named(request.request_id)
     generation = Generation(
@@ -103,6 +125,7 @@ def _check(request: ChatCompletionRequest, model: ServedModel) -> None:
                 f"messages[{i}].role {message.get('role')!r:.60} is none of {', '.join(ROLES)}",
                 param=f"messages[{i}].role",
             )
+        _check_calls(f"messages[{i}].tool_calls", message.get("tool_calls"))
     if request.audio is not None or any(kind != "text" for kind in request.modalities or ()):
         raise ApiError(
             400, "modalities: answers here are text alone; leave modalities and audio out", param="modalities"
@@ -117,6 +140,40 @@ def _check(request: ChatCompletionRequest, model: ServedModel) -> None:
             f"server with a larger --max-logprobs",
             param="top_logprobs",
         )
+
+
+def _check_calls(field: str, calls: Any) -> None:
+    """Raises ApiError for calls that no template could write down."""
+    if not isinstance(calls, list | None):
+        raise ApiError(400, f"{field} {calls!r:.60} is no list of calls", param=field)
+    for i, call in enumerate(calls or ()):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ApiError(
+                400,
+                f"{field}[{i}] {call!r:.80} is no call; give "
+                '{"type": "function", "function": {"name": ..., "arguments": "..."}}',
+                param=f"{field}[{i}]",
+            )
+        if not isinstance(function.get("arguments"), str | dict | None):
+            raise ApiError(
+                400,
+                f"{field}[{i}].function.arguments {function['arguments']!r:.60} is neither JSON text nor an "
+                "object",
+                param=f"{field}[{i}].function.arguments",
+            )
+
+
+def _warn_unknown(exchange: Exchange, request: ChatCompletionRequest) -> None:
+    """Tells the log of misspelt fields within messages and functions, which nobody reads."""
+    found = {f"messages[].{name}" for message in request.messages for name in message.keys() - MESSAGE_FIELDS}
+    for tool in request.tools or ():
+        function = tool.get("function")
+        if isinstance(function, dict):
+            found |= {f"tools[].function.{name}" for name in function.keys() - FUNCTION_FIELDS}
+    for name in sorted(found)[:MAX_UNKNOWN]:
+        message = f"{exchange.path} takes no field {name!r:.100}: it is ignored"
+        exchange.warn(f"{exchange.path} {name:.100}", message)
 
 
 async def _prompt(

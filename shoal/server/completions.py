@@ -47,6 +47,7 @@ async def create_completion(exchange: Exchange) -> None:
         longest = max(len(p.token_ids) for p in prompts)
         max_tokens = max(1, min(DEFAULT_MAX_TOKENS, model.max_model_len - longest))
     params = text_params(
+        exchange,
         model,
         request,
         max_tokens=max_tokens,

@@ -12,6 +12,7 @@ import msgspec
 from shoal.errors import (
     BusyError,
     EngineDeadError,
+    PromptTooLongError,
     ShoalError,
     UnavailableError,
     UnknownWorkerError,
@@ -21,6 +22,8 @@ from shoal.errors import (
 logger = logging.getLogger(__name__)
 
 FIELD = re.compile(r"[a-z_]+([.\[][\w.\[\]]*)?")
+ROOT = re.compile(r"([a-z_]*)((?:\[\d+\])?)")
+NO_NAMES: Mapping[str, str] = {}
 
 RETRY_SECONDS = 1  # what Retry-After says: queues here move on within that time
 TYPES = {
@@ -66,18 +69,24 @@ class ApiError(ShoalError):
         )
 
 
-def to_api_error(error: BaseException) -> ApiError:
+def to_api_error(error: BaseException, names: Mapping[str, str] = NO_NAMES) -> ApiError:
     """What a client is told of an exception that a handler raised. An exception that nobody foresaw is logged
-    with its stack, and the client is told without it."""
+    with its stack, and the client is told without it. names: see Exchange."""
     if isinstance(error, ApiError):
+        error.param = names.get(error.param or "", error.param)
         return error
     if isinstance(error, UnknownWorkerError):
         return ApiError(404, str(error), param="id")
     if isinstance(error, UserError):
         # the message begins with the field's name, if it is about a field
-        field = str(error).split(" ", 1)[0].rstrip(":,")
+        message = str(error)
+        field = message.split(" ", 1)[0].rstrip(":,")
+        root, index = ROOT.match(field).groups()  # type: ignore[union-attr]
+        if root in names:
+            field, message = names[root] + index, names[root] + index + message[len(field) :]
         is_field = FIELD.fullmatch(field) is not None and (not field.isalpha() or field in PLAIN_FIELDS)
-        return ApiError(400, str(error), param=field if is_field else None)
+        code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
+        return ApiError(400, message, param=field if is_field else None, code=code)
     if isinstance(error, RecursionError):
         return ApiError(400, "something in the request is nested too deeply; flatten it")
     if isinstance(error, BusyError):
@@ -100,6 +109,8 @@ PLAIN_FIELDS = frozenset(
         "prompt",
         "messages",
         "tools",
+        "functions",
+        "format",
         "input",
         "model",
         "level",

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
-from typing import Annotated
 
 import msgspec
 
@@ -14,15 +13,18 @@ from shoal.fleet_api import ForeignCall
 from shoal.server.errors import ApiError
 from shoal.server.foreign_model import ForeignModel
 from shoal.server.http import Exchange
-from shoal.server.protocol import decode
+from shoal.server.protocol import Seconds, decode
 from shoal.server.route import Handler, Route
 
 # Those that ask for no answer of the model.
-UNLISTED = frozenset({"/v1/messages/count_tokens", "/tokenize", "/detokenize", "/api/show"})
+UNLISTED = frozenset(
+    {"/v1/messages/count_tokens", "/tokenize", "/detokenize", "/tokenizer_info", "/api/show"}
+)
 STREAMS = (b"text/event-stream", b"application/x-ndjson")
-# Those whose body names a model, and that a server of this model could answer.
+# Those whose body, or query, names a model, and that a server of this model could answer.
 PASSED_ON = frozenset(
     {
+        "/tokenizer_info",
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/responses",
@@ -46,7 +48,7 @@ class _Asked(msgspec.Struct):
 
     model: str | None = None
     name: str | None = None  # the model, in older requests of Ollama
-    timeout: Annotated[float, msgspec.Meta(gt=0)] | None = None  # seconds
+    timeout: Seconds | None = None
 
 
 def with_foreign_models(routes: Sequence[Route]) -> list[Route]:
@@ -61,7 +63,10 @@ def _passing_on(handler: Handler) -> Handler:
     async def handle(exchange: Exchange) -> None:
         if not exchange.models.foreign:
             return await handler(exchange)
-        asked = decode(_Asked, exchange.body)
+        if exchange.method == "GET":
+            asked = _Asked(next(iter(exchange.query().get("model", ())), None))
+        else:
+            asked = decode(_Asked, exchange.body)
         model = exchange.models.find_foreign(asked.model or asked.name)
         if model is None:
             return await handler(exchange)

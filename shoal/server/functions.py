@@ -9,15 +9,16 @@ from shoal.errors import RequestError
 from shoal.server.protocol import ChatCompletionRequest
 
 
-def as_tools(request: ChatCompletionRequest) -> None:
-    """Puts `functions`, `function_call` and messages of that kind into today's fields. Raises
-    RequestError."""
+def as_tools(request: ChatCompletionRequest, names: dict[str, str]) -> None:
+    """Puts `functions`, `function_call` and messages of that kind into today's fields. names: see Exchange.
+    Raises RequestError."""
     if request.functions is not None or request.function_call is not None:
         if request.tools is not None or request.tool_choice is not None:
             raise RequestError(
                 "functions and function_call are the older names of tools and tool_choice; "
                 "send one or the other"
             )
+        names |= {"tools": "functions", "tool_choice": "function_call"}
         choice = request.function_call
         request.tools = [{"type": "function", "function": function} for function in request.functions or ()]
         request.tool_choice = {"type": "function", "function": choice} if isinstance(choice, dict) else choice

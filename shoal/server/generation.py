@@ -21,7 +21,7 @@ from types import TracebackType
 
 from shoal.answer import Answer, Delta, add_to
 from shoal.api import CompletionOutput, FinishReason, Output, Request, SamplingParams, TokenLogprobs
-from shoal.errors import EngineDeadError, RequestError, UnavailableError, UserError
+from shoal.errors import EngineDeadError, PromptTooLongError, RequestError, UnavailableError, UserError
 from shoal.metrics import RequestTimes
 from shoal.server.errors import ApiError
 from shoal.server.model import Prompt, ServedModel
@@ -272,7 +272,7 @@ class Generation:
                 )
             return 1
         if room < 1:
-            raise RequestError(
+            raise PromptTooLongError(
                 f"prompt has {len(ids)} tokens, and the model's maximum context length is "
                 f"{model.max_model_len}, at least one token of output included; send a shorter prompt"
             )

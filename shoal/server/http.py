@@ -85,6 +85,8 @@ class Exchange:
         self.handler = "none"  # the route's path
         self.is_quiet = False
         self.dialect = OPENAI
+        # How the client calls what messages of errors call otherwise: the handler says it.
+        self.names: dict[str, str] = {}
         self.generation: Generation | None = None  # the handler sets it
         self._last = b""  # of a stream, what its end takes along
         self.line: TimeLine | None = None  # see begin_line
@@ -180,7 +182,7 @@ class Exchange:
         line = self.line = TimeLine(self.request_id, model, self.handler, self.arrival)
         now = time.perf_counter()
         line.add([Span("tokenize", now - self._read_at, now - self._read_at)], now)
-        given = {name: self.headers.get(name.encode(), b"").decode("latin-1") for name in TRACE_HEADERS}
+        given = {name: self._joined(name.encode()) for name in TRACE_HEADERS}
         headers = {name: value for name, value in given.items() if value}
         if self.port.tracing is not None:
             self._trace = self.port.tracing.begin(line, headers)
@@ -189,6 +191,11 @@ class Exchange:
         if is_listed:
             self.port.time_lines.add(line)
         return line
+
+    def _joined(self, name: bytes) -> str:
+        """A header that may be cut into several, as HTTP puts them together."""
+        values = [value for found, value in self.scope["headers"] if found == name]
+        return b",".join(values).decode("latin-1")
 
     def end_line(self) -> None:
         """The exchange has ended."""

@@ -14,7 +14,7 @@ from shoal.server.errors import ApiError
 from shoal.server.generation import Generation, Usage
 from shoal.server.http import Dialect, Exchange
 from shoal.server.model import Prompt, ServedModel
-from shoal.server.protocol import MinusOneOrMore, Positive, Words
+from shoal.server.protocol import MinusOneOrMore, Positive, Seconds, Words
 from shoal.server.shapes import AnthropicErrorResponse
 from shoal.server.tool_parsers import CallDelta, Part
 from shoal.server.tools import (
@@ -27,6 +27,8 @@ from shoal.server.tools import (
     warn_unread,
 )
 
+# See Exchange.
+NAMES = {"prompt": "messages", "structured_outputs": "output_config.format", "stop": "stop_sequences"}
 ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -99,6 +101,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
     top_p: float | None = None
     top_k: MinusOneOrMore | None = None
     stream: bool | None = None
+    timeout: Seconds | None = None  # as in our other APIs
     metadata: dict[str, Any] | None = None
 
 
@@ -144,9 +147,10 @@ class TokenCount(Struct):
 
 async def create_message(exchange: Exchange) -> None:
     request = exchange.decode(MessagesRequest)
+    exchange.names |= NAMES
     model = exchange.models.find(request.model)
     plan, params = _plan(exchange, request, model), _params(request, model)
-    plan.constrain(params, model.tool_call_parser)
+    plan.constrain(params, model.tool_call_parser, exchange.names)
     prompt = await _prompt(exchange, request, model, plan, params)
     parser = AnswerFormat(
         plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
@@ -158,6 +162,7 @@ async def create_message(exchange: Exchange) -> None:
         params,
         exchange.begin_line(model.name),
         request_id=exchange.request_id,
+        timeout=request.timeout,
         session=exchange.session((request.metadata or {}).get("user_id")),
         tags=exchange.tags,
         cuts_max_tokens=True,
@@ -183,9 +188,10 @@ async def create_message(exchange: Exchange) -> None:
 
 async def count_tokens(exchange: Exchange) -> None:
     request = exchange.decode(CountTokensRequest)
+    exchange.names |= NAMES
     model = exchange.models.find(request.model)
     plan, params = _plan(exchange, request, model), SamplingParams(structured_outputs=_structured(request))
-    plan.constrain(params, model.tool_call_parser)
+    plan.constrain(params, model.tool_call_parser, exchange.names)
     prompt = await _prompt(exchange, request, model, plan, params)
     await exchange.json(TokenCount(len(prompt.token_ids)))
 
@@ -365,6 +371,8 @@ async def _prompt(
         and request.thinking.type != "disabled"
         and params.structured_outputs is None
     )
+    if thinks and model.reasoning_parser == "none":
+        exchange.warn("thinking", f"the model {model.name} does not think aloud: `thinking` is ignored")
     variables = {} if model.reasoning_parser == "none" else {"enable_thinking": thinks}
     # The model goes on with an answer that the caller has begun.
     begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")

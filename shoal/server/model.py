@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from shoal.api import ModelSummary, SleepState, Stats, sampling_defaults
 from shoal.config import ServerConfig
 from shoal.control import ServedEngine
-from shoal.errors import RequestError
+from shoal.errors import PromptTooLongError, RequestError
 from shoal.metrics import ModelMetrics
 from shoal.model_card import ModelCard
 from shoal.request_builder import RequestBuilder
@@ -167,14 +167,14 @@ class ServedModel:
         if must_fit and len(text) > most:
             length = f"the model's maximum context length is {most} tokens, at least one of output included"
             if len(text) > most * tokenizer.longest_token:
-                raise RequestError(
-                    f"the prompt has {len(text)} characters, and none of the model's tokens stands for more "
+                raise PromptTooLongError(
+                    f"prompt has {len(text)} characters, and none of the model's tokens stands for more "
                     f"than {tokenizer.longest_token}; {length}; send a shorter prompt"
                 )
             head = text[: HEAD_CHARACTERS * most]
             if len(head) < len(text) and len(tokenizer.encode(head, add_special_tokens)) > most + HEAD_SLACK:
-                raise RequestError(
-                    f"the prompt has more than {most} tokens in its first {len(head)} characters of "
+                raise PromptTooLongError(
+                    f"prompt has more than {most} tokens in its first {len(head)} characters of "
                     f"{len(text)}; {length}; send a shorter prompt"
                 )
         return tokenizer.encode(text, add_special_tokens)

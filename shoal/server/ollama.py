@@ -20,13 +20,32 @@ from shoal.server.generation import Generation
 from shoal.server.http import Dialect, Exchange
 from shoal.server.model import Prompt, ServedModel
 from shoal.server.params import read_prompts
-from shoal.server.protocol import MinusOneOrMore, Positive, Seed, TokenId, Word, Words
+from shoal.server.protocol import MinusOneOrMore, Positive, Seconds, Seed, TokenId, Word, Words
 from shoal.server.tokens import embed
 from shoal.server.tool_parsers import CallDelta, Part
 from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, template_variables
 
 # The release of Ollama whose API this is: clients compare it with the one that brought what they need.
 API_VERSION = "0.12.6"
+# See Exchange.
+NAMES = {
+    "structured_outputs": "format",
+    "repetition_penalty": "options.repeat_penalty",
+    **{
+        name: f"options.{name}"
+        for name in (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "seed",
+            "stop",
+            "presence_penalty",
+            "frequency_penalty",
+        )
+    },
+}
+NOW = (0, "0", "0s")  # values of keep_alive with which Ollama lets a model go at once
 EFFORTS = ("low", "medium", "high")
 NANOSECONDS = 1_000_000_000
 NEVER = "2100-01-01T00:00:00Z"  # models stay
@@ -70,6 +89,7 @@ class OllamaRequest(Struct, kw_only=True):
     options: OllamaOptions | None = None
     think: bool | str | None = None  # or "low", "medium", "high"
     keep_alive: float | str | None = None  # taken: models stay
+    timeout: Seconds | None = None  # as in our other APIs
 
 
 class OllamaFunction(Struct, kw_only=True):
@@ -231,21 +251,23 @@ OLLAMA = Dialect("Ollama", OllamaError, error_body, error_line, "application/x-n
 
 async def chat(exchange: Exchange) -> None:
     request = exchange.decode(OllamaChatRequest)
+    exchange.names |= {**NAMES, "prompt": "messages"}
     model = exchange.models.find(request.model)
     messages = [_to_chat(i, message) for i, message in enumerate(request.messages or ())]
     writer = _Writer(exchange, request.model or model.name, is_chat=True)
     if not messages:
-        await exchange.json(writer.loaded())
+        await exchange.json(writer.loaded(request.keep_alive))
         return
     plan = plan_tools(request.tools, None, None, model.tool_call_parser)
     params = _params(request, model)
-    plan.constrain(params, model.tool_call_parser)
+    plan.constrain(params, model.tool_call_parser, exchange.names)
     prompt = await _chat_prompt(request, model, messages, plan, params)
     await _answer(exchange, request, model, prompt, params, plan, writer)
 
 
 async def generate(exchange: Exchange) -> None:
     request = exchange.decode(OllamaGenerateRequest)
+    exchange.names |= NAMES
     model = exchange.models.find(request.model)
     _refuse_images(request.images, "images")
     for name, why in (
@@ -256,7 +278,7 @@ async def generate(exchange: Exchange) -> None:
             raise ApiError(400, f"{name} is given, and {why}; leave it out", param=name)
     writer = _Writer(exchange, request.model or model.name, is_chat=False)
     if not request.prompt:
-        await exchange.json(writer.loaded())
+        await exchange.json(writer.loaded(request.keep_alive))
         return
     params, plan = _params(request, model), ToolPlan()
     if request.raw:
@@ -329,6 +351,7 @@ async def _answer(
         exchange.begin_line(model.name),
         request_id=exchange.request_id,
         session=exchange.session(),
+        timeout=request.timeout,
         tags=exchange.tags,
         cuts_max_tokens=True,
     ) as generation:
@@ -399,9 +422,11 @@ class _Writer:
             }
         )
 
-    def loaded(self) -> bytes:
-        """The answer to a request that asks for nothing: Ollama's clients have a model loaded by it."""
-        return encode({**self._head(True), **self._take(0), "done_reason": "load"})
+    def loaded(self, keep_alive: float | str | None) -> bytes:
+        """The answer to a request that asks for nothing: Ollama's clients have a model loaded by it, or, with
+        a keep_alive of 0, unloaded."""
+        reason = "unload" if keep_alive in NOW else "load"
+        return encode({**self._head(True), **self._take(0), "done_reason": reason})
 
     def _head(self, is_done: bool) -> dict[str, Any]:
         return {"model": self.name, "created_at": _time(time.time()), "done": is_done}

@@ -8,11 +8,13 @@ from typing import Any
 
 from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.server.errors import ApiError
+from shoal.server.http import Exchange
 from shoal.server.model import Prompt, ServedModel
 from shoal.server.protocol import Prompts, ResponseFormat, StreamOptions, TextFields
 
 
 def text_params(
+    exchange: Exchange,
     model: ServedModel,
     request: TextFields,
     *,
@@ -48,6 +50,8 @@ def text_params(
         )
     if names:
         more["structured_outputs"] = formats[names[0]]
+        if names[0] != "structured_outputs":
+            exchange.names["structured_outputs"] = names[0]
     return request.sampling_params(model.default_params, model.vocab_size, **more)
 
 

@@ -49,6 +49,7 @@ HARMLESS = frozenset(
 
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
+Seconds = Annotated[float, Meta(gt=0)]
 Positive = Annotated[int, Meta(ge=1, lt=2**31)]
 MinusOneOrMore = Annotated[int, Meta(ge=-1, lt=2**31)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
@@ -140,7 +141,7 @@ class GenerationFields(SamplingFields, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Text | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    timeout: Annotated[float, Meta(gt=0)] | None = None  # seconds
+    timeout: Seconds | None = None
     user: str | None = None
 
 
@@ -202,7 +203,7 @@ class EmbeddingRequest(Struct, kw_only=True):
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Text | None = None
     request_id: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
-    timeout: Annotated[float, Meta(gt=0)] | None = None
+    timeout: Seconds | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True):
@@ -242,7 +243,7 @@ class TokenRequest(Struct, kw_only=True):
     stream: bool = False
     priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] = 0
     cache_salt: Text | None = None
-    timeout: Annotated[float, Meta(gt=0)] | None = None
+    timeout: Seconds | None = None
 
 
 class UpdateWeightsRequest(Struct, kw_only=True):

@@ -17,6 +17,7 @@ from shoal.logs import Event, quoted
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
 from shoal.server.http import Exchange
+from shoal.time_line import TimeLine
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,8 @@ def event_of(exchange: Exchange) -> Event:
     }
     if exchange.generation is not None:
         fields |= _tokens(exchange.generation, exchange.arrival)
+    elif exchange.line is not None and exchange.line.answers:
+        fields |= _tokens_of_foreign(exchange.line)
     fields["request_id"] = exchange.request_id
     if exchange.error is not None:
         fields["error"] = _message(exchange.error)
@@ -130,6 +133,23 @@ def _tokens(generation: Generation, arrival: float) -> dict[str, Any]:
     return fields
 
 
+def _tokens_of_foreign(line: TimeLine) -> dict[str, Any]:
+    """The same of a request that was passed on, as far as its worker has told it."""
+    told = line.summary()
+    fields: dict[str, Any] = {"model": told.model}
+    if told.prompt_tokens:
+        fields |= {"prompt_tokens": told.prompt_tokens, "cached_tokens": told.cached_tokens}
+    if told.output_tokens:
+        fields |= {"completion_tokens": told.output_tokens, "ttft_seconds": told.ttft_s}
+    if told.itl_s:
+        fields["tokens_per_second"] = round(1 / told.itl_s, 1)
+    if told.finish_reason is not None:
+        fields["finish_reason"] = told.finish_reason
+    if told.workers:
+        fields["worker"] = told.workers[-1]
+    return fields
+
+
 def _text(fields: dict[str, Any]) -> str:
     seconds = f"{fields['seconds']:.3f}s"
     parts = [fields["client"], fields["method"], fields["path"], str(fields["status"]), seconds]
@@ -148,7 +168,7 @@ def _message(error: ApiError) -> str:
 
 def _level(status: int, error: ApiError | None) -> int:
     """ERROR for failures of the server itself. What a client caused, or an operator chose, such as sleep, is
-    a WARNING."""
+    a WARNING, and so is a foreign worker's refusal, which is passed on as it is."""
     if error is not None:
         return logging.ERROR if error.status == 500 else logging.WARNING
-    return logging.INFO
+    return logging.WARNING if status >= 400 and status != CLIENT_GONE else logging.INFO

@@ -175,13 +175,14 @@ class Response(Struct, kw_only=True):
 
 async def create_response(exchange: Exchange) -> None:
     request = exchange.decode(ResponsesRequest)
+    exchange.names["prompt"] = "input"
     model = exchange.models.find(request.model)
     _refuse(request)
     if request.store:
         exchange.warn("store", "this server stores no responses: `store` is ignored")
-    params = _params(request, model)
+    params = _params(exchange, request, model)
     plan = _plan(exchange, request, model)
-    plan.constrain(params, model.tool_call_parser)
+    plan.constrain(params, model.tool_call_parser, exchange.names)
     effort = request.reasoning.effort if request.reasoning is not None else None
     variables = template_variables(None, effort, params, model.reasoning_parser)
     prompt = await model.chat_prompt(
@@ -474,11 +475,20 @@ def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "allowed_tools":
-        tools = choice.get("tools")
-        tools = tools if isinstance(tools, list) else []
+        mode, tools = choice.get("mode"), choice.get("tools")
+        if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
+            raise RequestError(
+                f"tool_choice {choice!r:.200} allows no tools; give it the mode 'auto' or 'required' and a "
+                'list of tools, {"type": "function", "name": ...}'
+            )
         named = [_chat_tool({"name": _name_of(tool)}) for tool in tools if isinstance(tool, dict)]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": named}}
+        return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
     name = choice.get("name") if choice.get("type") == "function" else _name_of(choice)
+    if not isinstance(name, str):
+        raise RequestError(
+            f"tool_choice {choice!r:.100} names no function; give "
+            '{"type": "function", "name": ...}, "auto", "none" or "required"'
+        )
     return {"type": "function", "function": {"name": name}}
 
 
@@ -493,12 +503,6 @@ def _refuse(request: ResponsesRequest) -> None:
         raise ApiError(
             400, "background: this server stores no responses; set it to false", param="background"
         )
-    if request.truncation == "auto":
-        raise ApiError(
-            400,
-            "truncation 'auto' is not supported; send an input that fits, with 'disabled'",
-            param="truncation",
-        )
     if request.top_logprobs or "message.output_text.logprobs" in (request.include or ()):
         raise ApiError(
             400,
@@ -511,7 +515,7 @@ def _refuse(request: ResponsesRequest) -> None:
         raise ApiError(400, f"n {request.n} is not 1: a response has one answer", param="n")
 
 
-def _params(request: ResponsesRequest, model: ServedModel) -> SamplingParams:
+def _params(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -> SamplingParams:
     given = request.text.format if request.text is not None else None
     more: dict[str, Any] = {}
     if given is not None and given.type != "text":
@@ -521,6 +525,7 @@ def _params(request: ResponsesRequest, model: ServedModel) -> SamplingParams:
             )
         if given.type == "json_schema" and given.schema is None:
             raise RequestError("text.format has no schema; give the JSON schema of the answer")
+        exchange.names["structured_outputs"] = "text.format"
         more["structured_outputs"] = (
             StructuredOutputsParams(json_object=True)
             if given.type == "json_object"

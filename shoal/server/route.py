@@ -45,6 +45,18 @@ class RouteTable:
                 return methods
         return None
 
+    def dialect_beside(self, path: str) -> Dialect:
+        """That of the routes beside a path where there is nothing, if they have one: Ollama's clients read
+        errors in its form alone."""
+        folder = path.rpartition("/")[0] + "/"
+        dialects = [
+            route.dialect
+            for found, methods in self._exact.items()
+            if found.startswith(folder)
+            for route in methods.values()
+        ]
+        return dialects[0] if len(set(map(id, dialects))) == 1 else OPENAI
+
     def overview(self) -> str:
         """What there is, for a client that asked for something else."""
         if DOCUMENT in self._exact:

@@ -74,9 +74,9 @@ class ToolPlan:
         """Whether a grammar makes the answer a call, whether or not the model knows of the tools."""
         return self.mode in ("required", "named")
 
-    def constrain(self, params: SamplingParams, parser: str) -> None:
+    def constrain(self, params: SamplingParams, parser: str, names: dict[str, str]) -> None:
         """Makes the request's grammar that of the plan, together with the format that it has already. parser:
-        the model's."""
+        the model's. names: see Exchange."""
         form = params.structured_outputs
         if self.mode == "auto":
             params.skip_special_tokens = False  # some models mark the tags of calls as special
@@ -85,6 +85,7 @@ class ToolPlan:
         elif self.structured is not None:
             closes = form.disable_additional_properties if form is not None else None
             params.structured_outputs = replace(self.structured, disable_additional_properties=closes)
+            names["structured_outputs"] = names.get("tools", "tools")
 
     def _call_or(self, form: StructuredOutputsParams, parser: str) -> StructuredOutputsParams:
         """A grammar for either calls in the parser's format or JSON of `form`."""
@@ -358,6 +359,8 @@ def _check_tools(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, Any]
                 '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
             )
         name, schema = function.get("name"), function.get("parameters")
+        if name is None:
+            raise RequestError(f"tools[{i}] has no name; give one of letters, digits and any of _ . : -")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise RequestError(
                 f"tools[{i}] has the name {name!r:.100}; names are 1 to 128 letters, digits and any of _ . "

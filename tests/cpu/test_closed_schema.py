@@ -47,7 +47,7 @@ BASE = {"$defs": {"Base": obj("a", a=INT)}}
     [
         (obj(a=INT), [{"a": 1}, {}], [{"a": 1, "z": 1}]),
         (obj(), [{}], [{"z": 1}]),
-        ({"properties": {"a": INT}}, [{"a": 1}, 7], [{"z": 1}]),
+        ({"properties": {"a": INT}}, [{"a": 1}], [{"z": 1}]),
         (obj("a", "b", a=INT), [{"a": 1, "b": "any"}], [{"a": 1, "b": 2, "z": 3}]),
         ({**obj(a=INT), "patternProperties": {"^x-": INT}}, [{"a": 1, "x-y": 2}], [{"a": 1, "y": 2}]),
         (obj(a=obj(b=INT)), [{"a": {"b": 1}}], [{"a": {"b": 1, "z": 1}}, {"a": {}, "z": 1}]),
@@ -113,6 +113,21 @@ def test_keys_that_a_schema_names_are_allowed_and_no_others(schema, inside, outs
             fits(schema, value) and not fits(closed(schema), value) and not can_write(value, json=schema)
         ), value
         assert can_write(value, json=schema, disable_additional_properties=False)
+
+
+@pytest.mark.parametrize("closes", [True, False])
+@pytest.mark.parametrize(
+    "schema, inside, outside",
+    [
+        ({"properties": {"a": INT}, "required": ["a"]}, {"a": 1}, "text"),
+        ({"type": "array", "items": {"properties": {"a": INT}}}, [{"a": 1}], [7]),
+        ({"properties": {"a": INT}, "type": ["object", "null"]}, None, "text"),
+        (obj(properties={"type": "string"}), {"properties": "text"}, {"properties": 7}),
+    ],
+)
+def test_who_lists_properties_means_an_object(schema, inside, outside, closes):
+    assert can_write(inside, json=schema, disable_additional_properties=closes)
+    assert not can_write(outside, json=schema, disable_additional_properties=closes)
 
 
 @pytest.mark.parametrize(

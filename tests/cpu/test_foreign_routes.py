@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 
 import pytest
 
@@ -151,6 +152,34 @@ def test_a_deadline_ends_the_request_at_the_worker_too(limit):
 def test_a_server_that_drains_takes_nothing_new():
     workers = Workers(b"{}")
     assert ask(workers, is_draining=True).status == 503 and not workers.calls
+
+
+@pytest.mark.parametrize("status", [200, 422])
+def test_the_log_tells_of_a_request_what_its_worker_did(status, caplog):
+    class Told(Workers):
+        async def forward(self, call):
+            answer = call.line.answer()
+            call.line.prompt_tokens, call.line.cached_tokens = 31, 16
+            answer.tokens(1, call.line.began + 1.0, "w1")
+            answer.tokens(2, call.line.began + 2.0)
+            call.line.reasons.add("tool_calls")
+            return await super().forward(call)
+
+    caplog.set_level(logging.INFO, "shoal")
+    ask(Told(b"{}", status=status))
+    [record] = [record for record in caplog.records if "/v1/completions" in record.getMessage()]
+    told = "model=foreign in=31 cached=16 out=3 ttft=1.000s speed=2.0/s finish=tool_calls worker=w1"
+    assert told in record.getMessage()
+    assert record.levelno == (logging.INFO if status == 200 else logging.WARNING)
+
+
+def test_a_tokenizer_is_asked_for_by_the_query():
+    workers = Workers(b'{"chat_template":"x"}')
+    for path in ("/tokenizer_info?model=foreign", "/tokenizer_info"):
+        assert json.loads(ask(workers, path, None).body) == {"chat_template": "x"}
+    reply = ask(workers, "/tokenizer_info?model=stranger", None)
+    assert reply.status == 404 and "stranger" in reply.error["message"]
+    assert [call.path for call in workers.calls] == ["/tokenizer_info?model=foreign", "/tokenizer_info"]
 
 
 def test_models_and_mistakes_are_told():

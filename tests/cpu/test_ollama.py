@@ -168,6 +168,8 @@ def test_nothing_to_answer_is_a_model_to_load(served):
         for body in ({"model": "tiny"}, {"model": "tiny", "messages": [], "prompt": "", "keep_alive": -1}):
             answer = served.json(path, body)[1]
             assert (answer["done"], answer["done_reason"], answer[key]) == (True, "load", empty)
+        answer = served.json(path, {"model": "tiny", "stream": False, "keep_alive": 0})[1]
+        assert (answer["done"], answer["done_reason"]) == (True, "unload")
 
 
 @pytest.mark.parametrize(

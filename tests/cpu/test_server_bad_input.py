@@ -28,6 +28,11 @@ def check_error(status, text, expected):
     return error
 
 
+NEVER = {"name": "n", "schema": {"not": {}}}
+BAD_PARAMETERS = {"type": "object", "properties": {"a": {"type": "none"}}}
+FORMAT = {"type": "json_schema", "schema": {"type": "none"}}
+
+
 @pytest.mark.parametrize(
     "path, body, param",
     [
@@ -70,7 +75,39 @@ def check_error(status, text, expected):
             {"messages": USER, "modalities": ["text", "audio"], "audio": {"voice": "alloy"}},
             "modalities",
         ),
-        (CHAT, {"messages": USER, "functions": [{"name": "a b"}]}, "tools[0]"),
+        (CHAT, {"messages": USER, "functions": [{"name": "a b"}]}, "functions[0]"),
+        (CHAT, {"messages": USER, "functions": [{"name": "a"}], "tools": []}, "functions"),
+        (
+            CHAT,
+            {"messages": USER, "functions": [{"name": "a"}], "function_call": {"name": "b"}},
+            "function_call",
+        ),
+        (
+            CHAT,
+            {"messages": USER, "response_format": {"type": "json_schema", "json_schema": NEVER}},
+            "response_format",
+        ),
+        (CHAT, {"messages": USER, "guided_json": {"type": "none"}}, "guided_json"),
+        (CHAT, {"messages": USER, "guided_regex": "("}, "guided_regex"),
+        (
+            CHAT,
+            {
+                "messages": USER,
+                "tools": [{"type": "function", "function": {"name": "f", "parameters": BAD_PARAMETERS}}],
+                "tool_choice": "required",
+            },
+            "tools",
+        ),
+        (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": 5}]}]}, "messages[0].tool_calls[0]"),
+        (
+            CHAT,
+            {
+                "messages": [
+                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}
+                ]
+            },
+            "messages[0].tool_calls[0].function.arguments",
+        ),
         (
             CHAT,
             {"messages": USER, "guided_regex": "a", "structured_outputs": {"regex": "b"}},
@@ -82,7 +119,17 @@ def check_error(status, text, expected):
             {"messages": USER, "structured_outputs": {"structural_tag": {"type": "x"}}},
             "structured_outputs.structural_tag",
         ),
-        (CHAT, {"messages": [{"role": "user", "content": "x" * 999}]}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 999}]}, "messages"),
+        ("/v1/responses", {"input": "x" * 999}, "input"),
+        ("/v1/responses", {"input": "x" * 999, "truncation": "auto"}, "input"),
+        (
+            "/v1/responses",
+            {
+                "input": "x",
+                "text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "none"}}},
+            },
+            "text.format",
+        ),
         (CHAT, {"messages": USER, "temperature": "hot"}, "temperature"),
         (CHAT, {"messages": USER, "temperature": -1}, "temperature"),
         (CHAT, {"messages": USER, "max_tokens": -5}, "max_tokens"),
@@ -142,6 +189,33 @@ def check_error(status, text, expected):
 def test_bad_requests_name_what_is_wrong(path, body, param, server):
     status, _, text = server.request(path, body)
     assert check_error(status, text, 400)["param"] == param, text
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [(COMPLETE, {"prompt": "x" * 999}), (CHAT, {"messages": [{"role": "user", "content": "x" * 999}]})],
+)
+def test_a_prompt_that_is_too_long_has_openais_code(path, body, server):
+    status, _, text = server.request(path, body)
+    assert check_error(status, text, 400)["code"] == "context_length_exceeded"
+    assert "maximum context length" in text
+
+
+def test_errors_name_the_fields_of_other_apis(server):
+    hello = {"messages": USER, "max_tokens": 5, "model": "tiny"}
+    for path, body, told in (
+        ("/api/chat", hello | {"format": {"type": "none"}}, "format is not usable"),
+        ("/api/chat", hello | {"options": {"top_p": 7}}, "options.top_p"),
+        ("/v1/messages", hello | {"output_config": {"format": FORMAT}}, "output_config.format is not usable"),
+    ):
+        status, _, text = server.request(path, body)
+        assert status == 400 and told in text, text
+
+
+def test_ollamas_clients_can_read_the_errors_of_paths_that_are_not_there(server):
+    for path, method in (("/api/pull", "POST"), ("/api/chat", "GET")):
+        status, _, text = server.request(path, method=method)
+        assert status in (404, 405) and isinstance(json.loads(text)["error"], str)
 
 
 def test_paths_and_methods(server):

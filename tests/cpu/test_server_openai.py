@@ -418,13 +418,18 @@ def test_fields_that_nobody_takes_are_told_once_a_client(server, client, caplog)
             stream=True,
             stream_options={"include_usage": True, "include_obfuscation": False, "usage": True},
             extra_body=body,
+            messages=[{"role": "user", "content": "a", "fooo": 1}],
+            tools=[{"type": "function", "function": {"name": "f", "paramters": {}}}],
+            tool_choice="none",
         ).close()
         complete(client, extra_body={"structured_outputs": {"regex": "a+", "whitespace": " "}})
     told = [m.split(": it is ignored")[0] for m in caplog.messages if "it is ignored" in m]
     assert sorted(told) == [
+        "/v1/chat/completions takes no field 'messages[].fooo'",
         "/v1/chat/completions takes no field 'prediction'",
         "/v1/chat/completions takes no field 'stream_options.usage'",
         "/v1/chat/completions takes no field 'temprature'",
+        "/v1/chat/completions takes no field 'tools[].function.paramters'",
         "/v1/completions takes no field 'structured_outputs.whitespace'",
     ]
     assert all("OpenAI/Python" in m for m in caplog.messages if "it is ignored" in m)

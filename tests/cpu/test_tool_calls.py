@@ -234,7 +234,7 @@ def test_schemas_of_required_calls_keep_their_references():
     assert schema["maxItems"] == 1
     assert schema["$defs"]["weather"]["properties"]["city"] == {"$ref": "#/$defs/weather/$defs/City"}
     params = SamplingParams()
-    plan.constrain(params, "none")
+    plan.constrain(params, "none", {})
     check(params.structured_outputs)
 
 
@@ -347,7 +347,7 @@ def test_beside_a_format_a_choice_of_calls_wins_and_none_leaves_the_format(serve
 def test_beside_a_format_llamas_calls_may_be_written():
     text = json.dumps(PERSON["json_schema"]["schema"])
     params = SamplingParams(structured_outputs=StructuredOutputsParams(json=text))
-    plan_tools([TOOL, OTHER], None, None, "llama3_json").constrain(params, "llama3_json")
+    plan_tools([TOOL, OTHER], None, None, "llama3_json").constrain(params, "llama3_json", {})
     call = '{"name": "weather", "parameters": {"city": "Rome"}}'
     assert can_write(call, params)
     assert can_write(f"{call}; {call}", params)

@@ -9,7 +9,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 from shoal.tracing import Tracing, check_tracing
-from tests.fake_server import FakeServer, engine_saying
+from tests.fake_server import FakeServer, engine_saying, read_until
 
 SECRET = "the treasure lies under the old oak"
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -112,6 +112,23 @@ def test_what_a_client_does_not_sample_is_passed_on_and_not_sent(traced):
     ask(server, headers={"traceparent": f"00-{TRACE}-{PARENT}-00"})
     assert spans() == ()
     assert server.engine.seen[-1].trace_headers["traceparent"].startswith(f"00-{TRACE}-")
+
+
+@pytest.mark.parametrize("parents", [[PARENT], [PARENT, "00f067aa0ba902b8"]])
+def test_headers_that_are_repeated_are_read_as_one(traced, parents):
+    """A second traceparent makes it none, so a new trace begins; several parts of tracestate are one."""
+    server, spans = traced
+    body = b'{"prompt": "a", "max_tokens": 1}'
+    lines = [f"traceparent: 00-{TRACE}-{parent}-01" for parent in parents] + [
+        "tracestate: a=b",
+        "tracestate: c=d",
+    ]
+    head = "\r\n".join(["POST /v1/completions HTTP/1.1", "Host: x", f"Content-Length: {len(body)}", *lines])
+    read_until(server.raw(head.encode() + b"\r\n\r\n" + body), b"usage")
+    [root] = [span for span in spans() if span.name == "llm_request"]
+    is_theirs = f"{root.context.trace_id:032x}" == TRACE
+    assert is_theirs == (len(parents) == 1)
+    assert root.context.trace_state.to_header() == ("a=b,c=d" if is_theirs else "")
 
 
 def test_without_tracing_a_clients_context_goes_on_as_it_came():

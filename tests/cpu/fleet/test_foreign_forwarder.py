@@ -338,7 +338,7 @@ async def test_a_time_line_tells_of_a_move_and_not_of_what_the_worker_said(form)
         }
         [move] = [span for span in spans if span.name == "migration"]
         assert move.attributes == {"from": "a", "why": "it failed", "output_tokens": 4}
-        assert told.summary().workers == ["a", "b"]
+        assert told.summary().workers == ["a", "b"] and told.finish_reason == "length"
 
 
 @running
@@ -347,6 +347,7 @@ async def test_a_whole_answers_tokens_are_counted_as_its_worker_counts_them():
         await router.ask(prompt=PROMPT, max_tokens=7)
         told = router.line
         assert (told.output_tokens, told.prompt_tokens) == (7, len(ids_of(PROMPT)))
+        assert told.finish_reason == "length"
         assert [span.name for span in told.all_spans()] == ["queue", "routing", "prefill", "decode"]
 
 

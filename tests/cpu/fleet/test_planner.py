@@ -293,7 +293,7 @@ def test_a_record_is_replayed_with_a_configuration_in_place_of_one_that_cannot_b
     entries = [Recorded(model="m", observation=seen(0.95)), Recorded(model="m", decision=decision)]
     lines = [b'{"config": {"mode": "none of ours"}}', *map(msgspec.json.encode, entries)]
     assert [entry.decision for entry in replay(CONFIG, lines)] == [decision] and decision.changes == [GROW]
-    with pytest.raises(ConfigError, match="line 1 .* mode 'none of ours'"):
+    with pytest.raises(ConfigError, match=r"line 1 .* mode 'none of ours'"):
         list(replay(None, lines))
 
 
