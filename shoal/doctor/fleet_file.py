@@ -16,7 +16,14 @@ from shoal.fleet.fleet_file import ForeignWorkers
 from shoal.memory.available import total_bytes
 from shoal.object_store import shown
 from shoal.weights import default_model
-from shoal.weights.source import HUB_ID, CheckpointFiles, is_model_file, local_snapshot, resolve
+from shoal.weights.source import (
+    CheckpointFiles,
+    asking_the_hub,
+    is_hub_id,
+    is_model_file,
+    local_snapshot,
+    resolve,
+)
 from shoal.weights.store import is_url, look
 
 ANSWER_S = 8.0  # for the hub, or a model's store, to answer
@@ -131,7 +138,7 @@ def _in_store(model: str, download_dir: str | None) -> tuple[Path | None, int]:
 
 
 def _is_of_hub(model: str) -> bool:
-    return HUB_ID.fullmatch(model) is not None and not os.path.exists(model)
+    return is_hub_id(model) and not os.path.exists(model)
 
 
 def _num_bytes(files: CheckpointFiles) -> int:
@@ -142,14 +149,8 @@ def _num_bytes(files: CheckpointFiles) -> int:
 def _on_the_hub(model: str) -> str:
     """Raises CheckpointError if the hub does not have it, or cannot be asked."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-    try:
+    with asking_the_hub(model):
         info = HfApi().model_info(model, timeout=ANSWER_S, files_metadata=True)
-    except (OSError, HfHubHTTPError, OfflineModeIsEnabled) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"{model} is not in the cache, and the hub does not give it: {reason}"
-        ) from None
     size = sum(file.size or 0 for file in info.siblings or () if file.rfilename.endswith(".safetensors"))
     return f"it is downloaded from the hub at its first use ({size / 1e9:.1f} GB)"
