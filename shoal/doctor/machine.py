@@ -157,7 +157,7 @@ def folders(asked: Asked) -> Findings:
     yield from _folder("cache", cache, "SHOAL_CACHE", "kernels and the default model")
     if cache not in triton.parents:
         yield from _folder("Triton's cache", triton, "TRITON_CACHE_DIR", "compiled kernels", asked.needs_gpu)
-    yield from _folder("temporary files", Path(tempfile.gettempdir()), "TMPDIR", "sockets of engines")
+    yield from _temporary_files()
     yield from _folder("models", hub_cache(), "HF_HOME", "models of the hub", asked.is_given("model"))
     if asked.path is not None:
         yield from _folder("state of fleets", state, "XDG_STATE_HOME", "what runs of a fleet")
@@ -165,6 +165,18 @@ def folders(asked: Asked) -> Findings:
         if (path := group.options.get("kv_disk_path")) is not None:
             wanted = int(group.options.get("kv_disk_bytes") or LITTLE_DISK)
             yield from _folder("disk tier", Path(str(path)), "kv_disk_path", "KV blocks", wanted=wanted)
+
+
+def _temporary_files() -> Findings:
+    """Python looks for the first folder of several that can be written, and raises where none can."""
+    try:
+        folder = Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        means = "No engine starts: it is to hold their sockets."
+        remedy = "Name a folder that can be written (TMPDIR), or make room."
+        yield fails("temporary files", str(error.strerror), means, remedy)
+    else:
+        yield from _folder("temporary files", folder, "TMPDIR", "sockets of engines")
 
 
 def hub_cache() -> Path:

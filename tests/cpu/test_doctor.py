@@ -284,6 +284,19 @@ def test_a_disk_tier_needs_as_much_room_as_it_may_take(tmp_path):
     assert verdicts(machine.folders(what_is_asked(str(file), {})))["disk tier"] is LIMITED
 
 
+def test_without_a_folder_for_temporary_files_nothing_is_served_and_the_others_are_looked_at(monkeypatch):
+    """The check broke there, and what it broke with was told as asked for by nobody."""
+
+    def gettempdir():
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(machine.tempfile, "gettempdir", gettempdir)
+    found = {one.about: one for one in machine.folders(PLAIN)}
+    lacking = found["temporary files"]
+    assert lacking.verdict is FAILS and lacking.is_asked and "'/tmp'" in lacking.found
+    assert "TMPDIR" in lacking.remedy and "models" in found
+
+
 def test_a_required_package_that_is_missing_or_too_old_is_named(monkeypatch):
     monkeypatch.setattr(libraries, "requires", lambda _: ["msgspec>=99", "no-such-package>=1", "numpy"])
     [found] = libraries.required(PLAIN)
