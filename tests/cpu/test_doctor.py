@@ -7,10 +7,11 @@ import sys
 import time
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from functools import partial
 
 import pytest
 
-from shoal.cli.doctor import shown, summary, what_is_asked
+from shoal.cli.doctor import doctor, shown, summary, what_is_asked
 from shoal.doctor import examine as examination
 from shoal.doctor import fleet_file, gpu, libraries, machine, network
 from shoal.doctor.examine import CHECKS, Check, examine
@@ -63,13 +64,23 @@ def test_a_check_that_hangs_is_left_behind_and_the_others_are_told():
     assert time.monotonic() - began < 600  # it has an end; when is no matter here
 
 
-def test_a_check_that_breaks_is_a_finding():
+def test_a_check_that_breaks_or_has_no_end_is_a_finding_and_no_good_verdict(monkeypatch, capsys):
+    """Nothing is known of what it was to look at, which the user may have named."""
+
     def breaks(asked):
         raise KeyError("what")
         yield
 
-    [found] = examine(PLAIN, [Check(breaks)])
-    assert found.verdict is FAILS and "KeyError" in found.found and not found.is_asked
+    def hangs(asked):
+        time.sleep(3600)
+        yield
+
+    for check, words in ((Check(breaks), "KeyError"), (Check(hangs, 0.2), "no answer")):
+        [found] = examine(PLAIN, [check])
+        assert found.verdict is FAILS and words in found.found and found.is_asked
+        monkeypatch.setattr("shoal.cli.doctor.examine", partial(examine, checks=[check]))
+        assert doctor(None, {}, as_json=False) == 1
+        assert f"This will not work: {check.name}." in capsys.readouterr().out
 
 
 def test_no_check_waits_longer_than_a_user_would():
