@@ -54,12 +54,21 @@ def ports(asked: Asked) -> Findings:
 
 
 def plane(asked: Asked) -> Findings:
-    url = asked.router.plane
+    """The plane, and the fleet's key, which is read without a plane, too: a fleet that is started by its file
+    has one that nobody names."""
+    url, key_file = asked.router.plane, asked.router.fleet_key_file
+    try:
+        key = FleetKey.read(key_file)
+    except ConfigError as error:
+        yield fails("fleet key", str(error), "No process joins the fleet.", "Name another --fleet-key-file.")
+        return
+    if key is not None:
+        yield works("fleet key", f"{key_file} holds one")
     if url is None:
         return
     about = f"plane {shown(url)}"
     try:
-        check_plane(url, FleetKey.read(asked.router.fleet_key_file))
+        check_plane(url, key)
     except ConfigError as error:
         yield fails(about, str(error), "No process joins the fleet.", "Change the URL, or give the key.")
         return

@@ -348,6 +348,25 @@ def test_a_plane_that_is_no_url_fails():
     assert found.verdict is FAILS and "127.0.0.1:PORT" in found.found
 
 
+@pytest.mark.parametrize("with_plane", [{}, {"plane": "tcp://127.0.0.1:1"}])
+@pytest.mark.parametrize(
+    "content, words", [(None, "cannot be read"), ("", "0 characters"), ("short", "5 char")]
+)
+def test_a_fleet_key_that_is_none_fails_with_and_without_a_plane(tmp_path, content, words, with_plane):
+    """It was read for a plane alone."""
+    if content is not None:
+        (tmp_path / "key").write_text(content)
+    [found] = network.plane(what_is_asked(None, {"fleet_key_file": str(tmp_path / "key"), **with_plane}))
+    assert found.about == "fleet key" and found.verdict is FAILS and words in found.found
+
+
+def test_a_fleet_key_works_without_a_plane(tmp_path):
+    (tmp_path / "key").write_text("0123456789abcdef")
+    assert verdicts(network.plane(what_is_asked(None, {"fleet_key_file": str(tmp_path / "key")}))) == {
+        "fleet key": WORKS
+    }
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_the_embedded_plane_may_be_on_either_loopback(host):
     """It was looked for as an address of IPv4, and told as taken."""
