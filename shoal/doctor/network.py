@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import tempfile
 import time
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import aiohttp
+import zmq
 
 from shoal.doctor.finding import Asked, Finding, Findings, fails, limited, works
 from shoal.errors import ConfigError, ShoalError
@@ -80,7 +82,7 @@ def plane(asked: Asked) -> Findings:
     elif url.startswith("tcp://"):
         yield _embedded(about, url)
     else:
-        yield works(about, "of this host; the router makes it")
+        yield _in_folder(about, Path(url.removeprefix("ipc://")))
 
 
 def _one_of_many(finding: Finding) -> Finding:
@@ -157,6 +159,21 @@ def _embedded(about: str, url: str) -> Finding:
             remedy = "End what has the port (ss -ltnp), or choose another."
             return limited(about, f"taken: {error.strerror}", means, remedy)
     return works(about, "free; the router makes it")
+
+
+def _in_folder(about: str, path: Path) -> Finding:
+    """Whether this host's router can make its plane there: a socket, and a lock file beside it."""
+    means = "No router can make it, so no process joins the fleet."
+    if (length := len(os.fsencode(path))) > zmq.IPC_PATH_MAX_LEN:
+        found = f"its path has {length} bytes, and that of a socket has {zmq.IPC_PATH_MAX_LEN} at most"
+        return fails(about, found, means, "Name a shorter path.")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        found = f"nothing can be made in {path.parent}: {error.strerror}"
+        return fails(about, found, means, "Make that folder, writable for the router, or name another path.")
+    return works(about, "of this host; the router makes it")
 
 
 def workers(asked: Asked) -> Findings:

@@ -348,6 +348,24 @@ def test_a_plane_that_is_no_url_fails():
     assert found.verdict is FAILS and "127.0.0.1:PORT" in found.found
 
 
+@pytest.mark.parametrize(
+    "path, verdict, words",
+    [
+        ("plane", WORKS, "the router makes it"),
+        ("no/such/folder/plane", FAILS, "no/such/folder: No such file or directory"),
+        ("a-file/plane", FAILS, "a-file: Not a directory"),
+        ("long" * 30, FAILS, "at most"),
+    ],
+)
+def test_a_plane_in_a_folder_needs_that_folder_and_a_path_that_a_socket_may_have(
+    tmp_path, path, verdict, words
+):
+    """The folder was not looked at, and the router ended at it."""
+    (tmp_path / "a-file").write_text("")
+    [found] = network.plane(what_is_asked(None, {"plane": f"ipc://{tmp_path / path}"}))
+    assert found.verdict is verdict and words in found.found
+
+
 @pytest.mark.parametrize("with_plane", [{}, {"plane": "tcp://127.0.0.1:1"}])
 @pytest.mark.parametrize(
     "content, words", [(None, "cannot be read"), ("", "0 characters"), ("short", "5 char")]
