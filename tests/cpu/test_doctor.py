@@ -3,12 +3,15 @@ made up, in the form in which nvidia-smi and doctor/torch_probe.py tell of them.
 
 import inspect
 import json
+import shutil
 import sys
 import time
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from functools import partial
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 
 from shoal.cli.doctor import doctor, shown, summary, what_is_asked
@@ -17,6 +20,7 @@ from shoal.doctor import fleet_file, gpu, libraries, machine, network
 from shoal.doctor.examine import CHECKS, Check, examine
 from shoal.doctor.finding import Findings, Verdict, fails, in_units, limited, works
 from shoal.doctor.programs import Said, python_failure, run
+from shoal.weights import default_model
 from tests.serving import free_port
 
 GIB = 1 << 30
@@ -419,6 +423,59 @@ def test_without_a_cluster_the_connector_kubernetes_fails(monkeypatch, tmp_path)
     )
     [found] = network.kubernetes(what_is_asked(str(file), {}))
     assert found.verdict is FAILS and "no cluster" in found.found
+
+
+# Models
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Has every disk have so many bytes free."""
+
+    def are(num_bytes):
+        usage = shutil._ntuple_diskusage(1 << 50, 0, num_bytes)
+        monkeypatch.setattr(fleet_file.shutil, "disk_usage", lambda path: usage)
+
+    return are
+
+
+def test_the_default_model_needs_room_in_the_cache_for_its_wheel_as_well(monkeypatch, tmp_path, free):
+    """It was said to work on a full disk. And what is left of it there is not made whole by looking at it."""
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    (tmp_path / default_model.FILE).write_bytes(b"GGUF")
+    asked = what_is_asked(None, {"model": "smollm2"})
+    free(100_000_000)
+    [found] = fleet_file.models(asked)
+    assert found.verdict is FAILS and found.is_asked and "182 MiB, where 95 MiB are free" in found.found
+    assert f"{tmp_path}," in found.remedy and "SHOAL_CACHE" in found.remedy
+    free(200_000_000)
+    [found] = fleet_file.models(asked)
+    assert found.verdict is WORKS and "downloaded from PyPI" in found.found
+
+
+def test_a_model_of_the_hub_needs_room_for_what_is_not_here_yet(monkeypatch, tmp_path, free):
+    sizes = {
+        "config.json": 1000,
+        "one.safetensors": 3 * GIB,
+        "two.safetensors": 2 * GIB,
+        "model.bin": 9 * GIB,
+    }
+    siblings = [SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()]
+    hub = SimpleNamespace(model_info=lambda *_, **__: SimpleNamespace(siblings=siblings, sha="abc"))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    file = tmp_path / "fleet.toml"
+    file.write_text(f'model = "org/name"\n[[workers]]\noptions = {{ download_dir = "{tmp_path}/hub" }}\n')
+    asked = what_is_asked(str(file), {})
+
+    free(4 * GIB)
+    [found] = fleet_file.models(asked)
+    assert found.verdict is FAILS and found.is_asked and "5.0 GiB, where 4.0 GiB are free" in found.found
+    assert f"{tmp_path}/hub," in found.remedy and "download_dir" in found.remedy
+
+    (tmp_path / "hub/models--org--name/snapshots/abc").mkdir(parents=True)
+    (tmp_path / "hub/models--org--name/snapshots/abc/one.safetensors").write_bytes(b"")
+    [found] = fleet_file.models(asked)
+    assert found.verdict is WORKS and "(2.1 GB)" in found.found
 
 
 def test_a_model_that_is_larger_than_the_memory_fails(monkeypatch, folder):

@@ -183,6 +183,17 @@ def test_a_full_cache_folder_and_a_small_dev_shm_are_found(doctor, tmp_path):
     assert of(findings, "/dev/shm")["verdict"] == "limited"
 
 
+def test_a_default_model_that_does_not_fit_into_the_cache_is_found_before_its_folder_is_made(
+    doctor, tmp_path
+):
+    """A folder that is still to be made was not written to, and the model's size not compared."""
+    (disk := tmp_path / "disk").mkdir()
+    prefix = mounting(f"mount -t tmpfs -o size=20k tmpfs {disk}")
+    told = doctor("--port", "0", "--model", "smollm2", prefix=prefix, SHOAL_CACHE=str(disk / "shoal"))
+    check(told, "model smollm2", "fails", f"Make room in {disk}/shoal, or name another folder (SHOAL_CACHE)")
+    check(told, "cache", "fails", "No space left")
+
+
 def test_a_read_only_cache_folder_and_dev_shm_are_found(doctor, tmp_path):
     (cache := tmp_path / "fixed").mkdir()
     prefix = mounting(f"mount -t tmpfs -o ro tmpfs {cache}", "mount -t tmpfs -o ro tmpfs /dev/shm")
