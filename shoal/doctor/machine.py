@@ -11,7 +11,6 @@ import shutil
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 from shoal.config import KVTransferConfig
@@ -157,14 +156,26 @@ def folders(asked: Asked) -> Findings:
     yield from _folder("cache", cache, "SHOAL_CACHE", "kernels and the default model")
     if cache not in triton.parents:
         yield from _folder("Triton's cache", triton, "TRITON_CACHE_DIR", "compiled kernels", asked.needs_gpu)
-    yield from _folder("temporary files", Path(tempfile.gettempdir()), "TMPDIR", "sockets of engines")
-    yield from _folder("models", hub_cache(), "HF_HOME", "models of the hub", asked.is_given("model"))
+    yield from _temporary_files()
+    yield from _folder("models", hub_cache(), "HF_HUB_CACHE", "models of the hub", asked.is_given("model"))
     if asked.path is not None:
         yield from _folder("state of fleets", state, "XDG_STATE_HOME", "what runs of a fleet")
     for group in asked.own:
         if (path := group.options.get("kv_disk_path")) is not None:
             wanted = int(group.options.get("kv_disk_bytes") or LITTLE_DISK)
             yield from _folder("disk tier", Path(str(path)), "kv_disk_path", "KV blocks", wanted=wanted)
+
+
+def _temporary_files() -> Findings:
+    """Python looks for the first folder of several that can be written, and raises where none can."""
+    try:
+        folder = Path(tempfile.gettempdir())
+    except FileNotFoundError as error:
+        means = "No engine starts: it is to hold their sockets."
+        remedy = "Name a folder that can be written (TMPDIR), or make room."
+        yield fails("temporary files", str(error.strerror), means, remedy)
+    else:
+        yield from _folder("temporary files", folder, "TMPDIR", "sockets of engines")
 
 
 def hub_cache() -> Path:
@@ -180,19 +191,17 @@ def _folder(
     about: str, path: Path, option: str, holds: str, is_asked: bool = True, wanted: int = LITTLE_DISK
 ) -> Findings:
     """A folder that holds something: whether it can be written, and its disk has `wanted` bytes."""
-    there = next(folder for folder in _with_parents(path) if os.path.lexists(folder))
+    there = nearest(path)
     remedy = f"Name another folder ({option})"
     try:
-        if there == path or there.is_file():
-            with tempfile.TemporaryFile(dir=there) as file:
-                file.write(bytes(MIB))
-                file.flush()
-        elif not os.access(there, os.W_OK | os.X_OK):
-            raise PermissionError(13, f"{there} is not writable")
+        with tempfile.TemporaryFile(dir=there) as file:
+            file.write(bytes(MIB))
+            file.flush()
         free = shutil.disk_usage(there).free
     except OSError as error:
         means = f"It is to hold {holds}, and cannot."
-        yield fails(about, f"{path}: {error.strerror}", means, f"{remedy}, or make room.", is_asked=is_asked)
+        found = f"{path}: {error.strerror}" + (f" in {there}" if there != path else "")
+        yield fails(about, found, means, f"{remedy}, or make room.", is_asked=is_asked)
         return
     found = f"{path}: {in_units(free)} free"
     if free < wanted:
@@ -202,9 +211,9 @@ def _folder(
         yield works(about, found, is_asked=is_asked)
 
 
-def _with_parents(path: Path) -> Iterator[Path]:
-    yield path
-    yield from path.absolute().parents
+def nearest(path: Path) -> Path:
+    """What is there of a path: itself, or the nearest folder above it, in which it will be made."""
+    return next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
 
 
 def compiler(asked: Asked) -> Findings:

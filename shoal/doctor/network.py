@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import tempfile
 import time
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 import aiohttp
+import zmq
 
 from shoal.doctor.finding import Asked, Finding, Findings, fails, limited, works
 from shoal.errors import ConfigError, ShoalError
@@ -54,12 +56,21 @@ def ports(asked: Asked) -> Findings:
 
 
 def plane(asked: Asked) -> Findings:
-    url = asked.router.plane
+    """The plane, and the fleet's key, which is read without a plane, too: a fleet that is started by its file
+    has one that nobody names."""
+    url, key_file = asked.router.plane, asked.router.fleet_key_file
+    try:
+        key = FleetKey.read(key_file)
+    except ConfigError as error:
+        yield fails("fleet key", str(error), "No process joins the fleet.", "Name another --fleet-key-file.")
+        return
+    if key is not None:
+        yield works("fleet key", f"{key_file} holds one")
     if url is None:
         return
     about = f"plane {shown(url)}"
     try:
-        check_plane(url, FleetKey.read(asked.router.fleet_key_file))
+        check_plane(url, key)
     except ConfigError as error:
         yield fails(about, str(error), "No process joins the fleet.", "Change the URL, or give the key.")
         return
@@ -71,7 +82,7 @@ def plane(asked: Asked) -> Findings:
     elif url.startswith("tcp://"):
         yield _embedded(about, url)
     else:
-        yield works(about, "of this host; the router makes it")
+        yield _in_folder(about, Path(url.removeprefix("ipc://")))
 
 
 def _one_of_many(finding: Finding) -> Finding:
@@ -148,6 +159,21 @@ def _embedded(about: str, url: str) -> Finding:
             remedy = "End what has the port (ss -ltnp), or choose another."
             return limited(about, f"taken: {error.strerror}", means, remedy)
     return works(about, "free; the router makes it")
+
+
+def _in_folder(about: str, path: Path) -> Finding:
+    """Whether this host's router can make its plane there: a socket, and a lock file beside it."""
+    means = "No router can make it, so no process joins the fleet."
+    if (length := len(os.fsencode(path))) > zmq.IPC_PATH_MAX_LEN:
+        found = f"its path has {length} bytes, and that of a socket has {zmq.IPC_PATH_MAX_LEN} at most"
+        return fails(about, found, means, "Name a shorter path.")
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        found = f"nothing can be made in {path.parent}: {error.strerror}"
+        return fails(about, found, means, "Make that folder, writable for the router, or name another path.")
+    return works(about, "of this host; the router makes it")
 
 
 def workers(asked: Asked) -> Findings:

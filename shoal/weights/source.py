@@ -7,8 +7,10 @@ torch.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cached_property
@@ -145,12 +147,22 @@ def resolve(
         return _gguf_file(default_model.fetch_default_model())
     if difflib.get_close_matches(model.lower(), [DEFAULT_MODEL], cutoff=0.8):
         raise CheckpointError(f"no model is called {model!r:.200}; did you mean {DEFAULT_MODEL!r}?")
-    if not HUB_ID.fullmatch(model) or model.startswith((".", "~")) or path.suffix == ".gguf":
+    if not is_hub_id(model):
         raise CheckpointError(
             f"the model path {model} does not exist; name a folder, a .gguf file, a hub id (org/name), "
             f"a URL (s3://...), or {DEFAULT_MODEL!r}"
         )
     return CheckpointFiles(_download(model, revision, download_dir))
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether the hub may have a model of this name. Paths from here, from a home folder and to a file have
+    one slash as well."""
+    return (
+        HUB_ID.fullmatch(model) is not None
+        and not model.startswith((".", "~"))
+        and not model.endswith(".gguf")
+    )
 
 
 def is_model_file(name: str) -> bool:
@@ -175,22 +187,23 @@ def _gguf_file(path: Path) -> CheckpointFiles:
 
 
 def local_snapshot(model: str, download_dir: str | None = None) -> CheckpointFiles | None:
-    """A hub id's files as they lie in the cache; None if they do not. Nothing is downloaded."""
+    """A hub id's files as they lie in the cache; None if they do not. Nothing is downloaded. Raises
+    CheckpointError for an id that the hub does not allow."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    try:
-        folder = snapshot_download(model, cache_dir=download_dir, local_files_only=True)
-    except LocalEntryNotFoundError:
-        return None
+    with asking_the_hub(model):
+        try:
+            folder = snapshot_download(model, cache_dir=download_dir, local_files_only=True)
+        except LocalEntryNotFoundError:
+            return None
     return CheckpointFiles(Path(folder))
 
 
 def _download(model: str, revision: str | None, download_dir: str | None) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import EntryNotFoundError
 
-    try:
+    with asking_the_hub(model):
         folder = snapshot_download(
             model,
             revision=revision,
@@ -198,13 +211,22 @@ def _download(model: str, revision: str | None, download_dir: str | None) -> Pat
             allow_patterns=HUB_FILES,
             ignore_patterns=HUB_DUPLICATES,
         )
-    except (OSError, ValueError, EntryNotFoundError) as error:
+    return Path(folder)
+
+
+@contextlib.contextmanager
+def asking_the_hub(model: str) -> Iterator[None]:
+    """Raises CheckpointError for whatever huggingface_hub raises inside. That is no family of errors: those
+    of its HTTP client are OSErrors (requests, in older releases) or are not (httpx), and the package that
+    brings the weights, hf_xet, raises RuntimeError."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001   see above
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise CheckpointError(
             f"{model!r} is neither a local path nor to be had from the Hugging Face hub ({reason}); check "
             "the name and the network, log in with `hf auth login` if it is gated, or name a local folder"
         ) from None
-    return Path(folder)
 
 
 def check_defaults(generation_config: dict[str, Any], where: str) -> None:

@@ -133,8 +133,8 @@ def fetch(
 def look(
     url: str, is_wanted: Callable[[str], bool], download_dir: str | None = None
 ) -> tuple[Path | None, int]:
-    """Where the model is on this machine, and how many bytes would have to be copied if it is not. Nothing is
-    copied. Raises CheckpointError."""
+    """Where the model is on this machine, and how many bytes would have to be copied if it is not, but for
+    those of a copy that broke off. Nothing is copied. Raises CheckpointError."""
     model = _open(url, is_wanted, download_dir)
     if isinstance(model, StoredModel):
         return model.path, 0
@@ -147,7 +147,10 @@ def look(
             return old.path, 0
         raise _unusable(model, error) from None
     copy = model.copy_of(model.version_of(files))
-    return (copy.path, 0) if copy.is_whole else (None, sum(file.num_bytes for file in files))
+    if copy.is_whole:
+        return copy.path, 0
+    there = _unfinished(copy)
+    return None, sum(file.num_bytes for file in files if not (there / file.name).exists())
 
 
 def _open(
@@ -268,7 +271,7 @@ class _Model:
             if not copy.is_whole:
                 with self._lock():
                     if not copy.is_whole:  # nobody has copied it meanwhile
-                        unfinished = copy.folder.with_name(f"{copy.folder.name}{PART}")
+                        unfinished = _unfinished(copy)
                         self._clear(unfinished)
                         _copy(self._store, self.url, files, unfinished)
                         listed, files = files, self.files()
@@ -303,6 +306,11 @@ class _Model:
                 print(f"waiting for another process that copies {self.url}", file=sys.stderr, flush=True)
                 fcntl.flock(file, fcntl.LOCK_EX)
             yield
+
+
+def _unfinished(copy: StoredModel) -> Path:
+    """Where a copy lies until it is whole."""
+    return copy.folder.with_name(f"{copy.folder.name}{PART}")
 
 
 def _copy(store: ObjectStore, url: str, files: Sequence[_File], folder: Path) -> None:

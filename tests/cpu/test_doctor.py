@@ -3,19 +3,24 @@ made up, in the form in which nvidia-smi and doctor/torch_probe.py tell of them.
 
 import inspect
 import json
+import shutil
 import sys
 import time
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
+from functools import partial
+from types import SimpleNamespace
 
+import huggingface_hub
 import pytest
 
-from shoal.cli.doctor import shown, summary, what_is_asked
+from shoal.cli.doctor import doctor, shown, summary, what_is_asked
 from shoal.doctor import examine as examination
 from shoal.doctor import fleet_file, gpu, libraries, machine, network
 from shoal.doctor.examine import CHECKS, Check, examine
 from shoal.doctor.finding import Findings, Verdict, fails, in_units, limited, works
 from shoal.doctor.programs import Said, python_failure, run
+from shoal.weights import default_model
 from tests.serving import free_port
 
 GIB = 1 << 30
@@ -63,13 +68,23 @@ def test_a_check_that_hangs_is_left_behind_and_the_others_are_told():
     assert time.monotonic() - began < 600  # it has an end; when is no matter here
 
 
-def test_a_check_that_breaks_is_a_finding():
+def test_a_check_that_breaks_or_has_no_end_is_a_finding_and_no_good_verdict(monkeypatch, capsys):
+    """Nothing is known of what it was to look at, which the user may have named."""
+
     def breaks(asked):
         raise KeyError("what")
         yield
 
-    [found] = examine(PLAIN, [Check(breaks)])
-    assert found.verdict is FAILS and "KeyError" in found.found and not found.is_asked
+    def hangs(asked):
+        time.sleep(3600)
+        yield
+
+    for check, words in ((Check(breaks), "KeyError"), (Check(hangs, 0.2), "no answer")):
+        [found] = examine(PLAIN, [check])
+        assert found.verdict is FAILS and words in found.found and found.is_asked
+        monkeypatch.setattr("shoal.cli.doctor.examine", partial(examine, checks=[check]))
+        assert doctor(None, {}, as_json=False) == 1
+        assert f"This will not work: {check.name}." in capsys.readouterr().out
 
 
 def test_no_check_waits_longer_than_a_user_would():
@@ -284,6 +299,19 @@ def test_a_disk_tier_needs_as_much_room_as_it_may_take(tmp_path):
     assert verdicts(machine.folders(what_is_asked(str(file), {})))["disk tier"] is LIMITED
 
 
+def test_without_a_folder_for_temporary_files_nothing_is_served_and_the_others_are_looked_at(monkeypatch):
+    """The check broke there, and what it broke with was told as asked for by nobody."""
+
+    def gettempdir():
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(machine.tempfile, "gettempdir", gettempdir)
+    found = {one.about: one for one in machine.folders(PLAIN)}
+    lacking = found["temporary files"]
+    assert lacking.verdict is FAILS and lacking.is_asked and "'/tmp'" in lacking.found
+    assert "TMPDIR" in lacking.remedy and "models" in found
+
+
 def test_a_required_package_that_is_missing_or_too_old_is_named(monkeypatch):
     monkeypatch.setattr(libraries, "requires", lambda _: ["msgspec>=99", "no-such-package>=1", "numpy"])
     [found] = libraries.required(PLAIN)
@@ -324,6 +352,43 @@ def test_a_plane_that_is_no_url_fails():
     assert found.verdict is FAILS and "127.0.0.1:PORT" in found.found
 
 
+@pytest.mark.parametrize(
+    "path, verdict, words",
+    [
+        ("plane", WORKS, "the router makes it"),
+        ("no/such/folder/plane", FAILS, "no/such/folder: No such file or directory"),
+        ("a-file/plane", FAILS, "a-file: Not a directory"),
+        ("long" * 30, FAILS, "at most"),
+    ],
+)
+def test_a_plane_in_a_folder_needs_that_folder_and_a_path_that_a_socket_may_have(
+    tmp_path, path, verdict, words
+):
+    """The folder was not looked at, and the router ended at it."""
+    (tmp_path / "a-file").write_text("")
+    [found] = network.plane(what_is_asked(None, {"plane": f"ipc://{tmp_path / path}"}))
+    assert found.verdict is verdict and words in found.found
+
+
+@pytest.mark.parametrize("with_plane", [{}, {"plane": "tcp://127.0.0.1:1"}])
+@pytest.mark.parametrize(
+    "content, words", [(None, "cannot be read"), ("", "0 characters"), ("short", "5 char")]
+)
+def test_a_fleet_key_that_is_none_fails_with_and_without_a_plane(tmp_path, content, words, with_plane):
+    """It was read for a plane alone."""
+    if content is not None:
+        (tmp_path / "key").write_text(content)
+    [found] = network.plane(what_is_asked(None, {"fleet_key_file": str(tmp_path / "key"), **with_plane}))
+    assert found.about == "fleet key" and found.verdict is FAILS and words in found.found
+
+
+def test_a_fleet_key_works_without_a_plane(tmp_path):
+    (tmp_path / "key").write_text("0123456789abcdef")
+    assert verdicts(network.plane(what_is_asked(None, {"fleet_key_file": str(tmp_path / "key")}))) == {
+        "fleet key": WORKS
+    }
+
+
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_the_embedded_plane_may_be_on_either_loopback(host):
     """It was looked for as an address of IPv4, and told as taken."""
@@ -358,6 +423,59 @@ def test_without_a_cluster_the_connector_kubernetes_fails(monkeypatch, tmp_path)
     )
     [found] = network.kubernetes(what_is_asked(str(file), {}))
     assert found.verdict is FAILS and "no cluster" in found.found
+
+
+# Models
+
+
+@pytest.fixture
+def free(monkeypatch):
+    """Has every disk have so many bytes free."""
+
+    def are(num_bytes):
+        usage = shutil._ntuple_diskusage(1 << 50, 0, num_bytes)
+        monkeypatch.setattr(fleet_file.shutil, "disk_usage", lambda path: usage)
+
+    return are
+
+
+def test_the_default_model_needs_room_in_the_cache_for_its_wheel_as_well(monkeypatch, tmp_path, free):
+    """It was said to work on a full disk. And what is left of it there is not made whole by looking at it."""
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    (tmp_path / default_model.FILE).write_bytes(b"GGUF")
+    asked = what_is_asked(None, {"model": "smollm2"})
+    free(100_000_000)
+    [found] = fleet_file.models(asked)
+    assert found.verdict is FAILS and found.is_asked and "182 MiB, where 95 MiB are free" in found.found
+    assert f"{tmp_path}," in found.remedy and "SHOAL_CACHE" in found.remedy
+    free(200_000_000)
+    [found] = fleet_file.models(asked)
+    assert found.verdict is WORKS and "downloaded from PyPI" in found.found
+
+
+def test_a_model_of_the_hub_needs_room_for_what_is_not_here_yet(monkeypatch, tmp_path, free):
+    sizes = {
+        "config.json": 1000,
+        "one.safetensors": 3 * GIB,
+        "two.safetensors": 2 * GIB,
+        "model.bin": 9 * GIB,
+    }
+    siblings = [SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()]
+    hub = SimpleNamespace(model_info=lambda *_, **__: SimpleNamespace(siblings=siblings, sha="abc"))
+    monkeypatch.setattr(huggingface_hub, "HfApi", lambda: hub)
+    file = tmp_path / "fleet.toml"
+    file.write_text(f'model = "org/name"\n[[workers]]\noptions = {{ download_dir = "{tmp_path}/hub" }}\n')
+    asked = what_is_asked(str(file), {})
+
+    free(4 * GIB)
+    [found] = fleet_file.models(asked)
+    assert found.verdict is FAILS and found.is_asked and "5.0 GiB, where 4.0 GiB are free" in found.found
+    assert f"{tmp_path}/hub," in found.remedy and "download_dir" in found.remedy
+
+    (tmp_path / "hub/models--org--name/snapshots/abc").mkdir(parents=True)
+    (tmp_path / "hub/models--org--name/snapshots/abc/one.safetensors").write_bytes(b"")
+    [found] = fleet_file.models(asked)
+    assert found.verdict is WORKS and "(2.1 GB)" in found.found
 
 
 def test_a_model_that_is_larger_than_the_memory_fails(monkeypatch, folder):

@@ -318,6 +318,22 @@ def test_the_doctor_copies_nothing(memory, monkeypatch):
     assert store.look(URL, is_model_file) == (folder, 0)
 
 
+def test_the_doctor_compares_the_free_room_with_what_is_still_to_be_copied(memory, monkeypatch):
+    put(memory)
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "THREADS", 1)
+        failing(patch, "cat_file", ConnectionError("away"), after=5)  # tokenizer.json is the last file
+        with pytest.raises(CheckpointError):
+            resolve(URL)
+    assert store.look(URL, is_model_file) == (None, len(CONTENT["tokenizer.json"]))
+    for free, verdict in ((3, "works"), (2, "fails")):
+        usage = shutil._ntuple_diskusage(10, 5, free)
+        monkeypatch.setattr(fleet_file.shutil, "disk_usage", lambda path, usage=usage: usage)
+        [found] = fleet_file.models(asked_of(URL))
+        assert found.verdict == verdict
+    assert f"{store.models_folder(None)}," in found.remedy and "SHOAL_CACHE or download_dir" in found.remedy
+
+
 @pytest.mark.parametrize("status", [401, 403])
 def test_a_web_server_that_refuses_is_no_store_that_is_away(memory, monkeypatch, status):
     put(memory)

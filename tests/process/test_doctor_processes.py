@@ -117,6 +117,19 @@ def test_an_unknown_model_fails(doctor, tmp_path):
     check(doctor("--model", tmp_path / "no-model"), "model ", "fails", "does not exist")
 
 
+def test_a_model_of_a_hub_that_cannot_be_reached_fails(doctor, tmp_path):
+    """The HTTP client's ConnectError is no OSError, and broke the check; so the whole was told to work."""
+    environment = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HUB_CACHE": str(tmp_path / "hub")}
+    told = doctor("--port", "0", "--model", "Qwen/Qwen3-0.6B", **environment)
+    check(told, "model Qwen/Qwen3-0.6B", "fails", "nor to be had from the Hugging Face hub")
+    assert of(told[1], "model Qwen/Qwen3-0.6B")["is_asked"]
+
+
+@pytest.mark.parametrize("model", ["./none", "../none", "org/na--me"])
+def test_a_name_that_the_hub_does_not_allow_fails(doctor, model):
+    check(doctor("--port", "0", "--model", model), f"model {model}", "fails", "name")
+
+
 def test_workers_for_gpus_that_are_not_here_fail(doctor, tmp_path, root):
     text = f'port = 0\nmodel = "{tiny.write_model(root, "qwen3")}"\n[[workers]]\ndevices = [63]\n'
     check(doctor(fleet_file(tmp_path, text)), "GPUs of the workers", "fails", "63")
@@ -168,6 +181,17 @@ def test_a_full_cache_folder_and_a_small_dev_shm_are_found(doctor, tmp_path):
     code, findings = doctor("--port", "0", prefix=prefix, SHOAL_CACHE=str(cache))
     assert code == 1 and "No space left" in of(findings, "cache")["found"]
     assert of(findings, "/dev/shm")["verdict"] == "limited"
+
+
+def test_a_default_model_that_does_not_fit_into_the_cache_is_found_before_its_folder_is_made(
+    doctor, tmp_path
+):
+    """A folder that is still to be made was not written to, and the model's size not compared."""
+    (disk := tmp_path / "disk").mkdir()
+    prefix = mounting(f"mount -t tmpfs -o size=20k tmpfs {disk}")
+    told = doctor("--port", "0", "--model", "smollm2", prefix=prefix, SHOAL_CACHE=str(disk / "shoal"))
+    check(told, "model smollm2", "fails", f"Make room in {disk}/shoal, or name another folder (SHOAL_CACHE)")
+    check(told, "cache", "fails", "No space left")
 
 
 def test_a_read_only_cache_folder_and_dev_shm_are_found(doctor, tmp_path):
