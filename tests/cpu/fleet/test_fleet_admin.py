@@ -168,6 +168,14 @@ async def test_a_field_that_is_misspelt_is_refused_and_changes_nothing(site):
 
 
 @on_site
+async def test_a_worker_of_ours_is_not_removed_as_its_process_would_run_on_unknown(site):
+    status, answer = await site.ask("/fleet/workers", {"remove": ["a"]})
+    message = answer["error"]["message"]
+    assert status == 400 and "worker a is one of ours" in message and "POST /fleet/drain/a" in message
+    assert set(site.view()) == set("abc")
+
+
+@on_site
 async def test_a_pause_is_lifted_by_resume(site):
     assert (await site.ask("/pause?model=m&mode=keep"))[1]["status"] == "paused"
     assert site.links["a"].seen[-1] == Sleep(0, None, "keep")
