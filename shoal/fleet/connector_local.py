@@ -20,6 +20,9 @@ from shoal.fleet_api import WorkerState
 
 logger = logging.getLogger(__name__)
 
+# For the requests of another engine's worker that is to end. Those that cannot go on elsewhere break with it,
+# and an answer may take minutes; one that hangs must not keep it for ever. NVIDIA Dynamo waits as long.
+DRAIN_S = 600.0
 GONE_S = 60.0  # for the router to see that a worker has ended; a lease is much shorter
 WATCH_S = 1.0  # between two looks at the workers' processes
 
@@ -297,11 +300,15 @@ class LocalConnector:
             await self._clock.sleep(LOOK_S)
 
     async def _end(self, placement: Placement) -> None:
-        """Ours drain by themselves at SIGTERM; another engine may not. Where its supervisor does not answer,
-        its place is free all the same, and the next look takes it again for what still runs there."""
+        """Ours drain by themselves at SIGTERM, and what is left moves; another engine's may do neither. Where
+        its supervisor does not answer, its place is free all the same, and the next look takes it again for
+        what still runs there."""
         if placement.spec is not None:
-            with contextlib.suppress(UnknownWorkerError, TimeoutError):
-                await asyncio.wait_for(self._registry.retire(placement.id), GRACE_S)
+            try:
+                with contextlib.suppress(UnknownWorkerError):
+                    await asyncio.wait_for(self._registry.retire(placement.id), DRAIN_S)
+            except TimeoutError:
+                logger.warning("%s ends with requests that have not ended within %g s", placement.id, DRAIN_S)
         self._mine[placement.id] = placement
         try:
             await self._supervisor.stop(placement.id, GRACE_S)

@@ -17,11 +17,13 @@ ONE_GPU = Component("m", ("run",), "m", devices=("0",), count=0)
 
 class Slow:
     """A Supervisor whose answers take a second. `is_away`: it answers to nobody. `given_up`: workers that are not
-    started again; `is_bad`: so is each that starts. It is the Registry, too."""
+    started again; `is_bad`: so is each that starts. It is the Registry, too, where each worker has requests for
+    `busy_s` seconds."""
 
     def __init__(self):
         self.names, self.is_away = [], False
         self.given_up, self.is_bad = set(), False
+        self.busy_s = 0.0
 
     async def _answer(self):
         await asyncio.sleep(1.0)
@@ -56,6 +58,15 @@ class Slow:
 
     def role_of(self, worker_id):
         return None
+
+    async def add(self, spec):
+        pass
+
+    async def retire(self, worker_id):
+        await asyncio.sleep(self.busy_s)
+
+    async def remove(self, worker_id):
+        pass
 
 
 def run(tmp_path, test, *components):
@@ -216,3 +227,43 @@ def test_a_fleet_has_hope_while_a_worker_that_was_given_up_is_replaced_and_none_
         assert await connector.add("m", "both") == "m-1"
 
     run(tmp_path, test, TWO_GPUS)
+
+
+FOREIGN = Component("m", ("run", "{port}"), "m", worker="http://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("busy_s", [0.0, 70.0, 590.0])
+def test_a_worker_of_another_engine_ends_when_its_requests_have(tmp_path, busy_s, caplog):
+    """They were broken after a minute, as most of them can go on nowhere else."""
+
+    async def test(slow, connector):
+        slow.busy_s = busy_s
+        removing = asyncio.create_task(connector.remove("m", "both"))
+        await asyncio.sleep(busy_s)
+        assert slow.names == ["m-1"]
+        await asyncio.sleep(5.0)
+        assert slow.names == [] and await removing == "m-1" and not caplog.text
+
+    run(tmp_path, test, FOREIGN)
+
+
+def test_a_request_that_hangs_does_not_keep_a_worker_of_another_engine_for_ever(tmp_path, caplog):
+    async def test(slow, connector):
+        slow.busy_s = float("inf")
+        assert await asyncio.wait_for(connector.remove("m", "both"), 610.0) == "m-1"
+        assert "m-1 ends with requests that have not ended within 600 s" in caplog.text
+
+    run(tmp_path, test, FOREIGN)
+
+
+def test_a_fleet_that_ends_does_not_wait_for_a_worker_that_was_to_end_before(tmp_path):
+    async def test(slow, connector):
+        slow.busy_s = float("inf")
+        removing = asyncio.create_task(connector.remove("m", "both"))
+        await asyncio.sleep(10.0)
+        begun = connector._clock.now()
+        removing.cancel()
+        await connector.close(60.0)
+        assert slow.names == [] and connector._clock.now() - begun < 1.0
+
+    run(tmp_path, test, FOREIGN)
