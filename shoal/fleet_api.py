@@ -221,9 +221,9 @@ class FleetControl(Protocol):
         ...
 
     async def change_workers(self, add: Sequence[str], remove: Sequence[str]) -> list[str]:
-        """Adds foreign workers, in the form of --worker, and removes workers by id: all of it, or nothing
-        where one of them is wrong. Requests that a removed one has move to others. Returns the ids of those
-        that were added."""
+        """Adds foreign workers, in the form of --worker, and removes foreign workers by id: all of it, or
+        nothing where one of them is wrong. Requests that a removed one has move to others. Returns the ids of
+        those that were added."""
         ...
 
     async def configure(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -12,14 +12,17 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from shoal.errors import ShoalError, UnavailableError, UnknownWorkerError
-from shoal.fleet.connector import GRACE_S, LOOK_S, Setting, component_of, is_missing
+from shoal.errors import ConfigError, ShoalError, UnavailableError, UnknownWorkerError
+from shoal.fleet.connector import GRACE_S, LOOK_S, Component, Setting, component_of, is_missing
 from shoal.fleet.plane_inbox import start, stop
 from shoal.fleet.state_file import Life, Placement, StateFile
 from shoal.fleet_api import WorkerState
 
 logger = logging.getLogger(__name__)
 
+# For the requests of another engine's worker that is to end. Those that cannot go on elsewhere break with it,
+# and an answer may take minutes; one that hangs must not keep it for ever. NVIDIA Dynamo waits as long.
+DRAIN_S = 600.0
 GONE_S = 60.0  # for the router to see that a worker has ended; a lease is much shorter
 WATCH_S = 1.0  # between two looks at the workers' processes
 
@@ -89,6 +92,8 @@ class LocalConnector:
         self._mine: dict[str, Placement] = {}  # what this process has placed or taken over
         self._running: Mapping[str, Running] = {}  # as it was seen last
         self._missing_since: dict[str, float] = {}  # workers that are not ready
+        self._placing = asyncio.Lock()
+        self._replacing: set[str] = set()  # workers that start where another one was given up
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -123,11 +128,20 @@ class LocalConnector:
         return await self.begin(await self.place(model, role))
 
     async def place(self, model: str, role: str) -> Placement:
-        """Takes a place for one more worker, which `begin` then starts. Raises ConfigError as `add` does."""
+        """Takes a place for one more worker, which `begin` then starts. One that was given up has no process,
+        so its place is taken first. Raises ConfigError as `add` does."""
         component = component_of(self._components, model, role)
-        await self._look()
-        with self._file.changing() as state:
-            return state.place(component, self._running)
+        async with self._placing:  # so that another call finds this place taken
+            await self._look()
+            own, others = self._given_up(component)
+            if own:
+                return await self._replace(own[:1], component)
+            try:
+                return self._take(component)
+            except ConfigError:  # too few GPUs are free
+                if not others:
+                    raise
+            return await self._replace(others, component)
 
     async def begin(self, placement: Placement) -> str:
         """The second half of `add`."""
@@ -136,8 +150,12 @@ class LocalConnector:
             await self._begin(placement)
             await self._until_ready(placement)
         except ShoalError:
-            await self._end(placement)
+            # Where one was given up before, there is one again, by which a fleet without hope is known.
+            if not (placement.id in self._replacing and self._has_given_up(placement.id)):
+                await self._end(placement)
             raise
+        finally:
+            self._replacing.discard(placement.id)
         await self._look()
         return placement.id
 
@@ -156,22 +174,27 @@ class LocalConnector:
         return [placement.id for placement in self._with_role(model, role)]
 
     def _with_role(self, model: str, role: str) -> list[Placement]:
-        """The workers that have this role now, in the order of their numbers; those of other components come
-        last."""
+        """The workers that have this role now, in the order of their numbers. Those of other components come
+        last, and those that were given up first, as to end one would end nothing."""
         state = self._file.read()
         ours = [
-            (component.role != role, placement)
+            (not self._has_given_up(placement.id), component.role != role, placement)
             for component in self._components
             if component.model == model
             for placement in state.placements(component)
             if (self._registry.role_of(placement.id) or component.role) == role
         ]
-        return [placement for _, placement in sorted(ours, key=lambda each: each[0])]
+        return [placement for *_, placement in sorted(ours, key=lambda each: each[:2])]
 
     def roles(self) -> list[str]:
-        """The role of each worker that has a place."""
+        """The role of each worker that has a place which is not free for another one."""
         state = self._file.read()
-        return [one.role for one in self._components for _ in state.placements(one)]
+        return [
+            one.role
+            for one in self._components
+            for placement in state.placements(one)
+            if not self._has_given_up(placement.id)
+        ]
 
     def parked(self) -> list[tuple[str, str, str]]:
         """Id, model and role of each worker that is noted as parked. One with the highest number comes
@@ -216,6 +239,33 @@ class LocalConnector:
         except OSError as error:
             logger.error("%s still names workers, which have ended: %s", self._file.path, error)
 
+    def _take(self, component: Component) -> Placement:
+        with self._file.changing() as state:
+            return state.place(component, self._running)
+
+    async def _replace(self, given_up: Sequence[Placement], component: Component) -> Placement:
+        """Takes a place where these have theirs. They are forgotten only now: until then people see them."""
+        for placement in given_up:
+            await self._end(placement)
+        await self._look()
+        found = self._take(component)
+        self._replacing.add(found.id)
+        return found
+
+    def _given_up(self, component: Component) -> tuple[list[Placement], list[Placement]]:
+        """The workers of this component that were given up, by number, and those of others that share its
+        GPUs."""
+        state = self._file.read()
+        own = [one for one in state.placements(component) if self._has_given_up(one.id)]
+        others = [
+            placement
+            for other in self._components
+            if other.name != component.name and other.shares_devices and component.shares_devices
+            for placement in state.placements(other)
+            if self._has_given_up(placement.id)
+        ]
+        return own, others
+
     async def _begin(self, placement: Placement, is_there: bool = False) -> None:
         if not is_there:
             await self._supervisor.start(placement)
@@ -226,8 +276,8 @@ class LocalConnector:
     async def _until_ready(self, placement: Placement) -> None:
         deadline = self._clock.now() + self._start_timeout_s
         while self._registry.state_of(placement.id) != WorkerState.READY:
-            running = (await self._supervisor.running()).get(placement.id)
-            if running is None or running.has_given_up:
+            self._running = await self._supervisor.running()
+            if placement.id not in self._running or self._has_given_up(placement.id):
                 raise UnavailableError(
                     f"worker {placement.id} does not stay alive, and is taken back; its lines in the log say "
                     "why"
@@ -250,11 +300,15 @@ class LocalConnector:
             await self._clock.sleep(LOOK_S)
 
     async def _end(self, placement: Placement) -> None:
-        """Ours drain by themselves at SIGTERM; another engine may not. Where its supervisor does not answer,
-        its place is free all the same, and the next look takes it again for what still runs there."""
+        """Ours drain by themselves at SIGTERM, and what is left moves; another engine's may do neither. Where
+        its supervisor does not answer, its place is free all the same, and the next look takes it again for
+        what still runs there."""
         if placement.spec is not None:
-            with contextlib.suppress(UnknownWorkerError, TimeoutError):
-                await asyncio.wait_for(self._registry.retire(placement.id), GRACE_S)
+            try:
+                with contextlib.suppress(UnknownWorkerError):
+                    await asyncio.wait_for(self._registry.retire(placement.id), DRAIN_S)
+            except TimeoutError:
+                logger.warning("%s ends with requests that have not ended within %g s", placement.id, DRAIN_S)
         self._mine[placement.id] = placement
         try:
             await self._supervisor.stop(placement.id, GRACE_S)
@@ -293,7 +347,8 @@ class LocalConnector:
             state.see({name: one.pid for name, one in running.items()})
 
     def _is_missing(self, worker_id: str) -> bool:
+        return not self._has_given_up(worker_id) and is_missing(self._registry.state_of(worker_id))
+
+    def _has_given_up(self, worker_id: str) -> bool:
         running = self._running.get(worker_id)
-        if running is not None and running.has_given_up:
-            return False
-        return is_missing(self._registry.state_of(worker_id))
+        return running is not None and running.has_given_up

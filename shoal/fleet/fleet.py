@@ -470,6 +470,12 @@ class Fleet:
                     "another (id=NAME), or remove that one first"
                 )
         removed = {worker_id: self._worker(worker_id) for worker_id in remove}
+        for worker in removed.values():
+            if not worker.info.is_foreign:  # its process would run on, and join no more
+                raise ConfigError(
+                    f"worker {worker.id} is one of ours, which leaves when its process ends, and remove is "
+                    f"for foreign ones; to send it nothing new, POST /fleet/drain/{worker.id}"
+                )
         for spec in specs:
             self._add(spec)
         for worker in removed.values():

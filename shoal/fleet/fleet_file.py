@@ -295,14 +295,13 @@ def _fleet_of(document: Mapping[str, Any]) -> FleetFile:
             raise ConfigError(f"[[workers]] {number}: {error}") from None
     _check_names(groups)
     config = build(FleetConfig, router)
+    options = table(document, "planner")
+    check_keys(options, keys_of(PlannerConfig), "[planner]")
+    planner = build(PlannerConfig, options)
     if config.plane is None or not config.plane.startswith(NATS):  # else partners may be on other hosts
-        _check_roles(groups)
-    planner = table(document, "planner")
-    check_keys(planner, keys_of(PlannerConfig), "[planner]")
+        _check_roles(groups, planner)
     server = {name: document[name] for name in SERVER_OPTIONS if name in document}
-    return FleetFile(
-        groups, build(ServerConfig, server), config, build(PlannerConfig, planner), "planner" in document
-    )
+    return FleetFile(groups, build(ServerConfig, server), config, planner, "planner" in document)
 
 
 def _group_of(entry: Mapping[str, Any], model: Any) -> OwnWorkers | ForeignWorkers:
@@ -324,16 +323,28 @@ def _check_names(groups: Sequence[OwnWorkers | ForeignWorkers]) -> None:
             )
 
 
-def _check_roles(groups: Sequence[OwnWorkers | ForeignWorkers]) -> None:
-    """Prefill workers compute prompts for workers that read KV blocks."""
+def _check_roles(groups: Sequence[OwnWorkers | ForeignWorkers], planner: PlannerConfig) -> None:
+    """Prefill workers compute prompts for workers that read KV blocks. Where there are none of these at
+    first, a planner has to add one unasked: while nobody generates, requests are refused and none waits."""
     own = [group for group in groups if isinstance(group, OwnWorkers)]
-    served = {group.served_name for group in own if group.role == "decode" or _reads(group)}
+    partners = [group for group in own if group.role == "decode" or _reads(group)]
+    adds = planner.enabled and not planner.no_operation and planner.min_endpoint > 0
+    served = {group.served_name for group in partners}
+    served_at_first = {group.served_name for group in partners if group.count or adds}
     for group in own:
-        if group.role == "prefill" and group.served_name not in served:
+        if group.role != "prefill":
+            continue
+        if group.served_name not in served:
             raise ConfigError(
                 f"{group.served_name!r} has prefill workers and no decode workers to compute prompts for; "
                 'add [[workers]] with role = "decode" (or "both" and options.kv_transfer_config = '
                 '{ kv_role = "kv_both" }), or take role = "both" for all'
+            )
+        if group.count and group.served_name not in served_at_first:
+            raise ConfigError(
+                f"{group.served_name!r} has prefill workers, and all workers to compute prompts for have "
+                "count = 0; give these a count of 1 or more, or have a planner add them ([planner] enabled = "
+                "true, with a min_endpoint of 1 or more)"
             )
 
 

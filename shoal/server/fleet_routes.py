@@ -35,14 +35,15 @@ class SelectRequest(msgspec.Struct):
     tags: list[str] = []
 
 
-class WorkersRequest(msgspec.Struct):
-    """Workers to add, in the form of --worker, and ids of workers to remove."""
+class WorkersRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """Foreign workers to add, in the form of --worker, and ids of foreign workers to remove. An operator's
+    misspelt field would pass for a change that was made."""
 
     add: list[str] = []
     remove: list[str] = []
 
 
-class RoleRequest(msgspec.Struct):
+class RoleRequest(msgspec.Struct, forbid_unknown_fields=True):
     role: str  # "both", "prefill" or "decode"
 
 

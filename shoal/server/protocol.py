@@ -27,6 +27,7 @@ SMALL_BODY = 1 << 16  # bytes: whatever they hold, they are read in some millise
 MOST_VALUES = 1_000_000  # JSON values in a body
 MOST_CONTAINERS = 100_000  # lists and objects among them
 MISSING = "Object missing required field "
+UNKNOWN = "Object contains unknown field "  # of a Struct that forbids them
 
 # Fields of OpenAI's and Anthropic's APIs that are no part of a Struct, and whose sender misses nothing here:
 # what they order is another company's storage, price or filter, or a hint to its cache. `verbosity` is a hint
@@ -286,6 +287,12 @@ def decode(kind: type[T], body: bytes) -> T:
             name = message.removeprefix(MISSING).strip("`")
             field = f"{field}.{name}" if field else name
             message = "the field is missing"
+        elif message.startswith(UNKNOWN):
+            name = message.removeprefix(UNKNOWN).strip("`")
+            field = f"{field}.{name}" if field else name
+            message = "there is no such field"
+            if field == name and issubclass(kind, Struct):
+                message += f"; there are {', '.join(kind.__struct_fields__)}"
         raise ApiError(400, f"{field}: {message}" if field else message, param=field) from None
     except UnicodeDecodeError as error:
         raise ApiError(400, f"the body is not UTF-8: {error.reason} at byte {error.start}") from None

@@ -677,6 +677,32 @@ def test_a_start_that_ends_again_and_again_is_taken_back_before_its_time_is_over
     by_hand(tmp_path, monkeypatch, test, bad)
 
 
+@pytest.mark.parametrize("name", kinds(LOCAL))
+def test_a_worker_that_was_given_up_is_replaced_on_its_gpu_by_the_next_one(tmp_path, monkeypatch, name):
+    """It kept its GPU for ever, although it had no process."""
+    good = component(tmp_path, "m", "both", 0)
+    x = component(tmp_path, "x", "prefill", 1, devices=("0",))
+    until_there = f"import os, sys; os.path.exists({str(tmp_path / 'mended')!r}) or sys.exit(1)\n"
+    words = (*x.command[:3], until_there + x.command[3], *x.command[4:])
+
+    async def test(world):
+        monkeypatch.setattr(world.connector, "_start_timeout_s", DEADLINE_S)
+        await world.connector.add("m", "both")
+        while not world.connector._has_given_up("x-1"):
+            await asyncio.sleep(0.05)
+        with pytest.raises(UnavailableError, match="x-1 does not stay alive"):
+            await world.connector.add("m", "prefill")
+        (tmp_path / "mended").touch()
+        assert await world.connector.add("m", "prefill") == "x-1"
+        await asyncio.sleep(2 * connector_local.WATCH_S)
+        assert lives(world.registry.pid("x-1"))
+        assert StateFile(tmp_path).read().components["x"].workers[1].devices == ["0"]
+        with pytest.raises(ConfigError, match="needs 1 devices, and 0 of 1 are free"):
+            await world.connector.add("m", "prefill")
+
+    by_hand(tmp_path, monkeypatch, test, good, dataclasses.replace(x, command=words), name=name)
+
+
 @pytest.mark.slow
 def test_a_worker_that_a_person_takes_out_of_circus_is_not_awaited_and_its_place_is_free(
     tmp_path, monkeypatch

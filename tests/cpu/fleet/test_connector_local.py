@@ -1,4 +1,5 @@
-"""Places of this host's workers while who runs them does not answer, on virtual time."""
+"""Places of this host's workers while who runs them does not answer, when workers are given up, and while they
+end, on virtual time."""
 
 import asyncio
 
@@ -15,10 +16,14 @@ ONE_GPU = Component("m", ("run",), "m", devices=("0",), count=0)
 
 
 class Slow:
-    """A Supervisor whose answers take a second. `is_away`: it answers to nobody. It is the Registry, too."""
+    """A Supervisor whose answers take a second. `is_away`: it answers to nobody. `given_up`: workers that are not
+    started again; `is_bad`: so is each that starts. It is the Registry, too, where each worker has requests for
+    `busy_s` seconds."""
 
     def __init__(self):
         self.names, self.is_away = [], False
+        self.given_up, self.is_bad = set(), False
+        self.busy_s = 0.0
 
     async def _answer(self):
         await asyncio.sleep(1.0)
@@ -29,26 +34,39 @@ class Slow:
         pass
 
     async def running(self):
-        found = {name: Running(None, False) for name in self.names}
+        found = {name: Running(None, name in self.given_up) for name in self.names}
         await self._answer()
         return found
 
     async def start(self, placement):
         await self._answer()
         self.names.append(placement.id)
+        if self.is_bad:
+            self.given_up.add(placement.id)
 
     async def stop(self, worker_id, grace_s):
         await self._answer()
         self.names.remove(worker_id)
+        self.given_up.discard(worker_id)
 
     async def close(self, grace_s):
         self.names.clear()
 
     def state_of(self, worker_id):
-        return WorkerState.READY if worker_id in self.names else None
+        lives = worker_id in self.names and worker_id not in self.given_up
+        return WorkerState.READY if lives else None
 
     def role_of(self, worker_id):
         return None
+
+    async def add(self, spec):
+        pass
+
+    async def retire(self, worker_id):
+        await asyncio.sleep(self.busy_s)
+
+    async def remove(self, worker_id):
+        pass
 
 
 def run(tmp_path, test, *components):
@@ -104,3 +122,148 @@ def test_a_worker_that_starts_during_a_look_keeps_its_place_when_the_file_is_los
             await connector.place("m", "both")
 
     run(tmp_path, test, ONE_GPU)
+
+
+TWO_GPUS = Component("m", ("run",), "m", devices=("0", "1"), count=2)
+
+
+def places(tmp_path):
+    """The GPUs of each worker that has a place."""
+    components = StateFile(tmp_path).read().components
+    return {
+        f"{name}-{number}": worker.devices
+        for name, entry in components.items()
+        for number, worker in entry.workers.items()
+    }
+
+
+async def give_up(slow, connector, *names):
+    slow.given_up |= set(names)
+    await connector._look()
+
+
+def test_the_next_worker_takes_the_place_of_one_that_was_given_up(tmp_path):
+    """It had kept its GPU for ever, so that a planner could add nobody."""
+
+    async def test(slow, connector):
+        await give_up(slow, connector, "m-1")
+        assert places(tmp_path) == {"m-1": ["0"], "m-2": ["1"]}, "people see it until another one comes"
+        assert await connector.add("m", "both") == "m-1"
+        assert slow.names == ["m-2", "m-1"] and not slow.given_up
+        assert places(tmp_path) == {"m-1": ["0"], "m-2": ["1"]}
+        with pytest.raises(ConfigError, match="needs 1 devices, and 0 of 2 are free"):
+            await connector.add("m", "both")
+
+    run(tmp_path, test, TWO_GPUS)
+
+
+def test_workers_that_are_added_at_once_take_no_place_of_one_that_was_given_up_twice(tmp_path):
+    async def test(slow, connector):
+        await give_up(slow, connector, "m-1", "m-2")
+        adding = [connector.add("m", "both") for _ in range(2)]
+        assert sorted(await asyncio.gather(*adding)) == ["m-1", "m-2"]
+        assert places(tmp_path) == {"m-1": ["0"], "m-2": ["1"]}
+
+    run(tmp_path, test, TWO_GPUS)
+
+
+def test_a_gpu_of_a_worker_that_was_given_up_is_free_for_those_who_share_it(tmp_path):
+    shared = [
+        Component(name, ("run",), name, devices=("0", "1"), shares_devices=True, count=count)
+        for name, count in (("a", 1), ("b", 1))
+    ]
+
+    async def test(slow, connector):
+        await give_up(slow, connector, "a-1")
+        assert await connector.add("b", "both") == "b-2"
+        assert places(tmp_path) == {"b-1": ["1"], "b-2": ["0"]} and slow.names == ["b-1", "b-2"]
+
+    run(tmp_path, test, *shared)
+
+
+def test_a_worker_that_was_given_up_stays_noted_where_others_find_room_without_its_gpu(tmp_path):
+    shared = [
+        Component(name, ("run",), name, devices=("0", "1"), shares_devices=True, count=count)
+        for name, count in (("a", 1), ("b", 0))
+    ]
+
+    async def test(slow, connector):
+        await give_up(slow, connector, "a-1")
+        assert await connector.add("b", "both") == "b-1"
+        assert places(tmp_path) == {"a-1": ["0"], "b-1": ["1"]}
+
+    run(tmp_path, test, *shared)
+
+
+def test_a_worker_that_was_given_up_is_none_of_those_that_have_a_role_and_none_that_is_removed_first(
+    tmp_path,
+):
+    async def test(slow, connector):
+        assert connector.roles() == ["both", "both"]
+        await give_up(slow, connector, "m-2")
+        assert connector.roles() == ["both"]
+        assert await connector.remove("m", "both") == "m-1"
+        assert connector.roles() == [] and await connector.remove("m", "both") == "m-2"
+
+    run(tmp_path, test, TWO_GPUS)
+
+
+def test_a_fleet_has_hope_while_a_worker_that_was_given_up_is_replaced_and_none_when_that_failed(tmp_path):
+    async def test(slow, connector):
+        await connector.remove("m", "both")
+        await give_up(slow, connector, "m-1")
+        slow.is_bad = True
+        adding = asyncio.create_task(connector.add("m", "both"))
+        while connector._running:
+            await asyncio.sleep(0.1)
+        hopeless = asyncio.create_task(connector.until_hopeless())
+        while not slow.names:
+            await asyncio.sleep(0.1)
+            assert not hopeless.done()
+        with pytest.raises(UnavailableError, match="m-1 does not stay alive"):
+            await adding
+        await asyncio.wait_for(hopeless, 5.0)
+        slow.is_bad = False
+        assert await connector.add("m", "both") == "m-1"
+
+    run(tmp_path, test, TWO_GPUS)
+
+
+FOREIGN = Component("m", ("run", "{port}"), "m", worker="http://127.0.0.1:{port}")
+
+
+@pytest.mark.parametrize("busy_s", [0.0, 70.0, 590.0])
+def test_a_worker_of_another_engine_ends_when_its_requests_have(tmp_path, busy_s, caplog):
+    """They were broken after a minute, as most of them can go on nowhere else."""
+
+    async def test(slow, connector):
+        slow.busy_s = busy_s
+        removing = asyncio.create_task(connector.remove("m", "both"))
+        await asyncio.sleep(busy_s)
+        assert slow.names == ["m-1"]
+        await asyncio.sleep(5.0)
+        assert slow.names == [] and await removing == "m-1" and not caplog.text
+
+    run(tmp_path, test, FOREIGN)
+
+
+def test_a_request_that_hangs_does_not_keep_a_worker_of_another_engine_for_ever(tmp_path, caplog):
+    async def test(slow, connector):
+        slow.busy_s = float("inf")
+        assert await asyncio.wait_for(connector.remove("m", "both"), 610.0) == "m-1"
+        assert "m-1 ends with requests that have not ended within 600 s" in caplog.text
+
+    run(tmp_path, test, FOREIGN)
+
+
+def test_a_fleet_that_ends_does_not_wait_for_a_worker_that_was_to_end_before(tmp_path):
+    async def test(slow, connector):
+        slow.busy_s = float("inf")
+        removing = asyncio.create_task(connector.remove("m", "both"))
+        await asyncio.sleep(10.0)
+        begun = connector._clock.now()
+        removing.cancel()
+        await connector.close(60.0)
+        assert slow.names == [] and connector._clock.now() - begun < 1.0
+
+    run(tmp_path, test, FOREIGN)

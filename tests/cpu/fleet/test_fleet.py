@@ -332,18 +332,20 @@ def test_who_delivers_to_others_is_not_probed_for_a_request_that_fails():
 def test_a_change_of_workers_is_made_whole_or_not_at_all():
     async def run(s):
         s.fleet._connect = lambda spec: StandIn(spec.info())
+        s.add("ours", models=("other",), is_foreign=False)
         assert await s.fleet.change_workers(["http://a:1,id=a", "http://b:1,id=b"], []) == ["a", "b"]
         for add, remove, error in (
             (["http://c:1,id=c"], ["nobody"], UnknownWorkerError),
             (["http://c:1,id=c", "http://x:1,id=a"], ["b"], ConfigError),
             (["http://c:1,id=c", "http://d:1,id=c"], ["b"], ConfigError),
             (["http://c:1,id=c", "http://d:1,colour=red"], ["b"], ConfigError),
+            (["http://c:1,id=c"], ["b", "ours"], ConfigError),
         ):
             with pytest.raises(error):
                 await s.fleet.change_workers(add, remove)
-            assert set(s.fleet.workers) == {"a", "b"}
+            assert set(s.fleet.workers) == {"a", "b", "ours"}
         assert await s.fleet.change_workers(["http://c:1,id=c"], ["a", "a"]) == ["c"]
-        assert set(s.fleet.workers) == {"b", "c"}
+        assert set(s.fleet.workers) == {"b", "c", "ours"}
 
     scene(run)
 

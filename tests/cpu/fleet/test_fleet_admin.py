@@ -17,6 +17,7 @@ from shoal.server.admin import ADMIN_ROUTES
 from shoal.server.app import Server
 from shoal.server.catalog import Catalog
 from shoal.server.fleet_admin import fleet_admin_routes
+from shoal.server.fleet_routes import FleetRoutes
 from shoal.server.run import open_ports, serve_until
 
 
@@ -86,7 +87,8 @@ def on_site(test):
             links[name] = Link(info)
             fleet.join(Worker(info, links[name], fleet.clock.now))
         config = ServerConfig(port=0)
-        app = Server(Catalog([]), config, fleet_admin_routes(fleet), is_admin=True)
+        routes = [*FleetRoutes(fleet).admin(), *fleet_admin_routes(fleet)]
+        app = Server(Catalog([]), config, routes, is_admin=True)
         listening: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         force = asyncio.Event()
         serving = asyncio.create_task(
@@ -149,6 +151,28 @@ async def test_some_workers_or_those_of_a_model_are_named(site):
     ):
         told = await site.ask("/reset_prefix_cache" + path)
         assert told[0] == status and word in told[1]["error"]["message"], path
+
+
+@on_site
+async def test_a_field_that_is_misspelt_is_refused_and_changes_nothing(site):
+    for path, body, name, known in (
+        ("/fleet/workers", {"ad": []}, "ad", "add, remove"),
+        ("/fleet/workers", {"add": ["http://127.0.0.1:9,id=d"], "removed": ["a"]}, "removed", "add, remove"),
+        ("/fleet/role/a", {"role": "prefill", "force": True}, "force", "role"),
+        ("/fleet/config", {"busy_kv_usge": 0.5}, "busy_kv_usge", "busy_kv_usage"),
+    ):
+        status, answer = await site.ask(path, body)
+        message = answer["error"]["message"]
+        assert status == 400 and name in message and known in message, (path, answer)
+    assert set(site.view()) == set("abc")
+
+
+@on_site
+async def test_a_worker_of_ours_is_not_removed_as_its_process_would_run_on_unknown(site):
+    status, answer = await site.ask("/fleet/workers", {"remove": ["a"]})
+    message = answer["error"]["message"]
+    assert status == 400 and "worker a is one of ours" in message and "POST /fleet/drain/a" in message
+    assert set(site.view()) == set("abc")
 
 
 @on_site

@@ -237,6 +237,25 @@ def test_prefill_workers_need_workers_that_read_their_blocks(read):
             read(text)
 
 
+def test_prefill_workers_need_partners_that_are_there_at_first_or_that_a_planner_adds(read):
+    """Their requests were refused for ever."""
+    decode, both = "[[workers]]\nrole = 'decode'\ncount = 0\n", f"{BOTH}count = 0\n{EXCHANGES}"
+    enabled = "[planner]\nenabled = true\n"
+    for partner in (decode, both):
+        for planner in (
+            "",
+            "[planner]\nmax_gpu_budget = 4\n",
+            f"{enabled}no_operation = true\n",
+            f"{enabled}min_endpoint = 0\n",
+        ):
+            with pytest.raises(ConfigError, match=r"'smollm2' has prefill workers, .* count = 0; .* enabled"):
+                read(PREFILL + partner + planner)
+        assert read(PREFILL + partner + enabled).planner.enabled
+        assert read(PREFILL + "count = 0\n" + partner).workers, "nobody computes prompts for nobody"
+        assert read(PREFILL + partner + "[plane]\nurl = 'nats://10.0.0.1:4222'\n").workers, "on other hosts"
+    assert read(PREFILL + decode + BOTH + EXCHANGES).workers
+
+
 def test_workers_of_all_roles_get_their_options(read, gpus):
     text = PREFILL + BOTH + EXCHANGES + "[[workers]]\nrole = 'decode'\ncount = 2\n"
     found = components_of(read(text).workers, "ipc:///p")
