@@ -171,7 +171,8 @@ def _as_meant(schema: Any, are_names: bool = False) -> Any:
     By JSON Schema's rules a format is a word to the reader unless somebody knows how to check it. pydantic
     writes "binary", "path" and "password", and OpenAPI's documents have many more: those that llguidance
     would refuse, as it knows FORMATS alone, are left out. By the same rules a text, too, fits a schema that
-    lists properties and says no type; who lists them means an object, and vLLM's grammars take it so.
+    lists properties and says no type; who lists them means an object, and who says what items are a list. So
+    xgrammar takes it, by which vLLM reads schemas.
     """
     if isinstance(schema, list):
         return [_as_meant(part) for part in schema]
@@ -184,8 +185,11 @@ def _as_meant(schema: Any, are_names: bool = False) -> Any:
         for key, value in schema.items()
         if not (key == "format" and isinstance(value, str) and value not in FORMATS)
     }
-    if "properties" in schema and not schema.keys() & TYPING:
-        meant["type"] = "object"
+    if not schema.keys() & TYPING:
+        if "properties" in schema:
+            meant["type"] = "object"
+        elif "items" in schema or "prefixItems" in schema:
+            meant["type"] = "array"
     return meant
 
 

@@ -121,11 +121,12 @@ def test_keys_that_a_schema_names_are_allowed_and_no_others(schema, inside, outs
     [
         ({"properties": {"a": INT}, "required": ["a"]}, {"a": 1}, "text"),
         ({"type": "array", "items": {"properties": {"a": INT}}}, [{"a": 1}], [7]),
+        ({"items": INT}, [1, 2], "text"),
         ({"properties": {"a": INT}, "type": ["object", "null"]}, None, "text"),
         (obj(properties={"type": "string"}), {"properties": "text"}, {"properties": 7}),
     ],
 )
-def test_who_lists_properties_means_an_object(schema, inside, outside, closes):
+def test_who_lists_properties_means_an_object_and_who_has_items_a_list(schema, inside, outside, closes):
     assert can_write(inside, json=schema, disable_additional_properties=closes)
     assert not can_write(outside, json=schema, disable_additional_properties=closes)
 
