@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 FIELD = re.compile(r"[a-z_]+([.\[][\w.\[\]]*)?")
 ROOT = re.compile(r"([a-z_]*)((?:\[\d+\])?)")
+PROMPT_TOO_LONG = "context_length_exceeded"  # OpenAI's code
 NO_NAMES: Mapping[str, str] = {}
 
 RETRY_SECONDS = 1  # what Retry-After says: queues here move on within that time
@@ -85,7 +86,7 @@ def to_api_error(error: BaseException, names: Mapping[str, str] = NO_NAMES) -> A
         if root in names:
             field, message = names[root] + index, names[root] + index + message[len(field) :]
         is_field = FIELD.fullmatch(field) is not None and (not field.isalpha() or field in PLAIN_FIELDS)
-        code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
+        code = PROMPT_TOO_LONG if isinstance(error, PromptTooLongError) else None
         return ApiError(400, message, param=field if is_field else None, code=code)
     if isinstance(error, RecursionError):
         return ApiError(400, "something in the request is nested too deeply; flatten it")

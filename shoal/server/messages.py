@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.errors import RequestError
-from shoal.server.errors import ApiError
+from shoal.server.errors import PROMPT_TOO_LONG, ApiError
 from shoal.server.generation import Generation, Usage
 from shoal.server.http import Dialect, Exchange
 from shoal.server.model import Prompt, ServedModel
@@ -197,9 +197,13 @@ async def count_tokens(exchange: Exchange) -> None:
 
 
 def error_body(error: ApiError) -> bytes:
-    """The body of an error in Anthropic's shape."""
+    """The body of an error in Anthropic's shape. Claude Code knows a prompt that is too long by these words,
+    and shortens its conversation."""
+    too_long = "prompt is too long: " if error.code == PROMPT_TOO_LONG else ""
     kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return msgspec.json.encode({"type": "error", "error": {"type": kind, "message": error.message}})
+    return msgspec.json.encode(
+        {"type": "error", "error": {"type": kind, "message": too_long + error.message}}
+    )
 
 
 def error_event(error: ApiError) -> bytes:

@@ -30,6 +30,7 @@ def check_error(status, text, expected):
 
 NEVER = {"name": "n", "schema": {"not": {}}}
 BAD_PARAMETERS = {"type": "object", "properties": {"a": {"type": "none"}}}
+LONG = [{"role": "user", "content": "x" * 999}]
 FORMAT = {"type": "json_schema", "schema": {"type": "none"}}
 
 
@@ -119,7 +120,7 @@ FORMAT = {"type": "json_schema", "schema": {"type": "none"}}
             {"messages": USER, "structured_outputs": {"structural_tag": {"type": "x"}}},
             "structured_outputs.structural_tag",
         ),
-        (CHAT, {"messages": [{"role": "user", "content": "x" * 999}]}, "messages"),
+        (CHAT, {"messages": LONG}, "messages"),
         ("/v1/responses", {"input": "x" * 999}, "input"),
         ("/v1/responses", {"input": "x" * 999, "truncation": "auto"}, "input"),
         (
@@ -191,10 +192,7 @@ def test_bad_requests_name_what_is_wrong(path, body, param, server):
     assert check_error(status, text, 400)["param"] == param, text
 
 
-@pytest.mark.parametrize(
-    "path, body",
-    [(COMPLETE, {"prompt": "x" * 999}), (CHAT, {"messages": [{"role": "user", "content": "x" * 999}]})],
-)
+@pytest.mark.parametrize("path, body", [(COMPLETE, {"prompt": "x" * 999}), (CHAT, {"messages": LONG})])
 def test_a_prompt_that_is_too_long_has_openais_code(path, body, server):
     status, _, text = server.request(path, body)
     assert check_error(status, text, 400)["code"] == "context_length_exceeded"
@@ -207,6 +205,12 @@ def test_errors_name_the_fields_of_other_apis(server):
         ("/api/chat", hello | {"format": {"type": "none"}}, "format is not usable"),
         ("/api/chat", hello | {"options": {"top_p": 7}}, "options.top_p"),
         ("/v1/messages", hello | {"output_config": {"format": FORMAT}}, "output_config.format is not usable"),
+        ("/v1/messages", hello | {"messages": LONG}, "prompt is too long: messages has 1"),
+        (
+            "/v1/messages/count_tokens",
+            {"messages": USER, "output_config": {"format": 5}},
+            "output_config.format",
+        ),
     ):
         status, _, text = server.request(path, body)
         assert status == 400 and told in text, text
