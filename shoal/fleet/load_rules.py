@@ -76,7 +76,7 @@ def _removals(
     config: PlannerConfig, grace: int, counts: dict[str, int], queue: list[int], loads: list[float]
 ) -> Iterator[Step]:
     prefill = counts.get("prefill", 0)
-    if queue and prefill > config.min_endpoint:
+    if queue and prefill > config.least("prefill"):
         mean = fmean(queue)
         low, high = config.prefill_queue_scale_down_threshold, config.prefill_queue_scale_up_threshold
         # The last one is needed while anybody generates, although nothing waits for it.
@@ -84,7 +84,7 @@ def _removals(
         if mean < low and _can_spare_one(config, load, prefill, high):
             yield "prefill", -1, f"the prefill queue is {mean:.2f} < {low:g}"
     role = next(role for role in counts if role != "prefill")
-    if loads and counts[role] > config.min_endpoint and grace == 0:
+    if loads and counts[role] > config.least(role) and grace == 0:
         mean = fmean(loads)
         low, high = config.decode_kv_scale_down_threshold, config.decode_kv_scale_up_threshold
         if mean < low and _can_spare_one(config, mean, counts[role], high):
@@ -115,12 +115,9 @@ def _additions(
         ahead = queue[-1] + (queue[-1] - queue[0]) * TREND_INTERVALS
         if mean > high and ahead > high:
             yield "prefill", 1, f"the prefill queue is {mean:.2f} > {high:g}, and will be {ahead}"
-    if loads:
-        if decode_is_full and not (config.grace_freezes_both and grace):
-            high = config.decode_kv_scale_up_threshold
-            yield last.decode_role, 1, f"the KV load is {fmean(loads):.2f} > {high:g}"
-    elif last.queued:
-        yield last.decode_role, 1, f"{last.queued} requests wait, and there is no {last.decode_role} worker"
+    if decode_is_full and not (config.grace_freezes_both and grace):
+        high = config.decode_kv_scale_up_threshold
+        yield last.decode_role, 1, f"the KV load is {fmean(loads):.2f} > {high:g}"
     for role, count in counts.items():
-        if count < config.min_endpoint:
-            yield role, 1, f"{count} {role} workers are fewer than min_endpoint {config.min_endpoint}"
+        if count < config.least(role):
+            yield role, 1, f"there are {count} {role} workers, and {config.least(role)} always stay"

@@ -390,6 +390,6 @@ def test_a_budget_that_is_too_small_for_the_workers_of_the_file_is_named(read):
     planner = "[planner]\nenabled = true\n"
     with pytest.raises(ConfigError, match="at first have 3 GPUs, and max_gpu_budget is 2"):
         read(f"{apart}{planner}max_gpu_budget = 2\n")
-    with pytest.raises(ConfigError, match="min_endpoint 2 of each of 2 kinds of workers have 4 GPUs"):
+    with pytest.raises(ConfigError, match=r"always stay \(min_endpoint 2, 2 kinds\) have 4 GPUs"):
         read(f"{apart}{planner}max_gpu_budget = 3\nmin_endpoint = 2\n")
     assert read(f"{apart}{planner}max_gpu_budget = 3\n").planner.enabled

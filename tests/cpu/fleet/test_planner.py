@@ -191,10 +191,13 @@ def test_without_any_worker_no_average_is_made_and_the_least_number_is_started()
     assert changes(seen(prefill=0, queue=0)) == [GROW, Change("prefill", 1)]
 
 
-def test_a_role_comes_back_from_zero_when_requests_wait():
-    config = PlannerConfig(min_endpoint=0)
-    assert changes(seen(prefill=0, role="both"), config=config) == []
-    assert changes(seen(prefill=0, role="both", queued=1), config=config) == [Change("both", 1)]
+def test_one_worker_that_answers_stays_and_comes_back_whatever_the_least_number_is():
+    """A router without any refuses requests, so none would wait that could bring one back."""
+    config = PlannerConfig(min_endpoint=0, checks_remaining_load=False)
+    assert changes(seen(0.0, prefill=0, role="both"), config=config) == []
+    assert changes(seen(prefill=0, role="both"), config=config) == [Change("both", 1)]
+    assert changes(seen(0.0), config=config) == [Change("prefill", -1)]
+    assert changes(seen(prefill=0), config=config) == [GROW]
 
 
 def test_prefill_comes_back_from_zero_when_prompts_wait_at_those_that_decode():
@@ -205,13 +208,11 @@ def test_prefill_comes_back_from_zero_when_prompts_wait_at_those_that_decode():
     assert changes(seen(0.97, prefill=0, waiting=9), config=last_gpu) == [GROW]
 
 
-def test_the_last_worker_of_a_role_goes_only_when_it_has_nothing_to_do():
+def test_the_last_prefill_worker_goes_only_when_nobody_generates():
     """Others could carry no load at all: a fleet would grow and shrink between none and one."""
     config = PlannerConfig(min_endpoint=0)
-    assert changes(seen(0.3, prefill=0, role="both"), config=config) == []
-    assert changes(seen(0.0, prefill=0, role="both"), config=config) == [Change("both", -1)]
     assert changes(seen(0.6), config=config) == []
-    assert changes(seen(0.0), config=config) == [Change("prefill", -1), SHRINK]
+    assert changes(seen(0.0), config=config) == [Change("prefill", -1)]
 
 
 def test_the_decision_says_why_and_what_is_wanted():
@@ -293,7 +294,7 @@ def test_a_record_is_replayed_with_a_configuration_in_place_of_one_that_cannot_b
     entries = [Recorded(model="m", observation=seen(0.95)), Recorded(model="m", decision=decision)]
     lines = [b'{"config": {"mode": "none of ours"}}', *map(msgspec.json.encode, entries)]
     assert [entry.decision for entry in replay(CONFIG, lines)] == [decision] and decision.changes == [GROW]
-    with pytest.raises(ConfigError, match="line 1 .* mode 'none of ours'"):
+    with pytest.raises(ConfigError, match=r"line 1 .* mode 'none of ours'"):
         list(replay(None, lines))
 
 

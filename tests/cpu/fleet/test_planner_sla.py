@@ -333,11 +333,16 @@ def test_nobody_asks_and_the_least_number_stays():
     clients = Clients(workers=3)
     clients.ask(30, rate=10.0)
     assert clients.ask(60) == {"both": 1}
-    none = Clients(workers=3, settings=config(min_endpoint=0))
-    none.ask(30, rate=10.0)
-    assert none.ask(60) == {"both": 0}
-    none.queued = 1
-    assert none.ask(5) == {"both": 1}
+
+
+def test_one_worker_that_answers_stays_and_prefill_comes_back_from_zero():
+    """A router without any refuses requests, so none would wait that could bring one back."""
+    clients = Clients(workers=3, prefill=2, settings=config(min_endpoint=0, no_correction=False))
+    clients.ask(30, rate=10.0)
+    assert clients.ask(60) == {"decode": 1, "prefill": 0}
+    clients.counts["decode"] = 0
+    assert clients.ask(5) == {"decode": 1, "prefill": 0}
+    assert clients.ask(30, rate=10.0)["prefill"] >= 1
 
 
 def test_before_anybody_has_asked_the_fleet_stays_as_it_is():
