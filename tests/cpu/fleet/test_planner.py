@@ -222,6 +222,39 @@ def test_the_decision_says_why_and_what_is_wanted():
 
 
 @pytest.mark.parametrize(
+    "observation, grace, config, why",
+    [
+        (seen(0.7, queue=1), 0, CONFIG, "the load is between the thresholds"),
+        (seen(0.0, queue=1), 0, CONFIG, "KV load is 0.00 < 0.5, but 1 decode workers always stay"),
+        (seen(0.1, 0.1, queue=1), 2, CONFIG, "KV load is 0.10 < 0.5, but none goes in the 3 intervals after"),
+        (seen(0.48, 0.48, queue=1), 0, CONFIG, "KV load is 0.48 < 0.5, but the others could not carry"),
+        (seen(0.7), 0, CONFIG, "prefill queue is 0.00 < 0.2, but 1 prefill workers always stay"),
+        (
+            seen(0.7),
+            0,
+            PlannerConfig(min_endpoint=0),
+            "prefill queue is 0.00 < 0.2, but the others could not",
+        ),
+        (
+            seen(0.99, queue=1),
+            2,
+            PlannerConfig(grace_freezes_both=True),
+            "KV load is 0.99 > 0.9, but one was",
+        ),
+    ],
+)
+def test_the_decision_says_what_keeps_a_fleet_as_it_is(observation, grace, config, why):
+    """It had said each time that the load is between the thresholds."""
+    decision, _ = decide(config, PlannerState(grace), [observation])
+    assert decision.changes == [] and why in decision.reason
+
+
+def test_the_decision_says_that_a_long_prefill_queue_is_on_its_way_down():
+    decision, _ = decide(CONFIG, PlannerState(), with_queue(12, 9, 6))
+    assert decision.reason == "the prefill queue is 9.00 > 5, but on its way down"
+
+
+@pytest.mark.parametrize(
     "wrong, named",
     [
         ({"max_gpu_budget": 0}, "max_gpu_budget"),
