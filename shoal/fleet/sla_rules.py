@@ -289,11 +289,13 @@ def _within_budget(
     config: PlannerConfig, wanted: dict[str, int], counts: dict[str, int], budget: int
 ) -> tuple[dict[str, int], str]:
     """As many as so many GPUs allow, in the proportion that is wanted, and a word on that. Where not even
-    those that always stay fit, all stays as it is."""
+    those that always stay fit, all stays as it is. Workers that are wanted further are not taken away:
+    another model's changes that are under way may count for more than they will take."""
     needed = _gpus(config, wanted)
+    word = f"; {needed} GPUs are wanted, and {max(0, budget)} are left of the budget"
+    budget = max(budget, _gpus(config, {role: min(count, counts[role]) for role, count in wanted.items()}))
     if needed <= budget:
         return wanted, ""
-    word = f"; {needed} GPUs are wanted, and {max(0, budget)} are left of the budget"
     found = {
         role: min(count, max(config.least(role), math.floor(count * budget / needed)))
         for role, count in wanted.items()

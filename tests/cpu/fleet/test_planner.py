@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.fleet.observation import Change, Decision, DecodeLoad, Move, Observation
+from shoal.fleet.observation import Change, Decision, DecodeLoad, Failure, Move, Observation
 from shoal.fleet.planner import PlannerState, Recorded, decide, replay
 from shoal.fleet.planner_config import PlannerConfig
 
@@ -219,6 +219,26 @@ def test_the_decision_says_why_and_what_is_wanted():
     decision, _ = decide(CONFIG, PlannerState(), [seen(0.95, queue=1, at=20.0)])
     assert decision.at == 20.0 and decision.desired == {"decode": 2, "prefill": 1}
     assert "0.95 > 0.9" in decision.reason
+
+
+def test_a_change_that_failed_waits_twice_as_long_each_time():
+    for times, wait_s in ((1, 20), (2, 40), (3, 80), (6, 600), (5000, 600)):
+        failures = [Failure("decode", 1, times, 100.0), Failure("decode", -1, 1, 100.0)]
+        early, late = (seen(0.99, queue=1, at=100.0 + s, failures=failures) for s in (wait_s - 1, wait_s))
+        decision, _ = decide(CONFIG, PlannerState(), [early])
+        assert decision.changes == [] and decision.desired == {"decode": 1, "prefill": 1}
+        assert f"to add a decode worker has failed {times} times" in decision.reason
+        assert changes(late) == [GROW]
+
+
+def test_what_needs_the_room_of_a_worker_whose_removal_waits_is_left_out_too():
+    failures = [Failure("prefill", -1, 1, 100.0)]
+    observation = seen(0.99, prefill=2, queue=0, at=101.0, failures=failures)
+    assert changes(observation, config=PlannerConfig(max_gpu_budget=3)) == []
+    assert changes(observation, config=PlannerConfig(max_gpu_budget=4)) == [GROW]
+    config = PlannerConfig(max_gpu_budget=4, change_roles=True)
+    decision, _ = decide(config, PlannerState(), [observation])
+    assert decision.moves == [] and decision.changes == [GROW]
 
 
 @pytest.mark.parametrize(
