@@ -112,7 +112,7 @@ def _removal(
 ) -> Step:
     """One worker less for this reason, or what keeps it."""
     if count <= config.least(role):
-        return role, 0, f"{reason}, but {config.least(role)} {role} workers always stay"
+        return role, 0, f"{reason}, but {config.least(role)} is the least number of {role} workers"
     if grace:
         return role, 0, f"{reason}, but none goes in the {GRACE_INTERVALS} intervals after one was added"
     if not can_spare_one:
@@ -156,4 +156,4 @@ def _additions(
             yield last.decode_role, 1, reason
     for role, count in counts.items():
         if count < config.least(role):
-            yield role, 1, f"there are {count} {role} workers, and {config.least(role)} always stay"
+            yield role, 1, f"there are {count} {role} workers, and {config.least(role)} is the least number"

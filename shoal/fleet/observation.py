@@ -29,7 +29,7 @@ class Failure(msgspec.Struct, frozen=True):
     """A change of one worker that has failed so many times in succession, the last time at `at`."""
 
     role: str
-    count: int  # 1: it was to be added; -1: to be removed, or to change its role
+    count: int  # 1: it was to be added; -1: to be removed; 0: to change its role
     times: int
     at: float  # seconds, by the clock of the observations
 

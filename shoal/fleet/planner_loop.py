@@ -28,6 +28,7 @@ from shoal.fleet_api import DecisionView, PlannerView
 
 logger = logging.getLogger(__name__)
 
+COUNTS = {"add": 1, "remove": -1, "move": 0}  # of a Failure
 SHOWN_DECISIONS = 20  # that changed something
 
 
@@ -35,7 +36,7 @@ SHOWN_DECISIONS = 20  # that changed something
 class Batch:
     """The decisions of an interval while they are carried out. Others may be under way, of other models.
     `left`: how many changes of each model are not done. `num_gpus`: those of all workers when all is done.
-    `failed`: model, role, and 1 (to add) or -1 of changes that have failed in it."""
+    `failed`: model, role and COUNTS of changes that have failed in it."""
 
     decisions: list[tuple[str, Decision]]
     left: Counter[str]
@@ -59,7 +60,7 @@ class PlannerLoop:
         self._counts = PlannerCounts()
         self._last: dict[str, Decision] = {}
         self._decisions: collections.deque[tuple[str, Decision]] = collections.deque(maxlen=SHOWN_DECISIONS)
-        # Changes that have failed and have not been done since, by model, and by role and 1 or -1.
+        # Changes that have failed and have not been done since, by model, and by role and COUNTS.
         self._failures: dict[str, dict[tuple[str, int], Failure]] = collections.defaultdict(dict)
         self._batches: dict[asyncio.Task[None], Batch] = {}
         self._lacks_record = False  # what was last to be written in it is not there
@@ -194,7 +195,7 @@ class PlannerLoop:
         self, batch: Batch, kind: str, model: str, role: str, work: Awaitable[str], outcome: str
     ) -> bool:
         """Whether it was done."""
-        key = role, 1 if kind == "add" else -1
+        key = role, COUNTS[kind]
         failures = self._failures[model]
         try:
             worker_id = await work

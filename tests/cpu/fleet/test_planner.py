@@ -234,21 +234,33 @@ def test_a_change_that_failed_waits_twice_as_long_each_time():
 def test_what_needs_the_room_of_a_worker_whose_removal_waits_is_left_out_too():
     failures = [Failure("prefill", -1, 1, 100.0)]
     observation = seen(0.99, prefill=2, queue=0, at=101.0, failures=failures)
-    assert changes(observation, config=PlannerConfig(max_gpu_budget=3)) == []
+    decision, _ = decide(PlannerConfig(max_gpu_budget=3), PlannerState(), [observation])
+    assert decision.changes == [] and "no decode worker is added in its room" in decision.reason
     assert changes(observation, config=PlannerConfig(max_gpu_budget=4)) == [GROW]
-    config = PlannerConfig(max_gpu_budget=4, change_roles=True)
-    decision, _ = decide(config, PlannerState(), [observation])
-    assert decision.moves == [] and decision.changes == [GROW]
+
+
+def test_a_change_of_role_waits_for_itself_alone():
+    config = PlannerConfig(max_gpu_budget=3, change_roles=True)
+    for count, made in (
+        (1, ([Move("prefill", "decode", 1)], [])),
+        (-1, ([Move("prefill", "decode", 1)], [])),
+        (0, ([], [Change("prefill", -1), GROW])),
+    ):
+        failures = [Failure("decode" if count > 0 else "prefill", count, 1, 100.0)]
+        observation = seen(0.99, prefill=2, queue=0, at=101.0, failures=failures)
+        decision, _ = decide(config, PlannerState(), [observation])
+        assert (decision.moves, decision.changes) == made
+        assert decision.desired == {"decode": 2, "prefill": 1}
 
 
 @pytest.mark.parametrize(
     "observation, grace, config, why",
     [
         (seen(0.7, queue=1), 0, CONFIG, "the load is between the thresholds"),
-        (seen(0.0, queue=1), 0, CONFIG, "KV load is 0.00 < 0.5, but 1 decode workers always stay"),
+        (seen(0.0, queue=1), 0, CONFIG, "KV load is 0.00 < 0.5, but 1 is the least number of decode workers"),
         (seen(0.1, 0.1, queue=1), 2, CONFIG, "KV load is 0.10 < 0.5, but none goes in the 3 intervals after"),
         (seen(0.48, 0.48, queue=1), 0, CONFIG, "KV load is 0.48 < 0.5, but the others could not carry"),
-        (seen(0.7), 0, CONFIG, "prefill queue is 0.00 < 0.2, but 1 prefill workers always stay"),
+        (seen(0.7), 0, CONFIG, "prefill queue is 0.00 < 0.2, but 1 is the least number of prefill"),
         (
             seen(0.7),
             0,

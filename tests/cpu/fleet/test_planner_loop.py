@@ -332,6 +332,31 @@ def test_a_start_that_fails_is_tried_again_after_a_while_that_grows():
     assert connector.workers == {"a": 3}
 
 
+def test_a_change_of_role_that_fails_gives_way_to_an_end_and_a_start():
+    class Fixed(Apart):
+        async def change_role(self, model, role, to):
+            self.done.append((role, to))
+            raise UnavailableError("the worker has not changed its role")
+
+        async def remove(self, model, role):
+            self.counts[role] -= 1
+            return "m-1"
+
+        async def add(self, model, role):
+            self.counts[role] += 1
+            return "m-2"
+
+    fleet, config = Fixed(prefill=3, decode=1), PlannerConfig(max_gpu_budget=4, change_roles=True)
+
+    async def run():
+        planning = asyncio.create_task(PlannerLoop(config, fleet, LoopClock()).run())
+        await asyncio.sleep(25)
+        planning.cancel()
+
+    run_virtual(run())
+    assert fleet.done == [("prefill", "decode")] and fleet.counts == {"prefill": 2, "decode": 2}
+
+
 def test_workers_that_start_side_by_side_and_fail_are_one_failure():
     class Failing(Apart):
         async def add(self, model, role):
