@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from random import Random
 from statistics import median
 from typing import TYPE_CHECKING
@@ -18,13 +18,14 @@ from shoal.api import Request, SamplingParams
 from shoal.bench.offline import describe_machine
 from shoal.bench.serving import import_figure
 from shoal.errors import ConfigError
-from shoal.fleet.engine_profile import DecodePoint, EngineProfile, PrefillPoint, ProfileData
+from shoal.fleet.engine_profile import NOISE, DecodePoint, EngineProfile, PrefillPoint, ProfileData
 
 if TYPE_CHECKING:
     from shoal.engine.llm import LLM
 
 NUM_RUNS = 3  # of each prompt alone; the median counts
 NUM_STEPS = 24  # of generation at each point
+MOST_AGAIN = 5  # so often a point that contradicts the one of more work is measured again
 
 
 def measure_profile(
@@ -54,7 +55,9 @@ class _Measurement:
                 "--input-lengths and one of --context-lengths are needed up to there"
             )
         self._first_token(input_lengths[0])  # warm-up
-        prefill = [PrefillPoint(length, self._ttft(length)) for length in input_lengths]
+        times = [self._ttft(length) for length in input_lengths]
+        _measure_again(times, lambda number: self._ttft(input_lengths[number]))
+        prefill = [PrefillPoint(length, ttft_s) for length, ttft_s in zip(input_lengths, times)]
         decode = [point for length in context_lengths for point in self._decode(length, kv_usages)]
         data = ProfileData(
             model=self._llm.config.model,
@@ -88,21 +91,28 @@ class _Measurement:
         blocks = -(-(length + 2 * NUM_STEPS) // block_size)  # a request's; it may begin before the others
         most = min(self._max_num_seqs, self._core.num_blocks // blocks)
         counts = sorted({max(1, round(usage * self._max_kv_tokens / context)) for usage in kv_usages})
+        counts = [count for count in counts if count <= most]
         prompts: list[list[int]] = []  # whose blocks are cached from one point to the next
-        points = []
-        for count in (count for count in counts if count <= most):
+        times = []
+        for count in counts:
             prompts += [self._prompt(length) for _ in range(count - len(prompts))]
-            running = [self._add(prompt) for prompt in prompts]
-            self._until_all_have(running, 1)
-            begun = time.perf_counter()
-            self._until_all_have(running, NUM_STEPS)
-            itl_s = (time.perf_counter() - begun) / NUM_STEPS
-            points.append(
-                DecodePoint(context, min(1.0, count * context / self._max_kv_tokens), itl_s, count / itl_s)
-            )
-            self._end(running)
+            times.append(self._itl(prompts))
+        _measure_again(times, lambda number: self._itl(prompts[: counts[number]]))
         self._core.reset_prefix_cache()
-        return points
+        return [
+            DecodePoint(context, min(1.0, count * context / self._max_kv_tokens), itl_s, count / itl_s)
+            for count, itl_s in zip(counts, times)
+        ]
+
+    def _itl(self, prompts: Sequence[list[int]]) -> float:
+        """Seconds from one token to the next while these run together."""
+        running = [self._add(prompt) for prompt in prompts]
+        self._until_all_have(running, 1)
+        begun = time.perf_counter()
+        self._until_all_have(running, NUM_STEPS)
+        itl_s = (time.perf_counter() - begun) / NUM_STEPS
+        self._end(running)
+        return itl_s
 
     def _prompt(self, length: int) -> list[int]:
         return [self._random.randrange(self._core.model_config.vocab_size) for _ in range(length)]
@@ -129,6 +139,16 @@ class _Measurement:
             self._core.abort(request_id)
         while self._core.has_work:
             self._core.step()
+
+
+def _measure_again(times: list[float], measure: Callable[[int], float]) -> None:
+    """`times`: of points, that of least work first. Other work on the machine makes a time longer and none
+    shorter, so where one contradicts that of the next point it is measured again, and the least counts."""
+    for number in reversed(range(len(times) - 1)):
+        for _ in range(MOST_AGAIN):
+            if times[number] <= NOISE * times[number + 1]:
+                break
+            times[number] = min(times[number], measure(number))
 
 
 def table(data: ProfileData) -> str:

@@ -123,7 +123,8 @@ class Setting:
 
 
 class Connector(Protocol):
-    """Starts and ends workers. A worker that dies is started again, after a delay that grows."""
+    """Starts and ends workers. A worker that dies is started again, after a delay that grows. Workers of one
+    model may come and go while those of another do."""
 
     async def start(self) -> None:
         """Starts as many workers of each component as it counts, or takes over what a crash has left. It does

@@ -17,6 +17,7 @@ may be written in any language. One in Python has a VirtualClient:
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
 from pathlib import Path
 from typing import TypeVar
@@ -76,8 +77,9 @@ class VirtualConnector:
         self._decision = ScalingDecision(0, {})
         self._decided_at = 0.0
         self._deciding = asyncio.Lock()
-        self._changes = UnderWay()
-        self._claimed: set[str] = set()  # what the present calls of `add` have got
+        self._changes: dict[str, UnderWay] = collections.defaultdict(UnderWay)  # by model
+        # What the present calls of `add` have got, by model.
+        self._claimed: dict[str, set[str]] = collections.defaultdict(set)
 
     async def start(self) -> None:
         counts: dict[str, dict[str, int]] = {}
@@ -107,14 +109,15 @@ class VirtualConnector:
         component_of(self._components, model, role)
         deadline = self._clock.now() + self._start_timeout_s
         before = set(self._registry.ready(model, role))
-        if not self._changes.count:
-            self._claimed.clear()
-        with self._changes.one_more():
+        claimed = self._claimed[model]
+        if not self._changes[model].count:
+            claimed.clear()
+        with self._changes[model].one_more():
             decision_id = await self._decide(model, role, 1, deadline)
             while True:
-                new = [one for one in self._registry.ready(model, role) if one not in before | self._claimed]
+                new = [one for one in self._registry.ready(model, role) if one not in before | claimed]
                 if new and self._is_confirmed(decision_id):
-                    self._claimed.add(new[0])
+                    claimed.add(new[0])
                     return new[0]
                 if self._clock.now() >= deadline:
                     self._change(model, role, -1)
@@ -131,7 +134,7 @@ class VirtualConnector:
         before = self._registry.ready(model, role)
         if not before:
             raise UnavailableError(f"there is no {role} worker of {model} here to be removed")
-        with self._changes.one_more():
+        with self._changes[model].one_more():
             decision_id = await self._decide(model, role, -1, deadline)
             while True:
                 gone = [one for one in before if self._registry.state_of(one) is None]
@@ -161,7 +164,7 @@ class VirtualConnector:
                         "orchestrator run?"
                     )
                 await self._clock.sleep(LOOK_S)
-            if self._changes.count == 1 and not self.pending(model):
+            if self._changes[model].count == 1 and not self.pending(model):
                 # Workers that a person has added or removed meanwhile are taken as they are.
                 self._change(model, role, by, len(self._registry.ready(model, role)))
             else:

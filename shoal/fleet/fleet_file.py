@@ -328,7 +328,7 @@ def _check_roles(groups: Sequence[OwnWorkers | ForeignWorkers], planner: Planner
     first, a planner has to add one unasked: while nobody generates, requests are refused and none waits."""
     own = [group for group in groups if isinstance(group, OwnWorkers)]
     partners = [group for group in own if group.role == "decode" or _reads(group)]
-    adds = planner.enabled and not planner.no_operation and planner.min_endpoint > 0
+    adds = planner.enabled and not planner.no_operation
     served = {group.served_name for group in partners}
     served_at_first = {group.served_name for group in partners if group.count or adds}
     for group in own:
@@ -343,8 +343,8 @@ def _check_roles(groups: Sequence[OwnWorkers | ForeignWorkers], planner: Planner
         if group.count and group.served_name not in served_at_first:
             raise ConfigError(
                 f"{group.served_name!r} has prefill workers, and all workers to compute prompts for have "
-                "count = 0; give these a count of 1 or more, or have a planner add them ([planner] enabled = "
-                "true, with a min_endpoint of 1 or more)"
+                "count = 0; give these a count of 1 or more, or have a planner add one ([planner] enabled = "
+                "true)"
             )
 
 

@@ -32,18 +32,25 @@ def decide_by_load(
     gpus = other_gpus + sum(config.gpus_of(role) * count for role, count in counts.items())
     changes: list[Change] = []
     reasons: list[str] = []
+    kept: list[str] = []  # why a role stays as it is, although its load is beyond a threshold
     rested = max(0, grace - 1)
     queue = [_prefill_queue(each) for each in observations] if "prefill" in counts else []
     loads = [load for each in observations for load in _kv_loads(each)]
     # Prefill comes before decode, as a queue for prefill raises the KV load of decode workers too. What is
     # removed makes room for what is added.
     for role, count, reason in list(_removals(config, grace, counts, queue, loads)):
+        if not count:
+            kept.append(reason)
+            continue
         counts[role] += count
         gpus += count * config.gpus_of(role)
         changes.append(Change(role, count))
         reasons.append(reason)
     for role, count, reason in list(_additions(config, grace, last, counts, queue, loads)):
         if any(change.role == role for change in changes):
+            continue
+        if not count:
+            kept.append(reason)
             continue
         if gpus + config.gpus_of(role) > config.max_gpu_budget:
             reasons.append(f"{reason}, but all {config.max_gpu_budget} GPUs of the budget are taken")
@@ -54,7 +61,7 @@ def decide_by_load(
         reasons.append(reason)
         if role != "prefill":
             rested = GRACE_INTERVALS
-    reason = "; ".join(reasons) or "the load is between the thresholds"
+    reason = "; ".join(reasons or kept) or "the load is between the thresholds"
     return Decision(at=last.at, changes=changes, reason=reason, desired=counts), rested
 
 
@@ -69,26 +76,48 @@ def _kv_loads(observation: Observation) -> list[float]:
     return [load.kv_load + held for load in observation.decode]
 
 
-Step = tuple[str, int, str]  # role, 1 or -1, reason
+Step = tuple[str, int, str]  # role, 1 or -1, reason; 0 where it stays as it is, and what keeps it so
 
 
 def _removals(
     config: PlannerConfig, grace: int, counts: dict[str, int], queue: list[int], loads: list[float]
 ) -> Iterator[Step]:
     prefill = counts.get("prefill", 0)
-    if queue and prefill > config.min_endpoint:
-        mean = fmean(queue)
-        low, high = config.prefill_queue_scale_down_threshold, config.prefill_queue_scale_up_threshold
+    if queue and prefill and (mean := fmean(queue)) < config.prefill_queue_scale_down_threshold:
+        high = config.prefill_queue_scale_up_threshold
         # The last one is needed while anybody generates, although nothing waits for it.
         load = mean if prefill > 1 else max([mean, *loads])
-        if mean < low and _can_spare_one(config, load, prefill, high):
-            yield "prefill", -1, f"the prefill queue is {mean:.2f} < {low:g}"
+        yield _removal(
+            config,
+            "prefill",
+            prefill,
+            f"the prefill queue is {mean:.2f} < {config.prefill_queue_scale_down_threshold:g}",
+            can_spare_one=_can_spare_one(config, load, prefill, high),
+        )
     role = next(role for role in counts if role != "prefill")
-    if loads and counts[role] > config.min_endpoint and grace == 0:
-        mean = fmean(loads)
-        low, high = config.decode_kv_scale_down_threshold, config.decode_kv_scale_up_threshold
-        if mean < low and _can_spare_one(config, mean, counts[role], high):
-            yield role, -1, f"the KV load is {mean:.2f} < {low:g}"
+    if loads and (mean := fmean(loads)) < config.decode_kv_scale_down_threshold:
+        high = config.decode_kv_scale_up_threshold
+        yield _removal(
+            config,
+            role,
+            counts[role],
+            f"the KV load is {mean:.2f} < {config.decode_kv_scale_down_threshold:g}",
+            can_spare_one=_can_spare_one(config, mean, counts[role], high),
+            grace=grace,
+        )
+
+
+def _removal(
+    config: PlannerConfig, role: str, count: int, reason: str, *, can_spare_one: bool, grace: int = 0
+) -> Step:
+    """One worker less for this reason, or what keeps it."""
+    if count <= config.least(role):
+        return role, 0, f"{reason}, but {config.least(role)} is the least number of {role} workers"
+    if grace:
+        return role, 0, f"{reason}, but none goes in the {GRACE_INTERVALS} intervals after one was added"
+    if not can_spare_one:
+        return role, 0, f"{reason}, but the others could not carry its load"
+    return role, -1, reason
 
 
 def _can_spare_one(config: PlannerConfig, load: float, count: int, most: float) -> bool:
@@ -113,14 +142,18 @@ def _additions(
     if queue and (counts["prefill"] or not decode_is_full):
         mean, high = fmean(queue), config.prefill_queue_scale_up_threshold
         ahead = queue[-1] + (queue[-1] - queue[0]) * TREND_INTERVALS
-        if mean > high and ahead > high:
-            yield "prefill", 1, f"the prefill queue is {mean:.2f} > {high:g}, and will be {ahead}"
-    if loads:
-        if decode_is_full and not (config.grace_freezes_both and grace):
-            high = config.decode_kv_scale_up_threshold
-            yield last.decode_role, 1, f"the KV load is {fmean(loads):.2f} > {high:g}"
-    elif last.queued:
-        yield last.decode_role, 1, f"{last.queued} requests wait, and there is no {last.decode_role} worker"
+        if mean > high:
+            reason = f"the prefill queue is {mean:.2f} > {high:g}"
+            if ahead > high:
+                yield "prefill", 1, f"{reason}, and will be {ahead}"
+            else:
+                yield "prefill", 0, f"{reason}, but on its way down"
+    if decode_is_full:
+        reason = f"the KV load is {fmean(loads):.2f} > {config.decode_kv_scale_up_threshold:g}"
+        if config.grace_freezes_both and grace:
+            yield last.decode_role, 0, f"{reason}, but one was added in the last {GRACE_INTERVALS} intervals"
+        else:
+            yield last.decode_role, 1, reason
     for role, count in counts.items():
-        if count < config.min_endpoint:
-            yield role, 1, f"{count} {role} workers are fewer than min_endpoint {config.min_endpoint}"
+        if count < config.least(role):
+            yield role, 1, f"there are {count} {role} workers, and {config.least(role)} is the least number"

@@ -25,10 +25,20 @@ class DecodeLoad(msgspec.Struct, frozen=True):
         return self.kv_usage + WAITING_LOAD * self.num_waiting * self.has_slots
 
 
+class Failure(msgspec.Struct, frozen=True):
+    """A change of one worker that has failed so many times in succession, the last time at `at`."""
+
+    role: str
+    count: int  # 1: it was to be added; -1: to be removed; 0: to change its role
+    times: int
+    at: float  # seconds, by the clock of the observations
+
+
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """One model's workers at a moment. Only workers that are ready count in `prefill_workers` and `decode`.
     `decode_role`: "both" where prefill and decode are not apart. `pending`: workers that are being started or
-    removed, or have died and will be replaced; while there are any, nothing is decided."""
+    removed, or have died and will be replaced; while there are any, nothing is decided. `failures`: changes
+    that the planner has tried and that have not been done since."""
 
     at: float  # seconds, any clock
     decode: list[DecodeLoad]
@@ -37,6 +47,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     prefill_queue: int = 0
     queued: int = 0  # requests that the router holds until a worker has room
     pending: int = 0
+    failures: list[Failure] = []
     traffic: Traffic = msgspec.field(default_factory=Traffic)  # since the router's start; for mode "sla"
 
     def __post_init__(self) -> None:

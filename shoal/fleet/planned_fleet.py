@@ -11,6 +11,7 @@ second one gets.
 from __future__ import annotations
 
 import asyncio
+import collections
 import logging
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
@@ -64,7 +65,7 @@ class OwnFleet:
 
     def __init__(self, fleet: Fleet, connector: Connector, components: Sequence[Component]) -> None:
         self._fleet, self._connector = fleet, connector
-        self._changes = UnderWay()
+        self._changes: dict[str, UnderWay] = collections.defaultdict(UnderWay)  # by model
         self._decode_roles: dict[str, str] = {}  # by model
         for component in components:
             if component.role == "decode":
@@ -78,21 +79,21 @@ class OwnFleet:
         found = {}
         for model, role in self._decode_roles.items():
             seen = self._fleet.observe(model, role)
-            pending = max(seen.pending + self._connector.pending(model), self._changes.count)
+            pending = max(seen.pending + self._connector.pending(model), self._changes[model].count)
             found[model] = msgspec.structs.replace(seen, pending=pending)
         return found
 
     async def add(self, model: str, role: str) -> str:
-        with self._changes.one_more():
+        with self._changes[model].one_more():
             return await self._connector.add(model, role)
 
     async def remove(self, model: str, role: str) -> str:
-        with self._changes.one_more():
+        with self._changes[model].one_more():
             return await self._connector.remove(model, role)
 
     async def change_role(self, model: str, role: str, to: str) -> str:
         """The one with the fewest requests, which go on."""
-        with self._changes.one_more():
+        with self._changes[model].one_more():
             worker_id = self._fleet.idlest(model, role)
             if worker_id is None:
                 raise UnavailableError(f"there is no {role} worker of {model} that could change its role")

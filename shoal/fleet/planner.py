@@ -15,9 +15,11 @@ import msgspec
 from shoal.errors import ConfigError
 from shoal.fleet.engine_profile import EngineProfile, read_profile
 from shoal.fleet.load_rules import decide_by_load
-from shoal.fleet.observation import Change, Decision, Move, Observation, counts_of
+from shoal.fleet.observation import Change, Decision, Failure, Move, Observation, counts_of
 from shoal.fleet.planner_config import PlannerConfig
 from shoal.fleet.sla_rules import SlaState, decide_by_latency
+
+LONGEST_WAIT_S = 600.0  # until a change that has failed is tried again
 
 
 class PlannerState(msgspec.Struct, frozen=True):
@@ -40,22 +42,34 @@ def decide(
     workers, in mode "sla". Raises ConfigError where that is missing."""
     if config.mode == "load":
         decision, grace = decide_by_load(config, state.grace, observations, other_gpus=other_gpus)
-        return _with_moves(config, decision), PlannerState(grace)
-    if profile is None:
+        state = PlannerState(grace)
+    elif profile is None:
         raise ConfigError(
             'mode "sla" needs a profile of the model\'s workers; give its file ([planner] profile)'
         )
-    decision, sla = decide_by_latency(config, profile, state.sla, observations, other_gpus=other_gpus)
-    return _with_moves(config, decision), PlannerState(sla=sla)
+    else:
+        decision, sla = decide_by_latency(config, profile, state.sla, observations, other_gpus=other_gpus)
+        state = PlannerState(sla=sla)
+    last = observations[-1]
+    waiting = {
+        (failure.role, failure.count): failure
+        for failure in last.failures
+        if last.at < _tried_again_at(config, failure)
+    }
+    decision = _with_moves(config, decision, waiting)
+    return _without_waiting(config, decision, waiting, last, other_gpus), state
 
 
-def _with_moves(config: PlannerConfig, decision: Decision) -> Decision:
+Waiting = Mapping[tuple[str, int], Failure]  # by role and count, changes that are not to be tried now
+
+
+def _with_moves(config: PlannerConfig, decision: Decision, waiting: Waiting) -> Decision:
     """With `change_roles`, workers of a role that is to shrink take the role that is to grow."""
     if not config.change_roles:
         return decision
     counts = {change.role: change.count for change in decision.changes}
     moves: list[Move] = []
-    for role in [name for name, count in counts.items() if count < 0]:
+    for role in [name for name, count in counts.items() if count < 0 and (name, 0) not in waiting]:
         for to in [name for name, count in counts.items() if count > 0]:
             count = min(-counts[role], counts[to])
             moves.append(Move(role, to, count))
@@ -63,6 +77,44 @@ def _with_moves(config: PlannerConfig, decision: Decision) -> Decision:
             counts[to] -= count
     changes = [Change(role, count) for role, count in counts.items() if count]
     return msgspec.structs.replace(decision, changes=changes, moves=[move for move in moves if move.count])
+
+
+def _without_waiting(
+    config: PlannerConfig, decision: Decision, waiting: Waiting, last: Observation, other_gpus: int
+) -> Decision:
+    """A change that has failed waits until it is tried again, twice as long each time. What needs the room of
+    a worker that is not removed meanwhile waits with it."""
+    found = [waiting.get((change.role, 1 if change.count > 0 else -1)) for change in decision.changes]
+    if not any(found):
+        return decision
+    counts = counts_of(last)
+    gpus = other_gpus + sum(config.gpus_of(role) * count for role, count in counts.items())
+    for move in decision.moves:
+        counts[move.role] -= move.count
+        counts[move.to] += move.count
+    changes, reasons = [], [decision.reason]
+    for change, failure in zip(decision.changes, found):
+        role, count = change.role, change.count
+        if failure is not None:
+            kind, wait_s = "add" if count > 0 else "remove", _tried_again_at(config, failure) - last.at
+            reasons.append(
+                f"to {kind} a {role} worker has failed {failure.times} times, and is tried again in "
+                f"{wait_s:.0f} s"
+            )
+            continue
+        if count > 0:
+            count = min(count, max(0, config.max_gpu_budget - gpus) // config.gpus_of(role))
+        if count != change.count:
+            reasons.append(f"{count or 'no'} {role} worker is added in its room")
+        if count:
+            counts[role] += count
+            gpus += config.gpus_of(role) * count
+            changes.append(Change(role, count))
+    return msgspec.structs.replace(decision, changes=changes, reason="; ".join(reasons), desired=counts)
+
+
+def _tried_again_at(config: PlannerConfig, failure: Failure) -> float:
+    return failure.at + min(LONGEST_WAIT_S, config.adjustment_interval * 2.0 ** min(failure.times, 20))
 
 
 def read_profiles(config: PlannerConfig, models: Iterable[str]) -> dict[str, EngineProfile]:
@@ -92,9 +144,11 @@ class Judged(NamedTuple):
 
 
 class Planner:
-    """`profiles`: of the models' workers; None: those that `config` names."""
+    """`profiles`: of the models' workers; None: those that `config` names. `num_gpus`: those of all models'
+    workers, when what was decided last is done."""
 
     def __init__(self, config: PlannerConfig, profiles: Mapping[str, EngineProfile] | None = None) -> None:
+        self.num_gpus = 0
         self._config = config
         self._profiles = None if profiles is None else dict(profiles)
         self._states: dict[str, PlannerState] = {}
@@ -128,6 +182,7 @@ class Planner:
             )
             gpus[model] += sum(self._config.gpus_of(each.role) * each.count for each in decision.changes)
             judged.append(Judged(model, decision, others))
+        self.num_gpus = sum(gpus.values())
         return judged
 
 

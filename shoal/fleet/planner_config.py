@@ -29,7 +29,11 @@ class PlannerConfig:
     prefill_queue_scale_down_threshold: float = option(0.2, "mean queue below which prefill shrinks", low=0)
     decode_kv_scale_up_threshold: float = option(0.9, "mean KV load above which decode grows", low=0)
     decode_kv_scale_down_threshold: float = option(0.5, "mean KV load below which decode shrinks", low=0)
-    min_endpoint: int = option(1, "workers of a role that always stay", low=0)
+    min_endpoint: int = option(
+        1,
+        "workers of a role that always stay; of those that answer (both, decode) one does with 0 too",
+        low=0,
+    )
     max_gpu_budget: int = option(8, "GPUs that all workers may have together", low=1)
     decode_engine_num_gpu: int = option(1, "GPUs of a decode worker, or of one for both", low=1)
     prefill_engine_num_gpu: int = option(1, "GPUs of a prefill worker", low=1)
@@ -87,11 +91,11 @@ class PlannerConfig:
             )
         if self.change_roles:
             self._check_role_changes()
-        least = self.min_endpoint * self.decode_engine_num_gpu
-        if least > self.max_gpu_budget:
+        least = self.least("decode")
+        if (gpus := least * self.decode_engine_num_gpu) > self.max_gpu_budget:
             raise ConfigError(
-                f"min_endpoint {self.min_endpoint} needs {least} GPUs, and max_gpu_budget is "
-                f"{self.max_gpu_budget}; lower the one or raise the other"
+                f"min_endpoint {least} needs {gpus} GPUs, and max_gpu_budget is {self.max_gpu_budget}; lower "
+                "the one or raise the other"
             )
         if self.adjustment_interval < self.metric_pulling_interval:
             raise ConfigError(
@@ -153,7 +157,7 @@ class PlannerConfig:
 
     def check_workers(self, groups: Iterable[tuple[str, int]]) -> None:
         """`groups`: the role of each kind of worker, and how many there are at first. Raises ConfigError
-        where these are more than the budget allows, or min_endpoint of each would be. Who only advises may
+        where these are more than the budget allows, or those that always stay would be. Who only advises may
         say so of any fleet."""
         if self.no_operation:
             return
@@ -161,8 +165,8 @@ class PlannerConfig:
         for what, needed in (
             ("all workers that are there at first", sum(self.gpus_of(role) * count for role, count in kinds)),
             (
-                f"min_endpoint {self.min_endpoint} of each of {len(kinds)} kinds of workers",
-                sum(self.gpus_of(role) * self.min_endpoint for role, _ in kinds),
+                f"the workers that always stay (min_endpoint {self.min_endpoint}, {len(kinds)} kinds)",
+                sum(self.gpus_of(role) * self.least(role) for role, _ in kinds),
             ),
         ):
             if needed > self.max_gpu_budget:
@@ -170,6 +174,11 @@ class PlannerConfig:
                     f"{what} have {needed} GPUs, and max_gpu_budget is {self.max_gpu_budget}; lower the one "
                     "or raise the other"
                 )
+
+    def least(self, role: str) -> int:
+        """So many workers of a role always stay. One that answers does in any case: without it requests are
+        refused, so nothing would wait that could bring one back."""
+        return self.min_endpoint if role == "prefill" else max(1, self.min_endpoint)
 
     def gpus_of(self, role: str) -> int:
         return self.prefill_engine_num_gpu if role == "prefill" else self.decode_engine_num_gpu

@@ -8,7 +8,9 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
 from typing import IO
 
 import msgspec
@@ -16,7 +18,7 @@ import msgspec
 from shoal.errors import ShoalError, UnavailableError
 from shoal.fleet.clock import Clock
 from shoal.fleet.engine_profile import EngineProfile
-from shoal.fleet.observation import Decision
+from shoal.fleet.observation import Decision, Failure
 from shoal.fleet.plane_inbox import start
 from shoal.fleet.planned_fleet import PlannedFleet
 from shoal.fleet.planner import Planner, Recorded
@@ -26,7 +28,20 @@ from shoal.fleet_api import DecisionView, PlannerView
 
 logger = logging.getLogger(__name__)
 
+COUNTS = {"add": 1, "remove": -1, "move": 0}  # of a Failure
 SHOWN_DECISIONS = 20  # that changed something
+
+
+@dataclass(slots=True)
+class Batch:
+    """The decisions of an interval while they are carried out. Others may be under way, of other models.
+    `left`: how many changes of each model are not done. `num_gpus`: those of all workers when all is done.
+    `failed`: model, role and COUNTS of changes that have failed in it."""
+
+    decisions: list[tuple[str, Decision]]
+    left: Counter[str]
+    num_gpus: int
+    failed: set[tuple[str, str, int]] = field(default_factory=set)
 
 
 class PlannerLoop:
@@ -45,13 +60,14 @@ class PlannerLoop:
         self._counts = PlannerCounts()
         self._last: dict[str, Decision] = {}
         self._decisions: collections.deque[tuple[str, Decision]] = collections.deque(maxlen=SHOWN_DECISIONS)
-        self._num_failures: dict[str, int] = {}  # of changes in succession, by model
-        self._changing: asyncio.Task[None] | None = None
+        # Changes that have failed and have not been done since, by model, and by role and COUNTS.
+        self._failures: dict[str, dict[tuple[str, int], Failure]] = collections.defaultdict(dict)
+        self._batches: dict[asyncio.Task[None], Batch] = {}
         self._lacks_record = False  # what was last to be written in it is not there
         fleet.show(self.view)
 
     async def run(self) -> None:
-        """Runs until it is cancelled; a change under way is cancelled with it."""
+        """Runs until it is cancelled; changes under way are cancelled with it."""
         interval_s = self.config.judging_interval
         self._write(Recorded(config=msgspec.to_builtins(self.config)))
         due, is_blind = self._clock.now() + interval_s, False
@@ -72,8 +88,8 @@ class PlannerLoop:
                     due += interval_s * (1 + late_s // interval_s)
                     self._judge()
         finally:
-            if self._changing is not None:
-                self._changing.cancel()
+            for task in self._batches:
+                task.cancel()
 
     def view(self) -> PlannerView:
         """The last decision, and what is wanted: as decided, or as it is before any decision."""
@@ -86,7 +102,7 @@ class PlannerLoop:
             self.config.mode,
             "; ".join(reasons),
             desired,
-            self._is_changing,
+            bool(self._batches),
             [self._shown(model, decision) for model, decision in self._decisions],
             models=self._counts.models,
             max_gpus=self.config.max_gpu_budget,
@@ -96,27 +112,37 @@ class PlannerLoop:
         age_s = round(self._clock.now() - decision.at, 1)
         return DecisionView(age_s, model, _in_words(decision), decision.reason)
 
-    @property
-    def _is_changing(self) -> bool:
-        return self._changing is not None and not self._changing.done()
+    def _now(self) -> float:
+        """As it is recorded."""
+        return round(self._clock.now(), 3)
+
+    def _under_way(self, model: str) -> int:
+        """How many changes of its workers are not done."""
+        return sum(batch.left[model] for batch in self._batches.values())
 
     async def _look(self) -> None:
         for model, seen in (await self._fleet.observe()).items():
-            pending = max(seen.pending, int(self._is_changing))
-            seen = msgspec.structs.replace(seen, at=round(self._clock.now(), 3), pending=pending)
+            pending = max(seen.pending, self._under_way(model))
+            failures = list(self._failures[model].values())
+            at = self._now()
+            seen = msgspec.structs.replace(seen, at=at, pending=pending, failures=failures)
             self._planner.see(model, seen)
             self._counts.looked(model, seen)
             self._write(Recorded(model=model, observation=seen))
 
     def _judge(self) -> None:
         """A model whose workers do not start comes last."""
-        failed = sorted(self._num_failures, key=lambda name: self._num_failures[name])
+        times = {
+            model: sum(each.times for each in found.values() if each.count > 0)
+            for model, found in self._failures.items()
+        }
+        failed = sorted((model for model in times if times[model]), key=lambda model: times[model])
         decisions: list[tuple[str, Decision]] = []
         for model, decision, other_gpus in self._planner.judge(failed):
             self._counts.decided(model, decision)
             self._write(Recorded(model=model, decision=decision, other_gpus=other_gpus))
             is_change = bool(decision.changes or decision.moves)
-            if is_change or model not in self._last or not self._is_changing:
+            if is_change or model not in self._last or not self._under_way(model):
                 self._last[model] = decision
             if is_change:
                 decisions.append((model, decision))
@@ -124,41 +150,67 @@ class PlannerLoop:
                 advice = ", which is advice only (no_operation)" if self.config.no_operation else ""
                 logger.info("planner: %s of %s%s: %s", _in_words(decision), model, advice, decision.reason)
         if decisions and not self.config.no_operation:
-            self._changing = start(self._carry_out(decisions))
+            left = Counter({model: _num_changes(decision) for model, decision in decisions})
+            batch = Batch(decisions, left, self._planner.num_gpus)
+            task = start(self._carry_out(batch))
+            self._batches[task] = batch
+            task.add_done_callback(self._batches.pop)
 
-    async def _carry_out(self, decisions: list[tuple[str, Decision]]) -> None:
+    async def _carry_out(self, batch: Batch) -> None:
         """Workers change their role; others end one after the other, which makes room; then those that are
-        added start side by side. Nothing is added where a worker that was to make room for it has stayed."""
-        for model, decision in decisions:
+        added start side by side. Where workers that were to make room have stayed, only as many are added as
+        the budget allows beside them."""
+        for model, decision in batch.decisions:
             for move in decision.moves:
                 for _ in range(move.count):
-                    changing = self._fleet.change_role(model, move.role, move.to)
-                    await self._carry_out_one(model, "move", changing, f"has the role {move.to}")
-        has_room = True
-        for model, decision in decisions:
+                    work = self._fleet.change_role(model, move.role, move.to)
+                    outcome = f"has the role {move.to}"
+                    await self._carry_out_one(batch, "move", model, move.role, work, outcome)
+        stayed_gpus = 0
+        for model, decision in batch.decisions:
             for change in decision.changes:
                 for _ in range(-change.count):
-                    removing = self._fleet.remove(model, change.role)
-                    has_room &= await self._carry_out_one(model, "remove", removing, "serves no more")
-        if not has_room:
-            return
+                    role, work = change.role, self._fleet.remove(model, change.role)
+                    if not await self._carry_out_one(batch, "remove", model, role, work, "serves no more"):
+                        stayed_gpus += self.config.gpus_of(role)
+        added = [
+            (model, change.role)
+            for model, decision in batch.decisions
+            for change in decision.changes
+            for _ in range(change.count)
+        ]
+        gpus = batch.num_gpus + stayed_gpus - sum(self.config.gpus_of(role) for _, role in added)
         async with asyncio.TaskGroup() as group:
-            for model, decision in decisions:
-                for change in decision.changes:
-                    for _ in range(change.count):
-                        adding = self._fleet.add(model, change.role)
-                        group.create_task(self._carry_out_one(model, "add", adding, "is ready"))
+            for model, role in added:
+                if stayed_gpus and gpus + self.config.gpus_of(role) > self.config.max_gpu_budget:
+                    what = f"no {role} worker of {model} is added, as one that was to make room has stayed"
+                    logger.error("planner: %s", what)
+                    batch.left[model] -= 1
+                    continue
+                gpus += self.config.gpus_of(role)
+                work = self._fleet.add(model, role)
+                group.create_task(self._carry_out_one(batch, "add", model, role, work, "is ready"))
 
-    async def _carry_out_one(self, model: str, kind: str, work: Awaitable[str], outcome: str) -> bool:
+    async def _carry_out_one(
+        self, batch: Batch, kind: str, model: str, role: str, work: Awaitable[str], outcome: str
+    ) -> bool:
         """Whether it was done."""
+        key = role, COUNTS[kind]
+        failures = self._failures[model]
         try:
             worker_id = await work
         except (ShoalError, OSError) as error:  # the next decision begins with what there is then
             logger.error("planner: %s", error)
-            self._num_failures[model] = self._num_failures.get(model, 0) + 1
+            times = failures[key].times if key in failures else 0
+            if (model, *key) not in batch.failed:  # workers that start side by side are one try
+                times += 1
+            batch.failed.add((model, *key))
+            failures[key] = Failure(*key, max(1, times), self._now())
             self._counts.changed(model, kind, has_failed=True)
             return False
-        self._num_failures.pop(model, None)
+        finally:
+            batch.left[model] -= 1
+        failures.pop(key, None)
         self._counts.changed(model, kind, has_failed=False)
         logger.info("planner: %s %s", worker_id, outcome)
         return True
@@ -177,6 +229,10 @@ class PlannerLoop:
                     "planner: the record cannot be written, and lines may be missing in it: %s", error
                 )
             self._lacks_record = True
+
+
+def _num_changes(decision: Decision) -> int:
+    return sum(each.count for each in decision.moves) + sum(abs(each.count) for each in decision.changes)
 
 
 def _in_words(decision: Decision) -> str:

@@ -226,9 +226,16 @@ class SimModel:
         )
 
     def send_prompts(self) -> list[WorkerRank]:
-        """As many prompts as prefill workers may begin go to them."""
+        """As many prompts as prefill workers may begin go to them. Where there are no prefill workers any
+        more, all go to where they decode."""
         got = []
         while self._waiting:
+            if not self.roles["prefill"].ready:
+                request, decode_rank = self._waiting.popleft()
+                self.router.books.prefill_here(request.id)
+                self._add(decode_rank, request)
+                got.append(decode_rank)
+                continue
             load = self.router.books.load
             free = [r for r in self.roles["prefill"].ready if load(r).prefill_tokens <= TOKENS_AHEAD]
             if not free:

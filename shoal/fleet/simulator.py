@@ -202,7 +202,6 @@ class Simulation:
         for move in decision.moves:
             for _ in range(move.count):
                 model.change_role(move.role, move.to)
-            self._got(model, model.send_prompts())
         for change in decision.changes:
             self._count_workers()
             for _ in range(change.count):
@@ -214,6 +213,7 @@ class Simulation:
                     self._leave(model, idle)
         if decision.changes or decision.moves:
             self._note_sizes()
+        self._got(model, model.send_prompts())
 
     # Requests
 

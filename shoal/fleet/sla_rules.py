@@ -159,11 +159,11 @@ def _planned(
 ) -> tuple[dict[str, int], str, dict[str, int]]:
     """The numbers of workers, why, and those that would be enough."""
     if not state.history:
-        wanted = {role: max(count, config.min_endpoint) for role, count in counts.items()}
+        wanted = {role: max(count, config.least(role)) for role, count in counts.items()}
         return wanted, "no request has ended yet", wanted
     demand = _foretold(config, state)
     if not demand.rate:
-        enough = dict.fromkeys(counts, config.min_endpoint)
+        enough = {role: config.least(role) for role in counts}
         tight, why = enough, "no requests are expected"
     else:
         sizes = _sizes(config, profile, state, demand, counts, 1.0)
@@ -213,9 +213,7 @@ def _reaction(
 ) -> tuple[dict[str, int], str]:
     """The numbers of those roles that should grow, as a target is missed now or there is no worker, and
     why."""
-    least = {role: config.min_endpoint for role in counts}
-    if last.num_waiting:
-        least[last.decode_role] = max(1, config.min_endpoint)
+    least = {role: config.least(role) for role in counts}
     if any(counts[role] < count for role, count in least.items()):
         return least, f"there are fewer workers than {max(least.values())}"
     if not state.history or recent_s <= 0:
@@ -284,20 +282,22 @@ def _sizes(
 
 def _by_role(config: PlannerConfig, sizes: Sizes, counts: dict[str, int]) -> dict[str, int]:
     found = {role: sizes.num_prefill if role == "prefill" else sizes.num_decode for role in counts}
-    return {role: max(config.min_endpoint, count) for role, count in found.items()}
+    return {role: max(config.least(role), count) for role, count in found.items()}
 
 
 def _within_budget(
     config: PlannerConfig, wanted: dict[str, int], counts: dict[str, int], budget: int
 ) -> tuple[dict[str, int], str]:
     """As many as so many GPUs allow, in the proportion that is wanted, and a word on that. Where not even
-    min_endpoint fits, all stays as it is."""
+    those that always stay fit, all stays as it is. Workers that are wanted further are not taken away:
+    another model's changes that are under way may count for more than they will take."""
     needed = _gpus(config, wanted)
+    word = f"; {needed} GPUs are wanted, and {max(0, budget)} are left of the budget"
+    budget = max(budget, _gpus(config, {role: min(count, counts[role]) for role, count in wanted.items()}))
     if needed <= budget:
         return wanted, ""
-    word = f"; {needed} GPUs are wanted, and {max(0, budget)} are left of the budget"
     found = {
-        role: min(count, max(config.min_endpoint, math.floor(count * budget / needed)))
+        role: min(count, max(config.least(role), math.floor(count * budget / needed)))
         for role, count in wanted.items()
     }
     if _gpus(config, found) > budget:

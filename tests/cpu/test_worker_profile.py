@@ -35,6 +35,52 @@ def test_a_profile_has_the_points_that_there_is_room_for(llm, monkeypatch):
     llm.core.check()
 
 
+class Noisy:
+    """A clock that ticks at each look, and makes these looks late."""
+
+    def __init__(self, *late):
+        self.late, self.looks, self.now = late, 0, 0.0
+
+    def perf_counter(self):
+        self.looks += 1
+        self.now += 100.0 if self.looks in self.late else 1.0
+        return self.now
+
+
+def looks_until(prompts=0, points=0):
+    """Two at each measurement: one of a warm-up, three of each prompt, one of each point."""
+    return 2 * (1 + worker_profile.NUM_RUNS * prompts + points)
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        [looks_until(1)],  # too few of one prompt's runs to count
+        [looks_until(1), looks_until(1) - 2],  # two of three
+        [looks_until(3, 1)],
+        [looks_until(3, 1), looks_until(3, 2)],
+        [looks_until(3, 1), looks_until(3, 4)],  # when it is measured again, too
+    ],
+)
+def test_a_point_that_other_work_made_slow_is_measured_again(llm, monkeypatch, late):
+    """One of them had thrown the whole measurement away."""
+    clock = Noisy(*late)
+    monkeypatch.setattr(worker_profile, "time", clock)
+    data = measure_profile(llm, [8, 32, 128], [16], [0.02, 0.1, 0.3])
+    assert clock.looks > max(late)
+    assert {point.ttft_s for point in data.prefill} == {1.0}
+    assert {point.itl_s for point in data.decode} == {1.0 / NUM_STEPS}
+    llm.core.check()
+
+
+def test_a_point_that_stays_slow_is_given_up_after_a_few_measurements(llm, monkeypatch):
+    clock = Noisy(*(looks_until(3, number) for number in (1, *range(4, 100))))
+    monkeypatch.setattr(worker_profile, "time", clock)
+    with pytest.raises(ConfigError, match="measure again"):
+        measure_profile(llm, [8, 32, 128], [16], [0.02, 0.1, 0.3])
+    assert clock.looks == looks_until(3, 3 + worker_profile.MOST_AGAIN)
+
+
 def test_too_few_points_are_told(llm):
     with pytest.raises(ConfigError, match="two --input-lengths"):
         measure_profile(llm, [8, 4096], [16], [0.1])

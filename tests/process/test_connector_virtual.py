@@ -132,6 +132,27 @@ def test_workers_that_a_person_has_added_are_taken_as_they_are(tmp_path):
     asyncio.run(run())
 
 
+def test_they_are_taken_so_while_another_model_changes(tmp_path):
+    async def run():
+        cluster = Cluster()
+        cluster.counts = {"decode": 2, "both": 1}
+        components = (COMPONENTS[0], Component("n", (), "n"))
+        virtual, client = connector(tmp_path, cluster, components=components), VirtualClient(tmp_path)
+        await virtual.start()
+        client.complete(await client.wait())
+        adding = asyncio.create_task(virtual.add("n", "both"))
+        client.complete(await client.wait())  # and the worker takes long to start
+        cluster.counts["decode"] = 4
+        other = asyncio.create_task(virtual.add("m", "decode"))
+        decision = await client.wait()
+        assert decision.workers == {"m": {"decode": 5}, "n": {"both": 2}}
+        cluster.counts = {"decode": 5, "both": 2}
+        client.complete(decision)
+        assert [await adding, await other] == ["both-2", "decode-5"]
+
+    asyncio.run(run())
+
+
 def test_the_files_are_for_any_language(tmp_path):
     async def run():
         await connector(tmp_path, Cluster()).start()

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.fleet.observation import Change, Decision, DecodeLoad, Move, Observation
+from shoal.fleet.observation import Change, Decision, DecodeLoad, Failure, Move, Observation
 from shoal.fleet.planner import PlannerState, Recorded, decide, replay
 from shoal.fleet.planner_config import PlannerConfig
 
@@ -191,10 +191,13 @@ def test_without_any_worker_no_average_is_made_and_the_least_number_is_started()
     assert changes(seen(prefill=0, queue=0)) == [GROW, Change("prefill", 1)]
 
 
-def test_a_role_comes_back_from_zero_when_requests_wait():
-    config = PlannerConfig(min_endpoint=0)
-    assert changes(seen(prefill=0, role="both"), config=config) == []
-    assert changes(seen(prefill=0, role="both", queued=1), config=config) == [Change("both", 1)]
+def test_one_worker_that_answers_stays_and_comes_back_whatever_the_least_number_is():
+    """A router without any refuses requests, so none would wait that could bring one back."""
+    config = PlannerConfig(min_endpoint=0, checks_remaining_load=False)
+    assert changes(seen(0.0, prefill=0, role="both"), config=config) == []
+    assert changes(seen(prefill=0, role="both"), config=config) == [Change("both", 1)]
+    assert changes(seen(0.0), config=config) == [Change("prefill", -1)]
+    assert changes(seen(prefill=0), config=config) == [GROW]
 
 
 def test_prefill_comes_back_from_zero_when_prompts_wait_at_those_that_decode():
@@ -205,19 +208,82 @@ def test_prefill_comes_back_from_zero_when_prompts_wait_at_those_that_decode():
     assert changes(seen(0.97, prefill=0, waiting=9), config=last_gpu) == [GROW]
 
 
-def test_the_last_worker_of_a_role_goes_only_when_it_has_nothing_to_do():
+def test_the_last_prefill_worker_goes_only_when_nobody_generates():
     """Others could carry no load at all: a fleet would grow and shrink between none and one."""
     config = PlannerConfig(min_endpoint=0)
-    assert changes(seen(0.3, prefill=0, role="both"), config=config) == []
-    assert changes(seen(0.0, prefill=0, role="both"), config=config) == [Change("both", -1)]
     assert changes(seen(0.6), config=config) == []
-    assert changes(seen(0.0), config=config) == [Change("prefill", -1), SHRINK]
+    assert changes(seen(0.0), config=config) == [Change("prefill", -1)]
 
 
 def test_the_decision_says_why_and_what_is_wanted():
     decision, _ = decide(CONFIG, PlannerState(), [seen(0.95, queue=1, at=20.0)])
     assert decision.at == 20.0 and decision.desired == {"decode": 2, "prefill": 1}
     assert "0.95 > 0.9" in decision.reason
+
+
+def test_a_change_that_failed_waits_twice_as_long_each_time():
+    for times, wait_s in ((1, 20), (2, 40), (3, 80), (6, 600), (5000, 600)):
+        failures = [Failure("decode", 1, times, 100.0), Failure("decode", -1, 1, 100.0)]
+        early, late = (seen(0.99, queue=1, at=100.0 + s, failures=failures) for s in (wait_s - 1, wait_s))
+        decision, _ = decide(CONFIG, PlannerState(), [early])
+        assert decision.changes == [] and decision.desired == {"decode": 1, "prefill": 1}
+        assert f"to add a decode worker has failed {times} times" in decision.reason
+        assert changes(late) == [GROW]
+
+
+def test_what_needs_the_room_of_a_worker_whose_removal_waits_is_left_out_too():
+    failures = [Failure("prefill", -1, 1, 100.0)]
+    observation = seen(0.99, prefill=2, queue=0, at=101.0, failures=failures)
+    decision, _ = decide(PlannerConfig(max_gpu_budget=3), PlannerState(), [observation])
+    assert decision.changes == [] and "no decode worker is added in its room" in decision.reason
+    assert changes(observation, config=PlannerConfig(max_gpu_budget=4)) == [GROW]
+
+
+def test_a_change_of_role_waits_for_itself_alone():
+    config = PlannerConfig(max_gpu_budget=3, change_roles=True)
+    for count, made in (
+        (1, ([Move("prefill", "decode", 1)], [])),
+        (-1, ([Move("prefill", "decode", 1)], [])),
+        (0, ([], [Change("prefill", -1), GROW])),
+    ):
+        failures = [Failure("decode" if count > 0 else "prefill", count, 1, 100.0)]
+        observation = seen(0.99, prefill=2, queue=0, at=101.0, failures=failures)
+        decision, _ = decide(config, PlannerState(), [observation])
+        assert (decision.moves, decision.changes) == made
+        assert decision.desired == {"decode": 2, "prefill": 1}
+
+
+@pytest.mark.parametrize(
+    "observation, grace, config, why",
+    [
+        (seen(0.7, queue=1), 0, CONFIG, "the load is between the thresholds"),
+        (seen(0.0, queue=1), 0, CONFIG, "KV load is 0.00 < 0.5, but 1 is the least number of decode workers"),
+        (seen(0.1, 0.1, queue=1), 2, CONFIG, "KV load is 0.10 < 0.5, but none goes in the 3 intervals after"),
+        (seen(0.48, 0.48, queue=1), 0, CONFIG, "KV load is 0.48 < 0.5, but the others could not carry"),
+        (seen(0.7), 0, CONFIG, "prefill queue is 0.00 < 0.2, but 1 is the least number of prefill"),
+        (
+            seen(0.7),
+            0,
+            PlannerConfig(min_endpoint=0),
+            "prefill queue is 0.00 < 0.2, but the others could not",
+        ),
+        (
+            seen(0.99, queue=1),
+            2,
+            PlannerConfig(grace_freezes_both=True),
+            "KV load is 0.99 > 0.9, but one was",
+        ),
+    ],
+)
+def test_the_decision_says_what_keeps_a_fleet_as_it_is(observation, grace, config, why):
+    """It had said each time that the load is between the thresholds."""
+    decision, _ = decide(config, PlannerState(grace), [observation])
+    assert decision.changes == [] and why in decision.reason
+
+
+def test_the_decision_says_that_a_long_prefill_queue_is_on_its_way_down():
+    decision, _ = decide(CONFIG, PlannerState(), with_queue(12, 9, 6))
+    assert decision.reason == "the prefill queue is 9.00 > 5, but on its way down"
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.connector import Component
 from shoal.fleet.engine_profile import write_profile
 from shoal.fleet.observation import DecodeLoad, Observation
+from shoal.fleet.planned_fleet import OwnFleet
 from shoal.fleet.planner import Recorded, replay
 from shoal.fleet.planner_config import PlannerConfig
 from shoal.fleet.planner_loop import PlannerLoop
@@ -233,27 +234,54 @@ def test_a_worker_changes_its_role_where_one_role_shrinks_and_the_other_grows():
     assert fleet.done == [("prefill", "decode")] * 2
 
 
-def test_nothing_is_added_in_the_room_of_a_worker_that_has_stayed():
-    """Prefill is to shrink and decode to grow, with all GPUs of the budget taken."""
+class Stuck(Apart):
+    """No worker of it can be removed: a person has started them, say."""
 
-    class Stuck(Apart):
-        async def remove(self, model, role):
-            self.done.append(("remove", role))
-            raise UnavailableError("the worker has not ended")
+    async def remove(self, model, role):
+        self.done.append(("remove", role))
+        raise UnavailableError("the worker has not ended")
 
-        async def add(self, model, role):
-            self.done.append(("add", role))
-            return "m-9"
+    async def add(self, model, role):
+        self.done.append(("add", role))
+        self.counts[role] += 1
+        return "m-9"
 
-    fleet = Stuck(prefill=2, decode=1)
+
+def plan_stuck(seconds, max_gpu_budget, record=None):
+    """Prefill is to shrink and decode to grow."""
+    fleet, config = Stuck(prefill=2, decode=1), PlannerConfig(max_gpu_budget=max_gpu_budget)
 
     async def run():
-        planning = asyncio.create_task(PlannerLoop(PlannerConfig(max_gpu_budget=3), fleet, LoopClock()).run())
-        await asyncio.sleep(35)
+        planning = asyncio.create_task(PlannerLoop(config, fleet, LoopClock(), record).run())
+        await asyncio.sleep(seconds)
         planning.cancel()
 
     run_virtual(run())
-    assert fleet.done == [("remove", "prefill")] * 3
+    return fleet
+
+
+def test_nothing_is_added_in_the_room_of_a_worker_that_has_stayed():
+    fleet = plan_stuck(35, max_gpu_budget=3)
+    assert fleet.done == [("remove", "prefill")] * 2  # after 10 s and 30
+
+
+def test_a_worker_that_cannot_be_removed_keeps_none_from_being_added_for_which_there_is_room():
+    """Nothing had been added, for ever."""
+    fleet = plan_stuck(100, max_gpu_budget=5)
+    assert fleet.counts == {"prefill": 2, "decode": 3}
+    assert fleet.done.count(("remove", "prefill")) < 5
+
+
+def test_a_removal_that_fails_is_tried_again_after_a_while_that_grows():
+    record = io.BytesIO()
+    plan_stuck(3000, max_gpu_budget=3, record=record)
+    lines = record.getvalue().splitlines()
+    entries = [msgspec.json.decode(line, type=Recorded) for line in lines]
+    made = [entry.decision for entry in entries if entry.decision is not None]
+    at = [decision.at for decision in made if decision.changes]
+    assert at == [10, 30, 70, 150, 310, 630, 1230, 1830, 2430]
+    assert "to remove a prefill worker has failed 2 times, and is tried again in 30 s" in made[3].reason
+    assert [entry.decision for entry in replay(None, lines)] == made
 
 
 def test_models_share_the_budget():
@@ -269,6 +297,123 @@ def test_a_start_that_fails_blocks_nothing():
     connector.fails.add("a")
     plan(connector, 300)
     assert connector.workers == {"a": 1, "b": 2}
+
+
+def test_a_model_whose_workers_do_not_start_holds_up_no_other():
+    """The other one had waited for the end of its start."""
+    connector = Counting(a=1, b=1, start_s=5.0)
+    connector.load.update(a=10.0, b=0.7)
+    connector.fails.add("a")
+
+    async def rush():
+        await asyncio.sleep(12)
+        connector.load["b"] = 1.7
+
+    view = plan(connector, 18, dataclasses.replace(CONFIG, max_gpu_budget=4), meanwhile=rush)
+    assert connector.workers == {"a": 1, "b": 2} and connector.changes == [(20.0, "b", 1)]
+    assert view.changing and view.models["a"].pending == 1 and view.models["b"].pending == 0
+
+
+def test_a_start_that_fails_is_tried_again_after_a_while_that_grows():
+    connector, record = Counting(a=1), io.BytesIO()
+    connector.load["a"] = 2.8
+    connector.fails.add("a")
+
+    async def mend():
+        await asyncio.sleep(400)
+        connector.fails.clear()
+
+    plan(connector, 300, record=record, meanwhile=mend)
+    entries = [msgspec.json.decode(line, type=Recorded) for line in record.getvalue().splitlines()]
+    made = [entry.decision for entry in entries if entry.decision is not None]
+    # A start takes 60 s, and the next one begins 10, 20, 40 and 80 s after its end. The last one goes well.
+    assert [decision.at for decision in made if decision.changes] == [5, 75, 155, 255, 395, 460]
+    assert [entry.decision for entry in replay(None, record.getvalue().splitlines())] == made
+    assert connector.workers == {"a": 3}
+
+
+def test_a_change_of_role_that_fails_gives_way_to_an_end_and_a_start():
+    class Fixed(Apart):
+        async def change_role(self, model, role, to):
+            self.done.append((role, to))
+            raise UnavailableError("the worker has not changed its role")
+
+        async def remove(self, model, role):
+            self.counts[role] -= 1
+            return "m-1"
+
+        async def add(self, model, role):
+            self.counts[role] += 1
+            return "m-2"
+
+    fleet, config = Fixed(prefill=3, decode=1), PlannerConfig(max_gpu_budget=4, change_roles=True)
+
+    async def run():
+        planning = asyncio.create_task(PlannerLoop(config, fleet, LoopClock()).run())
+        await asyncio.sleep(25)
+        planning.cancel()
+
+    run_virtual(run())
+    assert fleet.done == [("prefill", "decode")] and fleet.counts == {"prefill": 2, "decode": 2}
+
+
+def test_workers_that_start_side_by_side_and_fail_are_one_failure():
+    class Failing(Apart):
+        async def add(self, model, role):
+            self.done.append(("add", role))
+            raise UnavailableError("there is no GPU")
+
+    fleet, record = Failing(prefill=1, decode=1), io.BytesIO()
+    config = PlannerConfig(min_endpoint=3)
+
+    async def run():
+        planning = asyncio.create_task(PlannerLoop(config, fleet, LoopClock(), record).run())
+        await asyncio.sleep(12)
+        planning.cancel()
+
+    run_virtual(run())
+    last = msgspec.json.decode(record.getvalue().splitlines()[-1], type=Recorded).observation
+    assert [(each.role, each.times) for each in last.failures] == [("decode", 1), ("prefill", 1)]
+
+
+@pytest.mark.parametrize("start_s", [3.0, 20.0])
+def test_changes_of_several_models_that_are_under_way_at_once_stay_within_the_budget(start_s):
+    class Watched(Counting):
+        async def observe(self):
+            assert len(self.states) <= 4
+            self.most = max(self.most, sum(self.pending(name) > 0 for name in self.load))
+            return await super().observe()
+
+    connector = Watched(start_s=start_s, a=1, b=1)
+    connector.most = 0
+
+    async def rush():
+        connector.load["a"] = 10.0
+        await asyncio.sleep(7)
+        connector.load["b"] = 10.0
+
+    plan(connector, 200, dataclasses.replace(CONFIG, max_gpu_budget=4), meanwhile=rush)
+    assert sorted(connector.workers.values()) in ([1, 3], [2, 2])
+    assert connector.most == (2 if start_s > 5 else 1)
+
+
+def test_what_is_under_way_in_a_fleet_is_counted_for_its_own_model():
+    components = [Component(name, (), name) for name in "ab"]
+    connector = FakeConnector(components, start_s=5.0)
+
+    class Router:
+        def observe(self, model, decode_role):
+            return Observation(at=0, decode=[], decode_role=decode_role)
+
+    async def run():
+        fleet = OwnFleet(Router(), connector, components)
+        adding = asyncio.create_task(fleet.add("a", "both"))
+        await asyncio.sleep(1)
+        pending = {name: seen.pending for name, seen in (await fleet.observe()).items()}
+        assert pending == {"a": 1, "b": 0}
+        await adding
+
+    run_virtual(run())
 
 
 def test_an_adviser_says_what_it_would_do_and_changes_nothing():

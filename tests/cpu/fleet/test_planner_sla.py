@@ -20,7 +20,7 @@ from shoal.fleet.engine_profile import (
     write_profile,
 )
 from shoal.fleet.fleet_file import read_fleet_file
-from shoal.fleet.observation import DecodeLoad, Observation
+from shoal.fleet.observation import DecodeLoad, Failure, Observation
 from shoal.fleet.planner import PlannerState, Recorded, decide, replay
 from shoal.fleet.planner_config import PlannerConfig
 from shoal.fleet.predictors import PREDICTORS, least_points, predict
@@ -333,11 +333,16 @@ def test_nobody_asks_and_the_least_number_stays():
     clients = Clients(workers=3)
     clients.ask(30, rate=10.0)
     assert clients.ask(60) == {"both": 1}
-    none = Clients(workers=3, settings=config(min_endpoint=0))
-    none.ask(30, rate=10.0)
-    assert none.ask(60) == {"both": 0}
-    none.queued = 1
-    assert none.ask(5) == {"both": 1}
+
+
+def test_one_worker_that_answers_stays_and_prefill_comes_back_from_zero():
+    """A router without any refuses requests, so none would wait that could bring one back."""
+    clients = Clients(workers=3, prefill=2, settings=config(min_endpoint=0, no_correction=False))
+    clients.ask(30, rate=10.0)
+    assert clients.ask(60) == {"decode": 1, "prefill": 0}
+    clients.counts["decode"] = 0
+    assert clients.ask(5) == {"decode": 1, "prefill": 0}
+    assert clients.ask(30, rate=10.0)["prefill"] >= 1
 
 
 def test_before_anybody_has_asked_the_fleet_stays_as_it_is():
@@ -470,6 +475,25 @@ def test_a_budget_that_is_too_small_is_shared_in_proportion_and_named():
     clients.ask(40, rate=60.0, generated=20)
     assert sum(clients.counts.values()) == 6 and clients.counts["prefill"] > clients.counts["decode"]
     assert any("6 are left of the budget" in decision.reason for decision in clients.decisions)
+
+
+def test_a_budget_that_another_models_changes_take_for_a_while_costs_no_worker():
+    """What is under way counts as the largest it can become."""
+    clients = Clients(workers=5, settings=config(max_gpu_budget=8))
+    clients.other_gpus = 3
+    assert clients.ask(60, rate=30.0) == {"both": 5}
+    clients.other_gpus = 5
+    assert clients.ask(60, rate=30.0) == {"both": 5}
+    assert clients.ask(60, rate=40.0) == {"both": 5} and "3 are left" in clients.decisions[-2].reason
+    assert clients.ask(60, rate=0.0) == {"both": 1}
+
+
+def test_a_change_that_has_failed_waits_in_this_mode_too():
+    clients = Clients(workers=1)
+    look = clients.look
+    clients.look = lambda: msgspec.structs.replace(look(), failures=[Failure("both", 1, 1, 30.0)])
+    assert clients.ask(45, rate=30.0) == {"both": 1}
+    assert clients.ask(20, rate=30.0) == {"both": 5}
 
 
 def test_workers_that_a_person_added_are_counted():

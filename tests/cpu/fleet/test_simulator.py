@@ -366,9 +366,12 @@ def test_an_adviser_changes_nothing():
     assert any(decision.changes for decision in advised.decisions)
 
 
-def test_a_planner_without_workers_to_stay_is_refused():
-    with pytest.raises(ConfigError, match="min_endpoint"):
-        planned(CUSTOMERS, min_endpoint=0)
+def test_a_planner_without_a_least_number_keeps_one_worker_that_answers():
+    """Such a setting was refused here and taken by a fleet, which then had no worker left."""
+    late = [dataclasses.replace(each, timestamp_s=each.timestamp_s + 60.0) for each in CUSTOMERS.requests]
+    s = planned(Trace(late, CUSTOMERS.block_size), count=2, min_endpoint=0)
+    assert s.run().completed == len(late)
+    assert min(sum(sizes.values()) for _, sizes in s.sizes) == 1
 
 
 # Prefill and decode apart
@@ -408,6 +411,23 @@ def test_the_index_knows_what_workers_of_both_roles_have():
 def test_tokens_come_more_evenly_where_prompts_are_computed_apart():
     together = Simulation(SimConfig("qwen3-8b", workers=[SimWorkers(3)]), LONG).run()
     assert apart().run().itl_p99 < 0.5 * together.itl_p99
+
+
+def test_prompts_that_wait_for_a_prefill_worker_are_computed_where_they_decode_when_the_last_one_goes():
+    """They waited for ever."""
+    planner = PlannerConfig(
+        enabled=True,
+        min_endpoint=0,
+        checks_remaining_load=False,
+        prefill_queue_scale_down_threshold=100.0,
+        prefill_queue_scale_up_threshold=1000.0,
+    )
+    rush = make_sine(12, low_rate=30, high_rate=31, period_s=30, output_tokens=100, seed=1)
+    s = apart(rush, prefill=1, planner=planner, max_prefill_queue_size=1000)
+    assert s.run().completed == len(rush.requests)
+    assert s.decisions[0].desired["prefill"] == 0
+    for rank, worker in s.workers.items():
+        assert worker.is_idle and s.router.books.load(rank).active_requests == 0
 
 
 def test_a_slow_link_costs_time_between_the_first_two_tokens():
