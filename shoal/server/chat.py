@@ -165,14 +165,16 @@ def _check_calls(field: str, calls: Any) -> None:
 
 
 def _warn_unknown(exchange: Exchange, request: ChatCompletionRequest) -> None:
-    """Tells the log of misspelt fields within messages and functions, which nobody reads."""
+    """Tells the log of misspelt fields within messages and functions, which nobody reads but, of messages,
+    perhaps a chat template."""
     found = {f"messages[].{name}" for message in request.messages for name in message.keys() - MESSAGE_FIELDS}
     for tool in request.tools or ():
         function = tool.get("function")
         if isinstance(function, dict):
             found |= {f"tools[].function.{name}" for name in function.keys() - FUNCTION_FIELDS}
     for name in sorted(found)[:MAX_UNKNOWN]:
-        message = f"{exchange.path} takes no field {name!r:.100}: it is ignored"
+        unless = ", unless the chat template reads it" if name.startswith("messages") else ""
+        message = f"{exchange.path} takes no field {name!r:.100}: it is ignored{unless}"
         exchange.warn(f"{exchange.path} {name:.100}", message)
 
 
