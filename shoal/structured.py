@@ -38,7 +38,8 @@ FORMATS = frozenset(
 )
 
 # Keywords that say, or may say, of what type a value is.
-TYPING = frozenset({"type", "enum", "const", "$ref", "allOf", "anyOf", "oneOf", "not"})
+BRANCHES = ("allOf", "anyOf", "oneOf")
+TYPING = frozenset({"type", "enum", "const", "$ref", "not", *BRANCHES})
 LIMITS = LLParserLimits(
     max_lexer_states=50_000,
     max_grammar_size=100_000,
@@ -164,9 +165,9 @@ def _schema_text(kind: str, schema: Any, closes_objects: bool, **more: Any) -> s
     return _json_text(kind, {**(closed(schema) if closes_objects else schema), **more})
 
 
-def _as_meant(schema: Any, are_names: bool = False) -> Any:
+def _as_meant(schema: Any, are_names: bool = False, is_typed: bool = False) -> Any:
     """Returns a copy of a schema as its writer meant it. `are_names` says that the keys here are names that
-    the writer chose, such as those of properties.
+    the writer chose, such as those of properties, and `is_typed` that the schema around says the type.
 
     By JSON Schema's rules a format is a word to the reader unless somebody knows how to check it. pydantic
     writes "binary", "path" and "password", and OpenAPI's documents have many more: those that llguidance
@@ -175,17 +176,20 @@ def _as_meant(schema: Any, are_names: bool = False) -> Any:
     xgrammar takes it, by which vLLM reads schemas.
     """
     if isinstance(schema, list):
-        return [_as_meant(part) for part in schema]
+        return [_as_meant(part, is_typed=is_typed) for part in schema]
     if not isinstance(schema, dict):
         return schema
     if are_names:
         return {name: _as_meant(part) for name, part in schema.items()}
+    is_typed = is_typed or "type" in schema
     meant = {
-        key: value if key in VALUES else _as_meant(value, key in (*OF_KEYS, *DEFINITIONS))
+        key: value
+        if key in VALUES
+        else _as_meant(value, key in (*OF_KEYS, *DEFINITIONS), is_typed and key in BRANCHES)
         for key, value in schema.items()
         if not (key == "format" and isinstance(value, str) and value not in FORMATS)
     }
-    if not schema.keys() & TYPING:
+    if not is_typed and not schema.keys() & TYPING:
         if "properties" in schema:
             meant["type"] = "object"
         elif "items" in schema or "prefixItems" in schema:

@@ -168,8 +168,8 @@ def _num_bytes(files: CheckpointFiles) -> int:
 
 
 def _bytes_to_download(model: str, download_dir: str | None) -> int:
-    """Of a model of the hub, without the files that an earlier download brought. Raises CheckpointError if
-    the hub does not have it, or cannot be asked."""
+    """The size of a model of the hub, without the files that an earlier download brought. Raises
+    CheckpointError if the hub does not have it, or cannot be asked."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     with asking_the_hub(model):

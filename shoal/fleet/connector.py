@@ -140,7 +140,8 @@ class Connector(Protocol):
 
     async def add(self, model: str, role: str) -> str:
         """Starts one more worker, and returns its id when it is ready. Raises UnavailableError if it is not
-        in time, with everything taken back; ConfigError if there is no such component, or no GPU for it."""
+        in time, with everything taken back (a worker in the place of one that was given up may be given up
+        in its turn); ConfigError if there is no such component, or no GPU for it."""
         ...
 
     async def remove(self, model: str, role: str) -> str:

@@ -93,7 +93,8 @@ class LocalConnector:
         self._running: Mapping[str, Running] = {}  # as it was seen last
         self._missing_since: dict[str, float] = {}  # workers that are not ready
         self._placing = asyncio.Lock()
-        self._replacing: set[str] = set()  # workers that start where another one was given up
+        self._starting: set[str] = set()  # workers that `begin` waits for
+        self._replacing: set[str] = set()  # those of them that have the place of one that was given up
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
@@ -139,22 +140,26 @@ class LocalConnector:
             try:
                 return self._take(component)
             except ConfigError:  # too few GPUs are free
-                if not others:
+                enough = self._enough_of(others, component)
+                if not enough:
                     raise
-            return await self._replace(others, component)
+            return await self._replace(enough, component)
 
     async def begin(self, placement: Placement) -> str:
         """The second half of `add`."""
         self._missing_since.pop(placement.id, None)
+        self._starting.add(placement.id)
         try:
             await self._begin(placement)
             await self._until_ready(placement)
         except ShoalError:
-            # Where one was given up before, there is one again, by which a fleet without hope is known.
-            if not (placement.id in self._replacing and self._has_given_up(placement.id)):
+            if not await self._is_given_up_again(placement):
                 await self._end(placement)
+            with contextlib.suppress(UnavailableError):
+                await self._look()  # else what was taken back would still count as given up
             raise
         finally:
+            self._starting.discard(placement.id)
             self._replacing.discard(placement.id)
         await self._look()
         return placement.id
@@ -225,7 +230,9 @@ class LocalConnector:
                     await self._until_gone(worker_id)
 
     async def until_hopeless(self) -> None:
-        while not self._running or not all(one.has_given_up for one in self._running.values()):
+        while (
+            self._starting or not self._running or not all(one.has_given_up for one in self._running.values())
+        ):
             await self._clock.sleep(WATCH_S)
 
     async def close(self, grace_s: float) -> None:
@@ -266,6 +273,26 @@ class LocalConnector:
         ]
         return own, others
 
+    def _enough_of(self, given_up: Sequence[Placement], component: Component) -> Sequence[Placement]:
+        """The first ones whose GPUs, with those that are free, do for a worker of this component; none where
+        all of them would not."""
+        for count in range(1, len(given_up) + 1):
+            state = self._file.read()
+            for placement in given_up[:count]:
+                state.free(placement)
+            with contextlib.suppress(ConfigError):
+                state.place(component, self._running)
+                return given_up[:count]
+        return []
+
+    async def _is_given_up_again(self, placement: Placement) -> bool:
+        """Where one was given up before, there is one again, by which a fleet without hope is known."""
+        if placement.id in self._replacing:
+            with contextlib.suppress(UnavailableError):
+                running = (await self._supervisor.running()).get(placement.id)
+                return running is not None and running.has_given_up
+        return False
+
     async def _begin(self, placement: Placement, is_there: bool = False) -> None:
         if not is_there:
             await self._supervisor.start(placement)
@@ -276,10 +303,11 @@ class LocalConnector:
     async def _until_ready(self, placement: Placement) -> None:
         deadline = self._clock.now() + self._start_timeout_s
         while self._registry.state_of(placement.id) != WorkerState.READY:
-            self._running = await self._supervisor.running()
-            if placement.id not in self._running or self._has_given_up(placement.id):
+            running = (await self._supervisor.running()).get(placement.id)
+            if running is None or running.has_given_up:
+                outcome = "given up again" if placement.id in self._replacing else "taken back"
                 raise UnavailableError(
-                    f"worker {placement.id} does not stay alive, and is taken back; its lines in the log say "
+                    f"worker {placement.id} does not stay alive, and is {outcome}; its lines in the log say "
                     "why"
                 )
             if self._clock.now() >= deadline:

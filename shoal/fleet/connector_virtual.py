@@ -75,7 +75,7 @@ class VirtualConnector:
         self._clock, self._start_timeout_s = setting.clock, setting.start_timeout_s
         self._folder = setting.folder
         self._decision = ScalingDecision(0, {})
-        self._decided_at = 0.0
+        self._decided_at: dict[str, float] = {}  # by model
         self._deciding = asyncio.Lock()
         self._changes: dict[str, UnderWay] = collections.defaultdict(UnderWay)  # by model
         # What the present calls of `add` have got, by model.
@@ -97,10 +97,11 @@ class VirtualConnector:
         self._decision = before or self._decision
         if self._decision.counts != counts:
             self._decision = msgspec.structs.replace(self._decision, workers=counts, counts=counts)
+            self._decided_at = dict.fromkeys(counts, self._clock.now())
             self._write()
 
     def pending(self, model: str) -> int:
-        if self._clock.now() - self._decided_at >= self._start_timeout_s:
+        if self._clock.now() - self._decided_at.get(model, 0.0) >= self._start_timeout_s:
             return 0
         wanted = self._decision.workers.get(model, {})
         return sum(max(0, count - len(self._registry.ready(model, role))) for role, count in wanted.items())
@@ -177,12 +178,12 @@ class VirtualConnector:
         roles[role] = max(0, (roles.get(role, 0) if count is None else count) + by)
         workers = {**self._decision.workers, model: roles}
         self._decision = msgspec.structs.replace(self._decision, workers=workers)
+        self._decided_at[model] = self._clock.now()
         self._write()
 
     def _write(self) -> None:
         number = 1 + max(self._decision.decision_id, _scaled_id(self._folder))  # one that is not confirmed
         self._decision = msgspec.structs.replace(self._decision, decision_id=number)
-        self._decided_at = self._clock.now()
         _write(self._folder / DECISION, self._decision)
 
     def _is_confirmed(self, decision_id: int) -> bool:

@@ -43,7 +43,7 @@ class _Whole(msgspec.Struct):
     """What the books want of an answer that is no stream."""
 
     usage: dict[str, Any] | None = None
-    choices: list[dict[str, Any]] = []
+    choices: Any = None  # a list, where the answer is of OpenAI's shape
 
 
 class _Head:
@@ -102,11 +102,14 @@ class _Told:
         text = f"leaves worker {worker_id} after {num_tokens} tokens: {why}"
         logger.info(about(self._line.id, text, worker=worker_id))
 
-    def counted(self, num_prompt: int, num_cached: int, finish_reasons: Iterable[str]) -> None:
-        """What the worker says of the prompt, and why its answers ended."""
+    def counted(self, num_prompt: int, num_cached: int) -> None:
+        """What the worker says of the prompt."""
         if num_prompt:
             self._line.prompt_tokens, self._line.cached_tokens = num_prompt, num_cached
-        self._line.reasons.update(finish_reasons)
+
+    def finished(self, reasons: Iterable[str]) -> None:
+        """Why the worker says that its answers ended."""
+        self._line.reasons.update(reasons)
 
 
 class ForeignForwarder:
@@ -177,7 +180,8 @@ class ForeignForwarder:
         finally:
             self._dispatcher.end(wanted)
             counts = stream.counts
-            told.counted(counts.prompt, counts.cached, stream.finish_reasons)
+            told.counted(counts.prompt, counts.cached)
+            told.finished(stream.finish_reasons)
             if request.has_chunks:
                 self.token_counts.add(stream.counts)
 
@@ -312,9 +316,10 @@ class ForeignForwarder:
             self.token_counts.add(counts)
             if place.worker.served is not None:
                 place.worker.served.output_tokens += counts.generated
-            told.counted(counts.prompt, counts.cached, reasons_of(whole.choices))
+            told.counted(counts.prompt, counts.cached)
             if counts.prompt and usage.get("prompt_tokens_details"):
                 _tell_cached(place, counts.cached, counts.prompt)
+        told.finished(reasons_of(whole.choices))
         told.tokens(num_tokens)
         yield body
 

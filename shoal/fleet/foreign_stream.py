@@ -11,7 +11,7 @@ a stop string, the client is owed it: it goes out before the next worker's text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,9 +49,11 @@ class TokenCounts:
         self.generated += other.generated
 
 
-def reasons_of(choices: Sequence[Chunk]) -> set[str]:
-    """Why these choices of an answer or a chunk end; those that go on say nothing."""
-    return {str(reason) for choice in choices if (reason := choice.get("finish_reason")) is not None}
+def reasons_of(choices: Any) -> set[str]:
+    """Why the choices of an answer or a chunk end; those that go on say nothing, and what is no list of
+    choices has none."""
+    found = [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
+    return {str(choice["finish_reason"]) for choice in found if choice.get("finish_reason") is not None}
 
 
 class ForeignStream:

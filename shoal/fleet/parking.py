@@ -76,8 +76,9 @@ class Parking(Connector):
         try:
             await self._command(Sleep(self._level), worker.id, GRACE_S)
         except ShoalError:
-            self._inner.note_parked(worker.id, False)
-            raise
+            if not worker.is_asleep:  # it may have fallen asleep all the same
+                self._inner.note_parked(worker.id, False)
+                raise
         self._parked[worker.id] = (model, role)
         logger.info("worker %s sleeps until it is needed", worker.id)
         return worker.id

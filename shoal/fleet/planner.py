@@ -40,24 +40,36 @@ def decide(
     """The decision at the end of an interval (config.judging_interval) with these observations (at least
     one). `other_gpus`: those of other models' workers, which share the budget. `profile`: of the model's
     workers, in mode "sla". Raises ConfigError where that is missing."""
-    if config.mode == "load":
-        decision, grace = decide_by_load(config, state.grace, observations, other_gpus=other_gpus)
-        state = PlannerState(grace)
-    elif profile is None:
-        raise ConfigError(
-            'mode "sla" needs a profile of the model\'s workers; give its file ([planner] profile)'
-        )
-    else:
-        decision, sla = decide_by_latency(config, profile, state.sla, observations, other_gpus=other_gpus)
-        state = PlannerState(sla=sla)
     last = observations[-1]
     waiting = {
         (failure.role, failure.count): failure
         for failure in last.failures
         if last.at < _tried_again_at(config, failure)
     }
-    decision = _with_moves(config, decision, waiting)
-    return _without_waiting(config, decision, waiting, last, other_gpus), state
+    rested = max(0, state.grace - 1)
+    if config.mode == "load":
+        wanted, grace = decide_by_load(config, state.grace, observations, other_gpus=other_gpus)
+        state = PlannerState(grace)
+    elif profile is None:
+        raise ConfigError(
+            'mode "sla" needs a profile of the model\'s workers; give its file ([planner] profile)'
+        )
+    else:
+        stuck = {role for role, count in waiting if count > 0}
+        wanted, sla = decide_by_latency(
+            config, profile, state.sla, observations, other_gpus=other_gpus, stuck=stuck
+        )
+        state = PlannerState(sla=sla)
+    wanted = _with_moves(config, wanted, waiting)
+    decision = _without_waiting(config, wanted, waiting, last, other_gpus)
+    if _grows_decode(wanted) and not _grows_decode(decision):  # so there is no grace either
+        state = msgspec.structs.replace(state, grace=rested)
+    return decision, state
+
+
+def _grows_decode(decision: Decision) -> bool:
+    added = [change.role for change in decision.changes if change.count > 0]
+    return any(role != "prefill" for role in [*added, *(move.to for move in decision.moves)])
 
 
 Waiting = Mapping[tuple[str, int], Failure]  # by role and count, changes that are not to be tried now

@@ -94,8 +94,9 @@ class PlannerConfig:
         least = self.least("decode")
         if (gpus := least * self.decode_engine_num_gpu) > self.max_gpu_budget:
             raise ConfigError(
-                f"min_endpoint {least} needs {gpus} GPUs, and max_gpu_budget is {self.max_gpu_budget}; lower "
-                "the one or raise the other"
+                f"the workers that always stay ({least} of decode_engine_num_gpu "
+                f"{self.decode_engine_num_gpu}) have {gpus} GPUs, and max_gpu_budget is "
+                f"{self.max_gpu_budget}; {self._more_room()}"
             )
         if self.adjustment_interval < self.metric_pulling_interval:
             raise ConfigError(
@@ -162,18 +163,26 @@ class PlannerConfig:
         if self.no_operation:
             return
         kinds = list(groups)
-        for what, needed in (
-            ("all workers that are there at first", sum(self.gpus_of(role) * count for role, count in kinds)),
+        for what, needed, remedy in (
+            (
+                "all workers that are there at first",
+                sum(self.gpus_of(role) * count for role, count in kinds),
+                "lower the one or raise the other",
+            ),
             (
                 f"the workers that always stay (min_endpoint {self.min_endpoint}, {len(kinds)} kinds)",
                 sum(self.gpus_of(role) * self.least(role) for role, _ in kinds),
+                self._more_room(),
             ),
         ):
             if needed > self.max_gpu_budget:
                 raise ConfigError(
-                    f"{what} have {needed} GPUs, and max_gpu_budget is {self.max_gpu_budget}; lower the one "
-                    "or raise the other"
+                    f"{what} have {needed} GPUs, and max_gpu_budget is {self.max_gpu_budget}; {remedy}"
                 )
+
+    def _more_room(self) -> str:
+        """The way out where the workers that always stay exceed the budget."""
+        return "raise max_gpu_budget" + (", or lower min_endpoint" if self.min_endpoint > 1 else "")
 
     def least(self, role: str) -> int:
         """So many workers of a role always stay. One that answers does in any case: without it requests are

@@ -14,7 +14,7 @@ takes to start, and the budget is never exceeded by rounding.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -71,8 +71,10 @@ def decide_by_latency(
     observations: Sequence[Observation],
     *,
     other_gpus: int = 0,
+    stuck: Collection[str] = (),
 ) -> tuple[Decision, SlaState]:
-    """The decision at the end of an interval of the quick loop with these observations (at least one)."""
+    """The decision at the end of an interval of the quick loop with these observations (at least one).
+    `stuck`: roles that get no worker now, whatever is decided."""
     last, counts = observations[-1], counts_of(observations[-1])
     if state.planned_at is None:
         first = observations[0]
@@ -103,7 +105,10 @@ def decide_by_latency(
         if any(count > wanted[role] for role, count in more.items()):
             reason = why
         wanted = {role: max(count, more.get(role, 0)) for role, count in wanted.items()}
-    wanted, limit = _within_budget(config, wanted, counts, config.max_gpu_budget - other_gpus)
+    found, limit = _within_budget(config, wanted, counts, config.max_gpu_budget - other_gpus)
+    if any(found[role] > counts[role] for role in stuck):  # nobody goes to make room for who does not come
+        found = {role: max(count, min(wanted[role], counts[role])) for role, count in found.items()}
+    wanted = found
     # What is removed makes room for what is added.
     changes = [Change(role, wanted[role] - count) for role, count in counts.items()]
     changes = sorted((each for each in changes if each.count), key=lambda each: each.count)
@@ -289,13 +294,16 @@ def _within_budget(
     config: PlannerConfig, wanted: dict[str, int], counts: dict[str, int], budget: int
 ) -> tuple[dict[str, int], str]:
     """As many as so many GPUs allow, in the proportion that is wanted, and a word on that. Where not even
-    those that always stay fit, all stays as it is. Workers that are wanted further are not taken away:
-    another model's changes that are under way may count for more than they will take."""
+    those that always stay fit, all stays as it is. Where those that are there and wanted further do not fit,
+    they stay, and nobody comes: another model's changes that are under way may count for more than they will
+    take."""
     needed = _gpus(config, wanted)
-    word = f"; {needed} GPUs are wanted, and {max(0, budget)} are left of the budget"
-    budget = max(budget, _gpus(config, {role: min(count, counts[role]) for role, count in wanted.items()}))
     if needed <= budget:
         return wanted, ""
+    word = f"; {needed} GPUs are wanted, and {max(0, budget)} are left of the budget"
+    kept = {role: min(count, counts[role]) for role, count in wanted.items()}
+    if _gpus(config, kept) > budget:
+        return kept, word
     found = {
         role: min(count, max(config.least(role), math.floor(count * budget / needed)))
         for role, count in wanted.items()

@@ -143,7 +143,7 @@ def _check(request: ChatCompletionRequest, model: ServedModel) -> None:
 
 
 def _check_calls(field: str, calls: Any) -> None:
-    """Raises ApiError for calls that no template could write down."""
+    """Raises ApiError for calls that are not of OpenAI's shape, which templates read."""
     if not isinstance(calls, list | None):
         raise ApiError(400, f"{field} {calls!r:.60} is no list of calls", param=field)
     for i, call in enumerate(calls or ()):

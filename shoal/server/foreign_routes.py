@@ -63,7 +63,7 @@ def _passing_on(handler: Handler) -> Handler:
     async def handle(exchange: Exchange) -> None:
         if not exchange.models.foreign:
             return await handler(exchange)
-        if exchange.method == "GET":
+        if exchange.method in ("GET", "HEAD"):
             asked = _Asked(next(iter(exchange.query().get("model", ())), None))
         else:
             asked = decode(_Asked, exchange.body)

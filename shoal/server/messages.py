@@ -28,7 +28,7 @@ from shoal.server.tools import (
 )
 
 # See Exchange.
-NAMES = {"prompt": "messages", "structured_outputs": "output_config.format", "stop": "stop_sequences"}
+NAMES = {"prompt": "messages", "stop": "stop_sequences"}
 ERRORS = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -149,7 +149,7 @@ async def create_message(exchange: Exchange) -> None:
     request = exchange.decode(MessagesRequest)
     exchange.names |= NAMES
     model = exchange.models.find(request.model)
-    plan, params = _plan(exchange, request, model), _params(request, model)
+    plan, params = _plan(exchange, request, model), _params(exchange, request, model)
     plan.constrain(params, model.tool_call_parser, exchange.names)
     prompt = await _prompt(exchange, request, model, plan, params)
     parser = AnswerFormat(
@@ -190,7 +190,8 @@ async def count_tokens(exchange: Exchange) -> None:
     request = exchange.decode(CountTokensRequest)
     exchange.names |= NAMES
     model = exchange.models.find(request.model)
-    plan, params = _plan(exchange, request, model), SamplingParams(structured_outputs=_structured(request))
+    plan = _plan(exchange, request, model)
+    params = SamplingParams(structured_outputs=_structured(exchange, request))
     plan.constrain(params, model.tool_call_parser, exchange.names)
     prompt = await _prompt(exchange, request, model, plan, params)
     await exchange.json(TokenCount(len(prompt.token_ids)))
@@ -342,13 +343,14 @@ def _plan(exchange: Exchange, request: CountTokensRequest, model: ServedModel) -
     )
 
 
-def _structured(request: CountTokensRequest) -> StructuredOutputsParams | None:
+def _structured(exchange: Exchange, request: CountTokensRequest) -> StructuredOutputsParams | None:
     form = request.output_config.format if request.output_config is not None else None
+    exchange.names["structured_outputs"] = "output_format" if form is None else "output_config.format"
     form = form or request.output_format
     return StructuredOutputsParams(json=form.schema) if form is not None else None
 
 
-def _params(request: MessagesRequest, model: ServedModel) -> SamplingParams:
+def _params(exchange: Exchange, request: MessagesRequest, model: ServedModel) -> SamplingParams:
     given = {
         "temperature": request.temperature,
         "top_p": request.top_p,
@@ -358,7 +360,7 @@ def _params(request: MessagesRequest, model: ServedModel) -> SamplingParams:
     return SamplingParams(
         **{**model.default_params, **{k: v for k, v in given.items() if v is not None}},
         max_tokens=request.max_tokens,
-        structured_outputs=_structured(request),
+        structured_outputs=_structured(exchange, request),
     )
 
 

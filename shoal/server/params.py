@@ -12,6 +12,16 @@ from shoal.server.http import Exchange
 from shoal.server.model import Prompt, ServedModel
 from shoal.server.protocol import Prompts, ResponseFormat, StreamOptions, TextFields
 
+# Fields that say what the text must be. The last four are vLLM's older ones.
+FORMAT_FIELDS = (
+    "response_format",
+    "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
+
 
 def text_params(
     exchange: Exchange,
@@ -38,36 +48,35 @@ def text_params(
     }
     if prompt_logprobs is not None:
         more["prompt_logprobs"] = prompt_logprobs
-    formats = {
-        "response_format": from_response_format(request.response_format, request.guided_whitespace_pattern),
-        "structured_outputs": request.structured_outputs,
-        **_from_guided(request),
-    }
-    names = [name for name, wanted in formats.items() if wanted is not None]
-    if len(names) > 1:
-        raise ApiError(
-            400, f"{' and '.join(names)} each say what the text must be; give one of them", param=names[0]
-        )
-    if names:
-        more["structured_outputs"] = formats[names[0]]
-        if names[0] != "structured_outputs":
-            exchange.names["structured_outputs"] = names[0]
+    if (field := _format_field(request)) is not None:
+        if field != "structured_outputs":
+            exchange.names["structured_outputs"] = field
+        more["structured_outputs"] = _format(request, field)
     return request.sampling_params(model.default_params, model.vocab_size, **more)
 
 
-def _from_guided(request: TextFields) -> dict[str, StructuredOutputsParams]:
-    """What vLLM's older fields (guided_json and the like) ask for, by the name of the field."""
+def _format_field(request: TextFields) -> str | None:
+    """The field that says what the text must be. Raises ApiError if there are several."""
+    fields = [name for name in FORMAT_FIELDS if getattr(request, name) is not None]
+    if request.response_format is not None and request.response_format.type == "text":
+        fields.remove("response_format")
+    if len(fields) > 1:
+        raise ApiError(
+            400, f"{' and '.join(fields)} each say what the text must be; give one of them", param=fields[0]
+        )
+    return fields[0] if fields else None
+
+
+def _format(request: TextFields, field: str) -> StructuredOutputsParams | None:
     pattern = request.guided_whitespace_pattern
-    found: dict[str, StructuredOutputsParams] = {}
-    if request.guided_json is not None:
-        found["guided_json"] = StructuredOutputsParams(json=request.guided_json, whitespace_pattern=pattern)
-    if request.guided_regex is not None:
-        found["guided_regex"] = StructuredOutputsParams(regex=request.guided_regex)
-    if request.guided_choice is not None:
-        found["guided_choice"] = StructuredOutputsParams(choice=request.guided_choice)
-    if request.guided_grammar is not None:
-        found["guided_grammar"] = StructuredOutputsParams(grammar=request.guided_grammar)
-    return found
+    if field == "structured_outputs":
+        return request.structured_outputs
+    if field == "response_format":
+        return from_response_format(request.response_format, pattern)
+    kind = field.removeprefix("guided_")
+    return StructuredOutputsParams(
+        **{kind: getattr(request, field)}, whitespace_pattern=pattern if kind == "json" else None
+    )
 
 
 def from_response_format(

@@ -175,9 +175,11 @@ class Response(Struct, kw_only=True):
 
 async def create_response(exchange: Exchange) -> None:
     request = exchange.decode(ResponsesRequest)
-    exchange.names["prompt"] = "input"
     model = exchange.models.find(request.model)
     _refuse(request)
+    exchange.names["prompt"] = "input"
+    if request.truncation == "auto":
+        exchange.warn("truncation", "an input that is too long is refused here: `truncation` is ignored")
     if request.store:
         exchange.warn("store", "this server stores no responses: `store` is ignored")
     params = _params(exchange, request, model)

@@ -123,6 +123,8 @@ def test_keys_that_a_schema_names_are_allowed_and_no_others(schema, inside, outs
         ({"type": "array", "items": {"properties": {"a": INT}}}, [{"a": 1}], [7]),
         ({"items": INT}, [1, 2], "text"),
         ({"properties": {"a": INT}, "type": ["object", "null"]}, None, "text"),
+        ({"type": ["object", "null"], "anyOf": [{"properties": {"a": INT}}]}, None, "text"),
+        ({"anyOf": [{"properties": {"a": INT}}, {"type": "null"}]}, None, "text"),
         (obj(properties={"type": "string"}), {"properties": "text"}, {"properties": 7}),
     ],
 )

@@ -55,7 +55,14 @@ class Reply:
 
 
 def ask(
-    workers, path="/v1/completions", body=b'{"model":"foreign"}', headers=(), *, is_draining=False, **model
+    workers,
+    path="/v1/completions",
+    body=b'{"model":"foreign"}',
+    headers=(),
+    *,
+    method=None,
+    is_draining=False,
+    **model,
 ):
     """One request to the port, in a loop of its own."""
 
@@ -77,11 +84,11 @@ def ask(
             sent.append(message)
 
         path_only, _, query = path.partition("?")
-        method = "GET" if body is None else "POST"
+        verb = method or ("GET" if body is None else "POST")
         given[0]["body"] = body or b""
         scope = {
             "type": "http",
-            "method": method,
+            "method": verb,
             "path": path_only,
             "query_string": query.encode(),
             "headers": list(headers),
@@ -177,6 +184,7 @@ def test_a_tokenizer_is_asked_for_by_the_query():
     workers = Workers(b'{"chat_template":"x"}')
     for path in ("/tokenizer_info?model=foreign", "/tokenizer_info"):
         assert json.loads(ask(workers, path, None).body) == {"chat_template": "x"}
+    assert ask(workers, "/tokenizer_info", None, method="HEAD").status == 200 and workers.calls.pop()
     reply = ask(workers, "/tokenizer_info?model=stranger", None)
     assert reply.status == 404 and "stranger" in reply.error["message"]
     assert [call.path for call in workers.calls] == ["/tokenizer_info?model=foreign", "/tokenizer_info"]

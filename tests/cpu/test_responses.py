@@ -266,6 +266,7 @@ def test_a_response_that_shall_be_stored_is_answered_and_its_sender_warned(serve
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, None),

@@ -90,6 +90,7 @@ FORMAT = {"type": "json_schema", "schema": {"type": "none"}}
         ),
         (CHAT, {"messages": USER, "guided_json": {"type": "none"}}, "guided_json"),
         (CHAT, {"messages": USER, "guided_regex": "("}, "guided_regex"),
+        (CHAT, {"messages": USER, "guided_choice": []}, "guided_choice"),
         (
             CHAT,
             {
@@ -205,6 +206,7 @@ def test_errors_name_the_fields_of_other_apis(server):
         ("/api/chat", hello | {"format": {"type": "none"}}, "format is not usable"),
         ("/api/chat", hello | {"options": {"top_p": 7}}, "options.top_p"),
         ("/v1/messages", hello | {"output_config": {"format": FORMAT}}, "output_config.format is not usable"),
+        ("/v1/messages", hello | {"output_format": FORMAT}, "output_format is not usable"),
         ("/v1/messages", hello | {"messages": LONG}, "prompt is too long: messages has 1"),
         (
             "/v1/messages/count_tokens",

@@ -153,6 +153,28 @@ def test_they_are_taken_so_while_another_model_changes(tmp_path):
     asyncio.run(run())
 
 
+def test_one_models_decisions_keep_no_other_waiting_for_workers_that_do_not_come(tmp_path):
+    async def run():
+        cluster = Cluster()
+        cluster.counts = {"decode": 1, "both": 1}
+        components = (COMPONENTS[0], Component("n", (), "n"))
+        virtual = connector(tmp_path, cluster, 0.3, components)
+        client = VirtualClient(tmp_path)
+        await virtual.start()
+        client.complete(await client.wait())
+        assert virtual.pending("m") == 1
+        for count in (2, 3, 4):
+            await asyncio.sleep(0.15)
+            adding = asyncio.create_task(virtual.add("n", "both"))
+            decision = await client.wait()
+            cluster.counts["both"] = count
+            client.complete(decision)
+            await adding
+        assert virtual.pending("m") == 0
+
+    asyncio.run(run())
+
+
 def test_the_files_are_for_any_language(tmp_path):
     async def run():
         await connector(tmp_path, Cluster()).start()

@@ -208,6 +208,44 @@ def test_a_worker_that_was_given_up_is_none_of_those_that_have_a_role_and_none_t
     run(tmp_path, test, TWO_GPUS)
 
 
+@pytest.mark.parametrize("later_s", [0.1 * number for number in range(10)])
+def test_a_fleet_has_hope_when_the_first_worker_of_a_planner_does_not_start(tmp_path, later_s):
+    """Others may serve, and the planner tries it again: the fleet had ended, depending on who looked when."""
+
+    async def test(slow, connector):
+        slow.is_bad = True
+        await asyncio.sleep(later_s)
+        hopeless = asyncio.create_task(connector.until_hopeless())
+        for _ in range(3):
+            with pytest.raises(UnavailableError, match="does not stay alive, and is taken back"):
+                await connector.add("m", "both")
+            await asyncio.sleep(5.0)
+            assert not hopeless.done() and not connector.roles()
+        hopeless.cancel()
+
+    run(tmp_path, test, ONE_GPU)
+
+
+def test_no_more_of_those_that_were_given_up_are_forgotten_than_make_room(tmp_path):
+    async def test(slow, connector):
+        slow.given_up |= {"a-1", "b-1"}
+        with pytest.raises(ConfigError, match="needs 3 devices"):
+            await connector.add("large", "both")
+        assert set(slow.names) == {"a-1", "b-1"}
+        assert await connector.add("m", "both") == "m-1"
+        assert set(slow.names) == {"b-1", "m-1"}
+
+    gpus = ("0", "1")
+    failing = [
+        Component(name, ("run",), name, devices=gpus, count=1, shares_devices=True) for name in ("a", "b")
+    ]
+    one = Component("m", ("run",), "m", devices=gpus, count=0, shares_devices=True)
+    three = Component(
+        "large", ("run",), "large", devices=gpus, devices_per_worker=3, count=0, shares_devices=True
+    )
+    run(tmp_path, test, *failing, one, three)
+
+
 def test_a_fleet_has_hope_while_a_worker_that_was_given_up_is_replaced_and_none_when_that_failed(tmp_path):
     async def test(slow, connector):
         await connector.remove("m", "both")

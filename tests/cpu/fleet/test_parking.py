@@ -120,6 +120,23 @@ def test_a_worker_that_does_not_come_to_its_sleep_is_not_awaited_for_ever(monkey
     run(test)
 
 
+def test_a_worker_that_falls_asleep_without_an_answer_is_parked():
+    async def test():
+        host = Host("m-1", "m-2")
+
+        async def command(command, worker_ids, *, model, rolling):
+            host.workers["m-2"].is_asleep = True
+            return CommandResults(errors={"m-2": UnavailableError("its connection broke")})
+
+        host.command, said = command, host.command
+        parked = parking(host)
+        assert await parked.remove("m", "both") == "m-2" and host.noted == {"m-2": True}
+        host.command = said
+        assert await parked.add("m", "both") == "m-2" and host.noted == {"m-2": False}
+
+    run(test)
+
+
 def test_what_sleeps_is_not_removed_again():
     async def test():
         host = Host("m-1")

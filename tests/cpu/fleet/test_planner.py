@@ -231,6 +231,15 @@ def test_a_change_that_failed_waits_twice_as_long_each_time():
         assert changes(late) == [GROW]
 
 
+def test_an_addition_that_waits_begins_no_grace():
+    config = PlannerConfig(grace_freezes_both=True)
+    waiting = seen(0.95, queue=1, at=110.0, failures=[Failure("decode", 1, 1, 100.0)])
+    for before, after in ((0, 0), (2, 1)):
+        decision, state = decide(config, PlannerState(before), [waiting])
+        assert decision.changes == [] and state.grace == after
+    assert changes(seen(0.95, queue=1, at=121.0), config=config) == [GROW]
+
+
 def test_what_needs_the_room_of_a_worker_whose_removal_waits_is_left_out_too():
     failures = [Failure("prefill", -1, 1, 100.0)]
     observation = seen(0.99, prefill=2, queue=0, at=101.0, failures=failures)

@@ -488,6 +488,22 @@ def test_a_budget_that_another_models_changes_take_for_a_while_costs_no_worker()
     assert clients.ask(60, rate=0.0) == {"both": 1}
 
 
+def test_nobody_goes_to_make_room_for_a_worker_who_is_not_added_now():
+    """Prefill has too many of a budget that is too small; of decode none starts."""
+    settings = config(max_gpu_budget=6)
+    clients = Clients(workers=1, prefill=5, settings=settings)
+    look = clients.look
+    clients.look = lambda: msgspec.structs.replace(look(), failures=[Failure("decode", 1, 9, clients.now)])
+    assert clients.ask(60, rate=60.0, generated=200) == {"decode": 1, "prefill": 5}
+    assert Clients(workers=1, prefill=5, settings=settings).ask(60, rate=60.0, generated=200)["decode"] > 1
+
+
+def test_a_budget_that_others_have_taken_changes_no_role_for_another():
+    clients = Clients(workers=1, prefill=5, settings=config(max_gpu_budget=6))
+    clients.other_gpus = 2
+    assert clients.ask(60, rate=60.0, generated=200) == {"decode": 1, "prefill": 5}
+
+
 def test_a_change_that_has_failed_waits_in_this_mode_too():
     clients = Clients(workers=1)
     look = clients.look
