@@ -43,6 +43,15 @@ class Batch:
     num_gpus: int
     failed: set[tuple[str, str, int]] = field(default_factory=set)
 
+    def workers(self, sign: int) -> list[tuple[str, str]]:
+        """Model and role of each worker that is to be added (1) or removed (-1)."""
+        return [
+            (model, change.role)
+            for model, decision in self.decisions
+            for change in decision.changes
+            for _ in range(sign * change.count)
+        ]
+
 
 class PlannerLoop:
     def __init__(
@@ -157,39 +166,42 @@ class PlannerLoop:
             task.add_done_callback(self._batches.pop)
 
     async def _carry_out(self, batch: Batch) -> None:
-        """Workers change their role; others end one after the other, which makes room; then those that are
-        added start side by side. Where workers that were to make room have stayed, only as many are added as
-        the budget allows beside them."""
+        """Workers change their role. Then others end one after the other, beside those that start where there
+        is room; the rest starts in the room that was made. Where a worker that was to make room has stayed,
+        as many are added as the budget allows beside it."""
         for model, decision in batch.decisions:
             for move in decision.moves:
                 for _ in range(move.count):
                     work = self._fleet.change_role(model, move.role, move.to)
                     outcome = f"has the role {move.to}"
                     await self._carry_out_one(batch, "move", model, move.role, work, outcome)
-        stayed_gpus = 0
-        for model, decision in batch.decisions:
-            for change in decision.changes:
-                for _ in range(-change.count):
-                    role, work = change.role, self._fleet.remove(model, change.role)
-                    if not await self._carry_out_one(batch, "remove", model, role, work, "serves no more"):
-                        stayed_gpus += self.config.gpus_of(role)
-        added = [
-            (model, change.role)
-            for model, decision in batch.decisions
-            for change in decision.changes
-            for _ in range(change.count)
-        ]
-        gpus = batch.num_gpus + stayed_gpus - sum(self.config.gpus_of(role) for _, role in added)
+        removed, added = batch.workers(-1), batch.workers(1)
+        gpus = batch.num_gpus  # of all workers, those that start among them
+        gpus += sum(self.config.gpus_of(role) for _, role in removed)
+        gpus -= sum(self.config.gpus_of(role) for _, role in added)
         async with asyncio.TaskGroup() as group:
+            late = []
             for model, role in added:
-                if stayed_gpus and gpus + self.config.gpus_of(role) > self.config.max_gpu_budget:
+                if gpus + self.config.gpus_of(role) > self.config.max_gpu_budget:
+                    late.append((model, role))
+                    continue
+                gpus += self.config.gpus_of(role)
+                group.create_task(self._add(batch, model, role))
+            for model, role in removed:
+                work = self._fleet.remove(model, role)
+                if await self._carry_out_one(batch, "remove", model, role, work, "serves no more"):
+                    gpus -= self.config.gpus_of(role)
+            for model, role in late:
+                if gpus + self.config.gpus_of(role) > self.config.max_gpu_budget:
                     what = f"no {role} worker of {model} is added, as one that was to make room has stayed"
                     logger.error("planner: %s", what)
                     batch.left[model] -= 1
                     continue
                 gpus += self.config.gpus_of(role)
-                work = self._fleet.add(model, role)
-                group.create_task(self._carry_out_one(batch, "add", model, role, work, "is ready"))
+                group.create_task(self._add(batch, model, role))
+
+    async def _add(self, batch: Batch, model: str, role: str) -> None:
+        await self._carry_out_one(batch, "add", model, role, self._fleet.add(model, role), "is ready")
 
     async def _carry_out_one(
         self, batch: Batch, kind: str, model: str, role: str, work: Awaitable[str], outcome: str

@@ -235,11 +235,18 @@ def test_a_worker_changes_its_role_where_one_role_shrinks_and_the_other_grows():
 
 
 class Stuck(Apart):
-    """No worker of it can be removed: a person has started them, say."""
+    """No worker of it can be removed: a person has started them, say. `drain_s`: a removal takes so long, and is
+    done."""
+
+    drain_s = 0.0
 
     async def remove(self, model, role):
         self.done.append(("remove", role))
-        raise UnavailableError("the worker has not ended")
+        if not self.drain_s:
+            raise UnavailableError("the worker has not ended")
+        await asyncio.sleep(self.drain_s)
+        self.counts[role] -= 1
+        return "m-1"
 
     async def add(self, model, role):
         self.done.append(("add", role))
@@ -247,9 +254,10 @@ class Stuck(Apart):
         return "m-9"
 
 
-def plan_stuck(seconds, max_gpu_budget, record=None):
+def plan_stuck(seconds, max_gpu_budget, record=None, drain_s=0.0):
     """Prefill is to shrink and decode to grow."""
     fleet, config = Stuck(prefill=2, decode=1), PlannerConfig(max_gpu_budget=max_gpu_budget)
+    fleet.drain_s = drain_s
 
     async def run():
         planning = asyncio.create_task(PlannerLoop(config, fleet, LoopClock(), record).run())
@@ -263,6 +271,14 @@ def plan_stuck(seconds, max_gpu_budget, record=None):
 def test_nothing_is_added_in_the_room_of_a_worker_that_has_stayed():
     fleet = plan_stuck(35, max_gpu_budget=3)
     assert fleet.done == [("remove", "prefill")] * 2  # after 10 s and 30
+
+
+def test_a_worker_that_ends_slowly_keeps_only_those_from_starting_who_need_its_room():
+    for budget, added in ((3, []), (4, [("add", "decode")])):
+        fleet = plan_stuck(200, max_gpu_budget=budget, drain_s=500.0)
+        assert sorted(fleet.done) == [*added, ("remove", "prefill")]
+        fleet = plan_stuck(515, max_gpu_budget=budget, drain_s=500.0)
+        assert fleet.counts == {"prefill": 1, "decode": 2}
 
 
 def test_a_worker_that_cannot_be_removed_keeps_none_from_being_added_for_which_there_is_room():
