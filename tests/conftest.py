@@ -74,6 +74,16 @@ def build(root, engine_options):
 
 
 @pytest.fixture
+def new_children():
+    """The children that this process has got since the test began. Others may live on: multiprocessing's, and
+    processes that several files share."""
+    import psutil
+
+    before = psutil.Process().children()
+    return lambda: [process for process in psutil.Process().children() if process not in before]
+
+
+@pytest.fixture
 def trainer():
     """Starts trainers as tests.trainer.start does; all are ended after the test."""
     from tests.trainer import start

@@ -491,13 +491,6 @@ def test_what_keeps_the_engine_from_starting_is_raised_here(options, kind, words
         asyncio.run(AsyncLLM.start(config(checkpoint, **options)))
 
 
-@pytest.fixture
-def new_children():
-    """The children that this process has got since the test began."""
-    before = psutil.Process().children()
-    return lambda: [process for process in psutil.Process().children() if process not in before]
-
-
 def test_a_core_that_dies_while_it_starts(checkpoint, new_children):
     async def start():
         starting = asyncio.create_task(AsyncLLM.start(config(checkpoint)))

@@ -88,10 +88,10 @@ def test_the_group_is_there_before_its_ranks_are(start):
     assert is_there_s < (time.monotonic() - begin) / 2
 
 
-def test_what_cannot_be_sent_at_the_start_leaves_no_rank_behind():
+def test_what_cannot_be_sent_at_the_start_leaves_no_rank_behind(new_children):
     with pytest.raises(TypeError, match=r"argument 0 of 'toy_worker:toy'.*object"):
         WorkerGroup(2, TARGET, {"x": object()})
-    assert not psutil.Process().children()
+    assert not new_children()
 
 
 def test_several_commands_may_be_under_way(start):
@@ -247,10 +247,10 @@ def test_an_error_in_a_factory_is_raised_here(start, name, kind, message):
         group.check()
 
 
-def test_a_rank_that_refuses_to_start_ends_the_others(start):
+def test_a_rank_that_refuses_to_start_ends_the_others(start, new_children):
     group = start(3, factory("choosy_factory"))
     wait_until(lambda: group.failed, "nobody noticed")
-    wait_until(lambda: all(gone(child.pid) for child in psutil.Process().children()), "rank 1 lives on")
+    wait_until(lambda: all(gone(child.pid) for child in new_children()), "rank 1 lives on")
     with pytest.raises(CheckpointError, match="rank 2: not with me"):
         group.check()
 
