@@ -65,6 +65,12 @@ def open_page(browser, served):  # noqa: F811 - the fixture
         yield open_page
 
 
+def reload(page, num_models=1):
+    """Until the models are there, the page takes no message."""
+    page.reload()
+    expect(page.locator("#model option")).to_have_count(num_models, timeout=WAIT_MS)
+
+
 def ask(page, text, wait=True):
     page.get_by_label("Message").fill(text)
     page.keyboard.press("Enter")
@@ -278,7 +284,7 @@ def test_the_oldest_conversations_make_room(open_page, served):
     page = open_page()
     page.evaluate("""for (let i = 0; i < MOST_CONVERSATIONS; i++)
         storeConversation({...newConversation("old" + i, ""), title: "old " + i, changed: i})""")
-    page.reload()
+    reload(page)
     ask(page, "One more?")
     kept = page.evaluate("Object.keys(localStorage).filter(name => name.startsWith(ENTRY))")
     assert len(kept) == len(titles(page)) == 100
@@ -301,8 +307,7 @@ def test_a_draft_outlives_a_reload_and_a_suggestion(open_page, served):
     served.say("It scatters.")
     page = open_page()
     page.get_by_label("Message").fill("half a question")
-    page.reload()
-    expect(page.locator("#model option")).to_have_count(1)
+    reload(page)
     page.get_by_role("button", name="Why is the sky blue?").click()
     expect(page.locator(".turn.assistant .body")).to_have_text("It scatters.", timeout=WAIT_MS)
     assert page.get_by_label("Message").input_value() == "half a question"
@@ -314,14 +319,12 @@ def test_storage_that_is_forbidden_or_broken_costs_no_page(open_page, served):
     page.evaluate(
         """localStorage.setItem("shoal.chat.a", "{"); localStorage.setItem("shoal.chat.b", "null")"""
     )
-    page.reload()
-    expect(page.locator("#model option")).to_have_count(1, timeout=WAIT_MS)  # before that it takes no message
+    reload(page)
     ask(page, "Well?")
     assert titles(page) == ["Well?"]
     page.add_init_script("""for (const name of ["localStorage", "sessionStorage"])
         Object.defineProperty(window, name, {get() { throw new DOMException("forbidden", "SecurityError") }})""")
-    page.reload()
-    expect(page.locator("#model option")).to_have_count(1, timeout=WAIT_MS)  # before that it takes no message
+    reload(page)
     assert ask(page, "Well?").locator(".body").inner_text() == "Yes."
     expect(page.locator("#notice")).to_contain_text("switched off")
 
@@ -458,8 +461,7 @@ def test_the_model_can_be_picked_and_stays_with_the_conversation(open_page):
         with page.expect_request("**/v1/chat/completions") as asked:
             ask(page, "Hi")
         assert asked.value.post_data_json["model"] == "other"
-        page.reload()
-        expect(page.locator("#model option")).to_have_count(2)
+        reload(page, num_models=2)
         expect(page.get_by_label("Model")).to_have_value("other")
 
 
