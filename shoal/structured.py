@@ -37,8 +37,8 @@ FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 )
 
-# Keywords that say, or may say, of what type a value is.
 BRANCHES = ("allOf", "anyOf", "oneOf")
+# Keywords that say, or may say, of what type a value is.
 TYPING = frozenset({"type", "enum", "const", "$ref", "not", *BRANCHES})
 LIMITS = LLParserLimits(
     max_lexer_states=50_000,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
-from collections import Counter
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import IO
@@ -39,7 +38,7 @@ class Batch:
     `failed`: model, role and COUNTS of changes that have failed in it."""
 
     decisions: list[tuple[str, Decision]]
-    left: Counter[str]
+    left: collections.Counter[str]
     num_gpus: int
     failed: set[tuple[str, str, int]] = field(default_factory=set)
 
@@ -159,7 +158,7 @@ class PlannerLoop:
                 advice = ", which is advice only (no_operation)" if self.config.no_operation else ""
                 logger.info("planner: %s of %s%s: %s", _in_words(decision), model, advice, decision.reason)
         if decisions and not self.config.no_operation:
-            left = Counter({model: _num_changes(decision) for model, decision in decisions})
+            left = collections.Counter({model: _num_changes(decision) for model, decision in decisions})
             batch = Batch(decisions, left, self._planner.num_gpus)
             task = start(self._carry_out(batch))
             self._batches[task] = batch
@@ -193,8 +192,11 @@ class PlannerLoop:
                     gpus -= self.config.gpus_of(role)
             for model, role in late:
                 if gpus + self.config.gpus_of(role) > self.config.max_gpu_budget:
-                    what = f"no {role} worker of {model} is added, as one that was to make room has stayed"
-                    logger.error("planner: %s", what)
+                    logger.error(
+                        "planner: no %s worker of %s is added, as one that was to make room has stayed",
+                        role,
+                        model,
+                    )
                     batch.left[model] -= 1
                     continue
                 gpus += self.config.gpus_of(role)

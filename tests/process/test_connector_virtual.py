@@ -16,6 +16,8 @@ COMPONENTS = (
     Component("m-prefill", (), "m", role="prefill", count=1),
 )
 
+TWO_MODELS = (COMPONENTS[0], Component("n", (), "n"))
+
 
 class Cluster:
     """A Registry whose workers are there as soon as the orchestrator has said so."""
@@ -136,8 +138,7 @@ def test_they_are_taken_so_while_another_model_changes(tmp_path):
     async def run():
         cluster = Cluster()
         cluster.counts = {"decode": 2, "both": 1}
-        components = (COMPONENTS[0], Component("n", (), "n"))
-        virtual, client = connector(tmp_path, cluster, components=components), VirtualClient(tmp_path)
+        virtual, client = connector(tmp_path, cluster, components=TWO_MODELS), VirtualClient(tmp_path)
         await virtual.start()
         client.complete(await client.wait())
         adding = asyncio.create_task(virtual.add("n", "both"))
@@ -157,9 +158,7 @@ def test_one_models_decisions_keep_no_other_waiting_for_workers_that_do_not_come
     async def run():
         cluster = Cluster()
         cluster.counts = {"decode": 1, "both": 1}
-        components = (COMPONENTS[0], Component("n", (), "n"))
-        virtual = connector(tmp_path, cluster, 0.3, components)
-        client = VirtualClient(tmp_path)
+        virtual, client = connector(tmp_path, cluster, 0.3, TWO_MODELS), VirtualClient(tmp_path)
         await virtual.start()
         client.complete(await client.wait())
         assert virtual.pending("m") == 1

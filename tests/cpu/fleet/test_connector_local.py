@@ -127,6 +127,19 @@ def test_a_worker_that_starts_during_a_look_keeps_its_place_when_the_file_is_los
 TWO_GPUS = Component("m", ("run",), "m", devices=("0", "1"), count=2)
 
 
+def sharing(name, count=1, devices_per_worker=1):
+    """Workers of one of several kinds that share two GPUs."""
+    return Component(
+        name,
+        ("run",),
+        name,
+        devices=("0", "1"),
+        devices_per_worker=devices_per_worker,
+        shares_devices=True,
+        count=count,
+    )
+
+
 def places(tmp_path):
     """The GPUs of each worker that has a place."""
     components = StateFile(tmp_path).read().components
@@ -168,31 +181,21 @@ def test_workers_that_are_added_at_once_take_no_place_of_one_that_was_given_up_t
 
 
 def test_a_gpu_of_a_worker_that_was_given_up_is_free_for_those_who_share_it(tmp_path):
-    shared = [
-        Component(name, ("run",), name, devices=("0", "1"), shares_devices=True, count=count)
-        for name, count in (("a", 1), ("b", 1))
-    ]
-
     async def test(slow, connector):
         await give_up(slow, connector, "a-1")
         assert await connector.add("b", "both") == "b-2"
         assert places(tmp_path) == {"b-1": ["1"], "b-2": ["0"]} and slow.names == ["b-1", "b-2"]
 
-    run(tmp_path, test, *shared)
+    run(tmp_path, test, sharing("a"), sharing("b"))
 
 
 def test_a_worker_that_was_given_up_stays_noted_where_others_find_room_without_its_gpu(tmp_path):
-    shared = [
-        Component(name, ("run",), name, devices=("0", "1"), shares_devices=True, count=count)
-        for name, count in (("a", 1), ("b", 0))
-    ]
-
     async def test(slow, connector):
         await give_up(slow, connector, "a-1")
         assert await connector.add("b", "both") == "b-1"
         assert places(tmp_path) == {"a-1": ["0"], "b-1": ["1"]}
 
-    run(tmp_path, test, *shared)
+    run(tmp_path, test, sharing("a"), sharing("b", 0))
 
 
 def test_a_worker_that_was_given_up_is_none_of_those_that_have_a_role_and_none_that_is_removed_first(
@@ -235,15 +238,9 @@ def test_no_more_of_those_that_were_given_up_are_forgotten_than_make_room(tmp_pa
         assert await connector.add("m", "both") == "m-1"
         assert set(slow.names) == {"b-1", "m-1"}
 
-    gpus = ("0", "1")
-    failing = [
-        Component(name, ("run",), name, devices=gpus, count=1, shares_devices=True) for name in ("a", "b")
-    ]
-    one = Component("m", ("run",), "m", devices=gpus, count=0, shares_devices=True)
-    three = Component(
-        "large", ("run",), "large", devices=gpus, devices_per_worker=3, count=0, shares_devices=True
+    run(
+        tmp_path, test, sharing("a"), sharing("b"), sharing("m", 0), sharing("large", 0, devices_per_worker=3)
     )
-    run(tmp_path, test, *failing, one, three)
 
 
 def test_a_fleet_has_hope_while_a_worker_that_was_given_up_is_replaced_and_none_when_that_failed(tmp_path):
