@@ -196,12 +196,13 @@ class Tokenizer:
                 f"the prompt {text!r:.80} is no text of whole characters; give a str without lone surrogates"
             ) from None
         except BaseException as error:
-            if not _is_panic(error):
+            if type(error) is not Exception and not _is_panic(error):
                 raise
-            # A pattern of the checkpoint's pre-tokenizer needed too many tries.
+            # The library raises a bare Exception where the vocabulary lacks the model's own unk_token, and
+            # panics where a pattern of the checkpoint's pre-tokenizer needs too many tries.
             raise RequestError(
                 f"the model's tokenizer cannot take the prompt {text!r:.80}: {error}; "
-                "shorten it, or give another tokenizer with the option `tokenizer`"
+                "change or shorten it, or give another tokenizer with the option `tokenizer`"
             ) from None
 
     @functools.cached_property
