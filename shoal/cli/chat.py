@@ -15,8 +15,9 @@ from typing import Any
 
 from shoal.api import SamplingParams
 from shoal.cli.speakers import MAX_TOKENS, ContextFullError, Message, Piece, Settings, Speaker
-from shoal.errors import RequestError, ShoalError
+from shoal.errors import ConfigError, RequestError, ShoalError
 from shoal.options import SAMPLING
+from shoal.user_folders import state_folder
 from shoal.version import __version__
 
 HISTORY_LINES = 1000
@@ -54,19 +55,18 @@ class Keyboard:
                 self._open_history()
 
     def _open_history(self) -> None:
-        state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-        path = state / "shoal" / "chat_history"
         self._readline.set_history_length(HISTORY_LINES)
         self._readline.parse_and_bind("tab: complete")
         self._readline.set_completer(self._complete)
         self._readline.set_completer_delims(" ")
         try:
+            path = state_folder() / "chat_history"
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             os.close(os.open(path, os.O_CREAT | os.O_RDONLY, 0o600))
             path.chmod(0o600)
             self._readline.read_history_file(path)
             self._history = path
-        except OSError as error:
+        except (OSError, ConfigError) as error:
             note(f"the history of what you type is not kept: {error}")
         self._num_kept = self._readline.get_current_history_length()
 

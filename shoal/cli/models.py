@@ -14,6 +14,7 @@ from typing import Any
 
 from shoal.config import DEFAULT_MODEL
 from shoal.errors import CheckpointError, ConfigError
+from shoal.user_folders import cache_folder
 from shoal.weights import default_model, store
 from shoal.weights.source import resolve
 
@@ -33,7 +34,7 @@ class CachedModel:
 def cached_models(download_dir: str | None = None) -> list[CachedModel]:
     """The default model, what the hub's cache holds (`download_dir`, or the hub library's own), and what was
     copied from stores."""
-    path = default_model.cache_folder() / default_model.FILE
+    path = cache_folder() / default_model.FILE
     default = CachedModel(DEFAULT_MODEL, "pypi", str(path), is_downloaded=False)
     if path.exists():
         status = path.stat()

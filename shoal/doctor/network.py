@@ -32,7 +32,7 @@ LEAST_PAYLOAD = 1 << 20  # bytes of a message, which is what NATS has if nobody 
 ROUND_TRIPS = 5  # the least of them is the distance; a busy machine is late for some
 SLOW_S = 0.05  # a round trip to the plane; leases are renewed and requests sent by it
 MOST_SKEW_S = 2.0
-KUBECONFIG = Path.home() / ".kube" / "config"
+KUBECONFIG = os.path.expanduser("~/.kube/config")
 RAYS_OWN = ("auto", "local")  # words for a cluster that Ray finds or starts on this host
 POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
@@ -231,7 +231,7 @@ def kubernetes(asked: Asked) -> Findings:
     """Whether the connector could patch the Deployments of the fleet's workers."""
     is_asked = asked.planner.connector == "kubernetes"
     if not is_asked:
-        where = os.environ.get("KUBECONFIG") or (KUBECONFIG if KUBECONFIG.exists() else None)
+        where = os.environ.get("KUBECONFIG") or (KUBECONFIG if os.path.exists(KUBECONFIG) else None)
         if POD.exists() or where is not None:
             yield works("Kubernetes", f"access by {'this pod' if POD.exists() else where}", is_asked=False)
         return

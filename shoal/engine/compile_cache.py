@@ -27,8 +27,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from shoal.io_threads import IoThreads
-from shoal.kernels.c_library import cache_folder
 from shoal.object_store import ObjectStore, shown
+from shoal.user_folders import cache_folder
 
 logger = logging.getLogger(__name__)
 

@@ -11,9 +11,13 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from shoal.user_folders import cache_folder
+
+INSTALL = "install a C compiler (apt install gcc libc6-dev, dnf install gcc, apk add gcc musl-dev)"
+
 
 class BuildError(Exception):
-    """Why there is no library. Callers turn it into a warning, or an error that says what to install."""
+    """Why there is no library, and what mends that. Callers turn it into a warning or an error."""
 
 
 def build(
@@ -24,11 +28,10 @@ def build(
     libraries: Sequence[str] = (),
 ) -> Path:
     """Returns the path of the library, and compiles it unless the cache folder has it. Processes may do so at
-    the same time: each renames its own file, and all files are alike. Raises BuildError, or an OSError of the
-    file system."""
+    the same time: each renames its own file, and all files are alike. Raises BuildError."""
     compiler = next((path for name in ("gcc", "cc") if (path := shutil.which(name))), None)
     if compiler is None:
-        raise BuildError("neither gcc nor cc is on the PATH")
+        raise BuildError(f"neither gcc nor cc is on the PATH; {INSTALL}")
     key = hashlib.sha256(
         "\0".join((*flags, compiler, str(os.stat(compiler).st_mtime_ns), _processor())).encode()
     )
@@ -37,17 +40,15 @@ def build(
     cache = cache_folder()
     target = cache / f"{folder.name}-{key.hexdigest()[:16]}.so"
     if not target.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=cache) as work:
-            os.replace(_compile(compiler, folder, sources, flags, libraries, Path(work)), target)
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=cache) as work:
+                os.replace(_compile(compiler, folder, sources, flags, libraries, Path(work)), target)
+        except OSError as error:
+            raise BuildError(
+                f"it cannot be kept in {cache} ({error}); set SHOAL_CACHE to a folder that can be written"
+            ) from None
     return target
-
-
-def cache_folder() -> Path:
-    """Returns $SHOAL_CACHE, or else shoal's folder in the user's cache."""
-    if folder := os.environ.get("SHOAL_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
 
 
 def _compile(
@@ -74,7 +75,7 @@ def _compile(
         errors = [(linked.stderr, linked.returncode)]
     for text, code in errors:
         if code:
-            raise BuildError(f"{compiler} failed with exit code {code}: {text.strip()[-500:]}")
+            raise BuildError(f"{compiler} failed with exit code {code}: {text.strip()[-500:]}; {INSTALL}")
     return library
 
 

@@ -168,15 +168,11 @@ def describe_sequences(step: StepInput) -> Sequences:
 @functools.cache
 def load() -> ctypes.CDLL | None:
     """Returns the library for this processor, and builds it if need be. Where that fails it returns None,
-    after one warning that says what to install."""
+    after one warning that says what mends that."""
     try:
         return open_library(build((*FLAGS, NATIVE)))
     except (c_library.BuildError, OSError) as error:
-        logger.warning(
-            "no C kernels for the CPU, so slower PyTorch paths are used: %s. A C compiler mends that "
-            "(apt install gcc libc6-dev, dnf install gcc, apk add gcc musl-dev)",
-            error,
-        )
+        logger.warning("no C kernels for the CPU, so slower PyTorch paths are used: %s", error)
         return None
 
 

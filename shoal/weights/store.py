@@ -33,7 +33,7 @@ from tqdm import tqdm
 from shoal.errors import CheckpointError, ConfigError
 from shoal.io_threads import IoThreads
 from shoal.object_store import ObjectStore, shown
-from shoal.weights.default_model import cache_folder
+from shoal.user_folders import cache_folder
 
 logger = logging.getLogger(__name__)
 

@@ -3,6 +3,7 @@ made up, in the form in which nvidia-smi and doctor/torch_probe.py tell of them.
 
 import inspect
 import json
+import os
 import shutil
 import sys
 import time
@@ -310,6 +311,16 @@ def test_without_a_folder_for_temporary_files_nothing_is_served_and_the_others_a
     lacking = found["temporary files"]
     assert lacking.verdict is FAILS and lacking.is_asked and "'/tmp'" in lacking.found
     assert "TMPDIR" in lacking.remedy and "models" in found
+
+
+def test_a_user_without_a_home_folder_is_told_what_to_set(monkeypatch):
+    for name in ("SHOAL_CACHE", "XDG_CACHE_HOME", "XDG_STATE_HOME", "HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a user whom passwd does not have
+    for check, about in ((machine.folders, "folders"), (fleet_file.models, "model smollm2")):
+        (finding,) = check(what_is_asked(None, {"model": "smollm2"}))
+        assert (finding.about, finding.verdict, finding.remedy) == (about, FAILS, "Set HOME.")
+        assert "has no home folder" in finding.found
 
 
 def test_a_required_package_that_is_missing_or_too_old_is_named(monkeypatch):

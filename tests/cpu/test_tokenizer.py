@@ -246,12 +246,16 @@ def test_a_pattern_that_never_ends_is_an_error_of_the_request(tmp_path):
     assert tokenizer.encode("b") == backend.encode("b", add_special_tokens=True).ids
 
 
-def test_a_character_without_a_token_is_an_error_of_the_request_if_the_model_has_none_for_unknown_ones(tmp_path):
+def test_a_character_without_a_token_is_an_error_of_the_request_if_the_model_has_none_for_unknown_ones(
+    tmp_path,
+):
     backend = Backend(models.BPE(vocab={"a": 0, "b": 1}, merges=[], unk_token="<nowhere>"))
     backend.decoder = decoders.ByteLevel()
     tokenizer = Tokenizer.from_folder(write(tmp_path, backend))
     for text in ("abc", "c" * 5000):
-        with pytest.raises(RequestError, match="cannot take the prompt .*<nowhere>.* not found in the vocab"):
+        with pytest.raises(
+            RequestError, match=r"cannot take the prompt .*<nowhere>.* not found in the vocab"
+        ):
             tokenizer.encode(text)
     assert tokenizer.encode("ab") == [0, 1]
 

@@ -231,22 +231,6 @@ def test_a_cache_folder_that_cannot_be_written_is_named(wheel, monkeypatch):
         resolve("smollm2")
 
 
-@pytest.mark.parametrize(
-    "variables, expected",
-    [
-        ({"SHOAL_CACHE": "/a"}, "/a"),
-        ({"XDG_CACHE_HOME": "/b"}, "/b/shoal"),
-        ({"HOME": "/c"}, "/c/.cache/shoal"),
-    ],
-)
-def test_the_cache_folder_follows_the_environment(variables, expected, monkeypatch):
-    for name in ("SHOAL_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in variables.items():
-        monkeypatch.setenv(name, value)
-    assert default_model.cache_folder() == Path(expected)
-
-
 def test_headers_say_how_large_a_model_is(folder):
     before = summarize(resolve(str(folder)))
     save_file({"a": np.ones((3, 5), np.float16), "b": np.ones(7, np.float32)}, folder / "model-1.safetensors")
