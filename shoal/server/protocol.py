@@ -28,6 +28,8 @@ MOST_VALUES = 1_000_000  # JSON values in a body
 MOST_CONTAINERS = 100_000  # lists and objects among them
 MISSING = "Object missing required field "
 UNKNOWN = "Object contains unknown field "  # of a Struct that forbids them
+GOT_FLOAT = "got `float`"
+MOST_EXACT = 1 << 53  # beyond it a float stands for several integers
 
 # Fields of OpenAI's and Anthropic's APIs that are no part of a Struct, and whose sender misses nothing here:
 # what they order is another company's storage, price or filter, or a hint to its cache. `verbosity` is a hint
@@ -282,6 +284,8 @@ def decode(kind: type[T], body: bytes) -> T:
             return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
         message, _, path = str(error).partition(" - at ")
+        if message.endswith(GOT_FLOAT) and (with_integers := _with_integers(body)) != body:
+            return decode(kind, with_integers)
         field = path.replace("`", "").removeprefix("key in ").removeprefix("$.") or None
         if message.startswith(MISSING):
             name = message.removeprefix(MISSING).strip("`")
@@ -300,6 +304,23 @@ def decode(kind: type[T], body: bytes) -> T:
         raise ApiError(400, "the body is nested too deeply") from None
     except msgspec.DecodeError as error:
         raise ApiError(400, f"the body is no JSON: {error}") from None
+
+
+def _with_integers(body: bytes) -> bytes:
+    """The same JSON with 2 in place of 2.0, which clients send whose language knows no integers. What cannot
+    be read stays as it is."""
+    try:
+        return msgspec.json.encode(_INTEGERS.decode(body))
+    except (ValueError, RecursionError):
+        return body
+
+
+def _number(text: str) -> int | float:
+    number = float(text)
+    return int(number) if number.is_integer() and abs(number) <= MOST_EXACT else number
+
+
+_INTEGERS = msgspec.json.Decoder(float_hook=_number)
 
 
 @contextlib.contextmanager

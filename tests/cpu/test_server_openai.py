@@ -8,6 +8,7 @@ import openai
 import pytest
 
 from shoal.server.notices import MAX_TOLD, Notices
+from tests import http_shapes
 from tests.fake_server import NAME, FakeServer, engine_saying, ids_of
 
 TEXT = "hello world, how are you? "
@@ -222,6 +223,28 @@ def test_structured_outputs_reach_the_engine(server):
         assert getattr(server.engine.seen[-1].params.structured_outputs, expected[0]) == expected[1]
     assert server.json("/v1/completions", {"prompt": "x", "response_format": {"type": "text"}})[0] == 200
     assert server.engine.seen[-1].params.structured_outputs is None
+
+
+def with_floats(value):
+    """As the JSON of a language without integers: 2.0 for 2."""
+    if isinstance(value, dict):
+        return {key: with_floats(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [with_floats(inner) for inner in value]
+    return float(value) if type(value) is int else value
+
+
+@pytest.mark.parametrize("path", sorted(http_shapes.BODIES.keys() - http_shapes.ADMIN_PATHS))
+def test_whole_floats_are_integers_as_in_json_schema(path, server):
+    body = {key: value for key, value in http_shapes.BODIES[path].items() if key != "tools"}
+    assert server.request(path, with_floats(body))[0] == server.request(path, body)[0] == 200
+
+
+def test_other_floats_are_no_integers_and_named_though_whole_ones_are_beside_them(server):
+    status, _, text = server.request(
+        "/v1/completions", {"prompt": "x", "max_tokens": 2.0, "n": 1.5, "seed": 3.0}
+    )
+    assert status == 400 and json.loads(text)["error"]["param"] == "n"
 
 
 def test_embeddings_as_numbers_and_base64(server, client):
