@@ -93,6 +93,21 @@ def test_a_cache_too_small_for_all_prompts_finds_them_in_host_memory(options, bu
     assert 0 < stats.kv_tiers["host"].used_bytes <= stats.kv_tiers["host"].capacity_bytes <= 16 << 20
 
 
+@pytest.mark.parametrize("host", [{}, dict(kv_host_bytes=1 << 17)], ids=["no host tier", "a small host tier"])
+def test_tiers_that_hold_less_than_what_comes_by_take_each_block_once_a_round(host, build, tmp_path):
+    """Each block that a full tier took pushed out one that was to lie there too, up to a thousand times over
+    while the engine had nothing to do."""
+    llm = build(**SMALL, **host, kv_disk_path=str(tmp_path / "kv"), kv_disk_bytes=300_000)
+    rounds, num_blocks = 4, sum((len(prompt) + 8) // BLOCK for prompt in prompts())
+    for _ in range(rounds):
+        one_by_one(llm, prompts())
+        deadline = time.monotonic() + 5
+        while llm.core.tick() and time.monotonic() < deadline:
+            time.sleep(0.002)
+    for stats in llm.stats().kv_tiers.values():
+        assert stats.stored_blocks <= 2 * rounds * num_blocks
+
+
 def test_conversations_give_the_same_tokens_with_and_without_tiers(build, disk):
     """Eight conversations of four turns, three at a time, in a cache of a third of what they need."""
 
@@ -404,7 +419,13 @@ def test_a_host_tier_whose_first_measurement_was_bad_is_used_after_one_request()
         num_blocks=20, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=40
     )
     policy = OffloadPolicy(
-        block_size=2, block_bytes=1, has_host_tier=True, watermark=20, max_leaving=99, copy_blocks=99
+        block_size=2,
+        block_bytes=1,
+        has_host_tier=True,
+        watermark=20,
+        host_watermark=10,
+        max_leaving=99,
+        copy_blocks=99,
     )
     transfers = Recorded(200, block_s=0.002)
     costs = Costs(2, 0.01, {"host": 0.05})
@@ -445,6 +466,7 @@ class Small:
             block_bytes=1,
             has_host_tier=True,
             watermark=3,
+            host_watermark=10,
             max_leaving=9,
             copy_blocks=9,
             always_fetch=True,
@@ -544,7 +566,13 @@ def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_the
         num_blocks=8, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=16
     )
     policy = OffloadPolicy(
-        block_size=2, block_bytes=1, has_host_tier=True, watermark=8, max_leaving=9, copy_blocks=9
+        block_size=2,
+        block_bytes=1,
+        has_host_tier=True,
+        watermark=8,
+        host_watermark=10,
+        max_leaving=9,
+        copy_blocks=9,
     )
     transfers = Recorded(32)
     offloader = scheduler.tiers = Offloader(
@@ -598,6 +626,7 @@ def test_a_block_whose_content_a_copy_inherits_is_not_rewritten_before_it_was_co
         block_bytes=1,
         has_host_tier=True,
         watermark=4,
+        host_watermark=10,
         max_leaving=9,
         copy_blocks=9,
         on_registration=True,
@@ -627,7 +656,13 @@ def test_an_end_does_not_wait_for_a_disk_that_takes_nothing():
         num_blocks=8, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=16
     )
     policy = OffloadPolicy(
-        block_size=2, block_bytes=1, has_host_tier=True, watermark=2, max_leaving=9, copy_blocks=9
+        block_size=2,
+        block_bytes=1,
+        has_host_tier=True,
+        watermark=2,
+        host_watermark=10,
+        max_leaving=9,
+        copy_blocks=9,
     )
     now = [0.0]
 
@@ -690,6 +725,7 @@ def test_while_nothing_may_leave_nobody_looks_for_what_might():
         block_bytes=10,
         has_host_tier=True,
         watermark=16,
+        host_watermark=10,
         max_leaving=9,
         copy_blocks=9,
         bytes_per_s=40.0,

@@ -255,6 +255,7 @@ class TieredTrace(Trace):
             block_bytes=10,
             has_host_tier=keeps,
             watermark=r.randint(1, num_blocks),
+            host_watermark=r.randint(1, num_slots),
             max_leaving=r.choice((1, 3, 100)),
             copy_blocks=r.choice((1, 2, 100)),
             on_registration=r.random() < 0.3,

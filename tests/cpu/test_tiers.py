@@ -179,6 +179,7 @@ def test_figures_of_a_tier_are_those_of_all_ranks():
     tiers, _, _ = open_tiers(measured=((0.001, 1e-5),) * 2)
     stats = stats_of(tiers).kv_tiers
     assert (stats["disk"].used_bytes, stats["disk"].capacity_bytes) == (600, 2000)
+    assert stats["disk"].used_blocks == 3
     assert (stats["host"].used_bytes, stats["host"].capacity_bytes) == (0, 16 * 2 * BLOCK_BYTES)
 
 

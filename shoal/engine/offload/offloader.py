@@ -47,6 +47,7 @@ class OffloadPolicy:
     block_bytes: int  # over all ranks
     has_host_tier: bool  # otherwise host memory is only a staging area
     watermark: int  # so many of the device's coldest blocks are to lie below it too
+    host_watermark: int  # so many of the host tier's coldest blocks are to lie in the persistent tiers too
     max_leaving: int  # blocks that are copied out at the same time
     copy_blocks: int  # blocks of one copy out: a step that takes one of them may have to wait for all
     on_registration: bool = False  # copy out what is new instead of what is cold
@@ -98,7 +99,7 @@ class Offloader:
         self.num_dropped = 0  # blocks that were evicted from the device and are nowhere else
         self.books = Books(host, transfers, policy.has_host_tier, costs, self.stats, clock)
         self.fetcher = Fetcher(scheduler, self.books)
-        self.writer = Writer(self.books, persistent, ahead_of_eviction=not policy.on_registration)
+        self.writer = Writer(self.books, persistent, 0 if policy.on_registration else policy.host_watermark)
         self._metas: dict[bytes, BlockMeta] = {}  # of each block that can be found on the device
         self._uses = FrequencySketch(self.pool.num_blocks + host.capacity) if policy.min_uses > 1 else None
         self._unready = set(host.take(host.capacity) or ())  # host blocks whose memory is not pinned yet

@@ -24,7 +24,7 @@ from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.errors import ConfigError
 from shoal.hashing import extend_keys
-from shoal.kv.block_file import Event
+from shoal.kv.block_file import PAGE, Event, in_pages
 from shoal.kv.event_publisher import KvEvents
 from shoal.kv.host import HostTier
 from shoal.kv.tier_registry import first_read_s, has_tiers
@@ -38,6 +38,7 @@ LEAVING_BYTES = {"cuda": 4 << 30, "cpu": 32 << 20}  # of a rank, copied out at o
 COPY_BYTES = 128 << 20  # of one copy out
 LEAST_HOST_BLOCKS = 16
 WATERMARK = 2048  # blocks, or half of a small cache
+HOST_WATERMARK = 1024
 LONG_PROMPT_SHARE = 16  # a step with a 16th of the most prompt tokens tells how quickly prompts are computed
 
 
@@ -73,7 +74,11 @@ class KvTiers:
         self._look_ups: list[_LookUp] = []
         self._completed_at = 0.0  # when the last step had run, in seconds
         self.costs = self._first_costs(measured)
-        self.policy = _policy(config, scheduler.pool.num_blocks, num_host_blocks, rank_block_bytes)
+        self._file_bytes = in_pages(PAGE + rank_block_bytes)  # of a block's file on disk
+        num_disk_blocks = config.kv_disk_bytes // config.tensor_parallel_size // self._file_bytes
+        self.policy = _policy(
+            config, scheduler.pool.num_blocks, num_host_blocks, num_disk_blocks, rank_block_bytes
+        )
         self._num_host_blocks = num_host_blocks
         self.transfers = RankTransfers(ranks)
         self.offloader = self._new_offloader()
@@ -301,21 +306,22 @@ class KvTiers:
         return stats
 
     def _tier_stats(self, name: str, counts: KvTierStats) -> KvTierStats:
-        used_bytes = capacity_bytes = 0
+        size = self.policy.block_bytes
+        used = capacity = used_bytes = capacity_bytes = 0
         if name == HOST:
-            used_bytes = self.offloader.host.num_blocks * self.policy.block_bytes
-            capacity_bytes = self._num_host_blocks * self.policy.block_bytes
+            used, capacity = self.offloader.host.num_blocks, self._num_host_blocks
+            used_bytes, capacity_bytes = used * size, capacity * size
         elif name in self.persistent:
             of_rank = self.persistent[name].stats()
+            used, capacity = of_rank.blocks, of_rank.capacity_bytes // self._file_bytes
             used_bytes = of_rank.num_bytes * self.ranks.size
             capacity_bytes = of_rank.capacity_bytes * self.ranks.size
-        size = self.policy.block_bytes
         return replace(
             counts,
             used_bytes=used_bytes,
-            used_blocks=used_bytes // size,
+            used_blocks=used,
             capacity_bytes=capacity_bytes,
-            capacity_blocks=capacity_bytes // size,
+            capacity_blocks=capacity,
             stored_bytes=counts.stored_blocks * size,
             fetched_bytes=counts.fetched_blocks * size,
             fetch_seconds_per_block=self.costs.fetch[name].seconds,
@@ -338,20 +344,30 @@ def _num_host_blocks(config: ResolvedConfig, rank_block_bytes: int) -> int:
 
 
 def _policy(
-    config: ResolvedConfig, num_blocks: int, num_host_blocks: int, rank_block_bytes: int
+    config: ResolvedConfig, num_blocks: int, num_host_blocks: int, num_disk_blocks: int, rank_block_bytes: int
 ) -> OffloadPolicy:
-    """`num_blocks`: of the device's cache."""
+    """`num_blocks`: of the device's cache. `num_disk_blocks`: 0 without a disk tier.
+
+    What is to lie in a lower tier ahead of its eviction above takes half of that tier at the most. If it took
+    all, each block written there would push out another one that is to lie there, without an end.
+    """
     has_host_tier = config.kv_host_bytes > 0
     blocks_of_two_steps = 2 * (config.max_num_batched_tokens // config.block_size + config.max_num_seqs)
     watermark = max(blocks_of_two_steps, min(WATERMARK, num_blocks // 2))
     watermark = min(watermark, num_blocks)
+    host_watermark = min(HOST_WATERMARK, num_host_blocks // 2)
     if has_host_tier:
-        watermark = min(watermark, num_host_blocks)
+        watermark = min(watermark, num_host_blocks // 2)
+    if num_disk_blocks:
+        host_watermark = min(host_watermark, num_disk_blocks // 2)
+        if not has_host_tier:
+            watermark = min(watermark, num_disk_blocks // 2)
     return OffloadPolicy(
         block_size=config.block_size,
         block_bytes=rank_block_bytes * config.tensor_parallel_size,
         has_host_tier=has_host_tier,
         watermark=max(1, watermark),
+        host_watermark=max(1, host_watermark),
         max_leaving=max(LEAST_HOST_BLOCKS // 2, LEAVING_BYTES[config.device] // rank_block_bytes),
         copy_blocks=max(1, COPY_BYTES // rank_block_bytes),
         on_registration=config.kv_offload_policy == "register",

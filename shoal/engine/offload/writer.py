@@ -21,19 +21,24 @@ from shoal.kv.tier import Tier
 WRITE_BLOCKS = 16  # blocks of one write
 MAX_WRITING = 48  # blocks that are written at once: fewer than a tier lets wait
 WRITE_REST_S = 1.0  # after a write that failed, before the host tier's coldest blocks are looked at again
-HOST_WATERMARK = 1024  # so many of the host tier's coldest blocks are to lie in the persistent tiers too
 
 
 class Writer:
-    """`ahead_of_eviction`: the host tier's coldest blocks are written; without it, only what is queued."""
+    """`watermark`: so many of the host tier's coldest blocks are written ahead of their eviction; 0: only
+    what is queued."""
 
-    def __init__(self, books: Books, persistent: Mapping[str, Tier], ahead_of_eviction: bool) -> None:
+    def __init__(self, books: Books, persistent: Mapping[str, Tier], watermark: int) -> None:
         self.books = books
         self.persistent = persistent
-        self._ahead_of_eviction = ahead_of_eviction
+        self._watermark = watermark
         self._staged: deque[tuple[int, BlockMeta]] = deque()  # held host blocks of a staging area
         self._queued: deque[bytes] = deque(maxlen=books.host.capacity)  # keys of blocks in the host tier
         self._num_writing = 0  # blocks, once for each tier
+        self._max_writing = MAX_WRITING
+        if books.has_host_tier:
+            # Blocks that are being written hold their place. In the few that were left, what is cold on the
+            # device would push itself out again and again.
+            self._max_writing = min(MAX_WRITING, max(1, books.host.capacity // 4))
         self._failed_at = -math.inf  # when a write last failed
         self._writes = {tier: Throughput(rate) for tier, rate in books.costs.store.items()}
 
@@ -66,10 +71,10 @@ class Writer:
         """Queues what the host tier will evict next, unless blocks wait already or a write has just
         failed."""
         books = self.books
-        if not (books.has_host_tier and self.persistent and self._ahead_of_eviction) or self._queued:
+        if not (books.has_host_tier and self.persistent and self._watermark) or self._queued:
             return
         if books.clock() - self._failed_at >= WRITE_REST_S:
-            cold = books.host.coldest(min(HOST_WATERMARK, books.host.capacity // 2))
+            cold = books.host.coldest(self._watermark)
             self._queued.extend(meta.key for _, meta in cold if not self.is_saved(meta.key))
 
     def queue_all(self) -> None:
@@ -87,7 +92,7 @@ class Writer:
         """Takes in which writes have ended, and begins others."""
         for writes in self._writes.values():
             writes.settle()
-        while self.has_waiting and self._num_writing < MAX_WRITING:
+        while self.has_waiting and self._num_writing < self._max_writing:
             batch = self._next_batch()
             for name, tier in self.persistent.items():
                 new = [(block, meta) for block, meta in batch if not tier.contains(meta.key)]
@@ -99,9 +104,10 @@ class Writer:
         """Host blocks, each with a reference of its own."""
         host = self.books.host
         batch: list[tuple[int, BlockMeta]] = []
-        while self._staged and len(batch) < WRITE_BLOCKS:
+        most = min(WRITE_BLOCKS, self._max_writing - self._num_writing)
+        while self._staged and len(batch) < most:
             batch.append(self._staged.popleft())
-        while self._queued and len(batch) < WRITE_BLOCKS:
+        while self._queued and len(batch) < most:
             key = self._queued.popleft()
             host_block, meta = host.find(key), host.meta(key)
             if host_block is not None and meta is not None:
@@ -134,4 +140,4 @@ class Writer:
 
     def _release(self, host_blocks: list[int]) -> None:
         """Those that were written ahead of their eviction were the coldest, and are again."""
-        self.books.host.release(host_blocks, coldest=self._ahead_of_eviction)
+        self.books.host.release(host_blocks, coldest=self._watermark > 0)
