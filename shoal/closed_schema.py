@@ -21,6 +21,7 @@ MAX_STEPS = 200_000  # parts looked at and keys repeated; compositions of compos
 OF_KEYS = ("properties", "patternProperties")
 OF_ITEMS = ("items", "prefixItems", "additionalItems", "additionalProperties", "contains", "unevaluatedItems")
 DEFINITIONS = ("$defs", "definitions")
+VALUES = ("const", "enum", "default", "examples")  # these hold values, not schemas
 IDENTITY = ("$schema", "$id")  # of the document; they stand once, at its root
 ANNOTATIONS = frozenset(
     {

@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from shoal.api import STRUCTURED_KINDS, StructuredOutputsParams
-from shoal.closed_schema import DEFINITIONS, OF_KEYS, closed
+from shoal.closed_schema import DEFINITIONS, OF_KEYS, VALUES, closed
 from shoal.errors import RequestError
 
 MAX_BYTES = 128 * 1024  # of a specification's text; the stack and time that it needs grow with it
@@ -30,8 +30,10 @@ MAX_NESTING = 60  # levels of a JSON schema; llguidance's parser takes 128 level
 MAX_RULES = 1000  # of a grammar
 MAX_MULTIPLE = 100_000  # the product of a schema's `multipleOf`s; the automaton has that many states
 MAX_DIGITS = 40  # of a number in a schema
+MAX_INTEGER = 2**63 - 1  # llguidance takes larger ones for this one
+LEAST_BOUND = 1024 - 2**63  # llguidance keeps bounds as floats, and the one below this begins no range
+NOT_BELOW, NOT_ABOVE = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
-VALUES = ("const", "enum", "default", "examples")  # keywords of a schema that hold values, not schemas
 # The formats of texts that llguidance knows.
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
@@ -51,6 +53,10 @@ LIMITS = LLParserLimits(
 # cost nothing.
 STACK_BYTES = 256 << 20
 
+# What these escapes match in JavaScript, whose regexes JSON Schema's patterns are, and in xgrammar.
+# llguidance's are Rust's, whose digits and letters are those of all scripts, and whose classes may stand
+# within classes.
+CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 LARK_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(\.-?\d+)?(\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 DIRECTIVE = re.compile(r"^[ \t]*%(\w*)|%(json|regex|lark)\b", re.MULTILINE)
@@ -89,7 +95,7 @@ def grammar_of(params: StructuredOutputsParams, closes_objects: bool = True) -> 
                 "leave it out"
             )
         if kind == "regex":
-            return LLMatcher.grammar_from_regex(_bounded(kind, params.regex or ""))
+            return LLMatcher.grammar_from_regex(_ascii_classes(_bounded(kind, params.regex or "")))
         if kind == "choice":
             return _choice_grammar(params.choice or [])
         return LLMatcher.grammar_from_lark(_lark(_bounded(kind, params.grammar or "")))
@@ -119,6 +125,8 @@ def short(message: str) -> str:
     message = " ".join(message.split("<non-verbose/>")[0].split())
     if (unsupported := re.search(r"Unimplemented keys: \[(.*?)\]", message)) is not None:
         return f"the JSON schema keywords {unsupported[1]} are not supported"
+    if "NoExtensionBias" in message:
+        return "no text fits it"
     return message if len(message) <= 300 else f"{message[:200]} ... {message[-90:]}"
 
 
@@ -181,6 +189,13 @@ def _as_meant(schema: Any, are_names: bool = False, is_typed: bool = False) -> A
         return schema
     if are_names:
         return {name: _as_meant(part) for name, part in schema.items()}
+    if isinstance(parts := schema.get("patternProperties"), dict):
+        schema = {**schema, "patternProperties": {_ascii_classes(key): part for key, part in parts.items()}}
+    if isinstance(pattern := schema.get("pattern"), str):
+        schema = {**schema, "pattern": _ascii_classes(pattern)}
+    for key in NOT_BELOW:  # such as that of OpenAPI's int64
+        if isinstance(least := schema.get(key), int) and least < LEAST_BOUND:
+            schema = {**schema, key: LEAST_BOUND}
     is_typed = is_typed or "type" in schema
     meant = {
         key: value
@@ -195,6 +210,10 @@ def _as_meant(schema: Any, are_names: bool = False, is_typed: bool = False) -> A
         elif "items" in schema or "prefixItems" in schema:
             meant["type"] = "array"
     return meant
+
+
+def _ascii_classes(regex: str) -> str:
+    return re.sub(r"\\(.)", lambda found: CLASSES.get(found[1], found[0]), regex, flags=re.DOTALL)
 
 
 def _parsed(kind: str, text: str) -> Any:
@@ -234,6 +253,14 @@ def _check_nesting(kind: str, schema: Any) -> None:
                 raise RequestError(
                     f"structured_outputs.{kind} has a number of more than {MAX_DIGITS} digits "
                     f"({key}); make it smaller"
+                )
+            is_beyond = (value > MAX_INTEGER and key not in NOT_ABOVE) or (
+                value < -MAX_INTEGER and key not in NOT_BELOW
+            )
+            if isinstance(value, int) and is_beyond and key in ("const", "enum", *NOT_BELOW, *NOT_ABOVE):
+                raise RequestError(
+                    f"structured_outputs.{kind} has the {key} {value}, beyond an integer of 64 bits; leave "
+                    "it out, or take a text"
                 )
             if key == "multipleOf":
                 multiple *= math.prod(Decimal(repr(value)).as_integer_ratio())

@@ -381,11 +381,13 @@ class ListedCalls(_CallReader):
                 self._give_content(before + "".join(self._raw))
             elif isinstance(error, _Ended):
                 self._at = len(self._text)
+        if self._index >= 0:
+            yield from self._skip(SPACE)
         while True:
-            self._give_content(
-                self._text[self._at :].strip(SPACE) if self._index >= 0 else self._text[self._at :]
-            )
-            self._at = len(self._text)
+            rest = self._text[self._at :]
+            solid = rest.rstrip(SPACE) if self._index >= 0 else rest
+            self._give_content(solid)
+            self._at += len(solid)
             if self._ended:
                 return
             yield

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shoal.api import SamplingParams, StructuredOutputsParams
-from shoal.closed_schema import IDENTITY
+from shoal.closed_schema import DEFINITIONS, IDENTITY, OF_KEYS, VALUES
 from shoal.errors import RequestError
 from shoal.server.errors import ApiError
 from shoal.server.http import Exchange
@@ -421,14 +421,20 @@ def _json_part(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": schema}
 
 
-def _moved(schema: Any, root: str) -> Any:
+def _moved(schema: Any, root: str, are_names: bool = False) -> Any:
+    """A copy of a schema whose references to itself lead to `root`. `are_names`: the keys here are names that
+    the schema's writer chose."""
     if isinstance(schema, list):
-        return [_moved(value, root) for value in schema]
-    if isinstance(schema, dict):
-        return {
-            key: root + value[1:]
-            if key == "$ref" and isinstance(value, str) and value.startswith("#")
-            else _moved(value, root)
-            for key, value in schema.items()
-        }
-    return schema
+        return [_moved(part, root) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if are_names:
+        return {name: _moved(part, root) for name, part in schema.items()}
+    return {
+        key: root + value[1:]
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
+        else value
+        if key in VALUES
+        else _moved(value, root, key in (*OF_KEYS, *DEFINITIONS))
+        for key, value in schema.items()
+    }

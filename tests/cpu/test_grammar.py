@@ -230,6 +230,29 @@ def test_a_grammar_that_does_not_compile_ends_its_request_with_the_reason(build)
     assert not core.admission.is_busy
 
 
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (dict(regex="(a?){200}a{200}"), "too many expressions"),
+        (
+            dict(
+                json={
+                    "type": "object",
+                    "properties": {"a": {"$ref": "#/$defs/endless"}},
+                    "required": ["a"],
+                    "$defs": {"endless": {"$ref": "#/$defs/endless"}},
+                },
+                whitespace_pattern="",
+            ),
+            "no text fits it",
+        ),
+    ],
+)
+def test_an_answer_whose_grammar_breaks_off_is_an_error_and_no_end_of_text(given, why, build):
+    [output] = build().generate([PROMPTS[1]], structured(0, given, max_tokens=100))
+    assert output.outputs[0].finish_reason == "error" and why in output.outputs[0].error
+
+
 def test_an_answer_that_ends_with_an_error_says_why_beside_whole_ones(build):
     contradictory = structured(0, dict(regex="[a-c]+"), allowed_token_ids=[token("x")])
     broken, fine = build().generate([PROMPTS[1]] * 2, [contradictory, structured(1, dict(regex="[a-c]{4}"))])

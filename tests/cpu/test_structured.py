@@ -88,6 +88,36 @@ def test_what_is_sound_is_taken(given):
     check(StructuredOutputsParams(**given))
 
 
+def test_bounds_beyond_64_bits_that_leave_integers_of_64_bits_are_taken():
+    for minimum, maximum in ((-(2**63), 2**63 - 1), (-(10**20), 2**64 - 1), (0, 2**64 - 1)):
+        assert can_write(2**62, {"type": "integer", "minimum": minimum, "maximum": maximum})
+    assert can_write(5, {"type": "integer", "default": 10**20, "minimum": 0})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (r"\d+", "12", "1𝟩"),
+        (r"[\d-z]+", "1-z", "𝟩"),
+        (r"\w\W\D", "a--", "é--"),
+        (r"^[^\d]$", "x", "7"),
+        (r"\\d", "\\d", "\\7"),
+        (r"^[\w-\.]+@([\w-]+\.)+[\w-]{2,4}$", "a.b@c.org", "é@c.org"),
+    ],
+)
+def test_digits_and_letters_of_a_regex_are_those_of_javascript(pattern, good, bad):
+    for schema, wrap in (
+        ({"type": "string", "pattern": pattern}, str),
+        ({"type": "object", "patternProperties": {pattern: {"type": "null"}}}, lambda text: {text: None}),
+    ):
+        assert can_write(wrap(good), schema)
+        assert not can_write(wrap(bad), schema)
+    matcher = LLMatcher(BYTES, grammar_of(StructuredOutputsParams(regex=pattern)), log_level=0)
+    for text, fits in ((good, True), (bad, False)):
+        tokens = list(text.encode())
+        assert (matcher.deep_copy().try_consume_tokens(tokens) == len(tokens)) == fits
+
+
 @pytest.mark.parametrize("closes_objects", [True, False], ids=["closed", "open"])
 @pytest.mark.parametrize("name", ["format", "const", "properties"])
 def test_a_format_that_nobody_checks_is_no_limit(name, closes_objects):
@@ -140,6 +170,9 @@ def test_a_value_may_look_like_a_format():
         (dict(json={"type": "integer", "multipleOf": 1_000_003}), "multipleOf"),
         (dict(json={"allOf": [{"multipleOf": 9973}, {"multipleOf": 9967}]}), "multipleOf"),
         (dict(json={"type": "integer", "maximum": 10**300}), "digits"),
+        (dict(json={"type": "integer", "minimum": 10**25}), "64 bits"),
+        (dict(json={"type": "integer", "maximum": -(10**25)}), "64 bits"),
+        (dict(json={"type": "integer", "enum": [10**20, 5]}), "64 bits"),
         (dict(json={"type": "string"}, whitespace_pattern="("), "json"),
         (dict(structural_tag="{"), "no JSON"),
         (dict(structural_tag={"type": "json"}), "structural_tag"),

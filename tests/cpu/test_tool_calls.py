@@ -273,6 +273,24 @@ def test_a_schema_with_an_address_of_its_own_keeps_its_references():
     ) < len(good)
 
 
+def test_values_that_look_like_references_and_anchors_stay_as_they_are_in_required_calls():
+    parameters = {
+        "type": "object",
+        "properties": {"const": {"$ref": "#/$defs/N"}, "a": {"const": {"$ref": "#/x"}}, "b": {"$ref": "#N"}},
+        "$defs": {"N": {"$anchor": "N", "type": "integer"}},
+    }
+    plan = plan_tools(
+        [{"type": "function", "function": {"name": "f", "parameters": parameters}}], "required", None, "none"
+    )
+    schema = plan.structured.json["$defs"]["f"]
+    assert schema["properties"] == {
+        "const": {"$ref": "#/$defs/f/$defs/N"},
+        "a": {"const": {"$ref": "#/x"}},
+        "b": {"$ref": "#N"},
+    }
+    check(plan.structured)
+
+
 @pytest.mark.parametrize(
     "template, tools, reasoning",
     [

@@ -264,6 +264,10 @@ def test_long_arguments_take_linear_time():
         ('[{"name": "f", "parameters": {"a"', [["call", "f", '{"a"']]),
         ('[{"na', [["content", '[{"na']]),
         ("no calls", [["content", "no calls"]]),
+        (
+            '[{"name": "f", "parameters": {}}] \n and:  more\n text \n',
+            [["call", "f", "{}"], ["content", "and:  more\n text"]],
+        ),
     ],
 )
 def test_a_list_of_calls_is_read(text, expected):

@@ -104,7 +104,8 @@ class Grammar:
 
     def accept(self, token_id: int) -> bool:
         """Takes the drawn token. Returns False if the sequence must end: `error` says why."""
-        if self.matcher.consume_token(token_id):
+        # A matcher that has failed while a mask was computed would take the end of text.
+        if not self.matcher.is_error() and self.matcher.consume_token(token_id):
             self.ended = token_id in self.end_ids
             self._num_tokens += 1
             if self._is_slow and not self.ended:
