@@ -35,7 +35,11 @@ class Detokenizer:
         self._pieces = tokenizer.shown_bytes if params.skip_special_tokens else tokenizer.token_bytes
         self._partial = b""  # the first bytes of a character
         self._strips_space = self._pieces.strips_first_space
+        self._prompts_half = ""
         self._decode(self._end_of(prompt_token_ids))
+        # What half a character at the prompt's end is shown as unless the answer completes it. The prompt's
+        # own text has that already.
+        self._prompts_half = self._partial.decode("utf-8", self._pieces.errors)
         self._stops = tuple(params.stop or ())
         self._include_stop = params.include_stop_str_in_output
         self._num_exempt = params.min_tokens  # tokens yet to come in which no stop string can end
@@ -81,6 +85,8 @@ class Detokenizer:
         data = self._partial + b"".join([self._pieces[i] for i in token_ids])
         text, used = codecs.utf_8_decode(data, self._pieces.errors, last)
         self._partial = data[used:]
+        if self._prompts_half and text:
+            text, self._prompts_half = text.removeprefix(self._prompts_half), ""
         if self._strips_space and text:
             self._strips_space = False
             return text.removeprefix(" ")
