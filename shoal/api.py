@@ -139,17 +139,16 @@ class SamplingParams:
             self.prompt_logprobs = 1
         if self.seed == -1:
             self.seed = None
-        self._check()
+        self.check()
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises RequestError for impossible values, which may have been given since it was built."""
         check_fields(self, RequestError)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens {self.min_tokens} > max_tokens {self.max_tokens}; lower min_tokens or raise "
                 "max_tokens"
             )
-        if self.seed is not None and not isinstance(self.seed, int):
-            raise RequestError(f"seed {self.seed!r} is not an integer; give one, or leave it out")
         if not all(isinstance(s, str) and s for s in self.stop or ()):
             raise RequestError(
                 f"stop {self.stop!r} holds an empty or non-text entry; every stop string needs at least one "
@@ -171,6 +170,11 @@ class SamplingParams:
                 "allowed_token_ids is empty, so no token could ever be drawn; name at least one id or leave "
                 "it out"
             )
+        if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
+            raise RequestError(
+                f"structured_outputs {self.structured_outputs!r:.80} is no StructuredOutputsParams; build "
+                "StructuredOutputsParams(...)"
+            )
         if not all(isinstance(w, str) and w for w in self.bad_words or ()):
             raise RequestError(
                 f"bad_words {self.bad_words!r} holds an empty or non-text entry; a bad word needs at least "
@@ -179,7 +183,7 @@ class SamplingParams:
         if self.logit_bias is not None:
             try:
                 self.logit_bias = {int(i): float(b) for i, b in self.logit_bias.items()}
-            except (TypeError, ValueError, AttributeError):
+            except (TypeError, ValueError, AttributeError, OverflowError):
                 raise RequestError(
                     f"logit_bias {self.logit_bias!r} is not a map from token id to number"
                 ) from None

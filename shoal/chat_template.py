@@ -81,6 +81,11 @@ class ChatTemplate:
             )
         messages = [self._prepare(i, message) for i, message in enumerate(_checked(messages))]
         tools = _plain(tools, "tools")
+        if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
+            raise RequestError(
+                f"tools {tools!r:.80} is no list of tools; a tool is "
+                "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
+            )
         variables = {"documents": None, **_plain(variables, "the chat template's variables")}
         if not self._reads_calls:
             messages = tool_prompt.with_calls_as_text(messages, tool_call_parser)

@@ -49,8 +49,9 @@ def option(
 
 
 def check_fields(config: Any, error: type[Exception], prefix: str = "") -> None:
-    """Raises `error` for the first field whose value is outside its limits. None is possible where the type
-    of the field says so. `prefix` comes before the field's name in the message."""
+    """Raises `error` for the first option that is a number, a yes or no, or a word of several and whose value
+    is none of these or outside its limits. None is possible where the type of the field says so. `prefix`
+    comes before the field's name in the message."""
     for check in _checks(config.__class__):
         value = getattr(config, check.name)
         if not check.allows(value):
@@ -77,6 +78,8 @@ class _Check:
             return self.may_be_none
         if self.choices:
             return value in self.choices
+        if self.kind is bool:
+            return isinstance(value, int) and value in (0, 1)
         if not isinstance(value, self.kinds) or isinstance(value, bool):
             return False
         return self.low <= value <= self.high and value > self.above  # never true of NaN
@@ -84,12 +87,11 @@ class _Check:
 
 @functools.cache
 def _checks(config: type) -> list[_Check]:
-    """Returns a check for each field that has limits."""
+    """Returns a check for each option of which more is known than that it is a text or a list."""
     hints = typing.get_type_hints(config)
     fields = {field.name: field.metadata.get("limits") for field in dataclasses.fields(config)}
-    return [
-        _Check(name, hints[name], limits) for name, limits in fields.items() if limits not in (None, Limits())
-    ]
+    checks = [_Check(name, hints[name], limits) for name, limits in fields.items() if limits is not None]
+    return [check for check in checks if check.limits != Limits() or check.kind in (bool, int, float)]
 
 
 def described(config: type) -> str:
@@ -113,6 +115,8 @@ def _complaint(kind: type, limits: Limits) -> str:
     """Says which values are possible."""
     if limits.choices:
         return f"is not one of {', '.join(limits.choices)}"
+    if kind is bool:
+        return "is neither True nor False; give one of them"
     if kind is int:
         low = "-2^63" if limits.low is None else f"{limits.low}"
         high = "2^63 - 1" if limits.high is None else f"{limits.high}"

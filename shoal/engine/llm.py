@@ -3,12 +3,13 @@ process."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from msgspec import ValidationError, convert
 from tqdm import tqdm
@@ -44,10 +45,24 @@ Prompt = str | Sequence[int] | dict[str, Any]
 Message = dict[str, Any]
 Groups = TypeVar("Groups", "_Group", "_Embedding")
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _alone(method: Callable[Concatenate[LLM, P], R]) -> Callable[Concatenate[LLM, P], R]:
+    """While the method runs, no other thread's call touches the engine."""
+
+    @functools.wraps(method)
+    def alone(self: LLM, *args: P.args, **kwargs: P.kwargs) -> R:
+        with self._lock:
+            return method(self, *args, **kwargs)
+
+    return alone
 
 
 class LLM:
-    """Loads a checkpoint and generates. Options are EngineConfig's fields.
+    """Loads a checkpoint and generates. Options are EngineConfig's fields. Threads may share it: whichever
+    has its turn steps for all of them, so their requests run in one batch.
 
     Raises UserError (a ValueError) for impossible options, checkpoints and requests; the engine lives on
     after a bad request.
@@ -61,6 +76,7 @@ class LLM:
                 options[name] = str(options[name]).removeprefix("torch.")
         config = EngineConfig.from_options(model=str(model), **options)
         files = resolve(config.model, config.revision, config.download_dir).check()
+        self._lock = threading.RLock()  # held for a step, and whenever else the core is touched
         self._ids = itertools.count()
         self._answers: dict[str, _Answer | _Embedding] = {}
         self._learn_text(config, files)
@@ -186,7 +202,9 @@ class LLM:
             # One after the other: to look at all of thousands at each step takes a fifth of their time.
             for group in groups:
                 while not group.finished:
-                    self._step()
+                    with self._lock:
+                        if not group.finished:  # by a step of another thread
+                            self._step()
                 bar.update()
         finally:
             self._drop(groups)
@@ -234,20 +252,24 @@ class LLM:
         return {"prompt": text, "prompt_token_ids": tokenizer.encode(text, add_special_tokens=False)}
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, every_step: bool = False
     ) -> Iterator[RequestOutput]:
-        """Yields the growing RequestOutput of one prompt after every step that adds to it. Closing the
-        iterator aborts the request."""
+        """Yields the growing RequestOutput of one prompt after every step that adds to it; with `every_step`
+        after the others too, so that a long prompt can be given up in the middle. Closing the iterator aborts
+        the request."""
         [params] = self._params_for(1, sampling_params)
         [group] = groups = self._add([self._group(prompt, params, 0)])
         shown = group.progress
         try:
-            while not group.finished or group.progress != shown:  # another call's steps may have moved it on
-                if group.progress == shown:
-                    self._step()
-                if group.progress != shown:
-                    shown = group.progress
-                    yield group.output()
+            while not group.finished or group.progress != shown:
+                output = None
+                with self._lock:
+                    if group.progress == shown:  # another call's steps may have moved it on
+                        self._step()
+                    if every_step or group.progress != shown:
+                        shown, output = group.progress, group.output()
+                if output is not None:
+                    yield output
         finally:
             self._drop(groups)
 
@@ -265,10 +287,12 @@ class LLM:
             )
         return self.tokenizer
 
+    @_alone
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False if blocks were still in use (they are forgotten too)."""
         return self.core.reset_prefix_cache()
 
+    @_alone
     def drain_kv_events(self) -> list[EventBatch]:
         """What has been cached and forgotten since the last call, a batch for each step that changed anything
         (shoal/kv_event_format.py); vLLM's `take_events`. After more than `buffer_steps` of them one batch
@@ -276,11 +300,13 @@ class LLM:
         events."""
         return self.core.kv_events.drain()
 
+    @_alone
     def kv_snapshot(self) -> EventBatch:
         """All KV blocks that are cached now, as one batch that clears all and stores them. Raises as
         drain_kv_events."""
         return self.core.kv_events.snapshot()
 
+    @_alone
     def sleep(self, level: int = 1, tags: Sequence[str] | None = None, mode: str = "abort") -> MemoryReport:
         """Gives the device's memory back. Level 0 pauses scheduling only, 1 keeps the weights in host memory
         (or relies on their file: sleep_offload) and drops the KV cache, 2 drops both; 1 and 2 need
@@ -290,10 +316,11 @@ class LLM:
         mode, and UnavailableError where the host lacks memory to keep the weights in; then nothing has
         changed."""
         check_sleep(level, tags, mode)
-        if mode == "wait":
+        if mode == "wait" and self.core.sleeper.is_possible(level):
             self._finish_requests()
         return self.core.sleep(level, tags, mode)
 
+    @_alone
     def wake_up(self, tags: Sequence[str] | None = None) -> MemoryReport:
         """Takes memory again, at the same addresses; all regions, or those of `tags`. If memory was taken
         meanwhile it raises UnavailableError, nothing has changed, and it can be tried again. After level 2
@@ -305,12 +332,14 @@ class LLM:
         """Until every region is awake; at level 0 too."""
         return self.core.sleep_state().is_sleeping
 
+    @_alone
     def memory_usage(self) -> dict[str, dict[str, int]]:
         """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept on the
         host, "ready_bytes": host memory held ready for it}. On a GPU in sleep mode also "device":
         {"in_use_bytes", "region_bytes", "process_bytes"}, as in MemoryReport. Summed over ranks."""
         return self.core.memory_usage()
 
+    @_alone
     def update_weights(self, source: str) -> int:
         """Loads the weights of another checkpoint (as the option `model` names one) in place of these, and
         returns their version.
@@ -328,12 +357,14 @@ class LLM:
             self._learn_text(core.config, core.files)
         return core.weights.version
 
+    @_alone
     def update_weights_from_tensors(self, tensors: Mapping[str, Any] | Sequence[dict[str, Any]]) -> int:
         """Loads whole tensors by their Hugging Face names: a dict of this process's, or the handles of
         another process's (shoal.weights.transfer.SharedTensors). Some of a model's tensors will do; after
         level 2 all must have come before it generates."""
         return self.core.weights.update_from_tensors(tensors)
 
+    @_alone
     def init_weights_update_group(
         self,
         master_address: str,
@@ -349,6 +380,7 @@ class LLM:
             master_address, master_port, rank_offset, world_size, group_name, backend
         )
 
+    @_alone
     def update_weights_from_distributed(
         self,
         names: Sequence[str],
@@ -360,6 +392,7 @@ class LLM:
         version."""
         return self.core.weights.update_from_distributed(names, dtypes, shapes, group_name)
 
+    @_alone
     def destroy_weights_update_group(self, group_name: str = "weight_update_group") -> None:
         """Leaves the group."""
         self.core.weights.destroy_group(group_name)
@@ -369,6 +402,7 @@ class LLM:
         """The number of weight updates so far."""
         return self.core.weights.version
 
+    @_alone
     def check_weights(self) -> dict[str, str]:
         """A checksum of each tensor, by rank and name; equal in engines of equal weights, dtype and
         tensor_parallel_size."""
@@ -383,22 +417,27 @@ class LLM:
         finally:
             self.core.refuse(None)
 
+    @_alone
     def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         """Runs one of the ranks' public commands on every rank; returns the results in rank order. Raises
         ConfigError for any other name; its message lists the public ones (engine/runner/commands.py)."""
         return self.core.collective_rpc(method, *args)
 
+    @_alone
     def start_profile(self, folder: str = "shoal-traces") -> None:
         """Traces what follows, until stop_profile. Raises ConfigError for a folder that can't be written."""
         self.core.start_profile(folder)
 
+    @_alone
     def stop_profile(self) -> list[str]:
         """Writes the traces, one file a rank, for ui.perfetto.dev; returns their paths."""
         return self.core.stop_profile()
 
+    @_alone
     def stats(self) -> Stats:
         return self.core.stats()
 
+    @_alone
     def exit(self) -> None:
         """Frees the device and ends the other ranks. Another engine can be built in the same process."""
         self.core.exit()
@@ -417,6 +456,7 @@ class LLM:
         if given is None:
             given = self.get_default_sampling_params()
         if isinstance(given, SamplingParams):
+            given.check()
             return [given] * count
         if not isinstance(given, Sequence) or not all(isinstance(p, SamplingParams) for p in given):
             raise RequestError(
@@ -427,6 +467,8 @@ class LLM:
             raise RequestError(
                 f"{len(given)} sampling_params for {count} prompts; give one for all or one each"
             )
+        for params in given:
+            params.check()
         return list(given)
 
     def _group(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Group:
@@ -474,6 +516,7 @@ class LLM:
             raise RequestError(f"the prompt {ids!r:.80} is not a list of token ids; give text or integers")
         return text, own, salt
 
+    @_alone
     def _add(self, groups: list[Groups]) -> list[Groups]:
         """Adds all or none."""
         try:
@@ -486,6 +529,7 @@ class LLM:
             raise
         return groups
 
+    @_alone
     def _drop(self, groups: Sequence[_Group | _Embedding]) -> None:
         """Forgets finished answers and aborts the rest."""
         for group in groups:

@@ -4,6 +4,7 @@ to bad input."""
 import enum
 import gc
 import random
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -404,6 +405,36 @@ def test_streams_side_by_side_miss_nothing(build, expected):
     assert last.outputs[0].token_ids == expected[0] and last.finished
 
 
+def test_threads_that_share_an_engine_get_the_answers_of_their_own_prompts(build, expected):
+    engine, answers = build("qwen3"), {}
+
+    def ask(number):
+        stream = number % 3 == 2
+        for _ in range(4):
+            outputs = (
+                engine.stream(PROMPTS[number], greedy())
+                if stream
+                else engine.generate([PROMPTS[number]], greedy(), use_tqdm=False)
+            )
+            answers.setdefault(number, []).append(list(outputs)[-1].outputs[0].token_ids)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(len(PROMPTS))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers == {number: [expected[number]] * 4 for number in range(len(PROMPTS))}
+    engine.core.check()
+
+
+def test_sampling_params_that_were_made_impossible_later_are_refused_with_the_whole_batch(build):
+    engine, params = build("llama"), greedy()
+    params.temperature = "warm"
+    with pytest.raises(ValueError, match="temperature 'warm'"):
+        engine.generate([[1, 2], [3, 4]], [greedy(), params], use_tqdm=False)
+    assert not engine.core.has_work
+
+
 def test_a_streams_outputs_are_snapshots(build):
     outputs = list(build("llama").stream([5, 6, 7], greedy(logprobs=1)))
     assert (
@@ -482,7 +513,12 @@ def test_a_copy_of_a_subclass_of_sampling_params_keeps_what_it_adds():
         lambda e: e.generate({"prompt": "a", "images": []}),
         lambda e: e.generate([[1, 2], {"prompt_token_ids": [1], "cache_salt": 5}]),
         lambda e: e.generate(["a", "b"], greedy(), priority=[1, "x"]),
+        lambda e: e.chat([{"role": "user", "content": "a"}], tools="x"),
         lambda e: SamplingParams(stop=5),
+        lambda e: SamplingParams(seed="x"),
+        lambda e: SamplingParams(ignore_eos="no"),
+        lambda e: SamplingParams(logit_bias={5: 10**400}),
+        lambda e: SamplingParams(structured_outputs={"choice": ["a", "b"]}),
         lambda e: SamplingParams(bad_words="abc"),
         lambda e: SamplingParams(stop_token_ids=5),
     ],

@@ -403,6 +403,15 @@ def test_mode_wait_lets_requests_end_first(folder, build, expected):
     assert tokens(llm) == expected
 
 
+def test_mode_wait_waits_for_nothing_where_the_engine_cannot_sleep(folder, build):
+    llm = build(folder, enable_sleep_mode=False)
+    stream = begin(llm)
+    with pytest.raises(ConfigError, match="enable_sleep_mode"):
+        llm.sleep(level=1, mode="wait")
+    assert llm.core.has_work
+    stream.close()
+
+
 def test_mode_wait_leaves_requests_alone_that_an_earlier_sleep_kept(folder, build, expected):
     llm = build(folder)
     stream = begin(llm)

@@ -356,6 +356,13 @@ def test_models_that_take_turns_without_host_memory_come_back_from_their_files(c
 async def test_a_pause_needs_no_sleep_mode(llm):
     with pytest.raises(ConfigError, match="enable_sleep_mode"):
         await llm.sleep(1)
+    running = asyncio.create_task(run(llm, request("running", 300)))
+    while not (await llm.stats()).num_running:
+        await asyncio.sleep(0.01)
+    with pytest.raises(ConfigError, match="enable_sleep_mode"):  # at once, and nothing was refused meanwhile
+        await llm.sleep(1, mode="wait")
+    assert not running.done() and len((await run(llm, request("beside")))[0]) == 8
+    await running
     await llm.sleep(0, mode="wait")
     assert await llm.sleep_state() == SleepState(0)
     await llm.wake_up()

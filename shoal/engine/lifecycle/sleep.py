@@ -62,6 +62,10 @@ class Sleeper:
         """Whether the engine's model is given up: its weights are gone, and the KV cache sleeps."""
         return KV_CACHE in self._state.asleep and self._standstill.weights_lost is not None
 
+    def is_possible(self, level: int) -> bool:
+        """Whether this engine can sleep at that level; without sleep mode it can only be paused."""
+        return not level or self._config.enable_sleep_mode
+
     def sleep(self, level: int, tags: Sequence[str] | None, mode: str) -> MemoryReport:
         """Puts the regions `tags` (None: all) to sleep.
 
@@ -71,7 +75,7 @@ class Sleeper:
         """
         chosen = check_sleep(level, tags, mode)
         state, start = self._state, time.perf_counter()
-        if level and not self._config.enable_sleep_mode:
+        if not self.is_possible(level):
             raise ConfigError(
                 f"sleep level {level} needs memory that can be given back; start the engine "
                 "with the option enable_sleep_mode, or pause it with level 0"

@@ -156,7 +156,8 @@ class CoreLoop:
 
     def _call(self, call: Call) -> None:
         command = call.command
-        if isinstance(command, Sleep) and command.mode == "wait" and self.core.has_work:
+        waits = isinstance(command, Sleep) and command.mode == "wait" and self.core.has_work
+        if waits and self.core.sleeper.is_possible(command.level):
             self.postponed.append(call)
             self.core.refuse(
                 "the engine goes to sleep when its running requests have ended; try again when it is awake"
