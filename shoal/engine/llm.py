@@ -76,7 +76,7 @@ class LLM:
                 options[name] = str(options[name]).removeprefix("torch.")
         config = EngineConfig.from_options(model=str(model), **options)
         files = resolve(config.model, config.revision, config.download_dir).check()
-        self._lock = threading.RLock()  # held for a step, and whenever else the core is touched
+        self._lock = _Turns()  # held for a step, and whenever else the core is touched
         self._ids = itertools.count()
         self._answers: dict[str, _Answer | _Embedding] = {}
         self._learn_text(config, files)
@@ -548,6 +548,24 @@ class LLM:
                 self.core.finish(output.request_id, stop)
         if not self.core.has_work:
             self.core.tick()
+
+
+class _Turns:
+    """A lock that its holder may take again. Whoever waits has it next: a thread that steps on and on would
+    have an ordinary lock back before another one is awake."""
+
+    def __init__(self) -> None:
+        self._next, self._lock = threading.Lock(), threading.RLock()
+
+    def __enter__(self) -> None:
+        if self._lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
+            self._lock.acquire()
+        else:
+            with self._next:
+                self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 class _Answer:

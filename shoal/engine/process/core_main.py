@@ -156,8 +156,7 @@ class CoreLoop:
 
     def _call(self, call: Call) -> None:
         command = call.command
-        waits = isinstance(command, Sleep) and command.mode == "wait" and self.core.has_work
-        if waits and self.core.sleeper.is_possible(command.level):
+        if isinstance(command, Sleep) and self._must_wait(command):
             self.postponed.append(call)
             self.core.refuse(
                 "the engine goes to sleep when its running requests have ended; try again when it is awake"
@@ -177,6 +176,11 @@ class CoreLoop:
         finally:
             self.doing = ""
             self.progress += 1
+
+    def _must_wait(self, sleep: Sleep) -> bool:
+        """Whether requests run that are to end before that sleep. For one that fails in any case nothing
+        waits."""
+        return sleep.mode == "wait" and self.core.has_work and self.core.sleeper.is_possible(sleep.level)
 
     def _run(self, command: CoreCommand) -> Any:
         core = self.core
