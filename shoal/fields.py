@@ -91,7 +91,7 @@ def _checks(config: type) -> list[_Check]:
     hints = typing.get_type_hints(config)
     fields = {field.name: field.metadata.get("limits") for field in dataclasses.fields(config)}
     checks = [_Check(name, hints[name], limits) for name, limits in fields.items() if limits is not None]
-    return [check for check in checks if check.limits != Limits() or check.kind in (bool, int, float)]
+    return [check for check in checks if check.limits != Limits() or check.kind in (bool, int)]
 
 
 def described(config: type) -> str:
