@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
+import threading
 import urllib.parse
 from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING
@@ -20,10 +22,13 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
     from opentelemetry.trace import Span
 
+logger = logging.getLogger(__name__)
+
 TRACE_HEADERS = ("traceparent", "tracestate")  # W3C's trace context
 REQUEST_SPAN = "llm_request"  # vLLM's name
 TRACES_PATH = "/v1/traces"
 CONVERSATIONS = ("/v1/messages", "/v1/responses")  # endpoints of chats beside those that say so
+LAST_SPANS_S = 1.0  # for a collector to take what is left at the end
 LATENCIES = {
     "queue": "gen_ai.latency.time_in_queue",
     "prefill": "gen_ai.latency.time_in_model_prefill",
@@ -94,6 +99,7 @@ class Tracing:
         # It is not the process's global provider, which programs that use this package may have set.
         self._provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._exporter = exporter
         self._tracer = self._provider.get_tracer("shoal")
         self._context = TraceContextTextMapPropagator()
 
@@ -129,8 +135,17 @@ class Tracing:
         span.end(_nanoseconds(line.started_at + line.seconds))
 
     def close(self) -> None:
-        """Sends what is left. Blocks while it does."""
-        self._provider.shutdown()
+        """Sends what is left. Blocks while it does, and not for long: a collector that is away must not keep
+        the process, and the SDK would try again for a while."""
+        sending = threading.Thread(target=self._provider.shutdown, name="shoal-last-spans", daemon=True)
+        sending.start()
+        sending.join(LAST_SPANS_S)
+        if sending.is_alive():
+            logger.warning(
+                "the collector of traces has not taken the last spans within %g s; they are lost",
+                LAST_SPANS_S,
+            )
+            self._exporter.shutdown()  # it tries no more
 
 
 class Trace:

@@ -187,7 +187,10 @@ class FakeKubernetes:
         pod = self.pods.get(request.match_info["name"])
         if pod is None:
             return _status(404, "NotFound")
-        pod.annotations |= json.loads(await request.read())["metadata"]["annotations"]
+        for name, value in json.loads(await request.read())["metadata"]["annotations"].items():
+            pod.annotations.pop(name, None)
+            if value is not None:
+                pod.annotations[name] = value
         return web.json_response(pod.as_json(self.namespace))
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -29,12 +30,15 @@ from shoal.fleet.connector import Component, Setting, UnderWay, component_of, is
 from shoal.fleet.plane_inbox import start
 from shoal.fleet_api import WorkerState
 
+logger = logging.getLogger(__name__)
+
 NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 POLL_S = 1.0  # between two questions to the API server about the same Deployment
 TIMEOUT_S = 30.0  # for the API server's answer
 MAX_CONFLICTS = 8  # others that change a Deployment's scale while it is being changed here
 # Pods with a lower cost go first when a Deployment shrinks; 0 is that of all others.
 DELETION_COST = "controller.kubernetes.io/pod-deletion-cost"
+FIRST_TO_GO = "-1000"  # the cost by which a pod is marked here
 
 
 class Cluster:
@@ -50,15 +54,15 @@ class Cluster:
         """By the pod's service account inside of a cluster, elsewhere by the user's kubeconfig. Raises
         ConfigError if there is neither."""
         configuration = client.Configuration()
-        if NAMESPACE.exists():
-            config.load_incluster_config(configuration)
-            return cls(client.ApiClient(configuration), NAMESPACE.read_text().strip())
         try:
+            if NAMESPACE.exists():
+                config.load_incluster_config(configuration)
+                return cls(client.ApiClient(configuration), NAMESPACE.read_text().strip())
             loaded = await config.load_kube_config(client_configuration=configuration)
         except (config.ConfigException, OSError) as error:
             raise ConfigError(
-                f"connector 'kubernetes' found no cluster: {error}; run it in a pod, or give it a kubeconfig "
-                "(KUBECONFIG)"
+                f"connector 'kubernetes' found no cluster: {error}; run it in a pod with a service account "
+                "and the environment that Kubernetes gives it, or elsewhere with a kubeconfig (KUBECONFIG)"
             ) from None
         context = loaded.current_context["context"] if loaded.current_context else {}
         namespace = context.get("namespace", "default")
@@ -93,8 +97,9 @@ class Cluster:
             "be changed; is something else scaling it, a HorizontalPodAutoscaler say?"
         )
 
-    async def pods(self, deployment: str) -> tuple[list[str], int]:
-        """The names of its pods, the oldest first, without those that end; and how many end."""
+    async def pods(self, deployment: str) -> tuple[list[str], list[str], int]:
+        """The names of its pods, the oldest first, without those that end; of these, the names of those that
+        are marked to go first; and how many end."""
         with self._errors(deployment):
             found = await self._core.list_namespaced_pod(
                 self._namespace,
@@ -103,7 +108,8 @@ class Cluster:
             )
             living = [pod.metadata for pod in found.items if pod.metadata.deletion_timestamp is None]
             living.sort(key=lambda pod: (pod.creation_timestamp, pod.name))
-            return [pod.name for pod in living], len(found.items) - len(living)
+            marked = [pod.name for pod in living if (pod.annotations or {}).get(DELETION_COST) == FIRST_TO_GO]
+            return [pod.name for pod in living], marked, len(found.items) - len(living)
 
     async def has_pod(self, name: str) -> bool:
         with self._errors(name, HTTPStatus.NOT_FOUND):
@@ -112,9 +118,16 @@ class Cluster:
         return False
 
     async def let_go_first(self, pod: str) -> None:
-        """Has this pod be the one that ends when its Deployment shrinks by one."""
+        """Marks this pod, so that it is the one that ends when its Deployment shrinks by one."""
+        await self._mark(pod, FIRST_TO_GO)
+
+    async def let_stay(self, pod: str) -> None:
+        """Takes that mark back."""
+        await self._mark(pod, None)
+
+    async def _mark(self, pod: str, cost: str | None) -> None:
         with self._errors(pod, HTTPStatus.NOT_FOUND):
-            body = {"metadata": {"annotations": {DELETION_COST: "-1000"}}}
+            body = {"metadata": {"annotations": {DELETION_COST: cost}}}
             await self._core.patch_namespaced_pod(pod, self._namespace, body, _request_timeout=TIMEOUT_S)
 
     @contextlib.contextmanager
@@ -129,9 +142,13 @@ class Cluster:
                     f"namespace {self._namespace!r} has no Deployment {name!r}; a component's Deployment has "
                     "its name in small letters, and must be applied before the fleet starts"
                 ) from None
+            if error.status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
+                advice = "the service account needs the rights in deploy/kubernetes/router.yaml"
+            else:
+                advice = "kubectl get --raw '/readyz?verbose' says how the API server is"
             raise UnavailableError(
                 f"the Kubernetes API refuses {name!r} in namespace {self._namespace!r}: {error.status} "
-                f"{error.reason}; the service account needs the rights in deploy/kubernetes/router.yaml"
+                f"{error.reason}; {advice}"
             ) from None
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise UnavailableError(f"the Kubernetes API does not answer: {error!r}") from None
@@ -148,6 +165,7 @@ class KubernetesConnector:
         self._seen: dict[str, _Seen] = {}
         self._adding = UnderWay()
         self._claimed: set[str] = set()  # pods that the present calls of `add` have got
+        self._shrinking = asyncio.Lock()  # from the mark of the pod that goes until the count is lowered
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -201,8 +219,9 @@ class KubernetesConnector:
         pods.sort(key=lambda each: (each[0], not self._ready([each[2]])))
         _, component, youngest = pods[-1]
         deployment, cluster = deployment_of(component), self._connected
-        await cluster.let_go_first(youngest)
-        await cluster.change_replicas(deployment, -1)
+        async with self._shrinking:
+            await cluster.let_go_first(youngest)
+            await cluster.change_replicas(deployment, -1)
         deadline = self._clock.now() + self._start_timeout_s
         while await self._is_there(youngest):
             if self._clock.now() >= deadline:
@@ -242,10 +261,8 @@ class KubernetesConnector:
                 self._claimed.add(ready[0])
                 return ready[0]
             if self._clock.now() >= deadline:
-                for pod in new[-1:]:
-                    await cluster.let_go_first(pod)
-                await cluster.change_replicas(deployment, -1)
-                await self._look(component)
+                await self._take_back(deployment, new[-1:])
+                await self._look_again(component)
                 pod = new[-1] if new else f"number {len(pods) + 1}"
                 raise UnavailableError(
                     f"pod {pod} was not ready within {self._start_timeout_s:g} s (start_timeout) and is "
@@ -253,18 +270,53 @@ class KubernetesConnector:
                 )
             await self._clock.sleep(POLL_S)
 
+    async def _take_back(self, deployment: str, pods: Sequence[str]) -> None:
+        """Lowers the count by one, and has this pod go where there is one: as often as it takes, as the API
+        may be away, and a replica too many would stay."""
+        cluster, wanted, has_told = self._connected, None, False
+        async with self._shrinking:
+            while True:
+                try:
+                    count, _ = await cluster.replicas(deployment)
+                    # A try whose answer was lost may have lowered it.
+                    wanted = count - 1 if wanted is None else wanted
+                    if count > wanted:
+                        for pod in pods:
+                            await cluster.let_go_first(pod)
+                        await cluster.change_replicas(deployment, -1)
+                    return
+                except UnavailableError as error:
+                    if not has_told:
+                        logger.warning("a replica of %s cannot be taken back yet: %s", deployment, error)
+                    has_told = True
+                await self._clock.sleep(POLL_S)
+
+    async def _let_stay(self, component: Component) -> None:
+        """Takes back the marks of pods that have stayed, as their removal failed or who began it has died.
+        Else they would go when another hand lowers the count. Until a pod that is to go ends, there are more
+        pods than the count says."""
+        if self._shrinking.locked() or not self._seen[component.name].marked:
+            return
+        async with self._shrinking:
+            seen = await self._look(component)
+            if len(seen.pods) <= seen.replicas:
+                for pod in seen.marked:
+                    await self._connected.let_stay(pod)
+
     @property
     def _connected(self) -> Cluster:
         assert self._cluster is not None, "start comes first"
         return self._cluster
 
     async def _watch(self) -> None:
-        """Keeps what `pending` says up to date, also of what other hands do."""
+        """Keeps what `pending` says up to date, also of what other hands do; and takes back marks."""
         while True:
             await self._clock.sleep(POLL_S)
             for component in self._components:
                 with contextlib.suppress(ConfigError):  # somebody has taken the Deployment away
                     await self._look_again(component)
+                    with contextlib.suppress(UnavailableError):
+                        await self._let_stay(component)
 
     async def _look_again(self, component: Component) -> _Seen:
         """What was seen last holds where the API does not answer for a while."""
@@ -282,12 +334,12 @@ class KubernetesConnector:
     async def _look(self, component: Component) -> _Seen:
         deployment = deployment_of(component)
         replicas, _ = await self._connected.replicas(deployment)
-        pods, num_ending = await self._connected.pods(deployment)
+        pods, marked, num_ending = await self._connected.pods(deployment)
         last = self._seen.get(component.name)
         now = self._clock.now()
         is_settled = replicas == self._num_there(pods) and not num_ending
         since = now if last is None or is_settled or last.replicas != replicas else last.since
-        self._seen[component.name] = _Seen(replicas, pods, num_ending, since)
+        self._seen[component.name] = _Seen(replicas, pods, marked, num_ending, since)
         return self._seen[component.name]
 
     def _ready(self, pods: Sequence[str]) -> list[str]:
@@ -299,11 +351,12 @@ class KubernetesConnector:
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """A Deployment at the last look: how many pods it should have, which it has, how many more are ending,
-    and since when it is not as it should be."""
+    """A Deployment at the last look: how many pods it should have, which it has, which of these are marked to
+    go first, how many more are ending, and since when it is not as it should be."""
 
     replicas: int
     pods: list[str]
+    marked: list[str]
     num_ending: int
     since: float
 

@@ -9,13 +9,13 @@ import asyncio
 import contextlib
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from shoal.errors import ConfigError, ShoalError, UnavailableError, UnknownWorkerError
 from shoal.fleet.connector import GRACE_S, LOOK_S, Component, Setting, component_of, is_missing
 from shoal.fleet.plane_inbox import start, stop
-from shoal.fleet.state_file import Life, Placement, StateFile
+from shoal.fleet.state_file import Life, Placement, State, StateFile
 from shoal.fleet_api import WorkerState
 
 logger = logging.getLogger(__name__)
@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 DRAIN_S = 600.0
 GONE_S = 60.0  # for the router to see that a worker has ended; a lease is much shorter
 WATCH_S = 1.0  # between two looks at the workers' processes
+LOCKED_S = 5.0  # for another process to let go of the state, at the end of the fleet
 
 
 class Running(NamedTuple):
@@ -93,12 +94,15 @@ class LocalConnector:
         self._running: Mapping[str, Running] = {}  # as it was seen last
         self._missing_since: dict[str, float] = {}  # workers that are not ready
         self._placing = asyncio.Lock()
+        self._noting = asyncio.Lock()  # so that what was seen first is written first
+        self._told_of_lock = False
+        self._woken: set[str] = set()  # parked workers that are so no more, which the next look notes
         self._starting: set[str] = set()  # workers that `begin` waits for
         self._replacing: set[str] = set()  # those of them that have the place of one that was given up
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        with self._file.changing() as state:
+        async with self._changing() as state:
             leftovers = state.lives
             kept, new = state.begin(self._components)
         await self._supervisor.open(leftovers)
@@ -138,7 +142,7 @@ class LocalConnector:
             if own:
                 return await self._replace(own[:1], component)
             try:
-                return self._take(component)
+                return await self._take(component)
             except ConfigError:  # too few GPUs are free
                 enough = self._enough_of(others, component)
                 if not enough:
@@ -213,12 +217,15 @@ class LocalConnector:
         ]
 
     def note_parked(self, worker_id: str, is_parked: bool) -> None:
-        """For who takes over the workers of this process when it is killed."""
+        """For who takes over the workers of this process when it is killed. That one sleeps is noted before
+        this returns, else nobody would know of it: raises UnavailableError where that cannot be. That it does
+        so no more may come late, as whoever takes it over sees it awake."""
+        if not is_parked:
+            self._woken.add(worker_id)
+            return
         with self._file.changing() as state:
-            for component in self._components:
-                for placement in state.placements(component):
-                    if placement.id == worker_id:
-                        state.park(placement, is_parked)
+            self._park(state, worker_id, True)
+        self._woken.discard(worker_id)
 
     async def end(self, worker_id: str) -> None:
         """Ends this worker, as `remove` does; an unknown one changes nothing."""
@@ -231,7 +238,10 @@ class LocalConnector:
 
     async def until_hopeless(self) -> None:
         while (
-            self._starting or not self._running or not all(one.has_given_up for one in self._running.values())
+            self._placing.locked()
+            or self._starting
+            or not self._running
+            or not all(one.has_given_up for one in self._running.values())
         ):
             await self._clock.sleep(WATCH_S)
 
@@ -239,15 +249,38 @@ class LocalConnector:
         await stop(self._tasks)
         await self._supervisor.close(grace_s)
         try:
-            with self._file.changing() as state:
+            async with asyncio.timeout(LOCKED_S), self._changing() as state:
                 state.supervisor = None
                 for entry in state.components.values():
                     entry.workers = {}
+        except TimeoutError:
+            logger.error(
+                "%s still names workers, which have ended: another process has it locked", self._file.path
+            )
         except OSError as error:
             logger.error("%s still names workers, which have ended: %s", self._file.path, error)
 
-    def _take(self, component: Component) -> Placement:
-        with self._file.changing() as state:
+    @contextlib.asynccontextmanager
+    async def _changing(self) -> AsyncIterator[State]:
+        """As StateFile.changing, but it waits until no other process holds the state. The block has no await
+        in it. Blocks are entered in the order in which they were asked for."""
+        begun = self._clock.now()
+        async with self._noting:
+            with contextlib.ExitStack() as held:
+                while True:
+                    try:
+                        state = held.enter_context(self._file.changing())
+                        break
+                    except UnavailableError as error:
+                        if not self._told_of_lock and self._clock.now() - begun >= WATCH_S:
+                            self._told_of_lock = True
+                            logger.error("what runs cannot be noted: %s", error)
+                    await self._clock.sleep(LOOK_S)
+                self._told_of_lock = False
+                yield state
+
+    async def _take(self, component: Component) -> Placement:
+        async with self._changing() as state:
             return state.place(component, self._running)
 
     async def _replace(self, given_up: Sequence[Placement], component: Component) -> Placement:
@@ -255,7 +288,7 @@ class LocalConnector:
         for placement in given_up:
             await self._end(placement)
         await self._look()
-        found = self._take(component)
+        found = await self._take(component)
         self._replacing.add(found.id)
         return found
 
@@ -342,7 +375,7 @@ class LocalConnector:
             await self._supervisor.stop(placement.id, GRACE_S)
             self._mine.pop(placement.id, None)
         finally:
-            with self._file.changing() as state:
+            async with self._changing() as state:
                 state.free(placement)
         if placement.spec is not None:
             with contextlib.suppress(UnknownWorkerError):  # a person has removed it
@@ -367,12 +400,22 @@ class LocalConnector:
         for name in known:
             if name not in running:
                 self._mine.pop(name, None)
-        with self._file.changing() as state:
+        async with self._changing() as state:
             if self._tasks:
                 state.supervisor = Life.of(os.getpid())
             for placement in self._mine.values():
                 state.adopt(placement)
             state.see({name: one.pid for name, one in running.items()})
+            woken = set(self._woken)
+            for worker_id in woken:
+                self._park(state, worker_id, False)
+        self._woken -= woken
+
+    def _park(self, state: State, worker_id: str, is_parked: bool) -> None:
+        for component in self._components:
+            for placement in state.placements(component):
+                if placement.id == worker_id:
+                    state.park(placement, is_parked)
 
     def _is_missing(self, worker_id: str) -> bool:
         return not self._has_given_up(worker_id) and is_missing(self._registry.state_of(worker_id))

@@ -18,7 +18,9 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -78,6 +80,8 @@ class VirtualConnector:
         self._decided_at: dict[str, float] = {}  # by model
         self._deciding = asyncio.Lock()
         self._changes: dict[str, UnderWay] = collections.defaultdict(UnderWay)  # by model
+        self._scaled = 0  # the last decision that is known to be confirmed
+        self._told = ""  # why confirmations cannot be read now
         # What the present calls of `add` have got, by model.
         self._claimed: dict[str, set[str]] = collections.defaultdict(set)
 
@@ -94,11 +98,10 @@ class VirtualConnector:
                 "confirmed"
             )
         logger.info("decisions are written to %s, and confirmed in %s", path, self._folder / SCALED)
-        self._decision = before or self._decision
+        self._decision, self._scaled = before or self._decision, _scaled_id(self._folder)
         if self._decision.counts != counts:
-            self._decision = msgspec.structs.replace(self._decision, workers=counts, counts=counts)
+            self._write(msgspec.structs.replace(self._decision, workers=counts, counts=counts))
             self._decided_at = dict.fromkeys(counts, self._clock.now())
-            self._write()
 
     def pending(self, model: str) -> int:
         if self._clock.now() - self._decided_at.get(model, 0.0) >= self._start_timeout_s:
@@ -115,19 +118,19 @@ class VirtualConnector:
             claimed.clear()
         with self._changes[model].one_more():
             decision_id = await self._decide(model, role, 1, deadline)
-            while True:
-                new = [one for one in self._registry.ready(model, role) if one not in before | claimed]
-                if new and self._is_confirmed(decision_id):
-                    claimed.add(new[0])
-                    return new[0]
-                if self._clock.now() >= deadline:
-                    self._change(model, role, -1)
-                    raise UnavailableError(
-                        f"decision {decision_id}, one more {role} worker of {model}, had no ready worker "
-                        f"within {self._start_timeout_s:g} s (start_timeout) and is taken back; "
-                        f"{self._confirmation(decision_id)}"
-                    )
-                await self._clock.sleep(LOOK_S)
+            with self._taken_back_if_it_fails(model, role):
+                while True:
+                    new = [one for one in self._registry.ready(model, role) if one not in before | claimed]
+                    if new and self._is_confirmed(decision_id):
+                        claimed.add(new[0])
+                        return new[0]
+                    if self._clock.now() >= deadline:
+                        raise UnavailableError(
+                            f"decision {decision_id}, one more {role} worker of {model}, had no ready worker "
+                            f"within {self._start_timeout_s:g} s (start_timeout) and is taken back; "
+                            f"{self._confirmation(decision_id)}"
+                        )
+                    await self._clock.sleep(LOOK_S)
 
     async def remove(self, model: str, role: str) -> str:
         component_of(self._components, model, role)
@@ -172,26 +175,56 @@ class VirtualConnector:
                 self._change(model, role, by)
             return self._decision.decision_id
 
+    @contextlib.contextmanager
+    def _taken_back_if_it_fails(self, model: str, role: str) -> Iterator[None]:
+        """A decision for one more worker, whose addition is the block."""
+        try:
+            yield
+        except BaseException:  # a cancellation, too
+            try:
+                self._change(model, role, -1)
+            except OSError as error:
+                logger.error("one %s worker of %s too many stays decided: %s", role, model, error)
+            raise
+
     def _change(self, model: str, role: str, by: int, count: int | None = None) -> None:
         """`count`: how many there are; None: as many as were wanted."""
         roles = dict(self._decision.workers.get(model, {}))
         roles[role] = max(0, (roles.get(role, 0) if count is None else count) + by)
         workers = {**self._decision.workers, model: roles}
-        self._decision = msgspec.structs.replace(self._decision, workers=workers)
+        self._write(msgspec.structs.replace(self._decision, workers=workers))
         self._decided_at[model] = self._clock.now()
-        self._write()
 
-    def _write(self) -> None:
-        number = 1 + max(self._decision.decision_id, _scaled_id(self._folder))  # one that is not confirmed
-        self._decision = msgspec.structs.replace(self._decision, decision_id=number)
-        _write(self._folder / DECISION, self._decision)
+    def _write(self, decision: ScalingDecision) -> None:
+        """Makes it the present one, with a number that is not confirmed. One that cannot be written is none:
+        its confirmation would be awaited for ever."""
+        number = 1 + max(self._decision.decision_id, self._scaled_id())
+        decision = msgspec.structs.replace(decision, decision_id=number)
+        _write(self._folder / DECISION, decision)
+        self._decision = decision
 
     def _is_confirmed(self, decision_id: int) -> bool:
-        return _scaled_id(self._folder) >= decision_id
+        return self._scaled_id() >= decision_id
+
+    def _scaled_id(self) -> int:
+        """The last decision that is confirmed, as far as that is known: a shared file system may be away for
+        a while."""
+        try:
+            self._scaled, told = _scaled_id(self._folder), ""
+        except OSError as error:
+            told = str(error)
+            if told != self._told:
+                logger.warning("confirmations cannot be read, which is tried again: %s", error)
+        self._told = told
+        return self._scaled
 
     def _confirmation(self, decision_id: int) -> str:
         path = self._folder / SCALED
-        if path.exists() and _read(path, Scaled) is None:
+        try:
+            is_unreadable = path.exists() and _read(path, Scaled) is None
+        except OSError as error:
+            return f"its confirmation cannot be read: {error}"
+        if is_unreadable:
             return f'its confirmation cannot be read in {path}, where {{"scaled_decision_id": N}} is expected'
         return f"it {'is' if self._is_confirmed(decision_id) else 'is not'} confirmed in {path}"
 
@@ -203,7 +236,8 @@ def _scaled_id(folder: Path) -> int:
 
 
 def _read(path: Path, type_: type[T]) -> T | None:
-    """None if there is no such file, or if it cannot be read: an orchestrator may be writing it."""
+    """None if there is no such file, or if its content cannot be read: an orchestrator may be writing it.
+    Other errors of the disk are OSErrors."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=type_)
     except (FileNotFoundError, msgspec.MsgspecError):

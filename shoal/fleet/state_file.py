@@ -24,7 +24,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet.connector import Component
 from shoal.user_folders import state_folder
 
@@ -253,9 +253,16 @@ class StateFile:
     @contextlib.contextmanager
     def changing(self) -> Iterator[State]:
         """The state, held by this process alone until the block is left; then it is written, unless the block
-        was left by an exception."""
-        with open(self.path.with_name("state.lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        was left by an exception. Raises UnavailableError where another process holds it: who runs an event
+        loop must not wait here."""
+        path = self.path.with_name("state.lock")
+        with open(path, "w") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UnavailableError(
+                    f"{path} is locked by another process; fuser {path} says by which one"
+                ) from None
             state = self.read()
             yield state
             text = msgspec.json.format(msgspec.json.encode(state), indent=2)

@@ -60,18 +60,22 @@ async def serve(
 
 @contextlib.contextmanager
 def heeding_signals(drain: asyncio.Event, force: asyncio.Event) -> Iterator[None]:
-    """Inside of the block SIGTERM and SIGINT set `drain`, and `force` the second time."""
+    """Inside of the block SIGTERM and SIGINT set `drain`, and `force` the second time. SIGHUP sets `drain`:
+    a terminal that is closed sends it more than once. Under nohup it is ignored."""
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:
         (force if drain.is_set() else drain).set()
 
-    for number in SIGNALS:
-        loop.add_signal_handler(number, on_signal)
+    handlers = dict.fromkeys(SIGNALS, on_signal)
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        handlers[signal.SIGHUP] = drain.set
+    for number, handler in handlers.items():
+        loop.add_signal_handler(number, handler)
     try:
         yield
     finally:
-        for number in SIGNALS:
+        for number in handlers:
             loop.remove_signal_handler(number)
 
 

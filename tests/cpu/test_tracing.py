@@ -1,6 +1,9 @@
 """Requests as OpenTelemetry traces, with the SDK's own exporter into memory."""
 
+import asyncio
+import socket
 import sys
+import time
 
 import pytest
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -8,7 +11,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError
-from shoal.tracing import Tracing, check_tracing
+from shoal.time_line import TimeLine
+from shoal.tracing import Tracing, check_tracing, opened_tracing
 from tests.fake_server import FakeServer, engine_saying, read_until
 
 SECRET = "the treasure lies under the old oak"
@@ -172,3 +176,27 @@ def test_a_missing_extra_is_named(monkeypatch, module):
     with pytest.raises(ConfigError, match=r"pip install 'shoal\[otel\]'"):
         check_tracing("http://127.0.0.1:4318")
     check_tracing(ServerConfig().otlp_traces_endpoint)  # none is wanted
+
+
+@pytest.mark.parametrize("is_silent", [False, True])
+@pytest.mark.parametrize("tries_already", [False, True])
+def test_a_collector_that_is_away_does_not_keep_a_process_from_its_end(
+    is_silent, tries_already, monkeypatch, caplog
+):
+    """Each process of a fleet had tried again for seconds, one after the other."""
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50" if tries_already else "60000")
+
+    async def main(port):
+        async with opened_tracing(f"http://127.0.0.1:{port}", "w") as tracing:
+            line = TimeLine("a", "tiny", "/v1/completions", time.perf_counter())
+            tracing.begin(line, None).end(line)
+            await asyncio.sleep(0.5)
+            return time.monotonic()
+
+    with socket.socket() as collector:
+        collector.bind(("127.0.0.1", 0))
+        if is_silent:
+            collector.listen()
+        left = asyncio.run(main(collector.getsockname()[1]))
+        assert time.monotonic() - left < 2.0
+    assert "the collector of traces has not taken the last spans within 1 s" in caplog.text

@@ -206,6 +206,98 @@ def test_a_pod_that_is_not_ready_in_time_is_taken_back_and_no_other(tmp_path, mo
     run(tmp_path, monkeypatch, scenario, start_timeout_s=0.2)
 
 
+def test_a_pod_is_taken_back_when_an_api_that_was_away_at_its_deadline_is_there_again(
+    tmp_path, monkeypatch, caplog
+):
+    """It stayed, and with it a replica too many."""
+
+    async def scenario(setup, connector):
+        setup.never_ready = True
+        adding = asyncio.create_task(connector.add("tiny", "both"))
+        while "tiny-2" not in setup.fake.pods:
+            await asyncio.sleep(0.01)
+        setup.fake.status = 503
+        while "a replica of tiny cannot be taken back yet" not in caplog.text:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert not adding.done() and caplog.text.count("taken back yet") == 1
+        assert "503 Service Unavailable; kubectl get --raw '/readyz?verbose' says how" in caplog.text
+        setup.fake.status = 200
+        with pytest.raises(UnavailableError, match=r"not ready within 0\.2 s .*and is taken back"):
+            await adding
+        assert setup.fake.replicas["tiny"] == 1
+        assert [pod.name for pod in setup.fake.pods_of("tiny")] == ["tiny-1"]
+
+    run(tmp_path, monkeypatch, scenario, start_timeout_s=0.2)
+
+
+def test_a_replica_whose_end_was_not_confirmed_is_not_taken_back_twice(tmp_path, monkeypatch):
+    async def scenario(setup, connector):
+        change, changes = connector._cluster.change_replicas, []
+
+        async def loses_its_answer(deployment, by):
+            changes.append(await change(deployment, by))
+            if len(changes) == 2:
+                raise UnavailableError("the Kubernetes API does not answer")
+
+        setup.fake.deploy("tiny", 2)
+        while set(setup.registry.states) != {"tiny-1", "tiny-2"}:
+            await asyncio.sleep(0.01)
+        setup.never_ready = True
+        monkeypatch.setattr(connector._cluster, "change_replicas", loses_its_answer)
+        with pytest.raises(UnavailableError, match="is taken back"):
+            await connector.add("tiny", "both")
+        assert changes == [3, 2] and setup.fake.replicas["tiny"] == 2
+
+    run(tmp_path, monkeypatch, scenario, start_timeout_s=0.2)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+def test_a_pod_whose_removal_failed_is_not_the_first_to_go_when_a_person_lowers_the_count(
+    tmp_path, monkeypatch, is_cancelled
+):
+    """It kept its mark, and an old pod with a full cache went in place of a new one."""
+
+    async def scenario(setup, connector):
+        setup.fake.conflicts = 1000 if is_cancelled else 100
+        monkeypatch.setattr(connector_kubernetes, "MAX_CONFLICTS", 1000 if is_cancelled else 8)
+        removing = asyncio.create_task(connector.remove("tiny", "both"))
+        while not setup.fake.pods["tiny-1"].annotations:
+            await asyncio.sleep(0)
+        if is_cancelled:
+            removing.cancel()
+        with pytest.raises(asyncio.CancelledError if is_cancelled else UnavailableError):
+            await removing
+        setup.fake.conflicts = 0
+        while setup.fake.pods["tiny-1"].annotations:
+            await asyncio.sleep(0.01)
+        setup.fake.deploy("tiny", 2)
+        setup.fake.deploy("tiny", 1)
+        assert [pod.name for pod in setup.fake.pods_of("tiny")] == ["tiny-1"]
+
+    run(tmp_path, monkeypatch, scenario)
+
+
+def test_a_pod_keeps_its_mark_until_kubernetes_has_chosen_it(tmp_path, monkeypatch):
+    """That may be a while after the count was lowered."""
+
+    async def scenario(setup, connector):
+        setup.fake.deploy("tiny", 3)
+        while len(setup.registry.states) < 3:
+            await asyncio.sleep(0.01)
+        reconcile = setup.fake._reconcile
+        monkeypatch.setattr(setup.fake, "_reconcile", lambda name: None)
+        removing = asyncio.create_task(connector.remove("tiny", "both"))
+        while setup.fake.replicas["tiny"] == 3:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert setup.fake.pods["tiny-3"].annotations
+        reconcile("tiny")
+        assert await removing == "tiny-3"
+
+    run(tmp_path, monkeypatch, scenario)
+
+
 def test_pods_that_no_node_has_room_for_count_as_pending_until_the_start_timeout(tmp_path, monkeypatch):
     async def scenario(setup, connector):
         async def settled(count):
@@ -273,6 +365,12 @@ def test_an_api_that_refuses_or_is_not_there_is_named(tmp_path, monkeypatch):
         asyncio.run(starting())
     use(monkeypatch, tmp_path / "none")
     with pytest.raises(ConfigError, match="found no cluster"):
+        asyncio.run(starting())
+    monkeypatch.setattr(connector_kubernetes, "NAMESPACE", tmp_path)  # as in a pod
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(
+        ConfigError, match=r"found no cluster: Service host/port is not set.*; run it in a pod"
+    ):
         asyncio.run(starting())
 
 

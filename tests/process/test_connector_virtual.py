@@ -218,3 +218,100 @@ def test_a_file_that_is_no_decision_is_not_overwritten(tmp_path):
     with pytest.raises(ConfigError, match=r"decision\.json is no decision of a planner; remove it"):
         asyncio.run(connector(tmp_path, Cluster()).start())
     assert (tmp_path / "decision.json").read_text() == "important"
+
+
+async def started(folder, cluster, timeout_s=5.0):
+    """A connector whose first decision is confirmed, and the orchestrator's side."""
+    virtual, client = connector(folder, cluster, timeout_s), VirtualClient(folder)
+    await virtual.start()
+    await obey(folder, cluster, [], 1)
+    return virtual, client
+
+
+def test_a_confirmation_that_a_disk_does_not_give_for_a_while_is_awaited(tmp_path, caplog):
+    """The change had failed at once, and the orchestrator started a worker that nobody awaited."""
+
+    async def run():
+        cluster = Cluster()
+        virtual, client = await started(tmp_path, cluster)
+        adding = asyncio.create_task(virtual.add("m", "decode"))
+        decision = await client.wait()
+        (tmp_path / "scaled.json").unlink()
+        (tmp_path / "scaled.json").mkdir()
+        cluster.counts = dict(decision.workers["m"])
+        await asyncio.sleep(0.5)
+        assert not adding.done()
+        assert caplog.text.count("confirmations cannot be read, which is tried again: [Errno 21]") == 1
+        (tmp_path / "scaled.json").rmdir()
+        client.complete(decision)
+        assert await adding == "decode-3"
+
+    asyncio.run(run())
+
+
+def test_a_confirmation_that_a_disk_never_gives_is_named_and_the_counts_are_those_of_before(tmp_path):
+    async def run():
+        cluster = Cluster()
+        virtual, client = await started(tmp_path, cluster, timeout_s=0.5)
+        adding = asyncio.create_task(virtual.add("m", "decode"))
+        await client.wait()
+        (tmp_path / "scaled.json").unlink()
+        (tmp_path / "scaled.json").mkdir()
+        with pytest.raises(UnavailableError, match=r"is taken back; .*cannot be read: \[Errno 21\]"):
+            await adding
+        (tmp_path / "scaled.json").rmdir()
+        decision = await client.wait()
+        assert decision.decision_id == 3 and decision.workers["m"] == {"decode": 2, "prefill": 1}
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("failure", [asyncio.CancelledError, OSError, ZeroDivisionError])
+def test_an_addition_that_fails_in_any_way_gives_the_count_of_before(tmp_path, failure):
+    async def run():
+        cluster = Cluster()
+        virtual, client = await started(tmp_path, cluster)
+        adding = asyncio.create_task(virtual.add("m", "decode"))
+        assert (await client.wait()).workers["m"]["decode"] == 3
+
+        def fails(*_):
+            raise failure
+
+        cluster.ready, ready = fails, cluster.ready
+        with pytest.raises(failure):
+            await adding
+        cluster.ready = ready
+        assert (await client.wait()).workers["m"] == {"decode": 2, "prefill": 1}
+
+    asyncio.run(run())
+
+
+def test_a_decision_that_cannot_be_written_is_none_that_others_wait_for(tmp_path):
+    """No further one was made until the planner started again."""
+
+    async def run():
+        cluster = Cluster()
+        virtual, _ = await started(tmp_path, cluster)
+        (tmp_path / "decision.new").mkdir()
+        with pytest.raises(IsADirectoryError):
+            await virtual.add("m", "decode")
+        (tmp_path / "decision.new").rmdir()
+        obeying = asyncio.create_task(obey(tmp_path, cluster, [], 1))
+        assert await virtual.add("m", "decode") == "decode-3"
+        await obeying
+
+    asyncio.run(run())
+
+
+def test_an_addition_whose_taking_back_cannot_be_written_says_so(tmp_path, caplog):
+    async def run():
+        virtual, client = await started(tmp_path, Cluster())
+        adding = asyncio.create_task(virtual.add("m", "decode"))
+        await client.wait()
+        (tmp_path / "decision.new").mkdir()
+        adding.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await adding
+        assert "one decode worker of m too many stays decided: [Errno 21]" in caplog.text
+
+    asyncio.run(run())

@@ -11,7 +11,7 @@ import pytest
 from shoal.config import KVEventsConfig
 from shoal.kv.event_publisher import KvEvents
 from tests.foreign_worker import MODEL, Fault, ForeignWorkerThread, ids_of, written
-from tests.serving import Route, free_port, until
+from tests.serving import DEADLINE_S, Route, free_port, until
 
 PROMPT = "A shoal of fish swims as one, and nobody leads. " * 3
 TOKENS = ("prompt_tokens", "prompt_tokens_cached", "generation_tokens")
@@ -204,3 +204,30 @@ def test_routers_on_one_plane_share_what_they_have_sent_and_one_may_be_killed(ro
         second.process.send_signal(signal.SIGKILL)
         until(lambda: sum(w["active_requests"] for w in first.fleet().values()) == 0, first.text)
     assert states(first) == {"a": "ready", "b": "ready"} and complete(first, max_tokens=1)[0] == 200
+
+
+def test_a_terminal_that_is_closed_lets_requests_end_as_sigterm_does(routers, workers):
+    """They were cut off. Kernel and shell send the signal more than once."""
+    router = routers(*specs(*workers)).await_workers(2)
+    for worker in workers:
+        worker.delay = 0.1
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        running = pool.submit(complete, router, max_tokens=20)
+        until(lambda: sum(w["active_requests"] for w in router.fleet().values()) == 1, router.text)
+        router.process.send_signal(signal.SIGHUP)
+        until(lambda: router.ask("/health")[0] == 503, router.text)
+        router.process.send_signal(signal.SIGHUP)
+        assert running.result()[0] == 200
+    assert router.process.wait(DEADLINE_S) == 0
+
+
+def test_under_nohup_a_terminal_that_is_closed_changes_nothing(routers, workers):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # children have it so, too
+    try:
+        router = routers(*specs(*workers)).await_workers(2)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    router.process.send_signal(signal.SIGHUP)
+    assert complete(router)[0] == 200
+    router.process.send_signal(signal.SIGTERM)
+    assert router.process.wait(DEADLINE_S) == 0

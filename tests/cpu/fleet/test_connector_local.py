@@ -2,6 +2,9 @@
 end, on virtual time."""
 
 import asyncio
+import contextlib
+import dataclasses
+import fcntl
 
 import pytest
 
@@ -302,3 +305,89 @@ def test_a_fleet_that_ends_does_not_wait_for_a_worker_that_was_to_end_before(tmp
         assert slow.names == [] and connector._clock.now() - begun < 1.0
 
     run(tmp_path, test, FOREIGN)
+
+
+@contextlib.contextmanager
+def locked(tmp_path):
+    """As another process has it."""
+    with open(tmp_path / "state.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def test_a_state_that_another_process_holds_delays_what_is_noted_and_nothing_else(tmp_path, caplog):
+    """The event loop waited for it, and all requests with it."""
+
+    async def test(slow, connector):
+        with locked(tmp_path):
+            adding = [asyncio.create_task(connector.add("m", "both")) for _ in range(2)]
+            await asyncio.sleep(30.0)
+            assert slow.names == ["m-1"] and connector.pending("m") == 0
+        assert caplog.text.count("what runs cannot be noted: ") == 1
+        assert "state.lock is locked by another process" in caplog.text
+        found = await asyncio.gather(*adding, return_exceptions=True)
+        assert found[0] == "m-2" and "0 of 2 are free" in str(found[1])
+        assert places(tmp_path) == {"m-1": ["0"], "m-2": ["1"]} and slow.names == ["m-1", "m-2"]
+        caplog.clear()
+        with locked(tmp_path):
+            await asyncio.sleep(30.0)
+        assert caplog.text.count("what runs cannot be noted: ") == 1, "it is told each time"
+
+    run(tmp_path, test, dataclasses.replace(TWO_GPUS, count=1))
+
+
+def test_a_worker_that_ends_while_another_process_holds_the_state_leaves_its_place_afterwards(tmp_path):
+    async def test(slow, connector):
+        with locked(tmp_path):
+            removing = asyncio.create_task(connector.end("m-1"))
+            await asyncio.sleep(30.0)
+            assert slow.names == ["m-2"] and not removing.done()
+        await removing
+        assert places(tmp_path) == {"m-2": ["1"]}
+        assert await connector.add("m", "both") == "m-1"
+
+    run(tmp_path, test, TWO_GPUS)
+
+
+def test_a_fleet_ends_although_another_process_holds_its_state(tmp_path, caplog):
+    async def test(slow, connector):
+        with locked(tmp_path):
+            begun = connector._clock.now()
+            await connector.close(0.0)
+            assert not slow.names and connector._clock.now() - begun < 10.0
+        assert "still names workers, which have ended: another process has it locked" in caplog.text
+
+    run(tmp_path, test, TWO_GPUS)
+
+
+def test_a_fleet_starts_when_its_state_is_let_go_of(tmp_path):
+    async def main():
+        slow = Slow()
+        connector = LocalConnector(Setting([TWO_GPUS], slow, LoopClock(), 60.0, None, tmp_path), slow)
+        with locked(tmp_path):
+            starting = asyncio.create_task(connector.start())
+            await asyncio.sleep(30.0)
+            assert not slow.names
+        await starting
+        assert slow.names == ["m-1", "m-2"]
+        await connector.close(0.0)
+
+    run_virtual(main())
+
+
+def test_a_worker_sleeps_with_a_note_or_not_at_all_and_the_note_that_it_woke_may_come_late(tmp_path):
+    async def test(slow, connector):
+        with locked(tmp_path), pytest.raises(UnavailableError, match="locked by another process"):
+            connector.note_parked("m-1", True)
+        connector.note_parked("m-1", True)
+        assert connector.parked() == [("m-1", "m", "both")]
+        with locked(tmp_path):
+            connector.note_parked("m-1", False)
+            connector.note_parked("m-2", False)
+            await asyncio.sleep(5.0)
+            assert connector.parked() == [("m-1", "m", "both")]
+        connector.note_parked("m-2", True)
+        await asyncio.sleep(5.0)
+        assert connector.parked() == [("m-2", "m", "both")]
+
+    run(tmp_path, test, TWO_GPUS)

@@ -1,5 +1,6 @@
 """The file of what runs: places are taken once, and what a crash has left is found and put right."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -8,7 +9,7 @@ import sys
 
 import pytest
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet.connector import Component
 from shoal.fleet.state_file import Life, Placement, StateFile, fleet_folder, holding
 
@@ -207,9 +208,19 @@ def test_a_process_is_known_from_one_that_has_its_number(file):
 
 
 def _place(folder, times):
-    for _ in range(times):
-        with StateFile(folder).changing() as state:
+    while times:
+        with contextlib.suppress(UnavailableError), StateFile(folder).changing() as state:
             state.place(Component("one", ("x",)))
+            times -= 1
+
+
+def test_a_state_that_another_process_holds_is_refused_at_once_and_changed_by_that_one_alone(file, tmp_path):
+    with file.changing() as state:
+        state.place(ONE)
+        told = r"state\.lock is locked by another process; fuser .*state\.lock says by which one"
+        with pytest.raises(UnavailableError, match=told), StateFile(tmp_path).changing():
+            pass
+    assert ids(file.read()) == ["one-1"]
 
 
 def test_many_processes_take_no_place_twice(tmp_path):
