@@ -482,6 +482,11 @@ def import_figure() -> Any:
     return Figure
 
 
+def save_picture(figure: Any, path: str) -> None:
+    """Writes a PNG file, whatever the name of the file ends with."""
+    figure.savefig(path, dpi=110, format="png", metadata={"Software": None})
+
+
 def plot(result: dict[str, Any], path: str) -> None:
     """Writes a PNG with the distributions of TTFT, ITL and TPOT, and with tokens per second over time. Raises
     ConfigError without matplotlib."""
@@ -530,4 +535,4 @@ def plot(result: dict[str, Any], path: str) -> None:
     for axis in axes.flat:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from shoal.bench.serving import import_figure
+from shoal.bench.serving import import_figure, save_picture
 from shoal.fleet.simulator import Simulation
 
 BINS = 100  # parts of the time, in which requests are counted
@@ -35,4 +35,4 @@ def plot(simulation: Simulation, path: str) -> None:
     waits.legend()
     for axis in figure.axes:
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    save_picture(figure, path)

@@ -16,9 +16,16 @@ from typing import TYPE_CHECKING
 
 from shoal.api import Request, SamplingParams
 from shoal.bench.offline import describe_machine
-from shoal.bench.serving import import_figure
-from shoal.errors import ConfigError
-from shoal.fleet.engine_profile import NOISE, DecodePoint, EngineProfile, PrefillPoint, ProfileData
+from shoal.bench.serving import import_figure, save_picture
+from shoal.fleet.engine_profile import (
+    NOISE,
+    DecodePoint,
+    EngineProfile,
+    PrefillPoint,
+    ProfileData,
+    check_decode,
+    with_room,
+)
 
 if TYPE_CHECKING:
     from shoal.engine.llm import LLM
@@ -47,13 +54,7 @@ class _Measurement:
         self, input_lengths: Sequence[int], context_lengths: Sequence[int], kv_usages: Sequence[float]
     ) -> ProfileData:
         longest = min(self._llm.config.max_model_len, self._max_kv_tokens) - NUM_STEPS - 2
-        input_lengths = sorted({length for length in input_lengths if 1 <= length <= longest})
-        context_lengths = sorted({length for length in context_lengths if 1 <= length <= longest})
-        if len(input_lengths) < 2 or not context_lengths:
-            raise ConfigError(
-                f"prompts may have up to {longest} tokens here (max_model_len, KV cache); two "
-                "--input-lengths and one of --context-lengths are needed up to there"
-            )
+        input_lengths, context_lengths = with_room(input_lengths, context_lengths, longest)
         self._first_token(input_lengths[0])  # warm-up
         times = [self._ttft(length) for length in input_lengths]
         _measure_again(times, lambda number: self._ttft(input_lengths[number]))
@@ -68,6 +69,7 @@ class _Measurement:
             prefill=prefill,
             decode=decode,
         )
+        check_decode(data, kv_usages)
         EngineProfile(data)  # what contradicts itself is told now
         return data
 
@@ -183,4 +185,4 @@ def plot(data: ProfileData, path: str) -> None:
     throughput.legend(title="context")
     for axis in figure.axes:
         axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=110, metadata={"Software": None})
+    save_picture(figure, path)

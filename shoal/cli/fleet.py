@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import os
 import shutil
 import socket
 import sys
@@ -22,7 +23,7 @@ from shoal.cli.route import check_router, run_router
 from shoal.cli.serve import plan
 from shoal.config import OF_WORKERS, ServerConfig
 from shoal.errors import ConfigError, ShoalError, UnavailableError, UserError
-from shoal.fleet.components import components_of, components_of_pods
+from shoal.fleet.components import check_gpus, components_of, components_of_pods
 from shoal.fleet.connector import GRACE_S, Component, Connector, Setting
 from shoal.fleet.connector_local import LocalConnector
 from shoal.fleet.connectors import connector_named
@@ -75,10 +76,13 @@ def fleet_up(path: str, state_dir: str | None = None, verbose: bool = False) -> 
         config = dataclasses.replace(file.router, plane=plane_url)
         check_router(config, file.server)
         if is_local:
+            check_gpus(file.workers, components)
             check_workers(file, path)
         try:
-            workers = FleetWorkers(file.planner, components, make, log, folder, fleet_name(place_of(path)))
-            return asyncio.run(_up(file, config, workers))
+            with open_record(file.planner if file.planner.enabled else None) as record:
+                name = fleet_name(place_of(path))
+                workers = FleetWorkers(file.planner, components, make, log, folder, name, record)
+                return asyncio.run(_up(file, config, workers))
         finally:
             log.close()
 
@@ -152,13 +156,16 @@ class FleetWorkers:
         log: ProcessLog,
         folder: Path,
         name: str,
+        record: IO[bytes] | None,
         profiles: Mapping[str, EngineProfile] | None = None,
     ) -> None:
-        """`name`: that of the fleet on its plane. `profiles`: as a Planner's."""
+        """`name`: that of the fleet on its plane. `record`: as open_record gives it. `profiles`: as a
+        Planner's."""
         self.error: ShoalError | None = None  # why they could not be started
         self.is_hopeless = False
         self._planner, self._components, self._make = planner, components, make
-        self._log, self._folder, self._name, self._profiles = log, folder, name, profiles
+        self._log, self._folder, self._name = log, folder, name
+        self._record, self._profiles = record, profiles
         self._connector: Connector | None = None
 
     async def run(self, drain: asyncio.Event, fleet: Fleet) -> None:
@@ -171,32 +178,28 @@ class FleetWorkers:
         if self._planner.park_level is not None:
             assert isinstance(connector, LocalConnector), "the planner's options say so"
             connector = Parking(connector, fleet, self._planner, self._components)
-        with ExitStack() as stack:
-            try:
-                record = stack.enter_context(open_record(self._planner if self._planner.enabled else None))
-                if self._planner.enabled:
-                    await become_planner(_plane(fleet), self._name)
-                self._connector = connector  # which `end` closes
-                await connector.start()
-                await self._size(drain, fleet, connector, record)
-            except ShoalError as error:
-                self.error = error
-                drain.set()
-            except OSError as error:  # of the disk: without a state nothing is started
-                self.error = UnavailableError(
-                    f"the state of the fleet cannot be kept in {self._folder}: {error}; make room there, or "
-                    "give another --state-dir"
-                )
-                drain.set()
+        try:
+            if self._planner.enabled:
+                await become_planner(_plane(fleet), self._name)
+            self._connector = connector  # which `end` closes
+            await connector.start()
+            await self._size(drain, fleet, connector)
+        except ShoalError as error:
+            self.error = error
+            drain.set()
+        except OSError as error:  # of the disk: without a state nothing is started
+            self.error = UnavailableError(
+                f"the state of the fleet cannot be kept in {self._folder}: {error}; make room there, or "
+                "give another --state-dir"
+            )
+            drain.set()
 
-    async def _size(
-        self, drain: asyncio.Event, fleet: Fleet, connector: Connector, record: IO[bytes] | None
-    ) -> None:
+    async def _size(self, drain: asyncio.Event, fleet: Fleet, connector: Connector) -> None:
         """Until the fleet drains."""
         hopeless = asyncio.create_task(connector.until_hopeless())
         planned = OwnFleet(fleet, connector, self._components)
         if self._planner.enabled:
-            sizing = PlannerLoop(self._planner, planned, fleet.clock, record, self._profiles).run()
+            sizing = PlannerLoop(self._planner, planned, fleet.clock, self._record, self._profiles).run()
         else:
             sizing = PlannerPort(planned, _plane(fleet), self._name).run()
         tasks = [asyncio.create_task(drain.wait()), hopeless, asyncio.create_task(sizing)]
@@ -231,12 +234,15 @@ def _plane(fleet: Fleet) -> Plane:
 
 @contextmanager
 def open_record(planner: PlannerConfig | None) -> Iterator[IO[bytes] | None]:
-    """That of the planner, if there is one. Raises ConfigError if it cannot be written."""
+    """That of the planner, if there is one. It goes on behind what is there, on a new line, as a planner that
+    was killed may have left half a line. Raises ConfigError if it cannot be written."""
     if planner is None or planner.record is None:
         yield None
         return
     try:
         record = open(planner.record, "ab")  # noqa: SIM115 - its end is told apart below
+        if record.seekable() and record.tell() and not _ends_with_a_line(planner.record):
+            record.write(b"\n")
     except OSError as error:
         raise ConfigError(
             f"[planner] record {planner.record!r} cannot be written: {error.strerror}; choose another file"
@@ -248,6 +254,12 @@ def open_record(planner: PlannerConfig | None) -> Iterator[IO[bytes] | None]:
             record.close()
         except OSError as error:  # the disk is full: it was told before, and the fleet ends as it does else
             logger.error("the end of the planner's record is lost: %s", error)
+
+
+def _ends_with_a_line(path: str) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
 
 
 def _common_words(file: FleetFile, verbose: bool) -> list[str]:

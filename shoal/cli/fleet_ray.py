@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -32,6 +32,7 @@ from shoal.cli.fleet import (
     check_workers,
     fleet_name,
     key_environment,
+    open_record,
     place_of,
     prefix_of,
     read_fleet,
@@ -224,10 +225,12 @@ class RouterActor:
             )
             check_router(config, self._file.server)
             await asyncio.to_thread(check_workers, self._file, self._path)
-            workers = self._workers(config.plane or "", Path(folder))
-            return await run_fleet(self._file.server, config, workers, self._drain, self._force)
+            planner = self._file.planner
+            with open_record(planner if planner.enabled else None) as record:
+                workers = self._workers(config.plane or "", Path(folder), record)
+                return await run_fleet(self._file.server, config, workers, self._drain, self._force)
 
-    def _workers(self, plane_url: str, folder: Path) -> FleetWorkers:
+    def _workers(self, plane_url: str, folder: Path, record: IO[bytes] | None) -> FleetWorkers:
         server = self._file.server
         words = [f"--log-format={server.log_format}", *(["--verbose"] if self._verbose else [])]
         is_for_many = plane_url.startswith(NATS)
@@ -243,4 +246,4 @@ class RouterActor:
         make = partial(ray_connector, fleet_key=self._key, only_host=only_host)
         log = ProcessLog(sys.stderr, server.log_format)  # Ray has the workers' lines
         name = fleet_name(self._place)
-        return FleetWorkers(self._file.planner, components, make, log, folder, name, self._profiles)
+        return FleetWorkers(self._file.planner, components, make, log, folder, name, record, self._profiles)

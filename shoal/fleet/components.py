@@ -21,6 +21,7 @@ from shoal.fleet.toml_file import keys_of
 from shoal.options import flag_of
 
 GPU = re.compile(r"nvidia\d+")
+WSL = "/dev/dxg"  # the way to GPUs of Windows, which have no files of their own
 Group = OwnWorkers | ForeignWorkers
 
 
@@ -70,6 +71,34 @@ def components_of(
             )
         )
     return components
+
+
+def check_gpus(groups: Sequence[Group], components: Sequence[Component]) -> None:
+    """Raises ConfigError if this machine has not the GPUs that workers of ours are to have. Those of other
+    engines are not looked at. `components`: of these groups."""
+    if os.path.exists(WSL):
+        return
+    num_gpus, free = _num_gpus(), iter(_gpus())
+    for number, (group, component) in enumerate(zip(groups, components, strict=True), 1):
+        if isinstance(group, ForeignWorkers) or group.options.get("device") == "cpu":
+            continue
+        if component.shares_devices and component.devices:
+            wanted = component.count * component.devices_per_worker
+            _take(free, wanted, number, len(component.devices))
+        if group.devices is None and group.options.get("device") != "cuda":
+            continue
+        if not component.devices:
+            raise ConfigError(
+                f'[[workers]] {number} has device = "cuda" in its options, and there is no GPU here for this '
+                'process (CUDA_VISIBLE_DEVICES); take "cpu", or a machine with GPUs'
+            )
+        lacking = [name for name in component.devices if name.isdigit() and int(name) >= num_gpus]
+        if lacking:
+            raise ConfigError(
+                f"[[workers]] {number} is to have GPU {', '.join(dict.fromkeys(lacking))}, and this machine "
+                f"has {num_gpus} GPUs, counted from 0; name others (devices), or take options = "
+                '{ device = "cpu" }'
+            )
 
 
 def components_of_pods(groups: Sequence[Group], plane_url: str | None) -> list[Component]:
@@ -136,7 +165,11 @@ def _gpus() -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name.strip() not in ("", "-1")]
-    return [str(number) for number in range(len([x for x in os.listdir("/dev") if GPU.fullmatch(x)]))]
+    return [str(number) for number in range(_num_gpus())]
+
+
+def _num_gpus() -> int:
+    return sum(GPU.fullmatch(name) is not None for name in os.listdir("/dev"))
 
 
 def _take(free: Iterator[str], wanted: int, number: int, num_gpus: int) -> list[str]:

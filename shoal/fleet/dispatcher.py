@@ -464,6 +464,10 @@ class Dispatcher(Generic[L]):
     def ready_for(self, wanted: Wanted) -> list[Worker[L]]:
         """The workers that may get the request, full or not. Raises UnavailableError if there is none."""
         ready = [worker for worker in self.workers.values() if worker.takes_requests]
+        if not ready and self._is_paused:
+            raise UnavailableError(
+                "the workers of this model are paused; let them go on (POST /resume on the admin port)"
+            )
         if not ready and any(worker.is_asleep for worker in self.workers.values()):
             raise UnavailableError(
                 "the workers of this model sleep; wake one (POST /wake_up on the admin port), or let "
@@ -515,9 +519,16 @@ class Dispatcher(Generic[L]):
         now."""
         if any(worker.num_holds for worker in self.workers.values()):
             return True
-        # A pause (level 0) is an operator's, who ends it.
-        asleep = [worker for worker in self.workers.values() if worker.sleep_level and worker.is_reached]
+        if self._is_paused:
+            return False
+        asleep = [worker for worker in self.workers.values() if worker.is_asleep and worker.is_reached]
         return self.wake is not None and any(self.wake(worker) for worker in asleep)
+
+    @property
+    def _is_paused(self) -> bool:
+        """Whether an operator wants nothing scheduled, and will say so when that ends. No request wakes a
+        worker meanwhile."""
+        return any(worker.is_paused and worker.is_reached for worker in self.workers.values())
 
     def _is_busy(self, rank: WorkerRank) -> bool:
         """Whether it is beyond a threshold that is configured."""

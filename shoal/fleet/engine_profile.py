@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -109,6 +109,35 @@ def read_profile(path: str | Path) -> EngineProfile:
 def write_profile(path: str | Path, data: ProfileData) -> None:
     """As `read_profile` reads it, a point a line."""
     Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(data), indent=1) + b"\n")
+
+
+def with_room(
+    input_lengths: Iterable[int], context_lengths: Iterable[int], longest: int
+) -> tuple[list[int], list[int]]:
+    """Those that a worker has room for, each once and in order. Raises ConfigError if too few are left."""
+    inputs, contexts = (
+        sorted({length for length in lengths if 1 <= length <= longest})
+        for lengths in (input_lengths, context_lengths)
+    )
+    if len(inputs) < 2 or not contexts:
+        found = [", ".join(map(str, lengths)) or "none" for lengths in (inputs, contexts)]
+        raise ConfigError(
+            f"prompts may have up to {longest} tokens here (max_model_len, KV cache); two --input-lengths "
+            f"and one of --context-lengths are needed up to there, and these are {found[0]} and {found[1]}; "
+            "give others, or more room"
+        )
+    return inputs, contexts
+
+
+def check_decode(data: ProfileData, kv_usages: Iterable[float]) -> None:
+    """Raises ConfigError if a worker had room for none of these."""
+    if not data.decode:
+        shown = ", ".join(f"{usage:g}" for usage in kv_usages)
+        raise ConfigError(
+            f"--kv-usages {shown}: none of them is between one request and "
+            f"{data.max_num_seqs} (max_num_seqs) in a KV cache of {data.max_kv_tokens} tokens; give "
+            "others, or shorter --context-lengths"
+        )
 
 
 def _on_line(points: Sequence[tuple[float, float]], x: float, goes_on: bool = False) -> float:

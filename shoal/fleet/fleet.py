@@ -8,7 +8,7 @@ import copy
 import functools
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -83,6 +83,7 @@ class Fleet:
         self.workers: dict[str, Worker[Any]] = {}
         self.changed = asyncio.Event()
         self.planner_view: Callable[[], PlannerView] | None = None  # where a planner is at work
+        self.parked_ids: Callable[[], Container[str]] = tuple  # workers that sleep by the planner's word
         self.prober = Prober(
             clock,
             interval_s=config.check_interval,
@@ -349,7 +350,12 @@ class Fleet:
         if model is None:
             return Observation(at=0.0, decode=[], decode_role=decode_role)
         decode = [worker for worker in model.dispatcher.workers.values() if worker.takes_requests]
-        prefill = model.prefills.dispatcher
+        prefill, parked = model.prefills.dispatcher, self.parked_ids()
+        aside = [
+            worker
+            for worker in model.workers.values()
+            if worker.is_reached and not worker.takes_requests and worker.id not in parked
+        ]
         return Observation(
             at=0.0,
             decode=[_decode_load(worker.loads) for worker in decode],
@@ -359,6 +365,8 @@ class Fleet:
             ),
             prefill_queue=prefill.queue.length,
             queued=model.dispatcher.queue.length,
+            resting=sum(worker.is_asleep for worker in aside),
+            draining=sum(worker.state == WorkerState.DRAINING and not worker.is_asleep for worker in aside),
             traffic=copy.copy(model.dispatcher.traffic),
         )
 

@@ -90,6 +90,9 @@ class OwnWorkers:
     resources: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not self.model.strip():
+            raise ConfigError("model is empty; give a folder, .gguf file, hub id or URL, or leave it out")
+        _check_name(self.name)
         if self.role not in ROLES:
             raise ConfigError(f"role {self.role!r} is none of {', '.join(ROLES)}")
         known = {*IGNORED_OPTIONS, *UNSUPPORTED_OPTIONS}  # these have errors and warnings of their own
@@ -131,6 +134,7 @@ class ForeignWorkers:
     def __post_init__(self) -> None:
         if not self.words:
             raise ConfigError("command is empty; give the words that start a worker")
+        _check_name(self.name)
         trial = self.worker
         for name in PORTS:
             place = "{" + name + "}"
@@ -158,6 +162,11 @@ class ForeignWorkers:
             raise ConfigError(f"command {self.command!r:.200} cannot be split into words: {error}") from None
 
 
+def _check_name(name: str | None) -> None:
+    if name is not None and not name.strip():
+        raise ConfigError("name is empty; give what clients call the model, or leave it out")
+
+
 def _check_resources(resources: Mapping[str, float]) -> None:
     if "GPU" in resources:
         raise ConfigError("resources has GPU; a worker's GPUs are the tensor_parallel_size of its options")
@@ -177,6 +186,11 @@ def _check_count(count: int, devices: list[int] | None, devices_per_worker: int)
         raise ConfigError(
             f"devices {devices} are {len(devices)}, and {count} workers need {devices_per_worker} each; name "
             "more (a GPU may be named twice), or lower count"
+        )
+    if devices_per_worker > 1 and len(set(devices)) < len(devices):
+        raise ConfigError(
+            f"devices {devices} names a GPU twice, and each of these workers takes {devices_per_worker} that "
+            "differ; name each once, and let workers of another [[workers]] share it"
         )
 
 

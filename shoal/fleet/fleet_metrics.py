@@ -29,6 +29,15 @@ def of_models(models: Iterable[ModelFleet]) -> Iterable[Metric]:
             model.dispatcher.times.histograms[number].add_to(first, [model.name])
         yield first
     yield gauge(
+        "shoal:router_ready_workers",
+        "Workers that generate and take requests now.",
+        OF_MODEL,
+        [
+            ([model.name], sum(worker.takes_requests for worker in model.dispatcher.workers.values()))
+            for model in models
+        ],
+    )
+    yield gauge(
         "dynamo_frontend_queued_requests",
         "Requests that wait for a worker with room.",
         OF_MODEL,

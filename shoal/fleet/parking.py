@@ -36,6 +36,7 @@ class Parking(Connector):
         self._level = config.park_level
         self._parked: dict[str, tuple[str, str]] = {}  # model and role, by worker
         self._placing = asyncio.Lock()
+        fleet.parked_ids = self._asleep
 
     async def start(self) -> None:
         """Workers that are taken over from a fleet that was killed may sleep."""

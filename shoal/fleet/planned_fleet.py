@@ -66,6 +66,7 @@ class OwnFleet:
     def __init__(self, fleet: Fleet, connector: Connector, components: Sequence[Component]) -> None:
         self._fleet, self._connector = fleet, connector
         self._changes: dict[str, UnderWay] = collections.defaultdict(UnderWay)  # by model
+        self._removals: dict[str, UnderWay] = collections.defaultdict(UnderWay)  # those among them
         self._decode_roles: dict[str, str] = {}  # by model
         for component in components:
             if component.role == "decode":
@@ -80,7 +81,13 @@ class OwnFleet:
         for model, role in self._decode_roles.items():
             seen = self._fleet.observe(model, role)
             pending = max(seen.pending + self._connector.pending(model), self._changes[model].count)
-            found[model] = msgspec.structs.replace(seen, pending=pending)
+            leaving = self._removals[model].count  # they drain, or fall asleep, by the planner's word
+            found[model] = msgspec.structs.replace(
+                seen,
+                pending=pending,
+                draining=max(0, seen.draining - leaving),
+                resting=max(0, seen.resting - max(0, leaving - seen.draining)),
+            )
         return found
 
     async def add(self, model: str, role: str) -> str:
@@ -88,7 +95,7 @@ class OwnFleet:
             return await self._connector.add(model, role)
 
     async def remove(self, model: str, role: str) -> str:
-        with self._changes[model].one_more():
+        with self._changes[model].one_more(), self._removals[model].one_more():
             return await self._connector.remove(model, role)
 
     async def change_role(self, model: str, role: str, to: str) -> str:

@@ -7,6 +7,7 @@ models that share a budget: the planner at work and the simulator have one each.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ from shoal.fleet.load_rules import decide_by_load
 from shoal.fleet.observation import Change, Decision, Failure, Move, Observation, counts_of
 from shoal.fleet.planner_config import PlannerConfig
 from shoal.fleet.sla_rules import SlaState, decide_by_latency
+
+logger = logging.getLogger(__name__)
 
 LONGEST_WAIT_S = 600.0  # until a change that has failed is tried again
 
@@ -41,6 +44,7 @@ def decide(
     one). `other_gpus`: those of other models' workers, which share the budget. `profile`: of the model's
     workers, in mode "sla". Raises ConfigError where that is missing."""
     last = observations[-1]
+    other_gpus += _gpus_aside(config, last)
     waiting = {
         (failure.role, failure.count): failure
         for failure in last.failures
@@ -199,11 +203,16 @@ class Planner:
 
 
 def _gpus_of(config: PlannerConfig, observation: Observation) -> int:
-    """Those of a model's workers. Of what role workers are that come or go is not said, so they count as the
+    """Those of a model's workers."""
+    serving = sum(config.gpus_of(role) * count for role, count in counts_of(observation).items())
+    return serving + _gpus_aside(config, observation)
+
+
+def _gpus_aside(config: PlannerConfig, observation: Observation) -> int:
+    """Those of its workers that serve nobody now. Of what role they are is not said, so they count as the
     largest."""
-    counts = counts_of(observation)
-    largest = max(config.gpus_of(role) for role in counts)
-    return sum(config.gpus_of(role) * count for role, count in counts.items()) + largest * observation.pending
+    largest = max(config.gpus_of(role) for role in counts_of(observation))
+    return largest * (observation.pending + observation.resting + observation.draining)
 
 
 # The record
@@ -224,21 +233,18 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def replay(config: PlannerConfig | None, lines: Iterable[bytes | str]) -> Iterator[Recorded]:
     """Decides again what was decided in a record, from its observations alone. `config`: in place of those
-    that the record says. Raises ConfigError for a line that is no record, and for a profile that is
-    missing."""
+    that the record says. Raises ConfigError for a line that is no record, unless it is half a line that a
+    planner has left, and for a profile that is missing."""
     settings = config or PlannerConfig()
     states: dict[str, PlannerState] = {}
     profiles: dict[str, EngineProfile] = {}
     observations: dict[str, list[Observation]] = {}
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
-        try:
-            entry = msgspec.json.decode(line, type=Recorded)
-            if entry.config is not None and config is None:
+    for number, entry in _entries(lines):
+        if entry.config is not None and config is None:
+            try:
                 settings = msgspec.convert(entry.config, PlannerConfig)
-        except (msgspec.MsgspecError, ConfigError) as error:
-            raise ConfigError(f"line {number} of the record cannot be read: {error}") from None
+            except (msgspec.MsgspecError, ConfigError) as error:
+                raise _unreadable(number, error) from None
         if entry.config is not None:  # A planner began here, and knew nothing of the one before it.
             for known in (states, profiles, observations):
                 known.clear()
@@ -257,3 +263,38 @@ def replay(config: PlannerConfig | None, lines: Iterable[bytes | str]) -> Iterat
                 profile=profiles.get(entry.model),
             )
             yield Recorded(model=entry.model, decision=decision, other_gpus=entry.other_gpus)
+
+
+def _entries(lines: Iterable[bytes | str]) -> Iterator[tuple[int, Recorded]]:
+    """The lines that are not empty, with their numbers. A planner that was killed, or whose disk was full,
+    may have left half of its last line: it is passed over with a warning, at the end of the record and where
+    another planner begins behind it. Raises ConfigError for any other line that is no record."""
+    half: ConfigError | None = None  # what is wrong with the line before, which is no whole JSON
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            entry = msgspec.json.decode(line, type=Recorded)
+        except msgspec.ValidationError as error:
+            raise half or _unreadable(number, error) from None
+        except msgspec.DecodeError as error:
+            if half is not None:
+                raise half from None
+            half = _unreadable(number, error)
+            continue
+        if half is not None:
+            if entry.config is None:
+                raise half
+            _pass_over(half)
+            half = None
+        yield number, entry
+    if half is not None:
+        _pass_over(half)
+
+
+def _pass_over(half: ConfigError) -> None:
+    logger.warning("%s; its planner was cut off while it wrote, and the line is passed over", half)
+
+
+def _unreadable(number: int, error: Exception) -> ConfigError:
+    return ConfigError(f"line {number} of the record cannot be read: {error}")

@@ -57,10 +57,11 @@ class Trace:
 
 
 def read_trace(path: str | Path, block_size: int = TRACE_BLOCK_SIZE) -> Trace:
-    """Raises ConfigError, which names file and line, for what is no trace."""
+    """Times count from the first request, wherever a trace's clock begins. Raises ConfigError, which names
+    file and line, for what is no trace."""
     requests = []
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(path, encoding="utf-8-sig") as file:  # programs of Windows write a byte order mark
             for number, line in enumerate(file, 1):
                 if line.strip():
                     try:
@@ -71,6 +72,8 @@ def read_trace(path: str | Path, block_size: int = TRACE_BLOCK_SIZE) -> Trace:
         raise ConfigError(f"trace {str(path)!r} cannot be read: {error}") from None
     if not requests:
         raise ConfigError(f"trace {str(path)!r} has no requests")
+    begin_s = min(request.timestamp_s for request in requests)
+    requests = [dataclasses.replace(each, timestamp_s=each.timestamp_s - begin_s) for each in requests]
     return Trace(sorted(requests, key=lambda request: request.timestamp_s), block_size)
 
 

@@ -20,9 +20,10 @@ T = TypeVar("T")
 
 
 def read_document(path: str | Path) -> dict[str, Any]:
-    """Raises ConfigError for a file that is not there or no TOML."""
+    """Raises ConfigError for a file that is not there or no TOML. It may begin with the byte order mark that
+    editors of Windows write."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise ConfigError(f"{str(path)!r} cannot be read: {error}") from None
 

@@ -94,6 +94,7 @@ class Worker(Generic[L]):
         self.num_holds = 0  # commands of an operator at work: it gets nothing until the last one has ended
         self.num_commands = 0  # of an operator that are at work: it may answer nothing else meanwhile
         self.sleep_level: int | None = None  # None: awake, 0: paused, 1 and 2: asleep
+        self.is_paused = False  # also of one that sleeps, whose level is that of its sleep
         self.weights_version = 0
         self.stats: Stats | None = None  # as one of ours has reported last
         # What it has served, as it has reported last; of a foreign one, what this router has had of it.
@@ -184,6 +185,7 @@ class Worker(Generic[L]):
         return self.sleep_level is not None
 
     def set_sleep_level(self, level: int | None) -> None:
+        self.is_paused = level is not None and (level == 0 or self.is_paused)
         if self.sleep_level != level:
             self.sleep_level = level
             self.changed()

@@ -280,7 +280,7 @@ def test_percentiles_are_numpys():
 def test_the_plot_and_the_table_show_a_result(tmp_path):
     # with figures, and with failures alone
     for result in (measure(Server(), request_rate=1e4), measure(Server(usage={}))):
-        path = tmp_path / "plot.png"
+        path = tmp_path / "plot.picture"
         serving.plot(result, str(path))
         assert path.read_bytes().startswith(b"\x89PNG")
         assert ("Median TTFT (ms)" in serving.table(result, [99])) == (

@@ -87,7 +87,7 @@ def test_too_few_points_are_told(llm):
 
 
 def test_the_command_writes_a_profile_of_a_published_shape(tmp_path, capsys):
-    file, picture = tmp_path / "p.json", tmp_path / "p.png"
+    file, picture = tmp_path / "p.json", tmp_path / "p.picture"
     words = ["plan", "--profile", "qwen3-8b", "--gpu", "h200", "--output", str(file), "--plot", str(picture)]
     assert main([*words, "--max-num-seqs", "64"]) == 0
     assert read_profile(file).data.max_num_seqs == 64 and picture.read_bytes()[:4] == b"\x89PNG"
@@ -150,6 +150,37 @@ def test_an_option_of_the_other_thing_is_refused(words, told, capsys):
 def test_points_that_cannot_be_are_told_in_a_line(words, told, capsys):
     assert main(["plan", "--profile", "qwen3-8b", "--gpu", "h200", *words]) == 1
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        (["--input-lengths", "5000000"], "up to there, and these are none and 128, 512, "),
+        (["--input-lengths", "100"], "these are 100 and 128, 512, "),
+        (["--input-lengths", "100", "100"], "these are 100 and 128, 512, "),
+        (["--context-lengths", "5000000"], "16384, 32768 and none; give others, or more room"),
+        (["--kv-usages", "0.0000001"], "--kv-usages 1e-07: none of them is between one request and 1024"),
+        (["--kv-cache-memory-bytes", "1000000"], "prompts may have up to 6 tokens here"),
+        (["--num-gpu-blocks-override", "3"], "prompts may have up to 48 tokens here"),
+    ],
+)
+def test_a_profile_that_no_planner_takes_is_not_written(tmp_path, words, told, capsys):
+    file = tmp_path / "p.json"
+    command = ["plan", "--profile", "qwen3-8b", "--gpu", "h200", "--output", str(file)]
+    assert main([*command, *words]) == 1 and not file.exists()
+    assert told in capsys.readouterr().err
+
+
+def test_a_length_that_is_given_twice_is_taken_once(tmp_path):
+    file = tmp_path / "p.json"
+    command = ["plan", "--profile", "qwen3-8b", "--gpu", "h200", "--output", str(file)]
+    assert main([*command, "--context-lengths", "200", "100", "200", "--kv-usages", "0.1"]) == 0
+    assert [point.context_length for point in read_profile(file).data.decode] == [100, 200]
+
+
+def test_usages_that_have_no_room_are_told(llm):
+    with pytest.raises(ConfigError, match="--kv-usages 1: none of them is between one request and"):
+        measure_profile(llm, [8, 32], [16], [1.0])
 
 
 @pytest.mark.parametrize("words", [[], ["--profile", "m", "--replay", "f"]])

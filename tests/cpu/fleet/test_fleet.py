@@ -147,6 +147,47 @@ def test_what_waits_at_a_worker_that_tells_of_no_slots_is_no_load_for_a_planner(
     scene(run)
 
 
+def test_workers_that_an_operator_has_set_aside_are_told_to_a_planner_and_those_it_parked_are_not():
+    async def run(s):
+        for name in "abcd":
+            s.add(name)
+        s.add("p", role="prefill")
+        await until(lambda: all(s.state(name) == "ready" for name in "abcdp"))
+        for name, level in zip("abp", (0, 1, 2)):
+            s.fleet.workers[name].set_sleep_level(level)
+        s.fleet.workers["c"].drain(True)
+        seen = s.fleet.observe("m", "decode")
+        assert (len(seen.decode), seen.prefill_workers, seen.resting, seen.draining) == (1, 0, 3, 1)
+        s.fleet.parked_ids = lambda: {"b", "p"}
+        assert s.fleet.observe("m", "decode").resting == 1
+        s.links["a"].is_dead = True  # its host has gone, and nobody has it rest
+        await until(lambda: s.state("a") == "broken")
+        assert s.fleet.observe("m", "decode").resting == 0
+
+    scene(run)
+
+
+def test_whether_any_worker_of_a_model_takes_requests_is_told_also_when_the_last_one_has_gone():
+    def told(s):
+        [family] = [one for one in s.fleet.metrics() if one.name == "shoal:router_ready_workers"]
+        return {sample.labels["model_name"]: sample.value for sample in family.samples}
+
+    async def run(s):
+        s.add("a")
+        s.add("p", role="prefill")
+        await until(lambda: s.state("a") == s.state("p") == "ready")
+        assert told(s) == {"m": 1}
+        s.fleet.workers["a"].set_sleep_level(1)
+        assert told(s) == {"m": 0}
+        s.fleet.workers["a"].set_sleep_level(None)
+        s.fleet.leave("a")
+        s.fleet.leave("p")
+        await asyncio.sleep(300)
+        assert told(s) == {"m": 0}
+
+    scene(run)
+
+
 def test_a_worker_that_is_gone_is_noticed_at_the_next_check_and_found_again():
     async def run(s):
         link = s.add("a")

@@ -231,8 +231,25 @@ async def test_a_paused_worker_is_woken_by_no_request():
     rig = Rig("a")
     await rig.command(Sleep(level=0))
     rig.dispatcher.wake = lambda worker: pytest.fail("it was woken")
-    with pytest.raises(UnavailableError, match="sleep"):
+    with pytest.raises(UnavailableError, match=r"paused; .*POST /resume"):
         await rig.ask(1)
+
+
+@virtual
+async def test_a_pause_is_lifted_by_no_request_although_a_worker_sleeps_that_could_be_woken():
+    for asleep in ("a", "b", "ab"):
+        rig = Rig("ab")
+        await rig.command(Sleep(level=1), workers=[each for each in rig.workers if each.id in asleep])
+        await rig.command(Sleep(level=0))
+        rig.dispatcher.wake = lambda worker: pytest.fail("it was woken")
+        with pytest.raises(UnavailableError, match="paused"):
+            await rig.ask(1)
+        await rig.command(WakeUp())
+        await rig.ask(2)
+        await rig.command(Sleep(level=1))
+        rig.dispatcher.wake = lambda worker: False
+        with pytest.raises(UnavailableError, match="sleep"):  # the pause is over
+            await rig.ask(3)
 
 
 @virtual

@@ -96,6 +96,10 @@ def test_a_fleet_of_ours_can_be_simulated_from_its_own_file(name, tmp_path):
     assert read_sim_config(tmp_path / "sim.toml").workers[0].count == workers.count
 
 
+def test_a_byte_order_mark_is_no_part_of_the_file(read):
+    assert read("\ufeffmodel = 'm'\n" + WORKERS).workers == [OwnWorkers("m", role="both", count=1)]
+
+
 def test_a_file_of_nothing_but_a_worker_serves_the_default_model(read):
     assert read("[[workers]]").workers == [OwnWorkers("smollm2")]
 
@@ -129,6 +133,14 @@ def test_a_file_of_nothing_but_a_worker_serves_the_default_model(read):
         (WORKERS.replace("1", "3") + "devices = [0, 1]", "devices [0, 1] are 2, and 3 workers need 1 each"),
         (WORKERS + "devices = [0]\noptions = { tensor_parallel_size = 2 }", "1 workers need 2 each"),
         (WORKERS + "devices = [-1]", "devices [-1] has a number below 0"),
+        (
+            WORKERS + "devices = [0, 1, 0]\noptions = { tensor_parallel_size = 2 }",
+            "devices [0, 1, 0] names a GPU twice, and each of these workers takes 2 that differ",
+        ),
+        ("model = ''\n" + WORKERS, "[[workers]] 1: model is empty; give a folder"),
+        (WORKERS + "model = ' '", "[[workers]] 1: model is empty; give a folder"),
+        (WORKERS + "name = ''", "[[workers]] 1: name is empty; give what clients call the model"),
+        (FOREIGN + "name = ''", "[[workers]] 1: name is empty; give what clients call the model"),
         (WORKERS + "devices = 'all'", "devices 'all' is not of the type list[int]"),
         (WORKERS + "worker = 'http://127.0.0.1:9'", "'worker' is no key of [[workers]]"),
         (

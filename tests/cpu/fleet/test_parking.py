@@ -92,6 +92,17 @@ def test_workers_that_are_added_at_once_wake_another_one_each():
     run(test)
 
 
+def test_the_router_knows_which_workers_sleep_by_the_planners_word():
+    async def test():
+        host = Host("m-1", "m-2")
+        parked = parking(host)
+        assert await parked.remove("m", "both") == "m-2"
+        assert list(host.parked_ids()) == ["m-2"]
+        assert await parked.add("m", "both") == "m-2" and not list(host.parked_ids())
+
+    run(test)
+
+
 def test_a_worker_that_the_router_does_not_know_ends_and_no_parked_one_in_its_place():
     async def test():
         host = Host("m-1", "m-2", "m-3")

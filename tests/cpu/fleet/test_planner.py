@@ -8,7 +8,7 @@ import pytest
 
 from shoal.errors import ConfigError
 from shoal.fleet.observation import Change, Decision, DecodeLoad, Failure, Move, Observation
-from shoal.fleet.planner import PlannerState, Recorded, decide, replay
+from shoal.fleet.planner import Planner, PlannerState, Recorded, decide, replay
 from shoal.fleet.planner_config import PlannerConfig
 
 CONFIG = PlannerConfig(enabled=True)
@@ -168,6 +168,24 @@ def test_a_worker_that_has_become_a_decode_worker_is_in_its_grace():
 @pytest.mark.parametrize("pending", [1, 3])
 def test_nothing_is_decided_while_workers_come_or_go_or_are_missing(pending):
     assert changes(seen(0.99, queue=1, pending=pending)) == []
+
+
+def test_nothing_is_decided_while_an_operator_has_workers_rest():
+    """Who pauses a fleet changes its weights, say, and would find a worker that serves the old ones."""
+    config = PlannerConfig(max_gpu_budget=4)
+    decision, _ = decide(config, PlannerState(), [seen(0.99, queue=1, resting=1)])
+    assert decision.changes == [] and "/pause" in decision.reason
+    assert changes(seen(prefill=0, role="both", resting=1), config=config) == []
+
+
+def test_a_worker_that_drains_keeps_its_gpus_and_is_replaced_where_the_budget_allows():
+    draining = seen(prefill=0, role="both", draining=1)
+    assert changes(draining, config=PlannerConfig(max_gpu_budget=1)) == []
+    assert changes(draining, config=PlannerConfig(max_gpu_budget=2)) == [Change("both", 1)]
+    planner = Planner(PlannerConfig(max_gpu_budget=3))
+    planner.see("a", seen(0.99, prefill=0, role="both"))
+    planner.see("b", seen(0.7, prefill=0, role="both", draining=1))
+    assert [judged.decision.changes for judged in planner.judge()] == [[], []]
 
 
 def test_nothing_is_decided_over_an_interval_in_which_the_number_of_workers_changed():
@@ -350,16 +368,41 @@ def test_a_record_gives_the_same_decisions_again():
 
 @pytest.mark.parametrize(
     "line",
-    [
-        b"{",
-        b'{"observation": 7}',
-        b"[]",
-        b'{"observation": {"at": 1, "decode": [], "decode_role": "prefill"}}',
-    ],
+    [b'{"observation": 7}', b"[]", b'{"observation": {"at": 1, "decode": [], "decode_role": "prefill"}}'],
 )
 def test_a_line_that_is_no_record_is_named(line):
     with pytest.raises(ConfigError, match="line 2"):
         list(replay(CONFIG, [b"", line]))
+
+
+def a_record(*, begins=True):
+    """Lines of a planner that has decided once."""
+    decision = Decision(at=1.0, changes=[], reason="", desired={})
+    entries = [Recorded(model="m", observation=seen(0.95)), Recorded(model="m", decision=decision)]
+    if begins:
+        entries.insert(0, Recorded(config={}))
+    return [msgspec.json.encode(entry) for entry in entries]
+
+
+@pytest.mark.parametrize("length", [1, 10, 40])
+def test_half_a_line_at_the_end_of_a_record_or_before_another_planner_is_passed_over_and_named(
+    caplog, length
+):
+    """It had ended the replay with an error."""
+    whole = a_record()
+    half = whole[1][:length]
+    assert len(list(replay(None, [*whole, half]))) == 1
+    assert "line 4 of the record cannot be read" in caplog.text
+    caplog.clear()
+    assert len(list(replay(None, [*whole, half, b"", *whole, half, *whole]))) == 3
+    assert "line 4 of" in caplog.text and "line 9 of" in caplog.text
+
+
+def test_half_a_line_that_the_same_planner_goes_on_behind_is_an_error():
+    half = a_record()[1][:20]
+    for after in (a_record(begins=False), [half], [b"[]"]):
+        with pytest.raises(ConfigError, match="line 4 of the record"):
+            list(replay(None, [*a_record(), half, *after]))
 
 
 def test_a_record_is_replayed_with_a_configuration_in_place_of_one_that_cannot_be_made_here():

@@ -171,6 +171,21 @@ def test_a_record_on_a_full_disk_keeps_no_fleet_from_being_sized(caplog):
     assert caplog.text.count("No space left on device") == 2  # and at its end
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(b"", b""), (b'{"config":{}}\n', b'{"config":{}}\n'), (b'{"half": 1', b'{"half": 1\n')],
+)
+def test_a_record_goes_on_with_a_new_line(tmp_path, before, after):
+    """A planner had written on into the half line of one that was killed, so nothing could be replayed."""
+    file = tmp_path / "record.jsonl"
+    file.write_bytes(before)
+    with open_record(dataclasses.replace(CONFIG, record=str(file))) as record:
+        plan(Counting(a=1), 20, record=record)
+    written = file.read_bytes()
+    assert written.startswith(after + b'{"config":') and written.endswith(b"}\n")
+    assert len(list(replay(None, written.splitlines()))) == 3
+
+
 def test_one_change_at_a_time_and_none_while_it_is_under_way():
     connector = Counting(a=1, start_s=20.0)
     connector.load["a"] = 10.0
@@ -415,11 +430,17 @@ def test_changes_of_several_models_that_are_under_way_at_once_stay_within_the_bu
 
 def test_what_is_under_way_in_a_fleet_is_counted_for_its_own_model():
     components = [Component(name, (), name) for name in "ab"]
-    connector = FakeConnector(components, start_s=5.0)
+
+    class Slow(FakeConnector):
+        async def remove(self, model, role):
+            await asyncio.sleep(5)
+            return await super().remove(model, role)
+
+    connector = Slow(components, start_s=5.0)
 
     class Router:
         def observe(self, model, decode_role):
-            return Observation(at=0, decode=[], decode_role=decode_role)
+            return Observation(at=0, decode=[], decode_role=decode_role, draining=2, resting=1)
 
     async def run():
         fleet = OwnFleet(Router(), connector, components)
@@ -428,6 +449,11 @@ def test_what_is_under_way_in_a_fleet_is_counted_for_its_own_model():
         pending = {name: seen.pending for name, seen in (await fleet.observe()).items()}
         assert pending == {"a": 1, "b": 0}
         await adding
+        removing = asyncio.create_task(fleet.remove("a", "both"))
+        await asyncio.sleep(1)
+        aside = {name: (seen.draining, seen.resting) for name, seen in (await fleet.observe()).items()}
+        assert aside == {"a": (1, 1), "b": (2, 1)}, "what is removed drains as well"
+        await removing
 
     run_virtual(run())
 

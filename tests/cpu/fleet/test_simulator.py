@@ -158,8 +158,9 @@ def test_requests_of_one_instant_are_all_answered():
 def test_what_a_trace_generator_makes_is_read_back(tmp_path):
     write_trace(tmp_path / "t.jsonl", CUSTOMERS.requests)
     read = read_trace(tmp_path / "t.jsonl", CUSTOMERS.block_size)
+    begin_s = CUSTOMERS.requests[0].timestamp_s
     for one, two in zip(read.requests, CUSTOMERS.requests, strict=True):
-        assert one.timestamp_s == pytest.approx(two.timestamp_s)
+        assert one.timestamp_s == pytest.approx(two.timestamp_s - begin_s)
         assert (one.input_length, list(one.hash_ids), one.session) == (
             two.input_length,
             list(two.hash_ids),
@@ -211,8 +212,28 @@ def test_a_trace_out_of_order_is_put_into_order(tmp_path):
     times = [rng.randrange(10_000) for _ in range(50)]
     (tmp_path / "t").write_text("".join(json.dumps(LINE | {"timestamp": t}) + "\n" for t in times))
     read = read_trace(tmp_path / "t")
-    assert [r.timestamp_s * 1000 for r in read.requests] == sorted(times)
+    assert [r.timestamp_s * 1000 for r in read.requests] == pytest.approx(
+        [time - min(times) for time in sorted(times)]
+    )
     assert read.requests[0].hash_ids == [1]  # the second block of 600 tokens is not full
+
+
+def test_times_count_from_the_first_request_of_a_trace(tmp_path):
+    """With those of a clock a planner looked at an idle fleet for fifty years first."""
+    for name, begin in (("early", 0), ("late", 1_700_000_000_000)):
+        lines = [json.dumps(LINE | {"timestamp": begin + time}) for time in (2000, 0, 500)]
+        (tmp_path / name).write_text("\n".join(lines))
+    config = SimConfig("qwen3-8b", planner=PlannerConfig(enabled=True))
+    early, late = (Simulation(config, read_trace(tmp_path / name)).run() for name in ("early", "late"))
+    assert dataclasses.asdict(late) == pytest.approx(dataclasses.asdict(early), rel=1e-4)
+    assert late.simulated_s < 10
+
+
+def test_a_trace_and_a_file_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "t.jsonl").write_text(json.dumps(LINE) + "\n", encoding="utf-8-sig")
+    (tmp_path / "sim.toml").write_text(FILE, encoding="utf-8-sig")
+    assert len(read_trace(tmp_path / "t.jsonl").requests) == 1
+    assert read_sim_config(tmp_path / "sim.toml").model == "qwen3-8b"
 
 
 @pytest.mark.parametrize(
@@ -300,8 +321,8 @@ def test_the_command_draws_load_workers_and_waits(tmp_path, capsys):
     (tmp_path / "sim.toml").write_text(FILE)
     (tmp_path / "t.jsonl").write_text(json.dumps(LINE) + "\n")
     words = ["sim", str(tmp_path / "sim.toml"), "--trace", str(tmp_path / "t.jsonl")]
-    for number, more in enumerate(([], ["--planner", "load"])):
-        file = tmp_path / f"{number}.png"
+    for name, more in (("x.png", []), ("x.jpg", ["--planner", "load"]), ("x.none", []), ("x", [])):
+        file = tmp_path / name
         assert main([*words, *more, "--plot", str(file)]) == 0
         assert file.read_bytes().startswith(b"\x89PNG")
     assert main([*words, "--plot", str(tmp_path / "none" / "x.png")]) == 1
@@ -522,7 +543,7 @@ def test_a_request_for_no_model_is_a_mistake_and_without_one_is_for_the_first():
 
 
 def test_a_trace_names_models(tmp_path):
-    asked = TraceRequest(1.0, 600, 5, [1], model="b")
+    asked = TraceRequest(0.0, 600, 5, [1], model="b")
     write_trace(tmp_path / "t", [dataclasses.replace(asked, hash_ids=[1, 2])])
     assert read_trace(tmp_path / "t").requests == [asked]
 
