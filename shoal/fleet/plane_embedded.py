@@ -12,6 +12,7 @@ import asyncio
 import fcntl
 import itertools
 import logging
+import math
 import os
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -426,7 +427,11 @@ class EmbeddedPlane(Plane):
             await self._has_out.wait()
 
     async def _beat(self) -> None:
+        told_at = self.clock.now() + self.lease_s
         while True:
+            if not self._was_joined.is_set() and self.clock.now() >= told_at:
+                told_at = math.inf
+                logger.warning("the plane has not answered yet; waiting for the router that keeps it")
             if self._is_joined and self.clock.now() - self._heard_at >= self.lease_s:
                 logger.warning("the plane does not answer; waiting for it to come back")
                 self._lose_hub()

@@ -293,7 +293,7 @@ class StateFile:
 def fleet_folder(file: str | Path, state_dir: str | None) -> Path:
     """Where the state of a fleet lies: a folder for each fleet's file, for its owner alone. `state_dir`: the
     folder of all fleets; None: as the XDG base directories have it. Raises ConfigError where it cannot be."""
-    base = state_folder() if state_dir is None else Path(state_dir)
+    base = state_folder() if state_dir is None else Path(state_dir).absolute()
     name = f"{Path(file).resolve().stem}-{digest_of(file)}"
     try:
         (base / name).mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -46,6 +46,34 @@ async def when(plane, ids: set[str]) -> float:
     raise AssertionError
 
 
+def test_a_plane_that_never_answers_is_told_once_and_waited_for(caplog):
+    class Nobody:
+        def try_send(self, payload):
+            return True
+
+        async def receive(self):
+            await asyncio.Event().wait()
+
+        def close(self):
+            pass
+
+    async def main():
+        plane = EmbeddedPlane(LoopClock(), Random(0), LEASE_S, lambda name: Nobody())
+        registering = asyncio.create_task(plane.register(member("w")))
+        await asyncio.sleep(LEASE_S - 1)
+        assert not caplog.records
+        await asyncio.sleep(100)
+        assert [record.message for record in caplog.records] == [
+            "the plane has not answered yet; waiting for the router that keeps it"
+        ]
+        assert not registering.done()
+        registering.cancel()
+        for task in plane._tasks:
+            task.cancel()
+
+    run_virtual(main())
+
+
 @pytest.mark.parametrize("lease_s", [1.0, 6.0, 60.0])
 @pytest.mark.parametrize("lived_s", [0.0, 1.3, 100.0])
 def test_a_dead_process_is_gone_within_its_lease_and_not_at_once(lease_s, lived_s):

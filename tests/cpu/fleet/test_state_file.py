@@ -253,6 +253,8 @@ def test_each_file_of_a_fleet_has_a_folder_of_its_own(tmp_path, monkeypatch):
     assert found[0].parent == tmp_path / "xdg" / "shoal" and found[0].name.startswith("fleet-")
     assert found[0].stat().st_mode & 0o777 == 0o700
     given = fleet_folder(names[0], str(tmp_path / "given"))
+    monkeypatch.chdir(tmp_path)
+    assert fleet_folder(names[0], "given") == given, "workers elsewhere get its sockets' addresses"
     assert given.parent == tmp_path / "given"
     (tmp_path / "plain").write_text("")
     with pytest.raises(ConfigError, match="--state-dir"):
