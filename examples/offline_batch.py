@@ -5,7 +5,7 @@
 
 Each line of the input is an object with `messages`, and may have an `id`. Without `--model` the small default
 model answers. All requests are given to the engine at once, as it batches them better than any loop outside
-could.
+could. It takes all or none, so a question that it would refuse is found before; its line has the error.
 """
 
 import argparse
@@ -23,20 +23,28 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=256)
     arguments = parser.parse_args()
 
-    questions = [json.loads(line) for line in arguments.questions.read_text().splitlines() if line.strip()]
+    questions = [line for line in arguments.questions.read_text("utf-8").split("\n") if line.strip()]
     params = SamplingParams(temperature=0, max_tokens=arguments.max_tokens)
+    lines, prompts = [{"id": number} for number in range(len(questions))], []
     with LLM(arguments.model) as llm:
-        outputs = llm.chat([question["messages"] for question in questions], params)
-    with arguments.answers.open("w") as file:
-        for number, (question, output) in enumerate(zip(questions, outputs)):
-            answer = output.outputs[0]
-            line = {
-                "id": question.get("id", number),
-                "answer": answer.text,
-                "finish_reason": answer.finish_reason,
-            }
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-    print(f"{len(questions)} answers in {arguments.answers}")
+        for line, text in zip(lines, questions):
+            try:
+                question = json.loads(text)
+                line["id"] = question.get("id", line["id"])
+                prompt = llm.chat_prompt(question["messages"])
+                if (count := len(prompt["prompt_token_ids"])) >= llm.config.max_model_len:
+                    raise ValueError(f"{count} tokens fill the context of {llm.config.max_model_len}")
+                prompts.append(prompt)
+            except (ValueError, LookupError, TypeError, AttributeError) as error:
+                line["error"] = f"{type(error).__name__}: {error}"
+        outputs = iter(llm.generate(prompts, params))
+    for line in lines:
+        if "error" not in line:
+            answer = next(outputs).outputs[0]
+            line |= {"answer": answer.text, "finish_reason": answer.finish_reason}
+    written = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    arguments.answers.write_text(written, "utf-8")
+    print(f"{len(prompts)} answers and {len(lines) - len(prompts)} errors in {arguments.answers}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ SERVER_TARGET_ITL_MS = 50.0  # 20 tokens a second: faster than people read
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 QUANTIZATIONS = ("fp8", "compressed-tensors", "awq", "gptq")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
-OF_WORKERS = ("worker_id", "worker_tags", "weights_from_peers")  # options of a worker in a fleet alone
+# options of a worker in a fleet alone
+OF_WORKERS = ("worker_id", "worker_tags", "weights_from_peers", "fleet_key_file")
 
 # Options of vLLM's LLM() that mean nothing here: accepted with a warning, so that its examples run.
 IGNORED_OPTIONS = frozenset(

@@ -17,6 +17,7 @@ from shoal.api import DRAWING, LENGTH, SamplingParams
 from shoal.config import IGNORED_OPTIONS, UNSUPPORTED_OPTIONS, EngineConfig
 from shoal.fields import kind_of
 
+CLOSE = 0.7  # how similar (difflib) a name is to what it is taken for
 NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 
 
@@ -31,6 +32,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Formatter, **options})
         self._positionals.title = "arguments"
         self.rare: set[argparse.Action] = set()  # shown by --help-all alone
+        self.words: dict[argparse.Action, tuple[str, ...]] = {}  # that an option takes, as its class checks
         self.foreign: dict[str, str] = {}  # options of other programs, and what to do about each
         self.short_titles: dict[object, str] = {}  # the title under which --help joins some groups
 
@@ -52,8 +54,20 @@ class Parser(argparse.ArgumentParser):
             if field.name in but:
                 continue
             action = group.add_argument(flag_of(field.name), **argument_of(field, hints[field.name]))
+            if words := field.metadata["limits"].choices:
+                self.words[action] = words
             if not field.metadata["common"]:
                 self.rare.add(action)
+
+    def name_choices(self) -> None:
+        """Tells argparse which words the options take, for a shell that completes them. Arguments are not
+        parsed with this parser any more: each class of options has its own message for a wrong word."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices.values():
+                    command.name_choices()
+            elif action in self.words:
+                action.choices = self.words[action]
 
     def add_sampling_flags(self) -> None:
         """Adds a flag for each of SAMPLING. There is none for the seed, as the engine's --seed serves."""
@@ -104,7 +118,14 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """Checks the names of all options first, so that a misspelt name is told before a wrong value."""
         words = self._with_known_names(sys.argv[1:] if args is None else args)
-        return super().parse_known_args(words, namespace)
+        found, extras = super().parse_known_args(words, namespace)
+        if extras:  # told by the command that got them, not by `shoal`
+            self.error(f"unrecognized arguments: {' '.join(extras)}")
+        return found, extras
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Nothing is abbreviated: a text such as "-hello there" is not -h with a value."""
+        return []
 
     def _with_known_names(self, args: Sequence[str]) -> list[str]:
         words = list(args)
@@ -132,6 +153,8 @@ class Parser(argparse.ArgumentParser):
                 is_value = action.nargs is None and not equals
             else:
                 hint = self.foreign.get(name) or _nearest(name, self._option_string_actions)
+                if texts := [a.metavar for a in self._get_positional_actions() if a.nargs is None]:
+                    hint = hint or f"`--` comes before a {texts[0]} that begins with a dash"
                 unknown.append(f"there is no option {name}" + (f"; {hint}" if hint else ""))
         if unknown:
             self.error("\n".join(unknown))
@@ -233,5 +256,8 @@ def _nearest(name: str, known: Iterable[str]) -> str:
     """A hint at what was meant: the one that begins so, or the most similar; empty if there is none."""
     known = list(known)
     begun = [k for k in known if k.startswith(name)]
-    nearest = begun if len(begun) == 1 else difflib.get_close_matches(name, known, n=1)
+    # The dashes of options would make all of them similar.
+    bare = {k.lstrip("-"): k for k in known}
+    close = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=CLOSE)
+    nearest = begun if len(begun) == 1 else [bare[k] for k in close]
     return f"did you mean {nearest[0]}?" if nearest else ""

@@ -13,6 +13,8 @@ from shoal.errors import ConfigError, UnavailableError
 
 def parts_of(url: str) -> SplitResult:
     """The parts of a server's address. Raises ConfigError for what is none."""
+    if "@" in url:  # not shown, as there may be a password before it
+        raise ConfigError("the server's address has an @; leave user and password out, and give --api-key")
     try:
         parts = urlsplit(url)
         is_address = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0

@@ -14,14 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from shoal.api import SamplingParams
-from shoal.cli.speakers import MAX_TOKENS, ContextFullError, Message, Piece, Settings, Speaker
+from shoal.cli.speakers import ContextFullError, Message, Piece, Settings, Speaker
 from shoal.errors import ConfigError, RequestError, ShoalError
-from shoal.options import SAMPLING
+from shoal.options import CLOSE, SAMPLING
 from shoal.user_folders import state_folder
 from shoal.version import __version__
 
 HISTORY_LINES = 1000
 LEAVE = ("bye", "exit", "quit")
+BROKEN_OFF = ("abort", "error", "content_filter")  # reasons of an end that neither the model nor we wanted
+OWN_FIELDS = ("model", "stream", "stream_options")  # of a request's body: a chat has its own
 FENCE = '"""'
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")  # characters that could command a terminal
 
@@ -86,15 +88,28 @@ class Keyboard:
             return None
         if line.startswith(FENCE):
             text = line.removeprefix(FENCE)
-            while not text.rstrip().endswith(FENCE) and (line := self._line("... ")) is not None:
+            while not text.rstrip().endswith(FENCE):
+                if (line := self._line("... ")) is None:
+                    return self._unfinished(text)
                 text += "\n" + line
             message = text.rstrip().removesuffix(FENCE)
         else:
             message = line
             while message.endswith("\\"):
-                message = message[:-1] + "\n" + (self._line("... ") or "")
+                message = message[:-1] + "\n"
+                if (line := self._line("... ")) is None:
+                    return self._unfinished(message)
+                message += line
         self._keep_history()
         return message
+
+    def _unfinished(self, text: str) -> str | None:
+        """What becomes of a text of several lines when the input ends. Ctrl-D drops it, as Ctrl-C does; in a
+        pipe the end is the text's end, too."""
+        if not self.is_terminal:
+            return text
+        note("[the unfinished text is dropped]")
+        return None
 
     def _line(self, prompt: str) -> str | None:
         if not self.is_terminal:
@@ -131,8 +146,10 @@ class Chat:
 
     @property
     def messages(self) -> list[Message]:
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        return [*system, *self.turns]
+        return self._with_system(self.turns)
+
+    def _with_system(self, turns: list[Message]) -> list[Message]:
+        return [{"role": "system", "content": self.system}, *turns] if self.system else turns
 
     def run(self) -> int:
         """Until /bye or the end of the input. 1 if a message from a pipe could not be answered, else 0."""
@@ -158,8 +175,10 @@ class Chat:
     # Turns
 
     def say(self, text: str) -> None:
-        """Asks and shows the answer. A turn of which nothing came is taken back."""
-        self.turns.append({"role": "user", "content": text})
+        """Asks and shows the answer. A question that nothing came of is taken back, and what was dropped for
+        it comes back."""
+        before = self.turns
+        self.turns = [*before, {"role": "user", "content": text}]
         answer = _Shown()
         try:
             self._ask(answer)
@@ -173,23 +192,34 @@ class Chat:
         if answer.text:
             self.turns.append({"role": "assistant", "content": answer.text})
         else:
-            self.turns.pop()
+            self.turns = before
 
     def _ask(self, answer: _Shown) -> None:
-        self._make_room()
+        """Drops the oldest turns, one by one, for as long as the speaker says that its context is full."""
+        _check_text(self.turns[-1]["content"])
+        turns, num_dropped = self.turns, 0
         while True:
             try:
-                with contextlib.closing(self.speaker.answer(self.messages, self.settings)) as pieces:
+                with contextlib.closing(
+                    self.speaker.answer(self._with_system(turns), self.settings)
+                ) as pieces:
                     for piece in pieces:
+                        if turns is not self.turns and (piece.text or piece.thought):
+                            self.turns = turns
+                            self._tell_dropped(num_dropped)
                         answer.add(piece)
                 break
             except ContextFullError:
-                if not self._drop_turn():
+                turns = _without_oldest(turns)
+                num_dropped += 1
+                if not turns:
                     raise
-                self._tell_dropped(1)
         answer.end()
         note(answer.speed())
-        if answer.finish_reason == "length":
+        if answer.finish_reason in BROKEN_OFF:
+            self.num_failures += 1
+            note(f"[the answer was broken off {self.speaker.place}: {answer.finish_reason}]")
+        elif answer.finish_reason == "length":
             limit = self.speaker.context_len
             used = self.speaker.count([*self.messages, {"role": "assistant", "content": answer.text}])
             is_full = limit is not None and used is not None and used >= limit
@@ -198,33 +228,6 @@ class Chat:
                 if is_full
                 else "[cut off at max_tokens; /set max_tokens N allows longer answers]"
             )
-
-    def _make_room(self) -> None:
-        """Drops the oldest turns until max_tokens or a quarter of the context is left, whichever is less."""
-        limit = self.speaker.context_len
-        if limit is None:
-            return
-        room = min(self.settings.get("max_tokens", MAX_TOKENS), limit // 4)
-        num_dropped = 0
-        count = self.speaker.count(self.messages)
-        while count is not None and count + room > limit and self._drop_turn():
-            num_dropped += 1
-            count = self.speaker.count(self.messages)
-        if num_dropped:
-            self._tell_dropped(num_dropped)
-        if count is not None and count >= limit:
-            raise ContextFullError(
-                f"this message takes about {count} tokens, and the context has {limit}; shorten it"
-            )
-
-    def _drop_turn(self) -> bool:
-        """Drops the oldest question with its answer. False if there is only the newest question."""
-        if len(self.turns) < 2:
-            return False
-        del self.turns[0]
-        while self.turns[0]["role"] != "user":
-            del self.turns[0]
-        return True
 
     def _tell_dropped(self, count: int) -> None:
         limit = self.speaker.context_len
@@ -256,10 +259,11 @@ class Chat:
         note(HELP)
 
     def clear(self, _: str) -> None:
-        self.turns.clear()
+        self.turns = []
         note("the conversation is forgotten")
 
     def set_system(self, text: str) -> None:
+        _check_text(text)
         if text:
             self.system = None if text == '""' else text
         note(f"system message: {self.system}" if self.system else "there is no system message")
@@ -271,14 +275,14 @@ class Chat:
             self._show_settings()
             return
         if name not in SAMPLING:
-            nearest = difflib.get_close_matches(name, SAMPLING, n=1)
+            nearest = difflib.get_close_matches(name, SAMPLING, n=1, cutoff=CLOSE)
             hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(SAMPLING)}"
             raise RequestError(f"there is no setting {name!r}; {hint}")
         kind, field = SAMPLING[name]
         meaning = field.metadata["help"]
         value = value.strip()
         if value == "default":
-            self.settings.pop(name, None)
+            self.settings = self._checked({key: self.settings[key] for key in self.settings if key != name})
         elif value:
             try:
                 number = kind(value)
@@ -286,9 +290,13 @@ class Chat:
                 raise RequestError(
                     f"{name} {value!r} is not {'an integer' if kind is int else 'a number'} ({meaning})"
                 ) from None
-            SamplingParams(**{name: number})  # raises for a value out of range
-            self.settings[name] = number
+            self.settings = self._checked({**self.settings, name: number})
         note(f"{name}: {self.settings.get(name, 'default')} ({meaning})")
+
+    def _checked(self, settings: Settings) -> Settings:
+        """Returns them. Raises RequestError for a value out of range, or at odds with another."""
+        SamplingParams(**{"max_tokens": self.speaker.max_tokens, **settings})
+        return settings
 
     def _show_settings(self) -> None:
         note(
@@ -301,6 +309,8 @@ class Chat:
     def show(self, _: str) -> None:
         limit = self.speaker.context_len
         used = self.speaker.count(self.messages) if self.messages else 0
+        if used is not None and limit is not None:
+            used = min(used, limit)  # The template may end an answer that filled the context.
         fullness = f"{'?' if used is None else used} of {limit or '?'} tokens"
         note(
             f"model      {self.speaker.name} {self.speaker.place}\n"
@@ -322,16 +332,20 @@ class Chat:
         path = _path_of(name, "/load")
         try:
             body = json.loads(path.read_text("utf-8"))
-            messages = [{"role": str(m["role"]), "content": str(m["content"])} for m in body["messages"]]
-            settings = {key: body[key] for key in SAMPLING if key in body}
-            SamplingParams(**settings)
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            why = f"{type(error).__name__}: {error}"
-            raise RequestError(f"{path} is no conversation that /save wrote: {why}") from None
-        self.system = next((m["content"] for m in messages if m["role"] == "system"), None)
-        self.turns = [m for m in messages if m["role"] in ("user", "assistant")]
-        self.settings, self.saved = settings, path
-        note(f"{len(messages)} messages read from {path}")
+            given = {key: value for key, value in body.items() if value is not None}
+            messages = [_message_of(i, message) for i, message in enumerate(given.pop("messages"))]
+            settings = self._checked({key: given.pop(key) for key in SAMPLING if key in given})
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            why = str(error) if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
+            raise RequestError(
+                f"{path} is no body for /v1/chat/completions that a chat can go on with: {why}"
+            ) from None
+        left_out = ", ".join(key for key in given if key not in OWN_FIELDS)
+        note(f"{len(messages)} messages read from {path}" + (f"; left out: {left_out}" if left_out else ""))
+        has_system = bool(messages) and messages[0]["role"] == "system"
+        self.system = messages.pop(0)["content"] if has_system else None
+        self.turns, self.settings = messages, settings
+        self.saved = None if left_out else path  # what was left out is not lost by a /save
 
 
 COMMANDS: dict[str, Callable[[Chat, str], None]] = {
@@ -403,6 +417,42 @@ def _dim(text: str) -> str:
 def _write(stream: Any, text: str) -> None:
     stream.write(text)
     stream.flush()
+
+
+def _without_oldest(turns: list[Message]) -> list[Message]:
+    """Without the oldest question and its answer; empty if there is only the newest question."""
+    return next((turns[i:] for i in range(1, len(turns)) if turns[i]["role"] == "user"), [])
+
+
+def _message_of(index: int, message: dict[str, Any]) -> Message:
+    """A message of a request's body as a chat keeps it: text alone. Raises RequestError for any other."""
+    role, content = message["role"], message.get("content")
+    if role not in ("user", "assistant") and (role, index) != ("system", 0):
+        raise RequestError(
+            f"messages[{index}] has the role {role!r:.40}, and a chat has one system message, the first, and "
+            "then users' and assistants'; take it out"
+        )
+    if isinstance(content, list):
+        texts = [part["text"] for part in content if isinstance(part, dict) and "text" in part]
+        if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
+            content = "\n".join(texts)
+    if not isinstance(content, str) or not _is_text(content):
+        raise RequestError(f"messages[{index}].content {content!r:.80} is no text; take the message out")
+    if others := [key for key in message if key not in ("role", "content") and message[key]]:
+        raise RequestError(
+            f"messages[{index}] has {others[0]!r:.40}, which a chat does not keep; take it out"
+        )
+    return {"role": role, "content": content}
+
+
+def _is_text(text: str) -> bool:
+    """Whether it can be sent. Half a pair of UTF-16 cannot; it stands for a byte that is no UTF-8, too."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _check_text(typed: str) -> None:
+    if not _is_text(typed):
+        raise RequestError(f"{typed!r:.80} holds bytes that are no UTF-8; give text in UTF-8")
 
 
 def _path_of(name: str, command: str) -> Path:

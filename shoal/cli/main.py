@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import errno
+import io
 import json
 import logging
 import os
@@ -64,24 +66,49 @@ BROKEN_PIPE = 128 + 13  # the exit code of a program that SIGPIPE has ended
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns the exit code: 0, or 1 with a line on stderr for a user's mistake. Wrong arguments exit (2)."""
-    arguments = build_parser().parse_args(argv)
-    logging.basicConfig(
-        level=logging.INFO if arguments.verbose else logging.WARNING,
-        format="%(levelname)s %(name)s: %(message)s",
-    )
+    _open_streams()
     try:
+        arguments = build_parser().parse_args(argv)
+        logging.basicConfig(
+            level=logging.INFO if arguments.verbose else logging.WARNING,
+            format="%(levelname)s %(name)s: %(message)s",
+        )
         code = arguments.run(arguments)
         sys.stdout.flush()
     except ShoalError as error:
         print(f"shoal: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # The reader has gone. What is still buffered must not fail at the exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has gone
+        _drop_output()
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _drop_output()
+        where = error.filename or "standard output"
+        print(f"shoal: {where} cannot be written: {error.strerror}; make room there", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print(file=sys.stderr)
         return 130
     return code
+
+
+def _open_streams() -> None:
+    """A stream that the caller has closed is as an empty one. What comes in need not be UTF-8 for that to be
+    told."""
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r" if name == "stdin" else "w"))  # noqa: SIM115
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # names may have letters that this terminal does not
+
+
+def _drop_output() -> None:
+    """So that what is still buffered does not fail at the exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def build_parser() -> Parser:
@@ -463,30 +490,31 @@ def _build_llm(arguments: argparse.Namespace) -> Any:
 
 def run_generate(arguments: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    _sampling_params(arguments, SamplingParams())  # a mistake in the flags is told before a model is loaded
+    # a mistake in the flags is told before a model is loaded
+    _sampling_params(arguments, SamplingParams(), max_tokens=128)
     with _build_llm(arguments) as llm:
         params = _sampling_params(arguments, llm.get_default_sampling_params(), max_tokens=128)
-        print(prompt, end="", flush=True)
         _stream(llm, prompt, params)
         print()
     return 0
 
 
 def _stream(llm: Any, prompt: str, params: SamplingParams) -> None:
-    """Prints an answer as it grows."""
+    """Prints the prompt once it is taken, and behind it an answer as it grows."""
     shown = 0
-    for output in llm.stream(prompt, params):
-        text = output.outputs[0].text
+    for output in llm.stream(prompt, params, every_step=True):
+        text = prompt + output.outputs[0].text
         print(text[shown:], end="", flush=True)
         shown = len(text)
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
     from shoal.cli.chat import Chat, Keyboard, note
-    from shoal.cli.speakers import LocalSpeaker, RemoteSpeaker
+    from shoal.cli.speakers import MAX_TOKENS, LocalSpeaker, RemoteSpeaker
 
     settings = _sampling_options(arguments)
-    SamplingParams(**settings)  # a mistake in the flags is told before a model is loaded
+    # a mistake in the flags is told before a model is loaded
+    SamplingParams(**{"max_tokens": MAX_TOKENS if arguments.url is None else None, **settings})
     keyboard = Keyboard(sys.stdin.isatty() and sys.stdout.isatty())
     if arguments.url is not None:
         if useless := given_options(arguments, EngineConfig).keys() - {"model", "seed"}:
@@ -572,12 +600,26 @@ def run_serve(arguments: argparse.Namespace) -> int:
     """0 after SIGTERM or SIGINT and a drain; 1 if a second signal ended it, or if it could not start."""
     from shoal.cli.serve import serve
 
+    if arguments.model_path is None and not arguments.models:
+        _check_lists(arguments)
     given = _server_options(arguments)
     if "plane" in given:  # workers of one host need no different --port
         given.setdefault("port", 0)
     config = ServerConfig(**given)
     logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, config.log_format)
     return serve(arguments.model_path, arguments.models, given_options(arguments, EngineConfig), config)
+
+
+def _check_lists(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError if MODEL may be what an option of several values, as --api-key, has taken last."""
+    from shoal.weights.source import is_model_name
+
+    for name, values in vars(arguments).items():
+        if isinstance(values, list) and len(values) > 1 and is_model_name(str(values[-1])):
+            raise ConfigError(
+                f"{flag_of(name)} has taken {values[-1]!r:.200}, which may be the model; name the model "
+                f"(the default is {DEFAULT_MODEL}) before the options, or behind `--`"
+            )
 
 
 def _server_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -628,11 +670,12 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
     config = None if arguments.fleet is None else read_fleet_file(arguments.fleet).planner
     try:
-        with open(arguments.replay, "rb") as lines:
-            for entry in replay(config, lines):
-                print(msgspec.json.encode(entry).decode())
+        lines = open(arguments.replay, "rb")  # noqa: SIM115 - what fails below is not this file
     except OSError as error:
         raise ConfigError(f"--replay {arguments.replay!r} cannot be read: {error}") from None
+    with lines:
+        for entry in replay(config, lines):
+            print(json.dumps(msgspec.to_builtins(entry)))
     return 0
 
 
@@ -668,7 +711,9 @@ def _measure_worker(arguments: argparse.Namespace) -> int:
 
 
 def _simulated_profile(arguments: argparse.Namespace, given: dict[str, Any]) -> ProfileData:
-    """Raises ConfigError for an option that the simulated times do not know of."""
+    """Raises ConfigError for an option that the simulated times do not know of, and if too few points have
+    room for a profile."""
+    from shoal.fleet.engine_profile import EngineProfile, check_decode, with_room
     from shoal.fleet.sim_config import SimWorkers
     from shoal.fleet.sim_timing import find_timing, profile_of
 
@@ -688,16 +733,20 @@ def _simulated_profile(arguments: argparse.Namespace, given: dict[str, Any]) -> 
         tokens = config.kv_cache_memory_bytes // timing.kv_bytes
     else:
         tokens = timing.cache_tokens(worker.gpu_memory_utilization)
-    return profile_of(
+    input_lengths, context_lengths = with_room(arguments.input_lengths, arguments.context_lengths, tokens)
+    data = profile_of(
         arguments.gpu,
         arguments.profile,
         worker.max_num_seqs,
         tokens,
         worker.max_num_batched_tokens,
-        input_lengths=arguments.input_lengths,
-        context_lengths=arguments.context_lengths,
+        input_lengths=input_lengths,
+        context_lengths=context_lengths,
         kv_usages=arguments.kv_usages,
     )
+    check_decode(data, arguments.kv_usages)
+    EngineProfile(data)  # as after a measurement
+    return data
 
 
 def run_fleet_up(arguments: argparse.Namespace) -> int:
@@ -833,7 +882,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 def run_completion(arguments: argparse.Namespace) -> int:
     import shtab
 
-    print(shtab.complete(build_parser(), arguments.shell))
+    parser = build_parser()
+    parser.name_choices()
+    script = shtab.complete(parser, arguments.shell)
+    # where there is nothing of ours, bash completes the names of files
+    print(script.replace("complete -o bashdefault ", "complete -o bashdefault -o default "))
     return 0
 
 

@@ -29,6 +29,7 @@ class CachedModel:
     size_bytes: int = 0
     last_used: float | None = None
     is_downloaded: bool = True
+    is_whole: bool = True  # False: its download broke off
 
 
 def cached_models(download_dir: str | None = None) -> list[CachedModel]:
@@ -86,6 +87,10 @@ def _hub_repos(download_dir: str | None) -> list[Any]:
         repos = scan_cache_dir(download_dir).repos
     except CacheNotFound:
         return []
+    except (OSError, ValueError) as error:  # ValueError: it is a file
+        raise ConfigError(
+            f"the folder of models {download_dir or 'of the hub'!r} cannot be read: {error}"
+        ) from None
     return sorted((repo for repo in repos if repo.repo_type == "model"), key=lambda repo: repo.repo_id)
 
 
@@ -105,7 +110,8 @@ def _of_copies(url: str, copies: Sequence[store.StoredModel]) -> CachedModel:
     last = next((copy for copy in reversed(copies) if copy.is_whole), copies[-1])
     files = [path.stat() for copy in copies for path in copy.folder.glob("*")]
     path, last_used = str(last.path if last.is_whole else last.folder), last.folder.stat().st_mtime
-    return CachedModel(url, "store", path, sum(file.st_size for file in files), last_used)
+    num_bytes = sum(file.st_size for file in files)
+    return CachedModel(url, "store", path, num_bytes, last_used, is_whole=last.is_whole)
 
 
 # Commands
@@ -125,7 +131,8 @@ def _table(models: Sequence[CachedModel]) -> str:
     for model in models:
         if model.is_downloaded:
             used = time.strftime("%Y-%m-%d %H:%M", time.localtime(model.last_used))
-            rows.append((model.name, size_text(model.size_bytes), used, model.path))
+            place = model.path if model.is_whole else "not whole; `shoal pull` fetches the rest"
+            rows.append((model.name, size_text(model.size_bytes), used, place))
         else:
             rows.append((model.name, "-", "-", "not downloaded; the first use or `shoal pull` fetches it"))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
@@ -152,11 +159,15 @@ def remove_models(names: Sequence[str], is_certain: bool, download_dir: str | No
 
 
 def pull(name: str, revision: str | None, download_dir: str | None) -> int:
-    """Fetches a model, with a bar at a terminal. Nothing is loaded. Raises CheckpointError."""
-    if Path(name).expanduser().exists():
+    """Fetches a model, with a bar at a terminal. Nothing is loaded. Raises CheckpointError, and ConfigError
+    for an option that the model does not have."""
+    if name and Path(name).expanduser().exists():
         raise CheckpointError(f"{name} lies on this machine already; nothing is to be fetched")
-    if name == DEFAULT_MODEL and revision is not None:
-        raise ConfigError(f"revision {revision!r}: {DEFAULT_MODEL} has one version; leave --revision out")
+    if name == DEFAULT_MODEL and download_dir is not None:
+        raise ConfigError(
+            f"download_dir {download_dir!r}: {DEFAULT_MODEL} lies in {cache_folder()}; leave --download-dir "
+            "out, or set SHOAL_CACHE"
+        )
     files = resolve(name, revision, download_dir)
     print(f"{name} is in {files.path}")
     return 0

@@ -39,41 +39,52 @@ class Piece:
 
 
 class Speaker(Protocol):
-    """A model to talk with. `context_len` is None where nobody tells it."""
+    """A model to talk with. `context_len` is None where nobody tells it, and `max_tokens`, the most tokens of
+    an answer unless a setting says otherwise, where a server decides."""
 
     name: str
     place: str
     context_len: int | None
+    max_tokens: int | None
 
     def count(self, messages: Sequence[Message]) -> int | None:
-        """The tokens of a conversation, or a good guess; None before there is one."""
+        """The tokens of a conversation; None where nobody has counted them."""
 
     def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
         """Closing the generator ends the request, as does a KeyboardInterrupt out of it.
 
-        Raises ContextFullError, and ShoalError for whatever else goes wrong.
+        Raises ContextFullError before the first piece, and ShoalError for whatever else goes wrong.
         """
 
 
 class LocalSpeaker:
-    """A model in this process."""
+    """A model in this process. As long as old turns can be dropped, it wants room for an answer: `max_tokens`
+    or a quarter of the context, whichever is less."""
 
     def __init__(self, llm: Any) -> None:
         self._llm = llm
         self.name, self.place = llm.config.model, f"on this machine ({llm.config.device})"
-        self.context_len: int | None = min(
-            llm.config.max_model_len, llm.stats().num_blocks * llm.config.block_size
-        )
+        self._limit = min(llm.config.max_model_len, llm.stats().num_blocks * llm.config.block_size)
+        self.context_len: int | None = self._limit
+        self.max_tokens: int | None = MAX_TOKENS
 
     def count(self, messages: Sequence[Message]) -> int | None:
         return len(self._llm.chat_prompt(messages)["prompt_token_ids"])
 
     def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
         params = self._llm.get_default_sampling_params()
-        params = dataclasses.replace(params, **{"max_tokens": MAX_TOKENS, **settings})
+        params = dataclasses.replace(params, **{"max_tokens": self.max_tokens, **settings})
+        prompt = self._llm.chat_prompt(messages)
+        count, limit = len(prompt["prompt_token_ids"]), self._limit
+        has_old_turns = sum(message["role"] != "system" for message in messages) > 1
+        if count + (min(params.max_tokens, limit // 4) if has_old_turns else 1) > limit:
+            raise ContextFullError(
+                f"this message takes {count} tokens, those of the system message and of the chat template "
+                f"included, and the context has {limit}; shorten it"
+            )
         shown = 0
         with _polite_interrupts() as interrupted:
-            stream = self._llm.stream(self._llm.chat_prompt(messages), params)
+            stream = self._llm.stream(prompt, params, every_step=True)
             for output in stream:
                 answer = output.outputs[0]
                 yield Piece(answer.text[shown:], "", len(answer.token_ids), answer.finish_reason)
@@ -101,7 +112,7 @@ def _polite_interrupts() -> Iterator[list[int]]:
 
 
 class RemoteSpeaker:
-    """An OpenAI-compatible server.
+    """An OpenAI-compatible server. It alone knows what its context holds, so it is asked, and refuses.
 
     url: with or without /v1. model: by default the first that the server lists.
     Raises ConfigError for an impossible URL or key, UnavailableError if the server cannot be reached or
@@ -116,7 +127,9 @@ class RemoteSpeaker:
         self.name = model or entry["id"]
         self.place = f"at {self._base}"
         self.context_len: int | None = entry.get("max_model_len") or entry.get("context_length")
-        self._tokens_per_char: float | None = None
+        self.max_tokens: int | None = None
+        self._asked: list[Message] = []  # the last question, with all before it
+        self._used: int | None = None  # the tokens of that and of its answer, as the server counts them
 
     def _listed_models(self, is_needed: bool) -> list[dict[str, Any]]:
         try:
@@ -133,7 +146,7 @@ class RemoteSpeaker:
         )
 
     def count(self, messages: Sequence[Message]) -> int | None:
-        return None if self._tokens_per_char is None else round(self._tokens_per_char * _num_chars(messages))
+        return self._used if messages[:-1] == self._asked else None
 
     def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
         body = {
@@ -166,7 +179,7 @@ class RemoteSpeaker:
         if reason is None:
             raise UnavailableError(f"the answer of {self._base} ended in the middle; its log may say why")
         if usage is not None:
-            self._tokens_per_char = usage["prompt_tokens"] / _num_chars(messages)
+            self._asked, self._used = list(messages), usage["prompt_tokens"] + usage["completion_tokens"]
         yield Piece(num_tokens=None if usage is None else usage["completion_tokens"], finish_reason=reason)
 
     def _open(self, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
@@ -203,8 +216,3 @@ class RemoteSpeaker:
 def _message(error: Any) -> str:
     """The words of an error object, whatever its shape."""
     return str(error.get("message") or error) if isinstance(error, dict) else str(error)
-
-
-def _num_chars(messages: Sequence[Message]) -> int:
-    """About what the template adds to each message is counted, too."""
-    return sum(len(m["content"]) + 16 for m in messages)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import io
 import os
 import re
 import select
@@ -47,8 +46,6 @@ def top(url: str, api_key: str | None, once: bool) -> int:
     """Shows until `q` or Ctrl-C; returns the exit code. Raises ConfigError for an address or a key that is
     none, and UnavailableError where `once` gets no answer, or the first question without a screen."""
     source = Source(url, api_key)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # names may have letters that this terminal does not
     console = Console(highlight=False, markup=False, emoji=False)
     if once:
         view = source.get()

@@ -16,10 +16,11 @@ from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from shoal.api import SamplingParams, sampling_defaults
 from shoal.config import DEFAULT_MODEL
-from shoal.errors import CheckpointError, RequestError
+from shoal.errors import CheckpointError, ConfigError, RequestError
 from shoal.json_file import read_object
 from shoal.model_config import ModelConfig
 from shoal.models.config_fields import token_ids
@@ -31,6 +32,7 @@ from shoal.weights.safetensors import has_weights, shards
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TOKEN_ID = re.compile(r"[0-9]{1,9}")
+WAYS = f"name a folder, a .gguf file, a hub id (org/name), a URL (s3://...), or {DEFAULT_MODEL!r}"
 IGNORE = ", or ignore the file with the option generation_config 'vllm'"
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 HUB_DUPLICATES = ["*/*", "consolidated*"]  # the same weights in their authors' own layout
@@ -130,7 +132,10 @@ def resolve(
 ) -> CheckpointFiles:
     """Finds a checkpoint. The default model, hub ids and URLs of stores are downloaded, of the last without
     their .safetensors files if these are not wanted; what exists on this machine is not looked for elsewhere.
-    `revision`: of a hub id, or the version of a model in a store. Raises CheckpointError."""
+    `revision`: of a hub id, or the version of a model in a store. Raises CheckpointError, and ConfigError for
+    a revision of the default model."""
+    if not model:
+        raise CheckpointError(f"the model's name is empty; {WAYS}")
     if store.is_url(model):
         copy = store.fetch(model, is_model_file, revision, download_dir, with_weights=with_weights)
         found = CheckpointFiles(copy.path) if copy.path.is_dir() else _gguf_file(copy.path)
@@ -144,15 +149,25 @@ def resolve(
     except (OSError, RuntimeError) as error:  # RuntimeError: ~user of a user that does not exist
         raise CheckpointError(f"the model path {model!r:.200} cannot be looked at: {error!s:.200}") from None
     if model == DEFAULT_MODEL:
+        if revision is not None:
+            raise ConfigError(f"revision {revision!r}: {model} has one version; leave --revision out")
         return _gguf_file(default_model.fetch_default_model())
     if difflib.get_close_matches(model.lower(), [DEFAULT_MODEL], cutoff=0.8):
         raise CheckpointError(f"no model is called {model!r:.200}; did you mean {DEFAULT_MODEL!r}?")
     if not is_hub_id(model):
-        raise CheckpointError(
-            f"the model path {model} does not exist; name a folder, a .gguf file, a hub id (org/name), "
-            f"a URL (s3://...), or {DEFAULT_MODEL!r}"
-        )
+        raise CheckpointError(f"the model path {model} does not exist; {WAYS}")
     return CheckpointFiles(_download(model, revision, download_dir))
+
+
+def is_model_name(text: str) -> bool:
+    """Whether a text may be meant as a model: the default one, a hub id, a path, as it looks or as it exists,
+    or a URL with a path (an origin has none)."""
+    if text == DEFAULT_MODEL or is_hub_id(text) or text.startswith(("/", ".", "~")) or text.endswith(".gguf"):
+        return True
+    try:
+        return Path(text).exists() or (store.is_url(text) and urlsplit(text).path.strip("/") != "")
+    except (OSError, ValueError):  # too long, half a bracket
+        return False
 
 
 def is_hub_id(model: str) -> bool:

@@ -9,7 +9,7 @@ from shoal.cli.speakers import Piece
 class Scripted:
     """Answers with the pieces that it is given."""
 
-    name, place, context_len = "scripted", "here", None
+    name, place, context_len, max_tokens = "scripted", "here", None, None
 
     def __init__(self, *answers):
         self.answers = list(answers)

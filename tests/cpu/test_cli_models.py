@@ -50,6 +50,13 @@ def test_models_without_any_cache_lists_the_default(tmp_path, monkeypatch, capsy
     assert code == 0 and "smollm2" in out and len(out.splitlines()) == 2
 
 
+def test_a_folder_of_models_that_is_none_is_one_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "none"))
+    (tmp_path / "file").touch()
+    code, _, err = words(capsys, "models", "--download-dir", str(tmp_path / "file"))
+    assert code == 1 and str(tmp_path / "file") in err and len(err.splitlines()) == 1
+
+
 def test_rm_asks_first_and_removes_wholly(caches, capsys, monkeypatch):
     (caches / "shoal").mkdir()
     (caches / "shoal" / default_model.FILE).write_text("12345")

@@ -2,13 +2,23 @@
 
 import argparse
 import dataclasses
+import io
+import json
+import runpy
 import subprocess
+import sys
 
+import msgspec
 import pytest
 
 from shoal.bench.serving import ServeBench
 from shoal.cli.main import build_parser, main
 from shoal.config import MAX_NUM_SEQS, EngineConfig, ServerConfig
+from shoal.doctor.finding import works
+from shoal.errors import CheckpointError
+from shoal.fleet.observation import Decision, DecodeLoad, Observation
+from shoal.fleet.planner import Recorded
+from shoal.weights.source import resolve
 
 
 def words(capsys, *arguments):
@@ -68,9 +78,6 @@ def test_the_version_is_told_by_the_module_too(capsys):
     from shoal import __version__
 
     assert words(capsys, "--version")[:2] == (0, f"shoal {__version__}\n")
-    import runpy
-    import sys
-
     arguments, sys.argv = sys.argv, ["shoal", "--version"]
     try:
         with pytest.raises(SystemExit):
@@ -98,6 +105,9 @@ def test_the_version_is_told_by_the_module_too(capsys):
         ("models rmm x", "did you mean rm?"),
         ("generate", "PROMPT"),
         ("generate x y", "unrecognized arguments: y"),
+        ("pull foo bar", "shoal pull: unrecognized arguments: bar\nusage: shoal pull [options] NAME"),
+        ("models rm x --url", "there is no option --url"),
+        ("generate --hello", "`--` comes before a PROMPT"),
         ("completion tcsh", "bash"),
         ("models list", "there is rm"),
     ],
@@ -117,6 +127,20 @@ def test_a_wrong_argument_gives_its_message_and_no_wall(line, hint, capsys):
         ("serve smolm2", "did you mean 'smollm2'?"),
         ("serve --max_num_seqs 0", "max_num_seqs 0"),
         ("generate x --max-tokens 0", "max_tokens 0"),
+        ("generate x --min-tokens 129", "min_tokens 129 > max_tokens 128"),
+        ("generate x --min-tokens 50 --model /nonexistent", "/nonexistent does not exist"),
+        ("generate x --revision main", "leave --revision out"),
+        ("chat --min-tokens 1025", "min_tokens 1025 > max_tokens 1024"),
+        ("chat --min-tokens 50 /nonexistent", "/nonexistent does not exist"),
+        ("chat --url http://127.0.0.1:1 --min-tokens 5000", "no server answers"),
+        ("serve --api-key secret / --port 80000", "--api-key has taken '/'"),
+        ("serve --served-model-name a org/model --port 80000", "--served-model-name has taken 'org/model'"),
+        ("serve --api-key secret ./nonexistent --port 80000", "--api-key has taken './nonexistent'"),
+        ("serve --api-key secret s3://bucket/model --port 80000", "--api-key has taken 's3://bucket/model'"),
+        ("serve --api-key a b --allowed-origins https://a https://b/ --port 80000", "from 0 to 65535"),
+        ("serve /nonexistent --served-model-name a org/model", "/nonexistent does not exist"),
+        ("serve --api-key secret -- /nonexistent", "/nonexistent does not exist"),
+        ("serve --fleet-key-file /nonexistent --max-num-seqs 0", "--plane"),
         ("chat --url nowhere", "'nowhere' is no address"),
         ("chat --url http://127.0.0.1:1 --dtype float32", "dtype"),
         ("chat --url http://127.0.0.1:1", "no server answers"),
@@ -124,6 +148,7 @@ def test_a_wrong_argument_gives_its_message_and_no_wall(line, hint, capsys):
         ("models rm nothing", "'nothing'"),
         ("pull /", "already"),
         ("pull smollm2 --revision x", "leave --revision out"),
+        ("pull smollm2 --download-dir x", "leave --download-dir out"),
         ("bench latency --output-json /nonexistent/x", "cannot be written"),
         ("bench serve --save-result --result-filename /nonexistent/x", "cannot be written"),
     ],
@@ -132,6 +157,19 @@ def test_an_impossible_value_is_one_line_with_the_way_out(line, hint, capsys, mo
     monkeypatch.setenv("NO_PROXY", "*")
     code, out, err = words(capsys, *line.split())
     assert code == 1 and not out and hint in err and len(err.splitlines()) == 1
+
+
+def test_an_empty_name_is_no_model(capsys):
+    code, _, err = words(capsys, "pull", "")
+    assert code == 1 and "name is empty" in err
+    with pytest.raises(CheckpointError, match="name is empty"):
+        resolve("")
+
+
+@pytest.mark.parametrize("option", ["--temperature", "--max-tokens", "--nonsense"])
+def test_an_option_that_is_like_none_has_no_neighbour(option, capsys):
+    code, _, err = words(capsys, "serve", option, "1")
+    assert code == 2 and f"there is no option {option}\n" in err
 
 
 def test_a_benchmark_that_cannot_begin_leaves_no_empty_files_and_old_ones_as_they_were(tmp_path, capsys):
@@ -166,6 +204,7 @@ def test_underscores_and_equals_signs_are_understood_and_texts_are_left_alone():
     )
     assert (given.max_num_seqs, given.top_p, given.prompt) == (5, 0.5, "- a list --of things")
     assert build_parser().parse_args(["generate", "--", "--not-an-option"]).prompt == "--not-an-option"
+    assert build_parser().parse_args(["generate", "-hello there"]).prompt == "-hello there"
     assert build_parser().parse_args(["serve", "--seed", "-1"]).seed == -1
 
 
@@ -190,6 +229,8 @@ def test_bash_completes_commands_and_options(capsys):
     assert complete_in_bash(script, "shoal serve --por") == ["--port"]
     assert "--kv-flush-timeout" in complete_in_bash(script, "shoal serve --kv-f")  # the rare ones, too
     assert set(complete_in_bash(script, "shoal completion ")) >= {"bash", "zsh", "fish"}
+    assert complete_in_bash(script, "shoal serve --dtype bf") == ["bfloat16"]
+    assert "-o default" in script  # the names of files, where there is nothing of ours
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
@@ -197,3 +238,47 @@ def test_other_shells_have_a_script_with_every_option(shell, capsys):
     code, script, _ = words(capsys, "completion", shell)
     assert code == 0
     assert all(f.name.replace("_", "-") in script for f in dataclasses.fields(ServeBench))
+
+
+# Where words go
+
+
+def old_terminal(monkeypatch):
+    """A standard output that has few letters."""
+    output = io.TextIOWrapper(io.BytesIO(), "ascii")
+    monkeypatch.setattr("sys.stdout", output)
+    return output
+
+
+def test_a_letter_that_the_output_does_not_have_is_replaced(monkeypatch):
+    """It had been a traceback."""
+    output = old_terminal(monkeypatch)
+    monkeypatch.setattr("shoal.cli.doctor.examine", lambda asked: [works("fleet file", asked.path)])
+    assert main(["doctor", "fl\u00f6tte.toml"]) == 0
+    assert b"fl?tte.toml" in output.buffer.getvalue()
+
+
+def test_decisions_for_programs_are_whole_on_any_output(monkeypatch, tmp_path):
+    output = old_terminal(monkeypatch)
+    name = "m\u00fc"
+    lines = [
+        Recorded(config={}),
+        Recorded(model=name, observation=Observation(at=1.0, decode=[DecodeLoad(0.5)])),
+        Recorded(model=name, decision=Decision(at=1.0, changes=[], reason="", desired={})),
+    ]
+    (tmp_path / "record").write_bytes(b"\n".join(map(msgspec.json.encode, lines)))
+    assert main(["plan", "--replay", str(tmp_path / "record")]) == 0
+    assert json.loads(output.buffer.getvalue())["model"] == name
+
+
+def test_ctrl_c_while_the_command_is_imported_ends_it_in_silence(monkeypatch, capsys):
+    class Interrupting:
+        def find_spec(self, name, *_):
+            if name == "shoal.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "shoal.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupting(), *sys.meta_path])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("shoal", run_name="__main__")
+    assert end.value.code == 130 and capsys.readouterr().err == "\n"

@@ -107,6 +107,14 @@ def test_what_is_no_address_of_a_server_is_refused(of, address):
 
 
 @pytest.mark.parametrize("of", [lambda url, key: RemoteSpeaker(url, "m", key), Source], ids=["chat", "top"])
+@pytest.mark.parametrize("address", ["http://user:sesame@x", "http://user:ses/ame@x", "http://u:sesame@["])
+def test_a_password_in_an_address_is_refused_and_not_shown(of, address):
+    with pytest.raises(ConfigError, match="--api-key") as refused:
+        of(address, None)
+    assert "ses" not in str(refused.value)
+
+
+@pytest.mark.parametrize("of", [lambda url, key: RemoteSpeaker(url, "m", key), Source], ids=["chat", "top"])
 @pytest.mark.parametrize("key", ["sesame\n", "s\u00e9same"])
 def test_a_key_that_no_header_can_hold_is_refused_and_not_shown(of, key):
     with pytest.raises(ConfigError, match="--api-key") as refused:
@@ -166,7 +174,31 @@ def test_turns_are_dropped_until_a_server_that_tells_no_context_takes_the_rest(u
         talk.say(text)
     assert [m["content"] for m in Stub.seen[-1]["messages"]] == ["Be kind.", "three"]
     assert [m["content"] for m in talk.turns] == ["three", "Good day"]
-    assert capsys.readouterr().err.count("dropped") == 2
+    assert "the 2 oldest turns were dropped" in capsys.readouterr().err
+
+
+def test_nothing_is_dropped_or_refused_before_the_server_says_that_its_context_is_full(url, capsys):
+    talk = Chat(RemoteSpeaker(url, "second", None), Keyboard(is_terminal=False), "Be kind.", {})
+    usage = {"usage": {"prompt_tokens": 4000, "completion_tokens": 2}}  # of few characters: the template's
+    Stub.answers = [[*WHOLE[:-1], usage, "[DONE]"], WHOLE]
+    talk.say("hi")
+    talk.command("/show")
+    assert "4002 of 4096 tokens, 2 messages" in capsys.readouterr().err
+    talk.say("much " * 1000)
+    assert [m["role"] for m in Stub.seen[-1]["messages"]] == ["system", "user", "assistant", "user"]
+    talk.command("/show")
+    said = capsys.readouterr().err
+    assert "dropped" not in said and "? of 4096 tokens, 4 messages" in said
+
+
+def test_a_message_that_never_fits_costs_no_turns(url, capsys):
+    talk = chat(url)
+    Stub.answers = [WHOLE, WHOLE, FULL, FULL, FULL]
+    for text in ("one", "two", "much"):
+        talk.say(text)
+    assert [m["content"] for m in talk.turns] == ["one", "Good day", "two", "Good day"]
+    said = capsys.readouterr().err
+    assert "dropped" not in said and "100 tokens" in said
 
 
 def test_a_message_that_does_not_fit_alone_is_taken_back(url, capsys):

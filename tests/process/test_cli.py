@@ -11,6 +11,7 @@ import pytest
 
 from tests.terminal import CTRL_C, Terminal
 
+DECISION = {"at": 1.0, "changes": [], "reason": "", "desired": {}}
 SHOAL = [sys.executable, "-m", "shoal"]
 
 
@@ -123,6 +124,41 @@ def started(*arguments):
 def test_a_reader_that_has_enough_ends_the_command_in_silence():
     with started("generate", "Once upon a time", "--max-tokens", "200", "--max-model-len", "256") as command:
         assert command.stdout.read(1) == "O"
+        command.stdout.close()
+        assert command.stderr.read() == "" and command.wait(60) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("models",), ("generate", "hello", "--max-tokens", "4", "--max-model-len", "64")],
+    ids=lambda arguments: arguments[0],
+)
+def test_an_output_without_room_is_one_line_and_an_exit_code(arguments):
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*SHOAL, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
+        )
+    assert done.returncode == 1, done
+    assert (
+        done.stderr == "shoal: standard output cannot be written: No space left on device; make room there\n"
+    )
+
+
+def test_a_prompt_that_is_refused_is_not_printed():
+    done = run("generate", "one two three", "--max-model-len", "2")
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.startswith("shoal: "), done
+
+
+def test_a_reader_of_decisions_that_has_enough_is_no_mistake_in_the_record(tmp_path):
+    """It was told as a file that cannot be read."""
+    seen = {"at": 1.0, "decode": [{"kv_usage": 0.5}]}
+    lines = [
+        {"config": {}},
+        *({"model": "m", "observation": seen}, {"model": "m", "decision": DECISION}) * 5000,
+    ]
+    (tmp_path / "record.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with started("plan", "--replay", str(tmp_path / "record.jsonl")) as command:
+        assert json.loads(command.stdout.readline())["model"] == "m"
         command.stdout.close()
         assert command.stderr.read() == "" and command.wait(60) == 128 + signal.SIGPIPE
 

@@ -116,10 +116,11 @@ def test_old_turns_are_dropped_when_the_context_is_full_and_that_is_said(termina
     prompt = server.last_prompt()
     assert "3-xxx" in prompt and "2-xxx" in prompt and "0-xxx" not in prompt
     terminal.enter("y" * 400)
-    terminal.expect("shorten it")
+    terminal.expect("send a shorter prompt")
     terminal.expect(">>> ")
     ask(terminal, "short")
-    assert "short" in server.last_prompt() and "yyy" not in server.last_prompt()
+    prompt = server.last_prompt()
+    assert all(text in prompt for text in ("2-xxx", "3-xxx", "short")) and "yyy" not in prompt
 
 
 def test_a_message_may_have_several_lines(terminal, server):
@@ -204,6 +205,27 @@ def test_from_a_pipe_a_refused_message_is_an_exit_code(server):
     done = piped(server, "z" * 500)
     assert done.returncode == 1, done
     assert "maximum context length" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_standard_input_that_is_closed_is_an_empty_one(server):
+    command = f"exec {sys.executable} -m shoal chat --url {server.url} <&-"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_bytes_that_are_no_text_are_quoted_as_they_were_typed(server):
+    server.engine.ends = True
+    server.say("Yes.")
+    environment = os.environ | {"NO_PROXY": "*", "PYTHONIOENCODING": "utf-8:strict"}
+    done = subprocess.run(
+        [sys.executable, "-m", "shoal", "chat", "--url", server.url, "--system", "Be kind."],
+        input=b"caf\xe9\nhello\n",
+        capture_output=True,
+        timeout=60,
+        env=environment,
+    )
+    assert done.returncode == 1 and done.stdout == b"Yes.\n", done
+    assert b"shoal: 'caf\\udce9' holds bytes that are no UTF-8" in done.stderr and b"kind" not in done.stderr
 
 
 def test_a_server_that_wants_a_key_says_so():

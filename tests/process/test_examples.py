@@ -28,14 +28,26 @@ def run(script, *arguments):
 def test_a_file_of_conversations_is_answered_line_by_line(tmp_path):
     questions = [
         {"id": "fr", "messages": [{"role": "user", "content": "What is the capital of France?"}]},
-        {"messages": [{"role": "user", "content": "Say hello."}]},
+        {"messages": [{"role": "user", "content": "Say\u2028hello."}]},
+        {"id": "long", "messages": [{"role": "user", "content": "very " * 9000}]},
+        {"id": "odd", "messages": [{"role": "user", "content": 7}]},
+        {"id": "none"},
     ]
-    (tmp_path / "in").write_text("\n".join(map(json.dumps, questions)) + "\n\n")
+    lines = [json.dumps(question, ensure_ascii=False) for question in questions]
+    (tmp_path / "in").write_text("\n".join([*lines, "{"]) + "\n\n", "utf-8")
     done = run("offline_batch.py", tmp_path / "in", tmp_path / "out", "--max-tokens", "16")
     assert done.returncode == 0, done.stderr
-    answers = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    assert [answer["id"] for answer in answers] == ["fr", 1]
+    answers = [json.loads(line) for line in (tmp_path / "out").read_text("utf-8").split("\n")[:-1]]
+    assert [answer["id"] for answer in answers] == ["fr", 1, "long", "odd", "none", 5]
     assert "Paris" in answers[0]["answer"] and answers[1]["answer"]
+    errors = [answer["error"] for answer in answers[2:]]
+    assert all(hint in error for hint, error in zip(("context of", "content", "'messages'", "JSON"), errors))
+
+
+def test_a_file_without_conversations_has_no_answers(tmp_path):
+    (tmp_path / "in").touch()
+    done = run("offline_batch.py", tmp_path / "in", tmp_path / "out")
+    assert done.returncode == 0 and (tmp_path / "out").read_text() == "", done.stderr
 
 
 @pytest.mark.slow

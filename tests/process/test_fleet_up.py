@@ -105,7 +105,7 @@ def test_a_paused_worker_gets_nothing(fleet):
     assert {fleet.ask(f"Paused {number}. {STORY}", 2)[1] for number in range(4)} == {"smollm2-2"}
     fleet.operate("/pause?workers=smollm2-2")
     status, headers, text = fleet.request("/v1/completions", {"model": "smollm2", "prompt": "x"})
-    assert status == 503 and "sleep" in text and headers["retry-after"]
+    assert status == 503 and "paused" in text and headers["retry-after"]
     fleet.operate("/resume")
     assert {fleet.ask(f"Resumed {number}. {STORY}", 2)[1] for number in range(6)} == set(fleet.workers())
 

@@ -1,0 +1,253 @@
+"""What a chat does with its own words: settings, files, text of several lines. And a model in this process."""
+
+import io
+import json
+import signal
+
+import pytest
+
+from shoal.cli.chat import Chat, Keyboard
+from shoal.cli.speakers import ContextFullError, LocalSpeaker, Piece
+
+
+class Scripted:
+    """Answers with the pieces, or the errors, that it is given. It counts characters."""
+
+    name, place = "scripted", "here"
+
+    def __init__(self, *answers, context_len=None, max_tokens=None):
+        self.answers, self.context_len, self.max_tokens = list(answers), context_len, max_tokens
+        self.asked = []
+
+    def count(self, messages):
+        return sum(len(message["content"]) for message in messages)
+
+    def answer(self, messages, settings):
+        self.asked.append([message["content"] for message in messages])
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        yield from answer
+
+
+def saying(text, reason="stop"):
+    return [Piece(text), Piece("", "", 1, reason)]
+
+
+FULL = ContextFullError("the context is full")
+
+
+def chat(*answers, **speaker):
+    return Chat(Scripted(*answers, **speaker), Keyboard(False), None, {})
+
+
+# Turns
+
+
+def test_old_turns_are_dropped_only_for_a_message_that_fits_without_them(capsys):
+    talk = chat(saying("1"), saying("2"), FULL, FULL, FULL, FULL, saying("3"))
+    for text in ("one", "two", "much"):
+        talk.say(text)
+    assert [m["content"] for m in talk.turns] == ["one", "1", "two", "2"]
+    said = capsys.readouterr().err
+    assert "dropped" not in said and "the context is full" in said
+    talk.say("three")
+    assert [m["content"] for m in talk.turns] == ["two", "2", "three", "3"]
+    assert talk.speaker.asked[-2:] == [["one", "1", "two", "2", "three"], ["two", "2", "three"]]
+    assert "the oldest turn was dropped" in capsys.readouterr().err
+
+
+def test_what_was_dropped_for_an_answer_without_text_comes_back(capsys):
+    talk = chat(saying("1"), FULL, saying(""))
+    talk.say("one")
+    talk.say("two")
+    assert [m["content"] for m in talk.turns] == ["one", "1"] and "dropped" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("reason", ["abort", "error"])
+def test_an_answer_that_was_broken_off_is_said_to_be_and_counts_as_a_failure(reason, capsys):
+    talk = chat(saying("Once upon", reason))
+    talk.say("a story")
+    assert f"broken off here: {reason}" in capsys.readouterr().err and talk.num_failures == 1
+    assert talk.turns[-1]["content"] == "Once upon"
+
+
+def test_a_context_is_never_fuller_than_full(capsys):
+    talk = chat(saying("y" * 50, "length"), context_len=40)
+    talk.say("x")
+    talk.command("/show")
+    said = capsys.readouterr().err
+    assert "the context is full" in said and "40 of 40 tokens, 2 messages" in said
+
+
+def test_bytes_that_are_no_text_are_told_and_not_sent(capsys):
+    talk = chat()
+    talk.say("caf\udce9")
+    talk.command("/system caf\udce9")
+    assert capsys.readouterr().err.count("no UTF-8") == 2
+    assert talk.num_failures == 1 and talk.system is None and not talk.turns
+
+
+# Settings
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1024])
+def test_min_tokens_is_compared_with_the_max_tokens_that_is_in_force(max_tokens, capsys):
+    talk = chat(max_tokens=max_tokens)
+    talk.command("/set min_tokens 20")
+    talk.command("/set max_tokens 10")
+    assert "min_tokens 20 > max_tokens 10" in capsys.readouterr().err
+    talk.command("/set max_tokens 200")
+    talk.command("/set min_tokens 150")
+    assert talk.settings == {"min_tokens": 150, "max_tokens": 200}
+    talk.command("/set min_tokens 300")
+    assert "min_tokens 300 > max_tokens 200" in capsys.readouterr().err
+    assert talk.settings == {"min_tokens": 150, "max_tokens": 200}
+
+
+def test_a_default_that_other_settings_exclude_is_refused(capsys):
+    talk = chat(max_tokens=1024)
+    talk.command("/set max_tokens 3000")
+    talk.command("/set min_tokens 2000")
+    talk.command("/set max_tokens default")
+    assert "min_tokens 2000 > max_tokens 1024" in capsys.readouterr().err
+    assert talk.settings == {"min_tokens": 2000, "max_tokens": 3000}
+
+
+def test_a_setting_that_is_like_none_has_no_neighbour(capsys):
+    chat().command("/set stop x")
+    said = capsys.readouterr().err
+    assert "did you mean" not in said and "temperature" in said
+
+
+# Files
+
+
+def loaded(tmp_path, body):
+    """A chat after /load of this body."""
+    (tmp_path / "talk.json").write_text(body if isinstance(body, str) else json.dumps(body))
+    talk = chat()
+    talk.command(f"/load {tmp_path / 'talk.json'}")
+    return talk
+
+
+HI = {"role": "user", "content": "hi"}
+
+
+def test_an_ordinary_body_is_read_as_a_server_reads_it(tmp_path, capsys):
+    parts = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    talk = loaded(
+        tmp_path,
+        {
+            "model": "m",
+            "messages": [
+                {"role": "system", "content": "Be kind."},
+                {"role": "user", "content": parts, "name": None},
+                {"role": "assistant", "content": "three"},
+            ],
+            "max_tokens": None,
+            "min_tokens": 100,
+            "stream": True,
+            "stop": ["x"],
+        },
+    )
+    assert talk.system == "Be kind." and [m["content"] for m in talk.turns] == ["one\ntwo", "three"]
+    assert talk.settings == {"min_tokens": 100}
+    assert capsys.readouterr().err.endswith("talk.json; left out: stop\n")
+    talk.command(f"/save {tmp_path / 'talk.json'}")
+    assert "exists; choose another name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "messages, hint",
+    [
+        ([HI, {"role": "assistant", "content": None, "tool_calls": [{}]}], "messages[1].content None"),
+        ([HI, {"role": "assistant", "content": "x", "tool_calls": [{}]}], "messages[1] has 'tool_calls'"),
+        ([HI, {"role": "tool", "content": "x"}], "messages[1] has the role 'tool'"),
+        ([{"role": "system", "content": "a"}] * 2, "messages[1] has the role 'system'"),
+        ([HI, {"role": "user", "content": "\ud800"}], "messages[1].content"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content"),
+        (["hi"], "TypeError"),
+        (7, "TypeError"),
+    ],
+)
+def test_a_body_that_a_chat_cannot_keep_is_refused_and_nothing_changes(messages, hint, tmp_path, capsys):
+    talk = loaded(tmp_path, {"messages": messages})
+    said = capsys.readouterr().err
+    assert hint in said and "messages read" not in said and not talk.turns
+
+
+@pytest.mark.parametrize("body", ["[]", "{", "{}", "[" * 100_000], ids=lambda body: body[:2])
+def test_a_file_that_is_no_body_is_refused(body, tmp_path, capsys):
+    loaded(tmp_path, body)
+    assert "no body for /v1/chat/completions" in capsys.readouterr().err
+
+
+# What is typed
+
+
+@pytest.mark.parametrize("lines", [['"""one', "two"], ["one\\", "two\\"]])
+def test_a_text_that_ctrl_d_leaves_unfinished_is_dropped_and_one_of_a_pipe_is_sent(
+    lines, monkeypatch, capsys
+):
+    typed = iter(lines)
+
+    def press(prompt):
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    monkeypatch.setattr("builtins.input", press)
+    keyboard = Keyboard(False)
+    keyboard.is_terminal = True
+    assert keyboard.read() is None and "dropped" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    assert Keyboard(False).read().strip() == "one\ntwo"
+
+
+# A model in this process
+
+
+@pytest.fixture
+def local(folder):
+    """A context of 256 bytes, of which a step computes 16."""
+    from shoal import LLM
+
+    with LLM(folder, max_model_len=256, max_num_seqs=1, max_num_batched_tokens=16) as llm:
+        yield LocalSpeaker(llm)
+
+
+def test_ctrl_c_stops_a_long_prompt_at_the_next_step(local, monkeypatch):
+    llm, steps = local._llm, []
+    step = llm._step
+
+    def interrupted_step():
+        steps.append(len(steps))
+        if len(steps) == 2:
+            signal.raise_signal(signal.SIGINT)
+        step()
+
+    monkeypatch.setattr(llm, "_step", interrupted_step)
+    question = [{"role": "user", "content": "x" * 200}]
+    with pytest.raises(KeyboardInterrupt):
+        list(local.answer(question, {"max_tokens": 4}))
+    assert len(steps) == 2
+    assert list(local.answer(question, {"max_tokens": 4}))[-1].finish_reason
+    assert llm.stats().num_running == 0
+
+
+def test_a_local_model_wants_room_for_an_answer_while_there_are_turns_to_drop(local):
+    old = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    taken = local.count([{"role": "user", "content": ""}])  # by the template
+
+    def reason(length, before, **settings):
+        message = {"role": "user", "content": "x" * (length - taken)}
+        return list(local.answer([*before, message], settings))[-1].finish_reason
+
+    assert reason(200, old, max_tokens=1)
+    with pytest.raises(ContextFullError):
+        reason(200, old)
+    assert reason(255, [])
+    with pytest.raises(ContextFullError, match=r"takes 256 tokens.*the context has 256; shorten it"):
+        reason(256, [])
