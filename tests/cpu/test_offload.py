@@ -35,6 +35,14 @@ SMALL = dict(num_gpu_blocks_override=14, max_model_len=192, kv_load_policy="alwa
 HOST = dict(kv_host_bytes=16 << 20)
 
 
+def offload_policy(**options):
+    """For blocks of two tokens, and a host tier that has room for all that leaves."""
+    given = dict(
+        block_size=2, block_bytes=1, has_host_tier=True, host_watermark=10, max_leaving=9, copy_blocks=9
+    )
+    return OffloadPolicy(**given | options)
+
+
 def params(**options):
     return SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | options)
 
@@ -418,15 +426,7 @@ def test_a_host_tier_whose_first_measurement_was_bad_is_used_after_one_request()
     scheduler = Scheduler(
         num_blocks=20, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=40
     )
-    policy = OffloadPolicy(
-        block_size=2,
-        block_bytes=1,
-        has_host_tier=True,
-        watermark=20,
-        host_watermark=10,
-        max_leaving=99,
-        copy_blocks=99,
-    )
+    policy = offload_policy(watermark=20, max_leaving=99, copy_blocks=99)
     transfers = Recorded(200, block_s=0.002)
     costs = Costs(2, 0.01, {"host": 0.05})
     offloader = scheduler.tiers = Offloader(scheduler, HostTier(200), transfers, {}, policy, costs)
@@ -461,16 +461,7 @@ class Small:
         self.scheduler = scheduler = Scheduler(
             num_blocks=3, block_size=2, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=6
         )
-        policy = OffloadPolicy(
-            block_size=2,
-            block_bytes=1,
-            has_host_tier=True,
-            watermark=3,
-            host_watermark=10,
-            max_leaving=9,
-            copy_blocks=9,
-            always_fetch=True,
-        )
+        policy = offload_policy(watermark=3, always_fetch=True)
         self.transfers = Recorded(8)
         self.offloader = scheduler.tiers = Offloader(
             scheduler, HostTier(8), self.transfers, {}, policy, Costs(2, 0.0, {"host": 0.0})
@@ -565,15 +556,7 @@ def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_the
     scheduler = Scheduler(
         num_blocks=8, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=16
     )
-    policy = OffloadPolicy(
-        block_size=2,
-        block_bytes=1,
-        has_host_tier=True,
-        watermark=8,
-        host_watermark=10,
-        max_leaving=9,
-        copy_blocks=9,
-    )
+    policy = offload_policy(watermark=8)
     transfers = Recorded(32)
     offloader = scheduler.tiers = Offloader(
         scheduler, HostTier(32), transfers, {}, policy, Costs(2, 0.0005, {"host": 0.0001})
@@ -621,16 +604,7 @@ def test_a_block_whose_content_a_copy_inherits_is_not_rewritten_before_it_was_co
     scheduler = Scheduler(
         num_blocks=4, block_size=2, max_num_seqs=4, max_num_batched_tokens=16, max_model_len=6
     )
-    policy = OffloadPolicy(
-        block_size=2,
-        block_bytes=1,
-        has_host_tier=True,
-        watermark=4,
-        host_watermark=10,
-        max_leaving=9,
-        copy_blocks=9,
-        on_registration=True,
-    )
+    policy = offload_policy(watermark=4, on_registration=True)
     transfers = Recorded(8)
     offloader = Offloader(scheduler, HostTier(8), transfers, {}, policy, Costs(2, 0.0, {"host": 0.0}))
     scheduler.tiers = offloader
@@ -655,15 +629,7 @@ def test_an_end_does_not_wait_for_a_disk_that_takes_nothing():
     scheduler = Scheduler(
         num_blocks=8, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=16
     )
-    policy = OffloadPolicy(
-        block_size=2,
-        block_bytes=1,
-        has_host_tier=True,
-        watermark=2,
-        host_watermark=10,
-        max_leaving=9,
-        copy_blocks=9,
-    )
+    policy = offload_policy(watermark=2)
     now = [0.0]
 
     def clock():
@@ -720,16 +686,7 @@ def test_while_nothing_may_leave_nobody_looks_for_what_might():
     scheduler = Scheduler(
         num_blocks=16, block_size=2, max_num_seqs=4, max_num_batched_tokens=99, max_model_len=32
     )
-    policy = OffloadPolicy(
-        block_size=2,
-        block_bytes=10,
-        has_host_tier=True,
-        watermark=16,
-        host_watermark=10,
-        max_leaving=9,
-        copy_blocks=9,
-        bytes_per_s=40.0,
-    )
+    policy = offload_policy(block_bytes=10, watermark=16, bytes_per_s=40.0)
     costs = Costs(2, 0.0, {"host": 0.0})
     offloader = Offloader(scheduler, HostTier(16), Recorded(16), {}, policy, costs, clock=lambda: now[0])
     scheduler.tiers = offloader
