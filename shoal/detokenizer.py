@@ -15,6 +15,7 @@ from shoal.tokenizer import Tokenizer
 
 CONTEXT = 8  # prompt tokens that may hold the first half of a character
 CHARACTER = 4  # bytes, at the most
+REPLACEMENT = "\ufffd".encode()
 
 
 def add_texts(logprobs: TokenLogprobs, tokenizer: Tokenizer) -> None:
@@ -40,6 +41,7 @@ class Detokenizer:
         # What half a character at the prompt's end is shown as unless the answer completes it. The prompt's
         # own text has that already.
         self._prompts_half = self._partial.decode("utf-8", self._pieces.errors)
+        self._strips_space = self._strips_space and not self._prompts_half
         self._stops = tuple(params.stop or ())
         self._include_stop = params.include_stop_str_in_output
         self._num_exempt = params.min_tokens  # tokens yet to come in which no stop string can end
@@ -86,7 +88,9 @@ class Detokenizer:
         text, used = codecs.utf_8_decode(data, self._pieces.errors, last)
         self._partial = data[used:]
         if self._prompts_half and text:
-            text, self._prompts_half = text.removeprefix(self._prompts_half), ""
+            if not data.startswith(REPLACEMENT):  # a whole U+FFFD, whose end is the answer's
+                text = text.removeprefix(self._prompts_half)
+            self._prompts_half = ""
         if self._strips_space and text:
             self._strips_space = False
             return text.removeprefix(" ")

@@ -68,6 +68,8 @@ class _Check:
         self.kind, self.may_be_none = kind_of(hint)
         self.kinds = int if self.kind is int else (int, float)
         most = MOST_INTEGER if self.kind is int else sys.float_info.max
+        if limits == Limits():
+            most = math.inf
         self.low = -most if limits.low is None else limits.low
         self.high = most if limits.high is None else limits.high
         self.above = -math.inf if limits.above is None else limits.above
@@ -79,7 +81,7 @@ class _Check:
         if self.choices:
             return value in self.choices
         if self.kind is bool:
-            return isinstance(value, int) and value in (0, 1)
+            return getattr(value, "shape", ()) == () and value in (0, 1)  # numpy's and torch's as well
         if not isinstance(value, self.kinds) or isinstance(value, bool):
             return False
         return self.low <= value <= self.high and value > self.above  # never true of NaN
@@ -117,6 +119,8 @@ def _complaint(kind: type, limits: Limits) -> str:
         return f"is not one of {', '.join(limits.choices)}"
     if kind is bool:
         return "is neither True nor False; give one of them"
+    if limits == Limits():
+        return "is not an integer; give one"
     if kind is int:
         low = "-2^63" if limits.low is None else f"{limits.low}"
         high = "2^63 - 1" if limits.high is None else f"{limits.high}"

@@ -32,7 +32,7 @@ MAX_MULTIPLE = 100_000  # the product of a schema's `multipleOf`s; the automaton
 MAX_DIGITS = 40  # of a number in a schema
 MAX_INTEGER = 2**63 - 1  # llguidance takes larger ones for this one
 LEAST_BOUND = 1024 - 2**63  # llguidance keeps bounds as floats, and the one below this begins no range
-NOT_BELOW, NOT_ABOVE = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+LOWER_BOUNDS, UPPER_BOUNDS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
 
 # The formats of texts that llguidance knows.
 FORMATS = frozenset(
@@ -54,12 +54,13 @@ LIMITS = LLParserLimits(
 STACK_BYTES = 256 << 20
 
 # What these escapes match in JavaScript, whose regexes JSON Schema's patterns are, and in xgrammar.
-# llguidance's are Rust's, whose digits and letters are those of all scripts, and whose classes may stand
-# within classes.
+# llguidance's are Rust's, whose digits and letters are those of all scripts, and where a class may stand in
+# a class.
 CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 LARK_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(\.-?\d+)?(\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 DIRECTIVE = re.compile(r"^[ \t]*%(\w*)|%(json|regex|lark)\b", re.MULTILINE)
+REGEX_WORD = re.compile(r"\\.|\[\^?\]?|.", re.DOTALL)  # a class may begin with the bracket that ends others
 UNICODE_ESCAPE = re.compile(r"(\\\\)|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})")
 
 T = TypeVar("T")
@@ -189,13 +190,12 @@ def _as_meant(schema: Any, are_names: bool = False, is_typed: bool = False) -> A
         return schema
     if are_names:
         return {name: _as_meant(part) for name, part in schema.items()}
-    if isinstance(parts := schema.get("patternProperties"), dict):
-        schema = {**schema, "patternProperties": {_ascii_classes(key): part for key, part in parts.items()}}
     if isinstance(pattern := schema.get("pattern"), str):
         schema = {**schema, "pattern": _ascii_classes(pattern)}
-    for key in NOT_BELOW:  # such as that of OpenAPI's int64
-        if isinstance(least := schema.get(key), int) and least < LEAST_BOUND:
-            schema = {**schema, key: LEAST_BOUND}
+    if _is_integer(schema):
+        for key in LOWER_BOUNDS:  # OpenAPI's int64 has one
+            if isinstance(least := schema.get(key), (int, float)) and least < LEAST_BOUND:
+                schema = {**schema, key: LEAST_BOUND}
     is_typed = is_typed or "type" in schema
     meant = {
         key: value
@@ -213,7 +213,22 @@ def _as_meant(schema: Any, are_names: bool = False, is_typed: bool = False) -> A
 
 
 def _ascii_classes(regex: str) -> str:
-    return re.sub(r"\\(.)", lambda found: CLASSES.get(found[1], found[0]), regex, flags=re.DOTALL)
+    """Returns the regex with CLASSES in place of these escapes. Within a class they become ranges of it, and
+    a dash beside them is a dash, as in JavaScript: Rust would take it for a range, or subtract classes."""
+    words, depth = REGEX_WORD.findall(regex), 0
+    is_known = [word[0] == "\\" and word[1:] in CLASSES for word in words]
+    for i, word in enumerate(words):
+        if is_known[i]:
+            words[i] = CLASSES[word[1:]]
+            if depth and word[1:] in "dw":
+                words[i] = words[i][1:-1]
+        elif depth and word == "-" and any(is_known[max(0, i - 1) : i + 2]):
+            words[i] = "\\-"
+        elif word[0] == "[":
+            depth += 1
+        elif word == "]":
+            depth = max(0, depth - 1)
+    return "".join(words)
 
 
 def _parsed(kind: str, text: str) -> Any:
@@ -247,6 +262,8 @@ def _check_nesting(kind: str, schema: Any) -> None:
                 f"structured_outputs.{kind} is nested deeper than {MAX_NESTING} levels; "
                 f"flatten it, or use $defs and $ref"
             )
+        if isinstance(value, dict) and _is_integer(value):
+            _check_integers(kind, value)
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             digits = Decimal(repr(value)).normalize()
             if abs(digits.adjusted()) > MAX_DIGITS or len(digits.as_tuple().digits) > MAX_DIGITS:
@@ -254,14 +271,8 @@ def _check_nesting(kind: str, schema: Any) -> None:
                     f"structured_outputs.{kind} has a number of more than {MAX_DIGITS} digits "
                     f"({key}); make it smaller"
                 )
-            is_beyond = (value > MAX_INTEGER and key not in NOT_ABOVE) or (
-                value < -MAX_INTEGER and key not in NOT_BELOW
-            )
-            if isinstance(value, int) and is_beyond and key in ("const", "enum", *NOT_BELOW, *NOT_ABOVE):
-                raise RequestError(
-                    f"structured_outputs.{kind} has the {key} {value}, beyond an integer of 64 bits; leave "
-                    "it out, or take a text"
-                )
+            if float(value) <= -(2.0**63) and key not in LOWER_BOUNDS:  # llguidance would crash
+                raise _beyond(kind, key, value)
             if key == "multipleOf":
                 multiple *= math.prod(Decimal(repr(value)).as_integer_ratio())
         if multiple > MAX_MULTIPLE:
@@ -270,6 +281,28 @@ def _check_nesting(kind: str, schema: Any) -> None:
                 f"{multiple}, more than {MAX_MULTIPLE}; "
                 "use smaller ones"
             )
+
+
+def _is_integer(schema: dict[str, Any]) -> bool:
+    kinds = schema.get("type")
+    return kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
+
+
+def _check_integers(kind: str, schema: dict[str, Any]) -> None:
+    """Raises RequestError for a schema of integers that can only be met above 64 bits."""
+    enum = schema.get("enum")
+    values = [(key, schema.get(key)) for key in ("const", *LOWER_BOUNDS)]
+    values += [("enum", value) for value in (enum if isinstance(enum, list) else ())]
+    for key, value in values:
+        if isinstance(value, (int, float)) and value > MAX_INTEGER:
+            raise _beyond(kind, key, value)
+
+
+def _beyond(kind: str, key: str, value: float) -> RequestError:
+    return RequestError(
+        f"structured_outputs.{kind} has the {key} {value}, beyond an integer of 64 bits; leave it out, or "
+        "take a text"
+    )
 
 
 def _walk(schema: Any) -> Iterator[tuple[int, str, Any]]:

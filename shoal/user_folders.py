@@ -27,8 +27,7 @@ def state_folder() -> Path:
 def _base(variable: str, below_home: str, way_out: str) -> Path:
     if folder := os.environ.get(variable):
         return Path(folder)
-    if (
-        home := os.path.expanduser("~")
-    ) == "~":  # a container may run as a user whom its passwd does not have
+    home = os.path.expanduser("~")
+    if home == "~":  # a container may run as a user whom its passwd does not have
         raise ConfigError(f"user {os.getuid()} has no home folder, as HOME is not set; set it, or {way_out}")
     return Path(home) / below_home

@@ -103,13 +103,13 @@ class Keyboard:
         self._keep_history()
         return message
 
-    def _unfinished(self, text: str) -> str | None:
+    def _unfinished(self, text: str) -> str:
         """What becomes of a text of several lines when the input ends. Ctrl-D drops it, as Ctrl-C does; in a
         pipe the end is the text's end, too."""
         if not self.is_terminal:
             return text
         note("[the unfinished text is dropped]")
-        return None
+        return ""
 
     def _line(self, prompt: str) -> str | None:
         if not self.is_terminal:

@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         _drop_output()
-        where = error.filename or "standard output"
+        where = error.filename or "the output"
         print(f"shoal: {where} cannot be written: {error.strerror}; make room there", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -597,7 +597,7 @@ def run_compile(arguments: argparse.Namespace) -> int:
 
 
 def run_serve(arguments: argparse.Namespace) -> int:
-    """0 after SIGTERM or SIGINT and a drain; 1 if a second signal ended it, or if it could not start."""
+    """0 after SIGTERM, SIGINT or SIGHUP and a drain; 1 if a second one ended it, or if it could not start."""
     from shoal.cli.serve import serve
 
     if arguments.model_path is None and not arguments.models:
@@ -611,15 +611,19 @@ def run_serve(arguments: argparse.Namespace) -> int:
 
 
 def _check_lists(arguments: argparse.Namespace) -> None:
-    """Raises ConfigError if MODEL may be what an option of several values, as --api-key, has taken last."""
-    from shoal.weights.source import is_model_name
+    """Raises ConfigError if MODEL may be what an option of several values, as --api-key, has taken last. A
+    key may look like a hub's model by chance, and is not to be shown."""
+    from shoal.weights.source import is_model_here, is_model_name
 
     for name, values in vars(arguments).items():
-        if isinstance(values, list) and len(values) > 1 and is_model_name(str(values[-1])):
-            raise ConfigError(
-                f"{flag_of(name)} has taken {values[-1]!r:.200}, which may be the model; name the model "
-                f"(the default is {DEFAULT_MODEL}) before the options, or behind `--`"
-            )
+        if isinstance(values, list) and len(values) > 1:
+            last, is_key = str(values[-1]), name == "api_key"
+            if is_model_here(last) if is_key else is_model_name(last):
+                what = "a last value" if is_key else repr(last)[:200]
+                raise ConfigError(
+                    f"{flag_of(name)} has taken {what}, which may be the model; name the model (the default "
+                    f"is {DEFAULT_MODEL}) before the options, or behind `--`"
+                )
 
 
 def _server_options(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -77,6 +78,7 @@ class LLM:
         config = EngineConfig.from_options(model=str(model), **options)
         files = resolve(config.model, config.revision, config.download_dir).check()
         self._lock = _Turns()  # held for a step, and whenever else the core is touched
+        self._late_interrupts = _LateInterrupts()
         self._ids = itertools.count()
         self._answers: dict[str, _Answer | _Embedding] = {}
         self._learn_text(config, files)
@@ -202,7 +204,7 @@ class LLM:
             # One after the other: to look at all of thousands at each step takes a fifth of their time.
             for group in groups:
                 while not group.finished:
-                    with self._lock:
+                    with self._late_interrupts, self._lock:
                         if not group.finished:  # by a step of another thread
                             self._step()
                 bar.update()
@@ -263,7 +265,7 @@ class LLM:
         try:
             while not group.finished or group.progress != shown:
                 output = None
-                with self._lock:
+                with self._late_interrupts, self._lock:
                     if group.progress == shown:  # another call's steps may have moved it on
                         self._step()
                     if every_step or group.progress != shown:
@@ -413,7 +415,8 @@ class LLM:
         self.core.refuse("the engine goes to sleep when its running requests have ended")
         try:
             while self.core.has_work:
-                self._step()
+                with self._late_interrupts:
+                    self._step()
         finally:
             self.core.refuse(None)
 
@@ -516,26 +519,26 @@ class LLM:
             raise RequestError(f"the prompt {ids!r:.80} is not a list of token ids; give text or integers")
         return text, own, salt
 
-    @_alone
     def _add(self, groups: list[Groups]) -> list[Groups]:
         """Adds all or none."""
         try:
-            for group in groups:
-                for answer in group.answers:
-                    self.core.add(answer.request)
-                    self._answers[answer.request.request_id] = answer
+            with self._late_interrupts, self._lock:
+                for group in groups:
+                    for answer in group.answers:
+                        self.core.add(answer.request)
+                        self._answers[answer.request.request_id] = answer
         except BaseException:
             self._drop(groups)
             raise
         return groups
 
-    @_alone
     def _drop(self, groups: Sequence[_Group | _Embedding]) -> None:
         """Forgets finished answers and aborts the rest."""
-        for group in groups:
-            for answer in group.answers:
-                if self._answers.pop(answer.request.request_id, None) is not None and not answer.finished:
-                    self.core.abort(answer.request.request_id)
+        with self._late_interrupts, self._lock:
+            for group in groups:
+                for answer in group.answers:
+                    if self._answers.pop(answer.request.request_id, None) is not None and not answer.finished:
+                        self.core.abort(answer.request.request_id)
 
     def _step(self) -> None:
         """One engine step; its outputs reach their answers, whoever waits for them."""
@@ -566,6 +569,39 @@ class _Turns:
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
+
+
+class _LateInterrupts:
+    """In the main thread a first Ctrl-C waits for the end of the block, and a second one for nothing. A step
+    that broke off would have lost the tokens of all requests, other threads' among them, and an interrupt
+    between taking a lock and the block that frees it would keep it from them for ever."""
+
+    def __init__(self) -> None:
+        self._handler: Any = None  # of SIGINT, while it is not to be called
+        self._waiting: list[tuple[int, Any]] = []
+
+    def __enter__(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            handler = signal.getsignal(signal.SIGINT)
+            if callable(handler) and handler != self._wait:  # a stream may be closed within a step
+                self._handler = handler
+                signal.signal(signal.SIGINT, self._wait)
+
+    def __exit__(self, *_: object) -> None:
+        if self._handler is not None and threading.current_thread() is threading.main_thread():
+            self._heed()
+
+    def _wait(self, number: int, frame: Any) -> None:
+        self._waiting.append((number, frame))
+        if len(self._waiting) > 1:
+            self._heed()
+
+    def _heed(self) -> None:
+        handler, waiting = self._handler, self._waiting
+        self._handler, self._waiting = None, []
+        signal.signal(signal.SIGINT, handler)
+        for interrupt in waiting:
+            handler(*interrupt)
 
 
 class _Answer:

@@ -12,6 +12,7 @@ them as they are.
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import logging
 import re
@@ -34,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 NAMESPACE = Path("/var/run/secrets/kubernetes.io/serviceaccount/namespace")
 POLL_S = 1.0  # between two questions to the API server about the same Deployment
+TAKE_BACK_S = 600.0  # in which a replica that is not wanted is tried to be taken back
 TIMEOUT_S = 30.0  # for the API server's answer
 MAX_CONFLICTS = 8  # others that change a Deployment's scale while it is being changed here
 # Pods with a lower cost go first when a Deployment shrinks; 0 is that of all others.
@@ -165,7 +167,8 @@ class KubernetesConnector:
         self._seen: dict[str, _Seen] = {}
         self._adding = UnderWay()
         self._claimed: set[str] = set()  # pods that the present calls of `add` have got
-        self._shrinking = asyncio.Lock()  # from the mark of the pod that goes until the count is lowered
+        # By Deployment, from the mark of the pod that goes until the count is lowered
+        self._shrinking: dict[str, asyncio.Lock] = collections.defaultdict(asyncio.Lock)
         self._watching: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -219,7 +222,7 @@ class KubernetesConnector:
         pods.sort(key=lambda each: (each[0], not self._ready([each[2]])))
         _, component, youngest = pods[-1]
         deployment, cluster = deployment_of(component), self._connected
-        async with self._shrinking:
+        async with self._shrinking[deployment]:
             await cluster.let_go_first(youngest)
             await cluster.change_replicas(deployment, -1)
         deadline = self._clock.now() + self._start_timeout_s
@@ -271,10 +274,11 @@ class KubernetesConnector:
             await self._clock.sleep(POLL_S)
 
     async def _take_back(self, deployment: str, pods: Sequence[str]) -> None:
-        """Lowers the count by one, and has this pod go where there is one: as often as it takes, as the API
-        may be away, and a replica too many would stay."""
+        """Lowers the count by one, and has this pod go where there is one. The API may be away, and a replica
+        too many would stay, so this is tried for long. Raises UnavailableError where it stays."""
         cluster, wanted, has_told = self._connected, None, False
-        async with self._shrinking:
+        deadline = self._clock.now() + TAKE_BACK_S
+        async with self._shrinking[deployment]:
             while True:
                 try:
                     count, _ = await cluster.replicas(deployment)
@@ -286,6 +290,8 @@ class KubernetesConnector:
                         await cluster.change_replicas(deployment, -1)
                     return
                 except UnavailableError as error:
+                    if self._clock.now() >= deadline:
+                        raise UnavailableError(f"a replica of {deployment} too many stays: {error}") from None
                     if not has_told:
                         logger.warning("a replica of %s cannot be taken back yet: %s", deployment, error)
                     has_told = True
@@ -295,9 +301,10 @@ class KubernetesConnector:
         """Takes back the marks of pods that have stayed, as their removal failed or who began it has died.
         Else they would go when another hand lowers the count. Until a pod that is to go ends, there are more
         pods than the count says."""
-        if self._shrinking.locked() or not self._seen[component.name].marked:
+        shrinking = self._shrinking[deployment_of(component)]
+        if shrinking.locked() or not self._seen[component.name].marked:
             return
-        async with self._shrinking:
+        async with shrinking:
             seen = await self._look(component)
             if len(seen.pods) <= seen.replicas:
                 for pod in seen.marked:

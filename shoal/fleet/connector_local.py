@@ -96,6 +96,7 @@ class LocalConnector:
         self._placing = asyncio.Lock()
         self._noting = asyncio.Lock()  # so that what was seen first is written first
         self._told_of_lock = False
+        self._has_begun = False
         self._woken: set[str] = set()  # parked workers that are so no more, which the next look notes
         self._starting: set[str] = set()  # workers that `begin` waits for
         self._replacing: set[str] = set()  # those of them that have the place of one that was given up
@@ -105,6 +106,7 @@ class LocalConnector:
         async with self._changing() as state:
             leftovers = state.lives
             kept, new = state.begin(self._components)
+        self._has_begun = True
         await self._supervisor.open(leftovers)
         running = await self._supervisor.running()
         there = {placement.id for placement in kept if placement.id in running} - {
@@ -248,6 +250,8 @@ class LocalConnector:
     async def close(self, grace_s: float) -> None:
         await stop(self._tasks)
         await self._supervisor.close(grace_s)
+        if not self._has_begun:  # it names what a fleet that was killed has left, for the next one
+            return
         try:
             async with asyncio.timeout(LOCKED_S), self._changing() as state:
                 state.supervisor = None

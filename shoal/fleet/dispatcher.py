@@ -519,16 +519,18 @@ class Dispatcher(Generic[L]):
         now."""
         if any(worker.num_holds for worker in self.workers.values()):
             return True
-        if self._is_paused:
-            return False
-        asleep = [worker for worker in self.workers.values() if worker.is_asleep and worker.is_reached]
+        asleep = [
+            worker
+            for worker in self.workers.values()
+            if worker.is_asleep and worker.is_reached and not worker.is_paused
+        ]
         return self.wake is not None and any(self.wake(worker) for worker in asleep)
 
     @property
     def _is_paused(self) -> bool:
-        """Whether an operator wants nothing scheduled, and will say so when that ends. No request wakes a
-        worker meanwhile."""
-        return any(worker.is_paused and worker.is_reached for worker in self.workers.values())
+        """Whether an operator wants nothing scheduled, and will say so when that ends."""
+        reached = [worker for worker in self.workers.values() if worker.is_reached]
+        return bool(reached) and all(worker.is_paused for worker in reached)
 
     def _is_busy(self, rank: WorkerRank) -> bool:
         """Whether it is beyond a threshold that is configured."""

@@ -365,8 +365,10 @@ class Fleet:
             ),
             prefill_queue=prefill.queue.length,
             queued=model.dispatcher.queue.length,
-            resting=sum(worker.is_asleep for worker in aside),
-            draining=sum(worker.state == WorkerState.DRAINING and not worker.is_asleep for worker in aside),
+            resting=sum(worker.is_asleep or worker.num_holds > 0 for worker in aside),
+            draining=sum(
+                worker.is_draining and not worker.is_asleep and not worker.num_holds for worker in aside
+            ),
             traffic=copy.copy(model.dispatcher.traffic),
         )
 

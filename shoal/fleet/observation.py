@@ -37,10 +37,11 @@ class Failure(msgspec.Struct, frozen=True):
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
     """One model's workers at a moment. Only workers that are ready count in `prefill_workers` and `decode`.
     `decode_role`: "both" where prefill and decode are not apart. `pending`: workers that are being started or
-    removed, or have died and will be replaced. `resting`: workers that an operator has paused or put to
-    sleep; who does so may need all to stay as it is, for new weights, say. While there are any of either,
-    nothing is decided. `draining`: workers that get nothing new by an operator's word; they keep their GPUs.
-    `failures`: changes that the planner has tried and that have not been done since."""
+    removed, or have died and will be replaced. `resting`: workers that an operator has paused, put to sleep
+    or holds for a command to all; who does so may need all to stay as it is, for new weights, say. While
+    there are any of either, nothing is decided. `draining`: workers that get nothing new by an operator's
+    word; they keep their GPUs. `failures`: changes that the planner has tried and that have not been done
+    since."""
 
     at: float  # seconds, any clock
     decode: list[DecodeLoad]
@@ -100,7 +101,7 @@ def hindrance_of(observations: Sequence[Observation]) -> str | None:
     if observations[-1].pending:
         return f"{observations[-1].pending} workers are coming or going"
     if observations[-1].resting:
-        return f"{observations[-1].resting} workers are paused or asleep, by /pause or /sleep"
+        return f"{observations[-1].resting} workers are paused, asleep or held, by a command to them"
     sizes = {(each.prefill_workers, len(each.decode)) for each in observations}
     if len(sizes) > 1:
         return "workers came or went in this interval, so its averages say nothing"

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import math
 import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
@@ -317,6 +318,8 @@ def _with_integers(body: bytes) -> bytes:
 
 def _number(text: str) -> int | float:
     number = float(text)
+    if math.isinf(number):
+        raise ValueError(text)
     return int(number) if number.is_integer() and abs(number) <= MOST_EXACT else number
 
 

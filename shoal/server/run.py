@@ -50,8 +50,8 @@ async def serve(
     *,
     ready: Ready | None = None,
 ) -> bool:
-    """Serves until SIGTERM or SIGINT, then drains. A second signal ends it at once. Returns whether it has
-    drained. The rest is as in serve_until."""
+    """Serves until SIGTERM, SIGINT or SIGHUP, then drains; a second one ends it at once. Returns whether it
+    has drained. The rest is as in serve_until."""
     drain, force = asyncio.Event(), asyncio.Event()
     with heeding_signals(drain, force):
         await serve_until(drain, force, app, admin, config, ports, ready=ready)

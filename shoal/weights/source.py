@@ -159,14 +159,24 @@ def resolve(
     return CheckpointFiles(_download(model, revision, download_dir))
 
 
-def is_model_name(text: str) -> bool:
-    """Whether a text may be meant as a model: the default one, a hub id, a path, as it looks or as it exists,
-    or a URL with a path (an origin has none)."""
-    if text == DEFAULT_MODEL or is_hub_id(text) or text.startswith(("/", ".", "~")) or text.endswith(".gguf"):
+def is_model_here(text: str) -> bool:
+    """Whether a text names the default model, a .gguf file or a path that exists."""
+    if text == DEFAULT_MODEL or text.endswith(".gguf"):
         return True
     try:
-        return Path(text).exists() or (store.is_url(text) and urlsplit(text).path.strip("/") != "")
-    except (OSError, ValueError):  # too long, half a bracket
+        return Path(text).exists()
+    except (OSError, ValueError):  # too long
+        return False
+
+
+def is_model_name(text: str) -> bool:
+    """Whether a text may be meant as a model: one that is here, a hub id, what looks like a path, or a URL
+    with a path (an origin has none)."""
+    if is_model_here(text) or is_hub_id(text) or text.startswith(("/", ".", "~")):
+        return True
+    try:
+        return store.is_url(text) and urlsplit(text).path.strip("/") != ""
+    except ValueError:  # half a bracket
         return False
 
 

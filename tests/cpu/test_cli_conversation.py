@@ -1,4 +1,4 @@
-"""What a chat does with its own words: settings, files, text of several lines. And a model in this process."""
+"""What a chat does with its own words: settings, files, long texts; and a model in this process."""
 
 import io
 import json
@@ -201,7 +201,7 @@ def test_a_text_that_ctrl_d_leaves_unfinished_is_dropped_and_one_of_a_pipe_is_se
     monkeypatch.setattr("builtins.input", press)
     keyboard = Keyboard(False)
     keyboard.is_terminal = True
-    assert keyboard.read() is None and "dropped" in capsys.readouterr().err
+    assert keyboard.read() == "" and "dropped" in capsys.readouterr().err
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
     assert Keyboard(False).read().strip() == "one\ntwo"
 

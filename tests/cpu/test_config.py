@@ -59,7 +59,7 @@ def resolve(**options):
         (EngineConfig, "enable_prefix_caching", "no", "neither True nor False"),
         (EngineConfig, "enforce_eager", None, "neither True nor False"),
         (EngineConfig, "async_scheduling", 2, "neither True nor False"),
-        (EngineConfig, "seed", "x", "from -2^63"),
+        (EngineConfig, "seed", "x", "not an integer"),
         (ServerConfig, "port", 65536, "from 0 to 65535"),
         (ServerConfig, "admin_port", -1, "from 0 to 65535"),
         (ServerConfig, "max_body_bytes", 1023, "from 1024"),

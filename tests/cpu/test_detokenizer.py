@@ -99,11 +99,21 @@ def test_an_answer_follows_its_prompt_wherever_that_ends(kind):
         assert first and "".join(pieces) == expected, (ids, end)
 
 
+def test_a_replacement_character_that_the_answer_completes_is_the_answers():
+    tokenizer = KINDS["byte-level"]
+    ids = tokenizer.encode("a\ufffdb", add_special_tokens=False)
+    assert len(ids) == 5
+    for end in range(1, 4):
+        assert "".join(run(tokenizer, ids[end:], prompt=ids[:end])[0]) == "\ufffdb"
+
+
 def test_the_first_space_is_the_answers_own_only_after_a_prompt():
     tokenizer = KINDS["sentencepiece"]
     ids = tokenizer.encode("the fox")
     assert "".join(run(tokenizer, ids)[0]) == "the fox"
     assert "".join(run(tokenizer, ids, prompt=tokenizer.encode("see"))[0]) == " the fox"
+    half = [next(i for i in range(len(tokenizer)) if tokenizer.token_bytes[i] == b"\xc3")]
+    assert "".join(run(tokenizer, ids, prompt=half)[0]) == " the fox"
     assert "".join(run(tokenizer, ids, prompt=[tokenizer.bos_token_id])[0]) == "the fox", (
         "a prompt that shows nothing is none"
     )

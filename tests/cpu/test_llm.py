@@ -3,8 +3,11 @@ to bad input."""
 
 import enum
 import gc
+import os
 import random
+import signal
 import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -424,6 +427,70 @@ def test_threads_that_share_an_engine_get_the_answers_of_their_own_prompts(build
     for thread in threads:
         thread.join()
     assert answers == {number: [expected[number]] * 4 for number in range(len(PROMPTS))}
+    engine.core.check()
+
+
+def test_a_thread_that_waits_has_the_next_turn_also_if_its_holder_wants_it_again_at_once():
+    turns, order = llm._Turns(), []
+
+    def wait():
+        with turns:
+            order.append("who waited")
+
+    with turns:
+        with turns:  # its holder may
+            waiting = threading.Thread(target=wait)
+            waiting.start()
+        while not turns._next.locked():
+            time.sleep(0.001)
+    with turns:
+        order.append("who had it")
+    waiting.join()
+    assert order == ["who waited", "who had it"]
+
+
+def test_an_interrupt_in_one_thread_costs_another_no_tokens_and_keeps_no_lock(build, expected):
+    engine, answers, is_inside, is_over = build("qwen3"), [], threading.Event(), threading.Event()
+
+    def interrupt(number, frame):
+        if is_inside.is_set():
+            raise KeyboardInterrupt
+
+    def ask():
+        while not is_over.is_set():
+            [output] = engine.generate([PROMPTS[1]], greedy(), use_tqdm=False)
+            answers.append(output.outputs[0].token_ids)
+
+    def press():
+        r = random.Random(7)
+        while not is_over.is_set():
+            time.sleep(r.random() * 0.02)
+            os.kill(os.getpid(), signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    threads = [threading.Thread(target=target) for target in (ask, press)]
+    for thread in threads:
+        thread.start()
+    num_interrupts = 0
+    try:
+        deadline = time.monotonic() + 60
+        while (num_interrupts < 30 or len(answers) < 5) and time.monotonic() < deadline:
+            try:
+                is_inside.set()
+                engine.generate([PROMPTS[2]], greedy(), use_tqdm=False)
+                is_inside.clear()
+            except KeyboardInterrupt:
+                is_inside.clear()
+                num_interrupts += 1
+    finally:
+        is_inside.clear()
+        is_over.set()
+        for thread in threads:
+            thread.join(60)
+        signal.signal(signal.SIGINT, before)
+    assert num_interrupts >= 30 and not any(thread.is_alive() for thread in threads)
+    assert answers == [expected[1]] * len(answers)
+    assert ids_of(engine.generate([PROMPTS[2]], greedy(), use_tqdm=False)) == [expected[2]]
     engine.core.check()
 
 

@@ -247,6 +247,12 @@ def test_other_floats_are_no_integers_and_named_though_whole_ones_are_beside_the
     assert status == 400 and json.loads(text)["error"]["param"] == "n"
 
 
+def test_a_number_out_of_range_is_refused_although_a_whole_float_is_beside_it(server):
+    body = b'{"prompt": "x", "max_tokens": 2.0, "temperature": 1e400}'
+    status, _, text = server.request("/v1/completions", body)
+    assert status == 400, text
+
+
 def test_embeddings_as_numbers_and_base64(server, client):
     data = client.embeddings.create(model=NAME, input=["a", "b"]).data  # the client asks for base64
     plain = client.embeddings.create(model=NAME, input=["a", "b"], encoding_format="float").data

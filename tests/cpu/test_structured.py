@@ -27,7 +27,7 @@ def can_write(value, schema, closes_objects=True):
     grammar = grammar_of(StructuredOutputsParams(json=schema), closes_objects)
     matcher = LLMatcher(BYTES, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()
-    tokens = BYTES.tokenize_str(json.dumps(value))
+    tokens = BYTES.tokenize_str(json.dumps(value, ensure_ascii=False))
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
 
@@ -91,31 +91,35 @@ def test_what_is_sound_is_taken(given):
 def test_bounds_beyond_64_bits_that_leave_integers_of_64_bits_are_taken():
     for minimum, maximum in ((-(2**63), 2**63 - 1), (-(10**20), 2**64 - 1), (0, 2**64 - 1)):
         assert can_write(2**62, {"type": "integer", "minimum": minimum, "maximum": maximum})
-    assert can_write(5, {"type": "integer", "default": 10**20, "minimum": 0})
+    assert can_write(5, {"type": "integer", "default": 10**20, "minimum": -1e30})
+    assert can_write(10**20, {"const": 10**20, "default": {"type": "text", "minimum": 10**20}})
 
 
 @pytest.mark.parametrize(
-    ("pattern", "good", "bad"),
+    ("regex", "good", "bad"),
     [
-        (r"\d+", "12", "1𝟩"),
-        (r"[\d-z]+", "1-z", "𝟩"),
-        (r"\w\W\D", "a--", "é--"),
-        (r"^[^\d]$", "x", "7"),
-        (r"\\d", "\\d", "\\7"),
-        (r"^[\w-\.]+@([\w-]+\.)+[\w-]{2,4}$", "a.b@c.org", "é@c.org"),
+        (r"\d+", ["12"], ["1𝟩", "٣"]),
+        (r"[\d-z]+", ["1-z"], ["𝟩", "a"]),
+        (r"[+-\d]+", ["+1-2"], ["A]", ","]),
+        (r"[.-\w]+", ["a.-_9"], ["/", "é"]),
+        (r"[\d-\w]+", ["a-9"], ["+"]),
+        (r"\w\W\D", ["a--", "aé٣"], ["é--", "a-9"]),
+        (r"[^\d]", ["x", "٣"], ["7"]),
+        (r"[^\W]", ["x", "_"], ["-", "é"]),
+        (r"[a\D]+", ["a-"], ["7"]),
+        (r"[]\d]+", ["]7"], ["["]),
+        (r"\\d", ["\\d"], ["\\7", "7"]),
+        (r"[\w-\.]+@([\w-]+\.)+[\w-]{2,4}", ["a.b@c.org"], ["é@c.org", "a@c"]),
     ],
 )
-def test_digits_and_letters_of_a_regex_are_those_of_javascript(pattern, good, bad):
-    for schema, wrap in (
-        ({"type": "string", "pattern": pattern}, str),
-        ({"type": "object", "patternProperties": {pattern: {"type": "null"}}}, lambda text: {text: None}),
-    ):
-        assert can_write(wrap(good), schema)
-        assert not can_write(wrap(bad), schema)
-    matcher = LLMatcher(BYTES, grammar_of(StructuredOutputsParams(regex=pattern)), log_level=0)
-    for text, fits in ((good, True), (bad, False)):
+def test_digits_and_letters_of_a_regex_are_those_of_javascript(regex, good, bad):
+    pattern = {"type": "string", "pattern": f"^{regex}$"}
+    matcher = LLMatcher(BYTES, grammar_of(StructuredOutputsParams(regex=regex)), log_level=0)
+    for text in [*good, *bad]:
         tokens = list(text.encode())
-        assert (matcher.deep_copy().try_consume_tokens(tokens) == len(tokens)) == fits
+        own = matcher.deep_copy()
+        fits = own.try_consume_tokens(tokens) == len(tokens) and own.is_accepting()
+        assert fits == can_write(text, pattern) == (text in good), text
 
 
 @pytest.mark.parametrize("closes_objects", [True, False], ids=["closed", "open"])
@@ -172,6 +176,12 @@ def test_a_value_may_look_like_a_format():
         (dict(json={"type": "integer", "maximum": 10**300}), "digits"),
         (dict(json={"type": "integer", "minimum": 10**25}), "64 bits"),
         (dict(json={"type": "integer", "maximum": -(10**25)}), "64 bits"),
+        (dict(json={"type": ["integer", "null"], "minimum": 1e30}), "64 bits"),
+        (dict(json={"type": "integer", "const": 2**63}), "64 bits"),
+        # The compiler would end the process.
+        (dict(json={"const": -(2**63)}), "64 bits"),
+        (dict(json={"enum": [1, {"a": [-(2**63) + 511]}]}), "64 bits"),
+        (dict(json={"type": "integer", "const": -1e30}), "64 bits"),
         (dict(json={"type": "integer", "enum": [10**20, 5]}), "64 bits"),
         (dict(json={"type": "string"}, whitespace_pattern="("), "json"),
         (dict(structural_tag="{"), "no JSON"),

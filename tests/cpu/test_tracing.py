@@ -198,5 +198,5 @@ def test_a_collector_that_is_away_does_not_keep_a_process_from_its_end(
         if is_silent:
             collector.listen()
         left = asyncio.run(main(collector.getsockname()[1]))
-        assert time.monotonic() - left < 2.0
+        assert time.monotonic() - left < 6.0
     assert "the collector of traces has not taken the last spans within 1 s" in caplog.text

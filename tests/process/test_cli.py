@@ -139,9 +139,7 @@ def test_an_output_without_room_is_one_line_and_an_exit_code(arguments):
             [*SHOAL, *arguments], stdout=full, stderr=subprocess.PIPE, text=True, timeout=120
         )
     assert done.returncode == 1, done
-    assert (
-        done.stderr == "shoal: standard output cannot be written: No space left on device; make room there\n"
-    )
+    assert done.stderr == "shoal: the output cannot be written: No space left on device; make room there\n"
 
 
 def test_a_prompt_that_is_refused_is_not_printed():

@@ -231,6 +231,28 @@ def test_a_pod_is_taken_back_when_an_api_that_was_away_at_its_deadline_is_there_
     run(tmp_path, monkeypatch, scenario, start_timeout_s=0.2)
 
 
+def test_a_replica_that_can_never_be_taken_back_stays_and_keeps_no_other_deployment_waiting(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(connector_kubernetes, "TAKE_BACK_S", 0.3)
+
+    async def scenario(setup, connector):
+        setup.never_ready = True
+        adding = asyncio.create_task(connector.add("tiny", "both"))
+        while "tiny-2" not in setup.fake.pods:
+            await asyncio.sleep(0.01)
+        setup.fake.status = 403
+        while not connector._shrinking["tiny"].locked():
+            await asyncio.sleep(0.01)
+        assert not any(lock.locked() for name, lock in connector._shrinking.items() if name != "tiny")
+        with pytest.raises(
+            UnavailableError, match=r"a replica of tiny too many stays: .*403.*needs the rights"
+        ):
+            await adding
+
+    run(tmp_path, monkeypatch, scenario, start_timeout_s=0.2)
+
+
 def test_a_replica_whose_end_was_not_confirmed_is_not_taken_back_twice(tmp_path, monkeypatch):
     async def scenario(setup, connector):
         change, changes = connector._cluster.change_replicas, []

@@ -208,7 +208,11 @@ def test_routers_on_one_plane_share_what_they_have_sent_and_one_may_be_killed(ro
 
 def test_a_terminal_that_is_closed_lets_requests_end_as_sigterm_does(routers, workers):
     """They were cut off. Kernel and shell send the signal more than once."""
-    router = routers(*specs(*workers)).await_workers(2)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
+    try:
+        router = routers(*specs(*workers)).await_workers(2)
+    finally:
+        signal.signal(signal.SIGHUP, before)
     for worker in workers:
         worker.delay = 0.1
     with concurrent.futures.ThreadPoolExecutor(1) as pool:

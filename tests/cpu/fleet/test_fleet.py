@@ -158,6 +158,8 @@ def test_workers_that_an_operator_has_set_aside_are_told_to_a_planner_and_those_
         s.fleet.workers["c"].drain(True)
         seen = s.fleet.observe("m", "decode")
         assert (len(seen.decode), seen.prefill_workers, seen.resting, seen.draining) == (1, 0, 3, 1)
+        with s.fleet.workers["d"].held():  # new weights for all, one after the other
+            assert s.fleet.observe("m", "decode").resting == 4
         s.fleet.parked_ids = lambda: {"b", "p"}
         assert s.fleet.observe("m", "decode").resting == 1
         s.links["a"].is_dead = True  # its host has gone, and nobody has it rest

@@ -174,7 +174,7 @@ def test_nothing_is_decided_while_an_operator_has_workers_rest():
     """Who pauses a fleet changes its weights, say, and would find a worker that serves the old ones."""
     config = PlannerConfig(max_gpu_budget=4)
     decision, _ = decide(config, PlannerState(), [seen(0.99, queue=1, resting=1)])
-    assert decision.changes == [] and "/pause" in decision.reason
+    assert decision.changes == [] and "paused" in decision.reason
     assert changes(seen(prefill=0, role="both", resting=1), config=config) == []
 
 
