@@ -202,12 +202,14 @@ class LLM:
         bar = tqdm(total=len(groups), desc="Prompts", disable=not (use_tqdm and sys.stderr.isatty()))
         try:
             # One after the other: to look at all of thousands at each step takes a fifth of their time.
-            for group in groups:
-                while not group.finished:
-                    with self._late_interrupts, self._lock:
-                        if not group.finished:  # by a step of another thread
-                            self._step()
-                bar.update()
+            with self._late_interrupts:
+                for group in groups:
+                    while not group.finished:
+                        with self._lock:
+                            if not group.finished:  # by a step of another thread
+                                self._step()
+                        self._late_interrupts.heed()
+                    bar.update()
         finally:
             self._drop(groups)
             bar.close()
@@ -572,9 +574,9 @@ class _Turns:
 
 
 class _LateInterrupts:
-    """In the main thread a first Ctrl-C waits for the end of the block, and a second one for nothing. A step
-    that broke off would have lost the tokens of all requests, other threads' among them, and an interrupt
-    between taking a lock and the block that frees it would keep it from them for ever."""
+    """In the main thread a first Ctrl-C waits for the end of the block, or for `heed` in it, and a second one
+    for nothing. A step that broke off would have lost the tokens of all requests, other threads' among them,
+    and an interrupt between taking a lock and the block that frees it would keep it from them for ever."""
 
     def __init__(self) -> None:
         self._handler: Any = None  # of SIGINT, while it is not to be called
@@ -590,6 +592,11 @@ class _LateInterrupts:
     def __exit__(self, *_: object) -> None:
         if self._handler is not None and threading.current_thread() is threading.main_thread():
             self._heed()
+
+    def heed(self) -> None:
+        if self._waiting and threading.current_thread() is threading.main_thread():
+            self._heed()
+            self.__enter__()
 
     def _wait(self, number: int, frame: Any) -> None:
         self._waiting.append((number, frame))
