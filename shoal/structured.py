@@ -32,7 +32,7 @@ MAX_MULTIPLE = 100_000  # the product of a schema's `multipleOf`s; the automaton
 MAX_DIGITS = 40  # of a number in a schema
 MAX_INTEGER = 2**63 - 1  # llguidance takes larger ones for this one
 LEAST_BOUND = 1024 - 2**63  # llguidance keeps bounds as floats, and the one below this begins no range
-LOWER_BOUNDS, UPPER_BOUNDS = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
 
 # The formats of texts that llguidance knows.
 FORMATS = frozenset(
@@ -54,8 +54,7 @@ LIMITS = LLParserLimits(
 STACK_BYTES = 256 << 20
 
 # What these escapes match in JavaScript, whose regexes JSON Schema's patterns are, and in xgrammar.
-# llguidance's are Rust's, whose digits and letters are those of all scripts, and where a class may stand in
-# a class.
+# llguidance's are Rust's, whose digits and letters are those of all scripts.
 CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 LARK_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(\.-?\d+)?(\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
@@ -190,12 +189,6 @@ def _as_meant(schema: Any, are_names: bool = False, is_typed: bool = False) -> A
         return schema
     if are_names:
         return {name: _as_meant(part) for name, part in schema.items()}
-    if isinstance(pattern := schema.get("pattern"), str):
-        schema = {**schema, "pattern": _ascii_classes(pattern)}
-    if _is_integer(schema):
-        for key in LOWER_BOUNDS:  # OpenAPI's int64 has one
-            if isinstance(least := schema.get(key), (int, float)) and least < LEAST_BOUND:
-                schema = {**schema, key: LEAST_BOUND}
     is_typed = is_typed or "type" in schema
     meant = {
         key: value
@@ -204,6 +197,12 @@ def _as_meant(schema: Any, are_names: bool = False, is_typed: bool = False) -> A
         for key, value in schema.items()
         if not (key == "format" and isinstance(value, str) and value not in FORMATS)
     }
+    if isinstance(pattern := schema.get("pattern"), str):
+        meant["pattern"] = _ascii_classes(pattern)
+    if _is_integer(schema):
+        for key in LOWER_BOUNDS:  # OpenAPI's int64 has one
+            if isinstance(least := schema.get(key), (int, float)) and least < LEAST_BOUND:
+                meant[key] = LEAST_BOUND
     if not is_typed and not schema.keys() & TYPING:
         if "properties" in schema:
             meant["type"] = "object"

@@ -17,15 +17,7 @@ from typing import TYPE_CHECKING
 from shoal.api import Request, SamplingParams
 from shoal.bench.offline import describe_machine
 from shoal.bench.serving import import_figure, save_picture
-from shoal.fleet.engine_profile import (
-    NOISE,
-    DecodePoint,
-    EngineProfile,
-    PrefillPoint,
-    ProfileData,
-    check_decode,
-    with_room,
-)
+from shoal.fleet.engine_profile import NOISE, DecodePoint, PrefillPoint, ProfileData, check_profile, with_room
 
 if TYPE_CHECKING:
     from shoal.engine.llm import LLM
@@ -69,8 +61,7 @@ class _Measurement:
             prefill=prefill,
             decode=decode,
         )
-        check_decode(data, kv_usages)
-        EngineProfile(data)  # what contradicts itself is told now
+        check_profile(data, kv_usages)
         return data
 
     def _ttft(self, length: int) -> float:

@@ -717,7 +717,7 @@ def _measure_worker(arguments: argparse.Namespace) -> int:
 def _simulated_profile(arguments: argparse.Namespace, given: dict[str, Any]) -> ProfileData:
     """Raises ConfigError for an option that the simulated times do not know of, and if too few points have
     room for a profile."""
-    from shoal.fleet.engine_profile import EngineProfile, check_decode, with_room
+    from shoal.fleet.engine_profile import check_profile, with_room
     from shoal.fleet.sim_config import SimWorkers
     from shoal.fleet.sim_timing import find_timing, profile_of
 
@@ -748,8 +748,7 @@ def _simulated_profile(arguments: argparse.Namespace, given: dict[str, Any]) -> 
         context_lengths=context_lengths,
         kv_usages=arguments.kv_usages,
     )
-    check_decode(data, arguments.kv_usages)
-    EngineProfile(data)  # as after a measurement
+    check_profile(data, arguments.kv_usages)
     return data
 
 

@@ -129,8 +129,8 @@ def with_room(
     return inputs, contexts
 
 
-def check_decode(data: ProfileData, kv_usages: Iterable[float]) -> None:
-    """Raises ConfigError if a worker had room for none of these."""
+def check_profile(data: ProfileData, kv_usages: Iterable[float]) -> None:
+    """Raises ConfigError if a worker had room for none of these, and if the profile contradicts itself."""
     if not data.decode:
         shown = ", ".join(f"{usage:g}" for usage in kv_usages)
         raise ConfigError(
@@ -138,6 +138,7 @@ def check_decode(data: ProfileData, kv_usages: Iterable[float]) -> None:
             f"{data.max_num_seqs} (max_num_seqs) in a KV cache of {data.max_kv_tokens} tokens; give "
             "others, or shorter --context-lengths"
         )
+    EngineProfile(data)
 
 
 def _on_line(points: Sequence[tuple[float, float]], x: float, goes_on: bool = False) -> float:

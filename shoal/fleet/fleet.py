@@ -356,6 +356,7 @@ class Fleet:
             for worker in model.workers.values()
             if worker.is_reached and not worker.takes_requests and worker.id not in parked
         ]
+        resting = [worker for worker in aside if worker.is_asleep or worker.num_holds]
         return Observation(
             at=0.0,
             decode=[_decode_load(worker.loads) for worker in decode],
@@ -365,10 +366,8 @@ class Fleet:
             ),
             prefill_queue=prefill.queue.length,
             queued=model.dispatcher.queue.length,
-            resting=sum(worker.is_asleep or worker.num_holds > 0 for worker in aside),
-            draining=sum(
-                worker.is_draining and not worker.is_asleep and not worker.num_holds for worker in aside
-            ),
+            resting=len(resting),
+            draining=sum(worker.is_draining for worker in aside if worker not in resting),
             traffic=copy.copy(model.dispatcher.traffic),
         )
 

@@ -59,7 +59,8 @@ class DiskTier:
         self.path, self.max_bytes, self.spec = path, max_bytes, spec
         self._format = BlockFormat(fingerprint, spec)
         least = in_pages(self._format.least_bytes)
-        if max_bytes < least:
+        self._max_blocks = max_bytes // least
+        if not self._max_blocks:
             raise ConfigError(
                 f"kv_disk_bytes {max_bytes} is less than the {least} bytes of one block's file; raise it"
             )
@@ -177,6 +178,7 @@ class DiskTier:
                 blocks=len(self._bytes),
                 num_bytes=self._used,
                 capacity_bytes=self.max_bytes,
+                capacity_blocks=self._max_blocks,
                 pending=self._writes.pending + self._reads.pending,
                 written=counts["written"],
                 read=counts["read"],

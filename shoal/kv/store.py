@@ -169,6 +169,7 @@ class StoreTier:
                 blocks=counts["written"],
                 num_bytes=counts["bytes"],
                 capacity_bytes=0,
+                capacity_blocks=0,
                 pending=pending,
                 written=counts["written"],
                 read=counts["read"],

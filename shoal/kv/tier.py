@@ -21,6 +21,7 @@ class TierStats:
     blocks: int
     num_bytes: int  # that the blocks take, writes under way included
     capacity_bytes: int  # 0: unknown
+    capacity_blocks: int  # how many it has room for, with all that a block's file takes; 0: unknown
     pending: int  # reads and writes that wait or run
     written: int
     read: int

@@ -67,6 +67,7 @@ class FakeTier:
             blocks=3,
             num_bytes=300,
             capacity_bytes=1000,
+            capacity_blocks=10,
             pending=0,
             written=0,
             read=0,

@@ -206,17 +206,23 @@ def test_a_pod_that_is_not_ready_in_time_is_taken_back_and_no_other(tmp_path, mo
     run(tmp_path, monkeypatch, scenario, start_timeout_s=0.2)
 
 
+async def begin_in_vain(setup, connector, status):
+    """An addition whose pod gets never ready, and whose API answers with this status from now on."""
+    setup.never_ready = True
+    adding = asyncio.create_task(connector.add("tiny", "both"))
+    while "tiny-2" not in setup.fake.pods:
+        await asyncio.sleep(0.01)
+    setup.fake.status = status
+    return adding
+
+
 def test_a_pod_is_taken_back_when_an_api_that_was_away_at_its_deadline_is_there_again(
     tmp_path, monkeypatch, caplog
 ):
     """It stayed, and with it a replica too many."""
 
     async def scenario(setup, connector):
-        setup.never_ready = True
-        adding = asyncio.create_task(connector.add("tiny", "both"))
-        while "tiny-2" not in setup.fake.pods:
-            await asyncio.sleep(0.01)
-        setup.fake.status = 503
+        adding = await begin_in_vain(setup, connector, 503)
         while "a replica of tiny cannot be taken back yet" not in caplog.text:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
@@ -237,11 +243,7 @@ def test_a_replica_that_can_never_be_taken_back_stays_and_keeps_no_other_deploym
     monkeypatch.setattr(connector_kubernetes, "TAKE_BACK_S", 0.3)
 
     async def scenario(setup, connector):
-        setup.never_ready = True
-        adding = asyncio.create_task(connector.add("tiny", "both"))
-        while "tiny-2" not in setup.fake.pods:
-            await asyncio.sleep(0.01)
-        setup.fake.status = 403
+        adding = await begin_in_vain(setup, connector, 403)
         while not connector._shrinking["tiny"].locked():
             await asyncio.sleep(0.01)
         assert not any(lock.locked() for name, lock in connector._shrinking.items() if name != "tiny")

@@ -24,7 +24,7 @@ from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.errors import ConfigError
 from shoal.hashing import extend_keys
-from shoal.kv.block_file import PAGE, Event, in_pages
+from shoal.kv.block_file import Event
 from shoal.kv.event_publisher import KvEvents
 from shoal.kv.host import HostTier
 from shoal.kv.tier_registry import first_read_s, has_tiers
@@ -74,10 +74,13 @@ class KvTiers:
         self._look_ups: list[_LookUp] = []
         self._completed_at = 0.0  # when the last step had run, in seconds
         self.costs = self._first_costs(measured)
-        self._file_bytes = in_pages(PAGE + rank_block_bytes)  # of a block's file on disk
-        num_disk_blocks = config.kv_disk_bytes // config.tensor_parallel_size // self._file_bytes
+        below = [tier.stats().capacity_blocks for tier in self.persistent.values()]
         self.policy = _policy(
-            config, scheduler.pool.num_blocks, num_host_blocks, num_disk_blocks, rank_block_bytes
+            config,
+            scheduler.pool.num_blocks,
+            num_host_blocks,
+            min(filter(None, below), default=0),
+            rank_block_bytes,
         )
         self._num_host_blocks = num_host_blocks
         self.transfers = RankTransfers(ranks)
@@ -313,7 +316,7 @@ class KvTiers:
             used_bytes, capacity_bytes = used * size, capacity * size
         elif name in self.persistent:
             of_rank = self.persistent[name].stats()
-            used, capacity = of_rank.blocks, of_rank.capacity_bytes // self._file_bytes
+            used, capacity = of_rank.blocks, of_rank.capacity_blocks
             used_bytes = of_rank.num_bytes * self.ranks.size
             capacity_bytes = of_rank.capacity_bytes * self.ranks.size
         return replace(
@@ -344,9 +347,10 @@ def _num_host_blocks(config: ResolvedConfig, rank_block_bytes: int) -> int:
 
 
 def _policy(
-    config: ResolvedConfig, num_blocks: int, num_host_blocks: int, num_disk_blocks: int, rank_block_bytes: int
+    config: ResolvedConfig, num_blocks: int, num_host_blocks: int, num_below: int, rank_block_bytes: int
 ) -> OffloadPolicy:
-    """`num_blocks`: of the device's cache. `num_disk_blocks`: 0 without a disk tier.
+    """`num_blocks`: of the device's cache. `num_below`: those of the smallest persistent tier; 0: unknown,
+    or without one.
 
     What is to lie in a lower tier ahead of its eviction above takes half of that tier at the most. If it took
     all, each block written there would push out another one that is to lie there, without an end.
@@ -358,10 +362,10 @@ def _policy(
     host_watermark = min(HOST_WATERMARK, num_host_blocks // 2)
     if has_host_tier:
         watermark = min(watermark, num_host_blocks // 2)
-    if num_disk_blocks:
-        host_watermark = min(host_watermark, num_disk_blocks // 2)
+    if num_below:
+        host_watermark = min(host_watermark, num_below // 2)
         if not has_host_tier:
-            watermark = min(watermark, num_disk_blocks // 2)
+            watermark = min(watermark, num_below // 2)
     return OffloadPolicy(
         block_size=config.block_size,
         block_bytes=rank_block_bytes * config.tensor_parallel_size,
