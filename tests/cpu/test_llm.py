@@ -451,8 +451,10 @@ def test_a_thread_that_waits_has_the_next_turn_also_if_its_holder_wants_it_again
 
 def test_an_interrupt_in_one_thread_costs_another_no_tokens_and_keeps_no_lock(build, expected):
     engine, answers, is_inside, is_over = build("qwen3"), [], threading.Event(), threading.Event()
+    is_heeded = threading.Event()
 
     def interrupt(number, frame):
+        is_heeded.set()
         if is_inside.is_set():
             raise KeyboardInterrupt
 
@@ -465,7 +467,9 @@ def test_an_interrupt_in_one_thread_costs_another_no_tokens_and_keeps_no_lock(bu
         r = random.Random(7)
         while not is_over.is_set():
             time.sleep(r.random() * 0.02)
+            is_heeded.clear()
             os.kill(os.getpid(), signal.SIGINT)
+            is_heeded.wait(10)  # as a second one within a step interrupts it
 
     before = signal.signal(signal.SIGINT, interrupt)
     threads = [threading.Thread(target=target) for target in (ask, press)]

@@ -189,7 +189,7 @@ class Offloader:
         meta, ticket = self._metas.pop(key, None), self._leaving.get(key)
         if ticket is not None:
             self._overtaken = max(self._overtaken, ticket)
-        elif meta is not None and self.where(key) is None:
+        elif meta is not None and not self._goes_below(key):
             self._evicted[block] = meta
 
     def cleared(self) -> None:
@@ -399,9 +399,14 @@ class Offloader:
     def _candidate(self, block: int) -> BlockMeta | None:
         """The block's content if it is to leave."""
         key = self.pool.key_of(block)
-        if key is None or key in self._leaving or self.where(key) is not None or not self._is_wanted(key):
+        if key is None or key in self._leaving or self._goes_below(key) or not self._is_wanted(key):
             return None
         return self._metas.get(key)
+
+    def _goes_below(self, key: bytes) -> bool:
+        """Whether a tier has the block, or will when it is written. What is only staged is found nowhere
+        yet."""
+        return self.writer.has(key) or self.where(key) is not None
 
     def _is_wanted(self, key: bytes) -> bool:
         return self._uses is None or self._uses.count(key) >= self.policy.min_uses

@@ -8,7 +8,7 @@ until they are written. Every block goes to every tier that has not got it yet.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from functools import partial
 
@@ -33,6 +33,8 @@ class Writer:
         self._watermark = watermark
         self._staged: deque[tuple[int, BlockMeta]] = deque()  # held host blocks of a staging area
         self._queued: deque[bytes] = deque(maxlen=books.host.capacity)  # keys of blocks in the host tier
+        # Keys, each counted as often as it is staged, in a batch or being written
+        self._in_hand: Counter[bytes] = Counter()
         self._num_writing = 0  # blocks, once for each tier
         self._max_writing = MAX_WRITING
         if books.has_host_tier:
@@ -45,6 +47,10 @@ class Writer:
     def is_saved(self, key: bytes) -> bool:
         """Whether every persistent tier has the block."""
         return all(tier.contains(key) for tier in self.persistent.values())
+
+    def has(self, key: bytes) -> bool:
+        """Whether the block is staged or being written."""
+        return key in self._in_hand
 
     @property
     def has_waiting(self) -> bool:
@@ -62,6 +68,7 @@ class Writer:
     def stage(self, host_block: int, meta: BlockMeta) -> None:
         """Takes over a reference on a host block of the staging area."""
         self._staged.append((host_block, meta))
+        self._in_hand[meta.key] += 1
 
     def queue(self, key: bytes) -> None:
         """A block of the host tier is to be written."""
@@ -85,7 +92,7 @@ class Writer:
     def forget(self) -> None:
         """Drops what waits. Writes under way go on."""
         self._queued.clear()
-        self.books.host.release(list(self.held_host_blocks()))
+        self._release(self._staged)
         self._staged.clear()
 
     def advance(self) -> None:
@@ -97,8 +104,8 @@ class Writer:
             for name, tier in self.persistent.items():
                 new = [(block, meta) for block, meta in batch if not tier.contains(meta.key)]
                 if new:
-                    self._write(name, [block for block, _ in new], [meta for _, meta in new])
-            self._release([host_block for host_block, _ in batch])
+                    self._write(name, new)
+            self._release(batch)
 
     def _next_batch(self) -> list[tuple[int, BlockMeta]]:
         """Host blocks, each with a reference of its own."""
@@ -111,33 +118,37 @@ class Writer:
             key = self._queued.popleft()
             host_block, meta = host.find(key), host.meta(key)
             if host_block is not None and meta is not None:
-                host.hold([host_block], use=False)
+                self._hold([(host_block, meta)])
                 batch.append((host_block, meta))
         return batch
 
-    def _write(self, tier: str, host_blocks: list[int], metas: list[BlockMeta]) -> None:
+    def _write(self, tier: str, batch: list[tuple[int, BlockMeta]]) -> None:
         books = self.books
-        books.host.hold(host_blocks, use=False)
-        self._num_writing += len(host_blocks)
+        host_blocks, metas = [block for block, _ in batch], [meta for _, meta in batch]
+        self._hold(batch)
+        self._num_writing += len(batch)
         begun = books.clock()
         self._writes[tier].begun(begun)
         ticket = books.transfers.write(tier, metas, host_blocks)
-        books.track(ticket, host_blocks, partial(self._was_written, tier, metas, host_blocks, begun))
+        books.track(ticket, host_blocks, partial(self._was_written, tier, batch, begun))
 
-    def _was_written(
-        self, tier: str, metas: list[BlockMeta], host_blocks: list[int], begun: float, done: Done
-    ) -> None:
+    def _was_written(self, tier: str, batch: list[tuple[int, BlockMeta]], begun: float, done: Done) -> None:
         books = self.books
-        self._num_writing -= len(metas)
+        self._num_writing -= len(batch)
         self._writes[tier].ended(begun + done.seconds, sum(done.intact))
-        self._release(host_blocks)
-        bad = [meta.key for meta, intact in zip(metas, done.intact) if not intact]
-        books.stats[tier].stored_blocks += len(metas) - len(bad)
+        self._release(batch)
+        bad = [meta.key for (_, meta), intact in zip(batch, done.intact) if not intact]
+        books.stats[tier].stored_blocks += len(batch) - len(bad)
         books.stats[tier].failed_blocks += len(bad)
         if bad:
             self._failed_at = books.clock()
             books.transfers.disown(tier, bad)
 
-    def _release(self, host_blocks: list[int]) -> None:
+    def _hold(self, batch: Iterable[tuple[int, BlockMeta]]) -> None:
+        self.books.host.hold([host_block for host_block, _ in batch], use=False)
+        self._in_hand.update(meta.key for _, meta in batch)
+
+    def _release(self, batch: Iterable[tuple[int, BlockMeta]]) -> None:
         """Those that were written ahead of their eviction were the coldest, and are again."""
-        self.books.host.release(host_blocks, coldest=self._watermark > 0)
+        self.books.host.release([host_block for host_block, _ in batch], coldest=self._watermark > 0)
+        self._in_hand -= Counter(meta.key for _, meta in batch)
