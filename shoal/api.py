@@ -149,7 +149,7 @@ class SamplingParams:
                 f"min_tokens {self.min_tokens} > max_tokens {self.max_tokens}; lower min_tokens or raise "
                 "max_tokens"
             )
-        if not all(isinstance(s, str) and s for s in self.stop or ()):
+        if self.stop and not all(isinstance(s, str) and s for s in self.stop):
             raise RequestError(
                 f"stop {self.stop!r} holds an empty or non-text entry; every stop string needs at least one "
                 "character"
@@ -175,7 +175,7 @@ class SamplingParams:
                 f"structured_outputs {self.structured_outputs!r:.80} is no StructuredOutputsParams; build "
                 "StructuredOutputsParams(...)"
             )
-        if not all(isinstance(w, str) and w for w in self.bad_words or ()):
+        if self.bad_words and not all(isinstance(w, str) and w for w in self.bad_words):
             raise RequestError(
                 f"bad_words {self.bad_words!r} holds an empty or non-text entry; a bad word needs at least "
                 "one character"

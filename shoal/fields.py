@@ -54,17 +54,28 @@ def check_fields(config: Any, error: type[Exception], prefix: str = "") -> None:
     comes before the field's name in the message."""
     for check in _checks(config.__class__):
         value = getattr(config, check.name)
-        if not check.allows(value):
+        if value is not check.default and not check.allows(value):
             raise error(f"{prefix}{check.name} {value!r:.200} {_complaint(check.kind, check.limits)}")
 
 
 class _Check:
-    """A field's limits, prepared for the check of a value."""
+    """A field's limits, prepared for the check of a value. Most values are the field's default."""
 
-    __slots__ = ("above", "choices", "high", "kind", "kinds", "limits", "low", "may_be_none", "name")
+    __slots__ = (
+        "above",
+        "choices",
+        "default",
+        "high",
+        "kind",
+        "kinds",
+        "limits",
+        "low",
+        "may_be_none",
+        "name",
+    )
 
-    def __init__(self, name: str, hint: Any, limits: Limits) -> None:
-        self.name, self.limits = name, limits
+    def __init__(self, name: str, hint: Any, limits: Limits, default: Any) -> None:
+        self.name, self.limits, self.default = name, limits, default
         self.kind, self.may_be_none = kind_of(hint)
         self.kinds = int if self.kind is int else (int, float)
         most = MOST_INTEGER if self.kind is int else sys.float_info.max
@@ -91,8 +102,11 @@ class _Check:
 def _checks(config: type) -> list[_Check]:
     """Returns a check for each option of which more is known than that it is a text or a list."""
     hints = typing.get_type_hints(config)
-    fields = {field.name: field.metadata.get("limits") for field in dataclasses.fields(config)}
-    checks = [_Check(name, hints[name], limits) for name, limits in fields.items() if limits is not None]
+    checks = [
+        _Check(field.name, hints[field.name], field.metadata["limits"], field.default)
+        for field in dataclasses.fields(config)
+        if "limits" in field.metadata
+    ]
     return [check for check in checks if check.limits != Limits() or check.kind in (bool, int)]
 
 

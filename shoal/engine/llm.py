@@ -114,22 +114,17 @@ class LLM:
         """Returns one RequestOutput for each prompt, in order. A prompt is text, token ids, or a dict with
         "prompt" (text) or "prompt_token_ids", and "cache_salt" if wanted. Raises RequestError for an
         impossible request and UnavailableError while the engine sleeps; then none of them has run."""
-        prompts = _as_list(prompts)
-        params = self._params_for(len(prompts), sampling_params)
-        if priority is not None and (
-            len(priority) != len(prompts) or not all(isinstance(p, int) for p in priority)
-        ):
-            raise RequestError(
-                f"priority {priority!r:.80} is not one integer for each of {len(prompts)} prompts; lower "
-                "runs first"
-            )
         with _only_young_garbage:
-            groups = self._add(
-                [
-                    self._group(p, s, first)
-                    for p, s, first in zip(prompts, params, priority or [0] * len(prompts))
-                ]
-            )
+            prompts = _as_list(prompts)
+            params = self._params_for(len(prompts), sampling_params)
+            if priority is None:
+                priority = [0] * len(prompts)
+            elif len(priority) != len(prompts) or not all(isinstance(p, int) for p in priority):
+                raise RequestError(
+                    f"priority {priority!r:.80} is not one integer for each of {len(prompts)} prompts; lower "
+                    "runs first"
+                )
+            groups = self._add([self._group(*each) for each in zip(prompts, params, priority)])
             self._run(groups, use_tqdm)
             return [group.output() for group in groups]
 

@@ -332,18 +332,18 @@ def test_full_collections_wait_for_the_end_of_generate(build, monkeypatch):
 
 
 def test_no_full_collection_comes_while_requests_are_made_or_told(build, monkeypatch):
-    """Thousands of requests are enough garbage for one, and after the last step the next is due for all that
-    the steps have left."""
-    engine, before, within = build("qwen3"), gc.get_threshold(), []
-    for module, name in ((request_builder, "Request"), (llm, "RequestOutput")):
+    """Thousands of requests are enough garbage for one, and so is the check of their parameters; after the
+    last step the next is due for all that the steps have left."""
+    engine, before, within, params = build("qwen3"), gc.get_threshold(), [], greedy()
+    for module, name in ((SamplingParams, "check"), (request_builder, "Request"), (llm, "RequestOutput")):
         made = getattr(module, name)
         monkeypatch.setattr(
             module,
             name,
             lambda *args, made=made, **named: within.append(gc.get_threshold()[2]) or made(*args, **named),
         )
-    engine.generate(PROMPTS[:2], greedy())
-    assert len(within) == 4 and min(within) >= 1000 * before[2]
+    engine.generate(PROMPTS[:2], params)
+    assert len(within) == 5 and min(within) >= 1000 * before[2]
     with pytest.raises(ValueError, match="not a list of token ids"):
         engine.generate([PROMPTS[0], [1.5]], greedy())
     assert gc.get_threshold() == before

@@ -35,6 +35,7 @@ def used():
 
 
 def test_tensors_keep_address_and_content(regions):
+    beside = torch.cuda.memory_reserved()  # what earlier tests have left in PyTorch's hands
     with regions.region("weights", offload=True):
         x = torch.arange(GIB // 4, dtype=torch.int32, device="cuda")
     with regions.region("cache", offload=False):
@@ -43,10 +44,10 @@ def test_tensors_keep_address_and_content(regions):
     report = regions.pause()
     assert before - used() > 1.9 * GIB and report.freed_bytes >= 2 * GIB and report.host_bytes == GIB
     assert abs(report.in_use_bytes - used()) < 64 * MIB
-    assert report.region_bytes == 0 and report.process_bytes < 64 * MIB
+    assert report.region_bytes == 0 and report.process_bytes < beside + 64 * MIB
     report = regions.resume()
     assert abs(report.in_use_bytes - used()) < 64 * MIB
-    assert report.region_bytes >= 2 * GIB and report.process_bytes < 64 * MIB
+    assert report.region_bytes >= 2 * GIB and report.process_bytes < beside + 64 * MIB
     assert report.taken_bytes >= 2 * GIB and abs(used() - before) < 64 * MIB
     assert (x.data_ptr(), y.data_ptr()) == addresses
     assert torch.equal(x, torch.arange(GIB // 4, dtype=torch.int32, device="cuda"))

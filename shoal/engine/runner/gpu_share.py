@@ -11,10 +11,10 @@ from shoal.errors import ConfigError
 class GpuShare:
     """`total * gpu_memory_utilization` bytes of a GPU. As in vLLM, what other processes use does not count
     against it, but a share larger than what is free at the start is refused with ConfigError. It must be made
-    before anything is allocated on the device."""
+    before anything is allocated on the device. An engine that is told how large its cache is has none."""
 
     def __init__(self, device: torch.device, config: ResolvedConfig) -> None:
-        self.device, self.config = device, config
+        self.device = device
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
         self.torch_at_start = torch.cuda.memory_allocated(device)
@@ -25,15 +25,13 @@ class GpuShare:
             asked, free, whole = (size / 2**30 for size in (self.num_bytes, self.free_at_start, total))
             raise ConfigError(
                 f"gpu_memory_utilization {config.gpu_memory_utilization} asks for {asked:.1f} GiB of "
-                f"{device}, but only {free:.1f} of {whole:.1f} GiB are free; lower it or end what else runs "
-                "there"
+                f"{device}, but only {free:.1f} of {whole:.1f} GiB are free; lower it, set "
+                "kv_cache_memory_bytes or end what else runs there"
             )
 
     def room(self, graph_bytes: int) -> int:
         """Bytes left for the KV cache: the share less torch's peak so far, what others took since the start
         (NCCL, kernels), and `graph_bytes`."""
-        if self.config.kv_cache_memory_bytes:
-            return self.config.kv_cache_memory_bytes
         torch.cuda.synchronize(self.device)
         peak = torch.cuda.max_memory_allocated(self.device) - self.torch_at_start
         torch.cuda.empty_cache()

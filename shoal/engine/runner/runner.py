@@ -81,7 +81,9 @@ class ModelRunner:
         self.max_num_seqs = config.max_num_seqs
         self.max_model_len = config.max_model_len
         self.max_num_tokens = config.max_num_batched_tokens
-        self._share = GpuShare(self.device, config) if self.device.type == "cuda" else None
+        has_size = config.kv_cache_memory_bytes or config.num_gpu_blocks_override
+        is_measured = self.device.type == "cuda" and not has_size
+        self._share = GpuShare(self.device, config) if is_measured else None
         self._regions = new_regions(self.device, config.enable_sleep_mode)
         model = self.model_config
         spec = cache_spec(config, model, tp.rank)
