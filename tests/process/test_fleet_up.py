@@ -324,8 +324,8 @@ def test_a_worker_that_sleeps_under_circus_is_woken_by_the_next_fleet(tmp_path, 
         fleet.process.kill()
         fleet.process.wait()
         with Fleet(tmp_path, text + "park_level = 1\n") as fleet:
-            fleet.until(lambda: asleep() == [False, True])
-            fleet.until(lambda: fleet.json("/v1/models")["data"])
+            fleet.ready(2)  # before, one that was not asked yet counts as awake
+            assert asleep() == [False, True]
             with Crowd(fleet):
                 fleet.until(lambda: asleep() == [False, False])
             assert {name: worker["pid"] for name, worker in fleet.workers().items()} == pids
