@@ -6,10 +6,9 @@ import contextlib
 import dataclasses
 import http.client
 import json
-import signal
 import urllib.error
 import urllib.request
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -83,32 +82,10 @@ class LocalSpeaker:
                 f"included, and the context has {limit}; shorten it"
             )
         shown = 0
-        with _polite_interrupts() as interrupted:
-            stream = self._llm.stream(prompt, params, every_step=True)
-            for output in stream:
-                answer = output.outputs[0]
-                yield Piece(answer.text[shown:], "", len(answer.token_ids), answer.finish_reason)
-                shown = len(answer.text)
-                if interrupted:
-                    stream.close()
-                    raise KeyboardInterrupt
-
-
-@contextlib.contextmanager
-def _polite_interrupts() -> Iterator[list[int]]:
-    """Ctrl-C adds to the list that is yielded: no step is torn in two. A second one interrupts at once."""
-    came: list[int] = []
-
-    def on_signal(number: int, frame: object) -> None:
-        came.append(number)
-        if len(came) > 1:
-            raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGINT, on_signal)
-    try:
-        yield came
-    finally:
-        signal.signal(signal.SIGINT, before)
+        for output in self._llm.stream(prompt, params):
+            answer = output.outputs[0]
+            yield Piece(answer.text[shown:], "", len(answer.token_ids), answer.finish_reason)
+            shown = len(answer.text)
 
 
 class RemoteSpeaker:
