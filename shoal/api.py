@@ -124,6 +124,16 @@ class SamplingParams:
     )
 
     def __post_init__(self) -> None:
+        self._take_lists()
+        if self.logprobs is True:
+            self.logprobs = 1
+        if self.prompt_logprobs is True:
+            self.prompt_logprobs = 1
+        if self.seed == -1:
+            self.seed = None
+        self.check()
+
+    def _take_lists(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else self.stop
         for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
             value = getattr(self, name)
@@ -133,17 +143,13 @@ class SamplingParams:
                 raise RequestError(f"{name} {value!r} is not a list; put it in one")
             elif value is not None:
                 setattr(self, name, list(value))
-        if self.logprobs is True:
-            self.logprobs = 1
-        if self.prompt_logprobs is True:
-            self.prompt_logprobs = 1
-        if self.seed == -1:
-            self.seed = None
-        self.check()
 
     def check(self) -> None:
         """Raises RequestError for impossible values, which may have been given since it was built."""
         check_fields(self, RequestError)
+        allowed = [] if self.allowed_token_ids is None else self.allowed_token_ids
+        if {*map(type, (self.stop, self.stop_token_ids, self.bad_words, allowed))} != {list}:
+            self._take_lists()
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens {self.min_tokens} > max_tokens {self.max_tokens}; lower min_tokens or raise "

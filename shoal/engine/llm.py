@@ -9,6 +9,7 @@ import itertools
 import signal
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -56,6 +57,7 @@ def _alone(method: Callable[Concatenate[LLM, P], R]) -> Callable[Concatenate[LLM
     @functools.wraps(method)
     def alone(self: LLM, *args: P.args, **kwargs: P.kwargs) -> R:
         with self._lock:
+            self._drop_abandoned()
             return method(self, *args, **kwargs)
 
     return alone
@@ -81,6 +83,7 @@ class LLM:
         self._late_interrupts = _LateInterrupts()
         self._ids = itertools.count()
         self._answers: dict[str, _Answer | _Embedding] = {}
+        self._abandoned: deque[_Group | _Embedding] = deque()  # to be dropped at the engine's next turn
         self._learn_text(config, files)
         self.core = EngineCore(config, files)
         self.config = self.core.config
@@ -520,6 +523,7 @@ class LLM:
         """Adds all or none."""
         try:
             with self._late_interrupts, self._lock:
+                self._drop_abandoned()
                 for group in groups:
                     for answer in group.answers:
                         self.core.add(answer.request)
@@ -530,15 +534,23 @@ class LLM:
         return groups
 
     def _drop(self, groups: Sequence[_Group | _Embedding]) -> None:
-        """Forgets finished answers and aborts the rest."""
-        with self._late_interrupts, self._lock:
-            for group in groups:
-                for answer in group.answers:
-                    if self._answers.pop(answer.request.request_id, None) is not None and not answer.finished:
-                        self.core.abort(answer.request.request_id)
+        """Forgets finished answers and aborts the rest. A stream that nobody holds any more is closed
+        wherever garbage is collected. If that is in the middle of this thread's own turn, its request is
+        dropped in the next one."""
+        self._abandoned += groups
+        if not self._lock.is_mine:
+            with self._late_interrupts, self._lock:
+                self._drop_abandoned()
+
+    def _drop_abandoned(self) -> None:
+        while self._abandoned:
+            for answer in self._abandoned.popleft().answers:
+                if self._answers.pop(answer.request.request_id, None) is not None and not answer.finished:
+                    self.core.abort(answer.request.request_id)
 
     def _step(self) -> None:
         """One engine step; its outputs reach their answers, whoever waits for them."""
+        self._drop_abandoned()
         # kept asleep, or without weights: waiting here would never end
         if self.core.error is None and not self.core.has_work:
             raise UnavailableError(self.core.standstill or "an answer is awaited that nobody works on")
@@ -557,8 +569,13 @@ class _Turns:
     def __init__(self) -> None:
         self._next, self._lock = threading.Lock(), threading.RLock()
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread has it."""
+        return self._lock._is_owned()  # type: ignore[attr-defined]  # as threading.Condition asks
+
     def __enter__(self) -> None:
-        if self._lock._is_owned():  # type: ignore[attr-defined]  # as threading.Condition asks
+        if self.is_mine:
             self._lock.acquire()
         else:
             with self._next:
@@ -569,29 +586,37 @@ class _Turns:
 
 
 class _LateInterrupts:
-    """In the main thread a first Ctrl-C waits for the end of the block, or for `heed` in it, and a second one
-    for nothing. A step that broke off would have lost the tokens of all requests, other threads' among them,
-    and an interrupt between taking a lock and the block that frees it would keep it from them for ever."""
+    """In the main thread a first Ctrl-C waits for the end of the outermost block, or for `heed` in it, and a
+    second one for nothing. A step that broke off would have lost the tokens of all requests, other threads'
+    among them, and an interrupt between taking a lock and the block that frees it would keep it from them for
+    ever."""
 
     def __init__(self) -> None:
+        self._depth = 0  # blocks that the main thread is in
         self._handler: Any = None  # of SIGINT, while it is not to be called
         self._waiting: list[tuple[int, Any]] = []
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            handler = signal.getsignal(signal.SIGINT)
-            if callable(handler) and handler != self._wait:  # a stream may be closed within a step
-                self._handler = handler
-                signal.signal(signal.SIGINT, self._wait)
+            self._put_off()
+            self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        if self._handler is not None and threading.current_thread() is threading.main_thread():
-            self._heed()
+        if threading.current_thread() is threading.main_thread():
+            self._depth -= 1
+            if not self._depth:
+                self._heed()
 
     def heed(self) -> None:
         if self._waiting and threading.current_thread() is threading.main_thread():
             self._heed()
-            self.__enter__()
+            self._put_off()
+
+    def _put_off(self) -> None:
+        handler = signal.getsignal(signal.SIGINT)
+        if callable(handler) and handler != self._wait:
+            self._handler = handler
+            signal.signal(signal.SIGINT, self._wait)
 
     def _wait(self, number: int, frame: Any) -> None:
         self._waiting.append((number, frame))
@@ -599,11 +624,13 @@ class _LateInterrupts:
             self._heed()
 
     def _heed(self) -> None:
+        """Calls the handler for what waits. From now on nothing is put off."""
         handler, waiting = self._handler, self._waiting
         self._handler, self._waiting = None, []
-        signal.signal(signal.SIGINT, handler)
-        for interrupt in waiting:
-            handler(*interrupt)
+        if handler is not None:
+            signal.signal(signal.SIGINT, handler)
+            for interrupt in waiting:
+                handler(*interrupt)
 
 
 class _Answer:

@@ -10,6 +10,7 @@ import torch
 from shoal.api import FinishReason, Request, SamplingParams
 from shoal.config import EngineConfig
 from shoal.engine.core import EngineCore
+from shoal.engine.ranks import ranks
 from shoal.errors import ConfigError, EngineDeadError, RequestError, UnavailableError
 from shoal.weights.source import resolve
 from tests import tiny
@@ -309,9 +310,17 @@ def test_a_core_that_was_ended_says_so_and_may_be_ended_again(build):
     assert torch.get_num_threads() == threads
 
 
-def test_a_core_that_cannot_start_says_why_and_leaves_nothing(build):
+def test_a_core_that_cannot_start_says_why_and_leaves_nothing(build, monkeypatch):
     with pytest.raises(ConfigError, match="no room for a single KV block"):
         build(kv_cache_memory_bytes=100)
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ranks, "ModelRunner", full)
+        with pytest.raises(ConfigError, match="does not fit into the memory that is free of GPU 0"):
+            build()
     core = build()
     core.add(request("a", PROMPTS[0]))
     Collected(core).finish()

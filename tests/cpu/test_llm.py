@@ -498,12 +498,60 @@ def test_an_interrupt_in_one_thread_costs_another_no_tokens_and_keeps_no_lock(bu
     engine.core.check()
 
 
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_lost_stream_that_is_collected_within_a_step_is_dropped_behind_it(
+    is_async, build, expected, monkeypatch
+):
+    """A stream in a cycle is closed wherever garbage is collected. In the middle of a step it took away what
+    the step was about, and with it the late interrupts of the generate that went on."""
+    engine, handlers = build("qwen3", async_scheduling=is_async, max_num_seqs=2), []
+    grow, scheduler, step = engine.core.loop.scheduler._grow, engine.core.loop.scheduler, engine._step
+
+    def growing(seq):
+        if seq.request.prompt_token_ids == PROMPTS[0]:
+            gc.collect()
+        return grow(seq)
+
+    def stepping():
+        handlers.append(signal.getsignal(signal.SIGINT))
+        step()
+
+    class Holder:
+        pass
+
+    holder = Holder()
+    holder.itself, holder.stream = holder, engine.stream(PROMPTS[0], greedy(max_tokens=40))
+    next(holder.stream), next(holder.stream)
+    del holder
+    monkeypatch.setattr(scheduler, "_grow", growing)
+    monkeypatch.setattr(engine, "_step", stepping)
+    assert ids_of(engine.generate([PROMPTS[1]], greedy(), use_tqdm=False)) == [expected[1]]
+    assert engine.stats().num_running == 0 and set(handlers) == {engine._late_interrupts._wait}
+    engine.core.check()
+
+
 def test_sampling_params_that_were_made_impossible_later_are_refused_with_the_whole_batch(build):
     engine, params = build("llama"), greedy()
     params.temperature = "warm"
     with pytest.raises(ValueError, match="temperature 'warm'"):
         engine.generate([[1, 2], [3, 4]], [greedy(), params], use_tqdm=False)
     assert not engine.core.has_work
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "bad_words", "allowed_token_ids"])
+def test_what_is_no_list_and_was_given_later_is_one_or_refused(name, build):
+    """A text was taken for the list of its characters, each a stop string of its own."""
+    engine, params = build("llama"), greedy()
+    setattr(params, name, 5)
+    with pytest.raises(ValueError, match=f"{name} 5 is not a list"):
+        engine.generate([[1, 2]], params, use_tqdm=False)
+    setattr(params, name, (7,) if name.endswith("ids") else ("no such text",))
+    [output] = engine.generate([[1, 2]], params, use_tqdm=False)
+    assert output.finished and isinstance(getattr(params, name), list)
+    if name == "stop":
+        params.stop = "no such text"
+        engine.generate([[1, 2]], params, use_tqdm=False)
+        assert params.stop == ["no such text"]
 
 
 def test_a_streams_outputs_are_snapshots(build):

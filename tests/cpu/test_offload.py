@@ -181,6 +181,22 @@ def test_a_second_engine_finds_on_disk_what_the_first_has_left(build, expected, 
     assert second.stats().kv_tiers["disk"].fetched_blocks == 54
 
 
+@pytest.mark.parametrize("host", [{}, HOST], ids=["no host tier", "a host tier"])
+def test_blocks_that_a_store_missed_come_to_it_though_they_lie_on_disk(host, build, disk, tmp_path):
+    """A block that one tier below has is one more for the others; the disk is an earlier engine's."""
+    first = build(**SMALL, **host, **disk)
+    one_by_one(first, prompts()[:2])
+    first.exit()
+    assert (num_blocks := len(all_blocks(tmp_path))) >= 12
+    second = build(**SMALL, **host, **disk, kv_store=f"file://{tmp_path / 'store'}")
+    one_by_one(second, prompts()[:2])
+    deadline = time.monotonic() + 10
+    while second.core.tick() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    second.exit()
+    assert len(list((tmp_path / "store").rglob("*.kv"))) >= num_blocks
+
+
 def test_exit_writes_nothing_when_it_may_take_no_time(build, disk, tmp_path):
     llm = build(**SMALL, **HOST, **disk, kv_flush_timeout=0.0)
     llm.generate([prompts()[0]], params())
@@ -378,8 +394,10 @@ def test_an_interrupt_leaves_an_engine_that_works(build, expected, monkeypatch):
         fetched(self, fetch, num_blocks)
 
     monkeypatch.setattr(Scheduler, "fetched", interrupted)
+    stored = llm.stats().kv_tiers["host"].stored_blocks
     with pytest.raises(KeyboardInterrupt):
         one_by_one(llm, prompts())
+    assert llm.stats().kv_tiers["host"].stored_blocks >= stored > 0, "what counts since the start fell"
     assert one_by_one(llm, prompts())[0] == expected
     assert one_by_one(llm, prompts()) == (expected, [96] * 9)
     llm.core.check()

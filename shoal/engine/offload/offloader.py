@@ -141,7 +141,7 @@ class Offloader:
 
     def where(self, key: bytes) -> str | None:
         """The highest tier that has it."""
-        if self.policy.has_host_tier and self.host.find(key) is not None:
+        if self._is_in_host_tier(key):
             return HOST
         return next((name for name, tier in self.persistent.items() if tier.contains(key)), None)
 
@@ -399,9 +399,14 @@ class Offloader:
     def _candidate(self, block: int) -> BlockMeta | None:
         """The block's content if it is to leave."""
         key = self.pool.key_of(block)
-        if key is None or key in self._leaving or self._goes_below(key) or not self._is_wanted(key):
+        if key is None or key in self._leaving or not self._is_wanted(key):
+            return None
+        if self._goes_below(key) and (self._is_in_host_tier(key) or not self.writer.wants(key)):
             return None
         return self._metas.get(key)
+
+    def _is_in_host_tier(self, key: bytes) -> bool:
+        return self.policy.has_host_tier and self.host.find(key) is not None
 
     def _goes_below(self, key: bytes) -> bool:
         """Whether a tier has the block, or will when it is written. What is only staged is found nowhere

@@ -112,10 +112,15 @@ class KvTiers:
             )
         return costs
 
-    def _new_offloader(self) -> Offloader:
+    def _new_offloader(self, before: Offloader | None = None) -> Offloader:
+        """One whose own tiers are empty. It counts on from where the one `before` has stopped."""
         policy, scheduler = self.config.kv_eviction_policy, self.scheduler
         host = HostTier(self._num_host_blocks, policy, record_events=self.events is not None)
-        return Offloader(scheduler, host, self.transfers, self.persistent, self.policy, self.costs)
+        offloader = Offloader(scheduler, host, self.transfers, self.persistent, self.policy, self.costs)
+        if before is not None:
+            offloader.stats.update(before.stats)
+            offloader.num_dropped = before.num_dropped
+        return offloader
 
     def _attach(self) -> None:
         """From now on the scheduler and its pool know of the tiers."""
@@ -263,7 +268,7 @@ class KvTiers:
         self.persistent = self.ranks.runner.kv.tiers
         self.transfers = RankTransfers(self.ranks)
         self._detach()
-        self.offloader = self._new_offloader()
+        self.offloader = self._new_offloader(self.offloader)
         self._attach()
 
     def start_anew(self) -> None:
@@ -273,7 +278,7 @@ class KvTiers:
         self._detach()
         for fetch in list(self.scheduler.fetches):
             self.scheduler.fetched(fetch, 0)
-        self.offloader = self._new_offloader()
+        self.offloader = self._new_offloader(self.offloader)
         self._attach()
         if self.events is not None:
             self.events.cleared(CPU)

@@ -20,7 +20,7 @@ from shoal.kv.tier import Tier
 
 WRITE_BLOCKS = 16  # blocks of one write
 MAX_WRITING = 48  # blocks that are written at once: fewer than a tier lets wait
-WRITE_REST_S = 1.0  # after a write that failed, before the host tier's coldest blocks are looked at again
+WRITE_REST_S = 1.0  # after a write that failed, before blocks that lie in another tier are written again
 
 
 class Writer:
@@ -52,6 +52,15 @@ class Writer:
         """Whether the block is staged or being written."""
         return key in self._in_hand
 
+    def wants(self, key: bytes) -> bool:
+        """Whether some persistent tier lacks the block, and may get it now."""
+        return not (self.has(key) or self.is_saved(key) or self._rests)
+
+    @property
+    def _rests(self) -> bool:
+        """Whether a write has just failed."""
+        return self.books.clock() - self._failed_at < WRITE_REST_S
+
     @property
     def has_waiting(self) -> bool:
         return bool(self._staged or self._queued)
@@ -80,7 +89,7 @@ class Writer:
         books = self.books
         if not (books.has_host_tier and self.persistent and self._watermark) or self._queued:
             return
-        if books.clock() - self._failed_at >= WRITE_REST_S:
+        if not self._rests:
             cold = books.host.coldest(self._watermark)
             self._queued.extend(meta.key for _, meta in cold if not self.is_saved(meta.key))
 
