@@ -93,7 +93,15 @@ class EngineCore:
                 self.events = predecessor.events
             others = predecessor.ranks if predecessor is not None else None
             loans = [] if loan is None else accepted(loan, self.config, files)
-            self.ranks: Ranks = Ranks(self.config, files, others, loans)
+            try:
+                self.ranks: Ranks = Ranks(self.config, files, others, loans)
+            except torch.OutOfMemoryError:
+                if predecessor is not None:
+                    raise  # room may come again, and the old model is there
+                raise ConfigError(
+                    f"{config.model} does not fit into the memory that is free of the GPU; end what else runs "
+                    "there, raise tensor_parallel_size, or take a smaller or quantized model"
+                ) from None
             undo.callback(self.ranks.close)
             self.peers: KvPeers | None = None
             undo.callback(self._close_peers)

@@ -319,7 +319,7 @@ def test_a_core_that_cannot_start_says_why_and_leaves_nothing(build, monkeypatch
 
     with monkeypatch.context() as patched:
         patched.setattr(ranks, "ModelRunner", full)
-        with pytest.raises(ConfigError, match="does not fit into the memory that is free of GPU 0"):
+        with pytest.raises(ConfigError, match="does not fit into the memory that is free of the GPU"):
             build()
     core = build()
     core.add(request("a", PROMPTS[0]))

@@ -22,7 +22,7 @@ from shoal.engine.runner import commands
 from shoal.engine.runner.batch import Extras
 from shoal.engine.runner.commands import Command
 from shoal.engine.runner.runner import ModelRunner, StepResult
-from shoal.errors import ConfigError, EngineDeadError, ShoalError, UnavailableError, UserError
+from shoal.errors import EngineDeadError, ShoalError, UnavailableError, UserError
 from shoal.layers.parallel import Rendezvous, TensorParallel
 from shoal.weights.source import CheckpointFiles, resolve
 
@@ -77,7 +77,7 @@ class Ranks:
             self._group.when_failed(tp.abort)  # so that nobody waits on the device for a rank that is gone
             self._group.watch_waits(lambda: tp.waits or self._waits)
         self._sums = connect_sums(config, files, tp)
-        self._runner = _new_runner(config, files, tp, loans)
+        self._runner = ModelRunner(config, files, tp, loans[0] if loans else None)
 
     @property
     def runner(self) -> ModelRunner:
@@ -244,20 +244,7 @@ def serve_rank(
     tp = TensorParallel.connect(rank, world_size, resolved.device, port)
     files = resolve(resolved.model, resolved.revision, resolved.download_dir)
     connect_sums(resolved, files, tp)
-    return commands.bound_to(_new_runner(resolved, files, tp, loans))
-
-
-def _new_runner(
-    config: ResolvedConfig, files: CheckpointFiles, tp: TensorParallel, loans: Sequence[bytes]
-) -> ModelRunner:
-    """`loans`: one for each rank, or none. Raises ConfigError if a GPU has no room for the weights."""
-    try:
-        return ModelRunner(config, files, tp, loans[tp.rank] if loans else None)
-    except torch.OutOfMemoryError:
-        raise ConfigError(
-            f"{config.model} does not fit into the memory that is free of GPU {tp.rank}; end what else runs "
-            "there, raise tensor_parallel_size, or take a smaller or quantized model"
-        ) from None
+    return commands.bound_to(ModelRunner(resolved, files, tp, loans[rank] if loans else None))
 
 
 def connect_sums(config: ResolvedConfig, files: CheckpointFiles, tp: TensorParallel) -> CudaPeerSums | None:
