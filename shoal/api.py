@@ -289,6 +289,12 @@ class Request:
         """The id under which lines of a log tell of it."""
         return self.external_id or self.request_id
 
+    @property
+    def stop_ids(self) -> frozenset[int]:
+        """The tokens that end it: end of text, and its own."""
+        ends = () if self.params.ignore_eos else self.eos_token_ids
+        return frozenset((*(self.params.stop_token_ids or ()), *ends))
+
 
 @dataclass(slots=True)
 class Logprob:

@@ -144,10 +144,20 @@ def check_request(request: Request, vocab_size: int, max_logprobs: int) -> None:
                 raise RequestError(
                     f"{name} names token id {token_id}, outside the vocabulary [0, {vocab_size}); drop it"
                 )
+    if params.allowed_token_ids is not None:
+        banned = {word[0] for word in request.bad_word_ids if len(word) == 1}
+        if params.min_tokens > len(request.output_token_ids):
+            banned |= request.stop_ids
+        if banned.issuperset(params.allowed_token_ids):
+            raise RequestError(
+                f"bad_words or min_tokens forbid all of allowed_token_ids {params.allowed_token_ids!r:.80}; "
+                "allow another id, or drop one of them"
+            )
     for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if asked is not None and max_logprobs >= 0 and not 0 <= asked <= max_logprobs:
+            count = f"{asked} (all)" if asked < 0 else asked
             raise RequestError(
-                f"{name} {asked} is more than max_logprobs {max_logprobs}; ask for fewer or raise "
+                f"{name} {count} is more than max_logprobs {max_logprobs}; ask for fewer or raise "
                 "max_logprobs of the engine"
             )
 

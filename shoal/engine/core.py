@@ -99,8 +99,8 @@ class EngineCore:
                 if predecessor is not None:
                     raise  # room may come again, and the old model is there
                 raise ConfigError(
-                    f"{config.model} does not fit into the memory that is free of the GPU; end what else runs "
-                    "there, raise tensor_parallel_size, or take a smaller or quantized model"
+                    f"{config.model} does not fit into the memory that is free of the GPU; end what else "
+                    "runs there, raise tensor_parallel_size, or take a smaller or quantized model"
                 ) from None
             undo.callback(self.ranks.close)
             self.peers: KvPeers | None = None

@@ -230,7 +230,7 @@ class _Answer:
         request, reason = self.request, answer.finish_reason or "stop"
         message: dict[str, Any] = {"role": "assistant", "content": answer.text}
         if self.form is not None:
-            parser = self.form.parser()
+            parser = self.form.parser(is_whole=True)
             read = whole(parser.push(answer.text, last=True))
             message["content"] = read.content if read.content or not (read.calls or read.reasoning) else None
             if read.reasoning and request.include_reasoning is not False:
@@ -282,7 +282,7 @@ class _Answer:
         if self.form is not None:
             parser = self._parsers.get(delta.index)
             if parser is None:
-                parser = self._parsers[delta.index] = self.form.parser()
+                parser = self._parsers[delta.index] = self.form.parser(is_whole=False)
             parts = [
                 p for part in parser.push(delta.text, last=reason is not None) if (p := self._part(part))
             ]

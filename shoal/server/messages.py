@@ -154,7 +154,7 @@ async def create_message(exchange: Exchange) -> None:
     prompt = await _prompt(exchange, request, model, plan, params)
     parser = AnswerFormat(
         plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
-    ).parser()
+    ).parser(is_whole=not request.stream)
     writer = _Writer(request.model or model.name, len(prompt.token_ids))
     async with Generation(
         model,

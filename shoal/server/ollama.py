@@ -343,7 +343,7 @@ async def _answer(
         )
     parser = AnswerFormat(
         plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
-    ).parser()
+    ).parser(is_whole=not request.stream)
     async with Generation(
         model,
         [prompt],

@@ -192,7 +192,7 @@ async def create_response(exchange: Exchange) -> None:
     )
     parser = AnswerFormat(
         plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
-    ).parser()
+    ).parser(is_whole=not request.stream)
     writer = _Writer(_response(request, model, params, plan))
     exchange.error_event = writer.failed
     request_id = exchange.named(request.request_id)

@@ -71,10 +71,14 @@ class _CallReader:
 
     Arguments are always the beginning of a JSON object, as clients parse them while they come: malformed ones
     end where they go wrong, and what follows is content. Only bare control characters in strings are mended,
-    which models write for line breaks.
+    which models write for line breaks. Of an answer that is read as a whole nobody has seen the beginning of
+    a malformed call, so it is content altogether, as in vLLM.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_whole: bool = False) -> None:
+        """is_whole: the text comes by one push."""
+        self._is_whole = is_whole
+        self._num_before = 0  # parts that come before the call being read
         self._text, self._at, self._ended = "", 0, False
         self._raw: list[str] = []  # what was read of a call that may yet be none
         self._arguments: list[str] = []  # arguments of the call being read, not given out yet
@@ -105,8 +109,7 @@ class _CallReader:
 
     def _begin(self, name: str) -> None:
         self._index += 1
-        self._begun = True
-        self._raw.clear()
+        self._begun, self._num_before = True, len(self._parts)
         self._parts.append(CallDelta(self._index, _new_id(), name))
 
     def _give_arguments(self) -> None:
@@ -123,6 +126,20 @@ class _CallReader:
         elif text:
             self._parts.append(TextDelta(text))
 
+    def _give_up(self, markup: str, error: _Malformed) -> None:
+        """Ends a call that is none, or goes on no further. `markup` is what was skipped before it."""
+        self._inside = False
+        if self._begun and isinstance(error, _Ended):
+            self._at = len(self._text)
+        elif self._begun and self._is_whole:
+            del self._parts[self._num_before :]
+            self._index, self._begun = self._index - 1, False
+            self._arguments.clear()
+        if self._begun:
+            self._give_arguments()
+        else:
+            self._give_content(markup + "".join(self._raw))
+
     # Reading. What is taken is kept, as it may be content after all; what is skipped is markup.
 
     def _ahead(self, length: int) -> Generator[None, None, str]:
@@ -134,7 +151,7 @@ class _CallReader:
     def _take(self, text: str, mended: str | None = None) -> None:
         """Moves past `text`, which must come next. Arguments get `mended` in its place if that is given."""
         self._at += len(text)
-        if not self._begun:
+        if not self._begun or self._is_whole:
             self._raw.append(text)
         if self._inside:
             self._arguments.append(mended or text)
@@ -294,6 +311,7 @@ class TaggedCalls(_CallReader):
         closing: str | None = None,
         names: Collection[str] | None = None,
         may_be_bare: bool = False,
+        is_whole: bool = False,
     ) -> None:
         """names: no others are calls. may_be_bare: at the start of the answer calls need no tag."""
         self._opening = opening
@@ -301,7 +319,7 @@ class TaggedCalls(_CallReader):
         self._names = names
         self._may_be_bare = may_be_bare
         self._unclosed = False  # the closing tag of a call is still to come
-        super().__init__()
+        super().__init__(is_whole)
 
     def _run(self) -> Steps:
         if self._may_be_bare:
@@ -347,11 +365,8 @@ class TaggedCalls(_CallReader):
             try:
                 yield from self._call(self._names, self._may_be_bare)
             except _Malformed as error:
-                if not self._begun:
-                    self._give_content(markup + "".join(self._raw))
-                elif isinstance(error, _Ended):
-                    self._at = len(self._text)
-                self._inside, self._unclosed = False, self._begun
+                self._give_up(markup, error)
+                self._unclosed = self._begun
                 return
             self._unclosed = True
             # one brace too many is a common slip
@@ -376,11 +391,7 @@ class ListedCalls(_CallReader):
                 if (yield from self._expect(",]")) == "]":
                     break
         except _Malformed as error:
-            self._inside = False
-            if not self._begun:
-                self._give_content(before + "".join(self._raw))
-            elif isinstance(error, _Ended):
-                self._at = len(self._text)
+            self._give_up(before, error)
         if self._index >= 0:
             yield from self._skip(SPACE)
         while True:

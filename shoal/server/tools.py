@@ -267,21 +267,23 @@ class AnswerFormat:
         self._reasons = reasoning_parser == "qwen3" and params.structured_outputs is None
         self._thinking = self._reasons and opens_thinking(prompt)
 
-    def parser(self) -> AnswerParser:
-        """Returns a new parser for one answer."""
-        return AnswerParser(ThinkParser(self._thinking) if self._reasons else None, self._calls(), self.plan)
+    def parser(self, is_whole: bool) -> AnswerParser:
+        """Returns a new parser for one answer, whose text comes whole or as a stream."""
+        reasoning = ThinkParser(self._thinking) if self._reasons else None
+        return AnswerParser(reasoning, self._calls(is_whole), self.plan)
 
-    def _calls(self) -> Parser | None:
+    def _calls(self, is_whole: bool) -> Parser | None:
         plan = self.plan
         if plan.mode == "named":
             return NamedCall(plan.name)
         if plan.mode == "required":
-            return ListedCalls()
+            return ListedCalls(is_whole)
         if plan.mode == "none":
             return None
         if self._tool_call_parser == "llama3_json":
-            return TaggedCalls("<|python_tag|>", names=plan.schemas, may_be_bare=True)
-        return TaggedCalls("<tool_call>", "</tool_call>", names=plan.schemas if plan.is_limited else None)
+            return TaggedCalls("<|python_tag|>", names=plan.schemas, may_be_bare=True, is_whole=is_whole)
+        names = plan.schemas if plan.is_limited else None
+        return TaggedCalls("<tool_call>", "</tool_call>", names, is_whole=is_whole)
 
 
 class AnswerParser:

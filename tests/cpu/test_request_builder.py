@@ -1,5 +1,6 @@
 """From prompts to requests, and what an engine requires of one."""
 
+import contextlib
 import itertools
 
 import pytest
@@ -89,8 +90,9 @@ def test_a_grammar_that_cannot_be_used_is_refused():
         ([1], dict(logit_bias={VOCAB: 1.0}), [], "logit_bias names token id 300"),
         ([1], dict(allowed_token_ids=[VOCAB]), [], "allowed_token_ids names"),
         ([1], dict(stop_token_ids=[VOCAB]), [], "stop_token_ids names"),
+        ([1], dict(allowed_token_ids=[7], stop_token_ids=[7], min_tokens=1), [], "min_tokens forbid all of"),
         ([1], dict(logprobs=21), [], "logprobs 21 is more than max_logprobs 20"),
-        ([1], dict(prompt_logprobs=-1), [], "prompt_logprobs -1 is more"),
+        ([1], dict(prompt_logprobs=-1), [], r"prompt_logprobs -1 \(all\) is more"),
         ([1], {}, [VOCAB], "output_token_ids holds token id 300"),
         ([1], dict(max_tokens=2), [5, 6], "max_tokens 2 allows no more"),
     ],
@@ -99,6 +101,19 @@ def test_a_request_that_a_model_cannot_do_is_refused_by_name(prompt, options, ou
     request = Request("r", prompt, SamplingParams(**options), output_token_ids=output)
     with pytest.raises(RequestError, match=said):
         check_request(request, VOCAB, 20)
+
+
+def test_bad_words_that_forbid_every_allowed_token_are_refused():
+    """The row of logits was -inf throughout, and token 0 was drawn."""
+    params = SamplingParams(allowed_token_ids=[7, 8], max_tokens=4)
+    for words, is_refused in [(((7,),), False), (((7,), (8,)), True), (((7,), (8, 8)), False)]:
+        request = Request("r", [1], params, bad_word_ids=words)
+        with (
+            pytest.raises(RequestError, match=r"forbid all of allowed_token_ids \[7, 8\]")
+            if (is_refused)
+            else contextlib.nullcontext()
+        ):
+            check_request(request, VOCAB, 20)
 
 
 def test_a_request_at_the_limits_passes():

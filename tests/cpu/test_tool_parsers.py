@@ -41,6 +41,7 @@ def parse(parser, pieces):
                 found.append(["call", part.name, part.arguments])
             else:
                 assert part.id is None and part.arguments and part.index == len(calls) - 1
+                assert found[-1] is calls[-1], "arguments behind the content that follows them"
                 calls[-1][2] += part.arguments
     return found
 
@@ -167,6 +168,34 @@ def test_what_is_found_is_the_same_however_the_text_is_cut(make, text, expected)
         assert parse(make(), [text[:i], text[i:]]) == expected
     for i in range(10):
         assert parse(make(), cut(text, i)) == expected
+
+
+@pytest.mark.parametrize(
+    "parser, text",
+    [
+        (TaggedCalls("<tool_call>", "</tool_call>", is_whole=True), HERMES["malformed arguments"][0]),
+        (TaggedCalls("<tool_call>", "</tool_call>", is_whole=True), HERMES["nested too deeply"][0]),
+        (
+            TaggedCalls("<|python_tag|>", names={"f"}, may_be_bare=True, is_whole=True),
+            """{"name": "f", "parameters": {"a": 1, 'b': 2}}""",
+        ),
+        (ListedCalls(is_whole=True), '[{"name": "f", "parameters": {"a": 1,}}]'),
+    ],
+)
+def test_a_malformed_call_of_a_whole_answer_is_content_as_it_came(parser, text):
+    assert parse(parser, [text]) == [["content", text]]
+
+
+def test_calls_of_a_whole_answer_before_a_malformed_one_and_those_that_were_cut_short_stay():
+    def parser():
+        return TaggedCalls("<tool_call>", "</tool_call>", is_whole=True)
+
+    bad, cut_short = HERMES["malformed arguments"][0], HERMES["cut in the arguments"]
+    assert parse(parser(), [f"<tool_call>{W}</tool_call>{bad}"]) == [
+        ["call", "get_weather", WA],
+        ["content", bad],
+    ]
+    assert parse(parser(), [cut_short[0]]) == cut_short[1]
 
 
 FRAGMENTS = st.sampled_from(

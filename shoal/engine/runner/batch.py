@@ -443,8 +443,7 @@ class BatchBuilder:
             extras.bias.extend((sample, token_id, bias) for token_id, bias in params.logit_bias.items())
         banned: list[int] = []
         if entry.start + entry.num_tokens - entry.seq.num_prompt_tokens < params.min_tokens:
-            stops = {*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_token_ids)}
-            banned.extend(stops)
+            banned.extend(entry.seq.stop_ids)
         for word in request.bad_word_ids:
             before = len(word) - 1  # The answer's last tokens decide, never those of the prompt.
             at = len(entry.seq.token_ids) - before

@@ -96,7 +96,7 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)  # keys of the full blocks of token_ids, made when needed
     root: bytes = field(init=False)  # what the first key is derived from: adapter and salt
     register_at: int = 0  # its next block becomes findable when so many tokens are computed and seen
-    stop_ids: frozenset[int] = field(init=False)  # the tokens that end it: end of text, and the request's own
+    stop_ids: frozenset[int] = field(init=False)  # the request's
     lockstep: bool = field(init=False)  # the next token may be drawn only when the host has seen the last
     special: bool = field(init=False)  # sampling it needs more than the fields of a state row
     fetch: Fetch | None = None  # what a FETCHING sequence waits for
@@ -123,9 +123,7 @@ class Sequence:
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.num_tokens = len(self.token_ids)
         self.root = root_key(request.adapter, request.cache_salt)
-        self.stop_ids = frozenset(
-            (*(params.stop_token_ids or ()), *(() if params.ignore_eos else request.eos_token_ids))
-        )
+        self.stop_ids = request.stop_ids
         self.lockstep = params.structured_outputs is not None or any(
             len(word) > 1 for word in request.bad_word_ids
         )
