@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -23,6 +24,18 @@ def usage_dict(usage: Usage) -> dict[str, Any]:
         "completion_tokens": usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
+
+
+class TextPlace:
+    """Where the next token begins in a text, in characters. Tokens that share a character begin where it
+    does."""
+
+    def __init__(self) -> None:
+        self.offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def move(self, data: bytes) -> None:
+        self.offset += len(self._decoder.decode(data))
 
 
 class LogprobShapes:
@@ -47,26 +60,36 @@ class LogprobShapes:
         return {"content": content}
 
     def completion(
-        self, token_ids: Sequence[int], steps: Sequence[TokenLogprobs | None], offset: int
+        self,
+        token_ids: Sequence[int],
+        steps: Sequence[TokenLogprobs | None],
+        spelt: Sequence[bytes],
+        place: TextPlace,
     ) -> dict[str, Any]:
-        """offset: characters of the text before these tokens."""
+        """spelt: what each token adds to the text. place: of the first of them in the text. It is moved
+        behind the last one."""
         shown: dict[str, list[Any]] = {
             "text_offset": [],
             "token_logprobs": [],
             "tokens": [],
             "top_logprobs": [],
         }
-        for token_id, step in zip(token_ids, steps):
+        for token_id, step, data in zip(token_ids, steps, spelt):
             own = step[token_id] if step else Logprob(0.0, decoded_token=self._text(token_id))
             name = self.name(token_id, own)
-            shown["text_offset"].append(offset)
+            shown["text_offset"].append(place.offset)
             shown["tokens"].append(name)
             shown["token_logprobs"].append(max(own.logprob, LOWEST) if step else None)
-            top = {token_id: own, **dict(self._best(step))} if step else None
-            shown["top_logprobs"].append(
-                {self.name(i, e): max(e.logprob, LOWEST) for i, e in top.items()} if top else None
-            )
-            offset += len(own.decoded_token or "")
+            shown["top_logprobs"].append(self._by_name(token_id, step) if step else None)
+            place.move(data)
+        return shown
+
+    def _by_name(self, token_id: int, step: TokenLogprobs) -> dict[str, float]:
+        """Of tokens with one text (parts of characters all are "\N{REPLACEMENT CHARACTER}") the drawn one is
+        shown, else the likeliest."""
+        shown: dict[str, float] = {}
+        for i, entry in [(token_id, step[token_id]), *self._best(step)]:
+            shown.setdefault(self.name(i, entry), max(entry.logprob, LOWEST))
         return shown
 
     def _best(self, step: TokenLogprobs) -> list[tuple[int, Logprob]]:

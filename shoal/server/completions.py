@@ -7,11 +7,11 @@ from typing import Any
 
 from shoal.answer import Delta
 from shoal.api import CompletionOutput, TokenLogprobs
-from shoal.server.answers import Chunks, LogprobShapes, encode, prompt_logprobs_list, usage_dict
+from shoal.server.answers import Chunks, LogprobShapes, TextPlace, encode, prompt_logprobs_list, usage_dict
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
 from shoal.server.http import DONE, Exchange
-from shoal.server.model import ServedModel
+from shoal.server.model import Prompt, ServedModel
 from shoal.server.params import check_stream_options, num_kept, read_prompts, text_params
 from shoal.server.protocol import CompletionRequest
 
@@ -105,7 +105,7 @@ class _Answer:
         self.model, self.request, self.generation = model, request, generation
         self.id, self.created = generation.request_id, int(time.time())
         self.shapes = LogprobShapes(model, request.logprobs or 0, bool(request.return_tokens_as_token_ids))
-        self._offsets: dict[int, int] = {}  # characters so far, of each choice that began
+        self._places: dict[int, TextPlace] = {}  # of the next token, in each choice that began
         self._is_echo_alone = request.max_tokens == 0
         self._is_plain = (
             not (request.echo or request.return_token_ids)
@@ -134,7 +134,7 @@ class _Answer:
                 delta.index,
                 encode(delta.text),
             )
-        is_first = delta.index not in self._offsets
+        is_first = delta.index not in self._places
         if self._is_echo_alone:
             delta = Delta(delta.index, "", [], prompt_logprobs=delta.prompt_logprobs, finish_reason="length")
         shown = self._shown(
@@ -155,7 +155,7 @@ class _Answer:
     ) -> dict[str, Any]:
         request = self.request
         prompt = self.generation.prompts[index // self.generation.params.n]
-        offset = self._offsets.get(index, 0)
+        place = self._places.setdefault(index, TextPlace())
         ids, steps = token_ids, list(logprobs or ())
         before: list[TokenLogprobs | None] = []
         if is_first and request.echo:
@@ -167,10 +167,21 @@ class _Answer:
                 ids, before = [*prompt.token_ids, *token_ids], prompt_logprobs
         shown: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
         if request.logprobs is not None:
-            shown["logprobs"] = self.shapes.completion(ids, [*before, *steps], offset)
+            spelt = self._spelt(prompt, len(before), token_ids)
+            shown["logprobs"] = self.shapes.completion(ids, [*before, *steps], spelt, place)
         if is_first and request.prompt_logprobs is not None:
             shown["prompt_logprobs"] = prompt_logprobs_list(prompt_logprobs)
         if is_first and request.return_token_ids:
             shown["prompt_token_ids"] = prompt.token_ids
-        self._offsets[index] = offset + len(text)
         return shown
+
+    def _spelt(self, prompt: Prompt, num_echoed: int, token_ids: list[int]) -> list[bytes]:
+        """What the first tokens of the prompt and those of the answer add to the text."""
+        tokenizer, params = self.model.tokenizer, self.generation.params
+        if tokenizer is None:
+            return [b""] * (num_echoed + len(token_ids))
+        echoed = [tokenizer.token_bytes[i] for i in prompt.token_ids[:num_echoed]]
+        if echoed and prompt.text is not None and not prompt.text.encode().startswith(echoed[0]):
+            echoed[0] = tokenizer.shown_bytes[prompt.token_ids[0]]  # put before the text by the tokenizer
+        shown = tokenizer.shown_bytes if params.skip_special_tokens else tokenizer.token_bytes
+        return echoed + [shown[i] for i in token_ids]

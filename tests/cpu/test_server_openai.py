@@ -3,10 +3,13 @@
 import base64
 import json
 import struct
+from types import SimpleNamespace
 
 import openai
 import pytest
 
+from shoal.api import Logprob
+from shoal.server.answers import LogprobShapes, TextPlace
 from shoal.server.notices import MAX_TOLD, Notices
 from tests import http_shapes
 from tests.fake_server import NAME, FakeServer, engine_saying, ids_of
@@ -115,6 +118,25 @@ def test_completion_logprobs_and_echo(client):
     assert "".join(p.choices[0].text for p in parts) == "abhel"
     assert [o for p in parts for o in p.choices[0].logprobs.text_offset] == [0, 1, 2, 3, 4]
     assert complete(client, prompt=ids_of("xy"), echo=True, max_tokens=1).choices[0].text == "xyh"
+
+
+def test_offsets_of_a_completion_count_what_the_tokens_spell_and_not_what_is_held_back(client):
+    options = dict(prompt="ab", stop=["lloZ"], logprobs=0, max_tokens=5)
+    whole = complete(client, **options).choices[0].logprobs.text_offset
+    parts = [part.choices[0].logprobs for part in complete(client, **options, stream=True)]
+    assert whole == [0, 1, 2, 3, 4] == [offset for part in parts if part for offset in part.text_offset]
+    prompt = "é ü😀!"
+    echoed = complete(client, prompt=prompt, echo=True, logprobs=1, max_tokens=1).choices[0]
+    spelt = [(i, letter) for i, letter in enumerate(echoed.text) for _ in letter.encode()]
+    assert echoed.logprobs.text_offset == [i for i, _ in spelt]
+
+
+def test_of_tokens_with_one_text_the_drawn_one_is_shown():
+    shapes = LogprobShapes(SimpleNamespace(tokenizer=None), 3, as_ids=False)
+    step = {7: Logprob(-2.0, 3, "\ufffd"), 8: Logprob(-0.5, 1, "\ufffd"), 9: Logprob(-1.0, 2, "a")}
+    for drawn, value in ((7, -2.0), (8, -0.5)):
+        shown = shapes.completion([drawn], [step], [b"\xf0"], TextPlace())
+        assert shown["top_logprobs"] == [{"\ufffd": value, "a": -1.0}] and shown["token_logprobs"] == [value]
 
 
 def test_no_tokens_with_echo_is_the_prompt_alone(server, client):
