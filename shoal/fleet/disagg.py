@@ -21,6 +21,7 @@ from shoal.errors import ShoalError, WorkerFailedError
 from shoal.fleet.clock import Clock
 from shoal.fleet.dispatcher import Dispatcher, Place, Wanted
 from shoal.fleet.fleet_config import FleetConfig
+from shoal.fleet.kv_moves import KvLoan
 from shoal.fleet.kv_router import KvRouter
 from shoal.fleet.remote_engine import RemoteEngine
 from shoal.fleet.worker import Worker, at_worker, errors_of
@@ -206,10 +207,15 @@ class PrefillPool:
             with errors_of(worker.id), closing(link.open(asked)) as stream:
                 sent(link, asked.request_id)
                 output = await stream.get()
-                if output.kv_ticket is not None and output.finish_reason is None:
-                    begun(output.kv_ticket)
-                while output.finish_reason is None:
-                    merge(output, await stream.get())
+                try:
+                    if output.kv_ticket is not None and output.finish_reason is None:
+                        begun(output.kv_ticket)
+                    while output.finish_reason is None:
+                        merge(output, await stream.get())
+                except BaseException:  # the client has left, say: nobody will read the blocks
+                    if output.kv_ticket is not None:
+                        KvLoan(link, output.kv_ticket).give_back()
+                    raise
             output.spans = [*place.take_spans(), *at_worker(output.spans, worker.id)]
             if output.token_ids:
                 place.cached(output.num_cached_tokens)

@@ -41,7 +41,7 @@ from shoal.fleet.worker_wire import (
     encode,
 )
 from shoal.model_card import ModelCard
-from shoal.wire import Abort, Add, Call, CoreCommand, Message, Outputs, ReadStats, Refused, Reply
+from shoal.wire import Abort, Add, Call, CoreCommand, Message, Outputs, ReadStats, Refused, Reply, TakeBackKv
 
 T = TypeVar("T")
 
@@ -181,8 +181,15 @@ class RemoteEngine(Control):
     def _leave(self, stream: RemoteStream) -> None:
         """Nobody reads this stream any more."""
         del self._streams[stream.request_id]
+        if stream.collector.output is not None:
+            self._take_back(stream.collector.output)
         if stream.is_under_way:
             self.tell_abort(stream.request_id)
+
+    def _take_back(self, output: Output) -> None:
+        """Nobody reads this output, and so nobody will read the blocks that it offers."""
+        if output.kv_ticket is not None:
+            self.tell(TakeBackKv(output.kv_ticket))
 
     # Control
 
@@ -320,8 +327,10 @@ class RemoteEngine(Control):
             self.on_outputs()
             for output in message.outputs:
                 stream = self._streams.get(output.request_id)
-                if stream is not None:  # else its reader has left
+                if stream is not None:
                     stream.collector.put(output)
+                else:  # its reader has left
+                    self._take_back(output)
         elif isinstance(message, Report):
             self._take_report(message)
         elif isinstance(message, KvBatch | KvReplayed | KvReplayEnded):

@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from shoal.api import FinishReason, Output, Request, SamplingParams
 from shoal.collector import Collector
-from shoal.control import Sleep
+from shoal.control import ReadSleepState, Sleep
 from shoal.errors import (
     BusyError,
     ConfigError,
@@ -33,7 +33,7 @@ from shoal.kv_event_format import END
 from shoal.metrics import ModelMetrics
 from shoal.model_card import ModelCard
 from shoal.server.admission import Admission
-from shoal.wire import Add, ModelInfo
+from shoal.wire import Add, ModelInfo, TakeBackKv
 from tests.asynchronous import within
 
 PATIENCE_S = 60
@@ -101,6 +101,38 @@ async def test_a_remote_engine_gives_what_the_engine_gives():
         with_logprobs = [o async for o in remote.generate(request("l", 3, logprobs=2))]
         assert with_logprobs[0].logprobs[0][72].rank == 1
         assert site.metrics.generation_tokens == 13 and site.gate.active == 0
+
+
+class Lender(FakeEngine):
+    """Its tickets are all there is."""
+
+    def __init__(self):
+        super().__init__(vocab_size=512, prefill_seconds=30.0)
+        self.returned = []
+
+    async def control(self, command):
+        if isinstance(command, TakeBackKv):
+            return self.returned.append(command.ticket)
+        return await super().control(command)
+
+
+@asynchronous
+async def test_tickets_of_who_has_left_are_given_back():
+    async with joined(Lender()) as (site, remote):
+        unread = remote.open(dataclasses.replace(request("unread"), offers_kv=True))
+        await eventually(lambda: unread.collector.output is not None)
+        unread.close()
+        late = remote.open(dataclasses.replace(request("late"), offers_kv=True))
+        del remote._streams["late"]  # as if its reader had left between the two messages
+        await eventually(lambda: len(site.engine.returned) == 2)
+        assert site.engine.returned == [b"KV of unread/0", b"KV of late/1"]
+        remote._streams["late"] = late
+        late.close()
+        read = remote.open(dataclasses.replace(request("read"), offers_kv=True))
+        assert (await read.get()).kv_ticket == b"KV of read"
+        read.close()
+        await remote.control(ReadSleepState())
+        assert len(site.engine.returned) == 2, "it is its reader's"
 
 
 @asynchronous

@@ -530,6 +530,23 @@ async def test_a_client_that_leaves_leaves_both_workers(tokens):
     await site.assert_idle()
 
 
+@pytest.mark.parametrize("how", ["the client leaves", "it takes too long", "the worker is given up"])
+@virtual
+async def test_blocks_of_a_prompt_that_is_given_up_are_held_for_nobody(how):
+    """Each of them was held for the 30 s of a lease: some clients that left stopped all prefills."""
+    site = Site()
+    site.links["p0"].engine.prefill_seconds = 1.0 if how == "the client leaves" else 2 * TIMEOUT_S
+    running = asyncio.create_task(answer(site.engine, request(prompt=LONG)))
+    await site.clock.sleep(0.5)
+    if how == "the client leaves":
+        running.cancel()
+    elif how == "the worker is given up":
+        site.model.workers["p0"].hangs(WorkerFailedError("silent"))
+    await asyncio.gather(running, return_exceptions=True)
+    assert site.links["p0"].returned == [b"KV of r.prefill1"]
+    await site.assert_idle()
+
+
 @virtual
 async def test_no_more_wait_for_prefill_workers_than_may():
     site = Site(max_prefill_queue_size=2)
