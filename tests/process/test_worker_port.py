@@ -129,7 +129,7 @@ async def test_tickets_of_who_has_left_are_given_back():
         remote._streams["late"] = late
         late.close()
         read = remote.open(dataclasses.replace(request("read"), offers_kv=True))
-        assert (await read.get()).kv_ticket == b"KV of read"
+        assert (await read.get()).kv_ticket == b"KV of read/2"
         read.close()
         await remote.control(ReadSleepState())
         assert len(site.engine.returned) == 2, "it is its reader's"
