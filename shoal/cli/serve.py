@@ -173,11 +173,13 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
                 logger.info(pages, url, url, url, url)
             warn_of_open_port(config, port)
 
-        drained = await serve_http(app, admin, config, ports, ready=ready)
+        # Without its engine a worker of a fleet ends, and whoever has started it may start it again.
+        drain = engines[0].lost if config.plane is not None else None
+        drained = await serve_http(app, admin, config, ports, drain=drain, ready=ready)
         if not drained:  # a second signal: at once
             for llm in engines:
                 await llm.close(flush=False)
-        return 0 if drained else 1
+        return 0 if drained and not (config.plane is not None and engines[0].dead) else 1
 
 
 async def _start(

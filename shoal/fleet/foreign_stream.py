@@ -22,6 +22,7 @@ from shoal.fleet.foreign_request import ForeignRequest
 
 DONE = b"data: [DONE]\n\n"
 MOST_HELD = 1 << 16  # chunks in succession that show nothing
+MOST_TOKENS = 1 << 32  # that a worker is believed to have had in one request
 Chunk = dict[str, Any]
 decode = msgspec.json.Decoder(dict[str, Any]).decode
 encode = msgspec.json.Encoder().encode
@@ -37,16 +38,23 @@ class TokenCounts:
 
     @classmethod
     def of(cls, usage: Mapping[str, Any]) -> TokenCounts:
-        """By what an answer says in OpenAI's form. What is no number counts as none."""
-        details = usage.get("prompt_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        found = (usage.get("prompt_tokens"), cached, usage.get("completion_tokens"))
-        return cls(*[count if isinstance(count, int) else 0 for count in found])
+        """By what an answer says in OpenAI's form. What is no number of tokens counts as none."""
+        found = _count(usage.get("prompt_tokens")), _cached(usage), _count(usage.get("completion_tokens"))
+        return cls(*[count or 0 for count in found])
 
     def add(self, other: TokenCounts) -> None:
         self.prompt += other.prompt
         self.cached += other.cached
         self.generated += other.generated
+
+
+def _count(value: Any) -> int | None:
+    return value if isinstance(value, int) and 0 <= value <= MOST_TOKENS else None
+
+
+def _cached(usage: Mapping[str, Any]) -> int | None:
+    details = usage.get("prompt_tokens_details")
+    return _count(details.get("cached_tokens")) if isinstance(details, dict) else None
 
 
 def reasons_of(choices: Any) -> set[str]:
@@ -308,20 +316,19 @@ class ForeignStream:
 
     def _whole_usage(self, usage: Chunk) -> Chunk:
         """What the present worker says of itself, as one worker would have said of all."""
-        given = self._num_given
-        details = usage.get("prompt_tokens_details")
-        cached = details.get("cached_tokens") if isinstance(details, dict) else None
-        prompt = usage.get("prompt_tokens")
-        if not isinstance(prompt, int):
+        given, cached = self._num_given, _cached(usage)
+        prompt, generated = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
+        if prompt is None:
             return usage
         if not given:
-            self.cached_tokens = (cached, prompt) if isinstance(cached, int) else None
+            self.cached_tokens = (cached, prompt) if cached is not None else None
             return usage
-        prompt -= given
+        prompt = max(0, prompt - given)
         whole = {**usage, "prompt_tokens": prompt}
-        if isinstance(usage.get("completion_tokens"), int):
-            whole["completion_tokens"] = usage["completion_tokens"] + given
-        if isinstance(details, dict) and isinstance(cached, int):
+        if generated is not None:
+            whole["completion_tokens"] = generated + given
+        if cached is not None:
+            details = usage["prompt_tokens_details"]
             whole["prompt_tokens_details"] = {**details, "cached_tokens": min(cached, prompt)}
         return whole
 

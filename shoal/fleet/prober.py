@@ -72,10 +72,10 @@ class Prober:
                     logger.info("worker %s at %s is well", worker.id, worker.info.url)
                 retry, was_well = FIRST_RETRY_S, True
                 await self._first(self._clock.sleep(self._interval_s), worker.broke.wait())
-            else:
-                if was_well:
-                    logger.warning("worker %s at %s is broken: %s", worker.id, worker.info.url, worker.why)
+            if not worker.is_reached and was_well:
+                logger.warning("worker %s at %s is broken: %s", worker.id, worker.info.url, worker.why)
                 was_well = False
+            elif not worker.is_reached:
                 await self._clock.sleep(retry)
                 retry = min(1.5 * retry, self._interval_s)
 

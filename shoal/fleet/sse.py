@@ -3,15 +3,20 @@ tokens."""
 
 from __future__ import annotations
 
+import codecs
+
 from shoal.errors import WorkerFailedError
 
 MAX_EVENT_BYTES = 1 << 28
 
 
 class SseReader:
-    """Gives the data of each event, however the bytes come in. Comments and other fields are skipped."""
+    """Gives the data of each event, however the bytes come in. Comments and other fields are skipped. Lines
+    end with LF, CRLF or CR, and a byte order mark may come first."""
 
     def __init__(self) -> None:
+        self._is_first = True  # the first line is still to come
+        self._after_cr = False  # the last piece ended with a CR, so an LF now is of the same end of a line
         self._line: list[bytes] = []  # pieces of a line that has no end yet
         self._data: list[bytes] = []  # lines of an event that has no end yet
         self._size = 0  # bytes of both
@@ -19,6 +24,11 @@ class SseReader:
     def feed(self, piece: bytes) -> list[bytes]:
         """Returns the data of the events that end in this piece. Raises WorkerFailedError for an event
         that is too large."""
+        if self._after_cr or b"\r" in piece:
+            if self._after_cr and piece:
+                piece, self._after_cr = piece.removeprefix(b"\n"), False
+            self._after_cr = self._after_cr or piece.endswith(b"\r")
+            piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         first, *more = piece.split(b"\n")
         self._line.append(first)
         self._size += len(first)
@@ -36,8 +46,8 @@ class SseReader:
         return events
 
     def _take(self, line: bytes, events: list[bytes]) -> None:
-        if line.endswith(b"\r"):
-            line = line[:-1]
+        if self._is_first:
+            line, self._is_first = line.removeprefix(codecs.BOM_UTF8), False
         if line.startswith(b"data:"):
             self._data.append(line[6:] if line.startswith(b"data: ") else line[5:])
         elif not line and self._data:

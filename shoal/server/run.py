@@ -48,11 +48,12 @@ async def serve(
     config: ServerConfig,
     ports: Sequence[socket.socket],
     *,
+    drain: asyncio.Event | None = None,
     ready: Ready | None = None,
 ) -> bool:
-    """Serves until SIGTERM, SIGINT or SIGHUP, then drains; a second one ends it at once. Returns whether it
-    has drained. The rest is as in serve_until."""
-    drain, force = asyncio.Event(), asyncio.Event()
+    """Serves until SIGTERM, SIGINT or SIGHUP, or until `drain` is set, then drains; one more signal ends it
+    at once. Returns whether it has drained. The rest is as in serve_until."""
+    drain, force = drain or asyncio.Event(), asyncio.Event()
     with heeding_signals(drain, force):
         await serve_until(drain, force, app, admin, config, ports, ready=ready)
     return not force.is_set()

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests import nats_server
@@ -110,16 +111,22 @@ def test_a_paused_worker_gets_nothing(fleet):
     assert {fleet.ask(f"Resumed {number}. {STORY}", 2)[1] for number in range(6)} == set(fleet.workers())
 
 
-def test_a_worker_that_dies_is_started_again(fleet):
+@pytest.mark.parametrize("what", ["the worker", "its engine"])
+def test_a_worker_that_dies_is_started_again(fleet, what):
     _, name, _ = fleet.ask(f"Death. {STORY}")
-    pid = fleet.workers()[name]["pid"]
-    os.kill(pid, signal.SIGKILL)
+    pid = killed = fleet.workers()[name]["pid"]
+    if what == "its engine":
+        children = psutil.Process(pid).children(recursive=True)
+        [killed] = [one.pid for one in children if "shoal.engine.process.core_main" in one.cmdline()]
+    begun = len(fleet.text())
+    os.kill(killed, signal.SIGKILL)
     assert fleet.ask(f"Death. {STORY}")[1] != name
-    fleet.until(lambda: f"{name} ended" in fleet.text())
+    fleet.until(lambda: f"{name} ended" in fleet.text()[begun:])
+    fleet.until(lambda: fleet.workers().get(name, {}).get("pid") not in (None, pid))
     fleet.ready()
-    assert fleet.workers()[name]["pid"] != pid
+    how = "killed by SIGKILL" if what == "the worker" else "exit code 1"
     assert re.search(
-        rf"{name} ended after [\d.]+ s \(killed by SIGKILL\); it is started again in 1 s", fleet.text()
+        rf"{name} ended after [\d.]+ s \({how}\); it is started again in [12] s", fleet.text()[begun:]
     )
 
 

@@ -65,6 +65,7 @@ class AsyncLLM(Control):
     def __init__(self, config: EngineConfig, *, restart: bool, engine_timeout: float) -> None:
         self.config, self.restart, self.engine_timeout = config, restart, engine_timeout
         self.dead: EngineDeadError | None = None
+        self.lost = asyncio.Event()  # it is dead, and is not started again
         # Awaited when an update has made another model of the engine, before the update's caller hears of it.
         self.on_other_model: Callable[[], Awaitable[None]] | None = None
         self._core: CoreProcess
@@ -266,6 +267,8 @@ class AsyncLLM(Control):
         self._fail_all(error)
         if self.restart:
             self._restarting = asyncio.get_running_loop().create_task(self._start_again())
+        else:
+            self.lost.set()
 
     def _fail_all(self, error: EngineDeadError) -> None:
         for collector in self._collectors.values():
@@ -286,6 +289,7 @@ class AsyncLLM(Control):
                     f"{RESTART_WINDOW_S:.0f} s and is left alone now: restart the server"
                 )
                 logger.error("%s", self.dead)
+                self.lost.set()
                 return
             await asyncio.sleep(RESTART_PAUSES_S[len(recent)])
             self._restarts.append(loop.time())

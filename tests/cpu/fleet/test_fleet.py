@@ -113,6 +113,19 @@ def test_a_worker_is_ready_as_soon_as_it_was_reached():
     scene(run)
 
 
+def test_each_break_has_a_line_in_the_log_though_the_next_probe_finds_the_worker_well(caplog):
+    async def run(s):
+        s.add("a")
+        await until(lambda: s.state("a") == "ready", 1)
+        s.fleet.workers["a"].hangs(WorkerFailedError("no token within 30 s"))
+        await until(lambda: s.state("a") == "ready", 5)
+
+    with caplog.at_level("INFO"):
+        scene(run)
+    told = [r.getMessage().partition(" at ")[2] for r in caplog.records if "worker a at" in r.getMessage()]
+    assert told == ["http://a:1 is well", "http://a:1 is broken: no token within 30 s", "http://a:1 is well"]
+
+
 def test_a_worker_that_is_too_busy_to_speak_is_not_empty_for_a_planner():
     """The router forgets what it has said after ten seconds, and a planner had removed it then."""
 

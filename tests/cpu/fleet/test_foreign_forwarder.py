@@ -29,6 +29,7 @@ from shoal.fleet.worker_spec import parse_worker
 from shoal.fleet_api import ForeignCall
 from shoal.time_line import TimeLine
 from shoal.tracing import TRACE_HEADERS
+from tests import foreign_worker
 from tests.fake_server import byte_tokenizer
 from tests.foreign_worker import MODEL, Fault, ForeignWorker, ids_of, template, written
 
@@ -660,3 +661,26 @@ async def test_the_operators_tokenizer_comes_first():
         assert await tokens.tokens_of(given) == ids_of(template(MESSAGES)), (
             "a program of the client's runs at the worker"
         )
+
+
+@pytest.mark.parametrize("wrong", [-7, 10**30, "5", None, 1.5])
+def test_token_counts_that_cannot_be_count_as_none(wrong):
+    """They were indexes of a chain of blocks, and fell into counters."""
+    usage = {
+        "prompt_tokens": wrong,
+        "completion_tokens": wrong,
+        "prompt_tokens_details": {"cached_tokens": wrong},
+    }
+    assert foreign_stream.TokenCounts.of(usage) == foreign_stream.TokenCounts()
+    good = foreign_stream.TokenCounts.of({**usage, "prompt_tokens": 4})
+    assert (good.prompt, good.cached, good.generated) == (4, 0, 0)
+
+
+@running
+async def test_an_answer_with_impossible_counts_goes_to_the_client_as_it_is(monkeypatch):
+    details = {"cached_tokens": -3}
+    usage = {"prompt_tokens": -7, "completion_tokens": -5, "prompt_tokens_details": details}
+    monkeypatch.setattr(foreign_worker._Answer, "usage", lambda answer: usage)
+    async with front(ForeignWorker()) as router:
+        answer = await router.stream("completion", max_tokens=4, stream_options={"include_usage": True})
+        assert answer.text == written(prompt_of("completion"), 4) and answer.usage == usage

@@ -72,3 +72,15 @@ def test_an_event_of_empty_lines_without_end_is_refused(monkeypatch):
     with pytest.raises(WorkerFailedError, match="1000 bytes"):
         for _ in range(2000):
             reader.feed(b"data:\n")
+
+
+@pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("end", [b"\n", b"\r\n", b"\r"])
+def test_lines_end_in_three_ways_and_a_byte_order_mark_may_come_first(end, mark):
+    stream = mark + end.join(
+        [b"data: a", b"", b": comment", b"data: b", b"data: c", b"", b"data: d", b"", b""]
+    )
+    for size in (1, 2, 3, len(stream)):
+        reader = SseReader()
+        pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
+        assert [data for piece in pieces for data in reader.feed(piece)] == [b"a", b"b\nc", b"d"]
