@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -135,12 +136,13 @@ class LocalConnector:
         return await self.begin(await self.place(model, role))
 
     async def place(self, model: str, role: str) -> Placement:
-        """Takes a place for one more worker, which `begin` then starts. One that was given up has no process,
-        so its place is taken first. Raises ConfigError as `add` does."""
+        """Takes a place for one more worker, which `begin` then starts. The place of one that serves no more
+        is taken first: it was given up and has no process, or its process has not served for so long that a
+        start would have failed, and ends. Raises ConfigError as `add` does."""
         component = component_of(self._components, model, role)
         async with self._placing:  # so that another call finds this place taken
             await self._look()
-            own, others = self._given_up(component)
+            own, others = self._useless(component)
             if own:
                 return await self._replace(own[:1], component)
             try:
@@ -287,39 +289,39 @@ class LocalConnector:
         async with self._changing() as state:
             return state.place(component, self._running)
 
-    async def _replace(self, given_up: Sequence[Placement], component: Component) -> Placement:
+    async def _replace(self, useless: Sequence[Placement], component: Component) -> Placement:
         """Takes a place where these have theirs. They are forgotten only now: until then people see them."""
-        for placement in given_up:
+        for placement in useless:
             await self._end(placement)
         await self._look()
         found = await self._take(component)
         self._replacing.add(found.id)
         return found
 
-    def _given_up(self, component: Component) -> tuple[list[Placement], list[Placement]]:
-        """The workers of this component that were given up, by number, and those of others that share its
+    def _useless(self, component: Component) -> tuple[list[Placement], list[Placement]]:
+        """The workers of this component that serve no more, by number, and those of others that share its
         GPUs."""
         state = self._file.read()
-        own = [one for one in state.placements(component) if self._has_given_up(one.id)]
+        own = [one for one in state.placements(component) if self._serves_no_more(one.id)]
         others = [
             placement
             for other in self._components
             if other.name != component.name and other.shares_devices and component.shares_devices
             for placement in state.placements(other)
-            if self._has_given_up(placement.id)
+            if self._serves_no_more(placement.id)
         ]
         return own, others
 
-    def _enough_of(self, given_up: Sequence[Placement], component: Component) -> Sequence[Placement]:
+    def _enough_of(self, useless: Sequence[Placement], component: Component) -> Sequence[Placement]:
         """The first ones whose GPUs, with those that are free, do for a worker of this component; none where
         all of them would not."""
-        for count in range(1, len(given_up) + 1):
+        for count in range(1, len(useless) + 1):
             state = self._file.read()
-            for placement in given_up[:count]:
+            for placement in useless[:count]:
                 state.free(placement)
             with contextlib.suppress(ConfigError):
                 state.place(component, self._running)
-                return given_up[:count]
+                return useless[:count]
         return []
 
     async def _is_given_up_again(self, placement: Placement) -> bool:
@@ -423,6 +425,13 @@ class LocalConnector:
 
     def _is_missing(self, worker_id: str) -> bool:
         return not self._has_given_up(worker_id) and is_missing(self._registry.state_of(worker_id))
+
+    def _serves_no_more(self, worker_id: str) -> bool:
+        """Whether it was given up, or has been missing for so long that `pending` does not wait for it."""
+        since = self._missing_since.get(worker_id, math.inf)
+        is_old = self._clock.now() - since >= self._start_timeout_s
+        is_lost = is_old and self._is_missing(worker_id) and worker_id not in self._starting
+        return is_lost or self._has_given_up(worker_id)
 
     def _has_given_up(self, worker_id: str) -> bool:
         running = self._running.get(worker_id)

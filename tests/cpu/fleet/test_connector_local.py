@@ -26,6 +26,7 @@ class Slow:
     def __init__(self):
         self.names, self.is_away = [], False
         self.given_up, self.is_bad = set(), False
+        self.broken = set()  # their processes are there, and do not serve
         self.busy_s = 0.0
 
     async def _answer(self):
@@ -51,11 +52,14 @@ class Slow:
         await self._answer()
         self.names.remove(worker_id)
         self.given_up.discard(worker_id)
+        self.broken.discard(worker_id)
 
     async def close(self, grace_s):
         self.names.clear()
 
     def state_of(self, worker_id):
+        if worker_id in self.broken:
+            return WorkerState.BROKEN
         lives = worker_id in self.names and worker_id not in self.given_up
         return WorkerState.READY if lives else None
 
@@ -179,6 +183,31 @@ def test_workers_that_are_added_at_once_take_no_place_of_one_that_was_given_up_t
         adding = [connector.add("m", "both") for _ in range(2)]
         assert sorted(await asyncio.gather(*adding)) == ["m-1", "m-2"]
         assert places(tmp_path) == {"m-1": ["0"], "m-2": ["1"]}
+
+    run(tmp_path, test, TWO_GPUS)
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+def test_a_worker_that_has_not_served_for_too_long_ends_before_another_takes_its_place(is_back, tmp_path):
+    """It kept its process and its GPU beside its successor, beyond the planner's budget."""
+
+    async def test(slow, connector):
+        assert connector.pending("m") == 0
+        slow.broken.add("m-1")
+        assert connector.pending("m") == 1
+        await asyncio.sleep(59.0)
+        if is_back:
+            slow.broken.clear()
+            assert connector.pending("m") == 0
+            slow.broken.add("m-1")
+            assert connector.pending("m") == 1
+        await asyncio.sleep(2.0)
+        assert connector.pending("m") == is_back
+        if is_back:
+            with pytest.raises(ConfigError, match="0 of 2 are free"):
+                await connector.add("m", "both")
+        else:
+            assert await connector.add("m", "both") == "m-1" and slow.names == ["m-2", "m-1"]
 
     run(tmp_path, test, TWO_GPUS)
 
