@@ -46,6 +46,7 @@ class StructuredOutputsParams:
     # Alternatives and sequences of texts and JSON, in xgrammar's form, or their JSON text.
     structural_tag: str | dict[str, Any] | None = None
     whitespace_pattern: str | None = None  # between the tokens of JSON
+    disable_any_whitespace: bool | None = None  # none between them
     # Objects have the keys that their schema names and no others, unless it says so itself. None: as
     # structured_outputs_config says.
     disable_additional_properties: bool | None = None
@@ -97,7 +98,9 @@ class SamplingParams:
     seed: int | None = option(None, "same seed, same tokens")
     stop: str | list[str] | None = option(None, "texts that end the answer", section=LENGTH)
     stop_token_ids: list[int] | None = option(None, "token ids that end the answer")
-    bad_words: list[str] | None = option(None, "words that are never said", section="what may be said")
+    bad_words: list[str] | None = option(
+        None, "words whose tokens never follow one another in an answer", section="what may be said"
+    )
     include_stop_str_in_output: bool = option(
         False, "the text keeps the stop string that ended it", section=LENGTH
     )

@@ -249,7 +249,7 @@ def _json_text(kind: str, value: Any) -> str:
 def _json_options(params: StructuredOutputsParams) -> dict[str, Any]:
     if params.whitespace_pattern is not None:
         return {"whitespace_pattern": _bounded("whitespace_pattern", params.whitespace_pattern)}
-    return {"whitespace_flexible": True}
+    return {"whitespace_flexible": not params.disable_any_whitespace}
 
 
 def _check_nesting(kind: str, schema: Any) -> None:

@@ -25,8 +25,8 @@ class Admission:
             raise UnavailableError("the server is shutting down; send the request to another one")
         if count > self.limit:
             raise RequestError(
-                f"n: the request asks for {count} answers, and the queue takes {self.limit}; lower n or send "
-                "fewer prompts"
+                f"n: the request asks for {count} answers, and the queue takes {self.limit}; ask for fewer, "
+                "or send fewer prompts at once"
             )
         if self.active + count > self.limit:
             self.refused += count

@@ -162,7 +162,7 @@ class OllamaAnswer(Struct, kw_only=True, omit_defaults=True):
     model: str
     created_at: str
     done: bool
-    done_reason: Literal["stop", "length", "load"] | None = None
+    done_reason: Literal["stop", "length", "load", "unload"] | None = None
     total_duration: int | None = None
     load_duration: int | None = None
     prompt_eval_count: int | None = None
@@ -523,6 +523,7 @@ def _structured(form: str | dict[str, Any] | None) -> StructuredOutputsParams | 
 
 async def embed_texts(exchange: Exchange) -> None:
     request = exchange.decode(OllamaEmbedRequest)
+    exchange.names |= {"prompt": "input", "n": "input"}
     model = exchange.models.find(request.model)
     texts = [request.input] if isinstance(request.input, str) else request.input
     vectors, num_tokens = [], 0

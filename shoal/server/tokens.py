@@ -90,6 +90,7 @@ async def tokenizer_info(exchange: Exchange) -> None:
 
 async def create_embeddings(exchange: Exchange) -> None:
     request = exchange.decode(EmbeddingRequest)
+    exchange.names |= {"prompt": "input", "n": "input"}
     model = exchange.models.find(request.model)
     keep = model.max_model_len if request.truncate_prompt_tokens == -1 else request.truncate_prompt_tokens
     prompts = await read_prompts(

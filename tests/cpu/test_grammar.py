@@ -67,6 +67,10 @@ KINDS = [  # what is asked for, and whether a text is that
     (dict(json=PERSON, whitespace_pattern=" ?"), is_person),
     (dict(json=json.dumps(PERSON), whitespace_pattern=""), is_person),
     (
+        dict(json=PERSON, disable_any_whitespace=True),
+        lambda text: is_person(text) and re.fullmatch(r'{"name":".*","age":\d+,"tags":\[("[ab]",?)*]}', text),
+    ),
+    (
         dict(grammar='root ::= sum\nsum ::= number ("+" number){0,3} "=" [A-C]\nnumber ::= [0-9]{1,3}'),
         lambda text: re.fullmatch(r"\d{1,3}(\+\d{1,3}){0,3}=[A-C]", text),
     ),
