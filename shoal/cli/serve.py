@@ -173,13 +173,20 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
                 logger.info(pages, url, url, url, url)
             warn_of_open_port(config, port)
 
-        # Without its engine a worker of a fleet ends, and whoever has started it may start it again.
-        drain = engines[0].lost if config.plane is not None else None
+        drain = asyncio.Event()
+        if config.plane is not None:
+            # Without its engine a worker of a fleet ends, and whoever has started it may start it again.
+            stack.callback(asyncio.create_task(_set_after(engines[0].lost, drain)).cancel)
         drained = await serve_http(app, admin, config, ports, drain=drain, ready=ready)
         if not drained:  # a second signal: at once
             for llm in engines:
                 await llm.close(flush=False)
-        return 0 if drained and not (config.plane is not None and engines[0].dead) else 1
+        return 0 if drained and not (config.plane is not None and engines[0].lost.is_set()) else 1
+
+
+async def _set_after(first: asyncio.Event, then: asyncio.Event) -> None:
+    await first.wait()
+    then.set()
 
 
 async def _start(

@@ -603,14 +603,16 @@ class _LateInterrupts:
 
     def __exit__(self, *_: object) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._depth -= 1
+            self._depth = max(0, self._depth - 1)
             if not self._depth:
                 self._heed()
 
     def heed(self) -> None:
         if self._waiting and threading.current_thread() is threading.main_thread():
+            depth = self._depth
             self._heed()
             self._put_off()
+            self._depth = depth
 
     def _put_off(self) -> None:
         handler = signal.getsignal(signal.SIGINT)
@@ -624,9 +626,9 @@ class _LateInterrupts:
             self._heed()
 
     def _heed(self) -> None:
-        """Calls the handler for what waits. From now on nothing is put off."""
+        """Calls the handler for what waits. From now on nothing is put off, wherever that ends."""
         handler, waiting = self._handler, self._waiting
-        self._handler, self._waiting = None, []
+        self._handler, self._waiting, self._depth = None, [], 0
         if handler is not None:
             signal.signal(signal.SIGINT, handler)
             for interrupt in waiting:

@@ -120,17 +120,28 @@ class LocalConnector:
         await self._look()
 
     def pending(self, model: str) -> int:
-        now, count = self._clock.now(), 0
         state = self._file.read()
-        for component in self._components:
-            if component.model == model:
-                for placement in state.placements(component):
-                    if self._is_missing(placement.id):
-                        since = self._missing_since.setdefault(placement.id, now)
-                        count += now - since < self._start_timeout_s
-                    else:
-                        self._missing_since.pop(placement.id, None)
-        return count
+        self._note_missing(state)
+        ours = [
+            one
+            for component in self._components
+            if component.model == model
+            for one in state.placements(component)
+        ]
+        return sum(
+            self._clock.now() - self._missing_since[one.id] < self._start_timeout_s
+            for one in ours
+            if one.id in self._missing_since
+        )
+
+    def _note_missing(self, state: State) -> None:
+        now, missing = self._clock.now(), self._missing_since
+        self._missing_since = {
+            placement.id: missing.get(placement.id, now)
+            for component in self._components
+            for placement in state.placements(component)
+            if self._is_missing(placement.id)
+        }
 
     async def add(self, model: str, role: str) -> str:
         return await self.begin(await self.place(model, role))
@@ -188,10 +199,10 @@ class LocalConnector:
 
     def _with_role(self, model: str, role: str) -> list[Placement]:
         """The workers that have this role now, in the order of their numbers. Those of other components come
-        last, and those that were given up first, as to end one would end nothing."""
+        last, and those that serve no more first, as to end one would end nothing."""
         state = self._file.read()
         ours = [
-            (not self._has_given_up(placement.id), component.role != role, placement)
+            (not self._serves_no_more(placement.id), component.role != role, placement)
             for component in self._components
             if component.model == model
             for placement in state.placements(component)
@@ -206,7 +217,7 @@ class LocalConnector:
             one.role
             for one in self._components
             for placement in state.placements(one)
-            if not self._has_given_up(placement.id)
+            if not self._serves_no_more(placement.id)
         ]
 
     def parked(self) -> list[tuple[str, str, str]]:
@@ -291,11 +302,13 @@ class LocalConnector:
 
     async def _replace(self, useless: Sequence[Placement], component: Component) -> Placement:
         """Takes a place where these have theirs. They are forgotten only now: until then people see them."""
+        were_given_up = any(self._has_given_up(one.id) for one in useless)
         for placement in useless:
             await self._end(placement)
         await self._look()
         found = await self._take(component)
-        self._replacing.add(found.id)
+        if were_given_up:
+            self._replacing.add(found.id)
         return found
 
     def _useless(self, component: Component) -> tuple[list[Placement], list[Placement]]:
@@ -412,6 +425,7 @@ class LocalConnector:
             for placement in self._mine.values():
                 state.adopt(placement)
             state.see({name: one.pid for name, one in running.items()})
+            self._note_missing(state)
             woken = set(self._woken)
             for worker_id in woken:
                 self._park(state, worker_id, False)

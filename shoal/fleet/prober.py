@@ -64,20 +64,22 @@ class Prober:
         self._tasks.clear()
 
     async def _check_again_and_again(self, worker: Worker[Any]) -> None:
-        retry, was_well = FIRST_RETRY_S, False
+        retry, was_well, why = FIRST_RETRY_S, False, ""
         while True:
             await self._probe(worker)
+            # A break is told of when its probe is over: a worker that leaves breaks its connection, too.
+            if was_well and (why or not worker.is_reached):
+                logger.warning("worker %s at %s is broken: %s", worker.id, worker.info.url, why or worker.why)
+                was_well = False
             if worker.is_reached:
                 if not was_well:
                     logger.info("worker %s at %s is well", worker.id, worker.info.url)
                 retry, was_well = FIRST_RETRY_S, True
                 await self._first(self._clock.sleep(self._interval_s), worker.broke.wait())
-            if not worker.is_reached and was_well:
-                logger.warning("worker %s at %s is broken: %s", worker.id, worker.info.url, worker.why)
-                was_well = False
-            elif not worker.is_reached:
+                why = "" if worker.is_reached else worker.why
+            else:
                 await self._clock.sleep(retry)
-                retry = min(1.5 * retry, self._interval_s)
+                retry, why = min(1.5 * retry, self._interval_s), ""
 
     async def _probe(self, worker: Worker[Any]) -> None:
         try:

@@ -30,9 +30,10 @@ class TextPlace:
     """Where the next token begins in a text, in characters. Tokens that share a character begin where it
     does."""
 
-    def __init__(self) -> None:
+    def __init__(self, errors: str = "replace") -> None:
+        """errors: how the tokenizer shows bytes that are no text."""
         self.offset = 0
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
 
     def move(self, data: bytes) -> None:
         self.offset += len(self._decoder.decode(data))
@@ -85,8 +86,8 @@ class LogprobShapes:
         return shown
 
     def _by_name(self, token_id: int, step: TokenLogprobs) -> dict[str, float]:
-        """Of tokens with one text (parts of characters all are "\N{REPLACEMENT CHARACTER}") the drawn one is
-        shown, else the likeliest."""
+        """Among tokens with one text (parts of characters are all U+FFFD) the drawn one is shown, else the
+        likeliest."""
         shown: dict[str, float] = {}
         for i, entry in [(token_id, step[token_id]), *self._best(step)]:
             shown.setdefault(self.name(i, entry), max(entry.logprob, LOWEST))

@@ -11,7 +11,7 @@ from shoal.server.answers import Chunks, LogprobShapes, TextPlace, encode, promp
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
 from shoal.server.http import DONE, Exchange
-from shoal.server.model import Prompt, ServedModel
+from shoal.server.model import ServedModel
 from shoal.server.params import check_stream_options, num_kept, read_prompts, text_params
 from shoal.server.protocol import CompletionRequest
 
@@ -155,9 +155,12 @@ class _Answer:
     ) -> dict[str, Any]:
         request = self.request
         prompt = self.generation.prompts[index // self.generation.params.n]
-        place = self._places.setdefault(index, TextPlace())
+        place = self._places.get(index)
+        if place is None:
+            place = self._places[index] = self._first_place()
         ids, steps = token_ids, list(logprobs or ())
         before: list[TokenLogprobs | None] = []
+        said: str | None = None
         if is_first and request.echo:
             said = prompt.text
             if said is None and self.model.tokenizer is not None:
@@ -167,7 +170,7 @@ class _Answer:
                 ids, before = [*prompt.token_ids, *token_ids], prompt_logprobs
         shown: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
         if request.logprobs is not None:
-            spelt = self._spelt(prompt, len(before), token_ids)
+            spelt = self._spelt(prompt.token_ids[: len(before)], said or "", token_ids)
             shown["logprobs"] = self.shapes.completion(ids, [*before, *steps], spelt, place)
         if is_first and request.prompt_logprobs is not None:
             shown["prompt_logprobs"] = prompt_logprobs_list(prompt_logprobs)
@@ -175,13 +178,24 @@ class _Answer:
             shown["prompt_token_ids"] = prompt.token_ids
         return shown
 
-    def _spelt(self, prompt: Prompt, num_echoed: int, token_ids: list[int]) -> list[bytes]:
-        """What the first tokens of the prompt and those of the answer add to the text."""
-        tokenizer, params = self.model.tokenizer, self.generation.params
+    def _first_place(self) -> TextPlace:
+        tokenizer = self.model.tokenizer
+        return TextPlace() if tokenizer is None else TextPlace(tokenizer.token_bytes.errors)
+
+    def _spelt(self, echoed_ids: list[int], said: str, token_ids: list[int]) -> list[bytes]:
+        """What these tokens of the prompt, which is shown as `said`, and those of the answer add to the
+        text."""
+        tokenizer = self.model.tokenizer
         if tokenizer is None:
-            return [b""] * (num_echoed + len(token_ids))
-        echoed = [tokenizer.token_bytes[i] for i in prompt.token_ids[:num_echoed]]
-        if echoed and prompt.text is not None and not prompt.text.encode().startswith(echoed[0]):
-            echoed[0] = tokenizer.shown_bytes[prompt.token_ids[0]]  # put before the text by the tokenizer
-        shown = tokenizer.shown_bytes if params.skip_special_tokens else tokenizer.token_bytes
+            return [b""] * (len(echoed_ids) + len(token_ids))
+        pieces = tokenizer.token_bytes
+        echoed, begin = [pieces[i] for i in echoed_ids], said.encode()
+        if echoed and not begin.startswith(echoed[0]):
+            echoed[0] = tokenizer.shown_bytes[
+                echoed_ids[0]
+            ]  # nothing, if the tokenizer put it before the text
+        first = next((i for i, data in enumerate(echoed) if data), None)
+        if first is not None and pieces.strips_first_space and not begin.startswith(b" "):
+            echoed[first] = echoed[first].removeprefix(b" ")
+        shown = tokenizer.shown_bytes if self.generation.params.skip_special_tokens else pieces
         return echoed + [shown[i] for i in token_ids]

@@ -3,7 +3,8 @@
 A call is known as one when its name is known and its arguments begin; until then its text is held back, and
 given as content if it turns out to be something else. From there on the arguments stream. What is given
 depends on the text alone, never on how it was cut into pieces: the parsers are straight code that pauses (a
-generator's `yield`) wherever the text at hand ends.
+generator's `yield`) wherever the text at hand ends. Only a malformed call is read in another way where the
+answer comes as a whole.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ class _CallReader:
         """is_whole: the text comes by one push."""
         self._is_whole = is_whole
         self._num_before = 0  # parts that come before the call being read
+        self._is_complete = False  # the last call was read to its end
         self._text, self._at, self._ended = "", 0, False
         self._raw: list[str] = []  # what was read of a call that may yet be none
         self._arguments: list[str] = []  # arguments of the call being read, not given out yet
@@ -131,7 +133,7 @@ class _CallReader:
         self._inside = False
         if self._begun and isinstance(error, _Ended):
             self._at = len(self._text)
-        elif self._begun and self._is_whole:
+        elif self._begun and self._is_whole and not self._is_complete:
             del self._parts[self._num_before :]
             self._index, self._begun = self._index - 1, False
             self._arguments.clear()
@@ -246,7 +248,7 @@ class _CallReader:
         Raises _Malformed, `_begun` says whether before or after the call was known as one.
         """
         self._give_arguments()  # those of the call before
-        self._begun, self._inside, name, has_arguments = False, False, "", False
+        self._begun, self._inside, self._is_complete, name, has_arguments = False, False, False, "", False
         self._raw.clear()
         self._arguments.clear()
         yield from self._expect("{")
@@ -274,6 +276,7 @@ class _CallReader:
             self._begin(name)
             self._arguments.append("{}")
         self._give_arguments()
+        self._is_complete = True
 
     def _call_arguments(self, name: str) -> Steps:
         if (yield from self._next()) == "{":

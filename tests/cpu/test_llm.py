@@ -504,12 +504,13 @@ def test_a_lost_stream_that_is_collected_within_a_step_is_dropped_behind_it(
 ):
     """A stream in a cycle is closed wherever garbage is collected. In the middle of a step it took away what
     the step was about, and with it the late interrupts of the generate that went on."""
-    engine, handlers = build("qwen3", async_scheduling=is_async, max_num_seqs=2), []
+    engine, handlers, num_lost = build("qwen3", async_scheduling=is_async, max_num_seqs=2), [], []
     grow, scheduler, step = engine.core.loop.scheduler._grow, engine.core.loop.scheduler, engine._step
 
     def growing(seq):
         if seq.request.prompt_token_ids == PROMPTS[0]:
             gc.collect()
+            num_lost.append(len(engine._abandoned))
         return grow(seq)
 
     def stepping():
@@ -522,11 +523,19 @@ def test_a_lost_stream_that_is_collected_within_a_step_is_dropped_behind_it(
     holder = Holder()
     holder.itself, holder.stream = holder, engine.stream(PROMPTS[0], greedy(max_tokens=40))
     next(holder.stream), next(holder.stream)
-    del holder
     monkeypatch.setattr(scheduler, "_grow", growing)
     monkeypatch.setattr(engine, "_step", stepping)
-    assert ids_of(engine.generate([PROMPTS[1]], greedy(), use_tqdm=False)) == [expected[1]]
-    assert engine.stats().num_running == 0 and set(handlers) == {engine._late_interrupts._wait}
+    gc.disable()  # so that it is the one in `growing` that finds it
+    try:
+        del holder
+        assert ids_of(engine.generate([PROMPTS[1]], greedy(), use_tqdm=False)) == [expected[1]]
+    finally:
+        gc.enable()
+    assert (
+        num_lost[0] == 1
+        and engine.stats().num_running == 0
+        and set(handlers) == {engine._late_interrupts._wait}
+    )
     engine.core.check()
 
 

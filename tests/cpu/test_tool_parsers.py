@@ -196,6 +196,8 @@ def test_calls_of_a_whole_answer_before_a_malformed_one_and_those_that_were_cut_
         ["content", bad],
     ]
     assert parse(parser(), [cut_short[0]]) == cut_short[1]
+    listed = '[{"name": "f", "parameters": {"a": 1}} oops]'
+    assert parse(ListedCalls(is_whole=True), [listed]) == [["call", "f", '{"a": 1}'], ["content", "oops]"]]
 
 
 FRAGMENTS = st.sampled_from(

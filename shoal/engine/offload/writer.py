@@ -53,8 +53,9 @@ class Writer:
         return key in self._in_hand
 
     def wants(self, key: bytes) -> bool:
-        """Whether some persistent tier lacks the block, and may get it now."""
-        return not (self.has(key) or self.is_saved(key) or self._rests)
+        """Whether a persistent tier lacks the block though one above it has it, and may get it now."""
+        has_it = [tier.contains(key) for tier in self.persistent.values()]
+        return any(has_it) and not (all(has_it[has_it.index(True) :]) or self.has(key) or self._rests)
 
     @property
     def _rests(self) -> bool:
