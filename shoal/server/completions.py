@@ -194,8 +194,8 @@ class _Answer:
             echoed[0] = tokenizer.shown_bytes[
                 echoed_ids[0]
             ]  # nothing, if the tokenizer put it before the text
-        first = next((i for i, data in enumerate(echoed) if data), None)
-        if first is not None and pieces.strips_first_space and not begin.startswith(b" "):
-            echoed[first] = echoed[first].removeprefix(b" ")
+        if pieces.strips_first_space and b"".join(echoed) == b" " + begin:
+            first = next(i for i, data in enumerate(echoed) if data)
+            echoed[first] = echoed[first][1:]
         shown = tokenizer.shown_bytes if self.generation.params.skip_special_tokens else pieces
         return echoed + [shown[i] for i in token_ids]

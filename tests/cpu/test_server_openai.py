@@ -9,9 +9,11 @@ import openai
 import pytest
 
 from shoal.api import Logprob
+from shoal.server import completions
 from shoal.server.answers import LogprobShapes, TextPlace
 from shoal.server.notices import MAX_TOLD, Notices
-from tests import http_shapes
+from shoal.tokenizer import Tokenizer
+from tests import http_shapes, texts
 from tests.fake_server import NAME, FakeServer, engine_saying, ids_of
 
 TEXT = "hello world, how are you? "
@@ -129,6 +131,24 @@ def test_offsets_of_a_completion_count_what_the_tokens_spell_and_not_what_is_hel
     echoed = complete(client, prompt=prompt, echo=True, logprobs=1, max_tokens=1).choices[0]
     spelt = [(i, letter) for i, letter in enumerate(echoed.text) for _ in letter.encode()]
     assert echoed.logprobs.text_offset == [i for i, _ in spelt]
+
+
+@pytest.mark.parametrize("has_bos", [False, True])
+@pytest.mark.parametrize("text", ["the city of light", " the city", "caf\u00e9 \U0001f600!"])
+def test_offsets_with_sentencepiece_leave_out_what_the_tokenizer_put_before_the_text(text, has_bos):
+    tokenizer = Tokenizer.from_gguf(texts.sentencepiece_metadata())
+    ids = [tokenizer.bos_token_id] * has_bos + tokenizer.encode(text, add_special_tokens=False)
+    asked = SimpleNamespace(
+        model=SimpleNamespace(tokenizer=tokenizer),
+        generation=SimpleNamespace(params=SimpleNamespace(skip_special_tokens=True)),
+    )
+    place, offsets = TextPlace(tokenizer.token_bytes.errors), []
+    for data in completions._Answer._spelt(asked, ids, text, []):
+        offsets.append(place.offset)
+        place.move(data)
+    assert place.offset == len(text) and offsets[0] == 0
+    words = [i for i, piece in enumerate(tokenizer.convert_ids_to_tokens(ids)) if piece.startswith("\u2581")]
+    assert [text[offsets[i] :][:1] for i in words[1:]] == [" "] * len(words[1:])
 
 
 def test_of_tokens_with_one_text_the_drawn_one_is_shown():
