@@ -24,10 +24,11 @@ class SseReader:
     def feed(self, piece: bytes) -> list[bytes]:
         """Returns the data of the events that end in this piece. Raises WorkerFailedError for an event
         that is too large."""
-        if self._after_cr or b"\r" in piece:
-            if self._after_cr and piece:
-                piece, self._after_cr = piece.removeprefix(b"\n"), False
-            self._after_cr = self._after_cr or piece.endswith(b"\r")
+        if piece:
+            if self._after_cr:
+                piece = piece.removeprefix(b"\n")
+            self._after_cr = piece.endswith(b"\r")
+        if b"\r" in piece:
             piece = piece.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
         first, *more = piece.split(b"\n")
         self._line.append(first)

@@ -191,9 +191,8 @@ class _Answer:
         pieces = tokenizer.token_bytes
         echoed, begin = [pieces[i] for i in echoed_ids], said.encode()
         if echoed and not begin.startswith(echoed[0]):
-            echoed[0] = tokenizer.shown_bytes[
-                echoed_ids[0]
-            ]  # nothing, if the tokenizer put it before the text
+            # nothing, if the tokenizer put it before the text
+            echoed[0] = tokenizer.shown_bytes[echoed_ids[0]]
         if pieces.strips_first_space and b"".join(echoed) == b" " + begin:
             first = next(i for i, data in enumerate(echoed) if data)
             echoed[first] = echoed[first][1:]

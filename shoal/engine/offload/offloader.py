@@ -401,7 +401,7 @@ class Offloader:
         key = self.pool.key_of(block)
         if key is None or key in self._leaving or not self._is_wanted(key):
             return None
-        if self._goes_below(key) and (self._is_in_host_tier(key) or not self.writer.wants(key)):
+        if self._is_in_host_tier(key) or self.writer.has(key) or self.writer.is_settled(key):
             return None
         return self._metas.get(key)
 

@@ -52,10 +52,11 @@ class Writer:
         """Whether the block is staged or being written."""
         return key in self._in_hand
 
-    def wants(self, key: bytes) -> bool:
-        """Whether a persistent tier lacks the block though one above it has it, and may get it now."""
+    def is_settled(self, key: bytes) -> bool:
+        """Whether a persistent tier has the block, and all tiers below that one have it, too. While nothing
+        is written, as a write has just failed, the one is enough."""
         has_it = [tier.contains(key) for tier in self.persistent.values()]
-        return any(has_it) and not (all(has_it[has_it.index(True) :]) or self.has(key) or self._rests)
+        return any(has_it) and (all(has_it[has_it.index(True) :]) or self._rests)
 
     @property
     def _rests(self) -> bool:
