@@ -21,7 +21,7 @@ TORCH_INDEX ?= $(shell { $(HAS_GPU) || ! $(ANSWERS) || echo $(CPU_INDEX); } 2>/d
 JOBS ?= $(shell { $(HAS_GPU); } 2>/dev/null && echo 1 || echo 3)
 PYTEST = $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-slow check format docs test-gpu bench bench-gpu clean
+.PHONY: demo test test-slow test-rare test-clients check format docs test-gpu bench bench-gpu clean
 
 demo: .venv/ready
 	$(BIN)/shoal generate "The capital of France is" --max-tokens 48 --temperature 0
@@ -29,9 +29,14 @@ demo: .venv/ready
 test: .venv/ready-test
 	$(PYTEST)
 
-# What is slow or rare. Other people's clients run in an environment of their own, against a server of .venv.
-test-slow: .venv/ready-test .venv-clients/ready
+# What is slow or rare, in two parts: Shoal's own tests, and other people's clients. Clients run in an environment of their own,
+# against a server of .venv.
+test-slow: test-rare test-clients
+
+test-rare: .venv/ready-test
 	$(PYTEST) -m slow
+
+test-clients: .venv/ready-test .venv-clients/ready
 	SHOAL_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest tests/clients -m slow
 
 check: .venv/ready-test
