@@ -588,7 +588,7 @@ class ServerConfig:
     api_key: list[str] | None = option(
         None,
         "a request must bring one of them, but for health, metrics and pages; SHOAL_API_KEY adds some "
-        "(comma-separated)",
+        "(comma-separated); without this option, VLLM_API_KEY is a key, too",
         common=True,
         section="who may call",
     )

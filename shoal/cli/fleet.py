@@ -41,7 +41,7 @@ from shoal.fleet.planner_loop import PlannerLoop
 from shoal.fleet.process_log import ProcessLog
 from shoal.fleet.state_file import digest_of, fleet_folder, holding, socket_in
 from shoal.fleet.toml_file import keys_of
-from shoal.server.keys import read_keys
+from shoal.server.keys import key_environment
 from shoal.server.run import heeding_signals, open_ports
 
 logger = logging.getLogger(__name__)
@@ -267,12 +267,6 @@ def _common_words(file: FleetFile, verbose: bool) -> list[str]:
     if file.router.fleet_key_file is not None:
         words.append(f"--fleet-key-file={file.router.fleet_key_file}")
     return [*words, "--verbose"] if verbose else words
-
-
-def key_environment(config: ServerConfig) -> dict[str, str]:
-    """Each worker has an HTTP port of its own; what guards the router's guards these, too."""
-    keys = read_keys(config)
-    return {"SHOAL_API_KEY": ",".join(keys)} if keys else {}
 
 
 def plane_of(file: FleetFile, folder: Path) -> str:

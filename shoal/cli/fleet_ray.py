@@ -31,7 +31,6 @@ from shoal.cli.fleet import (
     FleetWorkers,
     check_workers,
     fleet_name,
-    key_environment,
     open_record,
     place_of,
     prefix_of,
@@ -49,7 +48,7 @@ from shoal.fleet.process_log import ProcessLog
 from shoal.fleet.ray_components import Node, check_reach, hosts_of, ray_components
 from shoal.fleet.ray_worker import place_of_this_process
 from shoal.fleet.restarts import Restarts
-from shoal.server.keys import read_keys
+from shoal.server.keys import key_environment, read_keys
 from shoal.server.run import heeding_signals
 
 logger = logging.getLogger(__name__)

@@ -28,7 +28,7 @@ from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.engine.standstill import Standstill
-from shoal.errors import EngineDeadError, ShoalError
+from shoal.errors import EngineDeadError
 from shoal.kv.event_publisher import KvEvents
 
 
@@ -240,12 +240,13 @@ class StepLoop:
 
     @contextmanager
     def _guarded(self) -> Iterator[None]:
-        """What fails in here ends the ranks; what merely interrupts it loses the steps in flight."""
+        """Interrupts (Ctrl-C, an exit, a lack of memory) lose the steps in flight. Any other exception ends
+        the ranks: after a bug, such as an AssertionError, the books may be wrong."""
         try:
             yield
-        except (RuntimeError, ShoalError) as error:
-            raise self.ranks.failed(error) from error
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, MemoryError):
+                raise self.ranks.failed(error) from error
             self._start_anew()
             raise
 

@@ -13,6 +13,7 @@ from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 
 VARIABLE = "SHOAL_API_KEY"
+VLLM_VARIABLE = "VLLM_API_KEY"
 
 
 class Keys:
@@ -47,6 +48,16 @@ def check_admin_port(config: ServerConfig) -> None:
         )
 
 
+def key_environment(config: ServerConfig) -> dict[str, str]:
+    """Returns the variables with which a worker's HTTP port takes the same keys as the router's. Both are
+    set, so that a worker takes no key from its parent's environment that the router does not take."""
+    keys = read_keys(config)
+    whole = (
+        "" if config.api_key else os.environ.get(VLLM_VARIABLE, "").strip()
+    )  # a comma in it divides nothing
+    return {VARIABLE: ",".join(key for key in keys if key != whole), VLLM_VARIABLE: whole} if keys else {}
+
+
 def is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
@@ -60,9 +71,11 @@ def is_loopback(host: str) -> bool:
 
 
 def read_keys(config: ServerConfig) -> list[str]:
-    """All keys; none if the server is open. Raises ConfigError for a file that cannot be read, and for
-    options that hold no key, as nobody means that."""
-    keys = [*(config.api_key or ()), *os.environ.get(VARIABLE, "").split(",")]
+    """Returns all keys; none if the server is open. As in vLLM, VLLM_API_KEY is one key, commas included, and
+    counts unless api_key is given. Raises ConfigError for a file that cannot be read, and for options that
+    hold no key, as nobody means that."""
+    given = config.api_key or [os.environ.get(VLLM_VARIABLE, "")]
+    keys = [*given, *os.environ.get(VARIABLE, "").split(",")]
     if config.api_key_file is not None:
         try:
             lines = Path(config.api_key_file).read_text("utf-8").splitlines()

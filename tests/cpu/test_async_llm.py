@@ -139,3 +139,35 @@ def test_an_update_whose_caller_leaves_is_still_followed():
         assert llm.config.model == llm.info.model == "other"
 
     asyncio.run(check())
+
+
+@pytest.mark.parametrize(
+    ("options", "source", "loaded"),
+    [
+        ({"model": "s3://bucket/model", "revision": "0123"}, "s3://bucket/model", (None, "auto")),
+        ({"model": "org/model", "revision": "0123"}, "org/finetune", (None, "auto")),
+        ({"model": "org/model", "revision": "0123"}, "org/model", ("0123", "auto")),
+        ({"model": "made-up", "load_format": "dummy"}, "trained", (None, "auto")),
+        ({"model": "made-up", "load_format": "dummy"}, "made-up", (None, "dummy")),
+    ],
+)
+def test_a_core_that_is_restarted_loads_the_weights_of_the_last_update(options, source, loaded):
+    """Regression: the revision and load_format of the start were kept, so a restarted core served the old or
+    random weights without an error, or found no such revision."""
+
+    class Core:
+        def send(self, message):
+            self.call_id = message.call_id
+
+    async def check():
+        llm = AsyncLLM(EngineConfig(**options), restart=True, engine_timeout=0)
+        llm._core = Core()
+        llm.info = ModelInfo("old", 1, 8, 8, 8, (0,), {}, 8, 8, 8, "cpu", "float32")
+        updating = asyncio.create_task(llm.control(UpdateWeights(source)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        llm._on_message(Reply(llm._core.call_id, 2))
+        assert await updating == 2
+        assert llm.config.model == source and (llm.config.revision, llm.config.load_format) == loaded
+
+    asyncio.run(check())

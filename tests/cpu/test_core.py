@@ -273,6 +273,24 @@ def test_a_failed_step_ends_the_core_for_good(build, monkeypatch):
     assert not core.tick()
 
 
+@pytest.mark.parametrize("bug", [AssertionError(), KeyError(7), IndexError("list index out of range")])
+def test_a_bug_in_a_step_ends_the_core(build, monkeypatch, bug):
+    """Regression: exceptions other than RuntimeError were taken for Ctrl-C, and the core continued with books
+    that may have been corrupt."""
+    core = build()
+    core.add(request("a", PROMPTS[0]))
+
+    def broken(*args):
+        raise bug
+
+    monkeypatch.setattr(core.scheduler, "schedule", broken)
+    with pytest.raises(EngineDeadError, match=f"a step failed: {type(bug).__name__}"):
+        core.step()
+    monkeypatch.undo()
+    with pytest.raises(EngineDeadError, match=type(bug).__name__):
+        core.step()
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 @pytest.mark.parametrize("where", ["step", "wait"])
 def test_an_interrupt_aborts_the_requests_and_the_core_goes_on(

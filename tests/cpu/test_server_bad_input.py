@@ -8,6 +8,8 @@ import time
 import pytest
 
 from shoal.api import FinishReason, Output
+from shoal.config import ServerConfig
+from shoal.server.keys import key_environment, read_keys
 from tests.fake_server import FakeServer, eventually, post, read_until
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
@@ -432,6 +434,39 @@ def test_a_grammar_that_cannot_be_followed_is_the_clients_mistake():
 
 
 # Keys and CORS
+
+
+def test_the_key_of_vllm_closes_a_server_unless_an_option_gives_one(monkeypatch):
+    """Regression: a server that was started with VLLM_API_KEY answered everybody."""
+
+    def status(server, key):
+        return server.request("/v1/models", headers={"Authorization": f"Bearer {key}"})[0]
+
+    monkeypatch.setenv("VLLM_API_KEY", " one,whole ")
+    with FakeServer() as server:
+        assert server.request("/v1/models")[0] == 401
+        assert [status(server, key) for key in ("one,whole", "one", "whole")] == [200, 401, 401]
+    monkeypatch.setenv("SHOAL_API_KEY", "added")
+    with FakeServer() as server:
+        assert [status(server, key) for key in ("one,whole", "added")] == [200, 200]
+    with FakeServer(api_key=["given"]) as server:
+        assert [status(server, key) for key in ("given", "added", "one,whole")] == [200, 200, 401]
+
+
+def test_workers_take_the_keys_of_their_router(monkeypatch):
+    def keys_of_worker(config):
+        with monkeypatch.context() as patched:
+            for name, value in key_environment(config).items():
+                patched.setenv(name, value)
+            return sorted(read_keys(ServerConfig()))
+
+    monkeypatch.delenv("SHOAL_API_KEY", raising=False)
+    assert key_environment(ServerConfig()) == {}
+    monkeypatch.setenv("VLLM_API_KEY", "one,whole")
+    assert keys_of_worker(ServerConfig()) == ["one,whole"]
+    assert keys_of_worker(ServerConfig(api_key=["given"])) == ["given"]
+    monkeypatch.setenv("SHOAL_API_KEY", "a,b")
+    assert keys_of_worker(ServerConfig()) == ["a", "b", "one,whole"]
 
 
 def test_keys_are_asked_for_where_they_should(tmp_path, monkeypatch):

@@ -20,6 +20,7 @@ from shoal.control import Command, Control, UpdateWeights, result_type
 from shoal.engine.process.core_process import CoreProcess
 from shoal.engine.process.watchdog import Watchdog
 from shoal.errors import EngineDeadError, RequestError, ShoalError
+from shoal.weights.store import is_url
 from shoal.wire import (
     BEAT_S,
     Abort,
@@ -176,8 +177,7 @@ class AsyncLLM(Control):
     async def _update(self, command: Command[T], source: str) -> T:
         before = self.info
         result = await self._call(command)
-        # What a core that is started again loads.
-        self.config = dataclasses.replace(self.config, model=source)
+        self.config = _with_weights_of(self.config, source)
         if self.info is not before and self.on_other_model is not None:
             await self.on_other_model()
         return result
@@ -311,3 +311,16 @@ class AsyncLLM(Control):
                 continue
             logger.warning("the engine core was started again (pid %d)", self.info.pid)
             return
+
+
+def _with_weights_of(config: EngineConfig, source: str) -> EngineConfig:
+    """Returns the options of a core that is started again after an update from `source`. A revision belongs
+    to the model that was given at the start: kept, it would bring the old weights back. An update from a
+    store took the store's newest version, under the same URL, too."""
+    same = source == config.model
+    return dataclasses.replace(
+        config,
+        model=source,
+        revision=config.revision if same and not is_url(source) else None,
+        load_format="auto" if config.load_format == "dummy" and not same else config.load_format,
+    )

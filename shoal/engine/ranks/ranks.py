@@ -186,10 +186,12 @@ class Ranks:
         """Takes note that `error` ended the engine, and returns what is to be raised: the death of a rank, if
         there was one, rather than the broken collective that it left behind."""
         cause = self._cause(error)
-        self.error = (
-            cause if isinstance(cause, EngineDeadError) else EngineDeadError(f"a step failed: {cause}")
-        )
-        return self.error
+        if not isinstance(cause, EngineDeadError):
+            # A KeyError's text alone, or an AssertionError's, which may be empty, says little.
+            says = str(cause) if isinstance(cause, (RuntimeError, ShoalError)) else repr(cause)
+            cause = EngineDeadError(f"a step failed: {says}")
+        self.error = cause
+        return cause
 
     def _cause(self, error: Exception) -> Exception:
         """Why a rank ended, if one has: its end may have caused `error`. Otherwise `error` itself."""
