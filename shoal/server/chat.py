@@ -14,6 +14,7 @@ from shoal.server.generation import Generation
 from shoal.server.http import DONE, MAX_UNKNOWN, Exchange
 from shoal.server.model import Prompt, ServedModel
 from shoal.server.params import check_stream_options, num_kept, shortened, text_params
+from shoal.server.parts import readable
 from shoal.server.protocol import ChatCompletionRequest
 from shoal.server.tool_parsers import Part, TextDelta
 from shoal.server.tools import AnswerFormat, AnswerParser, ToolPlan, plan_tools, template_variables, whole
@@ -60,7 +61,7 @@ async def create_chat_completion(exchange: Exchange) -> None:
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
     plan.constrain(params, model.tool_call_parser, exchange.names)
-    prompt = await _prompt(model, request, plan, params)
+    prompt = await _prompt(exchange, model, request, plan, params)
     request_id = exchange.named(request.request_id)
     generation = Generation(
         model,
@@ -179,14 +180,19 @@ def _warn_unknown(exchange: Exchange, request: ChatCompletionRequest) -> None:
 
 
 async def _prompt(
-    model: ServedModel, request: ChatCompletionRequest, plan: ToolPlan, params: SamplingParams
+    exchange: Exchange,
+    model: ServedModel,
+    request: ChatCompletionRequest,
+    plan: ToolPlan,
+    params: SamplingParams,
 ) -> Prompt:
     variables = template_variables(
         request.chat_template_kwargs, request.reasoning_effort, params, model.reasoning_parser
     )
     # Thoughts come back under either name; templates know the older one.
     messages = [
-        {**m, "reasoning_content": m["reasoning"]} if "reasoning" in m else m for m in request.messages
+        {**m, "reasoning_content": m["reasoning"]} if "reasoning" in m else m
+        for m in (_with_readable_parts(exchange, message) for message in request.messages)
     ]
     prompt = await model.chat_prompt(
         messages,
@@ -204,6 +210,24 @@ async def _prompt(
     if wanted is not None and wanted >= model.max_model_len:
         wanted = None  # the answer is cut to what the prompt leaves, so the prompt need not be cut
     return shortened(prompt, num_kept(model, request.truncate_prompt_tokens, wanted))
+
+
+def _with_readable_parts(exchange: Exchange, message: dict[str, Any]) -> dict[str, Any]:
+    """The message with parts that this server reads. An answer's thoughts have a field of their own."""
+    content = message.get("content")
+    if not isinstance(content, list):
+        return message
+    thoughts, others = [], []
+    for part in content:
+        thought = part.get("thinking") if isinstance(part, dict) and part.get("type") == "thinking" else None
+        if message["role"] == "assistant" and isinstance(thought, str):
+            thoughts.append(thought)
+        else:
+            others.append(part)
+    found = {**message, "content": readable(exchange, others, is_user=message["role"] == "user")}
+    if thoughts and not message.get("reasoning_content"):
+        found["reasoning_content"] = "".join(thoughts)
+    return found
 
 
 class _Answer:

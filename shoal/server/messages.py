@@ -14,18 +14,11 @@ from shoal.server.errors import PROMPT_TOO_LONG, ApiError
 from shoal.server.generation import Generation, Usage
 from shoal.server.http import Dialect, Exchange
 from shoal.server.model import Prompt, ServedModel
+from shoal.server.parts import readable
 from shoal.server.protocol import MinusOneOrMore, Positive, Seconds, Words
 from shoal.server.shapes import AnthropicErrorResponse
 from shoal.server.tool_parsers import CallDelta, Part
-from shoal.server.tools import (
-    AnswerFormat,
-    ToolPlan,
-    check_finish,
-    name_unseen,
-    plan_tools,
-    warn_left_out,
-    warn_unread,
-)
+from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, warn_left_out
 
 # See Exchange.
 NAMES = {"prompt": "messages", "stop": "stop_sequences"}
@@ -40,20 +33,6 @@ ERRORS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-
-
-# Blocks of answers that only Anthropic's own servers can read, or wrote themselves.
-HOSTED_BLOCKS = frozenset(
-    {
-        "redacted_thinking",
-        "server_tool_use",
-        "web_search_tool_result",
-        "web_fetch_tool_result",
-        "code_execution_tool_result",
-        "bash_code_execution_tool_result",
-        "text_editor_code_execution_tool_result",
-    }
-)
 
 
 class AnthropicTool(Struct, kw_only=True):
@@ -406,13 +385,14 @@ def _messages(exchange: Exchange, request: CountTokensRequest) -> list[dict[str,
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(b, dict) for b in blocks):
             raise RequestError(f"{where} has the content {content!r:.100}, neither text nor a list of blocks")
-        for kind in sorted({str(b.get("type")) for b in blocks} & HOSTED_BLOCKS):
-            warn_unread(exchange, kind)
-        messages += [_answer(where, blocks)] if role == "assistant" else _said(where, role, blocks)
+        if role == "assistant":
+            messages.append(_answer(exchange, where, blocks))
+        else:
+            messages += _said(exchange, where, role, blocks)
     return messages
 
 
-def _said(where: str, role: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _said(exchange: Exchange, where: str, role: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The messages of one turn. Each tool's result is a message of its own in the chat API."""
     found: list[dict[str, Any]] = []
     texts: list[dict[str, Any]] = []
@@ -422,16 +402,18 @@ def _said(where: str, role: str, blocks: list[dict[str, Any]]) -> list[dict[str,
                 raise RequestError(
                     f"{where} has a tool_result without tool_use_id; name the call that it answers"
                 )
-            content = _text(where, name_unseen(block.get("content") or ""))
+            content = _text(where, readable(exchange, block.get("content") or ""))
             found.append({"role": "tool", "tool_call_id": call, "content": content})
+        elif block.get("type") == "tool_use":
+            raise RequestError(f"{where} has a tool_use in the role {role}; send it with the role assistant")
         else:
             texts.append(block)
     if texts or not found:
-        found.append({"role": role, "content": _text(where, texts)})
+        found.append({"role": role, "content": _text(where, readable(exchange, texts, is_user=True))})
     return found
 
 
-def _answer(where: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
+def _answer(exchange: Exchange, where: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": ""}
     for block in blocks:
         kind = block.get("type")
@@ -450,8 +432,10 @@ def _answer(where: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
             if not isinstance(block.get("thinking"), str):
                 raise RequestError(f"{where} has a thinking block without its text")
             message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
-        elif str(kind) not in HOSTED_BLOCKS:
-            message["content"] += _text(where, [block])
+        elif kind == "tool_result":
+            raise RequestError(f"{where} has a tool_result in the role assistant; send it with the role user")
+        else:
+            message["content"] += _text(where, readable(exchange, [block]))
     return message
 
 

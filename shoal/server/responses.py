@@ -16,17 +16,16 @@ from shoal.server.errors import ApiError
 from shoal.server.generation import Generation, Usage
 from shoal.server.http import Exchange
 from shoal.server.model import ServedModel
+from shoal.server.parts import readable, warn_unread
 from shoal.server.protocol import GenerationFields, MinusOneOrMore, Positive
 from shoal.server.tool_parsers import CallDelta, Part
 from shoal.server.tools import (
     AnswerFormat,
     ToolPlan,
     check_finish,
-    name_unseen,
     plan_tools,
     template_variables,
     warn_left_out,
-    warn_unread,
 )
 
 # Items that tell of what OpenAI's own servers did amid an answer. Codex sends them back with everything.
@@ -369,7 +368,7 @@ def _messages(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, A
                 {
                     "role": "tool",
                     "tool_call_id": _text(i, item, "call_id"),
-                    "content": _content(i, name_unseen(item.get("output"))),
+                    "content": _content(i, readable(exchange, item.get("output"))),
                 }
             )
         elif kind == "message" and item.get("role") in ("system", "developer"):
@@ -380,18 +379,21 @@ def _messages(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, A
             else:
                 messages.append({"role": "system", "content": text})
         elif kind == "message" and item.get("role") == "user":
-            messages.append({"role": "user", "content": _content(i, item.get("content"))})
+            content = readable(exchange, item.get("content"), is_user=True)
+            messages.append({"role": "user", "content": _content(i, content)})
         else:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            _add_to_answer(messages[-1], i, item, kind)
+            _add_to_answer(exchange, messages[-1], i, item, kind)
     return messages
 
 
-def _add_to_answer(message: dict[str, Any], i: int, item: dict[str, Any], kind: Any) -> None:
+def _add_to_answer(
+    exchange: Exchange, message: dict[str, Any], i: int, item: dict[str, Any], kind: Any
+) -> None:
     function: dict[str, Any]
     if kind == "message" and item.get("role") == "assistant":
-        message["content"] += _content(i, item.get("content"))
+        message["content"] += _content(i, readable(exchange, item.get("content")))
     elif kind == "reasoning":
         thoughts = _content(i, item.get("content") or item.get("summary") or "")
         message["reasoning_content"] = message.get("reasoning_content", "") + thoughts

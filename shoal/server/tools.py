@@ -33,7 +33,6 @@ from shoal.server.tool_parsers import CallDelta, ListedCalls, NamedCall, Parser,
 
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 CHOICES = ("auto", "none", "required")
-UNSEEN = ("image", "document", "input_image", "input_file")  # parts of a tool's result that are no text
 
 
 def choose_tool_call_parser(setting: str, chat_template: str | None) -> str:
@@ -204,29 +203,6 @@ def warn_left_out(exchange: Exchange, kind: Any) -> None:
         f"tool {kind!r:.60}",
         f"this server has no tools of the type {kind!r:.60}: they are left out of {exchange.path}",
     )
-
-
-def warn_unread(exchange: Exchange, kind: Any) -> None:
-    """Tells the log, once a client, of a part of a conversation that this server cannot use."""
-    exchange.warn(
-        f"part {kind!r:.60}",
-        f"parts of a conversation of the type {kind!r:.60} come from other "
-        f"servers and mean nothing to this one: they are left out of "
-        f"{exchange.path}",
-    )
-
-
-def name_unseen(content: Any) -> Any:
-    """A tool's result with a text in the place of each picture and file. The model learns that it sees none;
-    a refusal would end an agent's conversation, as it sends the result again with every request."""
-    if not isinstance(content, list):
-        return content
-    return [
-        {"type": "text", "text": f"[{part['type']} left out: this model reads text alone]"}
-        if isinstance(part, dict) and str(part.get("type")) in UNSEEN
-        else part
-        for part in content
-    ]
 
 
 def template_variables(

@@ -315,3 +315,34 @@ def test_a_block_of_a_type_that_is_none_is_a_mistake_of_the_client(kind, role):
         for content in (blocks, [{"type": "tool_result", "tool_use_id": "x", "content": blocks}]):
             body = {"messages": [{"role": role, "content": content}], "max_tokens": 1}
             assert server.json("/v1/messages", body)[0] == 400
+
+
+def test_blocks_that_are_text_are_read_and_unknown_ones_left_out(served, client, caplog):
+    """Regression: tool_reference, search_result, documents of text and new blocks were refused, so a
+    conversation that held one was over."""
+    document = {"type": "document", "title": "T", "source": {"type": "text", "data": "plain"}}
+    search = {
+        "type": "search_result",
+        "title": "S",
+        "source": "u",
+        "content": [{"type": "text", "text": "f"}],
+    }
+    result = [{"type": "tool_reference", "tool_name": "mcp__a__b"}, search]
+    served.say("Hello")
+    ask(
+        client,
+        messages=[
+            {"role": "user", "content": [document, {"type": "container_upload", "file_id": "x"}]},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "mcp_tool_use", "id": "m"},
+                    {"type": "tool_use", "id": "c", "name": "find", "input": {}},
+                ],
+            },
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": result}]},
+        ],
+    )
+    assert "<user>T\nplain<assistant>" in served.last_prompt()
+    assert "<tool>mcp__a__b\nS\nu\nf<assistant>" in served.last_prompt()
+    assert "container_upload" in caplog.text and "mcp_tool_use" in caplog.text

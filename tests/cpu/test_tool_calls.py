@@ -553,3 +553,24 @@ def test_a_description_without_room_is_left_out_of_a_call_that_a_grammar_makes(p
         if path == "/v1/chat/completions":
             code, answer = server.json(path, {**bodies[path], "tool_choice": "auto"})
             assert code == 400 and "maximum context length" in answer["error"]["message"]
+
+
+def test_parts_that_are_no_text_end_no_conversation(served, client):
+    """Regression: a picture in a tool's result, a refusal and thoughts in an earlier answer were refused."""
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    served.say("Hello")
+    user = {"role": "user", "content": "hello"}
+    ask(
+        client,
+        messages=[
+            user,
+            {"role": "assistant", "content": [{"type": "refusal", "refusal": "never"}]},
+            user,
+            {"role": "assistant", "content": [{"type": "thinking", "thinking": "hm"}], "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "a"}, picture]},
+        ],
+    )
+    assert "never" in served.last_prompt() and "image_url left out" in served.last_prompt()
+    with pytest.raises(openai.BadRequestError, match="content"):
+        ask(client, messages=[{"role": "user", "content": [picture]}])
