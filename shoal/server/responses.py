@@ -28,17 +28,14 @@ from shoal.server.tools import (
     warn_left_out,
 )
 
-# Items that tell of what OpenAI's own servers did amid an answer. Codex sends them back with everything.
-HOSTED_ITEMS = frozenset(
-    {
-        "web_search_call",
-        "file_search_call",
-        "code_interpreter_call",
-        "image_generation_call",
-        "mcp_call",
-        "mcp_list_tools",
-    }
-)
+# Calls of tools that clients run for OpenAI's models: the tool's name, and the field with its arguments.
+CLIENT_CALLS = {
+    "local_shell_call": ("local_shell", "action"),
+    "shell_call": ("shell", "action"),
+    "apply_patch_call": ("apply_patch", "operation"),
+}
+OUTPUTS = frozenset(f"{kind}_output" for kind in ("function_call", "custom_tool_call", *CLIENT_CALLS))
+SAID = frozenset({"message", "reasoning", "function_call", "custom_tool_call", *CLIENT_CALLS})
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
@@ -361,16 +358,17 @@ def _messages(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, A
         raise RequestError("input is empty; give a text or a list of items")
     for i, item in enumerate(items):
         kind = item.get("type", "message")
-        if str(kind) in HOSTED_ITEMS:
-            warn_unread(exchange, str(kind))
-        elif kind in ("function_call_output", "custom_tool_call_output"):
+        if isinstance(kind, str) and kind in OUTPUTS:
             messages.append(
                 {
                     "role": "tool",
-                    "tool_call_id": _text(i, item, "call_id"),
-                    "content": _content(i, readable(exchange, item.get("output"))),
+                    "tool_call_id": _text(i, item, "call_id" if "call_id" in item else "id"),
+                    "content": _content(i, _printed(readable(exchange, item.get("output")))),
                 }
             )
+        elif isinstance(kind, str) and kind not in SAID and kind != "item_reference":
+            # A refusal would end the conversation, as clients send every item back with each request.
+            warn_unread(exchange, kind)
         elif kind == "message" and item.get("role") in ("system", "developer"):
             text = _content(i, item.get("content"))
             # templates know one system message, at the start
@@ -403,11 +401,11 @@ def _add_to_answer(
     elif kind == "custom_tool_call":  # of a tool whose input is text
         function = {"name": _text(i, item, "name"), "arguments": {"input": _text(i, item, "input")}}
         _add_call(message, i, item, function)
-    elif kind == "local_shell_call":
-        action = item.get("action")
-        if not isinstance(action, dict):
-            raise RequestError(f"input[{i}].action {action!r:.100} is no object")
-        _add_call(message, i, item, {"name": "local_shell", "arguments": action})
+    elif isinstance(kind, str) and kind in CLIENT_CALLS:
+        name, field = CLIENT_CALLS[kind]
+        if not isinstance(arguments := item.get(field), dict):
+            raise RequestError(f"input[{i}].{field} must be an object, got {arguments!r:.100}")
+        _add_call(message, i, item, {"name": name, "arguments": arguments})
     elif kind == "message":
         raise RequestError(
             f"input[{i}] has the role {item.get('role')!r:.100}; there are user, assistant, system and "
@@ -418,6 +416,18 @@ def _add_to_answer(
             f"input[{i}] is of the type {kind!r:.100}; this server takes message, "
             "reasoning, function_call, custom_tool_call, local_shell_call and the outputs of these"
         )
+
+
+def _printed(output: Any) -> Any:
+    """A tool's output, in which what each command of a shell printed is text."""
+    if not isinstance(output, list):
+        return output
+    return [
+        {"type": "text", "text": f"{part.get('stdout') or ''}{part.get('stderr') or ''}"}
+        if isinstance(part, dict) and "stdout" in part
+        else part
+        for part in output
+    ]
 
 
 def _add_call(message: dict[str, Any], i: int, item: dict[str, Any], function: dict[str, Any]) -> None:

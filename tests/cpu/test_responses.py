@@ -319,3 +319,20 @@ def test_an_item_of_a_type_that_is_none_is_a_mistake_of_the_client(kind):
     with FakeServer() as server:
         item = {"type": kind, "role": "user", "content": "a"}
         assert server.json("/v1/responses", {"input": [item], "max_output_tokens": 1})[0] == 400
+
+
+def test_outputs_of_shells_are_read_and_unknown_items_left_out(served, client, caplog):
+    """Regression: outputs of shells, tool searches and compactions were refused with every later turn."""
+    served.say("Done.")
+    items = [
+        {"role": "user", "content": "hello"},
+        {"type": "tool_search_call", "call_id": "t", "arguments": {"query": "x"}},
+        {"type": "compaction", "encrypted_content": "gAAAA"},
+        {"type": "local_shell_call", "call_id": "s", "action": {"command": ["ls"]}},
+        {"type": "local_shell_call_output", "id": "s", "output": "a.txt"},
+        {"type": "shell_call", "call_id": "u", "action": {"commands": ["ls"]}},
+        {"type": "shell_call_output", "call_id": "u", "output": [{"stdout": "b.txt", "stderr": ""}]},
+    ]
+    assert ask(client, input=items).output_text == "Done."
+    assert "<tool>a.txt" in served.last_prompt() and "<tool>b.txt" in served.last_prompt()
+    assert "tool_search_call" in caplog.text and "compaction" in caplog.text
