@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import json
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,9 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 # This text marks where a continued message ends. Its last character, a space, shows whether the template
 # trims messages.
 CONTINUE = "<|continue here|> "
+# Claude Code begins its system prompt with this line, whose value changes with each request. Left in, no
+# later block of the prompt would be found in the prefix cache.
+BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 PROBE = "Does this appear?"
 PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
 MOST_REPEATED = 10_000_000  # a template's `*` may make so many characters or items
@@ -133,14 +137,21 @@ class ChatTemplate:
         if message["role"] == "developer" and not self._knows_developer:  # OpenAI's newer name
             message["role"] = "system"
         content = message.get("content", "")
+        is_system = message["role"] == "system"
+        if is_system and isinstance(content, str):
+            content = without_billing_line(content)
         if isinstance(content, list):
             texts = [_part_text(i, part) for part in content]
+            if is_system:
+                texts = without_billing_lines(texts)
             content = [{"type": "text", "text": t} for t in texts] if self._reads_parts else "\n".join(texts)
         elif not isinstance(content, str):
             raise RequestError(
                 f"messages[{i}].content {content!r:.80} is neither text nor a list of text parts"
             )
         calls = message.get("tool_calls", [])
+        if calls == []:  # some clients send it with each answer, and some templates count calls by the key
+            message.pop("tool_calls", None)
         if not isinstance(calls, list):
             raise RequestError(f"messages[{i}].tool_calls {calls!r:.80} are no list of calls")
         for k, call in enumerate(calls):
@@ -228,6 +239,18 @@ def _key(key: Any) -> str:
     if key is None or isinstance(key, (bool, int, float)):
         return json.dumps(key)
     raise TypeError(f"keys must be texts, and {key!r:.80} is none")
+
+
+def without_billing_line(text: str) -> str:
+    """Returns a system text without Claude Code's billing line, if the text begins with it."""
+    found = BILLING_LINE.match(text)
+    return text if found is None else text[found.end() :]
+
+
+def without_billing_lines(texts: Sequence[str]) -> list[str]:
+    """Returns the blocks of a system prompt without billing lines; a block that holds nothing else is left
+    out."""
+    return [kept for text in texts if (kept := without_billing_line(text)) or not text]
 
 
 def _part_text(i: int, part: Any) -> str:

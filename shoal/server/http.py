@@ -50,6 +50,7 @@ class Dialect:
     error_body: Callable[[ApiError], bytes]
     error_event: Callable[[ApiError], bytes]  # what a stream says when it fails midway
     stream_type: str = "text/event-stream; charset=utf-8"
+    id_headers: tuple[str, ...] = ("x-request-id",)  # each holds the request's id
 
 
 def openai_error_event(error: ApiError) -> bytes:
@@ -115,6 +116,14 @@ class Exchange:
             length = int(self.headers.get(b"content-length", b"0"))
         except ValueError:
             raise ApiError(400, "the header Content-Length is no number") from None
+        encoding = self.headers.get(b"content-encoding", b"identity").decode("latin-1").strip()
+        if encoding.lower() not in ("", "identity"):
+            raise ApiError(
+                415,
+                f"the header Content-Encoding must be absent or identity, got {encoding!r:.100}; send the "
+                "body uncompressed",
+                headers={"accept-encoding": "identity"},  # RFC 9110, 12.5.3: what the client may send
+            )
         if length > limit:
             raise too_large(limit)
         parts = []
@@ -326,7 +335,7 @@ class Exchange:
         headers = [
             (b"content-type", content_type),
             *headers,
-            (b"x-request-id", self.request_id.encode("ascii")),
+            *((name.encode("ascii"), self.request_id.encode("ascii")) for name in self.dialect.id_headers),
             *self.more_headers,
         ]
         if self.generation is not None and (worker := self.generation.worker):

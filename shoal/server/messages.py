@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Struct
 
 from shoal.api import SamplingParams, StructuredOutputsParams
+from shoal.chat_template import without_billing_line, without_billing_lines
 from shoal.errors import RequestError
 from shoal.server.errors import PROMPT_TOO_LONG, ApiError
 from shoal.server.generation import Generation, Usage
@@ -190,7 +191,13 @@ def error_event(error: ApiError) -> bytes:
     return b"event: error\ndata: " + error_body(error) + b"\n\n"
 
 
-ANTHROPIC = Dialect("Anthropic", AnthropicErrorResponse, error_body, error_event)
+ANTHROPIC = Dialect(
+    "Anthropic",
+    AnthropicErrorResponse,
+    error_body,
+    error_event,
+    id_headers=("x-request-id", "request-id"),  # its SDKs read the second
+)
 
 
 class _Writer:
@@ -375,7 +382,10 @@ def _messages(exchange: Exchange, request: CountTokensRequest) -> list[dict[str,
     if not request.messages:
         raise RequestError("messages is empty; send at least one")
     messages: list[dict[str, Any]] = []
-    if system := _text("system", request.system or ""):
+    system = request.system or ""
+    if isinstance(system, list):
+        system = "\n".join(without_billing_lines([_text("system", block) for block in system]))
+    if system := without_billing_line(system):
         messages.append({"role": "system", "content": system})
     for i, message in enumerate(request.messages):
         role, content = message.get("role"), message.get("content")

@@ -7,6 +7,7 @@ the library maps its tensors. Only the tensors need torch.
 from __future__ import annotations
 
 import math
+import mmap
 import re
 import struct
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 INDEX = "model.safetensors.index.json"
 SHARD = re.compile(r"[^/\\\0]+\.safetensors")
 MAX_DIMS = 4
+EMBEDDING = "model.embed_tokens.weight"
+COMPARED_BYTES = 1 << 20
 # A format's name -> bytes of a number. Weights are real numbers, or packed as a layout says
 # (models/layouts/).
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -45,8 +48,15 @@ def safetensors_tensors(
     one, also for a tensor of another dtype than these."""
     for path, tensors in safetensors_headers(folder, dtypes):
         with _reading(path), safetensors.safe_open(path, framework="pt", device="cpu") as file:
+            stored = {full_name(name): name for name in file.keys()}  # noqa: SIM118  the file is no dict
             for name in tensors:
-                yield name, file.get_tensor(name)
+                yield name, file.get_tensor(stored[name])
+
+
+def full_name(name: str) -> str:
+    """Returns the name that a causal model gives to a tensor. A checkpoint that was saved from the model
+    below the head, as Qwen3-Embedding's, leaves out the `model.` before it."""
+    return f"model.{name}" if name.startswith(("embed_tokens.", "layers.", "norm.")) else name
 
 
 def has_weights(folder: Path) -> bool:
@@ -96,25 +106,55 @@ def safetensors_headers(
                 raise CheckpointError(
                     f"{path} does not hold the tensor {name}, which {INDEX} says it does; fetch both again"
                 )
-            if name in taken:
+            if full_name(name) in taken:
                 raise CheckpointError(
                     f"{path} holds the tensor {name}, and so does another file of the "
                     "folder; remove one of them"
                 )
-            taken.add(name)
-        yield path, {name: held[name] for name in names or sorted(held)}
+            taken.add(full_name(name))
+        yield path, {full_name(name): held[name] for name in names or sorted(held)}
+
+
+def has_own_head(folder: Path) -> bool:
+    """Returns whether the folder has an output head that differs from its embedding. Raises
+    CheckpointError."""
+    spans: dict[str, tuple[Path, int, int]] = {}
+    for path in shards(folder):
+        named = _read_header(path, DTYPES | PACKED_DTYPES)[1]
+        spans |= {full_name(name): (path, *span) for name, span in named.items()}
+    if "lm_head.weight" not in spans:
+        return any(name.startswith("lm_head.") for name in spans)  # a quantized one
+    if EMBEDDING not in spans:
+        return False
+    with _reading(folder), _mapped(*spans["lm_head.weight"]) as head, _mapped(*spans[EMBEDDING]) as table:
+        size = len(head)
+        return size != len(table) or any(
+            head[at : at + COMPARED_BYTES] != table[at : at + COMPARED_BYTES]
+            for at in range(0, size, COMPARED_BYTES)
+        )
+
+
+@contextmanager
+def _mapped(path: Path, start: int, end: int) -> Iterator[memoryview]:
+    with (
+        path.open("rb") as file,
+        mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+        memoryview(mapped) as whole,
+        whole[start:end] as part,
+    ):
+        yield part
 
 
 def tensor_spans(path: Path, dtypes: Mapping[str, int]) -> list[tuple[int, int]]:
     """Where each tensor of a file begins and ends in it, in order. Raises CheckpointError."""
-    return _read_header(path, dtypes)[1]
+    return sorted(_read_header(path, dtypes)[1].values())
 
 
 def _read_header(
     path: Path, dtypes: Mapping[str, int]
-) -> tuple[dict[str, TensorHeader], list[tuple[int, int]]]:
-    """What the file says about each tensor, and where in it they begin and end, in order. Raises
-    CheckpointError unless all of them lie in the file, one after the other, as their shapes say."""
+) -> tuple[dict[str, TensorHeader], dict[str, tuple[int, int]]]:
+    """What the file says about each tensor, and where in it each begins and ends. Raises CheckpointError
+    unless all of them lie in the file, one after the other, as their shapes say."""
     try:
         if not path.is_file():  # a pipe would never end
             raise FileNotFoundError("no such file")
@@ -148,7 +188,7 @@ def _read_header(
                 f"{before} ends at {position}; fetch it again"
             )
         position, before = end, name
-    return tensors, sorted((8 + length + start, 8 + length + end) for start, end, _ in spans)
+    return tensors, {name: (8 + length + start, 8 + length + end) for start, end, name in spans}
 
 
 def _parse_tensor(info: Any, where: str, dtypes: Mapping[str, int]) -> tuple[TensorHeader, int, int]:

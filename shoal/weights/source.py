@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import logging
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -28,7 +29,9 @@ from shoal.models.config_gguf import config_from_gguf
 from shoal.models.config_json import config_from_json
 from shoal.weights import default_model, store
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_rope_factors
-from shoal.weights.safetensors import has_weights, shards
+from shoal.weights.safetensors import has_own_head, has_weights, shards
+
+logger = logging.getLogger(__name__)
 
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TOKEN_ID = re.compile(r"[0-9]{1,9}")
@@ -80,10 +83,27 @@ class CheckpointFiles:
                 raise CheckpointError(
                     f"{self.folder} holds no config.json; it is not the folder of a Hugging Face model"
                 )
-            return config_from_json(self._read_json("config.json"), str(self.folder / "config.json"))
+            config = config_from_json(self._read_json("config.json"), str(self.folder / "config.json"))
+            return replace(config, tie_word_embeddings=False) if self._unties(config) else config
         return config_from_gguf(
             self.metadata, self.header.shapes, str(self.file), read_rope_factors(self.header)
         )
+
+    def _unties(self, config: ModelConfig) -> bool:
+        """Whether the files hold an output head beside an embedding that the config wants in its place, as
+        after a fine-tune or a resize. It is used, as in transformers 5."""
+        if not config.tie_word_embeddings or not has_weights(self.folder):
+            return False
+        try:
+            differs = has_own_head(self.folder)
+        except CheckpointError:
+            return False  # the check of all tensors reports it, where weights are wanted
+        if differs:
+            logger.warning(
+                "%s: config.json ties the embeddings, but lm_head differs from the embedding, and is used",
+                self.folder,
+            )
+        return differs
 
     @property
     def metadata(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import pytest
 import transformers
 
+from shoal.chat_template import ChatTemplate
 from shoal.errors import RequestError
 from shoal.tokenizer import Tokenizer
 from shoal.tool_prompt import describe
@@ -341,3 +342,14 @@ def test_what_cannot_be_continued_is_refused(tmp_path):
         render(tmp_path, "fixed text", [USER], continue_final_message=True, add_generation_prompt=False)
     with pytest.raises(RequestError, match="variables"):
         render(tmp_path, CHATML, [USER], thing=object())
+
+
+def test_an_empty_list_of_calls_counts_as_absent():
+    """Regression: templates that look for the key refused answers of clients that send `tool_calls: []`."""
+    source = (
+        "{% for m in messages %}{% if 'tool_calls' in m %}{{ raise_exception('a call') }}{% endif %}"
+        "{{ m.content }}{% endfor %}"
+    )
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": []}]
+    assert ChatTemplate(source).render(messages, add_generation_prompt=True) == "ab"
+    assert messages[1]["tool_calls"] == []

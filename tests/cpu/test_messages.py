@@ -346,3 +346,55 @@ def test_blocks_that_are_text_are_read_and_unknown_ones_left_out(served, client,
     assert "<user>T\nplain<assistant>" in served.last_prompt()
     assert "<tool>mcp__a__b\nS\nu\nf<assistant>" in served.last_prompt()
     assert "container_upload" in caplog.text and "mcp_tool_use" in caplog.text
+
+
+BILLING = "x-anthropic-billing-header: cc_version=2.1; cch={};"
+
+
+@pytest.mark.parametrize(
+    "system",
+    [
+        [BILLING, "Follow the rules."],
+        [BILLING + "\nFollow the rules."],
+        ["Follow the rules.", BILLING],
+        BILLING + "\nFollow the rules.",
+    ],
+)
+def test_claude_codes_billing_line_does_not_change_the_prompt(served, client, system):
+    """Regression: the line changes with each request, so no later block was found in the prefix cache."""
+
+    def prompt(system):
+        served.say("Yes")
+        blocks = [{"type": "text", "text": text} for text in system]
+        ask(client, system=system if isinstance(system, str) else blocks)
+        return served.last_prompt()
+
+    def fill(code):
+        return system.format(code) if isinstance(system, str) else [text.format(code) for text in system]
+
+    assert prompt(fill("1a2b")) == prompt(fill("3c4d5")) == prompt("Follow the rules.")
+
+
+def test_what_a_user_wrote_about_the_billing_line_stays(served, client):
+    counts = [
+        client.messages.count_tokens(model="tiny", messages=[{"role": "user", "content": text}])
+        for text in ("Hello", BILLING + "\nHello")
+    ]
+    assert counts[1].input_tokens > counts[0].input_tokens + 10
+    text = "The header\n" + BILLING + "\nis kept."
+    with_line, without = (
+        client.messages.count_tokens(
+            model="tiny", system=system, messages=[{"role": "user", "content": "Hello"}]
+        )
+        for system in (text, "The header\nis kept.")
+    )
+    assert with_line.input_tokens > without.input_tokens + 10
+
+
+def test_the_id_of_a_request_is_under_anthropics_name_too(served, client):
+    """Regression: only x-request-id was sent, so the SDK's ids were None."""
+    served.say("Yes")
+    assert ask(client)._request_id
+    with pytest.raises(anthropic.BadRequestError) as caught:
+        ask(client, messages=[])
+    assert caught.value.request_id == caught.value.response.headers["x-request-id"]

@@ -1,5 +1,6 @@
 """Whatever clients send, they get the right 4xx with OpenAI's error shape, and the server goes on."""
 
+import gzip
 import json
 import random
 import re
@@ -431,6 +432,16 @@ def test_a_grammar_that_cannot_be_followed_is_the_clients_mistake():
         status, _, text = server.request(COMPLETE, {"prompt": "a"})
         check_error(status, text, 400)
         assert "the grammar cannot go on" in text
+
+
+def test_a_compressed_body_is_refused_as_such():
+    """Regression: a body in gzip was a 400 that said it was no JSON."""
+    body = gzip.compress(json.dumps({"prompt": "a"}).encode())
+    with FakeServer() as server:
+        status, headers, text = server.request(COMPLETE, body, headers={"Content-Encoding": "gzip"})
+        assert "Content-Encoding" in check_error(status, text, 415)["message"]
+        assert headers["Accept-Encoding"] == "identity"
+        assert server.request(COMPLETE, {"prompt": "a"}, headers={"Content-Encoding": "identity"})[0] == 200
 
 
 # Keys and CORS
