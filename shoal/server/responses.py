@@ -105,12 +105,13 @@ class ReasoningItem(Struct, tag_field="type", tag="reasoning"):
     summary: list[Any] = []
 
 
-class FunctionCall(Struct, tag_field="type", tag="function_call"):
+class FunctionCall(Struct, tag_field="type", tag="function_call", omit_defaults=True):
     id: str
     call_id: str
     name: str
     arguments: str
     status: Status
+    namespace: str | None = None
 
 
 Item = OutputMessage | ReasoningItem | FunctionCall
@@ -189,7 +190,7 @@ async def create_response(exchange: Exchange) -> None:
     parser = AnswerFormat(
         plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
     ).parser(is_whole=not request.stream)
-    writer = _Writer(_response(request, model, params, plan))
+    writer = _Writer(_response(request, model, params, plan), _namespaced(request))
     exchange.error_event = writer.failed
     request_id = exchange.named(request.request_id)
     async with Generation(
@@ -227,8 +228,8 @@ async def create_response(exchange: Exchange) -> None:
 class _Writer:
     """The response as it grows, and the events that tell of it."""
 
-    def __init__(self, response: Response) -> None:
-        self.response = response
+    def __init__(self, response: Response, namespaced: dict[str, tuple[str, str]]) -> None:
+        self.response, self._namespaced = response, namespaced
         self._number = 0  # the next event's number
         self._text: list[str] = []  # the text of the open item
         self._delta = b""  # the constant beginning of its delta events
@@ -276,11 +277,10 @@ class _Writer:
         """The new item that `part` begins. None if it goes on with the open one."""
         open_item = self.response.output[-1] if self.response.output else None
         if isinstance(part, CallDelta):
-            return (
-                None
-                if part.name is None
-                else FunctionCall(_new_id("fc"), part.id or "", part.name, "", "in_progress")
-            )
+            if part.name is None:
+                return None
+            namespace, name = self._namespaced.get(part.name, (None, part.name))
+            return FunctionCall(_new_id("fc"), part.id or "", name, "", "in_progress", namespace)
         if part.reasoning:
             return (
                 None
@@ -396,7 +396,8 @@ def _add_to_answer(
         thoughts = _content(i, item.get("content") or item.get("summary") or "")
         message["reasoning_content"] = message.get("reasoning_content", "") + thoughts
     elif kind == "function_call":
-        function = {"name": _text(i, item, "name"), "arguments": _text(i, item, "arguments")}
+        name = _qualified(item.get("namespace"), _text(i, item, "name"))
+        function = {"name": name, "arguments": _text(i, item, "arguments")}
         _add_call(message, i, item, function)
     elif kind == "custom_tool_call":  # of a tool whose input is text
         function = {"name": _text(i, item, "name"), "arguments": {"input": _text(i, item, "input")}}
@@ -464,6 +465,10 @@ def _plan(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -> 
     for tool in request.tools or ():
         if tool.get("type") == "function":
             functions.append(_chat_tool(tool))
+        elif tool.get("type") == "namespace" and isinstance(tool.get("tools"), list):
+            for inner in _functions_of(tool):
+                name = _qualified(tool.get("name"), inner["name"])
+                functions.append(_chat_tool({**inner, "name": name}))
         else:
             left_out.append(_name_of(tool))
             warn_left_out(exchange, tool.get("type"))
@@ -474,6 +479,34 @@ def _plan(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -> 
         model.tool_call_parser,
         left_out,
     )
+
+
+def _functions_of(space: dict[str, Any]) -> list[dict[str, Any]]:
+    """The functions of a tool of the type namespace, as which Codex sends an MCP server."""
+    return [
+        tool
+        for tool in space["tools"]
+        if isinstance(tool, dict) and tool.get("type") == "function" and isinstance(tool.get("name"), str)
+    ]
+
+
+def _qualified(namespace: Any, name: str) -> str:
+    """The name by which the model knows a function: two namespaces may have functions of one name."""
+    if not isinstance(namespace, str) or not namespace:
+        return name
+    return f"{namespace}{'' if namespace.endswith('_') else '__'}{name}"
+
+
+def _namespaced(request: ResponsesRequest) -> dict[str, tuple[str, str]]:
+    """Namespace and name of each function of a namespace, by the name that the model knows."""
+    return {
+        _qualified(space["name"], tool["name"]): (space["name"], tool["name"])
+        for space in request.tools or ()
+        if space.get("type") == "namespace"
+        and isinstance(space.get("name"), str)
+        and isinstance(space.get("tools"), list)
+        for tool in _functions_of(space)
+    }
 
 
 def _chat_tool(tool: dict[str, Any]) -> dict[str, Any]:
@@ -498,7 +531,9 @@ def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
         named = [_chat_tool({"name": _name_of(tool)}) for tool in tools if isinstance(tool, dict)]
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
     name = choice.get("name") if choice.get("type") == "function" else _name_of(choice)
-    if not isinstance(name, str):
+    if isinstance(name, str):
+        name = _qualified(choice.get("namespace"), name)
+    else:
         raise RequestError(
             f"tool_choice {choice!r:.100} names no function; give "
             '{"type": "function", "name": ...}, "auto", "none" or "required"'

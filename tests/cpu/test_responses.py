@@ -211,7 +211,6 @@ HOSTED = [
     {"type": "web_search", "external_web_access": True},
     {"type": "custom", "name": "apply_patch", "format": {"type": "text"}},
     {"type": "mcp", "server_label": "x", "server_url": "https://example.org"},
-    {"type": "namespace", "name": "n", "tools": [TOOL]},
 ]
 
 
@@ -336,3 +335,13 @@ def test_outputs_of_shells_are_read_and_unknown_items_left_out(served, client, c
     assert ask(client, input=items).output_text == "Done."
     assert "<tool>a.txt" in served.last_prompt() and "<tool>b.txt" in served.last_prompt()
     assert "tool_search_call" in caplog.text and "compaction" in caplog.text
+
+
+def test_functions_of_a_namespace_are_shown_and_called(served, client):
+    """Regression: a namespace of tools was left out, so the model saw none of Codex's MCP tools."""
+    served.say(CALL.replace('"weather"', '"mcp__a__weather"'))
+    answer = ask(client, tools=[{"type": "namespace", "name": "mcp__a__", "tools": [TOOL]}])
+    call = answer.output[-1].to_dict()
+    assert (call["namespace"], call["name"]) == ("mcp__a__", "weather")
+    ask(client, input=[{"role": "user", "content": "hello"}, call])
+    assert "mcp__a__weather" in served.last_prompt()
