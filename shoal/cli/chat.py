@@ -59,8 +59,9 @@ class Keyboard:
     def _open_history(self) -> None:
         self._readline.set_history_length(HISTORY_LINES)
         self._readline.parse_and_bind("tab: complete")
-        # A paste of several lines is then one message. CPython switches it off.
-        self._readline.parse_and_bind("set enable-bracketed-paste on")
+        # A paste of several lines is then one message. CPython switches it off; a dumb terminal cannot do it.
+        if os.environ.get("TERM", "dumb") != "dumb":
+            self._readline.parse_and_bind("set enable-bracketed-paste on")
         self._readline.set_completer(self._complete)
         self._readline.set_completer_delims(" ")
         try:

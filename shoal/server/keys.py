@@ -52,10 +52,11 @@ def key_environment(config: ServerConfig) -> dict[str, str]:
     """Returns the variables with which a worker's HTTP port takes the same keys as the router's. Both are
     set, so that a worker takes no key from its parent's environment that the router does not take."""
     keys = read_keys(config)
-    whole = (
-        "" if config.api_key else os.environ.get(VLLM_VARIABLE, "").strip()
-    )  # a comma in it divides nothing
-    return {VARIABLE: ",".join(key for key in keys if key != whole), VLLM_VARIABLE: whole} if keys else {}
+    if not keys:
+        return {}
+    # VLLM_API_KEY may hold a comma, so it does not go into the list.
+    whole = "" if config.api_key else os.environ.get(VLLM_VARIABLE, "").strip()
+    return {VARIABLE: ",".join(key for key in keys if key != whole), VLLM_VARIABLE: whole}
 
 
 def is_address(host: str) -> bool:

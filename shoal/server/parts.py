@@ -73,7 +73,7 @@ def _text_of(part: dict[str, Any]) -> str | None:
 
 
 def _joined(content: Any) -> str | None:
-    """The text of a part's own content. None if some of it is no text."""
+    """The text of a part's own content. None if a part of it holds other than text."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
     texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]

@@ -235,3 +235,19 @@ def test_a_server_that_wants_a_key_says_so():
         assert "--api-key" in done.stderr and len(done.stderr.splitlines()) == 1
         server.engine.ends = True
         assert piped(server, "hello", "--api-key", "secret").returncode == 0
+
+
+def test_a_paste_of_several_lines_is_one_message(server, tmp_path):
+    """Regression: each pasted line was sent as a message of its own."""
+    server.engine.ends = True
+    server.say("I see.")
+    with Terminal("chat", "--url", server.url, XDG_STATE_HOME=str(tmp_path), TERM="xterm") as terminal:
+        terminal.expect(">>> ")
+        terminal.press("\x1b[200~def f(x):\n    return x\x1b[201~")
+        terminal.expect("return x")
+        terminal.press("\r")
+        terminal.expect("I see.")
+        assert "<user>def f(x):\n    return x<assistant>" in server.last_prompt()
+        terminal.expect(">>> ")
+        terminal.enter("/bye")
+        assert terminal.end() == 0
