@@ -96,13 +96,13 @@ def test_an_answered_request_is_one_line_with_its_tokens_and_times(server, lines
         (CHAT, {"messages": [{"role": "user", "content": {"it's": SECRET * 9}}]}, 400, "content"),
         (
             CHAT,
-            {"messages": [{"role": "user", "content": [{"type": 't\\"', "x": f'"{SECRET}'}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "x": f'"{SECRET}'}]}]},
             400,
             "part",
         ),
         (
             "/v1/messages",
-            {"messages": [{"role": "user", "content": [{"type": SECRET}]}], "max_tokens": 5},
+            {"messages": [{"role": "user", "content": [{"type": "image", "x": SECRET}]}], "max_tokens": 5},
             400,
             "content",
         ),
