@@ -31,7 +31,7 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 CONTINUE = "<|continue here|> "
 # Claude Code begins its system prompt with this line, whose value changes with each request. Left in, no
 # later block of the prompt would be found in the prefix cache.
-BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
+BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
 PROBE = "Does this appear?"
 PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
 MOST_REPEATED = 10_000_000  # a template's `*` may make so many characters or items
@@ -137,7 +137,7 @@ class ChatTemplate:
         if message["role"] == "developer" and not self._knows_developer:  # OpenAI's newer name
             message["role"] = "system"
         content = message.get("content", "")
-        is_system = message["role"] == "system"
+        is_system = message["role"] in ("system", "developer")
         if is_system and isinstance(content, str):
             content = without_billing_line(content)
         if isinstance(content, list):

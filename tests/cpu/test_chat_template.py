@@ -353,3 +353,11 @@ def test_an_empty_list_of_calls_counts_as_absent():
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "tool_calls": []}]
     assert ChatTemplate(source).render(messages, add_generation_prompt=True) == "ab"
     assert messages[1]["tool_calls"] == []
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_billing_line_goes_alone(role):
+    """Regression: blank lines after it went, too, and developer messages kept it."""
+    source = "{% for m in messages if m.role in ('system', 'developer') %}{{ m.content }}{% endfor %}"
+    messages = [{"role": role, "content": "x-anthropic-billing-header: cch=1;\n\n  Rules."}]
+    assert ChatTemplate(source).render(messages, add_generation_prompt=True) == "\n  Rules."
