@@ -4,7 +4,6 @@ ShoalError
     UserError (also a ValueError)   the caller's mistake: names the value, the limit and the way out
         ConfigError                 an option of the engine
         RequestError                a prompt or a sampling parameter
-            PromptTooLongError      the model's context cannot hold the prompt
         CheckpointError             a model folder, a file in it, a tensor in that
         UnknownWorkerError          no worker of the fleet has this id
     UnavailableError                not now: asleep, paused, full, ending; says when to try again
@@ -31,10 +30,6 @@ class ConfigError(UserError):
 
 class RequestError(UserError):
     """A prompt or a sampling parameter is impossible. Other requests don't notice."""
-
-
-class PromptTooLongError(RequestError):
-    """The prompt leaves no room for a token in the model's context."""
 
 
 class CheckpointError(UserError):

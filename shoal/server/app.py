@@ -15,7 +15,8 @@ from shoal.server.catalog import Catalog
 from shoal.server.cors import Cors
 from shoal.server.doors import Doors
 from shoal.server.errors import ApiError, to_api_error
-from shoal.server.http import ClientGone, Exchange, Receive, Scope, Send
+from shoal.server.http import OPENAI, ClientGone, Dialect, Exchange, Receive, Scope, Send
+from shoal.server.messages import ANTHROPIC, ANTHROPIC_VERSION
 from shoal.server.port import Port
 from shoal.server.request_log import log_request, status_of
 from shoal.server.route import Route, RouteTable
@@ -76,13 +77,13 @@ class Server:
     def _route(self, exchange: Exchange) -> Route | None:
         """None for a CORS preflight. Raises ApiError: 404, 405, 401, 403."""
         self._cors.add_headers(exchange)
-        path = exchange.path
-        methods = self._table.find(path)
-        if methods is None:
-            exchange.dialect = self._table.dialect_beside(path)
-            raise ApiError(404, f"there is nothing at {path!r:.100}; {self._table.overview()}")
+        found = self._table.find(exchange.path)
+        if found is None:
+            exchange.dialect = _dialect(exchange, self._table.dialect_beside(exchange.path))
+            raise ApiError(404, f"there is nothing at {exchange.path!r:.100}; {self._table.overview()}")
+        exchange.path, methods = found
         any_method = next(iter(methods.values()))
-        exchange.handler, exchange.dialect = any_method.path, any_method.dialect
+        exchange.handler, exchange.dialect = any_method.path, _dialect(exchange, any_method.dialect)
         if self._cors.is_preflight(exchange):
             return None
         route = methods.get("GET" if exchange.method == "HEAD" else exchange.method)
@@ -90,10 +91,10 @@ class Server:
             allowed = sorted({*methods, *(["HEAD"] if "GET" in methods else [])})
             raise ApiError(
                 405,
-                f"{path} takes {' or '.join(methods)}, not {exchange.method:.20}",
+                f"{exchange.path} takes {' or '.join(methods)}, not {exchange.method:.20}",
                 headers={"allow": ", ".join(allowed)},
             )
-        exchange.dialect = route.dialect
+        exchange.dialect = _dialect(exchange, route.dialect)
         self._doors.check(exchange, is_public=route.public)
         exchange.is_quiet = route.quiet  # not for who is kept out: keys that are guessed are to be seen
         return route
@@ -123,6 +124,12 @@ class Server:
         """Ends whatever runs now; clients are told."""
         for exchange in list(self.exchanges):
             exchange.stop(ApiError(503, why))
+
+
+def _dialect(exchange: Exchange, dialect: Dialect) -> Dialect:
+    """Returns the API that the client reads: the route's own, but Anthropic's for a client that sends its
+    header to a path that both companies' APIs have, such as /v1/models."""
+    return ANTHROPIC if dialect is OPENAI and ANTHROPIC_VERSION in exchange.headers else dialect
 
 
 def create_app(models: Catalog, config: ServerConfig, tracing: Tracing | None = None) -> Server:

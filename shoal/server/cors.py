@@ -33,7 +33,7 @@ class Cors:
             return
         exchange.more_headers += [
             (b"access-control-allow-origin", origin),
-            (b"access-control-expose-headers", b"x-request-id, retry-after"),
+            (b"access-control-expose-headers", b"x-request-id, request-id, retry-after"),
         ]
         if origin != b"*":
             exchange.more_headers.append((b"vary", b"origin"))

@@ -12,7 +12,6 @@ import msgspec
 from shoal.errors import (
     BusyError,
     EngineDeadError,
-    PromptTooLongError,
     ShoalError,
     UnavailableError,
     UnknownWorkerError,
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 FIELD = re.compile(r"[a-z_]+([.\[][\w.\[\]]*)?")
 ROOT = re.compile(r"([a-z_]*)((?:\[\d+\])?)")
-PROMPT_TOO_LONG = "context_length_exceeded"  # OpenAI's code
+CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code
 NO_NAMES: Mapping[str, str] = {}
 
 RETRY_SECONDS = 1  # what Retry-After says: queues here move on within that time
@@ -70,6 +69,30 @@ class ApiError(ShoalError):
         )
 
 
+def context_overflow(
+    limit: int, num_tokens: int, max_tokens: int | None = None, *, embeds: bool = False
+) -> ApiError:
+    """Returns the error of a prompt of `num_tokens` tokens or more that leaves no room in the model's context
+    of `limit` tokens: for any output, or for the `max_tokens` that are asked for if the prompt itself fits.
+    embeds: the request asks for no output. Agents shorten their conversation when they read these words,
+    which are vLLM's and OpenAI's."""
+    message = f"This model's maximum context length is {limit} tokens. However, you requested "
+    if embeds:
+        message += (
+            f"{num_tokens} tokens in the input for embedding generation. Please reduce the length of the "
+            "input, or set truncate_prompt_tokens."
+        )
+    else:
+        output = 1 if max_tokens is None else max_tokens
+        message += (
+            f"{output} output tokens and your prompt contains at least {num_tokens} input tokens, for a "
+            f"total of at least {num_tokens + output} tokens. Please reduce the length of the input prompt "
+            "or the number of requested output tokens."
+        )
+    field = "prompt" if num_tokens >= limit else "max_tokens"
+    return ApiError(400, message, param=field, code=CONTEXT_EXCEEDED)
+
+
 def to_api_error(error: BaseException, names: Mapping[str, str] = NO_NAMES) -> ApiError:
     """What a client is told of an exception that a handler raised. An exception that nobody foresaw is logged
     with its stack, and the client is told without it. names: see Exchange."""
@@ -86,8 +109,7 @@ def to_api_error(error: BaseException, names: Mapping[str, str] = NO_NAMES) -> A
         if root in names:
             field, message = names[root] + index, names[root] + index + message[len(field) :]
         is_field = FIELD.fullmatch(field) is not None and (not field.isalpha() or field in PLAIN_FIELDS)
-        code = PROMPT_TOO_LONG if isinstance(error, PromptTooLongError) else None
-        return ApiError(400, message, param=field if is_field else None, code=code)
+        return ApiError(400, message, param=field if is_field else None)
     if isinstance(error, RecursionError):
         return ApiError(400, "something in the request is nested too deeply; flatten it")
     if isinstance(error, BusyError):

@@ -21,9 +21,9 @@ from types import TracebackType
 
 from shoal.answer import Answer, Delta, add_to
 from shoal.api import CompletionOutput, FinishReason, Output, Request, SamplingParams, TokenLogprobs
-from shoal.errors import EngineDeadError, PromptTooLongError, RequestError, UnavailableError, UserError
+from shoal.errors import EngineDeadError, UnavailableError, UserError
 from shoal.metrics import RequestTimes
-from shoal.server.errors import ApiError
+from shoal.server.errors import ApiError, context_overflow
 from shoal.server.model import Prompt, ServedModel
 from shoal.time_line import TimeLine
 
@@ -261,31 +261,21 @@ class Generation:
         )
 
     def _max_tokens(self, prompt: Prompt) -> int:
-        """How many tokens may follow the prompt. Raises RequestError for a prompt that is too long."""
+        """How many tokens may follow the prompt. Raises ApiError for a prompt that is too long."""
         model, ids, asked = self.model, prompt.token_ids, self.params.max_tokens
         room = model.max_model_len - len(ids)
         if self.embed:
             if room < 0:
-                raise RequestError(
-                    f"input has {len(ids)} tokens, more than the model's maximum of {model.max_model_len}; "
-                    "send less, or set truncate_prompt_tokens"
-                )
+                raise context_overflow(model.max_model_len, len(ids), embeds=True)
             return 1
         if room < 1:
-            raise PromptTooLongError(
-                f"prompt has {len(ids)} tokens, and the model's maximum context length is "
-                f"{model.max_model_len}, at least one token of output included; send a shorter prompt"
-            )
+            raise context_overflow(model.max_model_len, len(ids), asked)
         if asked is None:
             return min(room, model.default_max_tokens or room)
         if asked > room and self.cuts_max_tokens:
             return room
         if asked > room:
-            raise RequestError(
-                f"max_tokens {asked} is too large: the model's maximum context length is "
-                f"{model.max_model_len} tokens and the prompt has {len(ids)} ({asked} > "
-                f"{model.max_model_len} - {len(ids)}); ask for at most {room}"
-            )
+            raise context_overflow(model.max_model_len, len(ids), asked)
         return asked
 
 

@@ -11,7 +11,7 @@ from msgspec import Struct
 from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.chat_template import without_billing_line, without_billing_lines
 from shoal.errors import RequestError
-from shoal.server.errors import PROMPT_TOO_LONG, ApiError
+from shoal.server.errors import CONTEXT_EXCEEDED, ApiError
 from shoal.server.generation import Generation, Usage
 from shoal.server.http import Dialect, Exchange
 from shoal.server.model import Prompt, ServedModel
@@ -21,6 +21,7 @@ from shoal.server.shapes import AnthropicErrorResponse
 from shoal.server.tool_parsers import CallDelta, Part
 from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, warn_left_out
 
+ANTHROPIC_VERSION = b"anthropic-version"  # a header that its clients always send
 # See Exchange.
 NAMES = {"prompt": "messages", "stop": "stop_sequences"}
 ERRORS = {
@@ -72,6 +73,7 @@ class CountTokensRequest(Struct, kw_only=True):
     thinking: Thinking | None = None  # left out: no thinking, as Anthropic's API has it
     output_config: OutputConfig | None = None
     output_format: OutputFormat | None = None  # its older name
+    thread: dict[str, Any] | None = None  # refused: see _refuse_thread
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
@@ -127,6 +129,7 @@ class TokenCount(Struct):
 
 async def create_message(exchange: Exchange) -> None:
     request = exchange.decode(MessagesRequest)
+    _refuse_thread(request)
     exchange.names |= NAMES
     model = exchange.models.find(request.model)
     plan, params = _plan(exchange, request, model), _params(exchange, request, model)
@@ -168,6 +171,7 @@ async def create_message(exchange: Exchange) -> None:
 
 async def count_tokens(exchange: Exchange) -> None:
     request = exchange.decode(CountTokensRequest)
+    _refuse_thread(request)
     exchange.names |= NAMES
     model = exchange.models.find(request.model)
     plan = _plan(exchange, request, model)
@@ -177,14 +181,27 @@ async def count_tokens(exchange: Exchange) -> None:
     await exchange.json(TokenCount(len(prompt.token_ids)))
 
 
+def _refuse_thread(request: CountTokensRequest) -> None:
+    """Raises ApiError for a request that holds the new turns alone. Anthropic's SDKs know the code, and send
+    whole conversations from then on."""
+    if request.thread is not None:
+        raise ApiError(
+            400,
+            "thread: this server keeps no conversations; send all messages, without `thread`",
+            param="thread",
+            code="thread_unsupported_request",
+        )
+
+
 def error_body(error: ApiError) -> bytes:
-    """The body of an error in Anthropic's shape. Claude Code knows a prompt that is too long by these words,
-    and shortens its conversation."""
-    too_long = "prompt is too long: " if error.code == PROMPT_TOO_LONG else ""
+    """Returns the body of an error in Anthropic's shape. Claude Code knows a prompt that is too long by these
+    words, and shortens its conversation."""
+    too_long = "prompt is too long: " if error.code == CONTEXT_EXCEEDED else ""
     kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
-    return msgspec.json.encode(
-        {"type": "error", "error": {"type": kind, "message": too_long + error.message}}
-    )
+    shown: dict[str, Any] = {"type": kind, "message": too_long + error.message}
+    if error.code is not None:
+        shown["details"] = {"error_code": error.code}
+    return msgspec.json.encode({"type": "error", "error": shown})
 
 
 def error_event(error: ApiError) -> bytes:

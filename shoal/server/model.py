@@ -13,12 +13,12 @@ from typing import Any, TypeVar
 from shoal.api import ModelSummary, SleepState, Stats, sampling_defaults
 from shoal.config import ServerConfig
 from shoal.control import ServedEngine
-from shoal.errors import PromptTooLongError, RequestError
+from shoal.errors import RequestError
 from shoal.metrics import ModelMetrics
 from shoal.model_card import ModelCard
 from shoal.request_builder import RequestBuilder
 from shoal.server.admission import Admission
-from shoal.server.errors import ApiError
+from shoal.server.errors import ApiError, context_overflow
 from shoal.server.text_threads import TextThreads
 from shoal.tokenizer import LONG_TEXT, Tokenizer
 
@@ -165,18 +165,11 @@ class ServedModel:
         """Runs in a thread if the text is long."""
         tokenizer, most = self.need_tokenizer(), self.max_model_len
         if must_fit and len(text) > most:
-            length = f"the model's maximum context length is {most} tokens, at least one of output included"
-            if len(text) > most * tokenizer.longest_token:
-                raise PromptTooLongError(
-                    f"prompt has {len(text)} characters, and none of the model's tokens stands for more "
-                    f"than {tokenizer.longest_token}; {length}; send a shorter prompt"
-                )
+            if (fewest := -(-len(text) // tokenizer.longest_token)) > most:
+                raise context_overflow(most, fewest)
             head = text[: HEAD_CHARACTERS * most]
             if len(head) < len(text) and len(tokenizer.encode(head, add_special_tokens)) > most + HEAD_SLACK:
-                raise PromptTooLongError(
-                    f"prompt has more than {most} tokens in its first {len(head)} characters of "
-                    f"{len(text)}; {length}; send a shorter prompt"
-                )
+                raise context_overflow(most, most + 1)
         return tokenizer.encode(text, add_special_tokens)
 
     async def chat_prompt(
@@ -212,12 +205,7 @@ class ServedModel:
                 param="chat_template",
             )
         if len(messages) > self.max_model_len:
-            raise ApiError(
-                400,
-                f"messages: {len(messages)} are more than the {self.max_model_len} tokens of the model's "
-                "maximum context length can hold; send fewer",
-                param="messages",
-            )
+            raise context_overflow(self.max_model_len, len(messages))
         variables = dict(variables or {})
         if taken := TEMPLATE_NAMES & variables.keys():
             raise ApiError(

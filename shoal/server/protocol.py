@@ -22,6 +22,7 @@ from msgspec import Meta, Struct
 from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.fields import kind_of
 from shoal.server.errors import ApiError
+from shoal.server.wrong_key import wrong_key
 
 T = TypeVar("T")
 SMALL_BODY = 1 << 16  # bytes: whatever they hold, they are read in some milliseconds
@@ -288,6 +289,10 @@ def decode(kind: type[T], body: bytes) -> T:
         if message.endswith(GOT_FLOAT) and (with_integers := _with_integers(body)) != body:
             return decode(kind, with_integers)
         field = path.replace("`", "").removeprefix("key in ").removeprefix("$.") or None
+        if field and ("key` in" in path or "[...]" in path):
+            field, _, rest = field.partition("[...]")
+            key = wrong_key(kind, body, field)
+            field += rest if key is None else f"[{key}]{rest}"
         if message.startswith(MISSING):
             name = message.removeprefix(MISSING).strip("`")
             field = f"{field}.{name}" if field else name

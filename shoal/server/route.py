@@ -36,18 +36,22 @@ class RouteTable:
             table = self._prefixes if route.path.endswith("{id}") else self._exact
             table.setdefault(route.path.removesuffix("{id}"), {})[route.method] = route
 
-    def find(self, path: str) -> Mapping[str, Route] | None:
-        """The routes of the path, by method. None if there is nothing."""
-        if (methods := self._exact.get(path)) is not None:
-            return methods
-        for prefix, methods in self._prefixes.items():
-            if path.startswith(prefix) and len(path) > len(prefix):
-                return methods
+    def find(self, path: str) -> tuple[str, Mapping[str, Route]] | None:
+        """Returns the routes of the path, by method, and the path as they know it. None if there is nothing.
+
+        Base URLs are often written with a slash at their end, or without /v1, as in llama.cpp."""
+        path = path.rstrip("/") or "/"
+        for known in (path, f"/v1{path}"):
+            if (methods := self._exact.get(known)) is not None:
+                return known, methods
+            for prefix, methods in self._prefixes.items():
+                if known.startswith(prefix):
+                    return known, methods
         return None
 
     def dialect_beside(self, path: str) -> Dialect:
-        """That of the routes beside a path where there is nothing, if they have one: Ollama's clients read
-        errors in its form alone."""
+        """Returns the dialect of the routes beside a path where there is nothing, if they have one: Ollama's
+        clients read errors in its form alone."""
         folder = path.rpartition("/")[0] + "/"
         dialects = [
             route.dialect

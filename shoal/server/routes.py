@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.server import messages, ollama, protocol, requests, responses, shapes, system, tokens
+from shoal.server import messages, model_list, ollama, protocol, requests, responses, shapes, system, tokens
 from shoal.server.chat import create_chat_completion
 from shoal.server.completions import create_completion
 from shoal.server.docs_page import docs
@@ -66,8 +66,8 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
         protocol.EmbeddingRequest,
         shapes.EmbeddingList,
     ),
-    Route("GET", "/v1/models", system.list_models, "The models", response=shapes.ModelList),
-    Route("GET", "/v1/models/{id}", system.get_model, "One model", response=shapes.ModelCard),
+    Route("GET", "/v1/models", model_list.list_models, "The models", response=shapes.ModelList),
+    Route("GET", "/v1/models/{id}", model_list.get_model, "One model", response=shapes.ModelCard),
     Route(
         "POST",
         "/tokenize",

@@ -21,9 +21,14 @@ class ErrorResponse(Struct):
     error: Error
 
 
-class AnthropicError(Struct):
+class AnthropicErrorDetails(Struct):
+    error_code: str
+
+
+class AnthropicError(Struct, omit_defaults=True):
     type: str
     message: str
+    details: AnthropicErrorDetails | None = None
 
 
 class AnthropicErrorResponse(Struct):

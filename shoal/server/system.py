@@ -1,8 +1,7 @@
-"""What operators and probes ask: models, health, version, load, metrics; and the chat page."""
+"""What operators and probes ask: health, version, load, metrics; and the chat page."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 
 from prometheus_client.core import Metric
@@ -11,37 +10,12 @@ from shoal.api import SleepState, Stats
 from shoal.errors import EngineDeadError
 from shoal.metrics import exposition
 from shoal.server.errors import ApiError
-from shoal.server.foreign_model import ForeignModel
 from shoal.server.http import Exchange
 from shoal.server.model import ServedModel
 from shoal.server.web_page import web_page
 from shoal.version import __version__
 
-STARTED = int(time.time())
 METRICS_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
-
-
-async def list_models(exchange: Exchange) -> None:
-    models = [*exchange.models, *exchange.models.foreign]
-    await exchange.json({"object": "list", "data": [_card(m, name) for m in models for name in m.names]})
-
-
-async def get_model(exchange: Exchange) -> None:
-    name = exchange.path.removeprefix("/v1/models/")
-    model = exchange.models.find_foreign(name) or exchange.models.find(name)
-    await exchange.json(_card(model, name))
-
-
-def _card(model: ServedModel | ForeignModel, name: str) -> dict[str, object]:
-    return {
-        "id": name,
-        "object": "model",
-        "created": STARTED,
-        "owned_by": "shoal",
-        "root": model.name,
-        "parent": None,
-        "max_model_len": model.max_model_len,
-    }
 
 
 async def health(exchange: Exchange) -> None:

@@ -398,3 +398,48 @@ def test_the_id_of_a_request_is_under_anthropics_name_too(served, client):
     with pytest.raises(anthropic.BadRequestError) as caught:
         ask(client, messages=[])
     assert caught.value.request_id == caught.value.response.headers["x-request-id"]
+
+
+def test_models_have_anthropics_shape_for_its_clients(served, client):
+    """Regression: the answer was OpenAI's, so type, name and date of each model were None in the SDK."""
+    page = client.models.list()
+    [model, *_] = page.data
+    assert page.has_more is False and page.first_id == model.id and page.last_id == page.data[-1].id
+    assert model.type == "model" and model.display_name == model.id and model.created_at.year >= 2026
+    assert client.models.retrieve(model.id) == model
+    with pytest.raises(anthropic.NotFoundError) as caught:
+        client.models.retrieve("there-is-no-such-model")
+    assert caught.value.body["error"]["type"] == "not_found_error" and caught.value.request_id
+    with pytest.raises(anthropic.AuthenticationError) as caught:
+        anthropic.Anthropic(base_url=served.url, api_key="wrong", max_retries=0).models.list()
+    assert caught.value.body["error"]["type"] == "authentication_error"
+    # A client without the header gets OpenAI's shape.
+    _, found = served.json("/v1/models", headers={"authorization": "Bearer sesame"})
+    assert found["object"] == "list"
+
+
+def test_models_come_in_pages_for_anthropics_clients():
+    with FakeServer(model={"names": ["a", "b", "c"]}) as served:
+        client = anthropic.Anthropic(base_url=served.url, api_key="any", max_retries=0)
+        first = client.models.list(limit=2)
+        assert [m.id for m in first.data] == ["a", "b"] and first.has_more
+        assert [m.id for m in client.models.list(limit=2)] == ["a", "b", "c"]  # the SDK asks for all pages
+        before = client.models.list(limit=1, before_id="c")
+        assert [m.id for m in before.data] == ["b"] and before.has_more
+        for wrong in ({"limit": 0}, {"after_id": "d"}):
+            with pytest.raises(anthropic.BadRequestError):
+                client.models.list(**wrong)
+
+
+@pytest.mark.parametrize(
+    "thread", [{"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}, {}]
+)
+def test_threads_are_refused_with_the_code_that_anthropics_sdk_knows(served, client, thread):
+    """Regression: `thread` was ignored, and the second turn answered without the turns before it."""
+    for call in (client.messages.create, client.messages.count_tokens):
+        more = {"max_tokens": 5} if call == client.messages.create else {}
+        with pytest.raises(anthropic.BadRequestError) as caught:
+            call(model="tiny", messages=[], extra_body={"thread": thread}, **more)
+        assert caught.value.body["error"]["details"] == {"error_code": "thread_unsupported_request"}
+    served.say("Hello")
+    assert ask(client, extra_body={"thread": None}).content[0].text == "Hello"

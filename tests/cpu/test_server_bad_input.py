@@ -168,7 +168,7 @@ FORMAT = {"type": "json_schema", "schema": {"type": "none"}}
         (COMPLETE, {"prompt": [-1]}, "prompt[0]"),
         (COMPLETE, {"prompt": ["a", 1]}, "prompt"),
         (COMPLETE, {"prompt": [10**40]}, "prompt[0]"),
-        (COMPLETE, {"prompt": "x", "logit_bias": {"zzz": 1}}, "logit_bias"),
+        (COMPLETE, {"prompt": "x", "logit_bias": {"zzz": 1}}, "logit_bias[zzz]"),
         (COMPLETE, {"prompt": "x", "stop": 17}, "stop"),
         (COMPLETE, {"prompt": "x", "stop": [""]}, "stop"),
         (COMPLETE, {"prompt": "x", "stop": ["a"] * 257}, "stop"),
@@ -196,11 +196,84 @@ def test_bad_requests_name_what_is_wrong(path, body, param, server):
     assert check_error(status, text, 400)["param"] == param, text
 
 
-@pytest.mark.parametrize("path, body", [(COMPLETE, {"prompt": "x" * 999}), (CHAT, {"messages": LONG})])
-def test_a_prompt_that_is_too_long_has_openais_code(path, body, server):
+@pytest.mark.parametrize(
+    "path, body, param",
+    [
+        (COMPLETE, {"prompt": "x" * 250, "max_tokens": 7}, "max_tokens"),
+        (COMPLETE, {"prompt": "x" * 256}, "prompt"),
+        (COMPLETE, {"prompt": "x" * 999}, "prompt"),
+        (COMPLETE, {"prompt": [1] * 256}, "prompt"),
+        (CHAT, {"messages": LONG}, "messages"),
+        (CHAT, {"messages": USER * 257}, "messages"),
+        ("/v1/responses", {"input": "x" * 999}, "input"),
+        ("/v1/embeddings", {"input": "x" * 999}, "input"),
+        ("/v1/embeddings", {"input": [1] * 257}, "input"),
+    ],
+)
+def test_what_the_context_cannot_hold_is_told_in_the_words_that_agents_know(path, body, param, server):
+    """Regression: the words were others, so LiteLLM took the error for an ordinary bad request and agents
+    gave up in place of shortening the conversation."""
     status, _, text = server.request(path, body)
-    assert check_error(status, text, 400)["code"] == "context_length_exceeded"
-    assert "maximum context length" in text
+    error = check_error(status, text, 400)
+    assert error["message"].startswith("This model's maximum context length is 256 tokens. However, ")
+    assert error["code"] == "context_length_exceeded" and error["param"] == param
+
+
+@pytest.mark.parametrize(
+    "bias, key",
+    [
+        ({"5": 1, "not-a-token-id": 1}, "not-a-token-id"),
+        ({"5": 1, "-7": 1, "6": 0}, "-7"),
+        ({**dict.fromkeys(map(str, range(90)), 1), "43": "much"}, "43"),
+        ({"5": 1, "1.5": 1}, "1.5"),
+        ({"5": [1]}, "5"),
+    ],
+)
+def test_a_mistake_in_a_map_is_told_with_its_key(bias, key, server):
+    """Regression: the error named the map alone, which may have hundreds of keys."""
+    for path, body, field in (
+        (CHAT, {"messages": USER, "logit_bias": bias}, "logit_bias"),
+        (COMPLETE, {"prompt": "x", "logit_bias": bias}, "logit_bias"),
+        (
+            "/inference/v1/generate",
+            {"token_ids": [1], "sampling_params": {"logit_bias": bias}},
+            "sampling_params.logit_bias",
+        ),
+    ):
+        status, _, text = server.request(path, body)
+        error = check_error(status, text, 400)
+        assert error["param"] == f"{field}[{key}]" and key in error["message"]
+
+
+def test_paths_work_without_v1_and_with_a_slash_at_the_end(server):
+    """Regression: they were a 404, which people took for a server without the API."""
+    name = server.json("/v1/models")[1]["data"][0]["id"]
+    for path, body in (
+        ("/chat/completions", {"messages": USER, "max_tokens": 1}),
+        ("/completions", {"prompt": "x", "max_tokens": 1}),
+        ("/embeddings", {"input": "x"}),
+        ("/responses", {"input": "x"}),
+        ("/messages", {"messages": USER, "max_tokens": 1}),
+        ("/v1/chat/completions/", {"messages": USER, "max_tokens": 1}),
+        ("/chat/completions/", {"messages": USER, "max_tokens": 1}),
+        ("/tokenize/", {"prompt": "x"}),
+        ("/models", None),
+        ("/v1/models/", None),
+        (f"/models/{name}", None),
+        (f"/v1/models/{name}/", None),
+    ):
+        status, _, text = server.request(path, body)
+        assert status == 200, (path, text)
+    _, _, text = server.request("/metrics")
+    assert 'handler="/v1/chat/completions"' in text and 'handler="/chat/completions' not in text
+    status, _, text = server.request("/v2/chat/completions", {})
+    check_error(status, text, 404)
+
+
+def test_paths_without_v1_ask_for_the_same_key():
+    with FakeServer(api_key=["sesame"]) as server:
+        for path in ("/chat/completions", "/v1/chat/completions/", "/models", "/models/"):
+            assert server.request(path, None if "models" in path else {"messages": USER})[0] == 401
 
 
 def test_errors_name_the_fields_of_other_apis(server):
@@ -210,7 +283,11 @@ def test_errors_name_the_fields_of_other_apis(server):
         ("/api/chat", hello | {"options": {"top_p": 7}}, "options.top_p"),
         ("/v1/messages", hello | {"output_config": {"format": FORMAT}}, "output_config.format is not usable"),
         ("/v1/messages", hello | {"output_format": FORMAT}, "output_format is not usable"),
-        ("/v1/messages", hello | {"messages": LONG}, "prompt is too long: messages has 1"),
+        (
+            "/v1/messages",
+            hello | {"messages": LONG},
+            "prompt is too long: This model's maximum context length is 256",
+        ),
         (
             "/v1/messages/count_tokens",
             {"messages": USER, "output_config": {"format": 5}},
