@@ -606,6 +606,12 @@ class ServerConfig:
         1 << 30, "of all requests under way together; more are a 429", low=1024
     )
     max_queued_requests: int = option(1024, "beyond what runs; more are a 429", low=0)
+    responses_store_bytes: int = option(
+        0,
+        "keep so much of the last hour's answers of /v1/responses, so that clients may send their ids "
+        "(`previous_response_id`, `item_reference`) in place of the conversation; 0: keep none",
+        low=0,
+    )
     max_connections: int | None = option(
         None,
         "connections a port takes; beyond them the longest idle one is closed, and without one the new "

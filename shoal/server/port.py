@@ -8,6 +8,7 @@ from shoal.metrics import HttpMetrics
 from shoal.server.catalog import Catalog
 from shoal.server.keys import Keys
 from shoal.server.notices import Notices
+from shoal.server.response_store import ResponseStore
 from shoal.server.watch import Watch
 from shoal.time_line import TimeLines
 from shoal.tracing import Tracing
@@ -23,5 +24,6 @@ class Port:
         self.metrics = HttpMetrics()
         self.notices = Notices()
         self.time_lines = TimeLines()
+        self.responses = ResponseStore(config.responses_store_bytes)
         self.tracing = tracing
         self.body_bytes = 0  # the bodies of all requests under way

@@ -1,5 +1,5 @@
-"""/v1/responses: OpenAI's newer API, its text core. Nothing is stored: a conversation is sent whole each
-time."""
+"""/v1/responses: OpenAI's newer API, its text core. A conversation is sent whole each time, unless the server
+keeps responses (response_store.py)."""
 
 from __future__ import annotations
 
@@ -37,6 +37,12 @@ CLIENT_CALLS = {
 OUTPUTS = frozenset(f"{kind}_output" for kind in ("function_call", "custom_tool_call", *CLIENT_CALLS))
 SAID = frozenset({"message", "reasoning", "function_call", "custom_tool_call", *CLIENT_CALLS})
 
+FOLDER = "/v1/responses/"
+KEEPS_NONE = (
+    "this server keeps no responses; send the whole conversation as `input` (`store: false` makes clients do "
+    "so), or start the server with --responses-store-bytes"
+)
+
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
@@ -73,9 +79,9 @@ class ResponsesRequest(GenerationFields, kw_only=True):
     include: list[str] | None = None
     top_logprobs: MinusOneOrMore | None = None
     truncation: Literal["disabled", "auto"] | None = None
-    store: bool | None = None  # true is OpenAI's default, so few who send it mean to read the response again
-    # What needs storage is refused.
+    store: bool | None = None  # None: true, as in OpenAI's API
     previous_response_id: str | None = None
+    # What needs more storage is refused.
     conversation: str | dict[str, Any] | None = None
     background: bool | None = None
     prompt: dict[str, Any] | None = None
@@ -165,9 +171,15 @@ class Response(Struct, kw_only=True):
     truncation: Literal["disabled"] = "disabled"
     metadata: dict[str, Any]
     user: str | None = None
-    previous_response_id: None = None
-    store: Literal[False] = False
+    previous_response_id: str | None = None
+    store: bool = False  # whether it is kept
     background: Literal[False] = False
+
+
+class DeletedResponse(Struct):
+    id: str
+    object: Literal["response"] = "response"
+    deleted: Literal[True] = True
 
 
 async def create_response(exchange: Exchange) -> None:
@@ -177,8 +189,8 @@ async def create_response(exchange: Exchange) -> None:
     exchange.names["prompt"] = "input"
     if request.truncation == "auto":
         exchange.warn("truncation", "an input that is too long is refused here: `truncation` is ignored")
-    if request.store:
-        exchange.warn("store", "this server stores no responses: `store` is ignored")
+    if request.store and not exchange.port.responses.max_bytes:
+        exchange.warn("store", "this server keeps no responses (--responses-store-bytes): `store` is ignored")
     params = _params(exchange, request, model)
     plan = _plan(exchange, request, model)
     plan.constrain(params, model.tool_call_parser, exchange.names)
@@ -190,7 +202,8 @@ async def create_response(exchange: Exchange) -> None:
     parser = AnswerFormat(
         plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
     ).parser(is_whole=not request.stream)
-    writer = _Writer(_response(request, model, params, plan), _namespaced(request))
+    is_kept = exchange.port.responses.max_bytes > 0 and request.store is not False
+    writer = _Writer(_response(request, model, params, plan, is_kept), _namespaced(request))
     exchange.error_event = writer.failed
     request_id = exchange.named(request.request_id)
     async with Generation(
@@ -211,6 +224,7 @@ async def create_response(exchange: Exchange) -> None:
             [answer] = await answers.collect()
             writer.add(parser.push(answer.text, last=True))
             writer.finish(check_finish(answer.finish_reason), answers.usage)
+            _keep(exchange, request, writer.response)
             await exchange.json(writer.response)
             return
         events = writer.begin()
@@ -219,6 +233,7 @@ async def create_response(exchange: Exchange) -> None:
             events += writer.add(parser.push(delta.text, last=last))
             if last:
                 events += writer.finish(check_finish(delta.finish_reason), answers.usage)
+                _keep(exchange, request, writer.response)
             if events:
                 await exchange.send(events)
                 events = b""
@@ -353,10 +368,12 @@ def _messages(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, A
     messages: list[dict[str, Any]] = (
         [{"role": "system", "content": request.instructions}] if request.instructions else []
     )
-    items = request.input if isinstance(request.input, list) else [{"role": "user", "content": request.input}]
+    items = _own_items(request)
     if not items:
         raise RequestError("input is empty; give a text or a list of items")
-    for i, item in enumerate(items):
+    earlier = _earlier_items(exchange, request)
+    for i, item in enumerate([*earlier, *items], start=-len(earlier)):
+        item = _referenced(exchange, i, item)
         kind = item.get("type", "message")
         if isinstance(kind, str) and kind in OUTPUTS:
             messages.append(
@@ -366,7 +383,7 @@ def _messages(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, A
                     "content": _content(i, _printed(readable(exchange, item.get("output")))),
                 }
             )
-        elif isinstance(kind, str) and kind not in SAID and kind != "item_reference":
+        elif isinstance(kind, str) and kind not in SAID:
             # A refusal would end the conversation, as clients send every item back with each request.
             warn_unread(exchange, kind)
         elif kind == "message" and item.get("role") in ("system", "developer"):
@@ -384,6 +401,87 @@ def _messages(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, A
                 messages.append({"role": "assistant", "content": ""})
             _add_to_answer(exchange, messages[-1], i, item, kind)
     return messages
+
+
+def _own_items(request: ResponsesRequest) -> list[dict[str, Any]]:
+    return request.input if isinstance(request.input, list) else [{"role": "user", "content": request.input}]
+
+
+def _earlier_items(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, Any]]:
+    """Returns the conversation that the request goes on with. Raises ApiError if it is not kept."""
+    name = request.previous_response_id
+    if name is None:
+        return []
+    store = exchange.port.responses
+    if not store.max_bytes:
+        raise ApiError(400, f"previous_response_id: {KEEPS_NONE}", param="previous_response_id")
+    if (items := store.conversation(name)) is None:
+        raise ApiError(
+            400,
+            f"previous_response_id: the response {name!r:.100}, or one that it follows, is not kept any "
+            "more; send the whole conversation as `input`",
+            param="previous_response_id",
+            code="previous_response_not_found",
+        )
+    return items
+
+
+def _referenced(exchange: Exchange, i: int, item: dict[str, Any]) -> dict[str, Any]:
+    """Returns the item of an earlier answer that `item` names by its id, or `item` itself. Raises ApiError if
+    it is not kept."""
+    given = {name for name, value in item.items() if value is not None}
+    if item.get("type") != "item_reference" and given != {"id"}:
+        return item
+    name, store = _text(i, item, "id"), exchange.port.responses
+    if not store.max_bytes:
+        raise ApiError(
+            400, f"input[{i}] names the item {name!r:.100} by its id: {KEEPS_NONE}", param=f"input[{i}]"
+        )
+    if (found := store.item(name)) is None:
+        raise ApiError(
+            404,
+            f"input[{i}]: the item {name!r:.100} is not kept any more; send it whole, or set `store: false`, "
+            "with which clients send items whole",
+            param=f"input[{i}]",
+        )
+    return found
+
+
+def _keep(exchange: Exchange, request: ResponsesRequest, response: Response) -> None:
+    """Keeps an answer that is complete, if it shall be kept."""
+    if not response.store:
+        return
+    is_kept = exchange.port.responses.add(
+        response.id,
+        request.previous_response_id,
+        [_referenced(exchange, i, item) for i, item in enumerate(_own_items(request))],
+        msgspec.json.encode(response),
+        [item.id for item in response.output],
+    )
+    if not is_kept:
+        exchange.warn(
+            "responses_store_bytes", "a response is larger than --responses-store-bytes: it is not kept"
+        )
+
+
+async def get_response(exchange: Exchange) -> None:
+    name = exchange.path.removeprefix(FOLDER)
+    if (body := exchange.port.responses.response(name)) is None:
+        raise _not_kept(name)
+    await exchange.json(body)
+
+
+async def delete_response(exchange: Exchange) -> None:
+    name = exchange.path.removeprefix(FOLDER)
+    if not exchange.port.responses.remove(name):
+        raise _not_kept(name)
+    await exchange.json(DeletedResponse(name))
+
+
+def _not_kept(name: str) -> ApiError:
+    return ApiError(
+        404, f"the response {name!r:.100} is not kept here; --responses-store-bytes says how many are"
+    )
 
 
 def _add_to_answer(
@@ -543,10 +641,12 @@ def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
 
 def _refuse(request: ResponsesRequest) -> None:
     """Raises ApiError for a request of something that this server does not have."""
-    for name in ("previous_response_id", "conversation", "prompt"):
+    for name in ("conversation", "prompt"):
         if getattr(request, name) is not None:
             raise ApiError(
-                400, f"{name}: this server stores nothing; send the whole conversation as `input`", param=name
+                400,
+                f"{name}: this server keeps neither conversations nor prompts; send all of it as `input`",
+                param=name,
             )
     if request.background:
         raise ApiError(
@@ -586,7 +686,7 @@ def _params(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -
 
 
 def _response(
-    request: ResponsesRequest, model: ServedModel, params: SamplingParams, plan: ToolPlan
+    request: ResponsesRequest, model: ServedModel, params: SamplingParams, plan: ToolPlan, is_kept: bool
 ) -> Response:
     choice: str | dict[str, Any] = request.tool_choice or ("auto" if request.tools else "none")
     text = request.text or TextOptions()
@@ -607,6 +707,8 @@ def _response(
         reasoning=request.reasoning,
         metadata=request.metadata or {},
         user=request.user,
+        previous_response_id=request.previous_response_id,
+        store=is_kept,
     )
 
 

@@ -41,6 +41,20 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
         responses.Response,
     ),
     Route(
+        "GET",
+        "/v1/responses/{id}",
+        responses.get_response,
+        "A response that is kept",
+        response=responses.Response,
+    ),
+    Route(
+        "DELETE",
+        "/v1/responses/{id}",
+        responses.delete_response,
+        "Forgets a response",
+        response=responses.DeletedResponse,
+    ),
+    Route(
         "POST",
         "/v1/messages",
         messages.create_message,

@@ -5,7 +5,8 @@ import json
 import openai
 import pytest
 
-from tests.fake_server import FakeServer
+from shoal.server.response_store import ResponseStore
+from tests.fake_server import FakeServer, tool_server
 
 CALL = (
     '<think>\nLet me see.\n</think>\n\nI ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": '
@@ -256,7 +257,7 @@ def test_a_response_that_shall_be_stored_is_answered_and_its_sender_warned(serve
         answer = ask(client, store=True, text={"verbosity": "low"})
         assert answer.output_text == "Hello" and answer.store is False
         assert answer.text.verbosity == "low" and answer.text.format.type == "text"
-    assert len([m for m in caplog.messages if "stores no responses" in m]) == 1
+    assert len([m for m in caplog.messages if "keeps no responses" in m]) == 1
 
 
 @pytest.mark.parametrize(
@@ -268,7 +269,8 @@ def test_a_response_that_shall_be_stored_is_answered_and_its_sender_warned(serve
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"input": []}, "input"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, None),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": "x"}, {"id": "msg_1"}]}, "input[1]"),
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, None),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": HOSTED, "tool_choice": "required"}, "tool_choice"),
@@ -345,3 +347,80 @@ def test_functions_of_a_namespace_are_shown_and_called(served, client):
     assert (call["namespace"], call["name"]) == ("mcp__a__", "weather")
     ask(client, input=[{"role": "user", "content": "hello"}, call])
     assert "mcp__a__weather" in served.last_prompt()
+
+
+@pytest.fixture(scope="module")
+def keeping():
+    with tool_server(responses_store_bytes=100_000) as served:
+        yield served
+
+
+def says(served, text, **body):
+    served.say(text)
+    status, answer = served.json("/v1/responses", body)
+    assert status == 200, answer
+    return answer
+
+
+def test_a_conversation_goes_on_from_a_response_that_is_kept(keeping):
+    first = says(keeping, "A bird.", input="What is a heron?", instructions="Be brief.")
+    assert first["store"] is True and first["previous_response_id"] is None
+    second = says(keeping, "Fish.", input="It eats?", previous_response_id=first["id"])
+    assert second["previous_response_id"] == first["id"]
+    says(keeping, "Yes.", input=[{"role": "user", "content": "Sure?"}], previous_response_id=second["id"])
+    # The instructions of one response are not those of the next, as in OpenAI's API.
+    assert keeping.last_prompt() == (
+        "<user>What is a heron?<assistant>A bird.<user>It eats?<assistant>Fish.<user>Sure?<assistant>"
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("kind", [{"type": "item_reference"}, {}, {"type": None}])
+def test_an_item_that_is_kept_is_found_by_its_id(keeping, kind, stream):
+    """Regression: Vercel's AI SDK sends answers back by their ids, and each second turn was a 400."""
+    keeping.say("A bird.")
+    if stream:
+        _, _, text = keeping.request("/v1/responses", {"input": "A heron?", "stream": True})
+        first = json.loads(text.split("data: ")[-1])["response"]
+    else:
+        first = says(keeping, "A bird.", input="A heron?")
+    [item] = first["output"]
+    user = {"role": "user", "content": "It eats?"}
+    says(keeping, "Fish.", input=[{"role": "user", "content": "A heron?"}, {**kind, "id": item["id"]}, user])
+    assert keeping.last_prompt() == "<user>A heron?<assistant>A bird.<user>It eats?<assistant>"
+
+
+def test_what_is_not_kept_is_told(keeping):
+    unkept = says(keeping, "A bird.", input="A heron?", store=False)
+    assert unkept["store"] is False
+    status, found = keeping.json("/v1/responses", {"input": "x", "previous_response_id": unkept["id"]})
+    assert status == 400 and found["error"]["code"] == "previous_response_not_found"
+    status, found = keeping.json("/v1/responses", {"input": [{"id": unkept["output"][0]["id"]}]})
+    assert status == 404 and "store: false" in found["error"]["message"]
+
+
+def test_a_response_that_is_kept_can_be_read_and_deleted(keeping):
+    first = says(keeping, "A bird.", input="A heron?")
+    assert keeping.json(f"/v1/responses/{first['id']}") == (200, first)
+    status, _, _ = keeping.request(f"/v1/responses/{first['id']}", method="DELETE")
+    assert status == 200 and keeping.json(f"/v1/responses/{first['id']}")[0] == 404
+    assert keeping.request(f"/v1/responses/{first['id']}", method="DELETE")[0] == 404
+
+
+def test_responses_are_kept_within_their_bytes_and_their_hour():
+    now = 0.0
+    store = ResponseStore(1000, lambda: now)
+    answer = json.dumps({"output": [{"id": "msg_1", "text": "x" * 200}]}).encode()
+
+    def add(name, previous=None):
+        return store.add(name, previous, [{"role": "user"}], answer.replace(b"msg_1", name.encode()), [name])
+
+    assert add("a") and add("b", "a") and add("c", "b")
+    assert len(store.conversation("c")) == 6 and store.item("c")["id"] == "c"
+    assert store.response("b") and add("d")  # "a" is the longest unused one, so it gives way
+    assert store.response("a") is None and store.item("a") is None and store.num_bytes <= 1000
+    assert store.conversation("c") is None and store.response("c")
+    assert not store.add("big", None, [], b"x" * 1001, [])
+    assert add("late")
+    now = 3601.0
+    assert store.response("late") is None and store.num_bytes == 0
