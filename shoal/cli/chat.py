@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import difflib
 import json
-import os
-import re
 import sys
 import time
 from collections.abc import Callable
@@ -14,127 +12,37 @@ from pathlib import Path
 from typing import Any
 
 from shoal.api import SamplingParams
+from shoal.cli.keyboard import FENCE, Keyboard
 from shoal.cli.speakers import ContextFullError, Message, Piece, Settings, Speaker
-from shoal.errors import ConfigError, RequestError, ShoalError
+from shoal.cli.terminal import Raw, Wrapped, Writer, is_dumb, note
+from shoal.config import DEFAULT_MODEL
+from shoal.errors import RequestError, ShoalError
 from shoal.options import CLOSE, SAMPLING
-from shoal.user_folders import state_folder
 from shoal.version import __version__
 
-HISTORY_LINES = 1000
-LEAVE = ("bye", "exit", "quit")
+LEAVE = ("bye", "quit", "exit")
 BROKEN_OFF = ("abort", "error", "content_filter")  # reasons of an end that neither the model nor we wanted
 OWN_FIELDS = ("model", "stream", "stream_options")  # of a request's body: a chat has its own
-FENCE = '"""'
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")  # characters that could command a terminal
 
-HELP = f"""/help                  this list
+SMALL = f"""
+{DEFAULT_MODEL} is small, to try things out; `shoal chat Qwen/Qwen3-0.6B` talks with a larger model"""
+
+HELP = f"""/help, /?              this list
+/regenerate, /regen    answer the last message again
+/edit [TEXT]           change the last message, and answer that
+/undo                  remove the last message and its answer
 /clear                 forget the conversation; the system message stays
-/system [TEXT]         show or set the system message; "" is none
-/set [NAME [VALUE]]    show or set how tokens are drawn, such as /set temperature 0.2 (or: default)
+/model [NAME]          list the models, or continue with another one
+/system [TEXT]         show or set the system message; "" removes it
+/set [NAME [VALUE]]    show or change a setting, such as /set temperature 0.2 (or: default)
 /show                  the model, the settings, and how full the context is
 /save FILE             write the conversation, as a body for /v1/chat/completions
-/load FILE             go on with such a conversation
-/bye                   leave, as Ctrl-D does
+/load FILE             continue a conversation from such a file
+/bye, /quit, /exit     leave, as Ctrl-D does
 
-A line that ends with \\ goes on in the next one; {FENCE} begins and ends a text of several lines.
-A message that is to begin with / needs a space before it.
+A line that ends with \\ continues in the next one; {FENCE} begins and ends a text of several lines.
+A paste is one message, whatever it begins with. Put a space before a message that starts with /.
 Ctrl-C stops an answer and keeps what was said; arrow up brings back what you typed."""
-
-
-class Keyboard:
-    """Lines that a person types, with editing and a history that lasts; or plain lines out of a pipe."""
-
-    def __init__(self, is_terminal: bool) -> None:
-        self.is_terminal = is_terminal
-        self._readline: Any = None
-        self._history: Path | None = None
-        self._num_kept = 0
-        if is_terminal:
-            with contextlib.suppress(ImportError):  # some builds of Python lack it: then nothing is kept
-                import readline
-
-                self._readline = readline
-                self._open_history()
-
-    def _open_history(self) -> None:
-        self._readline.set_history_length(HISTORY_LINES)
-        self._readline.parse_and_bind("tab: complete")
-        # A paste of several lines is then one message. CPython switches it off; a dumb terminal cannot do it.
-        if os.environ.get("TERM", "dumb") != "dumb":
-            self._readline.parse_and_bind("set enable-bracketed-paste on")
-        self._readline.set_completer(self._complete)
-        self._readline.set_completer_delims(" ")
-        try:
-            path = state_folder() / "chat_history"
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            os.close(os.open(path, os.O_CREAT | os.O_RDONLY, 0o600))
-            path.chmod(0o600)
-            self._readline.read_history_file(path)
-            self._history = path
-        except (OSError, ConfigError) as error:
-            note(f"the history of what you type is not kept: {error}")
-        self._num_kept = self._readline.get_current_history_length()
-
-    def _complete(self, text: str, state: int) -> str | None:
-        """The n-th of the commands, or of the settings after /set, that begin with `text`."""
-        line = self._readline.get_line_buffer()
-        known = [f"/{name}" for name in (*COMMANDS, "bye")] if line == text else []
-        if line.startswith("/set ") and line.count(" ") == 1:
-            known = list(SAMPLING)
-        found = [name for name in known if name.startswith(text)]
-        return found[state] + " " if state < len(found) else None
-
-    def read(self) -> str | None:
-        """One message of one or several lines; None at the end. KeyboardInterrupt drops what was typed."""
-        line = self._line(">>> ")
-        if line is None:
-            return None
-        if line.startswith(FENCE):
-            text = line.removeprefix(FENCE)
-            while not text.rstrip().endswith(FENCE):
-                if (line := self._line("... ")) is None:
-                    return self._unfinished(text)
-                text += "\n" + line
-            message = text.rstrip().removesuffix(FENCE)
-        else:
-            message = line
-            while message.endswith("\\"):
-                message = message[:-1] + "\n"
-                if (line := self._line("... ")) is None:
-                    return self._unfinished(message)
-                message += line
-        self._keep_history()
-        return message
-
-    def _unfinished(self, text: str) -> str:
-        """What becomes of a text of several lines when the input ends. Ctrl-D drops it, as Ctrl-C does; in a
-        pipe the end is the text's end, too."""
-        if not self.is_terminal:
-            return text
-        note("[the unfinished text is dropped]")
-        return ""
-
-    def _line(self, prompt: str) -> str | None:
-        if not self.is_terminal:
-            line = sys.stdin.readline()
-            return line.rstrip("\n") if line else None
-        try:
-            return input(prompt)
-        except EOFError:
-            print()
-            return None
-
-    def _keep_history(self) -> None:
-        """Appends what is new, so that two conversations at once keep both."""
-        if self._readline is None or self._history is None:
-            return
-        length = self._readline.get_current_history_length()
-        with contextlib.suppress(OSError):  # a full disk is no reason to end a conversation
-            if hasattr(self._readline, "append_history_file"):
-                self._readline.append_history_file(length - self._num_kept, self._history)
-            else:
-                self._readline.write_history_file(self._history)
-        self._num_kept = length
 
 
 class Chat:
@@ -146,6 +54,7 @@ class Chat:
         self.turns: list[Message] = []
         self.saved: Path | None = None  # may be written again
         self.num_failures = 0
+        keyboard.complete = self.completions
 
     @property
     def messages(self) -> list[Message]:
@@ -157,10 +66,10 @@ class Chat:
     def run(self) -> int:
         """Until /bye or the end of the input. 1 if a message from a pipe could not be answered, else 0."""
         if self.keyboard.is_terminal:
-            context = f" · context {self.speaker.context_len} tokens" if self.speaker.context_len else ""
             note(
-                f"shoal {__version__} · {self.speaker.name} {self.speaker.place}{context}\n"
+                f"shoal {__version__} · {self._described()}\n"
                 "/help lists the commands · Ctrl-C stops an answer · Ctrl-D or /bye leaves"
+                + (SMALL if self.speaker.name == DEFAULT_MODEL else "")
             )
         while True:
             try:
@@ -178,16 +87,22 @@ class Chat:
     # Turns
 
     def say(self, text: str) -> None:
-        """Asks and shows the answer. A question that nothing came of is taken back, and what was dropped for
-        it comes back."""
+        """Sends a message and shows the answer. A message without an answer is taken back, and the turns that
+        were dropped for it come back."""
+        self._continue(self.turns, text, "your message is taken back")
+
+    def _continue(self, earlier: list[Message], text: str, without_answer: str) -> None:
+        """Continues `earlier` turns with a message. If no text comes, the conversation stays as it was, which
+        `without_answer` says."""
         before = self.turns
-        self.turns = [*before, {"role": "user", "content": text}]
-        answer = _Shown()
+        self.turns = [*earlier, {"role": "user", "content": text}]
+        answer = _Shown(without_answer)
         try:
-            self._ask(answer)
+            with self.keyboard.put_aside():
+                self._ask(answer)
         except KeyboardInterrupt:
             answer.end()
-            note("[stopped; what was said stays]" if answer.text else "[stopped; your message is taken back]")
+            note("[stopped; what was said stays]" if answer.text else f"[stopped; {without_answer}]")
         except ShoalError as error:
             answer.end()
             self.num_failures += 1
@@ -198,7 +113,7 @@ class Chat:
             self.turns = before
 
     def _ask(self, answer: _Shown) -> None:
-        """Drops the oldest turns, one by one, for as long as the speaker says that its context is full."""
+        """Drops the oldest turns, one by one, while the speaker says that its context is full."""
         _check_text(self.turns[-1]["content"])
         turns, num_dropped = self.turns, 0
         while True:
@@ -209,7 +124,7 @@ class Chat:
                     for piece in pieces:
                         if turns is not self.turns and (piece.text or piece.thought):
                             self.turns = turns
-                            self._tell_dropped(num_dropped)
+                            self._note_dropped(num_dropped)
                         answer.add(piece)
                 break
             except ContextFullError:
@@ -232,7 +147,7 @@ class Chat:
                 else "[cut off at max_tokens; /set max_tokens N allows longer answers]"
             )
 
-    def _tell_dropped(self, count: int) -> None:
+    def _note_dropped(self, count: int) -> None:
         limit = self.speaker.context_len
         what = "the oldest turn was dropped" if count == 1 else f"the {count} oldest turns were dropped"
         note(f"[the context{f' of {limit} tokens' if limit else ''} is full: {what}]")
@@ -246,17 +161,27 @@ class Chat:
             return False
         if name not in COMMANDS:
             nearest = difflib.get_close_matches(name, [*COMMANDS, *LEAVE], n=1)
-            hint = f"did you mean /{nearest[0]}?" if nearest else "/help lists them"
-            note(
-                f"there is no command /{name}; {hint} "
-                "(a message that is to begin with / needs a space before it)"
-            )
+            hint = f"did you mean /{nearest[0]}?" if nearest else "/help lists the commands."
+            note(f"unknown command /{name}; {hint} To send a message that starts with /, put a space first.")
             return True
         try:
             COMMANDS[name](self, rest.strip())
-        except (RequestError, OSError) as error:
+        except ShoalError as error:
             note(str(error))
         return True
+
+    def completions(self, line: str) -> list[str]:
+        """Returns the words that may stand at the end of this line."""
+        if " " not in line:
+            return [f"/{name}" for name in (*COMMANDS, *LEAVE)]
+        command, _, rest = line.partition(" ")
+        if " " in rest:
+            return []
+        if command == "/set":
+            return list(SAMPLING)
+        with contextlib.suppress(ShoalError):
+            return self.speaker.models() if command == "/model" else []
+        return []
 
     def help(self, _: str) -> None:
         note(HELP)
@@ -264,6 +189,57 @@ class Chat:
     def clear(self, _: str) -> None:
         self.turns = []
         note("the conversation is forgotten")
+
+    def undo(self, _: str) -> None:
+        earlier, last = self._last_message("undo")
+        self.turns = earlier
+        note(f"removed, with its answer: {_quoted(last)}")
+
+    def regenerate(self, _: str) -> None:
+        earlier, last = self._last_message("answer again")
+        self._continue(earlier, last, "the earlier answer stays")
+
+    def edit(self, text: str) -> None:
+        earlier, last = self._last_message("edit")
+        if not text:
+            if not self.keyboard.can_edit:
+                raise RequestError(
+                    "/edit needs the new text of the message where there is no terminal to edit it at"
+                )
+            text = (self.keyboard.edit(last) or "").strip()
+        if text:
+            self._continue(earlier, text, "the earlier message and answer stay")
+        else:
+            note("[nothing is changed]")
+
+    def _last_message(self, purpose: str) -> tuple[list[Message], str]:
+        """Returns the turns before the user's last message, and that. Raises RequestError."""
+        for i in range(len(self.turns) - 1, -1, -1):
+            if self.turns[i]["role"] == "user":
+                return self.turns[:i], self.turns[i]["content"]
+        raise RequestError(f"there is no message to {purpose} yet")
+
+    def change_model(self, name: str) -> None:
+        if not name:
+            names = self.speaker.models()
+            note("\n".join(f"{'*' if one == self.speaker.name else ' '} {one}" for one in names))
+            note("/model NAME continues this conversation with another model")
+            return
+        if name == self.speaker.name:
+            note(f"{name} answers already")
+            return
+        note(f"changing to {name} ...")
+        try:
+            self.speaker.use(name)
+        except KeyboardInterrupt:
+            note(f"[stopped; {self.speaker.name} stays]")
+            return
+        note(self._described())
+
+    def _described(self) -> str:
+        speaker = self.speaker
+        context = f" · context {speaker.context_len} tokens" if speaker.context_len else ""
+        return f"{speaker.name} {speaker.place}{context}"
 
     def set_system(self, text: str) -> None:
         _check_text(text)
@@ -273,28 +249,30 @@ class Chat:
 
     def set_parameter(self, text: str) -> None:
         """Raises RequestError for an unknown name or an impossible value; then nothing has changed."""
-        name, _, value = text.partition(" ")
+        name, _, value = text.removeprefix("parameter ").partition(" ")  # Ollama's word
+        value = value.strip()
         if not name:
             self._show_settings()
             return
+        if name == "system":
+            self.set_system(value)
+            return
         if name not in SAMPLING:
             nearest = difflib.get_close_matches(name, SAMPLING, n=1, cutoff=CLOSE)
-            hint = f"did you mean {nearest[0]}?" if nearest else f"there are {', '.join(SAMPLING)}"
-            raise RequestError(f"there is no setting {name!r}; {hint}")
+            hint = f"did you mean {nearest[0]}?" if nearest else f"available: {', '.join(SAMPLING)}"
+            raise RequestError(f"unknown setting {name!r}; {hint}")
         kind, field = SAMPLING[name]
         meaning = field.metadata["help"]
-        value = value.strip()
         if value == "default":
             self.settings = self._checked({key: self.settings[key] for key in self.settings if key != name})
         elif value:
             try:
                 number = kind(value)
             except ValueError:
-                raise RequestError(
-                    f"{name} {value!r} is not {'an integer' if kind is int else 'a number'} ({meaning})"
-                ) from None
+                what = "an integer" if kind is int else "a number"
+                raise RequestError(f"{name} {value!r:.80} is not {what} ({meaning})") from None
             self.settings = self._checked({**self.settings, name: number})
-        note(f"{name}: {self.settings.get(name, 'default')} ({meaning})")
+        note(f"{name}: {self._value(name, self.speaker.defaults())} ({meaning})")
 
     def _checked(self, settings: Settings) -> Settings:
         """Returns them. Raises RequestError for a value out of range, or at odds with another."""
@@ -302,12 +280,20 @@ class Chat:
         return settings
 
     def _show_settings(self) -> None:
+        defaults = self.speaker.defaults()
         note(
             "\n".join(
-                f"{name:20} {self.settings.get(name, 'default')!s:10} {field.metadata['help']}"
+                f"{name:20} {self._value(name, defaults):16} {field.metadata['help']}"
                 for name, (_, field) in SAMPLING.items()
             )
         )
+
+    def _value(self, name: str, defaults: Settings) -> str:
+        if name in self.settings:
+            return str(self.settings[name])
+        if name not in defaults:
+            return "default"
+        return f"{'none' if defaults[name] is None else defaults[name]} (default)"
 
     def show(self, _: str) -> None:
         limit = self.speaker.context_len
@@ -324,25 +310,27 @@ class Chat:
 
     def save(self, name: str) -> None:
         path = _path_of(name, "/save")
-        if path.exists() and path != self.saved:
-            raise RequestError(f"{path} exists; choose another name")
         body: dict[str, Any] = {"model": self.speaker.name, "messages": self.messages, **self.settings}
-        path.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        try:
+            if path.exists() and not path.is_dir() and path != self.saved:
+                raise RequestError(f"{path} exists; choose another name")
+            path.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n", "utf-8")
+        except OSError as error:
+            raise RequestError(f"cannot write {path}: {_reason(error, path)}") from None
         self.saved = path
         note(f"{len(self.messages)} messages written to {path}")
 
     def load(self, name: str) -> None:
         path = _path_of(name, "/load")
         try:
-            body = json.loads(path.read_text("utf-8"))
-            given = {key: value for key, value in body.items() if value is not None}
+            given = _body_of(path)
             messages = [_message_of(i, message) for i, message in enumerate(given.pop("messages"))]
             settings = self._checked({key: given.pop(key) for key in SAMPLING if key in given})
-        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-            why = str(error) if isinstance(error, RequestError) else f"{type(error).__name__}: {error}"
-            raise RequestError(
-                f"{path} is no body for /v1/chat/completions that a chat can go on with: {why}"
-            ) from None
+        except OSError as error:
+            hint = f"; /model {name} changes the model" if isinstance(error, FileNotFoundError) else ""
+            raise RequestError(f"cannot read {path}: {_reason(error, path)}{hint}") from None
+        except RequestError as error:
+            raise RequestError(f"cannot load {path}: {error}") from None
         left_out = ", ".join(key for key in given if key not in OWN_FIELDS)
         note(f"{len(messages)} messages read from {path}" + (f"; left out: {left_out}" if left_out else ""))
         has_system = bool(messages) and messages[0]["role"] == "system"
@@ -353,24 +341,32 @@ class Chat:
 
 COMMANDS: dict[str, Callable[[Chat, str], None]] = {
     "help": Chat.help,
+    "regenerate": Chat.regenerate,
+    "edit": Chat.edit,
+    "undo": Chat.undo,
     "clear": Chat.clear,
+    "model": Chat.change_model,
     "system": Chat.set_system,
     "set": Chat.set_parameter,
     "show": Chat.show,
     "save": Chat.save,
     "load": Chat.load,
     "?": Chat.help,
+    "regen": Chat.regenerate,  # llama.cpp's word
 }
 
 
 class _Shown:
-    """An answer on the screen, as it grows."""
+    """An answer on the screen, as it grows. `without_answer` says what becomes of its message if there is
+    no text."""
 
-    def __init__(self) -> None:
+    def __init__(self, without_answer: str) -> None:
         self.text = ""
         self.finish_reason: str | None = None
+        self._without_answer = without_answer
         self._num_tokens: int | None = None
         self._asked, self._first, self._last = time.perf_counter(), 0.0, 0.0
+        self._answer, self._thought = _writer_of_answers(), Wrapped(sys.stderr, is_dim=True)
         self._thinks = False
 
     def add(self, piece: Piece) -> None:
@@ -380,46 +376,43 @@ class _Shown:
         self.finish_reason = piece.finish_reason or self.finish_reason
         self._num_tokens = self._num_tokens if piece.num_tokens is None else piece.num_tokens
         if piece.thought:
-            _write(sys.stderr, _dim(piece.thought))
             self._thinks = True
+            self._thought.add(piece.thought)
         if piece.text:
-            if self._thinks:
-                _write(sys.stderr, "\n")
-                self._thinks = False
-            _write(sys.stdout, CONTROL.sub("", piece.text) if sys.stdout.isatty() else piece.text)
+            self._end_thought()
             self.text += piece.text
+            self._answer.add(piece.text)
 
     def end(self) -> None:
         """Ends the line."""
+        self._end_thought()
         if self.text:
-            _write(sys.stdout, "\n")
-        elif self._thinks:
-            _write(sys.stderr, "\n")
+            self._answer.end()
+
+    def _end_thought(self) -> None:
+        if self._thinks:
+            self._thought.end()
+            self._thinks = False
 
     def speed(self) -> str:
         count, seconds = self._num_tokens, self._last - self._first
         if not self.text:
-            return "[no text came; your message is taken back]"
+            return f"[no text came; {self._without_answer}]"
         if count is None:
             return f"[first text after {self._first - self._asked:.2f} s]"
         rate = f"{(count - 1) / seconds:.1f} tokens/s, " if count > 1 and seconds > 0 else ""
         return f"[{count} tokens, {rate}first after {self._first - self._asked:.2f} s]"
 
 
-def note(text: str) -> None:
-    """Prints a remark of ours to standard error, dimmed at a terminal."""
-    _write(sys.stderr, _dim(text) + "\n")
+def _writer_of_answers() -> Writer:
+    """Returns one of Markdown where standard output is a terminal that can show it."""
+    if not sys.stdout.isatty():
+        return Raw(sys.stdout)
+    if is_dumb() or not sys.stdout.encoding.lower().startswith("utf"):
+        return Wrapped(sys.stdout)
+    from shoal.cli.markdown import Markdown  # 0.1 s, which a pipe does not need
 
-
-def _dim(text: str) -> str:
-    text = CONTROL.sub("", text)
-    is_plain = not sys.stderr.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-    return text if is_plain else f"\x1b[2m{text}\x1b[0m"
-
-
-def _write(stream: Any, text: str) -> None:
-    stream.write(text)
-    stream.flush()
+    return Markdown(sys.stdout)
 
 
 def _without_oldest(turns: list[Message]) -> list[Message]:
@@ -427,9 +420,28 @@ def _without_oldest(turns: list[Message]) -> list[Message]:
     return next((turns[i:] for i in range(1, len(turns)) if turns[i]["role"] == "user"), [])
 
 
-def _message_of(index: int, message: dict[str, Any]) -> Message:
-    """A message of a request's body as a chat keeps it: text alone. Raises RequestError for any other."""
-    role, content = message["role"], message.get("content")
+def _body_of(path: Path) -> dict[str, Any]:
+    """Returns a request's body without its nulls; "messages" is a list. Raises OSError, and RequestError."""
+    try:
+        body = json.loads(path.read_text("utf-8"))
+        why = "no object with a list `messages`"
+    except UnicodeDecodeError:
+        body, why = None, "not text in UTF-8"
+    except json.JSONDecodeError as error:
+        body, why = None, f"not JSON: line {error.lineno}, column {error.colno}: {error.msg}"
+    except RecursionError:
+        body, why = None, "JSON that is nested too deeply"
+    if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
+        raise RequestError(f"it holds no body for /v1/chat/completions ({why}); give a file that /save wrote")
+    return {key: value for key, value in body.items() if value is not None}
+
+
+def _message_of(index: int, message: Any) -> Message:
+    """Returns a message of a request's body as a chat keeps it: only its text. Raises RequestError for one
+    that is more."""
+    if not isinstance(message, dict):
+        raise RequestError(f"messages[{index}] must be an object with role and content, got {message!r:.40}")
+    role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant") and (role, index) != ("system", 0):
         raise RequestError(
             f"messages[{index}] has the role {role!r:.40}, and a chat has one system message, the first, and "
@@ -440,12 +452,14 @@ def _message_of(index: int, message: dict[str, Any]) -> Message:
         if len(texts) == len(content) and all(isinstance(text, str) for text in texts):
             content = "\n".join(texts)
     if not isinstance(content, str) or not _is_text(content):
-        raise RequestError(f"messages[{index}].content {content!r:.80} is no text; take the message out")
+        raise RequestError(
+            f"messages[{index}].content must be text, got {content!r:.80}; take the message out"
+        )
     if others := [key for key in message if key not in ("role", "content") and message[key]]:
         raise RequestError(
             f"messages[{index}] has {others[0]!r:.40}, which a chat does not keep; take it out"
         )
-    return {"role": role, "content": content}
+    return {"role": str(role), "content": content}
 
 
 def _is_text(text: str) -> bool:
@@ -461,4 +475,20 @@ def _check_text(typed: str) -> None:
 def _path_of(name: str, command: str) -> Path:
     if not name:
         raise RequestError(f"{command} needs the name of a file")
-    return Path(name).expanduser()
+    try:
+        return Path(name).expanduser()
+    except RuntimeError:
+        raise RequestError(f"{command} {name}: there is no such home folder; write the whole path") from None
+
+
+def _reason(error: OSError, path: Path) -> str:
+    if isinstance(error, FileNotFoundError) and not path.parent.is_dir():
+        return f"the folder {path.parent} does not exist"
+    if isinstance(error, IsADirectoryError):
+        return "it is a folder; name a file"
+    return (error.strerror or str(error)).lower()
+
+
+def _quoted(text: str) -> str:
+    first, *others = text.split("\n")
+    return first[:60] + (" ..." if others or len(first) > 60 else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import errno
 import io
@@ -60,6 +61,7 @@ The exit code is 1 if something that was asked for will not work."""
 TOP_DESCRIPTION = """Watches a router with its workers, or a single server: who does what, how full the KV
 caches are, how quickly tokens come, what waits and what the planner decided. A worker is opened with Enter; q
 ends. The dashboard of the same server (/dashboard) shows the same in a browser."""
+OF_ONE_MODEL = ("revision", "tokenizer", "chat_template")
 SHELLS = ("bash", "zsh", "fish")
 BROKEN_PIPE = 128 + 13  # the exit code of a program that SIGPIPE has ended
 
@@ -479,8 +481,11 @@ def _sampling_params(arguments: argparse.Namespace, base: SamplingParams, **defa
     return dataclasses.replace(base, **{**defaults, **_sampling_options(arguments)})
 
 
-def _build_llm(arguments: argparse.Namespace) -> Any:
+def _build_llm(arguments: argparse.Namespace, model: str | None = None) -> Any:
+    """`model`: in place of the one that the arguments name, whose revision and tokenizer it does not get."""
     given = given_options(arguments, EngineConfig)
+    if model not in (None, given.get("model", DEFAULT_MODEL)):
+        given = {name: given[name] for name in given if name not in OF_ONE_MODEL} | {"model": model}
     EngineConfig(**given)  # a mistake is told before torch is imported, which takes seconds
 
     from shoal.engine.llm import LLM
@@ -509,8 +514,10 @@ def _stream(llm: Any, prompt: str, params: SamplingParams) -> None:
 
 
 def run_chat(arguments: argparse.Namespace) -> int:
-    from shoal.cli.chat import Chat, Keyboard, note
+    from shoal.cli.chat import Chat
+    from shoal.cli.keyboard import Keyboard
     from shoal.cli.speakers import MAX_TOKENS, LocalSpeaker, RemoteSpeaker
+    from shoal.cli.terminal import note
 
     settings = _sampling_options(arguments)
     # a mistake in the flags is told before a model is loaded
@@ -530,8 +537,9 @@ def run_chat(arguments: argparse.Namespace) -> int:
         raise ConfigError("--api-key is of a server; give its --url, too")
     if keyboard.is_terminal:
         note(f"loading {getattr(arguments, 'model', DEFAULT_MODEL)} ...")
-    with _build_llm(arguments) as llm:
-        return Chat(LocalSpeaker(llm), keyboard, arguments.system, settings).run()
+    local = LocalSpeaker(_build_llm(arguments), lambda name: _build_llm(arguments, name))
+    with contextlib.closing(local):
+        return Chat(local, keyboard, arguments.system, settings).run()
 
 
 def _server_key(given: str | None) -> str | None:

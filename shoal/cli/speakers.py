@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import difflib
 import http.client
 import json
 import urllib.error
 import urllib.request
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shoal.cli.address import ask, key_header, parts_of
-from shoal.errors import RequestError, UnavailableError
+from shoal.errors import RequestError, ShoalError, UnavailableError
+from shoal.options import SAMPLING
 
 MAX_TOKENS = 1024  # the default for an answer of a local model; a server has its own default
 TIMEOUT_SECONDS = 600  # until the next byte comes: a long prompt is computed meanwhile
+OLLAMA_NAMES = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 REFUSALS = (400, 413, 422)
 
 Message = dict[str, str]
@@ -46,6 +49,16 @@ class Speaker(Protocol):
     context_len: int | None
     max_tokens: int | None
 
+    def defaults(self) -> Settings:
+        """The values of settings that are not set, as far as they are known."""
+
+    def models(self) -> list[str]:
+        """The names of models that are at hand, for `use`. Raises ShoalError."""
+
+    def use(self, name: str) -> None:
+        """Changes the model. Raises ShoalError if that cannot be; the former one stays then, and after a
+        KeyboardInterrupt."""
+
     def count(self, messages: Sequence[Message]) -> int | None:
         """The tokens of a conversation; None where nobody has counted them."""
 
@@ -58,14 +71,52 @@ class Speaker(Protocol):
 
 class LocalSpeaker:
     """A model in this process. As long as old turns can be dropped, it wants room for an answer: `max_tokens`
-    or a quarter of the context, whichever is less."""
+    or a quarter of the context, whichever is less.
 
-    def __init__(self, llm: Any) -> None:
+    llm: ended by `close`, or when another is used. build: makes the engine of a model by name.
+    """
+
+    def __init__(self, llm: Any, build: Callable[[str], Any] | None = None) -> None:
+        self._build = build
+        self.max_tokens: int | None = MAX_TOKENS
+        self._take(llm)
+
+    def _take(self, llm: Any) -> None:
         self._llm = llm
         self.name, self.place = llm.config.model, f"on this machine ({llm.config.device})"
         self._limit = min(llm.config.max_model_len, llm.stats().num_blocks * llm.config.block_size)
         self.context_len: int | None = self._limit
-        self.max_tokens: int | None = MAX_TOKENS
+
+    def close(self) -> None:
+        self._llm.exit()
+
+    def defaults(self) -> Settings:
+        params = self._llm.get_default_sampling_params()
+        return {name: getattr(params, name) for name in SAMPLING} | {"max_tokens": self.max_tokens}
+
+    def models(self) -> list[str]:
+        from shoal.cli.models import cached_models
+
+        found = [
+            model.name
+            for model in cached_models(self._llm.config.download_dir)
+            if model.is_downloaded and model.is_whole
+        ]
+        return found if self.name in found else [self.name, *found]
+
+    def use(self, name: str) -> None:
+        from shoal.weights.source import resolve
+
+        assert self._build is not None
+        # A wrong name, or a model that is not supported, costs nobody the one in use.
+        resolve(name, None, self._llm.config.download_dir).check().config  # noqa: B018
+        former = self.name
+        self.close()  # There may be no memory for both.
+        try:
+            self._take(self._build(name))
+        except BaseException:
+            self._take(self._build(former))
+            raise
 
     def count(self, messages: Sequence[Message]) -> int | None:
         return len(self._llm.chat_prompt(messages)["prompt_token_ids"])
@@ -100,17 +151,60 @@ class RemoteSpeaker:
         self._base = url.rstrip("/") + ("" if parts_of(url).path.strip("/") else "/v1")
         self._headers = {"Content-Type": "application/json", **key_header(api_key)}
         listed = self._listed_models(is_needed=model is None)
-        entry = next((m for m in listed if model in (None, m.get("id"))), {})
-        self.name = model or entry["id"]
         self.place = f"at {self._base}"
-        self.context_len: int | None = entry.get("max_model_len") or entry.get("context_length")
         self.max_tokens: int | None = None
+        self._take(model or listed[0]["id"], listed)
+
+    def _take(self, name: str, listed: list[dict[str, Any]]) -> None:
+        entry = next((m for m in listed if m.get("id") == name), {})
+        self.name = name
+        self._owner = entry.get("owned_by")
+        self.context_len: int | None = entry.get("max_model_len") or entry.get("context_length")
         self._asked: list[Message] = []  # the last question, with all before it
         self._used: int | None = None  # the tokens of that and of its answer, as the server counts them
 
+    def defaults(self) -> Settings:
+        """As Ollama's API shows them; {} for a server that is neither Ollama nor ours."""
+        if self._owner not in ("library", "shoal"):
+            return {}
+        root = self._base.removesuffix("/v1")
+        try:
+            with self._open(root + "/api/show", {"model": self.name}) as response:
+                lines = json.loads(response.read())["parameters"].splitlines()
+        except (
+            ShoalError,
+            OSError,
+            http.client.HTTPException,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+        ):
+            return {}
+        found: Settings = {}
+        for line in lines:
+            name, _, value = line.partition(" ")
+            name = OLLAMA_NAMES.get(name, name)
+            if name in SAMPLING:
+                with contextlib.suppress(ValueError):
+                    found[name] = SAMPLING[name][0](value.strip())
+        return found
+
+    def models(self) -> list[str]:
+        return [str(model.get("id")) for model in self._listed_models(is_needed=True)]
+
+    def use(self, name: str) -> None:
+        listed = self._listed_models(is_needed=False)
+        names = [str(model.get("id")) for model in listed]
+        if listed and name not in names:
+            nearest = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {nearest[0]}?" if nearest else f"available: {', '.join(names)}"
+            raise RequestError(f"model {name!r:.100} not found {self.place}; {hint}")
+        self._take(name, listed)
+
     def _listed_models(self, is_needed: bool) -> list[dict[str, Any]]:
         try:
-            with self._open("/models") as response:
+            with self._open(self._base + "/models") as response:
                 listed = json.loads(response.read())["data"]
             if listed or not is_needed:
                 return listed
@@ -135,7 +229,7 @@ class RemoteSpeaker:
         }
         reason, usage = None, None
         try:
-            with self._open("/chat/completions", body) as response:
+            with self._open(self._base + "/chat/completions", body) as response:
                 for line in response:
                     if not line.startswith(b"data:") or (data := line[5:].strip()) == b"[DONE]":
                         continue
@@ -159,9 +253,9 @@ class RemoteSpeaker:
             self._asked, self._used = list(messages), usage["prompt_tokens"] + usage["completion_tokens"]
         yield Piece(num_tokens=None if usage is None else usage["completion_tokens"], finish_reason=reason)
 
-    def _open(self, path: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
+    def _open(self, url: str, body: dict[str, Any] | None = None) -> http.client.HTTPResponse:
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self._base + path, data, self._headers)
+        request = urllib.request.Request(url, data, self._headers)
         try:
             return ask(request, TIMEOUT_SECONDS)
         except urllib.error.HTTPError as error:

@@ -2,7 +2,8 @@
 
 import re
 
-from shoal.cli.chat import Chat, Keyboard
+from shoal.cli.chat import Chat
+from shoal.cli.keyboard import Keyboard
 from shoal.cli.speakers import Piece
 
 

@@ -6,19 +6,22 @@ import threading
 
 import pytest
 
-from shoal.cli.chat import Chat, Keyboard
+from shoal.cli.chat import Chat
+from shoal.cli.keyboard import Keyboard
 from shoal.cli.speakers import ContextFullError, RemoteSpeaker
 from shoal.cli.top import Source
 from shoal.errors import ConfigError, RequestError, UnavailableError
 
 
 class Stub(http.server.BaseHTTPRequestHandler):
-    """`models` is what /models answers; `answers` hold chunks to stream, or (status, error)."""
+    """`models` is what /models answers, `whole` what other paths do; `answers` hold chunks to stream, or
+    (status, error)."""
 
     elsewhere = ""
     keys: list = []
     models = {"data": [{"id": "first"}, {"id": "second", "context_length": 4096}]}
     answers: list = []
+    whole: dict = {}
     seen: list = []
 
     def do_GET(self):
@@ -27,6 +30,9 @@ class Stub(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        if self.path in self.whole:
+            self.reply(200, json.dumps(self.whole[self.path]))
+            return
         self.seen.append(body | {"path": self.path})
         answer = self.answers.pop(0)
         if isinstance(answer, tuple):
@@ -222,3 +228,28 @@ def test_thoughts_are_shown_aside_and_not_kept(url, capsys):
     talk.say("hello")
     said = capsys.readouterr()
     assert said.out == "Yes.\n" and "Let me see." in said.err and talk.turns[-1]["content"] == "Yes."
+
+
+def test_a_server_that_speaks_ollamas_api_tells_its_defaults(url, monkeypatch):
+    shown = 'temperature 0.7\nnum_predict 128\nstop "x"\nrepeat_penalty 1.1\n'
+    monkeypatch.setattr(Stub, "models", {"data": [{"id": "first", "owned_by": "library"}, {"id": "second"}]})
+    monkeypatch.setattr(Stub, "whole", {"/api/show": {"parameters": shown}})
+    speaker = RemoteSpeaker(url, None, None)
+    assert speaker.defaults() == {"temperature": 0.7, "max_tokens": 128, "repetition_penalty": 1.1}
+    monkeypatch.setattr(Stub, "whole", {"/api/show": []})
+    assert speaker.defaults() == {}
+    speaker.use("second")
+    assert speaker.defaults() == {} and Stub.seen == []  # a stranger is not asked
+
+
+def test_another_model_of_the_server_answers_from_then_on(url):
+    Stub.answers = [WHOLE]
+    speaker = RemoteSpeaker(url, None, None)
+    assert speaker.models() == ["first", "second"] and speaker.context_len is None
+    with pytest.raises(RequestError, match=r"did you mean second\?"):
+        speaker.use("secnd")
+    assert speaker.name == "first"
+    speaker.use("second")
+    assert (speaker.name, speaker.context_len) == ("second", 4096)
+    list(speaker.answer(HELLO, {}))
+    assert Stub.seen[-1]["model"] == "second"

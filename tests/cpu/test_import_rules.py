@@ -47,6 +47,7 @@ TORCH_FREE = [
     "engine.process.swap",
     "cli.serve",
     "cli.chat",
+    "cli.markdown",
     "cli.models",
     "cli.doctor",
     "bench.floor",

@@ -237,17 +237,98 @@ def test_a_server_that_wants_a_key_says_so():
         assert piped(server, "hello", "--api-key", "secret").returncode == 0
 
 
-def test_a_paste_of_several_lines_is_one_message(server, tmp_path):
-    """Regression: each pasted line was sent as a message of its own."""
+@pytest.fixture
+def xterm(server, tmp_path):
+    """A terminal that is not dumb: it tells a paste from typing, and shows Markdown."""
     server.engine.ends = True
     server.say("I see.")
-    with Terminal("chat", "--url", server.url, XDG_STATE_HOME=str(tmp_path), TERM="xterm") as terminal:
+    environment = {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "LC_ALL": "C.UTF-8", "COLUMNS": "60"}
+    with Terminal("chat", "--url", server.url, **environment) as terminal:
         terminal.expect(">>> ")
-        terminal.press("\x1b[200~def f(x):\n    return x\x1b[201~")
-        terminal.expect("return x")
-        terminal.press("\r")
-        terminal.expect("I see.")
-        assert "<user>def f(x):\n    return x<assistant>" in server.last_prompt()
-        terminal.expect(">>> ")
-        terminal.enter("/bye")
-        assert terminal.end() == 0
+        yield terminal
+
+
+def paste(text):
+    return f"\x1b[200~{text}\x1b[201~"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def f(x):\n    return x",
+        '"""Returns x.\n\nNever y.',
+        '"""Returns x."""',
+        "/etc/hosts\n/etc/passwd",
+        "/bye",
+        "/help is a command",
+    ],
+)
+def test_a_paste_is_one_message_whatever_it_begins_with(xterm, server, text):
+    """Regression: each pasted line was sent as a message of its own, and a paste that began with a fence or a
+    slash was taken for one."""
+    xterm.press(paste(text))
+    xterm.expect(text.split("\n")[-1])
+    xterm.press("\r")
+    xterm.expect("I see.")
+    assert f"<user>{text}<assistant>" in server.last_prompt()
+    xterm.expect(">>> ")
+    xterm.enter("/bye")
+    assert xterm.end() == 0
+
+
+def test_what_is_typed_or_pasted_during_an_answer_waits_for_its_end(xterm, server):
+    """Regression: the keys were echoed into the answer."""
+    server.say("word " * 20, token_seconds=0.02)
+    xterm.enter("talk")
+    xterm.expect("word word")
+    xterm.press("one " + paste("two\nthree"))
+    assert "one" not in xterm.expect("tokens/s")
+    server.say("I see.")
+    xterm.expect("three")
+    xterm.press("\r")
+    xterm.expect("I see.")
+    assert "<user>one two\nthree<assistant>" in server.last_prompt()
+
+
+def test_an_answer_is_wrapped_at_words_and_its_markdown_is_drawn(xterm, server, terminal):
+    """Regression: words were broken at the right edge, and Markdown was shown raw."""
+    text = "Some **hardworking** programmers toil for many years at `x[::-1]` " * 3
+    server.say(text)
+    xterm.enter("go")
+    shown = xterm.expect("tokens/s").partition("\x1b[?2004h")[2]
+    assert "\x1b[1mhardworking\x1b[0m" in shown and "**hardworking**" not in xterm.screen
+    terminal.enter("go")
+    terminal.expect("go\n")
+    lines = terminal.expect("\n[").split("\n")
+    assert (
+        len(lines) == 3 and all(len(line) <= 80 for line in lines) and " ".join(lines).split() == text.split()
+    )
+
+
+def test_the_last_message_is_edited_where_it_was_typed(xterm, server):
+    ask(xterm, "What is one")
+    xterm.enter("/edit")
+    xterm.expect(">>> ")
+    xterm.expect("What is one")
+    xterm.press(" and two?\r")
+    xterm.expect("I see.")
+    xterm.expect(">>> ")
+    assert "<user>What is one and two?<assistant>" in server.last_prompt()
+    assert server.last_prompt().count("<user>") == 1
+    xterm.enter("/edit")
+    xterm.expect("and two?")
+    xterm.press(CTRL_C)
+    xterm.expect("nothing is changed")
+    xterm.expect(">>> ")
+    xterm.enter("/regenerate")
+    xterm.expect("I see.")
+    assert "<user>What is one and two?<assistant>" in server.last_prompt()
+
+
+def test_show_says_which_values_the_server_takes_by_default(terminal, server):
+    server.model.default_params["temperature"] = 0.2
+    terminal.enter("/set temperature")
+    terminal.expect("temperature: 0.2 (default)")
+    terminal.enter("/model")
+    terminal.expect(f"* {NAME}")
+    server.model.default_params.clear()

@@ -1,0 +1,165 @@
+"""What a person types or pastes at a terminal, with editing and a history; or the lines of a pipe."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+from shoal.cli.terminal import note
+from shoal.errors import ConfigError
+from shoal.user_folders import state_folder
+
+HISTORY_LINES = 1000
+FENCE = '"""'
+PASTE_BEGINS, PASTE_ON, PASTE_OFF = "\x1b[200~", "\x1b[?2004h", "\x1b[?2004l"
+PASTED = "\u2060"  # without width; Readline puts it before what is pasted
+
+
+class Keyboard:
+    """Reads messages and commands."""
+
+    def __init__(self, is_terminal: bool) -> None:
+        self.is_terminal = is_terminal
+        self.complete: Callable[[str], Sequence[str]] = lambda line: ()  # the words that may end a line
+        # A dumb terminal does not tell a paste from typing.
+        self._can_paste = is_terminal and os.environ.get("TERM", "dumb") != "dumb"
+        self._readline: Any = None
+        self._history: Path | None = None
+        self._num_kept = 0
+        if is_terminal:
+            with contextlib.suppress(ImportError):  # some builds of Python lack it: then nothing is kept
+                import readline
+
+                self._readline = readline
+                self._open_history()
+
+    def _open_history(self) -> None:
+        self._readline.set_history_length(HISTORY_LINES)
+        self._readline.parse_and_bind("tab: complete")
+        if self._can_paste:
+            # CPython switches it off. A paste of several lines is one message with it.
+            self._readline.parse_and_bind("set enable-bracketed-paste on")
+            if sys.stdin.encoding.lower() == "utf-8":
+                self._readline.parse_and_bind(r'"\C-x\C-v": bracketed-paste-begin')
+                self._readline.parse_and_bind(f'"{PASTE_BEGINS}": "{PASTED}\\C-x\\C-v"')
+        self._readline.set_completer(self._complete)
+        self._readline.set_completer_delims(" ")
+        try:
+            path = state_folder() / "chat_history"
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            os.close(os.open(path, os.O_CREAT | os.O_RDONLY, 0o600))
+            path.chmod(0o600)
+            self._readline.read_history_file(path)
+            self._history = path
+        except (OSError, ConfigError) as error:
+            note(f"the history of what you type is not kept: {error}")
+        self._num_kept = self._readline.get_current_history_length()
+
+    def _complete(self, text: str, state: int) -> str | None:
+        """Returns the n-th word that begins with `text` and may stand there."""
+        words = self.complete(self._readline.get_line_buffer())
+        found = [word for word in words if word.startswith(text)]
+        return found[state] + " " if state < len(found) else None
+
+    def read(self) -> str | None:
+        """Returns a command, which begins with /, or a message of one or several lines, which does not: a
+        space stands before its / if it was pasted or fenced. None at the end. KeyboardInterrupt drops what
+        was typed."""
+        line = self._line(">>> ")
+        if line is None:
+            return None
+        is_text = line.startswith((PASTED, FENCE))
+        if line.startswith(FENCE):
+            text = line.removeprefix(FENCE)
+            while not text.rstrip().endswith(FENCE):
+                if (line := self._line("... ")) is None:
+                    return self._unfinished(text)
+                text += "\n" + line
+            message = text.rstrip().removesuffix(FENCE)
+        else:
+            message = line
+            while message.endswith("\\"):
+                message = message[:-1] + "\n"
+                if (line := self._line("... ")) is None:
+                    return self._unfinished(message)
+                message += line
+        self._keep_history()
+        message = message.replace(PASTED, "")
+        return " " + message if is_text and message.startswith("/") else message
+
+    def edit(self, text: str) -> str | None:
+        """Returns what a person makes of `text`; None if that was broken off. The keyboard must be able to
+        (`can_edit`)."""
+        self._readline.set_startup_hook(lambda: self._readline.insert_text(text))
+        try:
+            line = self._line(">>> ")
+        except KeyboardInterrupt:
+            print()
+            return None
+        finally:
+            self._readline.set_startup_hook(None)
+        return None if line is None else line.replace(PASTED, "")
+
+    @property
+    def can_edit(self) -> bool:
+        return self._readline is not None
+
+    @contextlib.contextmanager
+    def put_aside(self) -> Generator[None]:
+        """What is typed meanwhile is not shown, as it would stand in the midst of an answer. The next `read`
+        gets it."""
+        if not self.is_terminal:
+            yield
+            return
+        import termios
+
+        descriptor = sys.stdin.fileno()
+        before = termios.tcgetattr(descriptor)
+        silent = [*before]
+        silent[3] &= ~termios.ECHO
+        try:
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, silent)
+            self._write_paste_mode(PASTE_ON)
+            yield
+        finally:
+            self._write_paste_mode(PASTE_OFF)
+            termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
+
+    def _write_paste_mode(self, mode: str) -> None:
+        if self._can_paste and self._readline is not None:
+            sys.stdout.write(mode)
+            sys.stdout.flush()
+
+    def _unfinished(self, text: str) -> str:
+        """What becomes of a text of several lines when the input ends. Ctrl-D drops it, as Ctrl-C does; in a
+        pipe the end is the text's end, too."""
+        if not self.is_terminal:
+            return text
+        note("[the unfinished text is dropped]")
+        return ""
+
+    def _line(self, prompt: str) -> str | None:
+        if not self.is_terminal:
+            line = sys.stdin.readline()
+            return line.rstrip("\n") if line else None
+        try:
+            return input(prompt)
+        except EOFError:
+            print()
+            return None
+
+    def _keep_history(self) -> None:
+        """Appends what is new, so that two conversations at once keep both."""
+        if self._readline is None or self._history is None:
+            return
+        length = self._readline.get_current_history_length()
+        with contextlib.suppress(OSError):  # a full disk is no reason to end a conversation
+            if hasattr(self._readline, "append_history_file"):
+                self._readline.append_history_file(length - self._num_kept, self._history)
+            else:
+                self._readline.write_history_file(self._history)
+        self._num_kept = length
