@@ -116,7 +116,7 @@ def test_old_turns_are_dropped_when_the_context_is_full_and_that_is_said(termina
     prompt = server.last_prompt()
     assert "3-xxx" in prompt and "2-xxx" in prompt and "0-xxx" not in prompt
     terminal.enter("y" * 400)
-    terminal.expect("send a shorter prompt")
+    terminal.expect("maximum context length")
     terminal.expect(">>> ")
     ask(terminal, "short")
     prompt = server.last_prompt()
