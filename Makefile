@@ -24,7 +24,8 @@ PYTEST = $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile --no-loadscope
 .PHONY: demo test test-slow test-rare test-clients check format docs test-gpu bench bench-gpu clean
 
 demo: .venv/ready
-	$(BIN)/shoal generate "The capital of France is" --max-tokens 48 --temperature 0
+	echo "What is photosynthesis? Answer in two sentences." | $(BIN)/shoal chat --temperature 0
+	@echo "Now talk to it yourself: $(BIN)/shoal chat"
 
 test: .venv/ready-test
 	$(PYTEST)

@@ -172,7 +172,8 @@ def test_ctrl_c_while_a_model_is_loaded_ends_the_command_in_silence():
 
 def test_ctrl_c_in_a_chat_stops_the_answer_and_the_model_goes_on(tmp_path):
     with Terminal(
-        "chat", "--max-model-len", "512", "--temperature", "0", XDG_STATE_HOME=str(tmp_path)
+        *("chat", "--max-model-len", "512", "--temperature", "0", "--repetition-penalty", "1"),
+        XDG_STATE_HOME=str(tmp_path),
     ) as terminal:
         terminal.expect("smollm2 on this machine (cpu) · context 512 tokens")
         terminal.expect(">>> ")

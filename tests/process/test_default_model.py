@@ -1,6 +1,9 @@
 """SmolLM2, the model a newcomer meets: the oracle's numbers on the dequantized weights, close ones from the
 packed weights."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
@@ -9,6 +12,7 @@ from shoal import LLM, SamplingParams
 from shoal.weights.source import resolve
 from tests import tiny
 
+ROOT = Path(__file__).parents[2]
 TEXT = (
     "Water is a chemical compound of hydrogen and oxygen. At sea level it boils at one hundred degrees "
     "Celsius, and ice floats on it, "
@@ -74,7 +78,22 @@ def test_it_samples_as_its_card_advises_unless_told_otherwise():
     with LLM("smollm2", max_model_len=512) as llm:
         params = llm.get_default_sampling_params()
         assert (params.temperature, params.top_p) == (0.2, 0.9)
+        assert (params.repetition_penalty, params.max_tokens) == (1.1, 1000)
     assert SamplingParams().temperature == 1.0
+
+
+def test_the_chat_pages_suggestions_are_answered_to_the_end():
+    """Regression: answers to the page's own suggestions repeated themselves until the context was full."""
+    page = (ROOT / "shoal/server/chat.html").read_text()
+    questions = re.findall(
+        r"<button>([^<]+)</button>", page.partition('id="empty"')[2].partition("</main>")[0]
+    )
+    assert len(questions) == 3
+    with LLM("smollm2") as llm:
+        params = llm.get_default_sampling_params()
+        params.seed = 1
+        answers = llm.chat([[{"role": "user", "content": question}] for question in questions], params)
+    assert [answer.outputs[0].finish_reason for answer in answers] == ["stop"] * 3
 
 
 def test_it_makes_room_for_another_model_and_comes_back(tmp_path):
