@@ -21,36 +21,59 @@ COLOURS = {"qwen3-0.6b": "#1f77b4", "qwen3-8b": "#d62728"}
 BANDWIDTH, ARITHMETIC = 4.28e12, 680e12  # an H200's ceilings, as in benchmarks/gpu.py
 
 
-def table(rows: list[dict[str, Any]]) -> str:
+# What benchmarks/workloads.py and gpu.py make: requests, tokens in and out of each, and what it stands for.
+WORKLOADS = {
+    "single": ("1", "1,024", "512", "one stream: what a person waits for"),
+    "four": ("4", "1,024", "256", "a few streams"),
+    "service": ("32", "512", "256", "a small service"),
+    "nano": ("256", "100 to 1,024", "100 to 1,024", "mixed lengths; nano-vllm's published benchmark"),
+    "decode": ("256", "256", "512", "a full batch that writes"),
+    "prefill": ("32", "4,096", "1", "prompts alone"),
+    "shared": ("256", "2,048 + 128", "64", "one long prefix that all share"),
+    "tree": ("128", "2,048 + 64", "64", "prefixes that branch: 2 of 1,024 tokens, 4 more under each"),
+    "tiny": ("2,000", "8 to 40", "1 to 12", "many very short requests"),
+    "long": ("8", "30,000", "64", "long contexts"),
+}
+
+
+def workloads() -> str:
+    lines = ["| workload | requests | tokens in | tokens out | what it stands for |", "|---" * 5 + "|"]
+    lines += [f"| {name} | {' | '.join(cells)} |" for name, cells in WORKLOADS.items()]
+    return "\n".join(lines)
+
+
+def tables(rows: list[dict[str, Any]]) -> str:
+    """A table for each model. The columns that compare stand first, so that no screen cuts them off."""
     titles = [
-        "model",
         "workload",
-        "seconds, two runs",
+        "seconds",
+        "vLLM takes",
+        "nano-vllm takes",
         "out tok/s",
         "in tok/s",
         "ms a token",
         "of the floor",
         "GPU idle",
-        "vLLM / ours",
-        "nano-vllm / ours",
     ]
-    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
-    for row in rows:
-        if row["workload"] == "start-up":
-            lines.append(f"| {row['model']} | start-up | {row['seconds']:.2f} | | | | | | | |")
-            continue
-        runs = ", ".join(f"{seconds:.3f}" for seconds in row["runs"][1:])
-        cells = [
-            runs,
-            f"{row['out_tokens_per_s']:,.0f}",
-            f"{row['in_tokens_per_s']:,.0f}",
-            f"{row['ms_per_token']:.3f}",
-            _or_dash(row["floor"], ".0%"),
-            _or_dash(row["idle"], ".1%"),
-            *(_or_dash(row[name], ".2f") for name in ("vs_vllm", "vs_nano")),
-        ]
-        lines.append(f"| {row['model']} | {row['workload']} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    parts = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        lines = [f"| {' | '.join(titles)} |", "|---" + "|---:" * (len(titles) - 1) + "|"]
+        of_model = {row["workload"]: row for row in rows if row["model"] == model}
+        for name in [name for name in WORKLOADS if name in of_model]:
+            row = of_model[name]
+            cells = [
+                f"{row['seconds']:.3f}",
+                *(_or_dash(row[peer], ".2f", "×") for peer in ("vs_vllm", "vs_nano")),
+                f"{row['out_tokens_per_s']:,.0f}",
+                f"{row['in_tokens_per_s']:,.0f}",
+                f"{row['ms_per_token']:.3f}",
+                _or_dash(row["floor"], ".0%"),
+                _or_dash(row["idle"], ".1%"),
+            ]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+        start = of_model["start-up"]["seconds"]
+        parts.append(f"### {model}\n\nIt starts in {start:.2f} s.\n\n" + "\n".join(lines))
+    return "\n\n".join(parts)
 
 
 def served(measured: dict[str, Any]) -> str:
@@ -92,8 +115,8 @@ def second_turns(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _or_dash(value: float | None, style: str) -> str:
-    return "-" if value is None else format(value, style)
+def _or_dash(value: float | None, style: str, unit: str = "") -> str:
+    return "-" if value is None else format(value, style) + unit
 
 
 def draw_bars(rows: list[dict[str, Any]], path: Path) -> None:
@@ -123,17 +146,35 @@ def draw_roofline(rows: list[dict[str, Any]], path: Path) -> None:
     axes.plot(xs, [min(x * BANDWIDTH, ARITHMETIC) / 1e12 for x in xs], color="black", linewidth=1)
     for model, colour in COLOURS.items():
         axes.scatter([], [], color=colour, label=model)
-    for row in rows:
-        if row.get("floor"):
-            x, y = row["operations"] / row["bytes_moved"], row["operations"] / row["seconds"] / 1e12
-            axes.scatter([x], [y], color=COLOURS.get(row["model"], "grey"))
-            axes.annotate(row["workload"], (x, y), fontsize=8, xytext=(4, -9), textcoords="offset points")
+    measured = [row for row in rows if row.get("floor")]
+    points = [
+        (row["operations"] / row["bytes_moved"], row["operations"] / row["seconds"] / 1e12)
+        for row in measured
+    ]
+    for row, (x, y) in zip(measured, points):
+        axes.scatter([x], [y], color=COLOURS.get(row["model"], "grey"))
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel("operations a byte that must be moved")
     axes.set_ylabel("TFLOP/s")
     axes.legend(loc="lower right")
+    figure.draw_without_rendering()
+    taken: list[Any] = []  # the boxes of labels
+    for row, point in zip(measured, points):
+        _label(axes, row["workload"], point, taken)
     figure.savefig(path, dpi=110)
+
+
+def _label(axes: Any, text: str, point: tuple[float, float], taken: list[Any]) -> None:
+    """Writes it beside its point, where no other label is."""
+    for side, offset in (("left", (5, -9)), ("left", (5, 4)), ("right", (-5, 4)), ("right", (-5, -9))):
+        label = axes.annotate(text, point, fontsize=8, xytext=offset, textcoords="offset points", ha=side)
+        box = label.get_window_extent()
+        if not any(box.overlaps(other) for other in taken):
+            taken.append(box)
+            return
+        label.remove()
+    raise AssertionError(f"no room for the label {text}")
 
 
 def main() -> None:
@@ -147,14 +188,30 @@ def main() -> None:
     turns = json.loads((folder / "h200-second-turn.json").read_text())["rows"]
     (ROOT / "docs" / "performance.md").write_text(f"""# Performance
 
-{measured["gpu"]}, torch {measured["torch"]}, commit {measured["commit"][:10]}, {measured["date"]}:
-`{measured["command"]}`.
-Drawn by `make bench-gpu`. bf16, random weights, temperature 0.6, `ignore_eos`, token ids, an empty prefix
-cache before each run; the better of two runs after a warm-up counts. Workloads and peers' figures:
-`benchmarks/workloads.py`, `benchmarks/gpu.py`; the floor: `shoal/bench/floor.py`; the GPU's idle time is
-what lies between steps, in a run of its own. [More](../benchmarks/results/README.md).
+One {measured["gpu"]}, {measured["date"]}, torch {measured["torch"]}, commit {measured["commit"][:10]}:
+{measured["command"]}.
 
-{table(rows)}
+`make bench-gpu` measures this and draws the page. Weights are random and in bf16, prompts are token ids,
+nothing is cached at the start of a run, and the better of two runs after a warm-up counts. Figures of other
+days and machines are in [measured](../benchmarks/results/README.md).
+
+## Workloads
+
+{workloads()}
+
+All requests of a workload are there at its start, and no answer ends early (`ignore_eos`); temperature 0.6.
+
+## Offline
+
+| column | meaning |
+|---|---|
+| seconds | until the last answer is complete |
+| vLLM takes, nano-vllm takes | n times as long, for the same requests on such a card (vLLM 0.24) |
+| ms a token | the whole time, by the tokens of the longest answer |
+| of the floor | how near that is to what the card's memory and arithmetic allow (`shoal/bench/floor.py`) |
+| GPU idle | the share of the time between steps, in a run of its own |
+
+{tables(rows)}
 
 ![Beside vLLM](images/performance-bars.png)
 

@@ -11,6 +11,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
+# Weights of pages in the search. A word of a heading counts a thousand times there, so records of our work,
+# whose headings are sentences, would stand before the pages that explain a thing.
+BOOSTS = {"options.md": 2.0, "cli.md": 2.0, "performance.md": 0.3}
+RECORD_BOOST = 0.001
+RECORDS = ("benchmarks/", "decisions/", "howto/", "architecture.md", "CONTRIBUTING.md")
 LINK = re.compile(r"(\]\()([^)\s#]+)((?:#[^)\s]*)?\))")
 
 
@@ -31,6 +36,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """A link from file to file of the repository becomes one from page to page, or one to the repository."""
     uri = page.file.src_uri
+    page.meta["search"] = {"boost": RECORD_BOOST if uri.startswith(RECORDS) else BOOSTS.get(uri, 1.0)}
     own = {place: path for path, place in outside().items()}.get(uri, f"docs/{uri}")
 
     def rewrite(match: re.Match[str]) -> str:

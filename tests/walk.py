@@ -5,7 +5,7 @@ What counts on such a page, from top to bottom:
 - `**Terminal 1**` says which terminal the blocks below are for.
 - A block of `bash` is typed there, command by command, each when the one before has ended.
 - A block of `input` is typed to the program that runs there.
-- A block of `text` are lines that come there, in any order, after what was done last; `...` stands for anything, and
+- A block of `text`, which stands in a quotation, are lines that come there, in any order, after what was done last; `...` stands for anything, and
   a space for any number of them.
 - `Ctrl-C in terminal 1` presses that. `<http://127.0.0.1:8000/>` is opened.
 
@@ -41,6 +41,7 @@ def sections(page: Path) -> dict[str, list[Step]]:
     found = {}
     for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]:
         title, _, body = section.partition("\n")
+        body = re.sub(r"^> ?", "", body, flags=re.MULTILINE)
         if steps := list(_steps(body)):
             found[title] = steps
     return found

@@ -66,6 +66,31 @@ def test_every_page_is_in_the_sites_navigation():
     assert not {page for page in pages if f" {page}\n" not in nav}
 
 
+def test_the_sites_navigation_is_in_groups_that_can_be_seen_at_once():
+    """Regression: 21 pages stood in one list."""
+    nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2]
+    groups = re.split(r"^  - (.+):$", nav, flags=re.MULTILINE)[1:]
+    used = {
+        title: re.findall(r"^      - (.+): \S+$", body, re.MULTILINE)
+        for title, body in zip(groups[::2], groups[1::2])
+    }
+    assert all(len(pages) <= 9 for pages in used.values()) and len(used) >= 4
+
+
+def test_what_appears_looks_different_from_what_is_typed():
+    """Regression: both were the same grey box. GitHub shows a quotation with a bar, and so does the site."""
+    guide = (ROOT / "docs/laptop-to-fleet.md").read_text()
+    assert not re.findall(r"^```text$", guide, re.MULTILINE) and guide.count("\n> ```text\n") > 20
+    assert not re.findall(r"^> ```(?:bash|input)$", guide, re.MULTILINE)
+
+
+def test_every_workload_of_the_performance_page_is_explained_there():
+    page = (ROOT / "docs/performance.md").read_text()
+    explained, figures = page.split("## Offline")
+    names = set(re.findall(r"^\| (\w+) \| [\d.]+ \|", figures.partition("## A served load")[0], re.MULTILINE))
+    assert len(names) == 10 and names == set(re.findall(r"^\| (\w+) \| [\d,]+ \|", explained, re.MULTILINE))
+
+
 HOW_TOS = [p for p in sorted((ROOT / "docs/howto").glob("*.md")) if p.name != "README.md"]
 TEST = re.compile(r"(?<![\w/])((?:tests/)?(?:[\w/]+/)?test_\w+\.py)(?:::(test_\w+))?")
 
