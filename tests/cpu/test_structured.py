@@ -7,9 +7,12 @@ import time
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from shoal import structured
 from shoal.api import StructuredOutputsParams
 from shoal.errors import RequestError
-from shoal.structured import FORMATS, MAX_BYTES, MAX_NESTING, check, grammar_of
+from shoal.json_schema import MAX_BYTES, MAX_NESTING
+from shoal.schema_meaning import FORMATS
+from shoal.structured import check, grammar_of
 
 
 def nested(depth):
@@ -150,6 +153,154 @@ def test_a_value_may_look_like_a_format():
     assert not can_write({}, {"const": {"format": "path"}})
 
 
+DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+
+
+@pytest.mark.parametrize("closes_objects", [True, False], ids=["closed", "open"])
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        (
+            {"propertyNames": {"type": "string"}, "additionalProperties": {"type": "number"}},
+            [{"a": 1}],
+            [{"a": "b"}],
+        ),
+        (
+            {
+                "propertyNames": {"enum": ["a", "b"]},
+                "additionalProperties": {"type": "number"},
+                "required": ["a"],
+            },
+            [{"a": 1}, {"a": 1, "b": 2}],
+            [{"c": 1}, {"a": "x"}, {}],
+        ),
+        (
+            {
+                "propertyNames": {"$ref": "#/$defs/Color"},
+                "additionalProperties": {"type": "number"},
+                "$defs": {"Color": {"title": "Color", "type": "string", "enum": ["red"]}},
+            },
+            [{"red": 1}, {}],
+            [{"blue": 1}],
+        ),
+        ({"propertyNames": {"pattern": "^x"}}, [{"xa": "b"}, {}], [{"a": "b"}]),
+        ({"propertyNames": {"minLength": 2, "maxLength": 3}}, [{"ab": 1}], [{"a": 1}, {"abcd": 1}]),
+        ({"propertyNames": False}, [{}], [{"a": 1}]),
+        (
+            {"propertyNames": {"type": "string"}, "properties": {"a": {"not": {}}, "b": {}}},
+            [{"b": 1}, {}],
+            [{"a": 1}],
+        ),
+        (
+            {"minProperties": 0, "unevaluatedProperties": True, "dependentRequired": {}, "not": False},
+            [{"a": 1}],
+            [1],
+        ),
+        ({"properties": {"a": {}}, "unevaluatedProperties": False}, [{"a": 1}], [{"b": 1}]),
+        ({"if": {"required": ["a"]}, "$comment": "no consequence"}, [{"a": 1}, {}], [1]),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_keywords_of_generated_schemas_that_say_nothing_are_passed_over(schema, good, bad, closes_objects):
+    """Regression: the first `propertyNames` among thirty tools refused the whole request."""
+    schema = {"type": "object", **schema}
+    check(StructuredOutputsParams(json=schema), closes_objects)
+    for value in good:
+        assert can_write(value, schema, closes_objects), value
+    for value in bad:
+        assert not can_write(value, schema, closes_objects), value
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "array", "uniqueItems": True, "items": {"type": "string"}}, [["a", "b"], []], [[1]]),
+        ({"type": "array", "uniqueItems": False, "contains": {}, "minContains": 0}, [[], [1]], [1]),
+        (
+            {"type": "array", "prefixItems": [{"type": "null"}], "unevaluatedItems": False},
+            [[None]],
+            [[None, 1]],
+        ),
+        ({"anyOf": [{"not": {}}, {"type": "string"}]}, ["a"], [1]),
+        ({"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 2}]}, ["abc"], [1]),
+        ({"type": "number", "minimum": 1, "exclusiveMinimum": True, "maximum": 3}, [2, 3], [1, 4]),
+        ({"type": "number", "minimum": 1, "exclusiveMinimum": False}, [1], [0]),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_sets_unions_and_bounds_of_older_drafts_are_taken(schema, good, bad):
+    check(StructuredOutputsParams(json=schema))
+    assert all(can_write(value, schema) for value in good)
+    assert not any(can_write(value, schema) for value in bad)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "good", "bad"),
+    [
+        (DECIMAL, ["1.5", "-0.25", "+7", ".5"], ["", "-", "+.", "1e5"]),
+        (EMAIL, ["a.b@c.org"], [".a@c.org", "a..b@c.org", "a@c"]),
+        (r"^(?=.*[A-Z])(?=.*\d).{4,}$", ["aB3d"], ["ab3d", "aBcd", "B3"]),
+        (r"^(?!(?:CON|PRN)$)[A-Z]+$", ["CONX", "A", "PR"], ["CON", "PRN"]),
+        (r"^(?!-)[a-z-]+(?<!-)$", ["a-b", "a"], ["-a", "a-", "-"]),
+        (r"^[a-z]+(?<=ing)$", ["sing"], ["song"]),
+        (r"^(?!a{2,3}b)[ab]+$", ["ab", "aab"[1:], "aaaab"], ["aab", "aaabb"]),
+        (r"^(?!\s*$).+", ["a", " a"], ["", "  "]),
+        (r"^(?!.*[\d_])\w+$", ["ab"], ["a1", "a_b"]),
+        (r"^[(?=a)]+$", ["(?=a)"], ["b"]),
+    ],
+)
+def test_look_around_at_the_ends_of_a_pattern_is_expressed(pattern, good, bad, caplog):
+    """Regression: pydantic's Decimal and zod's email refused the whole request."""
+    schema = {"type": "string", "pattern": pattern}
+    check(StructuredOutputsParams(json=schema))
+    assert all(can_write(text, schema) for text in good)
+    assert [text for text in bad if can_write(text, schema)] == []
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("schema", "named"),
+    [
+        ({"type": "string", "pattern": r"^a(?=bx|by)b[x-z]$"}, "(?=bx|by)"),
+        ({"type": "string", "pattern": r"^(?!a)b|c"}, "(?!a)"),
+        ({"type": "string", "pattern": r"\bword\B"}, r"\b in"),
+        ({"type": "string", "pattern": r"^(?!(?:.{50}a){20})[a-z]"}, "(?!(?:.{50}a){20})"),
+        ({"type": "object", "patternProperties": {"^(?!x)": {}}}, "patternProperties"),
+        ({"type": "object", "propertyNames": {"format": "uuid"}}, "propertyNames"),
+        ({"type": "array", "uniqueItems": True, "title": "reported"}, "uniqueItems"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_a_grammar_cannot_say_is_left_out_with_a_warning(schema, named, caplog):
+    structured._report.cache_clear()
+    for _ in range(2):
+        check(StructuredOutputsParams(json=schema))
+    assert sum(named in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "is_taken"),
+    [
+        ('{ "a" : [\n  1\n ]\n}', True),
+        ('{"a":1}', True),
+        ('{\r\n                "a": 1}', True),
+        ("{\t}", True),
+        ("{" + " " * 9 + "}", False),
+        ("{\n\n\n}", False),
+        ("{\n" + " " * 40 + "}", False),
+    ],
+    ids=repr,
+)
+def test_whitespace_of_json_is_bounded(text, is_taken):
+    """Regression: a weak model could write line breaks until max_tokens."""
+    as_tag = tag(type="json_schema", json_schema={"type": "object"})
+    for params in ({"json": {"type": "object"}}, {"json_object": True}, {"structural_tag": as_tag}):
+        grammar = grammar_of(StructuredOutputsParams(**params), closes_objects=False)
+        matcher, tokens = LLMatcher(BYTES, grammar, log_level=0), list(text.encode())
+        assert (matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()) == is_taken
+
+
 @pytest.mark.parametrize(
     ("given", "names"),
     [
@@ -159,13 +310,13 @@ def test_a_value_may_look_like_a_format():
         (dict(json="false"), "no JSON schema"),
         (dict(json={"type": "text"}), "text"),
         (dict(json={"not": {"type": "string"}}), '"not"'),
-        (dict(json={"properties": {"a": {"if": {}, "then": {}}}}), '"if", "then"'),
-        (dict(json={"type": "array", "uniqueItems": True}), '"uniqueItems"'),
+        (dict(json={"properties": {"a": {"if": {}, "then": {"required": ["b"]}}}}), '"if", "then"'),
         (dict(json={"$ref": "http://example.org/a.json"}), "http://example.org/a.json"),
         (dict(json={"$ref": "#/$defs/nowhere"}), "nowhere"),
         (dict(json={"enum": []}), "json"),
         (dict(json={"type": "integer", "minimum": 5, "maximum": 3}), "minimum"),
-        (dict(json={"type": "string", "pattern": "(?!a)b"}), "look"),
+        (dict(json={"type": "string", "pattern": "(a)\\1"}), "backreferences"),
+        (dict(regex="(?!a)b"), "look"),
         (dict(json={"const": {1, 2}}), "no JSON"),
         (dict(json={"const": float("nan")}), "no JSON"),
         (dict(json={"const": "\ud800"}), "surrogate"),

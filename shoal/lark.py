@@ -1,0 +1,67 @@
+"""Turns grammars as people write them (Lark, GBNF) into the Lark that llguidance compiles."""
+
+from __future__ import annotations
+
+import re
+
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+from shoal.errors import RequestError
+
+MAX_RULES = 1000  # of a grammar
+GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+LARK_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(\.-?\d+)?(\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
+DIRECTIVE = re.compile(r"^[ \t]*%(\w*)|%(json|regex|lark)\b", re.MULTILINE)
+UNICODE_ESCAPE = re.compile(r"(\\\\)|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})")
+
+
+def lark_text(text: str) -> str:
+    """Returns a Lark string literal. A text with control characters, for which Lark has no escape, becomes a
+    regex."""
+    if text.isprintable():
+        return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return "/" + "".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text) + "/"
+
+
+def lark_of(grammar: str) -> str:
+    """Returns the grammar as Lark. One with rules `name ::= ...` is GBNF and is converted."""
+    if GBNF_RULE.search(grammar):
+        if (count := grammar.count("::=")) > MAX_RULES:
+            raise RequestError(
+                f"structured_outputs.grammar has {count} rules, more than {MAX_RULES}; make it smaller"
+            )
+        try:
+            return gbnf_to_lark(UNICODE_ESCAPE.sub(_character, grammar))
+        except RecursionError:
+            raise RequestError("structured_outputs.grammar is nested too deep; split it into rules") from None
+        except (GbnfToLarkError, IndexError, ValueError) as error:
+            raise RequestError(f"structured_outputs.grammar is no GBNF: {error}; mend it") from None
+        except Exception as error:  # noqa: BLE001 - the converter raises nothing narrower for a rule that is missing
+            raise RequestError(f"structured_outputs.grammar is no GBNF: {error}; mend it") from None
+    if (count := len(LARK_RULE.findall(grammar))) > MAX_RULES:
+        raise RequestError(
+            f"structured_outputs.grammar has {count} rules, more than {MAX_RULES}; make it smaller"
+        )
+    for found in DIRECTIVE.finditer(grammar):
+        if (name := found[1] if found[1] is not None else found[2]) not in ("ignore", "llguidance"):
+            raise RequestError(
+                f"structured_outputs.grammar uses %{name}; of directives only %ignore is supported, and a "
+                "JSON schema is "
+                "given as structured_outputs.json"
+            )
+    return grammar
+
+
+def _character(found: re.Match[str]) -> str:
+    """Returns the character of an escape such as \\u0041, which the converter would misread. It stays escaped
+    if it has a meaning in a GBNF text or class."""
+    if found[1] is not None:
+        return found[1]
+    code = int(found[2] or found[3], 16)
+    if code < 256 and not chr(code).isalnum():
+        return f"\\x{code:02x}"
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise RequestError(
+            f"structured_outputs.grammar has the escape {found[0]}, which is no character; mend it"
+        )
+    return chr(code)
