@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Protocol
 
+from shoal import neutral_fields
 from shoal.errors import ConfigError, RequestError
 from shoal.fields import check_fields, option
 
@@ -76,6 +77,7 @@ class StructuredOutputsParams:
 DRAWING, LENGTH = "how tokens are drawn", "where an answer ends"
 
 
+@neutral_fields.takes(neutral_fields.SAMPLING)
 @dataclass(slots=True)
 class SamplingParams:
     """How tokens are drawn and when a request ends. Raises RequestError for impossible values.
@@ -134,6 +136,8 @@ class SamplingParams:
             self.prompt_logprobs = 1
         if self.seed == -1:
             self.seed = None
+        if self.skip_reading_prefix_cache is None:
+            self.skip_reading_prefix_cache = False
         self.check()
 
     def _take_lists(self) -> None:
@@ -225,6 +229,7 @@ class SamplingParams:
         )
 
 
+@neutral_fields.takes(neutral_fields.BEAM_SEARCH)
 @dataclass(slots=True)
 class BeamSearchParams:
     """How `LLM.beam_search` looks for likely texts. Raises RequestError for impossible values.
@@ -529,9 +534,36 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    # vLLM's, which mean nothing here.
+    lora_request: None = None
+    routed_experts: None = None
+    kv_transfer_params: None = None
 
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """The times of a request in seconds, with vLLM's names: `arrival_time` by the wall clock, the others by
+    time.monotonic. They are of the first answer, if there are several."""
+
+    arrival_time: float
+    queued_ts: float
+    scheduled_ts: float = 0.0  # 0.0: not yet
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0  # between arrival and first token
+    num_generation_tokens: int = 0
+    is_corrupted: bool = False
+
+    def count(self, num_tokens: int, queued_seconds: float, now: float) -> None:
+        """Takes in tokens that came at `now`. queued_seconds: what the first output says of the queue."""
+        if not self.num_generation_tokens:
+            self.scheduled_ts = self.queued_ts + queued_seconds
+            self.first_token_ts, self.first_token_latency = now, now - self.queued_ts
+        self.last_token_ts = now
+        self.num_generation_tokens += num_tokens
 
 
 @dataclass(slots=True)
@@ -545,6 +577,12 @@ class RequestOutput:
     finished: bool = False
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int | None = None
+    metrics: RequestMetrics | None = None  # with disable_log_stats=False
+    # vLLM's, which mean nothing here.
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    kv_transfer_params: None = None
 
 
 @dataclass(slots=True)

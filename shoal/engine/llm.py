@@ -3,12 +3,14 @@ process."""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import itertools
 import signal
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -27,6 +29,7 @@ from shoal.api import (
     MemoryReport,
     Output,
     Request,
+    RequestMetrics,
     RequestOutput,
     SamplingParams,
     Stats,
@@ -64,7 +67,8 @@ def _alone(method: Callable[Concatenate[LLM, P], R]) -> Callable[Concatenate[LLM
 
 
 class LLM:
-    """Loads a checkpoint and generates. Options are EngineConfig's fields. Threads may share it: whichever
+    """Loads a checkpoint and generates. Options are EngineConfig's fields, and disable_log_stats=False, with
+    which each RequestOutput has its times. Threads may share it: whichever
     has its turn steps for all of them, so their requests run in one batch.
 
     Raises UserError (a ValueError) for impossible options, checkpoints and requests; the engine lives on
@@ -77,6 +81,7 @@ class LLM:
         for name in ("tokenizer", "dtype"):  # a path, a torch.dtype
             if options.get(name) is not None:
                 options[name] = str(options[name]).removeprefix("torch.")
+        self._keeps_times = options.pop("disable_log_stats", True) is False
         config = EngineConfig.from_options(model=str(model), **options)
         files = resolve(config.model, config.revision, config.download_dir).check()
         self._lock = _Turns()  # held for a step, and whenever else the core is touched
@@ -486,7 +491,11 @@ class LLM:
             priority=priority,
             cache_salt=salt,
         )
-        answers = [_Answer(i, request, self.tokenizer) for i, request in enumerate(requests)]
+        metrics = RequestMetrics(time.time(), time.monotonic()) if self._keeps_times else None
+        answers = [
+            _Answer(i, request, self.tokenizer, metrics if i == 0 else None)
+            for i, request in enumerate(requests)
+        ]
         return _Group(str(number), text, ids, answers)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
@@ -638,8 +647,11 @@ class _LateInterrupts:
 class _Answer:
     """One sequence's answer, with all that came of it so far."""
 
-    def __init__(self, index: int, request: Request, tokenizer: Tokenizer | None) -> None:
-        self.request = request
+    def __init__(
+        self, index: int, request: Request, tokenizer: Tokenizer | None, metrics: RequestMetrics | None
+    ) -> None:
+        """metrics: where its times go; None: nowhere."""
+        self.request, self.metrics = request, metrics
         self._answer = Answer(request, tokenizer)
         wants_logprobs = request.params.logprobs is not None
         self.completion = CompletionOutput(
@@ -670,6 +682,8 @@ class _Answer:
         goes_on = output.finish_reason is None
         add_to(self.completion, output, self._answer.push(output))
         self.completion.error = output.error
+        if self.metrics is not None and output.token_ids:
+            self.metrics.count(len(output.token_ids), output.queued_seconds, time.monotonic())
         return str(output.stop_reason) if goes_on and output.finish_reason is not None else None
 
 
@@ -748,6 +762,7 @@ class _Group:
             self.finished,
             self.answers[0].prompt_logprobs,
             self.answers[0].num_cached_tokens,
+            dataclasses.replace(metrics) if (metrics := self.answers[0].metrics) is not None else None,
         )
 
 

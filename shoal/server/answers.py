@@ -14,14 +14,26 @@ from shoal.server.generation import Usage
 from shoal.server.model import ServedModel
 
 encode = msgspec.json.Encoder().encode
+# Fields that vLLM's whole answers and messages always have, and that mean nothing here. Programs read them
+# without a look whether they are there.
+ABSENT_FROM_ANSWERS = {"service_tier": None, "system_fingerprint": None, "kv_transfer_params": None}
+ABSENT_FROM_MESSAGES = {
+    "refusal": None,
+    "annotations": None,
+    "audio": None,
+    "function_call": None,
+    "reasoning": None,
+}
 LOWEST = -9999.0  # in place of minus infinity, which JSON does not have; as vLLM
 
 
-def usage_dict(usage: Usage) -> dict[str, Any]:
+def usage_dict(usage: Usage, num_sent: int | None = None) -> dict[str, Any]:
+    """num_sent: the tokens of answers that count. None: all that there are."""
+    num_completed = usage.completion_tokens if num_sent is None else num_sent
     return {
         "prompt_tokens": usage.prompt_tokens,
-        "total_tokens": usage.total_tokens,
-        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + num_completed,
+        "completion_tokens": num_completed,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
     }
 
@@ -146,12 +158,21 @@ class Chunks:
             + b',"choices":['
         )
         self.usage = usage
+        self.num_sent = 0  # tokens of answers up to the next chunk, which the caller counts
         self.tail = b'],"usage":null}\n\n' if ends_with_usage else b"]}\n\n"
 
     def chunk(self, choice: bytes, more: bytes = b"") -> bytes:
         """`choice`: JSON of the one choice. `more`: JSON members of the chunk itself, each behind a comma."""
         if self.usage is not None:
-            return self.head + choice + b"]" + more + b',"usage":' + encode(usage_dict(self.usage)) + b"}\n\n"
+            return (
+                self.head
+                + choice
+                + b"]"
+                + more
+                + b',"usage":'
+                + encode(usage_dict(self.usage, self.num_sent))
+                + b"}\n\n"
+            )
         return self.head + choice + (b"]" + more + self.tail[1:] if more else self.tail)
 
     def last(self, usage: Usage) -> bytes:

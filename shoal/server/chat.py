@@ -7,13 +7,21 @@ from typing import Any
 
 from shoal.answer import Delta
 from shoal.api import CompletionOutput, SamplingParams
-from shoal.server.answers import Chunks, LogprobShapes, encode, prompt_logprobs_list, usage_dict
+from shoal.server.answers import (
+    ABSENT_FROM_ANSWERS,
+    ABSENT_FROM_MESSAGES,
+    Chunks,
+    LogprobShapes,
+    encode,
+    prompt_logprobs_list,
+    usage_dict,
+)
 from shoal.server.errors import ApiError
 from shoal.server.functions import as_tools
 from shoal.server.generation import Generation
 from shoal.server.http import DONE, MAX_UNKNOWN, Exchange
 from shoal.server.model import Prompt, ServedModel
-from shoal.server.params import check_stream_options, num_kept, shortened, text_params
+from shoal.server.params import check_stream_options, filled, num_kept, shortened, text_params
 from shoal.server.parts import readable
 from shoal.server.protocol import ChatCompletionRequest
 from shoal.server.tool_parsers import Part, TextDelta
@@ -50,9 +58,10 @@ async def create_chat_completion(exchange: Exchange) -> None:
     as_tools(request, exchange.names)
     _warn_unknown(exchange, request)
     plan = plan_tools(request.tools, request.tool_choice, request.parallel_tool_calls, model.tool_call_parser)
-    max_tokens = (
-        request.max_tokens if request.max_completion_tokens is None else request.max_completion_tokens
-    )
+    if request.max_completion_tokens is not None:
+        exchange.names["max_tokens"] = "max_completion_tokens"
+        request.max_tokens = request.max_completion_tokens
+    max_tokens = filled(model, request.max_tokens)
     params = text_params(
         exchange,
         model,
@@ -102,19 +111,19 @@ async def create_chat_completion(exchange: Exchange) -> None:
         return
     async with generation:
         wholes = await generation.collect()
-    body = {
-        "id": answer.id,
-        "object": "chat.completion",
-        "created": answer.created,
-        "model": model.name,
-        "choices": [answer.choice(w) for w in wholes],
-        "usage": usage_dict(generation.usage),
-    }
-    if request.prompt_logprobs is not None:
-        body["prompt_logprobs"] = prompt_logprobs_list(generation.prompt_logprobs[0])
-    if request.return_token_ids:
-        body["prompt_token_ids"] = prompt.token_ids
-    await exchange.json(body)
+    await exchange.json(
+        {
+            "id": answer.id,
+            "object": "chat.completion",
+            "created": answer.created,
+            "model": model.name,
+            "choices": [answer.choice(w) for w in wholes],
+            **ABSENT_FROM_ANSWERS,
+            "usage": usage_dict(generation.usage),
+            "prompt_logprobs": prompt_logprobs_list(generation.prompt_logprobs[0]),
+            "prompt_token_ids": prompt.token_ids if request.return_token_ids else None,
+        }
+    )
 
 
 def _check(request: ChatCompletionRequest, model: ServedModel) -> None:
@@ -206,7 +215,7 @@ async def _prompt(
         must_fit=request.truncate_prompt_tokens is None,
         needs_tools=not plan.is_enforced,
     )
-    wanted = request.max_completion_tokens or request.max_tokens
+    wanted = filled(model, request.max_tokens)
     if wanted is not None and wanted >= model.max_model_len:
         wanted = None  # the answer is cut to what the prompt leaves, so the prompt need not be cut
     return shortened(prompt, num_kept(model, request.truncate_prompt_tokens, wanted))
@@ -252,7 +261,7 @@ class _Answer:
 
     def choice(self, answer: CompletionOutput) -> dict[str, Any]:
         request, reason = self.request, answer.finish_reason or "stop"
-        message: dict[str, Any] = {"role": "assistant", "content": answer.text}
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, **ABSENT_FROM_MESSAGES}
         if self.form is not None:
             parser = self.form.parser(is_whole=True)
             read = whole(parser.push(answer.text, last=True))
@@ -275,7 +284,7 @@ class _Answer:
             "logprobs": logprobs,
             "finish_reason": reason,
             "stop_reason": answer.stop_reason,
-            **({"token_ids": answer.token_ids} if request.return_token_ids else {}),
+            "token_ids": answer.token_ids if request.return_token_ids else None,
         }
 
     def chunks(self, delta: Delta, chunks: Chunks) -> list[bytes]:
@@ -294,6 +303,7 @@ class _Answer:
                 % delta.index
             )
             found.append(chunks.chunk(role, more))
+        chunks.num_sent += len(delta.token_ids)
         if self._is_plain and delta.finish_reason is None:
             if delta.text:  # half a character or the start of a stop string shows nothing yet
                 content = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (

@@ -7,13 +7,21 @@ from typing import Any
 
 from shoal.answer import Delta
 from shoal.api import CompletionOutput, TokenLogprobs
-from shoal.server.answers import Chunks, LogprobShapes, TextPlace, encode, prompt_logprobs_list, usage_dict
+from shoal.server.answers import (
+    ABSENT_FROM_ANSWERS,
+    Chunks,
+    LogprobShapes,
+    TextPlace,
+    encode,
+    prompt_logprobs_list,
+    usage_dict,
+)
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
 from shoal.server.http import DONE, Exchange
 from shoal.server.model import ServedModel
-from shoal.server.params import check_stream_options, num_kept, read_prompts, text_params
-from shoal.server.protocol import CompletionRequest
+from shoal.server.params import check_stream_options, filled, num_kept, read_prompts, text_params
+from shoal.server.protocol import AS_MANY_AS_FIT, CompletionRequest
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -26,7 +34,10 @@ async def create_completion(exchange: Exchange) -> None:
         raise ApiError(
             400, "suffix is given, and no model here fills in the middle; leave it out", param="suffix"
         )
-    keep = num_kept(model, request.truncate_prompt_tokens, request.max_tokens or DEFAULT_MAX_TOKENS)
+    fills = request.max_tokens == AS_MANY_AS_FIT
+    keep = num_kept(
+        model, request.truncate_prompt_tokens, 1 if fills else request.max_tokens or DEFAULT_MAX_TOKENS
+    )
     prompts = await read_prompts(
         model,
         request.prompt,
@@ -34,7 +45,7 @@ async def create_completion(exchange: Exchange) -> None:
         keep=keep,
         add_special_tokens=request.add_special_tokens is not False,
     )
-    max_tokens = request.max_tokens
+    max_tokens = filled(model, request.max_tokens)
     if max_tokens == 0:
         if not request.echo:
             raise ApiError(
@@ -66,6 +77,7 @@ async def create_completion(exchange: Exchange) -> None:
         timeout=request.timeout,
         session=exchange.session(request.user),
         tags=exchange.tags,
+        cuts_max_tokens=fills,
     )
     answer = _Answer(model, request, generation)
     exchange.generation = generation
@@ -81,7 +93,11 @@ async def create_completion(exchange: Exchange) -> None:
         )
         async with generation:
             async for deltas in generation:
-                await exchange.send(b"".join([chunks.chunk(answer.chunk(delta)) for delta in deltas]))
+                events = b""
+                for delta in deltas:
+                    chunks.num_sent += len(delta.token_ids)
+                    events += chunks.chunk(answer.chunk(delta))
+                await exchange.send(events)
         await exchange.end((chunks.last(generation.usage) if options.include_usage else b"") + DONE)
         return
     async with generation:
@@ -93,6 +109,7 @@ async def create_completion(exchange: Exchange) -> None:
             "created": answer.created,
             "model": model.name,
             "choices": [answer.choice(whole) for whole in wholes],
+            **ABSENT_FROM_ANSWERS,
             "usage": usage_dict(generation.usage),
         }
     )
@@ -121,10 +138,12 @@ class _Answer:
             index, whole.text, whole.token_ids, whole.logprobs, self.generation.prompt_logprobs[index], True
         )
         return {
+            "prompt_logprobs": None,
+            "prompt_token_ids": None,
             **shown,
             "finish_reason": whole.finish_reason,
             "stop_reason": whole.stop_reason,
-            **({"token_ids": whole.token_ids} if request.return_token_ids else {}),
+            "token_ids": whole.token_ids if request.return_token_ids else None,
         }
 
     def chunk(self, delta: Delta) -> bytes:

@@ -18,7 +18,14 @@ from shoal.server.route import Handler, Route
 
 # Those that ask for no answer of the model.
 UNLISTED = frozenset(
-    {"/v1/messages/count_tokens", "/tokenize", "/detokenize", "/tokenizer_info", "/api/show"}
+    {
+        "/v1/messages/count_tokens",
+        "/v1/responses/input_tokens",
+        "/tokenize",
+        "/detokenize",
+        "/tokenizer_info",
+        "/api/show",
+    }
 )
 STREAMS = (b"text/event-stream", b"application/x-ndjson")
 # Those whose body, or query, names a model, and that a server of this model could answer.
@@ -28,6 +35,7 @@ PASSED_ON = frozenset(
         "/v1/chat/completions",
         "/v1/completions",
         "/v1/responses",
+        "/v1/responses/input_tokens",
         "/v1/messages",
         "/v1/messages/count_tokens",
         "/v1/embeddings",

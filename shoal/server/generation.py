@@ -179,6 +179,13 @@ class Generation:
             whole.text = "".join(parts)
         return wholes
 
+    async def warm(self) -> str | None:
+        """Puts the prompt into the prefix cache, and returns why that ended. The engine gives a token at
+        least, which does not count here."""
+        [whole] = await self.collect()
+        self.usage.completion_tokens = 0
+        return whole.finish_reason
+
     @property
     def has_ended(self) -> bool:
         """Whether all answers have ended."""

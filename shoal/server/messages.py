@@ -15,8 +15,9 @@ from shoal.server.errors import CONTEXT_EXCEEDED, ApiError
 from shoal.server.generation import Generation, Usage
 from shoal.server.http import Dialect, Exchange
 from shoal.server.model import Prompt, ServedModel
+from shoal.server.params import filled
 from shoal.server.parts import readable
-from shoal.server.protocol import MinusOneOrMore, Positive, Seconds, Words
+from shoal.server.protocol import MinusOneOrMore, Seconds, Words
 from shoal.server.shapes import AnthropicErrorResponse
 from shoal.server.tool_parsers import CallDelta, Part
 from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, warn_left_out
@@ -77,7 +78,7 @@ class CountTokensRequest(Struct, kw_only=True):
 
 
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    max_tokens: Positive
+    max_tokens: MinusOneOrMore  # 0: the prompt goes into the prefix cache, and nothing is generated
     stop_sequences: Words | None = None
     temperature: float | None = None
     top_p: float | None = None
@@ -151,6 +152,12 @@ async def create_message(exchange: Exchange) -> None:
         cuts_max_tokens=True,
     ) as answers:
         exchange.generation = answers
+        if request.max_tokens == 0:
+            events = writer.begin()
+            check_finish(await answers.warm())
+            events += writer.finish("length", None, answers.usage)
+            await (exchange.end(events) if request.stream else exchange.json(writer.message))
+            return
         if not request.stream:
             [answer] = await answers.collect()
             writer.add(parser.push(answer.text, last=True))
@@ -362,7 +369,7 @@ def _params(exchange: Exchange, request: MessagesRequest, model: ServedModel) ->
     }
     return SamplingParams(
         **{**model.default_params, **{k: v for k, v in given.items() if v is not None}},
-        max_tokens=request.max_tokens,
+        max_tokens=filled(model, request.max_tokens) or 1,  # the engine gives one at least
         structured_outputs=_structured(exchange, request),
     )
 

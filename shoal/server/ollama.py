@@ -504,7 +504,7 @@ def _params(request: OllamaRequest, model: ServedModel) -> SamplingParams:
     return SamplingParams(
         **{**model.default_params, **given},
         structured_outputs=_structured(request.format),
-        max_tokens=wanted if wanted is not None and wanted > 0 else None,
+        max_tokens=model.max_model_len if wanted is not None and wanted < 0 else wanted or None,
     )
 
 

@@ -10,7 +10,7 @@ from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.server.errors import ApiError
 from shoal.server.http import Exchange
 from shoal.server.model import Prompt, ServedModel
-from shoal.server.protocol import Prompts, ResponseFormat, StreamOptions, TextFields
+from shoal.server.protocol import AS_MANY_AS_FIT, Prompts, ResponseFormat, StreamOptions, TextFields
 
 # Fields that say what the text must be. The last four are vLLM's older ones.
 FORMAT_FIELDS = (
@@ -157,6 +157,11 @@ def shortened(prompt: Prompt, keep: int | None) -> Prompt:
     if keep is None or len(prompt.token_ids) <= keep:
         return prompt
     return Prompt(prompt.token_ids[len(prompt.token_ids) - keep :])
+
+
+def filled(model: ServedModel, max_tokens: int | None) -> int | None:
+    """Returns `max_tokens`, and for -1 more than the prompt leaves room for: the answer is cut to that."""
+    return model.max_model_len if max_tokens == AS_MANY_AS_FIT else max_tokens
 
 
 def num_kept(model: ServedModel, asked: int | None, max_tokens: int | None) -> int | None:

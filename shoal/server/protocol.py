@@ -52,6 +52,7 @@ HARMLESS = frozenset(
     }
 )
 
+AS_MANY_AS_FIT = -1  # max_tokens: fill the context
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
 Count = Annotated[int, Meta(ge=0, lt=2**31)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -97,7 +98,8 @@ def _plain_fields() -> list[tuple[str, Any, None]]:
         if kind is int and limits.low is None:
             meta = Meta(description=meaning, ge=-(2**63), le=2**63 - 1)
         elif kind is int:
-            meta = Meta(description=meaning, ge=limits.low, lt=2**31)
+            low = AS_MANY_AS_FIT if field.name == "max_tokens" else limits.low
+            meta = Meta(description=meaning, ge=low, lt=2**31)
         found.append((field.name, Annotated[kind, meta] | None, None))
     return found
 
@@ -172,7 +174,7 @@ class ChatCompletionRequest(TextFields, kw_only=True):
     messages: Annotated[list[dict[str, Any]], Meta(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: MinusOneOrMore | None = None
-    max_completion_tokens: Positive | None = None
+    max_completion_tokens: MinusOneOrMore | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -191,7 +193,7 @@ class ChatCompletionRequest(TextFields, kw_only=True):
 
 class CompletionRequest(TextFields, kw_only=True):
     prompt: Prompts
-    max_tokens: Count | None = None  # 0, with echo: the prompt alone, for its log-probabilities
+    max_tokens: MinusOneOrMore | None = None  # 0, with echo: the prompt alone, for its log-probabilities
     echo: bool | None = None  # the prompt before its continuation
     logprobs: MinusOneOrMore | None = None
     suffix: str | None = None  # refused: no model here fills in the middle

@@ -15,9 +15,10 @@ from shoal.errors import RequestError
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation, Usage
 from shoal.server.http import Exchange
-from shoal.server.model import ServedModel
+from shoal.server.model import Prompt, ServedModel
+from shoal.server.params import filled
 from shoal.server.parts import readable, warn_unread
-from shoal.server.protocol import GenerationFields, MinusOneOrMore, Positive
+from shoal.server.protocol import GenerationFields, MinusOneOrMore
 from shoal.server.tool_parsers import CallDelta, Part
 from shoal.server.tools import (
     AnswerFormat,
@@ -64,12 +65,16 @@ class ReasoningOptions(Struct, kw_only=True):
     summary: str | None = None
 
 
+class PromptCacheOptions(Struct, kw_only=True):
+    prewarm: bool | None = None  # put the prompt into the prefix cache, and generate nothing
+
+
 class ResponsesRequest(GenerationFields, kw_only=True):
     """A request. vLLM's fields `n` and `max_tokens` have no place here."""
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None
-    max_output_tokens: Positive | None = None
+    max_output_tokens: MinusOneOrMore | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
@@ -79,6 +84,7 @@ class ResponsesRequest(GenerationFields, kw_only=True):
     include: list[str] | None = None
     top_logprobs: MinusOneOrMore | None = None
     truncation: Literal["disabled", "auto"] | None = None
+    prompt_cache_options: PromptCacheOptions | None = None
     store: bool | None = None  # None: true, as in OpenAI's API
     previous_response_id: str | None = None
     # What needs more storage is refused.
@@ -176,6 +182,11 @@ class Response(Struct, kw_only=True):
     background: Literal[False] = False
 
 
+class InputTokens(Struct):
+    input_tokens: int
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+
+
 class DeletedResponse(Struct):
     id: str
     object: Literal["response"] = "response"
@@ -185,20 +196,11 @@ class DeletedResponse(Struct):
 async def create_response(exchange: Exchange) -> None:
     request = exchange.decode(ResponsesRequest)
     model = exchange.models.find(request.model)
-    _refuse(request)
-    exchange.names["prompt"] = "input"
+    plan, params, prompt = await _prepared(exchange, request, model)
     if request.truncation == "auto":
         exchange.warn("truncation", "an input that is too long is refused here: `truncation` is ignored")
     if request.store and not exchange.port.responses.max_bytes:
         exchange.warn("store", "this server keeps no responses (--responses-store-bytes): `store` is ignored")
-    params = _params(exchange, request, model)
-    plan = _plan(exchange, request, model)
-    plan.constrain(params, model.tool_call_parser, exchange.names)
-    effort = request.reasoning.effort if request.reasoning is not None else None
-    variables = template_variables(None, effort, params, model.reasoning_parser)
-    prompt = await model.chat_prompt(
-        _messages(exchange, request), tools=plan.tools, variables=variables, needs_tools=not plan.is_enforced
-    )
     parser = AnswerFormat(
         plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
     ).parser(is_whole=not request.stream)
@@ -220,6 +222,12 @@ async def create_response(exchange: Exchange) -> None:
         cuts_max_tokens=True,
     ) as answers:
         exchange.generation = answers
+        if request.prompt_cache_options is not None and request.prompt_cache_options.prewarm:
+            events = writer.begin()
+            check_finish(await answers.warm())
+            events += writer.finish("stop", answers.usage)
+            await (exchange.end(events) if request.stream else exchange.json(writer.response))
+            return
         if not request.stream:
             [answer] = await answers.collect()
             writer.add(parser.push(answer.text, last=True))
@@ -238,6 +246,29 @@ async def create_response(exchange: Exchange) -> None:
                 await exchange.send(events)
                 events = b""
     await exchange.end(b"")
+
+
+async def count_input_tokens(exchange: Exchange) -> None:
+    request = exchange.decode(ResponsesRequest)
+    _, _, prompt = await _prepared(exchange, request, exchange.models.find(request.model))
+    await exchange.json(InputTokens(len(prompt.token_ids)))
+
+
+async def _prepared(
+    exchange: Exchange, request: ResponsesRequest, model: ServedModel
+) -> tuple[ToolPlan, SamplingParams, Prompt]:
+    _refuse(request)
+    exchange.names |= {"prompt": "input", "max_tokens": "max_output_tokens"}
+    params = _params(exchange, request, model)
+    plan = _plan(exchange, request, model)
+    plan.constrain(params, model.tool_call_parser, exchange.names)
+    effort = request.reasoning.effort if request.reasoning is not None else None
+    variables = template_variables(None, effort, params, model.reasoning_parser)
+    messages = _messages(exchange, request)
+    prompt = await model.chat_prompt(
+        messages, tools=plan.tools, variables=variables, needs_tools=not plan.is_enforced
+    )
+    return plan, params, prompt
 
 
 class _Writer:
@@ -681,7 +712,7 @@ def _params(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -
             else StructuredOutputsParams(json=given.schema)
         )
     return request.sampling_params(
-        model.default_params, model.vocab_size, max_tokens=request.max_output_tokens, **more
+        model.default_params, model.vocab_size, max_tokens=filled(model, request.max_output_tokens), **more
     )
 
 

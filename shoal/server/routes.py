@@ -41,6 +41,14 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
         responses.Response,
     ),
     Route(
+        "POST",
+        "/v1/responses/input_tokens",
+        responses.count_input_tokens,
+        "How many tokens such a conversation has",
+        responses.ResponsesRequest,
+        responses.InputTokens,
+    ),
+    Route(
         "GET",
         "/v1/responses/{id}",
         responses.get_response,

@@ -98,6 +98,9 @@ class ChatCompletion(Struct):
     usage: UsageInfo
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     prompt_token_ids: list[int] | None = None
+    service_tier: None = None
+    system_fingerprint: None = None
+    kv_transfer_params: None = None
 
 
 class CompletionLogprobs(Struct):
@@ -125,6 +128,9 @@ class Completion(Struct):
     model: str
     choices: list[CompletionChoice]
     usage: UsageInfo
+    service_tier: None = None
+    system_fingerprint: None = None
+    kv_transfer_params: None = None
 
 
 class Embedding(Struct):

@@ -685,3 +685,18 @@ def test_users_reach_only_public_commands_of_the_ranks(build, name):
         engine.collective_rpc(name)
     [digest] = engine.collective_rpc("state_digest")
     assert len(digest) == 64
+
+
+def test_outputs_have_vllms_attributes_and_times_where_asked(build):
+    """Regression: scripts that read them got an AttributeError after the whole batch was computed."""
+    for keeps in (False, True):
+        engine = build(disable_log_stats=not keeps)
+        [output] = engine.generate([[5, 6, 7]], greedy(max_tokens=3), use_tqdm=False)
+        for name in ("lora_request", "kv_transfer_params", "encoder_prompt", "encoder_prompt_token_ids"):
+            assert getattr(output, name) is None
+        assert output.outputs[0].lora_request is None and output.outputs[0].routed_experts is None
+        metrics = output.metrics
+        assert (metrics is not None) == keeps
+    assert metrics.num_generation_tokens == 3 and metrics.arrival_time > 0 and not metrics.is_corrupted
+    assert metrics.queued_ts <= metrics.scheduled_ts <= metrics.first_token_ts <= metrics.last_token_ts
+    assert metrics.first_token_latency > 0

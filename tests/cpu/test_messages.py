@@ -258,7 +258,7 @@ def test_tokens_are_counted(served, client):
     [
         ({"model": "other"}, anthropic.NotFoundError),
         ({"messages": []}, anthropic.BadRequestError),
-        ({"max_tokens": 0}, anthropic.BadRequestError),
+        ({"max_tokens": -2}, anthropic.BadRequestError),
         ({"messages": [{"role": "robot", "content": "x"}]}, anthropic.BadRequestError),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
@@ -443,3 +443,26 @@ def test_threads_are_refused_with_the_code_that_anthropics_sdk_knows(served, cli
         assert caught.value.body["error"]["details"] == {"error_code": "thread_unsupported_request"}
     served.say("Hello")
     assert ask(client, extra_body={"thread": None}).content[0].text == "Hello"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_no_tokens_put_the_prompt_into_the_cache(served, client, stream):
+    """Regression: max_tokens 0, which Anthropic documents for this, was a 400."""
+    served.say("Hello there")
+    if stream:
+        with client.messages.stream(
+            model="tiny", max_tokens=0, messages=[{"role": "user", "content": "hello"}]
+        ) as events:
+            message = events.get_final_message()
+    else:
+        message = ask(client, max_tokens=0)
+    assert message.content == [] and message.stop_reason == "max_tokens"
+    assert message.usage.output_tokens == 0 and message.usage.input_tokens > 0
+    assert served.last_request().params.max_tokens == 1
+
+
+def test_minus_one_token_means_as_many_as_fit(served, client):
+    served.say("Hello there")
+    assert ask(client, max_tokens=-1, timeout=60).content[0].text == "Hello there"
+    request = served.last_request()
+    assert request.params.max_tokens == 4096 - len(request.prompt_token_ids)

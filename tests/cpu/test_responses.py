@@ -424,3 +424,38 @@ def test_responses_are_kept_within_their_bytes_and_their_hour():
     assert add("late")
     now = 3601.0
     assert store.response("late") is None and store.num_bytes == 0
+
+
+TOLD = [
+    {"input": "Hello there"},
+    {"input": [{"role": "user", "content": "Hello"}], "instructions": "Be brief.", "tools": [TOOL]},
+]
+
+
+@pytest.mark.parametrize("body", TOLD)
+def test_the_tokens_of_an_input_are_counted(served, client, body):
+    """Regression: the path was a 404, and pydantic-ai counts before each request."""
+    served.say("Hello")
+    counted = client.responses.input_tokens.count(model="tiny", **body)
+    assert counted.object == "response.input_tokens"
+    assert counted.input_tokens == ask(client, **body).usage.input_tokens
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_put_into_the_cache_alone(served, client, stream):
+    served.say("Hello there")
+    answer = ask(client, extra_body={"prompt_cache_options": {"prewarm": True}}, stream=stream)
+    answer = list(answer)[-1].response if stream else answer
+    assert answer.output == [] and answer.status == "completed"
+    assert answer.usage.output_tokens == 0 and answer.usage.input_tokens > 0
+
+
+def test_minus_one_output_token_means_as_many_as_fit(served, client):
+    served.say("Hello")
+    assert ask(client, max_output_tokens=-1).output_text == "Hello"
+    request = served.last_request()
+    assert request.params.max_tokens == 4096 - len(request.prompt_token_ids)
+    for wrong in (0, -2):
+        with pytest.raises(openai.BadRequestError) as caught:
+            ask(client, max_output_tokens=wrong)
+        assert caught.value.param == "max_output_tokens"

@@ -73,6 +73,46 @@ def test_usage_can_be_in_every_chunk(server):
     assert counts == sorted(counts) and counts[0] >= 1 and counts[-1] == 5
 
 
+def test_usage_in_every_chunk_counts_what_was_sent(server):
+    """Regression: the first chunk of a chat, which has a role and no text, counted a token."""
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 4,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+    }
+    events = server.events("/v1/chat/completions", body)
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    counts = [e["usage"]["completion_tokens"] for e in events]
+    assert counts == [0, 1, 2, 3, 4, 4]
+    assert all(e["usage"]["total_tokens"] == e["usage"]["prompt_tokens"] + n for e, n in zip(events, counts))
+
+
+def test_fields_that_vllm_gives_as_null_are_there(server, client):
+    """Regression: they were left out, and attributes of OpenAI's client raised in place of being None."""
+    answer = chat(client)
+    for name in ("prompt_logprobs", "prompt_token_ids", "system_fingerprint", "service_tier"):
+        assert getattr(answer, name) is None
+    for name in ("refusal", "annotations", "audio", "function_call", "reasoning"):
+        assert getattr(answer.choices[0].message, name) is None
+    assert answer.choices[0].token_ids is None and answer.choices[0].stop_reason is None
+    answer = complete(client)
+    assert answer.system_fingerprint is None
+    for name in ("prompt_logprobs", "prompt_token_ids", "token_ids", "stop_reason"):
+        assert getattr(answer.choices[0], name) is None
+
+
+def test_minus_one_token_means_as_many_as_fit(client):
+    assert chat(client, max_tokens=-1).usage.total_tokens == 256
+    assert chat(client, max_tokens=openai.NOT_GIVEN, max_completion_tokens=-1).usage.total_tokens == 256
+    assert complete(client, max_tokens=-1, prompt=[1] * 200).usage.completion_tokens == 56
+    for ask, name in ((chat, "max_tokens"), (chat, "max_completion_tokens"), (complete, "max_tokens")):
+        for wrong in (0, -2):
+            with pytest.raises(openai.BadRequestError) as caught:
+                ask(client, **{"max_tokens": openai.NOT_GIVEN, name: wrong})
+            assert caught.value.param == name
+
+
 def test_max_completion_tokens_and_max_tokens(client):
     assert chat(client, max_tokens=openai.NOT_GIVEN, max_completion_tokens=3).usage.completion_tokens == 3
     assert chat(client, max_tokens=openai.NOT_GIVEN).usage.total_tokens == 256  # what is left
