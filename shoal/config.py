@@ -1,8 +1,8 @@
 """Every option of the engine and of the server, checked when a config is built and never changed later.
 
-Names and defaults are vLLM's where it has them. Unknown options are errors that suggest the nearest; vLLM
-options that mean nothing here are accepted with a warning. What depends on the model or the device is filled
-in by engine/resolve.py.
+Names and defaults are vLLM's where it has them. Unknown options are errors that suggest the nearest;
+vllm_options.py says what becomes of vLLM's that are not here. What depends on the model or the device is
+filled in by engine/resolve.py.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.fields import check_fields, option
+from shoal.vllm_options import EARLIER_OPTIONS, ENGINE_OPTIONS, NESTED_OPTIONS, translate
 
 logger = logging.getLogger(__name__)
 
@@ -28,45 +29,6 @@ QUANTIZATIONS = ("fp8", "compressed-tensors", "awq", "gptq")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 # options of a worker in a fleet alone
 OF_WORKERS = ("worker_id", "worker_tags", "weights_from_peers", "fleet_key_file")
-
-# Options of vLLM's LLM() that mean nothing here: accepted with a warning, so that its examples run.
-IGNORED_OPTIONS = frozenset(
-    {
-        "tokenizer_mode",
-        "trust_remote_code",
-        "swap_space",
-        "disable_log_stats",
-        "disable_custom_all_reduce",
-        "enable_chunked_prefill",
-        "compilation_config",
-        "distributed_executor_backend",
-        "max_seq_len_to_capture",
-        "use_tqdm_on_load",
-        "allowed_local_media_path",
-        "limit_mm_per_prompt",
-        "mm_processor_kwargs",
-        "num_scheduler_steps",
-        "use_v2_block_manager",
-        "worker_cls",
-        "optimization_level",
-        "served_model_name",
-        "disable_log_requests",
-        "tokenizer_revision",
-    }
-)
-# Options of vLLM that ask for something Shoal does not do, with the values that ask for nothing.
-UNSUPPORTED_OPTIONS: dict[str, tuple[Any, ...]] = {
-    "pipeline_parallel_size": (1,),
-    "data_parallel_size": (1,),
-    "enable_expert_parallel": (False,),
-    "cpu_offload_gb": (0,),
-    "enable_lora": (False,),
-    "speculative_config": (None,),
-    "hf_overrides": (None, {}),
-    "override_generation_config": (None, {}),
-    "task": (None, "auto", "generate", "embed"),
-    "runner": (None, "auto", "generate", "pooling"),  # any model generates, and embeds
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +159,7 @@ class StructuredOutputsConfig:
         "max_tokens",
         section="structured_outputs_config",
     )
+    disable_any_whitespace: bool = option(False, "JSON has no white space between its tokens")
 
     @classmethod
     def of(cls, value: StructuredOutputsConfig | dict[str, Any] | str | None) -> StructuredOutputsConfig:
@@ -206,11 +169,11 @@ class StructuredOutputsConfig:
         return cls(**_fields_of(cls, "structured_outputs_config", {} if value is None else value))
 
     def __post_init__(self) -> None:
-        if not isinstance(closes := self.disable_additional_properties, bool):
-            raise ConfigError(
-                f"structured_outputs_config.disable_additional_properties {closes!r} is "
-                f"neither true nor false"
-            )
+        for field in dataclasses.fields(self):
+            if not isinstance(value := getattr(self, field.name), bool):
+                raise ConfigError(
+                    f"structured_outputs_config.{field.name} {value!r:.200} is neither true nor false"
+                )
 
 
 def _fields_of(config: type, option_name: str, value: Any) -> dict[str, Any]:
@@ -222,6 +185,12 @@ def _fields_of(config: type, option_name: str, value: Any) -> dict[str, Any]:
         except ValueError:
             fields = None
     names = [f.name for f in dataclasses.fields(config)]
+    if isinstance(fields, dict):
+        whole = {f"{option_name}.{name}": one for name, one in fields.items()}
+        whole, lines = translate(whole, NESTED_OPTIONS, str)
+        for line in lines:
+            logger.warning("%s", line)
+        fields = {name.removeprefix(f"{option_name}."): one for name, one in whole.items()}
     if not isinstance(fields, dict):
         raise ConfigError(
             f"{option_name} {value!r:.200} is neither a dict nor a JSON object; its fields are "
@@ -403,7 +372,7 @@ class EngineConfig:
     structured_outputs_config: StructuredOutputsConfig | None = option(
         None,
         'JSON; {"disable_additional_properties": false} lets objects have keys that their schema does '
-        "not name",
+        'not name, {"disable_any_whitespace": true} leaves out white space',
     )
     max_logprobs: int = option(20, "most logprobs a request may ask for; -1: no limit", low=-1)
     seed: int = option(0, "of requests that bring none")
@@ -423,23 +392,20 @@ class EngineConfig:
 
     @classmethod
     def known_options(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Returns the options that are fields. Drops options of vLLM that mean nothing here, with a warning.
-        Raises ConfigError for unknown names."""
+        """Returns the options that are fields. Translates options of vLLM's, with a warning for each that has
+        no effect. Raises ConfigError for those that are refused and for unknown names."""
         names = [f.name for f in dataclasses.fields(cls)]
-        for name in list(options):
-            if name in names:
-                continue
-            if name in IGNORED_OPTIONS:
-                logger.warning("option %s=%r has no meaning in Shoal and is ignored", name, options.pop(name))
-                continue
-            if name in UNSUPPORTED_OPTIONS:
-                value, neutral = options.pop(name), UNSUPPORTED_OPTIONS[name]
-                if value not in neutral:
-                    raise ConfigError(
-                        f"option {name}={value!r} is not supported; leave it out (only {neutral[0]!r} is "
-                        "accepted)"
-                    )
-                continue
+        # Options of a server alone, such as served_model_name, are options of vLLM's LLM() as well.
+        of_vllm = [
+            dataclasses.replace(o, own="", why="it is of `shoal serve`")
+            if o.own and o.own not in names
+            else o
+            for o in (*ENGINE_OPTIONS, *EARLIER_OPTIONS)
+        ]
+        options, lines = translate(options, of_vllm, str)
+        for line in lines:
+            logger.warning("%s", line)
+        for name in [name for name in options if name not in names]:
             nearest = difflib.get_close_matches(name, names, n=1)
             hint = f"did you mean {nearest[0]!r}?" if nearest else "`shoal generate --help-all` lists them"
             raise ConfigError(f"unknown option {name!r}={options[name]!r}; {hint}")

@@ -9,12 +9,13 @@ from typing import Any
 
 from shoal.config import EngineConfig
 from shoal.fields import described
-from shoal.options import argument_of, flag_of
+from shoal.options import argument_of, argument_of_vllm, flag_of
+from shoal.vllm_options import ENGINE_OPTIONS
 
 
 class EngineArgs(EngineConfig):
     """The options that `LLM` takes, checked: `LLM(**dataclasses.asdict(EngineArgs(...)))`. Options of vLLM
-    that mean nothing here are dropped with a warning, as `LLM` does. Raises ConfigError."""
+    are translated as `LLM` does. Raises ConfigError."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**self.known_options(options))
@@ -23,16 +24,22 @@ class EngineArgs(EngineConfig):
 
     @staticmethod
     def add_cli_args(parser: Any) -> Any:
-        """Adds a flag for each option to an ArgumentParser, or to a group of one, with its default. Returns
-        what it was given."""
+        """Adds a flag for each option to an ArgumentParser, or to a group of one, with its default, and for
+        each of vLLM's. Returns what it was given."""
         hints = typing.get_type_hints(EngineConfig)
+        short = {option.name: [f"-{option.short}"] for option in ENGINE_OPTIONS if option.short}
         for field in dataclasses.fields(EngineConfig):
             argument = argument_of(field, hints[field.name]) | {"default": field.default}
-            parser.add_argument(flag_of(field.name), **argument)
+            parser.add_argument(flag_of(field.name), *short.get(field.name, []), **argument)
+        for option in ENGINE_OPTIONS:
+            if option.name not in hints:
+                names = (flag_of(option.name), *short.get(option.name, []))
+                parser.add_argument(*names, **argument_of_vllm(option))
         return parser
 
     @classmethod
     def from_cli_args(cls, arguments: argparse.Namespace) -> EngineArgs:
         """From parsed arguments; those that are no options are left alone."""
         names = [field.name for field in dataclasses.fields(cls)]
+        names += [option.name for option in ENGINE_OPTIONS if option.name not in names]
         return cls(**{name: getattr(arguments, name) for name in names if hasattr(arguments, name)})

@@ -14,18 +14,22 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
 from shoal.api import DRAWING, LENGTH, SamplingParams
-from shoal.config import IGNORED_OPTIONS, UNSUPPORTED_OPTIONS, EngineConfig
+from shoal.command_words import dashed, readable_integer, with_joined_fields, words_of_file
+from shoal.errors import ConfigError
 from shoal.fields import kind_of
+from shoal.vllm_options import VllmOption, translate, value_of
 
 CLOSE = 0.7  # how similar (difflib) a name is to what it is taken for
+ABSENT = object()
+MODELS = {"model_path", "models"}  # two ways to name what is served
 NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser that names a misspelt option's neighbour and keeps rare ones for --help-all.
 
-    Underscores in an option's name are taken for dashes, as vLLM does. Options cannot be abbreviated: what an
-    abbreviation means would change with every new option.
+    Underscores in an option's name are taken for dashes, and `--option.field value` for a field of JSON, as
+    vLLM does. Options cannot be abbreviated: what an abbreviation means would change with every new option.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -33,18 +37,13 @@ class Parser(argparse.ArgumentParser):
         self._positionals.title = "arguments"
         self.rare: set[argparse.Action] = set()  # shown by --help-all alone
         self.words: dict[argparse.Action, tuple[str, ...]] = {}  # that an option takes, as its class checks
-        self.foreign: dict[str, str] = {}  # options of other programs, and what to do about each
+        self.vllm_options: tuple[VllmOption, ...] = ()  # see add_vllm_options
         self.short_titles: dict[object, str] = {}  # the title under which --help joins some groups
 
     def add_flags(self, config: type, title: str, but: tuple[str, ...] = ()) -> None:
         """Adds a flag for each field of the dataclass `config` but some. One not given leaves no trace."""
         if "--help-all" not in self._option_string_actions:
             self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
-        if config is EngineConfig:
-            self.foreign = dict.fromkeys(map(flag_of, IGNORED_OPTIONS), "it means nothing here; leave it out")
-            self.foreign |= dict.fromkeys(
-                map(flag_of, UNSUPPORTED_OPTIONS), "Shoal does not do that; leave it out"
-            )
         group = self.add_argument_group(title)
         hints = typing.get_type_hints(config)
         for field in dataclasses.fields(config):
@@ -58,6 +57,18 @@ class Parser(argparse.ArgumentParser):
                 self.words[action] = words
             if not field.metadata["common"]:
                 self.rare.add(action)
+
+    def add_vllm_options(self, options: tuple[VllmOption, ...]) -> None:
+        """Takes options of vLLM's that are not Shoal's too, which no help shows, and short forms.
+        `take_vllm_options` says what becomes of them."""
+        self.vllm_options = options
+        self.set_defaults(vllm_options=options)
+        for option in options:
+            flag, known = flag_of(option.name), self._option_string_actions
+            if flag not in known and option.name != option.own:
+                self.add_argument(flag, **argument_of_vllm(option))
+            if option.short:
+                known[f"-{option.short}"] = known[flag]
 
     def name_choices(self) -> None:
         """Tells argparse which words the options take, for a shell that completes them. Arguments are not
@@ -116,16 +127,42 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n{self.format_usage()}see `{self.prog} --help`\n")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Checks the names of all options first, so that a misspelt name is told before a wrong value."""
-        words = self._with_known_names(sys.argv[1:] if args is None else args)
-        found, extras = super().parse_known_args(words, namespace)
+        """Checks the names of all options first, so that a misspelt name is told before a wrong value.
+        Options of the file that --config names count where the command line does not give them."""
+        found, extras = self._parsed(sys.argv[1:] if args is None else args, namespace)
         if extras:  # told by the command that got them, not by `shoal`
             self.error(f"unrecognized arguments: {' '.join(extras)}")
+        if "--config" in self._option_string_actions and hasattr(found, "config"):
+            self._add_options_of_file(found)
         return found, extras
+
+    def _parsed(self, args: Sequence[str], namespace: Any = None) -> Any:
+        words = list(args)
+        if self.vllm_options:
+            words = with_joined_fields(words, self._is_option)
+        return super().parse_known_args(self._with_known_names(words), namespace)
+
+    def _add_options_of_file(self, found: argparse.Namespace) -> None:
+        words = words_of_file(found.config, self._is_option)
+        of_file, extras = self._parsed(words)
+        if extras or hasattr(of_file, "config"):
+            raise ConfigError(
+                f"--config must be a file of options, got {found.config!r} with "
+                f"{' '.join(extras) or '--config'!r}; give each option as `name: value`"
+            )
+        bare, _ = super().parse_known_args([])
+        given = {name for name, value in vars(found).items() if value != getattr(bare, name, ABSENT)}
+        if given & MODELS:
+            given |= MODELS
+        for name in vars(of_file).keys() - given:
+            setattr(found, name, getattr(of_file, name))
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
         """Nothing is abbreviated: a text such as "-hello there" is not -h with a value."""
         return []
+
+    def _is_option(self, word: str) -> bool:
+        return word in self._option_string_actions or dashed(word) in self._option_string_actions
 
     def _with_known_names(self, args: Sequence[str]) -> list[str]:
         words = list(args)
@@ -144,21 +181,27 @@ class Parser(argparse.ArgumentParser):
                     break  # the rest is the command's
                 is_value = False
                 continue
+            if self.vllm_options and word.startswith("-O") and len(word) > 2:
+                word = f"-O={word[2:].removeprefix('=')}"  # -O3
             name, equals, value = word.partition("=")
             if name not in self._option_string_actions:
-                name = name[:2] + name[2:].replace("_", "-")
+                name = dashed(name)
             action = self._option_string_actions.get(name)
             if action is not None:
                 words[i] = name + equals + value
                 is_value = action.nargs is None and not equals
             else:
-                hint = self.foreign.get(name) or _nearest(name, self._option_string_actions)
+                hint = _nearest(name, self._shown_names())
                 if texts := [a.metavar for a in self._get_positional_actions() if a.nargs is None]:
                     hint = hint or f"`--` comes before a {texts[0]} that begins with a dash"
                 unknown.append(f"there is no option {name}" + (f"; {hint}" if hint else ""))
         if unknown:
             self.error("\n".join(unknown))
         return words
+
+    def _shown_names(self) -> list[str]:
+        """The names of the options that help shows, for a hint."""
+        return [n for n, a in self._option_string_actions.items() if a.help is not argparse.SUPPRESS]
 
 
 class _HelpAll(argparse.Action):
@@ -184,9 +227,14 @@ class _Formatter(argparse.HelpFormatter):
 
 def integer(text: str) -> int:
     try:
-        return int(text)
+        return readable_integer(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+
+
+def integer_or_auto(text: str) -> int | None:
+    """None for `auto`: the default of an option whose default depends on the model or the machine."""
+    return None if text.lower() == "auto" else integer(text)
 
 
 def number(text: str) -> float:
@@ -207,6 +255,22 @@ def given_options(arguments: argparse.Namespace, config: type) -> dict[str, Any]
     """Returns the fields of the dataclass `config` that are among the arguments."""
     names = [field.name for field in dataclasses.fields(config)]
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+
+
+def take_vllm_options(arguments: argparse.Namespace) -> list[str]:
+    """Puts Shoal's options in the place of vLLM's among the arguments of a command that takes them. Returns a
+    line for each that has no effect. Raises ConfigError for one that is refused."""
+    options: tuple[VllmOption, ...] = getattr(arguments, "vllm_options", ())
+    names = [option.name for option in options]
+    given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    own = {option.own for option in options} - set(names)
+    given |= {name: getattr(arguments, name) for name in own if hasattr(arguments, name)}
+    found, lines = translate(given, options, flag_of)
+    for name in given:
+        delattr(arguments, name)
+    for name, value in found.items():
+        setattr(arguments, name, value)
+    return lines
 
 
 def flag_of(name: str) -> str:
@@ -232,7 +296,19 @@ def argument_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
         options["nargs"] = "+"
         [kind] = typing.get_args(kind)
     read, metavar = KINDS[kind]
+    if kind is int and field.default is None and "nargs" not in options:
+        read = integer_or_auto
     return options | {"type": read, "metavar": metavar}
+
+
+def argument_of_vllm(option: VllmOption) -> dict[str, Any]:
+    """Returns the arguments of `add_argument` for an option of vLLM's that is not Shoal's too."""
+    found: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    if option.takes == "flag":
+        return found | {"action": argparse.BooleanOptionalAction}
+    if option.takes == "optional":
+        return found | {"type": value_of, "nargs": "?", "const": True}
+    return found | {"type": value_of, "nargs": "+" if option.takes == "many" else None}
 
 
 def _sampling_numbers() -> dict[str, tuple[type, dataclasses.Field[Any]]]:

@@ -8,6 +8,7 @@ so its size, its nesting and llguidance's own limits bound what it may cost.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import re
@@ -45,7 +46,7 @@ def check(params: StructuredOutputsParams, closes_objects: bool = True) -> None:
     """Raises RequestError that names what is wrong with the specification and where. It takes a millisecond,
     and half a second at worst. What a grammar cannot say is left out of it, and the log says so once."""
     left_out: list[str] = []
-    message, approximated = _judged(grammar_of(params, closes_objects, left_out))
+    message, approximated = _judged(grammar_of(params, closes_objects, left_out=left_out))
     if message is not None:
         raise RequestError(
             f"structured_outputs.{_kind(params)} is not usable: {message}; mend or simplify it"
@@ -55,16 +56,21 @@ def check(params: StructuredOutputsParams, closes_objects: bool = True) -> None:
 
 
 def grammar_of(
-    params: StructuredOutputsParams, closes_objects: bool = True, left_out: list[str] | None = None
+    params: StructuredOutputsParams,
+    closes_objects: bool = True,
+    is_dense: bool = False,
+    left_out: list[str] | None = None,
 ) -> str:
     """Returns the specification in llguidance's form, within bounds, and not yet compiled, and adds to
     `left_out` what the grammar does not say. Raises RequestError.
 
-    With `closes_objects`, an object of a JSON schema has no other keys than the schema names. `params` may
-    say otherwise.
+    With `closes_objects`, an object of a JSON schema has no other keys than the schema names. With
+    `is_dense`, JSON has no white space between its tokens. `params` may say otherwise.
     """
     kind = _kind(params)
     left_out = [] if left_out is None else left_out
+    if is_dense and params.disable_any_whitespace is None and params.whitespace_pattern is None:
+        params = dataclasses.replace(params, disable_any_whitespace=True)
     if params.disable_additional_properties is not None:
         closes_objects = params.disable_additional_properties
     try:

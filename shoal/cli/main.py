@@ -22,8 +22,11 @@ from shoal.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from shoal.errors import ConfigError, ShoalError
 from shoal.fleet.engine_profile import PROFILE_LENGTHS, PROFILE_USAGES, ProfileData
 from shoal.fleet.fleet_config import NOT_OF_A_ROUTER, FleetConfig
-from shoal.options import SAMPLING, Parser, flag_of, given_options, integer
+from shoal.options import SAMPLING, Parser, flag_of, given_options, integer, take_vllm_options
 from shoal.version import __version__
+from shoal.vllm_options import ALL_OPTIONS, EARLIER_OPTIONS, ENGINE_OPTIONS
+
+logger = logging.getLogger(__name__)
 
 DESCRIPTION = "A small, very fast LLM inference system."
 SERVE_DESCRIPTION = """An OpenAI-compatible server. SIGTERM or Ctrl-C lets running requests end, within
@@ -71,10 +74,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     _open_streams()
     try:
         arguments = build_parser().parse_args(argv)
+        arguments.lines = take_vllm_options(arguments)
         logging.basicConfig(
             level=logging.INFO if arguments.verbose else logging.WARNING,
             format="%(levelname)s %(name)s: %(message)s",
         )
+        if arguments.run is not run_serve:  # which says it in the form of its own log
+            _log(arguments.lines)
         code = arguments.run(arguments)
         sys.stdout.flush()
     except ShoalError as error:
@@ -159,8 +165,15 @@ def build_parser() -> Parser:
         help="one of several models, with --swap",
     )
     serve.add_argument("--verbose", action="store_true", help="log more")
+    serve.add_argument(
+        "--config",
+        metavar="FILE",
+        default=argparse.SUPPRESS,
+        help="a YAML file of these options; the command line goes before it",
+    )
     serve.add_flags(ServerConfig, "server")
     serve.add_flags(EngineConfig, "engine", but=("model",))
+    serve.add_vllm_options(ALL_OPTIONS)
     serve.set_defaults(run=run_serve)
 
     route = commands.add_parser("route", help="one endpoint for many workers", description=ROUTE_DESCRIPTION)
@@ -197,6 +210,7 @@ def build_parser() -> Parser:
     plan.add_argument("--verbose", action="store_true", help="log more")
     _add_profile_flags(plan)
     plan.add_flags(EngineConfig, "engine", but=("model",))
+    plan.add_vllm_options((*ENGINE_OPTIONS, *EARLIER_OPTIONS))
     plan.set_defaults(run=run_plan)
 
     fleet = commands.add_parser("fleet", help="many workers at once", description=FLEET_DESCRIPTION)
@@ -411,6 +425,7 @@ def _add_engine_flags(parser: Parser, run: Callable[[argparse.Namespace], int]) 
     parser.add_argument("--verbose", action="store_true", help="log what the engine decides")
     parser.add_flags(EngineConfig, "engine")
     parser.add_sampling_flags()
+    parser.add_vllm_options((*ENGINE_OPTIONS, *EARLIER_OPTIONS))
     parser.set_defaults(run=run)
 
 
@@ -615,7 +630,14 @@ def run_serve(arguments: argparse.Namespace) -> int:
         given.setdefault("port", 0)
     config = ServerConfig(**given)
     logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, config.log_format)
+    _log(arguments.lines)
     return serve(arguments.model_path, arguments.models, given_options(arguments, EngineConfig), config)
+
+
+def _log(lines: Sequence[str]) -> None:
+    """Warns of options of vLLM's that have no effect."""
+    for line in lines:
+        logger.warning("%s", line)
 
 
 def _check_lists(arguments: argparse.Namespace) -> None:

@@ -1,5 +1,5 @@
-"""The page of all options, made from the fields that declare them: `python -m shoal.cli.option_tables`
-rewrites docs/options.md of this checkout.
+"""The pages of all options, made from the data that the code uses: `python -m shoal.cli.option_tables`
+rewrites docs/options.md and docs/vllm-options.md of this checkout.
 """
 
 from __future__ import annotations
@@ -16,8 +16,23 @@ from shoal.fields import Limits, interval, kind_of
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.planner_config import PlannerConfig
 from shoal.options import flag_of
+from shoal.vllm_options import EARLIER_OPTIONS, ENGINE_OPTIONS, NESTED_OPTIONS, SERVER_OPTIONS, VllmOption
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+VLLM_PAGE = PAGE.with_name("vllm-options.md")
+VLLM_HEAD = """# Options of vllm serve
+
+What becomes of each option of `vllm serve` on the command line of `shoal serve`. This page is made from the
+table that the code uses: `python -m shoal.cli.option_tables` writes it, and tests hold that it is up to date
+and that no option of vLLM 0.24 is missing.
+
+Names may be written as there: `-tp 2`, `--max_model_len 4k`, `--no-enable-prefix-caching`,
+`--kv-transfer-config.kv_role kv_both`, `--structured-outputs-config '{"disable_any_whitespace": true}'`, and
+in a YAML file (`--config FILE`), whose keys are names of options and which the command line goes before. The
+engine's are options of `LLM(...)`, `EngineArgs(...)` and a fleet's file as well. An option of the same name
+has [Shoal's default](options.md): `--host`, for one, is 127.0.0.1. A line of the log says of each option that
+was given without effect why it has none.
+"""
 HEAD = """# Options
 
 This page is made from the code: `python -m shoal.cli.option_tables` writes it, and a test holds that it is
@@ -70,6 +85,49 @@ def page() -> str:
     return "\n".join(parts)
 
 
+def vllm_page() -> str:
+    """The whole page of vLLM's options, as Markdown."""
+    parts = [VLLM_HEAD]
+    for title, options in {
+        "The server": SERVER_OPTIONS,
+        "The engine": ENGINE_OPTIONS,
+        "Fields of JSON options": NESTED_OPTIONS,
+        "Earlier releases": EARLIER_OPTIONS,
+    }.items():
+        rows = [f"| `{_spelled(option)}` | {_fate(option)} |" for option in options]
+        parts.append("\n".join([f"## {title}", "", "| option | here |", "|---|---|", *rows, ""]))
+    return "\n".join(parts)
+
+
+def _spelled(option: VllmOption) -> str:
+    flag, dot, field = option.name.partition(".")
+    return flag_of(flag) + dot + field + (f", -{option.short}" if option.short else "")
+
+
+def _fate(option: VllmOption) -> str:
+    """What becomes of an option, in words."""
+    if option.own:
+        same = "" if option.own == option.name else f": `{flag_of(option.own)}`"
+        words = [
+            f"`{_word(a)}` is {'the default' if b is None else f'`{_word(b)}`'}"
+            for a, b in option.words.items()
+        ]
+        return f"the same effect{same}" + (f"; {', '.join(words)}" if words else "")
+    if option.accepted is None:
+        return f"no effect: {option.why}"
+    words = [f"`{_word(value)}`" for value in option.accepted]
+    why = f" ({option.why})" if option.why and option.why not in option.instead else ""
+    but = f", but for {', '.join(words)}{why}" if words and option.takes != "flag" else why
+    way = option.instead.format(value="N") if "{value}" in option.instead else option.instead.format()
+    return f"refused{but}: {way}".replace("|", "\\|")
+
+
+def _word(value: Any) -> str:
+    if value == "":
+        return '""'
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _tables(config: type, as_flags: bool) -> str:
     """A table for each section, in the order of the sections' first fields."""
     hints = typing.get_type_hints(config)
@@ -117,6 +175,7 @@ def _values(field: dataclasses.Field[Any], hint: Any) -> str:
 
 def main() -> int:
     PAGE.write_text(page(), "utf-8")
+    VLLM_PAGE.write_text(vllm_page(), "utf-8")
     return 0
 
 

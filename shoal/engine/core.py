@@ -137,6 +137,7 @@ class EngineCore:
             self.model_config.vocab_size,
             files.eos_token_ids,
             config.closes_objects,
+            config.structured_outputs_config.disable_any_whitespace,
         )
         self.admission = GrammarAdmission(grammars, self.scheduler)
         self.tiers: KvTiers | None = None

@@ -28,15 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from shoal.config import (
-    DEFAULT_MODEL,
-    IGNORED_OPTIONS,
-    UNSUPPORTED_OPTIONS,
-    EngineConfig,
-    KVTransferConfig,
-    ServerConfig,
-    check_lends,
-)
+from shoal.config import DEFAULT_MODEL, EngineConfig, KVTransferConfig, ServerConfig, check_lends
 from shoal.errors import ConfigError
 from shoal.fleet.engine_profile import EngineProfile
 from shoal.fleet.fleet_config import NOT_OF_A_ROUTER, FleetConfig
@@ -47,6 +39,7 @@ from shoal.fleet.planner_config import PlannerConfig
 from shoal.fleet.state_file import PORTS
 from shoal.fleet.toml_file import build, check_keys, keys_of, read_document, table, tables
 from shoal.fleet.worker_spec import parse_worker
+from shoal.vllm_options import ALL_OPTIONS, translate
 
 MAX_COUNT = 4096
 # Options of `shoal serve` that the fleet gives to its workers itself.
@@ -95,15 +88,15 @@ class OwnWorkers:
         _check_name(self.name)
         if self.role not in ROLES:
             raise ConfigError(f"role {self.role!r} is none of {', '.join(ROLES)}")
-        known = {*IGNORED_OPTIONS, *UNSUPPORTED_OPTIONS}  # these have errors and warnings of their own
-        given = [name for name in self.options if name not in known]
-        check_keys(given, WORKER_OPTIONS, "options of [[workers]]")
-        engine_names = {*keys_of(EngineConfig), *known}
-        engine = {name: value for name, value in self.options.items() if name in engine_names}
-        config = build(EngineConfig, EngineConfig.known_options({"model": self.model, **engine}))
+        # Those of vLLM's reach the workers as they are, whose logs say what has no effect.
+        options, _ = translate(self.options, ALL_OPTIONS, str)
+        check_keys(options, WORKER_OPTIONS, "options of [[workers]]")
+        engine_names = keys_of(EngineConfig)
+        engine = {name: value for name, value in options.items() if name in engine_names}
+        config = build(EngineConfig, {"model": self.model, **engine})
         if "kv_transfer_config" in engine:  # otherwise it follows from the role
             check_lends(self.role, config)
-        server = {name: value for name, value in self.options.items() if name not in engine_names}
+        server = {name: value for name, value in options.items() if name not in engine_names}
         build(ServerConfig, {**server, "plane": "the fleet's"})  # it is told when it starts
         _check_count(self.count, self.devices, self.devices_per_worker)
         _check_resources(self.resources)

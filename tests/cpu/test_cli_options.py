@@ -98,7 +98,6 @@ def test_the_version_is_told_by_the_module_too(capsys):
         ("serve --gpu-memory-utilization most", "'most' is not a number"),
         ("serve --max-num 5", "--max-num"),
         ("serve --max-model 5", "did you mean --max-model-len?"),
-        ("serve --trust-remote-code", "leave it out"),
         ("serve --port", "--port: expected one argument"),
         ("sevre", "did you mean serve?"),
         ("bench througput", "did you mean throughput?"),

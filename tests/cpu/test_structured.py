@@ -433,3 +433,15 @@ def test_nothing_of_allowed_size_takes_long_or_overflows_a_stack(given):
     except RequestError as error:
         assert "structured_outputs" in str(error)
     assert time.monotonic() - start < 30
+
+
+def test_a_server_may_leave_white_space_out_of_json_unless_a_request_says_otherwise():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+
+    def takes(text, **more):
+        grammar = grammar_of(StructuredOutputsParams(json=schema, **more), is_dense=True)
+        matcher = LLMatcher(BYTES, grammar, log_level=0)
+        return matcher.try_consume_tokens(list(text.encode())) == len(text) and matcher.is_accepting()
+
+    assert takes('{"a":1}') and not takes('{"a": 1}')
+    assert takes('{"a": 1}', disable_any_whitespace=False) and takes('{"a": 1}', whitespace_pattern=" ")

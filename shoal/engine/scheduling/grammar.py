@@ -136,7 +136,7 @@ class Grammars:
     """All grammars of an engine. `load_tokenizer` is called by `prepare`, or else for the first grammar in
     the background.
 
-    end_ids: the tokens that end a text, beside the tokenizer's own. closes_objects: as in
+    end_ids: the tokens that end a text, beside the tokenizer's own. closes_objects and is_dense: as in
     structured.grammar_of.
     """
 
@@ -146,8 +146,9 @@ class Grammars:
         vocab_size: int,
         end_ids: Iterable[int],
         closes_objects: bool = True,
+        is_dense: bool = False,
     ) -> None:
-        self._closes_objects = closes_objects
+        self._closes_objects, self._is_dense = closes_objects, is_dense
         self._load_tokenizer, self._vocab_size, self._end_ids = load_tokenizer, vocab_size, tuple(end_ids)
         self._num_words = -(-vocab_size // 32)
         self._executor: LLExecutor | None = None
@@ -235,7 +236,7 @@ class Grammars:
     # In the background
 
     def _new(self, params: StructuredOutputsParams, output_token_ids: Sequence[int]) -> Grammar:
-        matcher, first_seconds = self._compiled(grammar_of(params, self._closes_objects))
+        matcher, first_seconds = self._compiled(grammar_of(params, self._closes_objects, self._is_dense))
         grammar = Grammar(matcher.deep_copy(), frozenset(self._end_ids), self._compute_ahead)
         # Before a mask is begun: the matcher must not move while another thread computes a mask of it.
         if not all(grammar.accept(token_id) for token_id in output_token_ids):

@@ -128,7 +128,7 @@ def test_a_file_of_nothing_but_a_worker_serves_the_default_model(read):
         (WORKERS + "options = { max_model_len = '1k' }", "max_model_len '1k' is not of the type int"),
         (WORKERS + "options = { kv_events_config = { topics = 'x' } }", "no field 'topics'"),
         (WORKERS + "options = { port = 1 }", "'port' is no key of options"),
-        (WORKERS + "options = { pipeline_parallel_size = 2 }", "pipeline_parallel_size=2 is not supported"),
+        (WORKERS + "options = { pipeline_parallel_size = 2 }", "pipeline_parallel_size must be 1"),
         (WORKERS + "options = { shutdown_timeout = -1 }", "shutdown_timeout -1 is outside"),
         (WORKERS.replace("1", "3") + "devices = [0, 1]", "devices [0, 1] are 2, and 3 workers need 1 each"),
         (WORKERS + "devices = [0]\noptions = { tensor_parallel_size = 2 }", "1 workers need 2 each"),

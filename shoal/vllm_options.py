@@ -1,0 +1,557 @@
+"""Every option of `vllm serve`, and what becomes of it here, as data: docs/vllm-options.md is drawn from it.
+
+An option has the same effect, or it has none and the log says why, or it is refused with the way to get what
+it asks for. `translate` is what `LLM`, the command line and a fleet's file do with options of vLLM's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shoal.errors import ConfigError
+
+NO_VALUES: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VllmOption:
+    """`name` has underscores, and a dot before a field of a JSON option. `takes`: "flag", "one" value, or
+    "many". What becomes of it, in this order:
+
+    `own` names Shoal's option with the same effect; `words` are vLLM's values that Shoal calls otherwise
+    (None: Shoal's default), and `convert` turns a value into Shoal's. Else `accepted` has the values without
+    effect (None: all), for the reason `why`, and `instead` is the way to get what the others ask for.
+    """
+
+    name: str
+    short: str = ""
+    takes: str = "one"
+    own: str = ""
+    words: Mapping[Any, Any] = field(default_factory=dict)
+    convert: Callable[[Any], Any] | None = None
+    accepted: tuple[Any, ...] | None = None
+    why: str = ""
+    instead: str = ""
+
+    @property
+    def is_refusable(self) -> bool:
+        """Whether some of its values are refused."""
+        return not self.own and self.accepted is not None
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        return value is None or value == [] or self.accepted is None or value in self.accepted
+
+
+def _same(name: str, short: str = "", **more: Any) -> VllmOption:
+    return VllmOption(name=name, short=short, **{"own": name, **more})
+
+
+def _idle(names: str, why: str, takes: str = "one", short: str = "") -> list[VllmOption]:
+    """Options without effect, whatever their value."""
+    return [VllmOption(name=name, short=short, takes=takes, why=why) for name in names.split()]
+
+
+def _refused(
+    names: str, accepted: tuple[Any, ...], why: str, instead: str, takes: str = "one", short: str = ""
+) -> list[VllmOption]:
+    """Options that only with these values ask for nothing."""
+    return [
+        VllmOption(name=name, short=short, takes=takes, accepted=accepted, why=why, instead=instead)
+        for name in names.split()
+    ]
+
+
+def _gib(value: Any) -> int:
+    """Returns bytes."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 2**33:
+        raise ConfigError(f"kv_offloading_size must be a number of GiB from 0, got {value!r:.100}; give one")
+    return int(value * 2**30)
+
+
+OFF = (False,)
+LOG_HAS_NO_TEXT = "the log has no prompts and no answers without --verbose"
+ONE_PROCESS = "one process takes all requests, and text is tokenized in threads beside it"
+NO_REPLICAS = "a server has one engine, and replicas are workers of a fleet"
+NO_EXPERT_RANKS = (
+    "each expert is shared by the devices of tensor_parallel_size, and none lies on a device alone"
+)
+TEXT_ALONE = "models here read text alone"
+NO_ADAPTERS = "no adapters are loaded"
+NO_MAMBA = "no model here has layers of that kind"
+OWN_KERNELS = "kernels are chosen by device and model"
+OWN_LOADER = "weights are read by threads of Shoal's own loader"
+NEVER_SLICED = "a prompt longer than a step's budget is always computed in chunks"
+ALWAYS_COUNTED = "/metrics always has what is counted"
+NO_OTHER_HOST = "an engine's devices are those of one host"
+
+REPLICAS = (
+    "start replicas with `shoal fleet up`: a file with `count = {value}` under [[workers]] (docs/fleet.md)"
+)
+WORKERS_JOIN = "start a worker for each replica with `shoal serve --plane`, or all with `shoal fleet up`"
+MERGE_ADAPTER = "merge the adapter into the weights, and serve the result"
+PROXY_TLS = "leave it out, or let a proxy in front end TLS"
+NO_PLUGINS = "leave it out: code of others is not loaded"
+BY_STAGES = "use --tensor-parallel-size {value}, which shares each layer among the devices"
+NO_SPECULATION = "leave it out: answers are the same without speculation"
+FROM_HERE_ON = "the wire and files of vLLM's engines; leave it out"
+
+# The options of `vllm serve` that are the server's.
+SERVER_OPTIONS: tuple[VllmOption, ...] = (
+    *_refused("headless", OFF, "", WORKERS_JOIN, "flag"),
+    *_idle("api_server_count", ONE_PROCESS, short="asc"),
+    _same("config"),
+    *_refused("grpc", OFF, "", "leave it out: the APIs are HTTP", "flag"),
+    *_refused("lora_modules", NO_VALUES, "", MERGE_ADAPTER, "many"),
+    _same("chat_template"),
+    *_refused(
+        "chat_template_content_format",
+        ("auto",),
+        "the form of a message's content is found in the template",
+        "leave it out: the form of a message's content is found in the template",
+    ),
+    _same("trust_request_chat_template", takes="flag"),
+    *_refused("response_role", ("assistant",), "", "leave it out: answers have the role assistant"),
+    *_idle("enable_auto_tool_choice", "tools may always be called, but with --tool-call-parser none", "flag"),
+    *_idle("exclude_tools_when_tool_choice_none", "a prompt has no tools where tool_choice is none", "flag"),
+    _same("tool_call_parser", words={"": None, "llama4_json": "llama3_json"}),
+    *_refused("tool_parser_plugin", ("",), "", NO_PLUGINS),
+    *_refused("tool_server", NO_VALUES, "", "leave it out: clients run their tools themselves"),
+    *_refused("log_config_file", NO_VALUES, "", "use --log-format json, and redirect standard error"),
+    *_idle("enable_prompt_tokens_details", "usage always has prompt_tokens_details", "flag"),
+    *_idle("enable_server_load_tracking", "/load always counts", "flag"),
+    *_idle("enable_tokenizer_info_endpoint", "/tokenizer_info is always there", "flag"),
+    *_idle("enable_log_outputs", "answers are never written to the log", "flag"),
+    *_idle("enable_log_deltas", "answers are never written to the log", "flag"),
+    *_idle("log_error_stack", "the log always has the stack of an internal error", "flag"),
+    *_refused(
+        "tokens_only", OFF, "", "use --skip-tokenizer-init; /inference/v1/generate is always there", "flag"
+    ),
+    *_refused(
+        "fingerprint_mode",
+        ("none", "full", "hash"),
+        "answers have no system_fingerprint",
+        "leave it out: answers have no system_fingerprint",
+    ),
+    *_refused("fingerprint_value", NO_VALUES, "", "leave it out: answers have no system_fingerprint"),
+    _same("host"),
+    _same("port"),
+    *_idle(
+        "data_parallel_supervisor_port dp_supervisor_probe_interval_s dp_supervisor_probe_timeout_s "
+        "dp_supervisor_probe_failure_threshold",
+        NO_REPLICAS,
+    ),
+    _same("uds"),
+    *_idle("uvicorn_log_level", "the log is Shoal's own: --verbose and --log-requests say how much it has"),
+    _same("disable_uvicorn_access_log", takes="flag", own="log_requests", words={True: "off", False: None}),
+    *_idle(
+        "disable_access_log_for_endpoints",
+        "health checks, metrics and pages are in the log with --verbose only, and --log-requests errors "
+        "leaves out what succeeds",
+    ),
+    _same("allow_credentials", takes="flag"),
+    _same("allowed_origins"),
+    _same("allowed_methods"),
+    _same("allowed_headers"),
+    _same("api_key", takes="many"),
+    _same("ssl_keyfile"),
+    _same("ssl_certfile"),
+    *_refused("ssl_ca_certs", NO_VALUES, "", PROXY_TLS),
+    *_refused("enable_ssl_refresh", OFF, "", "restart the server when its certificate has changed", "flag"),
+    *_refused("ssl_cert_reqs", (0,), "", PROXY_TLS),
+    *_refused("ssl_ciphers", NO_VALUES, "", PROXY_TLS),
+    *_idle("enable_request_id_headers", "answers always have the header X-Request-Id", "flag"),
+    *_refused(
+        "disable_fastapi_docs", OFF, "", "keep /docs and /openapi.json from clients by a proxy", "flag"
+    ),
+    *_refused(
+        "enable_force_include_usage return_tokens_as_token_ids enable_log_requests",
+        OFF,
+        "",
+        "leave it out: requests say it themselves",
+        "flag",
+    ),
+    *_refused("default_chat_template_kwargs root_path middleware max_log_len", NO_VALUES, "", "leave it out"),
+    *_idle(
+        "h11_max_incomplete_event_size h11_max_header_count", "the head of a request has limits of its own"
+    ),
+    *_idle("enable_offline_docs", "/docs needs nothing from the network", "flag"),
+    *_idle("enable_flash_late_interaction", "no model here scores by late interaction", "flag"),
+)
+
+# The options of `vllm serve` that are the engine's, and so arguments of vLLM's LLM() as well.
+ENGINE_OPTIONS: tuple[VllmOption, ...] = (
+    _same("model"),
+    *_refused(
+        "runner",
+        ("auto", "generate", "pooling"),
+        "every model generates, and embeds",
+        "leave it out: every model generates, and embeds",
+    ),
+    *_refused(
+        "convert",
+        ("auto", "none", "embed"),
+        "every model generates, and embeds",
+        "leave it out: models generate and embed, and do not classify",
+    ),
+    _same("tokenizer"),
+    *_idle("tokenizer_mode", "tokenizer.json or a GGUF's metadata says what the tokenizer is"),
+    *_idle("trust_remote_code", "code that comes with a model is never run", "flag"),
+    _same("dtype"),
+    _same("seed"),
+    *_refused("hf_config_path", NO_VALUES, "", "put that config.json into the model's folder"),
+    *_idle("allowed_local_media_path", TEXT_ALONE),
+    *_idle("allowed_media_domains", TEXT_ALONE, "many"),
+    _same("revision"),
+    *_idle("code_revision", "code that comes with a model is never run"),
+    *_idle("tokenizer_revision", "the tokenizer is that of --revision, or of the folder --tokenizer"),
+    _same("max_model_len", words={-1: None, "auto": None}),
+    _same("quantization", "q", words={"gguf": None, "awq_marlin": "awq", "gptq_marlin": "gptq"}),
+    *_refused("quantization_config", NO_VALUES, "", "use --quantization fp8, or `shoal quantize`"),
+    *_idle("allow_deprecated_quantization", "no quantization here is deprecated", "flag"),
+    _same("enforce_eager", takes="flag"),
+    *_refused("enable_return_routed_experts", OFF, "", "leave it out: experts are not told", "flag"),
+    _same("max_logprobs"),
+    *_refused(
+        "logprobs_mode",
+        ("raw_logprobs",),
+        "log-probabilities are the model's own",
+        "leave it out: log-probabilities are the model's own (raw_logprobs)",
+    ),
+    *_idle("use_fp64_gumbel", "tokens are drawn in float32", "flag"),
+    *_refused(
+        "disable_sliding_window",
+        OFF,
+        "",
+        "use --max-model-len with the size of the window, within which both are the same",
+        "flag",
+    ),
+    _same("disable_cascade_attn", takes="flag"),
+    _same("skip_tokenizer_init", takes="flag"),
+    *_refused("enable_prompt_embeds", OFF, "", "leave it out: prompts are texts or token ids", "flag"),
+    _same("served_model_name", takes="many"),
+    *_refused(
+        "config_format",
+        ("auto", "hf"),
+        "a model is described by config.json or a GGUF's metadata",
+        "name a repository or folder with a config.json, or a .gguf file",
+    ),
+    *_refused(
+        "hf_token",
+        (True,),
+        "the token of `hf auth login` is always used",
+        "set HF_TOKEN in the environment: every user of the machine can read a command line",
+        "optional",
+    ),
+    *_refused("hf_overrides override_generation_config", ({},), "", "change the model's config.json instead"),
+    *_refused("pooler_config", NO_VALUES, "", "leave it out: /v1/embeddings pools as it says"),
+    _same("generation_config"),
+    _same("enable_sleep_mode", takes="flag"),
+    *_idle(
+        "enable_cumem_allocator", "memory is Shoal's own regions where --enable-sleep-mode needs them", "flag"
+    ),
+    *_idle("model_impl", "each architecture has one implementation here"),
+    *_refused("override_attention_dtype", NO_VALUES, "", "use --dtype"),
+    *_refused("logits_processors", NO_VALUES, "", NO_PLUGINS, "many"),
+    *_refused("io_processor_plugin", NO_VALUES, "", NO_PLUGINS),
+    *_idle("renderer_num_workers", ONE_PROCESS),
+    _same(
+        "load_format",
+        words={
+            "hf": "auto",
+            "gguf": "auto",
+            "fastsafetensors": "safetensors",
+            "runai_streamer": "safetensors",
+            "instanttensor": "safetensors",
+        },
+    ),
+    _same("download_dir"),
+    *_idle(
+        "safetensors_load_strategy safetensors_prefetch_num_threads safetensors_prefetch_block_size "
+        "model_loader_extra_config pt_load_map_location",
+        OWN_LOADER,
+    ),
+    *_idle("ignore_patterns", "only the files that are needed are downloaded", "many"),
+    *_idle("use_tqdm_on_load", OWN_LOADER, "flag"),
+    _same(
+        "attention_backend",
+        words={
+            "FLASH_ATTN": "flash_attn",
+            "FLASHINFER": "flashinfer",
+            "TRITON_ATTN": "triton",
+            "CPU_ATTN": "cpu",
+            "TORCH_SDPA": "cpu",
+        },
+    ),
+    *_idle("mamba_backend mamba_cache_philox_rounds", NO_MAMBA),
+    *_idle("enable_mamba_cache_stochastic_rounding", NO_MAMBA, "flag"),
+    _same("reasoning_parser", words={"": None, "deepseek_r1": "qwen3"}),
+    *_refused("reasoning_parser_plugin", ("",), "", NO_PLUGINS),
+    *_idle(
+        "distributed_executor_backend",
+        "ranks are processes of one host; a fleet's workers run on Ray with `shoal fleet up --on ray`",
+    ),
+    *_refused("pipeline_parallel_size", (1,), "a model is one stage", BY_STAGES, short="pp"),
+    *_idle("master_addr master_port", NO_OTHER_HOST),
+    *_refused("nnodes", (1,), NO_OTHER_HOST, WORKERS_JOIN, short="n"),
+    *_refused("node_rank", (0,), NO_OTHER_HOST, WORKERS_JOIN, short="r"),
+    *_idle("distributed_timeout_seconds cpu_distributed_timeout_seconds", NO_OTHER_HOST),
+    *_idle("numa_bind", "`numactl` binds a process that it starts", "flag"),
+    *_idle("numa_bind_nodes numa_bind_cpus", "`numactl` binds a process that it starts", "many"),
+    *_refused("device_ids", NO_VALUES, "", "set CUDA_VISIBLE_DEVICES in the environment", "many"),
+    _same("tensor_parallel_size", "tp"),
+    *_refused("decode_context_parallel_size", (1,), "a context lies on all ranks", BY_STAGES, short="dcp"),
+    *_idle("dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size", NO_OTHER_HOST),
+    *_refused("prefill_context_parallel_size", (1,), "a context lies on all ranks", BY_STAGES, short="pcp"),
+    *_refused("data_parallel_size", (1,), NO_REPLICAS, REPLICAS, short="dp"),
+    *_refused("data_parallel_rank", NO_VALUES, NO_REPLICAS, WORKERS_JOIN, short="dpn"),
+    *_refused("data_parallel_start_rank", (0,), NO_REPLICAS, WORKERS_JOIN, short="dpr"),
+    *_refused("data_parallel_size_local", (1,), NO_REPLICAS, REPLICAS, short="dpl"),
+    *_idle("data_parallel_address", NO_REPLICAS, short="dpa"),
+    *_idle("data_parallel_rpc_port", NO_REPLICAS, short="dpp"),
+    *_idle("data_parallel_backend", NO_REPLICAS, short="dpb"),
+    *_refused("data_parallel_hybrid_lb", OFF, NO_REPLICAS, WORKERS_JOIN, "flag", short="dph"),
+    *_refused("data_parallel_external_lb", OFF, NO_REPLICAS, WORKERS_JOIN, "flag", short="dpe"),
+    *_refused("data_parallel_multi_port_external_lb", OFF, NO_REPLICAS, WORKERS_JOIN, "flag", short="dpm"),
+    *_refused(
+        "enable_expert_parallel",
+        OFF,
+        NO_EXPERT_RANKS,
+        "use --tensor-parallel-size alone, which shares each expert among the devices",
+        "flag",
+        short="ep",
+    ),
+    *_idle(
+        "enable_ep_weight_filter enable_dbo enable_elastic_ep enable_eplb "
+        "disable_nccl_for_dp_synchronization",
+        NO_EXPERT_RANKS,
+        "flag",
+    ),
+    *_idle(
+        "all2all_backend ubatch_size dbo_decode_token_threshold dbo_prefill_token_threshold eplb_config "
+        "expert_placement_strategy",
+        NO_EXPERT_RANKS,
+    ),
+    *_idle("max_parallel_loading_workers", OWN_LOADER),
+    *_idle("ray_workers_use_nsight", "`shoal profile` and /start_profile trace an engine", "flag"),
+    _same("disable_custom_all_reduce", takes="flag", own="peer_all_reduce", words={True: False, False: True}),
+    *_refused("worker_cls", ("auto",), "", NO_PLUGINS),
+    *_refused("worker_extension_cls", ("",), "", NO_PLUGINS),
+    _same("block_size"),
+    _same("gpu_memory_utilization"),
+    _same("kv_cache_memory_bytes"),
+    _same("kv_cache_dtype"),
+    _same("num_gpu_blocks_override"),
+    _same("enable_prefix_caching", takes="flag"),
+    *_idle("prefix_caching_hash_algo", "a block's name has 128 bits of one hash"),
+    *_refused("calculate_kv_scales", OFF, "", "take a checkpoint with k_scale and v_scale", "flag"),
+    *_refused("kv_cache_dtype_skip_layers", NO_VALUES, "", "use --kv-cache-dtype auto", "many"),
+    *_idle("kv_sharing_fast_prefill", "no model here shares a KV cache between layers", "flag"),
+    *_idle("mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode", NO_MAMBA),
+    _same("kv_offloading_size", own="kv_host_bytes", convert=_gib),
+    *_refused(
+        "kv_offloading_backend",
+        ("native",),
+        "host memory, a disk and a store are Shoal's own tiers",
+        "use --kv-host-bytes, --kv-disk-path or --kv-store (docs/kv.md)",
+    ),
+    *_refused(
+        "cpu_offload_gb",
+        (0,),
+        "weights lie in the device's memory",
+        "use --quantization fp8, or --tensor-parallel-size 2, so that the weights have room",
+    ),
+    *_idle(
+        "offload_backend offload_group_size offload_num_in_group offload_prefetch_step",
+        "weights lie in the device's memory",
+    ),
+    *_idle("cpu_offload_params offload_params", "weights lie in the device's memory", "many"),
+    *_idle(
+        "language_model_only enable_mm_embeds mm_encoder_only interleave_mm_strings skip_mm_profiling "
+        "disable_chunked_mm_input enable_tower_connector_lora",
+        TEXT_ALONE,
+        "flag",
+    ),
+    *_idle(
+        "limit_mm_per_prompt media_io_kwargs mm_processor_kwargs mm_processor_cache_gb "
+        "mm_processor_cache_type mm_shm_cache_max_object_size_mb mm_encoder_tp_mode "
+        "mm_encoder_attn_backend mm_encoder_attn_dtype "
+        "mm_encoder_fp8_scale_path mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin "
+        "video_pruning_rate mm_tensor_ipc default_mm_loras",
+        TEXT_ALONE,
+    ),
+    *_refused("enable_lora", OFF, NO_ADAPTERS, MERGE_ADAPTER, "flag"),
+    *_idle("max_loras max_lora_rank lora_dtype max_cpu_loras", NO_ADAPTERS),
+    *_idle("lora_target_modules", NO_ADAPTERS, "many"),
+    *_idle("fully_sharded_loras specialize_active_lora enable_mixed_moe_lora_format", NO_ADAPTERS, "flag"),
+    *_idle("show_hidden_metrics_for_version", ALWAYS_COUNTED),
+    _same("otlp_traces_endpoint"),
+    *_idle("collect_detailed_traces", "a trace always has all spans", "many"),
+    *_idle(
+        "kv_cache_metrics cudagraph_metrics enable_mfu_metrics disable_log_stats aggregate_engine_logging "
+        "enable_logging_iteration_details",
+        ALWAYS_COUNTED,
+        "flag",
+    ),
+    *_idle("kv_cache_metrics_sample", ALWAYS_COUNTED),
+    *_idle(
+        "enable_layerwise_nvtx_tracing jit_monitor_verbose",
+        "`shoal profile` and /start_profile trace an engine",
+        "flag",
+    ),
+    _same("max_num_batched_tokens"),
+    _same("max_num_seqs"),
+    *_idle("max_num_partial_prefills max_long_partial_prefills", NEVER_SLICED),
+    _same("long_prefill_token_threshold"),
+    _same("scheduling_policy"),
+    *_idle("enable_chunked_prefill", NEVER_SLICED, "flag"),
+    *_refused("scheduler_cls", NO_VALUES, "", NO_PLUGINS),
+    *_idle(
+        "scheduler_reserve_full_isl", "a sequence is admitted when there are blocks for its prompt", "flag"
+    ),
+    *_idle("watermark", "a sequence is admitted when there are blocks for its prompt"),
+    *_idle("prefill_schedule_interval", "--target-itl-ms says how prompts and answers share the steps"),
+    *_idle("disable_hybrid_kv_cache_manager", "all layers of a sequence have the same blocks", "flag"),
+    _same("async_scheduling", takes="flag"),
+    *_idle("stream_interval", "each token goes out as it comes, and several together to a slow reader"),
+    _same("cudagraph_capture_sizes", takes="many"),
+    *_idle(
+        "max_cudagraph_capture_size",
+        "--cudagraph-capture-sizes and --max-num-seqs say which graphs there are",
+    ),
+    *_idle("ir_op_priority moe_backend linear_backend kernel_config gdn_prefill_backend", OWN_KERNELS),
+    *_idle("enable_flashinfer_autotune", OWN_KERNELS, "flag"),
+    *_refused("speculative_config", NO_VALUES, "", NO_SPECULATION, short="sc"),
+    *_refused("spec_method spec_model spec_tokens", NO_VALUES, "", NO_SPECULATION),
+    *_refused(
+        "diffusion_config", NO_VALUES, "", "leave it out: models here write from left to right", short="dc"
+    ),
+    _same("kv_transfer_config"),
+    _same("kv_events_config"),
+    *_refused("ec_transfer_config", NO_VALUES, "", f"leave it out: {TEXT_ALONE}"),
+    *_idle("compilation_config", "graphs and kernels need no compilation of the model", short="cc"),
+    *_refused("attention_config", NO_VALUES, "", "use --attention-backend", short="ac"),
+    *_refused("reasoning_config", NO_VALUES, "", "use thinking_token_budget of a request"),
+    *_idle("additional_config", "it is for other platforms of vLLM's"),
+    _same("structured_outputs_config"),
+    *_refused("profiler_config", NO_VALUES, "", "use --admin-port and --profile-dir, and /start_profile"),
+    *_idle("optimization_level", "graphs and kernels need no compilation of the model", short="O"),
+    *_idle("performance_mode", "--target-itl-ms says how prompts and answers share the steps"),
+    *_refused("weight_transfer_config", NO_VALUES, "", "use --admin-port, and its /update_weights"),
+    *_idle("fail_on_environ_validation", "variables of vLLM's are not read", "flag"),
+    _same("shutdown_timeout"),
+)
+
+# Options of earlier releases that scripts still carry.
+EARLIER_OPTIONS: tuple[VllmOption, ...] = (
+    *_refused(
+        "task",
+        ("auto", "generate", "embed", "embedding"),
+        "every model generates, and embeds",
+        "leave it out: models generate and embed, and do not classify",
+    ),
+    *_idle("swap_space", "a sequence that has to wait is computed again"),
+    *_idle("disable_log_requests", LOG_HAS_NO_TEXT, "flag"),
+    *_idle("disable_frontend_multiprocessing", "the engine always has a process of its own", "flag"),
+    *_idle("max_seq_len_to_capture", "a graph is for any length"),
+    *_idle("num_scheduler_steps", "step n+1 is always scheduled while step n runs on a GPU"),
+    *_idle("use_v2_block_manager", "there is one manager of blocks", "flag"),
+    *_idle("guided_decoding_backend", "llguidance compiles every grammar"),
+    *_idle("enable_reasoning", "--reasoning-parser is found in the chat template", "flag"),
+    *_refused("rope_scaling", NO_VALUES, "", "use --hf-overrides '{{\"rope_scaling\": ...}}'"),
+    *_refused("rope_theta", NO_VALUES, "", "use --hf-overrides '{{\"rope_theta\": {value}}}'"),
+)
+
+_BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
+# Fields of options that have fields, beside Shoal's own.
+NESTED_OPTIONS: tuple[VllmOption, ...] = (
+    *_refused(
+        "structured_outputs_config.backend",
+        _BACKENDS,
+        "llguidance compiles every grammar",
+        "leave it out: llguidance compiles every grammar",
+    ),
+    *_idle("structured_outputs_config.disable_fallback", "llguidance compiles every grammar", "flag"),
+    *_refused(
+        "structured_outputs_config.enable_in_reasoning",
+        OFF,
+        "a grammar is for the whole answer of a request",
+        "leave it out: a grammar is for the whole answer of a request",
+        "flag",
+    ),
+    *_refused("structured_outputs_config.reasoning_parser", ("",), "", "use --reasoning-parser {value}"),
+    *_refused("structured_outputs_config.reasoning_parser_plugin", ("",), "", NO_PLUGINS),
+    *_refused(
+        "kv_transfer_config.kv_connector",
+        ("NixlConnector",),
+        "blocks go by CUDA IPC, shared memory or NIXL, whichever both ends have",
+        "leave it out; for blocks in host memory, on a disk or in a store use --kv-host-bytes, "
+        "--kv-disk-path or --kv-store",
+    ),
+    *_idle(
+        "kv_transfer_config.engine_id kv_transfer_config.kv_rank kv_transfer_config.kv_parallel_size",
+        "engines name themselves",
+    ),
+    *_idle(
+        "kv_transfer_config.kv_buffer_device kv_transfer_config.kv_buffer_size "
+        "kv_transfer_config.enable_permute_local_kv",
+        "blocks go from cache to cache",
+    ),
+    *_refused(
+        "kv_transfer_config.kv_load_failure_policy",
+        ("recompute",),
+        "a block that does not arrive is computed",
+        "leave it out: a block that does not arrive is computed",
+    ),
+    *_refused("kv_transfer_config.kv_connector_module_path", NO_VALUES, "", NO_PLUGINS),
+    *_idle("kv_transfer_config.kv_connector_extra_config", "they are for vLLM's connectors"),
+)
+
+ALL_OPTIONS = (*SERVER_OPTIONS, *ENGINE_OPTIONS, *EARLIER_OPTIONS)
+NAME_TO_OPTION = {option.name: option for option in (*ALL_OPTIONS, *NESTED_OPTIONS)}
+
+
+def value_of(text: str) -> Any:
+    """Returns what a word of the command line means: a number, JSON, yes or no, or a text."""
+    if text == "None":
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        return {"True": True, "False": False}.get(text, text)
+
+
+def translate(
+    given: Mapping[str, Any], options: Iterable[VllmOption], spell: Callable[[str], str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns `given` with Shoal's options in the place of vLLM's, and a line for each option that has no
+    effect, which says why. An option that is not among `options` stays as it is. spell: how the user writes
+    an option's name. Raises ConfigError for what is refused, with the way to get it."""
+    known = {option.name: option for option in options}
+    found = {name: value for name, value in given.items() if name not in known}
+    lines = []
+    for name, value in given.items():
+        if (option := known.get(name)) is None:
+            continue
+        if option.own:
+            value = option.words.get(value, value) if isinstance(value, str | int) else value
+            if option.convert is not None and value is not None:
+                value = option.convert(value)
+            if value is not None:  # vLLM's word for its default
+                found.setdefault(option.own, value)
+        elif option.asks_for_nothing(value):
+            lines.append(f"{spell(name)} has no effect: {option.why or f'{value!r} asks for nothing'}")
+        else:
+            raise ConfigError(_refusal(spell(name), option, value))
+    return found, lines
+
+
+def _refusal(name: str, option: VllmOption, value: Any) -> str:
+    accepted = [each for each in option.accepted or () if each != ""]
+    if not accepted or option.takes == "flag":
+        must = "must be left out" if value is not False else "must not be switched off"
+    else:
+        must = f"must be {' or '.join(map(str, accepted))}, or left out"
+    return f"{name} {must}, got {value!r:.200}; {option.instead.format(value=value)}"
