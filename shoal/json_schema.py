@@ -34,20 +34,32 @@ def bounded(kind: str, text: str) -> str:
     return text
 
 
-def schema_text(kind: str, schema: Any, closes_objects: bool, left_out: list[str], **more: Any) -> str:
-    """Returns `schema`, whose nesting was checked, as JSON text with `more` among its top keys, and adds to
-    `left_out` what that text does not say."""
-    if schema is True:
-        schema = {}
-    if not isinstance(schema, dict):
-        raise RequestError(
-            f"structured_outputs.{kind} {schema!r:.60} is no JSON schema; send an object (or "
-            f"true for any JSON)"
+class SchemaWriter:
+    """Writes JSON schemas of one request as text for llguidance, and collects what that text leaves out."""
+
+    def __init__(self, params: StructuredOutputsParams, kind: str, closes_objects: bool) -> None:
+        self._kind, self._closes_objects = kind, closes_objects
+        self._options = _options(params)
+        self.left_out: list[str] = []
+
+    def text(self, schema: Any) -> str:
+        """Returns a schema, whose nesting was checked, as JSON text."""
+        kind = self._kind
+        if schema is True:
+            schema = {}
+        if not isinstance(schema, dict):
+            raise RequestError(
+                f"structured_outputs.{kind} {schema!r:.60} is no JSON schema; send an object (or "
+                f"true for any JSON)"
+            )
+        bounded(kind, json_text(kind, schema))
+        own = schema.get("x-guidance")
+        options = {**own, **self._options} if isinstance(own, dict) else self._options
+        if (schema := as_meant(schema, self.left_out)) is False:
+            raise RequestError(f'structured_outputs.{kind} excludes every value by "not"; mend it')
+        return json_text(
+            kind, {**(closed(schema) if self._closes_objects else schema), "x-guidance": options}
         )
-    bounded(kind, json_text(kind, schema))
-    if (schema := as_meant(schema, left_out)) is False:
-        raise RequestError(f'structured_outputs.{kind} excludes every value by "not"; mend it')
-    return json_text(kind, {**(closed(schema) if closes_objects else schema), **more})
 
 
 def parsed(kind: str, text: str) -> Any:
@@ -66,7 +78,7 @@ def json_text(kind: str, value: Any) -> str:
         ) from None
 
 
-def json_options(params: StructuredOutputsParams) -> dict[str, Any]:
+def _options(params: StructuredOutputsParams) -> dict[str, Any]:
     """Returns llguidance's options for JSON. It takes a `oneOf` whose branches may hold together as an
     `anyOf`, and warns of that."""
     options: dict[str, Any] = {"coerce_one_of": True}

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 from shoal.errors import RequestError
+from shoal.json_schema import SchemaWriter, check_nesting
 
 MAX_RULES = 1000  # of a grammar
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 LARK_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(\.-?\d+)?(\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
-DIRECTIVE = re.compile(r"^[ \t]*%(\w*)|%(json|regex|lark)\b", re.MULTILINE)
+DIRECTIVE = re.compile(r"^[ \t]*%(\w*)|%(regex|lark)\b", re.MULTILINE)
 UNICODE_ESCAPE = re.compile(r"(\\\\)|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})")
 
 
@@ -23,7 +25,7 @@ def lark_text(text: str) -> str:
     return "/" + "".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text) + "/"
 
 
-def lark_of(grammar: str) -> str:
+def lark_of(grammar: str, schemas: SchemaWriter) -> str:
     """Returns the grammar as Lark. One with rules `name ::= ...` is GBNF and is converted."""
     if GBNF_RULE.search(grammar):
         if (count := grammar.count("::=")) > MAX_RULES:
@@ -38,18 +40,43 @@ def lark_of(grammar: str) -> str:
             raise RequestError(f"structured_outputs.grammar is no GBNF: {error}; mend it") from None
         except Exception as error:  # noqa: BLE001 - the converter raises nothing narrower for a rule that is missing
             raise RequestError(f"structured_outputs.grammar is no GBNF: {error}; mend it") from None
-    if (count := len(LARK_RULE.findall(grammar))) > MAX_RULES:
+    grammar, num_rules = _with_schemas(grammar, schemas)
+    if num_rules > MAX_RULES:
         raise RequestError(
-            f"structured_outputs.grammar has {count} rules, more than {MAX_RULES}; make it smaller"
+            f"structured_outputs.grammar has {num_rules} rules, more than {MAX_RULES}; make it smaller"
         )
-    for found in DIRECTIVE.finditer(grammar):
-        if (name := found[1] if found[1] is not None else found[2]) not in ("ignore", "llguidance"):
-            raise RequestError(
-                f"structured_outputs.grammar uses %{name}; of directives only %ignore is supported, and a "
-                "JSON schema is "
-                "given as structured_outputs.json"
-            )
     return grammar
+
+
+def _with_schemas(grammar: str, schemas: SchemaWriter) -> tuple[str, int]:
+    """Returns the grammar with each schema behind %json as Shoal writes it, and the number of its rules and
+    schemas. Other directives than %json, %ignore and %llguidance are refused."""
+    parts: list[str] = []
+    at = num_rules = 0
+    while True:
+        start = grammar.find("%json", at)
+        rest = grammar[at:] if start < 0 else grammar[at:start]
+        num_rules += len(LARK_RULE.findall(rest)) + 1
+        for found in DIRECTIVE.finditer(rest):
+            if (name := found[1] if found[1] is not None else found[2]) not in ("ignore", "llguidance"):
+                raise RequestError(
+                    f"structured_outputs.grammar uses %{name}; of directives only %json and %ignore are "
+                    "supported, leave it out"
+                )
+        parts.append(rest)
+        if start < 0:
+            return "".join(parts), num_rules - 1
+        at = start + len("%json")
+        at += len(grammar[at:]) - len(grammar[at:].lstrip())
+        try:
+            schema, at = json.JSONDecoder().raw_decode(grammar, at)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(
+                f"structured_outputs.grammar has %json without a JSON schema: {error}; give the schema "
+                "behind it"
+            ) from None
+        check_nesting("grammar", schema)
+        parts.append(f"%json {schemas.text(schema)}")
 
 
 def _character(found: re.Match[str]) -> str:

@@ -22,7 +22,7 @@ from llguidance import LLMatcher, LLParserLimits
 from shoal.api import STRUCTURED_KINDS, StructuredOutputsParams
 from shoal.errors import RequestError
 from shoal.javascript_regex import ascii_classes
-from shoal.json_schema import bounded, check_nesting, json_options, parsed, schema_text
+from shoal.json_schema import SchemaWriter, bounded, check_nesting, parsed
 from shoal.lark import lark_of, lark_text
 from shoal.structural_tag import tag_grammar
 
@@ -68,30 +68,37 @@ def grammar_of(
     `is_dense`, JSON has no white space between its tokens. `params` may say otherwise.
     """
     kind = _kind(params)
-    left_out = [] if left_out is None else left_out
     if is_dense and params.disable_any_whitespace is None and params.whitespace_pattern is None:
         params = dataclasses.replace(params, disable_any_whitespace=True)
     if params.disable_additional_properties is not None:
         closes_objects = params.disable_additional_properties
+    schemas = SchemaWriter(params, "json" if kind == "json_object" else kind, closes_objects)
     try:
-        if kind in ("json", "json_object"):
-            return _json_grammar(params, closes_objects, left_out)
-        if kind == "structural_tag":
-            return tag_grammar(params, closes_objects, left_out)
-        if params.whitespace_pattern is not None:
-            raise RequestError(
-                f"structured_outputs.whitespace_pattern belongs to json and json_object, not to {kind}; "
-                "leave it out"
-            )
-        if kind == "regex":
-            return LLMatcher.grammar_from_regex(ascii_classes(bounded(kind, params.regex or "")))
-        if kind == "choice":
-            return _choice_grammar(params.choice or [])
-        return LLMatcher.grammar_from_lark(lark_of(bounded(kind, params.grammar or "")))
+        grammar = _written(params, kind, schemas)
     except UnicodeEncodeError:
         raise RequestError(
             f"structured_outputs.{kind} holds half a character (a lone surrogate); send whole ones"
         ) from None
+    if left_out is not None:
+        left_out += schemas.left_out
+    return grammar
+
+
+def _written(params: StructuredOutputsParams, kind: str, schemas: SchemaWriter) -> str:
+    if kind in ("json", "json_object"):
+        return _json_grammar(params, schemas)
+    if kind == "structural_tag":
+        return tag_grammar(params.structural_tag, schemas)
+    if params.whitespace_pattern is not None:
+        raise RequestError(
+            f"structured_outputs.whitespace_pattern belongs to json and json_object, not to {kind}; "
+            "leave it out"
+        )
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(ascii_classes(bounded(kind, params.regex or "")))
+    if kind == "choice":
+        return _choice_grammar(params.choice or [])
+    return LLMatcher.grammar_from_lark(lark_of(bounded(kind, params.grammar or ""), schemas))
 
 
 def in_deep_thread(call: Callable[[], T]) -> Future[T]:
@@ -130,15 +137,14 @@ def _kind(params: StructuredOutputsParams) -> str:
     return next(name for name in STRUCTURED_KINDS if getattr(params, name) not in (None, False))
 
 
-def _json_grammar(params: StructuredOutputsParams, closes_objects: bool, left_out: list[str]) -> str:
+def _json_grammar(params: StructuredOutputsParams, schemas: SchemaWriter) -> str:
     schema = {"type": "object"} if params.json_object else params.json
     if isinstance(schema, str):
         schema = parsed("json", schema)
     check_nesting("json", schema)
-    text = schema_text("json", schema, closes_objects, left_out)
+    text = schemas.text(schema)
     try:
-        options = json_options(params)
-        return LLMatcher.grammar_from_json_schema(text, overrides=options)  # type: ignore[arg-type]
+        return LLMatcher.grammar_from_json_schema(text)
     except ValueError as error:
         raise RequestError(f"structured_outputs.json is not usable: {short(str(error))}; mend it") from None
 

@@ -133,6 +133,7 @@ PLAIN_FIELDS = frozenset(
         "messages",
         "tools",
         "functions",
+        "grammar",
         "format",
         "input",
         "model",

@@ -12,15 +12,18 @@ from shoal.server.http import Exchange
 from shoal.server.model import Prompt, ServedModel
 from shoal.server.protocol import AS_MANY_AS_FIT, Prompts, ResponseFormat, StreamOptions, TextFields
 
-# Fields that say what the text must be. The last four are vLLM's older ones.
-FORMAT_FIELDS = (
-    "response_format",
-    "structured_outputs",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-)
+# Fields that say what the text must be, and the kind of StructuredOutputsParams that they give. The first two
+# give any kind; llama.cpp's and vLLM's older ones follow.
+FORMAT_FIELDS = {
+    "response_format": "",
+    "structured_outputs": "",
+    "json_schema": "json",
+    "grammar": "grammar",
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 
 
 def text_params(
@@ -58,6 +61,8 @@ def text_params(
 def _format_field(request: TextFields) -> str | None:
     """The field that says what the text must be. Raises ApiError if there are several."""
     fields = [name for name in FORMAT_FIELDS if getattr(request, name) is not None]
+    if request.grammar == "":  # llama.cpp's default
+        fields.remove("grammar")
     if request.response_format is not None and request.response_format.type == "text":
         fields.remove("response_format")
     if len(fields) > 1:
@@ -73,7 +78,7 @@ def _format(request: TextFields, field: str) -> StructuredOutputsParams | None:
         return request.structured_outputs
     if field == "response_format":
         return from_response_format(request.response_format, pattern)
-    kind = field.removeprefix("guided_")
+    kind = FORMAT_FIELDS[field]
     return StructuredOutputsParams(
         **{kind: getattr(request, field)}, whitespace_pattern=pattern if kind == "json" else None
     )
@@ -84,16 +89,32 @@ def from_response_format(
 ) -> StructuredOutputsParams | None:
     if wanted is None or wanted.type == "text":
         return None
+    if wanted.type == "structural_tag":
+        if wanted.format is None and wanted.structures is None:
+            raise ApiError(
+                400,
+                "response_format has no structural tag; give it as format, or as structures and triggers",
+                param="response_format.format",
+            )
+        tag: dict[str, Any] = {"type": "structural_tag"}
+        if wanted.format is not None:
+            tag["format"] = wanted.format
+        else:
+            tag |= {"structures": wanted.structures, "triggers": wanted.triggers}
+        return StructuredOutputsParams(structural_tag=tag, whitespace_pattern=whitespace_pattern)
+    schema = wanted.schema
+    if wanted.type == "json_schema" and wanted.json_schema is not None and schema is None:
+        schema = wanted.json_schema.schema
+    if schema is not None and not (wanted.type == "json_object" and schema in ({}, True)):
+        return StructuredOutputsParams(json=schema, whitespace_pattern=whitespace_pattern)
     if wanted.type == "json_object":
         return StructuredOutputsParams(json_object=True, whitespace_pattern=whitespace_pattern)
-    if wanted.json_schema is None or wanted.json_schema.schema is None:
-        raise ApiError(
-            400,
-            "response_format.json_schema.schema is missing; give the schema, or the type json_object for "
-            "any object",
-            param="response_format.json_schema",
-        )
-    return StructuredOutputsParams(json=wanted.json_schema.schema, whitespace_pattern=whitespace_pattern)
+    raise ApiError(
+        400,
+        "response_format.json_schema.schema is missing; give the schema, or the type json_object for "
+        "any object",
+        param="response_format.json_schema",
+    )
 
 
 def check_stream_options(stream: bool | None, options: StreamOptions | None) -> StreamOptions:

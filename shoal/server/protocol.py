@@ -73,8 +73,12 @@ class JsonSchemaFormat(Struct, kw_only=True):
 
 
 class ResponseFormat(Struct, kw_only=True):
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchemaFormat | None = None
+    schema: dict[str, Any] | bool | None = None  # llama.cpp's place for it, beside either type of JSON
+    format: dict[str, Any] | None = None  # a structural tag's, in xgrammar's form
+    structures: list[dict[str, Any]] | None = None  # the same in its older form
+    triggers: list[str] | None = None
 
 
 class StreamOptions(Struct, kw_only=True):
@@ -161,7 +165,9 @@ class TextFields(GenerationFields, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: MinusOneOrMore | None = None  # keep the last so many; -1: as many as fit
-    # vLLM's older names of structured_outputs' fields.
+    # llama.cpp's names of structured_outputs' fields, and below vLLM's older ones.
+    json_schema: str | dict[str, Any] | bool | None = None
+    grammar: str | None = None
     guided_json: str | dict[str, Any] | bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None

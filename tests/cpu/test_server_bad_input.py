@@ -144,7 +144,21 @@ FORMAT = {"type": "json_schema", "schema": {"type": "none"}}
         (CHAT, {"messages": USER, "n": 10**6}, "n"),
         (CHAT, {"messages": USER, "top_logprobs": 3}, "top_logprobs"),
         (CHAT, {"messages": USER, "stream_options": {"include_usage": True}}, "stream_options"),
-        (CHAT, {"messages": USER, "response_format": {"type": "structural_tag"}}, "response_format.type"),
+        (CHAT, {"messages": USER, "response_format": {"type": "structural_tag"}}, "response_format.format"),
+        (
+            CHAT,
+            {"messages": USER, "response_format": {"type": "structural_tag", "format": {"type": "tag"}}},
+            "response_format",
+        ),
+        (CHAT, {"messages": USER, "response_format": {"type": "xml"}}, "response_format.type"),
+        (
+            CHAT,
+            {"messages": USER, "response_format": {"type": "json_object", "schema": 123}},
+            "response_format.schema",
+        ),
+        (CHAT, {"messages": USER, "json_schema": {"type": "none"}}, "json_schema"),
+        (CHAT, {"messages": USER, "json_schema": {"type": "null"}, "grammar": 'root ::= "a"'}, "json_schema"),
+        (COMPLETE, {"prompt": "x", "grammar": "root ::= missing"}, "grammar"),
         (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         (
             CHAT,

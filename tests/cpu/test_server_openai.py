@@ -292,11 +292,22 @@ def test_the_models_own_defaults_are_used_where_the_request_is_silent():
 def test_structured_outputs_reach_the_engine(server):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     named = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    tag = {"type": "structural_tag", "format": {"type": "any_text"}}
+    structure = {"begin": "<f>", "schema": schema, "end": "</f>"}
+    older = {"type": "structural_tag", "structures": [structure], "triggers": ["<f>"]}
     for given, expected in (
         ({"response_format": {"type": "json_object"}}, ("json_object", True)),
         ({"response_format": named}, ("json", schema)),
         ({"structured_outputs": {"regex": "[0-9]+"}}, ("regex", "[0-9]+")),
         ({"structured_outputs": {"choice": ["yes", "no"]}}, ("choice", ["yes", "no"])),
+        ({"response_format": {"type": "json_object", "schema": schema}}, ("json", schema)),
+        ({"response_format": {"type": "json_schema", "schema": schema}}, ("json", schema)),
+        ({"response_format": {"type": "json_object", "schema": {}}}, ("json_object", True)),
+        ({"json_schema": schema}, ("json", schema)),
+        ({"json_schema": schema, "grammar": ""}, ("json", schema)),
+        ({"grammar": 'root ::= "a"{5,5}', "json_schema": None}, ("grammar", 'root ::= "a"{5,5}')),
+        ({"response_format": tag}, ("structural_tag", tag)),
+        ({"response_format": older}, ("structural_tag", older)),
     ):
         status, answer = server.json(
             "/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "max_tokens": 4, **given}

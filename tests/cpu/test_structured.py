@@ -153,6 +153,103 @@ def test_a_value_may_look_like_a_format():
     assert not can_write({}, {"const": {"format": "path"}})
 
 
+A = {"type": "object", "properties": {"a": {"type": "integer", "maximum": 9}}, "required": ["a"]}
+F = {"type": "tag", "begin": "<f>", "content": {"type": "json_schema", "json_schema": A}, "end": "</f>"}
+G = {"type": "tag", "begin": "<g=1>", "content": {"type": "any_text"}, "end": ["</g>", "<end>"]}
+THOUGHT = {"type": "tag", "begin": "<t>", "content": {"type": "any_text"}, "end": "</t>"}
+
+
+def takes(text, **params):
+    matcher = LLMatcher(BYTES, grammar_of(StructuredOutputsParams(**params)), log_level=0)
+    assert not matcher.is_error(), matcher.get_error()
+    tokens = BYTES.tokenize_str(text)
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+@pytest.mark.parametrize(
+    ("form", "good", "bad"),
+    [
+        (dict(type="any_text"), ["", "any\n<text>"], []),
+        (dict(type="any_text", excludes=["<t", "/"]), ["", "< t>"], ["a<t>", "a/b"]),
+        (
+            dict(type="sequence", elements=[THOUGHT, {"type": "const_string", "value": "x"}]),
+            ["<t></t>x", "<t>a <t> \n</ t></t>x"],
+            ["<t>x", "<t></t>", "<t></t>y", "<t></t>x</t>x"],
+        ),
+        (
+            dict(type="triggered_tags", triggers=["<f", "<g"], tags=[F, G]),
+            ["", "words <", 'a<f>{"a": 1}</f>b<g=1>text<f</g><g=1><end> < f>'],
+            ["a<f", "<f>{}</f>", "<g=2>", "<g=1>", '<f>{"a": 1}', '<f>{"a":10}</f>'],
+        ),
+        (
+            dict(type="triggered_tags", triggers=["<f"], tags=[F], at_least_one=True),
+            ['<f>{"a":1}</f>', '<f>{"a":1}</f> and <f>{"a":2}</f>.'],
+            ["", "words", '<f>{"a":1}</f><f'],
+        ),
+        (
+            dict(type="triggered_tags", triggers=["<f"], tags=[F], stop_after_first=True),
+            ["", "words", 'words <f>{"a":1}</f>'],
+            ['<f>{"a":1}</f> words'],
+        ),
+        (
+            dict(type="triggered_tags", triggers=["<f"], tags=[F], stop_after_first=True, at_least_one=True),
+            ['<f>{"a":1}</f>'],
+            ["words", 'words <f>{"a":1}</f>', '<f>{"a":1}</f> words'],
+        ),
+        (
+            {**THOUGHT, "content": dict(type="triggered_tags", triggers=["<f"], tags=[F], excludes=["no"])},
+            ["<t>a</t>", '<t>a<f>{"a":1}</f>b</t>'],
+            ["<t>a", "<t>no</t>", "<t>a</t>b", "<t>a<f></t>"],
+        ),
+        (
+            dict(type="or", elements=[F, {"type": "sequence", "elements": [THOUGHT, {"type": "any_text"}]}]),
+            ['<f>{"a":1}</f>', "<t>a</t>b"],
+            ["b"],
+        ),
+        (dict(type="regex", pattern=r"\d+/[a-z]\w"), ["1/aB"], ["٣/ab", "1/a"]),
+        (dict(type="grammar", grammar='root ::= "a" b\nb ::= "b"{2,3}'), ["abb"], ["ab"]),
+        (dict(type="grammar", grammar='start: "a" %json {"const": 5}'), ["a5"], ["a6"]),
+        (dict(type="plus", content=F), ['<f>{"a":1}</f>' * 2], [""]),
+        (
+            dict(type="repeat", min=1, max=2, content={"type": "const_string", "value": "x"}),
+            ["xx"],
+            ["", "xxx"],
+        ),
+        (dict(type="repeat", min=1, max=-1, content={"type": "const_string", "value": "x"}), ["x" * 9], [""]),
+        (dict(type="optional", content={"type": "const_string", "value": "x"}), ["", "x"], ["xx"]),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_structural_tags_hold_free_text_around_and_within_tags(form, good, bad):
+    given = {"type": "structural_tag", "format": form}
+    check(StructuredOutputsParams(structural_tag=given))
+    assert [text for text in good if not takes(text, structural_tag=given)] == []
+    assert [text for text in bad if takes(text, structural_tag=json.dumps(given))] == []
+
+
+def test_structural_tags_of_the_older_form_mean_triggered_tags():
+    older = {
+        "type": "structural_tag",
+        "structures": [{"begin": "<f>", "schema": A, "end": "</f>"}, {"begin": "<g>", "end": "</g>"}],
+        "triggers": ["<f", "<g"],
+    }
+    for text in ("words", 'a<f>{"a": 1}</f>b', "<g>[1]</g>"):
+        assert takes(text, structural_tag=older)
+    for text in ("<f>{}</f>", "<g>x</g>", "<f"):
+        assert not takes(text, structural_tag=older)
+
+
+def test_a_lark_grammar_may_hold_json_schemas():
+    grammar = 'start: "a" %json {\n  "type": "object", "description": "with %json and %lark"\n} tail\ntail: %json true'
+    check(StructuredOutputsParams(grammar=grammar))
+    assert takes('a{"b": 1}[1]', grammar=grammar)
+    assert not takes("a[1][1]", grammar=grammar)
+    closed = 'start: %json {"properties": {"a": {"type": "string", "format": "path"}}}'
+    assert takes('{"a": "b"}', grammar=closed)
+    assert not takes('{"b": "b"}', grammar=closed)
+    assert not takes('{\n\n\n"a": "b"}', grammar=closed)
+
+
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 
@@ -337,7 +434,16 @@ def test_whitespace_of_json_is_bounded(text, is_taken):
         (dict(json={"type": "string"}, whitespace_pattern="("), "json"),
         (dict(structural_tag="{"), "no JSON"),
         (dict(structural_tag={"type": "json"}), "structural_tag"),
-        (dict(structural_tag=tag(type="triggered_tags")), "triggered_tags"),
+        (dict(structural_tag=tag(type="triggered_tags")), "no triggers"),
+        (dict(structural_tag=tag(type="token_triggered_tags")), "token_triggered_tags"),
+        (dict(structural_tag=tag(type="triggered_tags", triggers=["<g"], tags=[F])), "no trigger for it"),
+        (dict(structural_tag=tag(type="sequence", elements=[{"type": "any_text"}, F])), "nothing ends it"),
+        (dict(structural_tag=tag(type="json_schema", json_schema=True, style="qwen_xml")), "qwen_xml"),
+        (
+            dict(structural_tag={"type": "structural_tag", "structures": [5], "triggers": ["<f"]}),
+            "structures",
+        ),
+        (dict(structural_tag=tag(type="repeat", min=2, max=10**6, content=F)), "at most"),
         (dict(structural_tag=tag(type="or", elements=[])), "at least one"),
         (dict(structural_tag=tag(type="const_string", value=5)), "no text"),
         (dict(structural_tag=tag(type="json_schema", json_schema=5)), "no JSON schema"),
@@ -380,7 +486,11 @@ def test_whitespace_of_json_is_bounded(text, is_taken):
             ),
             "too big",
         ),
-        (dict(grammar='start: %json {"multipleOf": 1000003}'), "%json"),
+        (dict(grammar='start: %json {"multipleOf": 1000003}'), "multipleOf"),
+        (dict(grammar="start: %json {"), "%json"),
+        (dict(grammar='start: %json {"not": {"type": "null"}} | "%json"'), "%json"),
+        (dict(grammar="start: %lark { start: %json {} }"), "%lark"),
+        (dict(grammar='start: "a" | %json {"type": "string"} %regex { }'), "%regex"),
         (dict(grammar="%import common.NUMBER\nstart: NUMBER"), "%import"),
     ],
     ids=lambda value: str(value)[:60],
