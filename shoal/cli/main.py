@@ -64,6 +64,15 @@ The exit code is 1 if something that was asked for will not work."""
 TOP_DESCRIPTION = """Watches a router with its workers, or a single server: who does what, how full the KV
 caches are, how quickly tokens come, what waits and what the planner decided. A worker is opened with Enter; q
 ends. The dashboard of the same server (/dashboard) shows the same in a browser."""
+BATCH_DESCRIPTION = """Answers the requests of a file, in OpenAI's batch format, as `vllm run-batch` does. The
+same command continues an interrupted run: lines that are answered in the output are not run again."""
+OF_A_BATCH = (  # of ServerConfig
+    "served_model_name",
+    "tool_call_parser",
+    "reasoning_parser",
+    "trust_request_chat_template",
+    "engine_timeout",
+)
 OF_ONE_MODEL = ("revision", "tokenizer", "chat_template")
 SHELLS = ("bash", "zsh", "fish")
 BROKEN_PIPE = 128 + 13  # the exit code of a program that SIGPIPE has ended
@@ -175,6 +184,23 @@ def build_parser() -> Parser:
     serve.add_flags(EngineConfig, "engine", but=("model",))
     serve.add_vllm_options(ALL_OPTIONS)
     serve.set_defaults(run=run_serve)
+
+    batch = commands.add_parser("run-batch", help="answer a file of requests", description=BATCH_DESCRIPTION)
+    batch.add_argument(
+        "-i",
+        "--input-file",
+        required=True,
+        metavar="FILE",
+        help="requests in OpenAI's batch format, one a line",
+    )
+    batch.add_argument(
+        "-o", "--output-file", required=True, metavar="FILE", help="their answers; those that it has are kept"
+    )
+    batch.add_argument("--verbose", action="store_true", help="log what the engine decides")
+    but = tuple(field.name for field in dataclasses.fields(ServerConfig) if field.name not in OF_A_BATCH)
+    batch.add_flags(ServerConfig, "requests", but=but)
+    batch.add_flags(EngineConfig, "engine")
+    batch.set_defaults(run=run_batch)
 
     route = commands.add_parser("route", help="one endpoint for many workers", description=ROUTE_DESCRIPTION)
     route.add_argument("--verbose", action="store_true", help="log more")
@@ -526,6 +552,14 @@ def _stream(llm: Any, prompt: str, params: SamplingParams) -> None:
         text = prompt + output.outputs[0].text
         print(text[shown:], end="", flush=True)
         shown = len(text)
+
+
+def run_batch(arguments: argparse.Namespace) -> int:
+    from shoal.cli import batch
+
+    config = ServerConfig(**batch.LIMITS, **given_options(arguments, ServerConfig))
+    options = given_options(arguments, EngineConfig)
+    return batch.run_batch(arguments.input_file, arguments.output_file, options, config)
 
 
 def run_chat(arguments: argparse.Namespace) -> int:

@@ -140,7 +140,7 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
         models, engines = [], list[AsyncLLM]()
         for one in planned:
             async with weights_of_peers(one, config, worker_id) as loan:
-                llm, tokenizer = await _start(one, config, loan)
+                llm, tokenizer = await start_engine(one, config, loan)
                 stack.push_async_callback(llm.close)
             engines.append(llm)
             engine: ServedEngine = llm
@@ -189,7 +189,7 @@ async def _set_after(first: asyncio.Event, then: asyncio.Event) -> None:
     then.set()
 
 
-async def _start(
+async def start_engine(
     one: Planned, config: ServerConfig, loan: Awaitable[bytes | None] | None
 ) -> tuple[AsyncLLM, Tokenizer | None]:
     """The engine, and meanwhile the tokenizer: a tenth of a small model's start."""
