@@ -200,6 +200,7 @@ def build_parser() -> Parser:
     but = tuple(field.name for field in dataclasses.fields(ServerConfig) if field.name not in OF_A_BATCH)
     batch.add_flags(ServerConfig, "requests", but=but)
     batch.add_flags(EngineConfig, "engine")
+    batch.add_vllm_options(ALL_OPTIONS)
     batch.set_defaults(run=run_batch)
 
     route = commands.add_parser("route", help="one endpoint for many workers", description=ROUTE_DESCRIPTION)
