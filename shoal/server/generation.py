@@ -79,6 +79,7 @@ class Generation:
         line.params, line.prompt_tokens = params, self.usage.prompt_tokens
         self._running: list[_Running] = []
         self._num_ended = 0
+        self._num_places = 0  # in the queue, the most answers that are in the engine at once
         self._streams: list[AsyncGenerator[Output, None]] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._timeout = asyncio.timeout(self.seconds)
@@ -89,11 +90,14 @@ class Generation:
             # This runs in a thread, because even a short grammar may take long.
             await self.model.in_thread(functools.partial(self.model.builder.check_grammar, params))
         count = len(self.prompts) * params.n
+        if self.embed:  # OpenAI's clients send 2,048 inputs at once: a share of the queue computes them all
+            count = min(count, max(1, self.model.admission.limit // 2))
         self.model.admission.enter(count)  # comes before anything is built, as n may be a million
+        self._num_places = count
         try:
             self._running = [_Running(i, r, self.model, self.line) for i, r in enumerate(self._requests())]
         except BaseException:
-            self.model.admission.leave(count)
+            self.model.admission.leave(self._num_places)
             raise
         self.model.metrics.answers.observe(params.n)
         await self._timeout.__aenter__()
@@ -124,7 +128,7 @@ class Generation:
                 running.close()
             for i in range(0, len(self._running), self.params.n):
                 self.model.metrics.end(self.times[i : i + self.params.n])
-            self.model.admission.leave(len(self._running))
+            self.model.admission.leave(self._num_places)
 
     async def __aiter__(self) -> AsyncIterator[list[Delta]]:
         """Yields all deltas that are ready, at least one. The engine merges what comes while nobody reads."""
@@ -136,16 +140,18 @@ class Generation:
         ready: list[Delta] = []
         arrived, taken = asyncio.Event(), asyncio.Event()
         num_running = len(self._running)
+        places = asyncio.Semaphore(self._num_places)
         failure: BaseException | None = None
 
         async def pump(i: int) -> None:
             """Moves one answer's deltas to `ready`, one for each turn of the reader."""
             nonlocal num_running, failure
             try:
-                async for delta in self._deltas(i):
-                    ready.append(delta)
-                    arrived.set()
-                    await taken.wait()
+                async with places:
+                    async for delta in self._deltas(i):
+                        ready.append(delta)
+                        arrived.set()
+                        await taken.wait()
             except Exception as error:  # noqa: BLE001 - the reader raises it
                 failure = failure or error
             num_running -= 1

@@ -27,6 +27,7 @@ from shoal.server.protocol import (
 from shoal.server.shapes import AddedToken, TokenizerInfo
 
 TOKEN_PROTOCOL = 1  # version of /inference/v1/generate
+MAX_INPUTS = 2048  # of one request for embeddings, as OpenAI documents it; more where the queue is longer
 
 
 async def tokenize(exchange: Exchange) -> None:
@@ -144,6 +145,13 @@ async def embed(
 ) -> list[list[float]]:
     """Returns a vector of unit length for each prompt: [number of prompts, `dimensions` or the model's
     hidden size]. Raises ApiError and RequestError."""
+    most = max(MAX_INPUTS, model.admission.limit)
+    if len(prompts) > most:
+        raise ApiError(
+            400,
+            f"input must have at most {most} entries, got {len(prompts)}; send several requests",
+            param="input",
+        )
     name = exchange.named(request_id)
     generation = Generation(
         model,

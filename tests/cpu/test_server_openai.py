@@ -372,6 +372,29 @@ def test_embeddings_as_numbers_and_base64(server, client):
     )
 
 
+def test_a_request_for_embeddings_may_have_more_inputs_than_the_queue():
+    """Regression: 2,048 inputs, the most that OpenAI documents, were a 400 as the queue takes 1,088."""
+    with FakeServer(model={"max_num_seqs": 2}, max_queued_requests=5) as server:
+        server.engine.prefill_seconds, most_running = 0.0005, 0
+
+        class Counting(dict):
+            def __setitem__(self, key, value):
+                nonlocal most_running
+                super().__setitem__(key, value)
+                most_running = max(most_running, len(self))
+
+        server.engine._running = Counting()
+        texts = [chr(ord("a") + i % 26) for i in range(2048)]
+        status, found = server.json("/v1/embeddings", {"input": texts, "dimensions": 2})
+        assert status == 200 and [each["index"] for each in found["data"]] == list(range(2048))
+        first = server.json("/v1/embeddings", {"input": texts[:26], "dimensions": 2})[1]["data"]
+        assert [e["embedding"] for e in found["data"][:26]] == [e["embedding"] for e in first]
+        assert most_running == 3, "half of the queue's places"
+        assert server.json("/load")[1]["server_load"] == 0
+        status, _, text = server.request("/v1/embeddings", {"input": ["a"] * 2049})
+        assert status == 400 and "must have at most 2048 entries, got 2049" in text
+
+
 def test_a_model_is_found_by_a_name_of_any_characters():
     with FakeServer(model={"names": ["a%20b/c d"]}) as server:
         assert server.json("/v1/models/a%2520b/c%20d")[1]["id"] == "a%20b/c d"
