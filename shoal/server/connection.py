@@ -106,6 +106,24 @@ class _HeadAndBody:
         return self._transport.is_closing()
 
 
+class _Unchunked:
+    """Sends the answer to an HTTP/1.0 client, which does not know chunks: a body without a length ends with
+    the connection."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle, self._send = cycle, cycle.send
+        self._has_length = True
+
+    async def __call__(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self._has_length = any(name == b"content-length" for name, _ in message["headers"])
+            if not self._has_length:
+                self._cycle.chunked_encoding = False
+        elif not self._has_length:
+            self._cycle.expected_content_length = len(message["body"])
+        await self._send(message)
+
+
 class _Refused(Exception):
     """A callback of the parser raises this to stop it in the middle of what it was given."""
 
@@ -326,6 +344,9 @@ class Connection(HttpToolsProtocol):
         num_waiting = len(self.pipeline)
         super().on_headers_complete()
         self.cycle.transport = _HeadAndBody(self.cycle)  # type: ignore[assignment]
+        if self.scope["http_version"] == "1.0":
+            self.cycle.send = _Unchunked(self.cycle)  # type: ignore[method-assign]
+            self.cycle.waiting_for_100_continue = False
         if len(self.pipeline) == num_waiting:
             self._running = self.cycle
         elif self._hangup_timer is None:  # uvicorn reads no more, so it would not see that the client leaves

@@ -502,3 +502,24 @@ def test_a_client_that_leaves_before_it_is_told_of_its_mistake_leaves_no_trace_i
         connection.close()
         eventually(lambda: not server.app.exchanges)
     assert "Exception in ASGI application" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "more", [b"", b"Connection: keep-alive\r\nExpect: 100-continue\r\n"], ids=["plain", "more"]
+)
+def test_a_stream_for_http_1_0_has_no_chunks_and_ends_with_the_connection(more, server):
+    """Regression: the sizes of chunks lay in the body, which an HTTP/1.0 client takes as it is."""
+    body = b'{"prompt":"a","max_tokens":2,"stream":true}'
+    head = b"POST /v1/completions HTTP/1.0\r\n%bContent-Length: %d\r\n\r\n" % (more, len(body))
+    answer_head, _, answer = read_until(server.raw(head + body)).partition(b"\r\n\r\n")
+    assert b" 200 OK" in answer_head and b"transfer-encoding" not in answer_head.lower()
+    assert b"connection: close" in answer_head.lower()
+    events = answer.split(b"\n\n")
+    assert events.pop() == b"" and events[-1] == b"data: [DONE]"
+    assert all(event.startswith(b"data: ") for event in events)
+
+
+def test_a_whole_answer_for_http_1_0_keeps_its_length(server):
+    answer = read_until(server.raw(b"GET /version HTTP/1.0\r\n\r\n"))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert b"content-length: %d" % len(body) in head.lower() and body.startswith(b"{")
