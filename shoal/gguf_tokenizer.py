@@ -167,6 +167,21 @@ def end_token_ids(metadata: Mapping[str, Any], backend: Backend) -> list[int]:
     return list(dict.fromkeys(i for i in (*named, *known) if i is not None))
 
 
+def chat_templates(metadata: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the file's chat templates by name; tokenizer.chat_template itself is "default". Raises
+    CheckpointError for a template that is not text."""
+    key = "tokenizer.chat_template"
+    templates = {}
+    for name, template in metadata.items():
+        if template is None or (name != key and not name.startswith(f"{key}.")):
+            continue
+        if not isinstance(template, str):
+            raise CheckpointError(f"{name} of the GGUF file must be text, got {template!r:.80}; {WAY_OUT}")
+        if template:
+            templates[name.removeprefix(key).removeprefix(".") or "default"] = template
+    return templates
+
+
 def _list(metadata: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
     """Returns the list tokenizer.ggml.<name>. Raises CheckpointError unless all its values have one of these
     types."""

@@ -110,7 +110,10 @@ class Tokenizer:
         )
         self._backend = backend
         self.special_tokens_map = dict(special_tokens)
-        self.chat_templates = dict(chat_templates or {})
+        # A byte order mark, as editors of Windows write it, is not part of the template.
+        self.chat_templates = {
+            name: template.removeprefix("\ufeff") for name, template in (chat_templates or {}).items()
+        }
         self._compiled: dict[str, ChatTemplate] = {}  # the model's own templates, by name
         self._told_of_tools = False  # the log has said that the template has no place for tools
         own = [self.eos_token_id] if self.eos_token_id is not None else []
@@ -137,7 +140,7 @@ class Tokenizer:
                 "AutoTokenizer.save_pretrained, "
                 "or name a folder that has one with the option `tokenizer`"
             )
-        content = read_bounded(file, MAX_TOKENIZER_BYTES)
+        content = read_bounded(file, MAX_TOKENIZER_BYTES).removeprefix(codecs.BOM_UTF8)
         with refusing(f"{file} is no tokenizer"):
             backend = Backend.from_buffer(content)
         settings = read_object(folder / "tokenizer_config.json")
@@ -167,19 +170,14 @@ class Tokenizer:
     def from_gguf(cls, metadata: Mapping[str, Any]) -> Tokenizer:
         """Builds the tokenizer of a GGUF file from its metadata. Raises CheckpointError as
         gguf_tokenizer.build_backend does."""
-        template = metadata.get("tokenizer.chat_template")
-        if template is not None and not isinstance(template, str):
-            raise CheckpointError(
-                f"tokenizer.chat_template {template!r:.80} of the GGUF file is no text; "
-                f"{gguf_tokenizer.WAY_OUT}"
-            )
+        templates = gguf_tokenizer.chat_templates(metadata)
         with refusing("the tokenizer in the GGUF file is damaged"):
             backend = gguf_tokenizer.build_backend(metadata)
             return cls(
                 backend,
                 gguf_tokenizer.special_tokens(metadata),
                 gguf_tokenizer.end_token_ids(metadata, backend),
-                {"default": template} if template else None,
+                templates,
             )
 
     # Text and ids
@@ -434,13 +432,24 @@ def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns templates by name. A template file wins over tokenizer_config.json, which is the older of the
-    places where transformers stores templates."""
-    if (file := folder / "chat_template.jinja").is_file():
-        try:
-            return {"default": read_bounded(file, MAX_TEMPLATE_BYTES).decode()}
-        except UnicodeDecodeError as error:
-            raise CheckpointError(f"{file} is no text in UTF-8: {error}") from None
+    """Returns templates by name, as transformers stores them: the default one in chat_template.jinja, others
+    in additional_chat_templates/NAME.jinja. The older places count where there is no chat_template.jinja."""
+    files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
+    default = folder / "chat_template.jinja"
+    if default.is_file():
+        return {name: _template_text(file) for name, file in {**files, "default": default}.items()}
+    return {**_templates_in_json(folder, settings), **{name: _template_text(f) for name, f in files.items()}}
+
+
+def _template_text(file: Path) -> str:
+    try:
+        return read_bounded(file, MAX_TEMPLATE_BYTES).decode()
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{file} is no text in UTF-8: {error}") from None
+
+
+def _templates_in_json(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Returns the templates by name of chat_template.json, or else of tokenizer_config.json."""
     stored, where = read_object(folder / "chat_template.json").get("chat_template"), "chat_template.json"
     if not stored:
         stored, where = settings.get("chat_template") or {}, "tokenizer_config.json"
@@ -464,9 +473,9 @@ def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]
 def _text_or_file(template: str) -> str:
     """Returns `template` itself if it has braces or line breaks; anything else is read as a path."""
     if "{" in template or "\n" in template:
-        return template
+        return template.removeprefix("\ufeff")
     try:
-        return Path(template).read_text("utf-8")
+        return Path(template).read_text("utf-8-sig")
     except OSError as error:
         raise CheckpointError(
             f"chat_template {template!r} is neither a Jinja template nor a readable file: {error.strerror}"

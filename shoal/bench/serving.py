@@ -170,7 +170,7 @@ WORDS = _WORDS.split()
 
 def _from_file(bench: ServeBench, random: Random) -> list[Ask]:
     try:
-        entries = json.loads(Path(bench.dataset_path or "").read_text("utf-8"))
+        entries = json.loads(Path(bench.dataset_path or "").read_text("utf-8-sig"))
         turns = [[turn["value"] for turn in entry["conversations"][:2]] for entry in entries]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(

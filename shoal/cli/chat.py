@@ -423,7 +423,7 @@ def _without_oldest(turns: list[Message]) -> list[Message]:
 def _body_of(path: Path) -> dict[str, Any]:
     """Returns a request's body without its nulls; "messages" is a list. Raises OSError, and RequestError."""
     try:
-        body = json.loads(path.read_text("utf-8"))
+        body = json.loads(path.read_text("utf-8-sig"))
         why = "no object with a list `messages`"
     except UnicodeDecodeError:
         body, why = None, "not text in UTF-8"

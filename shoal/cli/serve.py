@@ -237,6 +237,7 @@ def card_of(
 ) -> ModelCard:
     """What anybody must know to serve this engine."""
     template = tokenizer.chat_template if tokenizer is not None else None
+    tool_template = tokenizer.chat_templates.get("tool_use", template) if tokenizer is not None else None
     engine = planned.config
     has_own_template = engine.chat_template is not None and tokenizer is not None
     return ModelCard(
@@ -252,7 +253,7 @@ def card_of(
         seed=engine.seed,
         max_logprobs=engine.max_logprobs,
         closes_objects=engine.closes_objects,
-        tool_call_parser=choose_tool_call_parser(config.tool_call_parser, template),
+        tool_call_parser=choose_tool_call_parser(config.tool_call_parser, tool_template),
         reasoning_parser=choose_reasoning_parser(config.reasoning_parser, template),
         cache_config=_cache_config(engine, info),
         summary=summarize(planned.files),

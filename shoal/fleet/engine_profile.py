@@ -15,6 +15,7 @@ first planner for latency compared seconds with a profile's milliseconds.
 from __future__ import annotations
 
 import bisect
+import codecs
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -93,7 +94,7 @@ class EngineProfile:
 def read_profile(path: str | Path) -> EngineProfile:
     """Raises ConfigError that names the file and what is wrong with it."""
     try:
-        data = msgspec.json.decode(Path(path).read_bytes(), type=ProfileData)
+        data = msgspec.json.decode(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8), type=ProfileData)
         return EngineProfile(data)
     except OSError as error:
         raise ConfigError(

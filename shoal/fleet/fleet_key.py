@@ -8,6 +8,7 @@ make; who should not read either is kept out by TLS.
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import hmac
 import ipaddress
@@ -78,7 +79,7 @@ class FleetKey:
 def read_secret(path: str) -> bytes:
     """What the file holds. Raises ConfigError for one that cannot be read or holds too short a key."""
     try:
-        secret = Path(path).read_bytes().strip()
+        secret = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).strip()
     except OSError as error:
         raise ConfigError(
             f"fleet_key_file {path!r} cannot be read: {error}; make one with: openssl rand -hex 32"

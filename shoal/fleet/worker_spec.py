@@ -156,7 +156,7 @@ def _read_key(path: str | None, text: str) -> str | None:
     if path is None:
         return None
     try:
-        key = Path(path).read_text("utf-8").strip()
+        key = Path(path).read_text("utf-8-sig").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"worker {text!r:.200}: api_key_file cannot be read: {error}") from None
     if not key or "\n" in key or not key.isascii() or not key.isprintable():

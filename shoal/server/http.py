@@ -4,6 +4,7 @@ and noticing who leaves."""
 from __future__ import annotations
 
 import asyncio
+import codecs
 import secrets
 import time
 import urllib.parse
@@ -153,7 +154,8 @@ class Exchange:
             ) from None
         self.scope[ON_LEAVE] = self._leave
         self.read_all, self._read_at = True, time.perf_counter()
-        self.body = b"".join(parts)
+        # PowerShell 5.1 begins a body with a byte order mark.
+        self.body = b"".join(parts).removeprefix(codecs.BOM_UTF8)
 
     def decode(self, kind: type[T]) -> T:
         """The body as this Struct. Fields that the Struct does not have are told in the log. Raises ApiError

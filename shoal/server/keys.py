@@ -79,7 +79,7 @@ def read_keys(config: ServerConfig) -> list[str]:
     keys = [*given, *os.environ.get(VARIABLE, "").split(",")]
     if config.api_key_file is not None:
         try:
-            lines = Path(config.api_key_file).read_text("utf-8").splitlines()
+            lines = Path(config.api_key_file).read_text("utf-8-sig").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"api_key_file {config.api_key_file!r} cannot be read: {error}; name a text file, one key a "

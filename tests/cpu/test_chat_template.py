@@ -217,6 +217,27 @@ def test_a_file_of_its_own_wins_and_named_templates_are_found(tmp_path):
     assert write(tmp_path, "settings", chat_template__jinja="jinja").chat_template == "jinja"
 
 
+def test_named_templates_have_files_of_their_own(tmp_path):
+    """Regression: the folder additional_chat_templates, where transformers writes them, was passed over."""
+    more = tmp_path / "additional_chat_templates"
+    more.mkdir()
+    (more / "tool_use.jinja").write_text("tools")
+    (more / "rag.jinja").write_text("\ufeffdocs")
+    for files in ({}, {"chat_template__jinja": "settings"}):  # the default one in either place
+        tokenizer = write(tmp_path, "settings", **files)
+        for options, text in (
+            ({}, "settings"),
+            ({"tools": TOOLS}, "tools"),
+            ({"chat_template": "rag"}, "docs"),
+        ):
+            assert tokenizer.apply_chat_template([USER], tokenize=False, **options) == text
+
+
+def test_a_byte_order_mark_is_not_part_of_a_template(tmp_path):
+    assert write(tmp_path, "\ufeffsettings").chat_template == "settings"
+    assert write(tmp_path, "", chat_template__jinja="\ufeffjinja").chat_template == "jinja"
+
+
 def test_without_a_template_the_error_says_how_to_give_one(tmp_path):
     with pytest.raises(RequestError, match="chat_template"):
         render(tmp_path, None, [USER])

@@ -259,3 +259,23 @@ def test_sentencepiece_special_tokens_are_matched_and_a_text_begins_with_one():
     assert Tokenizer.from_gguf(texts.sentencepiece_metadata(add_bos_token=False, add_eos_token=True)).encode(
         "the"
     ) == [*the, 2]
+
+
+def test_named_chat_templates_of_a_file_are_used():
+    """Regression: tokenizer.chat_template.tool_use was passed over."""
+    metadata = {
+        **texts.byte_level_metadata("gpt-2"),
+        "tokenizer.chat_template": "plain",
+        "tokenizer.chat_template.tool_use": "tools",
+        "tokenizer.chat_template.rag": "docs",
+        "tokenizer.chat_templates": ["tool_use", "rag"],
+    }
+    tokenizer = Tokenizer.from_gguf(metadata)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    for options, text in (({}, "plain"), ({"tools": tools}, "tools"), ({"chat_template": "rag"}, "docs")):
+        rendered = tokenizer.apply_chat_template(
+            [{"role": "user", "content": "x"}], tokenize=False, **options
+        )
+        assert rendered == text
+    with pytest.raises(CheckpointError, match=r"tokenizer\.chat_template\.tool_use .* must be text, got 5"):
+        Tokenizer.from_gguf({**metadata, "tokenizer.chat_template.tool_use": 5})

@@ -571,6 +571,19 @@ def test_workers_take_the_keys_of_their_router(monkeypatch):
     assert keys_of_worker(ServerConfig()) == ["a", "b", "one,whole"]
 
 
+def test_a_byte_order_mark_is_not_part_of_a_key_or_a_body(tmp_path):
+    """Regression: the first key of a file with a mark was refused, and a body with one was not JSON."""
+    (tmp_path / "keys").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    with FakeServer(api_key_file=str(tmp_path / "keys")) as server:
+        for key in ("one", "two"):
+            status, _, text = server.request(
+                COMPLETE,
+                b"\xef\xbb\xbf" + json.dumps({"prompt": "x", "max_tokens": 1}).encode(),
+                headers={"Authorization": f"Bearer {key}"},
+            )
+            assert status == 200, text
+
+
 def test_keys_are_asked_for_where_they_should(tmp_path, monkeypatch):
     (tmp_path / "keys").write_text("from-file\n\n  padded \n")
     monkeypatch.setenv("SHOAL_API_KEY", "from-env,second")

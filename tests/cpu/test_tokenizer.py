@@ -344,3 +344,15 @@ def test_options_replace_the_tokenizer_and_its_template(tmp_path):
         load_tokenizer(files, chat_template="no-such-file.jinja")
     with pytest.raises(CheckpointError, match="nowhere"):
         load_tokenizer(files, str(tmp_path / "nowhere"))
+
+
+def test_byte_order_marks_of_files_are_not_part_of_their_text(tmp_path):
+    """Regression: a tokenizer.json that began with one was not JSON, a template's came before each prompt."""
+    wanted = Tokenizer.from_folder(write(tmp_path)).encode("Hello")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + (tmp_path / name).read_bytes())
+    (tmp_path / "template.jinja").write_bytes(b"\xef\xbb\xbf{{ messages }}")
+    files = Files("hf", tmp_path, {})
+    assert load_tokenizer(files).encode("Hello") == wanted
+    for template in (str(tmp_path / "template.jinja"), "\ufeff{{ messages }}"):
+        assert load_tokenizer(files, chat_template=template).chat_template == "{{ messages }}"
