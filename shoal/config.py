@@ -219,7 +219,7 @@ class EngineConfig:
 
     model: str = option(
         DEFAULT_MODEL,
-        'folder, .gguf file, hub id, URL of a store, or "smollm2"',
+        'folder, .gguf file, model of the hub (org/name, org/name:Q4_K_M), URL of a store, or "smollm2"',
         common=True,
         section="model and tokenizer",
     )

@@ -279,7 +279,8 @@ def build_parser() -> Parser:
     pull.add_argument(
         "name",
         metavar="NAME",
-        help="smollm2, a hub id such as Qwen/Qwen3-0.6B, or a URL such as s3://bucket/model",
+        help="smollm2, a model of the hub (Qwen/Qwen3-0.6B, Qwen/Qwen3-8B-GGUF:Q4_K_M), one of Ollama's "
+        "names (qwen3:8b), or a URL (s3://bucket/model)",
     )
     pull.add_argument("--revision", metavar="TEXT", help="branch, tag or commit of a hub id")
     pull.set_defaults(run=run_pull)

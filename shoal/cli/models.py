@@ -16,6 +16,7 @@ from shoal.config import DEFAULT_MODEL
 from shoal.errors import CheckpointError, ConfigError
 from shoal.user_folders import cache_folder
 from shoal.weights import default_model, store
+from shoal.weights.hub_names import hub_model
 from shoal.weights.source import resolve
 
 
@@ -61,7 +62,7 @@ def remove(name: str, download_dir: str | None = None) -> int:
         return model.size_bytes
     from huggingface_hub import scan_cache_dir
 
-    [repo] = [repo for repo in _hub_repos(download_dir) if repo.repo_id == name]
+    [repo] = [repo for repo in _hub_repos(download_dir) if repo.repo_id == model.name]
     revisions = [revision.commit_hash for revision in repo.revisions]
     scan_cache_dir(download_dir).delete_revisions(*revisions).execute()
     if Path(model.path).exists():
@@ -70,13 +71,22 @@ def remove(name: str, download_dir: str | None = None) -> int:
 
 
 def find(name: str, download_dir: str | None = None) -> CachedModel:
-    """The downloaded model of that name. Raises CheckpointError that names the nearest."""
+    """The downloaded model of that name, as `shoal models` lists it or as it was named to download it. Raises
+    CheckpointError that names the nearest."""
     found = {model.name: model for model in cached_models(download_dir) if model.is_downloaded}
-    if name not in found:
-        nearest = difflib.get_close_matches(name, found, n=1)
-        hint = f"did you mean {nearest[0]}?" if nearest else "`shoal models` lists what there is"
-        raise CheckpointError(f"no model {name!r} lies in the cache; {hint}")
-    return found[name]
+    if name in found:
+        return found[name]
+    on_hub = hub_model(name)
+    if on_hub is not None and on_hub.repo in found:
+        if on_hub.tag is None:
+            return found[on_hub.repo]
+        raise CheckpointError(
+            f"{name} is one file of a repository, which is removed as a whole; name {on_hub.repo} to remove "
+            "all its files"
+        )
+    nearest = difflib.get_close_matches(name, found, n=1)
+    hint = f"did you mean {nearest[0]}?" if nearest else "`shoal models` lists what there is"
+    raise CheckpointError(f"no model {name!r} lies in the cache; {hint}")
 
 
 def _hub_repos(download_dir: str | None) -> list[Any]:

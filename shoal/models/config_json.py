@@ -23,7 +23,7 @@ ROPE_KINDS = ("default", "linear", "yarn", "llama3")
 def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
     """`where` names the file in errors. Raises CheckpointError for what is missing, impossible or not
     supported."""
-    architecture = _architecture(config, where)
+    architecture = architecture_of(config, where)
     renamed = {key: config[new] for new, key in architecture.renamed.items() if new in config}
     fields = ConfigFields({**architecture.defaults, **renamed, **config}, where)
     _refuse_unsupported(fields, where)
@@ -65,7 +65,8 @@ def config_from_json(config: Mapping[str, Any], where: str) -> ModelConfig:
     return architecture.read(shared, fields)
 
 
-def _architecture(config: Mapping[str, Any], where: str) -> Architecture:
+def architecture_of(config: Mapping[str, Any], where: str) -> Architecture:
+    """Raises CheckpointError if it is not supported."""
     names = config.get("architectures") or []
     names = names if isinstance(names, list) else [names]
     for name in names:

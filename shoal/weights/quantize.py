@@ -24,9 +24,10 @@ from shoal.json_file import read_object
 from shoal.kernels.fp8_tensor import Fp8Tensor
 from shoal.kernels.quantized_tensor import is_projection
 from shoal.models.layouts.compressed_tensors import FP8, INT4, METHOD
+from shoal.weights.hub import HUB_FILES
 from shoal.weights.loader import check_shapes
 from shoal.weights.safetensors import INDEX, TensorHeader, safetensors_headers
-from shoal.weights.source import HUB_FILES, CheckpointFiles
+from shoal.weights.source import CheckpointFiles
 
 LARGEST_INT4 = 15
 NAMES = {

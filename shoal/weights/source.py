@@ -7,13 +7,9 @@ torch.
 
 from __future__ import annotations
 
-import contextlib
-import difflib
 import logging
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from fnmatch import fnmatch
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,18 +23,20 @@ from shoal.model_config import ModelConfig
 from shoal.models.config_fields import token_ids
 from shoal.models.config_gguf import config_from_gguf
 from shoal.models.config_json import config_from_json
-from shoal.weights import default_model, store
+from shoal.weights import default_model, hub, store
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_rope_factors
+from shoal.weights.hub import is_model_file
+from shoal.weights.hub_names import HubModel, hub_model, library_hint
 from shoal.weights.safetensors import has_own_head, has_weights, shards
 
 logger = logging.getLogger(__name__)
 
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 TOKEN_ID = re.compile(r"[0-9]{1,9}")
-WAYS = f"name a folder, a .gguf file, a hub id (org/name), a URL (s3://...), or {DEFAULT_MODEL!r}"
+WAYS = (
+    "name a folder, a .gguf file, a model of the hub (org/name, org/name:Q4_K_M), a URL (s3://...), or "
+    f"{DEFAULT_MODEL!r}"
+)
 IGNORE = ", or ignore the file with the option generation_config 'vllm'"
-HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
-HUB_DUPLICATES = ["*/*", "consolidated*"]  # the same weights in their authors' own layout
 
 
 @dataclass(frozen=True)
@@ -150,16 +148,16 @@ class CheckpointFiles:
 def resolve(
     model: str, revision: str | None = None, download_dir: str | None = None, *, with_weights: bool = True
 ) -> CheckpointFiles:
-    """Finds a checkpoint. The default model, hub ids and URLs of stores are downloaded, of the last without
-    their .safetensors files if these are not wanted; what exists on this machine is not looked for elsewhere.
-    `revision`: of a hub id, or the version of a model in a store. Raises CheckpointError, and ConfigError for
-    a revision of the default model."""
+    """Finds a checkpoint. The default model, models of the hub and URLs of stores are downloaded, of the last
+    without their .safetensors files if these are not wanted; what exists on this machine is not looked for
+    elsewhere. `revision`: of a model of the hub, or the version of a model in a store. Raises
+    CheckpointError, and ConfigError for a revision of the default model."""
     if not model:
         raise CheckpointError(f"the model's name is empty; {WAYS}")
-    if store.is_url(model):
+    on_hub = hub_model(model)
+    if on_hub is None and store.is_url(model):
         copy = store.fetch(model, is_model_file, revision, download_dir, with_weights=with_weights)
-        found = CheckpointFiles(copy.path) if copy.path.is_dir() else _gguf_file(copy.path)
-        return replace(found, revision=copy.version)
+        return replace(_found(copy.path), revision=copy.version)
     try:
         path = Path(model).expanduser()
         if path.is_dir():
@@ -172,11 +170,11 @@ def resolve(
         if revision is not None:
             raise ConfigError(f"revision {revision!r}: {model} has one version; leave --revision out")
         return _gguf_file(default_model.fetch_default_model())
-    if difflib.get_close_matches(model.lower(), [DEFAULT_MODEL], cutoff=0.8):
-        raise CheckpointError(f"no model is called {model!r:.200}; did you mean {DEFAULT_MODEL!r}?")
-    if not is_hub_id(model):
-        raise CheckpointError(f"the model path {model} does not exist; {WAYS}")
-    return CheckpointFiles(_download(model, revision, download_dir))
+    if on_hub is not None:
+        return _found(hub.download(on_hub, revision, download_dir))
+    if hint := library_hint(model):
+        raise CheckpointError(f"no file and no model is called {model!r:.200}; {hint}")
+    raise CheckpointError(f"the model path {model} does not exist; {WAYS}")
 
 
 def is_model_here(text: str) -> bool:
@@ -190,30 +188,14 @@ def is_model_here(text: str) -> bool:
 
 
 def is_model_name(text: str) -> bool:
-    """Whether a text may be meant as a model: one that is here, a hub id, what looks like a path, or a URL
-    with a path (an origin has none)."""
-    if is_model_here(text) or is_hub_id(text) or text.startswith(("/", ".", "~")):
+    """Whether a text may be meant as a model: one that is here, one of the hub, what looks like a path, or a
+    URL with a path (an origin has none)."""
+    if is_model_here(text) or hub_model(text) is not None or text.startswith(("/", ".", "~")):
         return True
     try:
         return store.is_url(text) and urlsplit(text).path.strip("/") != ""
     except ValueError:  # half a bracket
         return False
-
-
-def is_hub_id(model: str) -> bool:
-    """Whether the hub may have a model of this name. Paths from here, from a home folder and to a file have
-    one slash as well."""
-    return (
-        HUB_ID.fullmatch(model) is not None
-        and not model.startswith((".", "~"))
-        and not model.endswith(".gguf")
-    )
-
-
-def is_model_file(name: str) -> bool:
-    """Whether a file of a model's folder is one that Shoal reads."""
-    is_duplicate = any(fnmatch(name, pattern) for pattern in HUB_DUPLICATES)
-    return not is_duplicate and any(fnmatch(name, pattern) for pattern in HUB_FILES)
 
 
 def _gguf_file(path: Path) -> CheckpointFiles:
@@ -231,47 +213,15 @@ def _gguf_file(path: Path) -> CheckpointFiles:
     return CheckpointFiles(path.parent, path)
 
 
-def local_snapshot(model: str, download_dir: str | None = None) -> CheckpointFiles | None:
-    """A hub id's files as they lie in the cache; None if they do not. Nothing is downloaded. Raises
-    CheckpointError for an id that the hub does not allow."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    with asking_the_hub(model):
-        try:
-            folder = snapshot_download(model, cache_dir=download_dir, local_files_only=True)
-        except LocalEntryNotFoundError:
-            return None
-    return CheckpointFiles(Path(folder))
+def local_snapshot(model: HubModel, download_dir: str | None = None) -> CheckpointFiles | None:
+    """The files of a model of the hub as they lie in the cache; None if they do not. Nothing is downloaded.
+    Raises CheckpointError for a name that the hub does not allow."""
+    path = hub.cached(model, download_dir)
+    return None if path is None else _found(path)
 
 
-def _download(model: str, revision: str | None, download_dir: str | None) -> Path:
-    from huggingface_hub import snapshot_download
-
-    with asking_the_hub(model):
-        folder = snapshot_download(
-            model,
-            revision=revision,
-            cache_dir=download_dir,
-            allow_patterns=HUB_FILES,
-            ignore_patterns=HUB_DUPLICATES,
-        )
-    return Path(folder)
-
-
-@contextlib.contextmanager
-def asking_the_hub(model: str) -> Iterator[None]:
-    """Raises CheckpointError for whatever huggingface_hub raises inside. That is no family of errors: those
-    of its HTTP client are OSErrors (requests, in older releases) or are not (httpx), and the package that
-    brings the weights, hf_xet, raises RuntimeError."""
-    try:
-        yield
-    except Exception as error:  # noqa: BLE001   see above
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise CheckpointError(
-            f"{model!r} is neither a local path nor to be had from the Hugging Face hub ({reason}); check "
-            "the name and the network, log in with `hf auth login` if it is gated, or name a local folder"
-        ) from None
+def _found(path: Path) -> CheckpointFiles:
+    return CheckpointFiles(path) if path.is_dir() else _gguf_file(path)
 
 
 def check_defaults(generation_config: dict[str, Any], where: str) -> None:

@@ -80,6 +80,24 @@ def test_rm_of_a_name_that_is_not_there_removes_nothing(caches, capsys):
     assert code == 1 and "did you mean org/little?" in err and "org/little" in listed(capsys, caches)
 
 
+@pytest.mark.parametrize(
+    "name", ["hf.co/org/little", "https://huggingface.co/org/little", "org/little:latest"]
+)
+def test_rm_takes_the_names_that_pull_takes(name, caches, capsys):
+    folder = ["--download-dir", str(caches / "hub")]
+    assert words(capsys, "models", "rm", name, "--yes", *folder)[:2] == (0, "removed org/little, 3 B\n")
+    assert "org/little" not in listed(capsys, caches)
+
+
+def test_rm_of_one_file_of_a_repository_says_that_all_of_them_go(caches, capsys):
+    code, _, err = words(capsys, "models", "rm", "org/little:Q4_K_M", "--download-dir", str(caches / "hub"))
+    assert (
+        code == 1
+        and "name org/little to remove all its files" in err
+        and "org/little" in listed(capsys, caches)
+    )
+
+
 def test_pull_says_where_the_model_lies_and_without_a_network_what_to_do(caches, capsys, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -3,6 +3,7 @@ network is faked."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
 import json
@@ -13,13 +14,18 @@ from pathlib import Path
 import huggingface_hub
 import numpy as np
 import pytest
+from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import save_file
 
 from shoal.errors import CheckpointError
 from shoal.weights import default_model
-from shoal.weights.source import resolve
+from shoal.weights import hub as hub_module
+from shoal.weights.hub_names import HubModel, hub_model
+from shoal.weights.source import is_model_name, resolve
 from shoal.weights.summary import summarize
+from tests import fake_hub
+from tests.fake_hub import Repo
 
 CONFIG = dict(
     architectures=["LlamaForCausalLM"],
@@ -38,37 +44,41 @@ def folder(tmp_path):
     return tmp_path
 
 
+def config(**values):
+    return json.dumps({**CONFIG, **values}).encode()
+
+
+def gguf(name):
+    """The content of a file that is told apart from others."""
+    return b"GGUF " + name.encode()
+
+
+def gguf_repo(*names, **more):
+    return Repo({name: gguf(name) for name in names}, **more)
+
+
 @pytest.fixture
-def hub(monkeypatch):
-    """Records what is asked of the hub, and answers with `hub.answer` or raises it."""
-
-    class Hub:
-        answer: str | Exception = LocalEntryNotFoundError("cannot reach the hub")
-        calls: list = []
-
-    fake = Hub()
-    fake.calls = []
-
-    def snapshot_download(repo_id, **options):
-        fake.calls.append((repo_id, options))
-        if isinstance(fake.answer, Exception):
-            raise fake.answer
-        return fake.answer
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    return fake
+def hub(monkeypatch, tmp_path):
+    """A hub on loopback, which huggingface_hub asks; its cache is empty."""
+    fake = fake_hub.start()
+    monkeypatch.setattr(constants, "ENDPOINT", fake.url)
+    template = fake.url + "/{repo_id}/resolve/{revision}/{filename}"
+    monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    yield fake
+    fake.close()
 
 
 def test_a_folder_is_itself(folder, hub):
     files = resolve(str(folder))
     assert (files.kind, files.folder, files.file, files.path) == ("hf", folder, None, folder)
-    assert files.config.vocab_size == 100 and files.metadata == {} and not hub.calls
+    assert files.config.vocab_size == 100 and files.metadata == {} and not hub.asked
 
 
 def test_a_relative_folder_goes_before_the_hub(folder, hub, monkeypatch):
     (folder / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(folder)
-    assert resolve("org/name").folder == Path("org/name") and not hub.calls
+    assert resolve("org/name").folder == Path("org/name") and not hub.asked
 
 
 @pytest.mark.parametrize(
@@ -88,18 +98,13 @@ def test_a_path_that_does_not_exist_is_refused_and_never_asked_of_the_hub(model,
     monkeypatch.chdir(tmp_path)
     with pytest.raises(CheckpointError) as error:
         resolve(model)
-    assert model in str(error.value) and "org/name" in str(error.value) and not hub.calls
+    assert model in str(error.value) and "org/name" in str(error.value) and not hub.asked
 
 
-def test_a_hub_id_is_downloaded_without_what_is_not_needed(folder, hub):
-    hub.answer = str(folder)
-    files = resolve("org/some-model.v1", revision="abc", download_dir="/some/where")
-    [(repo_id, options)] = hub.calls
-    assert (repo_id, options["revision"], options["cache_dir"]) == (
-        "org/some-model.v1",
-        "abc",
-        "/some/where",
-    ) and files.folder == folder
+# The hub
+
+
+def test_a_hub_id_is_downloaded_without_what_is_not_needed(hub, tmp_path):
     names = [
         "config.json",
         "model-1.safetensors",
@@ -110,10 +115,182 @@ def test_a_hub_id_is_downloaded_without_what_is_not_needed(folder, hub):
         "consolidated.safetensors",
         "README.md",
     ]
-    kept = huggingface_hub.utils.filter_repo_objects(
-        names, allow_patterns=options["allow_patterns"], ignore_patterns=options["ignore_patterns"]
+    hub.repos["org/some-model.v1"] = Repo({name: name.encode() for name in names} | {"config.json": config()})
+    files = resolve("org/some-model.v1", download_dir=str(tmp_path / "there"))
+    assert files.kind == "hf" and files.folder.is_relative_to(tmp_path / "there")
+    assert sorted(path.name for path in files.folder.iterdir()) == sorted(names[:4])
+
+
+@pytest.mark.parametrize(
+    "name, file",
+    [
+        ("org/m-GGUF", "m-Q4_K_M.gguf"),
+        ("org/m-GGUF:latest", "m-Q4_K_M.gguf"),
+        ("org/m-GGUF:Q8_0", "m-q8_0.gguf"),
+        ("org/m-GGUF:q8_0", "m-q8_0.gguf"),
+        ("org/m-GGUF:Q4_K_XL", "m-UD-Q4_K_XL.gguf"),
+        ("org/m-GGUF:UD-Q4_K_XL", "m-UD-Q4_K_XL.gguf"),
+        ("org/m-GGUF:bf16", "BF16/m-BF16.gguf"),
+        ("org/m-GGUF:fp16", "m.f16.gguf"),
+        ("org/m-GGUF:m-q8_0.gguf", "m-q8_0.gguf"),
+        ("hf.co/org/m-GGUF", "m-Q4_K_M.gguf"),
+        ("hf.co/org/m-GGUF:Q8_0", "m-q8_0.gguf"),
+        ("huggingface.co/org/m-GGUF:Q8_0", "m-q8_0.gguf"),
+        ("https://huggingface.co/org/m-GGUF", "m-Q4_K_M.gguf"),
+        ("https://huggingface.co/org/m-GGUF/tree/main", "m-Q4_K_M.gguf"),
+        ("https://huggingface.co/org/m-GGUF/blob/main/BF16/m-BF16.gguf", "BF16/m-BF16.gguf"),
+    ],
+)
+def test_one_file_of_a_gguf_repository_is_taken(name, file, hub):
+    """Regression: no name led to a GGUF file of the hub, though that is what runs well without a GPU."""
+    others = [
+        "m-Q2_K.gguf",
+        "m-UD-Q4_K_XL.gguf",
+        "m-q8_0.gguf",
+        "BF16/m-BF16.gguf",
+        "mmproj-F16.gguf",
+        "m.f16.gguf",
+    ]
+    hub.repos["org/m-GGUF"] = gguf_repo("README.md", *others, "m-Q4_K_M.gguf")
+    files = resolve(name)
+    assert files.kind == "gguf" and files.path.read_bytes() == gguf(file)
+    assert hub.files_got == [file]
+
+
+@pytest.mark.parametrize(
+    "names, file",
+    [
+        (["m-Q8_0.gguf", "m-Q6_K.gguf"], "m-Q6_K.gguf"),
+        (["m-Q2_K.gguf", "m-IQ4_XS.gguf", "m-Q8_0.gguf"], "m-Q8_0.gguf"),
+        (["m-Q4_K_M-00001-of-00002.gguf", "m-Q4_K_M-00002-of-00002.gguf", "m-Q4_0.gguf"], "m-Q4_0.gguf"),
+        (["model.gguf"], "model.gguf"),
+        (["config.json", "m-Q8_0.gguf"], "m-Q8_0.gguf"),
+    ],
+)
+def test_without_the_usual_file_the_next_readable_one_is_taken(names, file, hub):
+    hub.repos["org/m-GGUF"] = gguf_repo(*names, gguf={"architecture": "qwen3"})
+    assert resolve("org/m-GGUF").path.read_bytes() == gguf(file)
+
+
+def test_safetensors_go_before_gguf_files_of_the_same_repository(hub):
+    hub.repos["org/m"] = Repo({"config.json": config(), "m.safetensors": b"x", "m-Q4_K_M.gguf": gguf("m")})
+    assert resolve("org/m").kind == "hf" and "m-Q4_K_M.gguf" not in hub.files_got
+    assert resolve("org/m:Q4_K_M").kind == "gguf"
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("org/m-GGUF:Q5_K_M", ["is not on the hub", "org/m-GGUF:Q4_K_M, org/m-GGUF:Q8_0"]),
+        ("org/m-GGUF:Q2_K", ["does not read Q2_K", "org/m-GGUF:Q4_K_M"]),
+        ("org/m-GGUF:F16", ["cut into several files", "llama-gguf-split --merge", "org/m-GGUF:Q4_K_M"]),
+        ("org/two-GGUF", ["a-Q4_K_M.gguf or b-Q4_K_M.gguf", "org/two-GGUF:FILE.gguf"]),
+        ("org/hf:Q4_K_M", ["no .gguf file", "leave :Q4_K_M out", "org/hf-GGUF"]),
+        ("org/texts", ["neither config.json nor a .gguf file"]),
+    ],
+)
+def test_a_file_that_cannot_be_chosen_says_what_there_is(name, words, hub):
+    parts = ["m-F16-00001-of-00002.gguf", "m-F16-00002-of-00002.gguf"]
+    hub.repos["org/m-GGUF"] = gguf_repo("m-Q2_K.gguf", "m-Q8_0.gguf", "m-Q4_K_M.gguf", *parts)
+    hub.repos["org/two-GGUF"] = gguf_repo("a-Q4_K_M.gguf", "b-Q4_K_M.gguf")
+    hub.repos["org/hf"] = Repo({"config.json": config(), "m.safetensors": b"x"})
+    hub.repos["org/texts"] = Repo({"README.md": b""})
+    with pytest.raises(CheckpointError) as error:
+        resolve(name)
+    assert all(word in str(error.value) for word in words), error.value
+    assert hub.files_got == []
+
+
+@pytest.mark.parametrize(
+    "repo, got, words",
+    [
+        (
+            Repo({"config.json": config(architectures=["Gemma3ForCausalLM"]), "model.safetensors": b"x"}),
+            ["config.json"],
+            "architecture 'Gemma3ForCausalLM' is not supported",
+        ),
+        (
+            Repo(
+                {"config.json": config(quantization_config={"quant_method": "x"}), "model.safetensors": b"x"}
+            ),
+            ["config.json"],
+            "'x'",
+        ),
+        (gguf_repo("m-Q4_K_M.gguf", gguf={"architecture": "gemma3"}), [], "'gemma3' is not supported"),
+        (
+            Repo({"config.json": config(architectures=["PhiForCausalLM"]), "m-Q4_K_M.gguf": gguf("m")}),
+            ["config.json"],
+            "'PhiForCausalLM' is not supported",
+        ),
+    ],
+)
+def test_a_model_that_cannot_run_is_refused_before_its_weights_come(repo, got, words, hub, tmp_path):
+    """Regression: all files were downloaded, and kept, before config.json was read."""
+    hub.repos["org/name"] = repo
+    with pytest.raises(CheckpointError, match=words):
+        resolve("org/name")
+    assert hub.files_got == got and not list(tmp_path.glob("hub/**/config.json"))
+
+
+def test_all_files_are_of_one_commit(hub, monkeypatch):
+    """Regression: weights of a newer commit could come beside the config of an older one."""
+    hub.repos["org/name"] = repo = Repo({"config.json": config(), "model.safetensors": b"old"})
+    check = hub_module._check_architecture
+
+    def check_and_push(*arguments):
+        check(*arguments)
+        repo.push({"config.json": config(vocab_size=7), "model.safetensors": b"new"})
+
+    monkeypatch.setattr(hub_module, "_check_architecture", check_and_push)
+    files = resolve("org/name")
+    assert (files.folder / "model.safetensors").read_bytes() == b"old" and files.config.vocab_size == 100
+    monkeypatch.setattr(hub_module, "_check_architecture", check)
+    files = resolve("org/name")
+    assert (files.folder / "model.safetensors").read_bytes() == b"new" and files.config.vocab_size == 7
+
+
+@pytest.mark.parametrize("name", ["org/name", "org/m-GGUF", "org/m-GGUF:Q8_0", "qwen3:0.6b"])
+def test_what_is_in_the_cache_is_used_without_a_network(name, hub, monkeypatch, caplog):
+    hub.repos["org/name"] = Repo({"config.json": config(), "model.safetensors": b"x", "README.md": b""})
+    hub.repos["org/m-GGUF"] = gguf_repo(
+        "m-Q4_K_M.gguf", "m-Q8_0.gguf", "config.json", gguf={"architecture": "qwen3"}
     )
-    assert list(kept) == names[:4]
+    hub.repos["Qwen/Qwen3-0.6B-GGUF"] = gguf_repo("Qwen3-0.6B-Q8_0.gguf")
+    path = resolve(name).path
+    hub.close()
+    assert resolve(name).path == path and "the hub cannot be asked" in caplog.text
+    caplog.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert resolve(name).path == path and not caplog.text
+
+
+@pytest.mark.parametrize(
+    "name, revision, words",
+    [
+        ("org/gated", None, ["is gated", "https://huggingface.co/org/gated", "hf auth login", "HF_TOKEN"]),
+        ("org/nothing", None, ["no model 'org/nothing'", "spelling", "private", "hf auth login"]),
+        ("org/name", "v9", ["no revision 'v9'", "--revision"]),
+    ],
+)
+def test_gated_missing_and_unknown_revision_are_told_apart(name, revision, words, hub):
+    """Regression: each was `(403 Client Error.)` or `(401 Client Error.)`, with one advice for all."""
+    hub.repos["org/gated"] = Repo({"config.json": config(), "m.safetensors": b"x"}, gated=True)
+    hub.repos["org/name"] = Repo({"config.json": config(), "m.safetensors": b"x"})
+    with pytest.raises(CheckpointError) as error:
+        resolve(name, revision)
+    assert all(word in str(error.value) for word in [*words, "local folder"]), error.value
+    assert "is gated" in str(error.value) or name != "org/gated"
+
+
+def test_a_hub_that_cannot_be_reached_is_told_from_one_that_refuses(hub, monkeypatch):
+    hub.close()
+    with pytest.raises(
+        CheckpointError, match=r"'org/name:Q8_0' is not in the cache.*reached.*network.*local"
+    ):
+        resolve("org/name:Q8_0")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(CheckpointError, match=r"not in the cache.*HF_HUB_OFFLINE.*unset.*local folder"):
+        resolve("org/name")
 
 
 class ConnectError(Exception):
@@ -121,20 +298,58 @@ class ConnectError(Exception):
 
 
 @pytest.mark.parametrize(
-    "error",
+    "error, words",
     [
-        LocalEntryNotFoundError("no connection"),
-        ValueError("bad id"),
-        OSError("disk full"),
-        ConnectError("no such host"),
-        RuntimeError("hf_xet: CAS service error"),
+        (LocalEntryNotFoundError("no connection"), "cannot be reached"),
+        (ConnectError("no such host"), "cannot be reached"),
+        (ValueError("bad id"), "cannot be had"),
+        (RuntimeError("hf_xet: CAS service error"), "cannot be had"),
+        (OSError(errno.ENOSPC, "No space left on device"), "no room.*--download-dir, HF_HUB_CACHE"),
+        (PermissionError(errno.EACCES, "Permission denied"), "cannot be written into.*--download-dir"),
     ],
 )
-def test_a_hub_that_fails_names_the_id_and_the_way_out(error, hub):
-    hub.answer = error
-    with pytest.raises(CheckpointError) as raised:
+def test_a_download_that_fails_names_the_id_and_the_way_out(error, words, hub, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    hub.repos["org/name"] = Repo({"config.json": config(), "m.safetensors": b"x"})
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(CheckpointError, match=words) as raised:
         resolve("org/name")
     assert all(word in str(raised.value) for word in ("org/name", str(error), "local folder"))
+
+
+@pytest.mark.parametrize(
+    "name, repo, tag",
+    [
+        ("llama3.2", "bartowski/Llama-3.2-3B-Instruct-GGUF", None),
+        ("llama3.2:latest", "bartowski/Llama-3.2-3B-Instruct-GGUF", None),
+        ("llama3.2:1b", "bartowski/Llama-3.2-1B-Instruct-GGUF", None),
+        ("Qwen3:8B", "Qwen/Qwen3-8B-GGUF", None),
+        ("qwen3:0.6b", "Qwen/Qwen3-0.6B-GGUF", None),
+        ("llama3.2:3b-instruct-q8_0", "bartowski/Llama-3.2-3B-Instruct-GGUF", "Q8_0"),
+        ("qwen2.5:7b-instruct-fp16", "bartowski/Qwen2.5-7B-Instruct-GGUF", "F16"),
+    ],
+)
+def test_names_of_ollamas_library_are_repositories_of_the_hub(name, repo, tag):
+    assert hub_model(name) == HubModel(repo, tag) and is_model_name(name)
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("llama3.2:8b", "choose one of llama3.2:3b, llama3.2:1b"),
+        ("lama3.2", "did you mean 'llama3.2'?"),
+        ("smolm2", "did you mean 'smollm2'?"),
+        ("gemma3:4b", "of Ollama's names, Shoal knows .*qwen3.*org/name:Q4_K_M"),
+        ("phi4", "of Ollama's names, Shoal knows .*qwen3.*org/name:Q4_K_M"),
+    ],
+)
+def test_a_name_like_ollamas_says_what_to_type(name, words, hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=words):
+        resolve(name)
+    assert not hub.asked
 
 
 def test_a_file_that_is_not_gguf_is_refused_by_name(tmp_path):
