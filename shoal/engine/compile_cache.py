@@ -11,6 +11,7 @@ docs/security.md.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import logging
@@ -26,9 +27,10 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from shoal.errors import ConfigError
 from shoal.io_threads import IoThreads
 from shoal.object_store import ObjectStore, shown
-from shoal.user_folders import cache_folder
+from shoal.user_folders import cache_folder, kernel_folder
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +42,15 @@ GROUP = "__grp__"  # begins the file of a kernel that lists its others, with the
 
 
 def keep_kernels_together() -> None:
-    """Has Triton keep its kernels in shoal's cache folder, unless TRITON_CACHE_DIR says otherwise: so one
+    """Has Triton keep its kernels beside the C libraries, unless TRITON_CACHE_DIR says otherwise: so one
     folder holds all that a start compiles, and a container needs one volume."""
-    os.environ.setdefault("TRITON_CACHE_DIR", str(cache_folder() / "triton"))
+    if "TRITON_CACHE_DIR" in os.environ:
+        return
+    folder = kernel_folder()
+    with contextlib.suppress(ConfigError):
+        if (cache_folder() / "triton").is_dir():  # an image may bring kernels, where nothing can be written
+            folder = cache_folder()
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "triton")
 
 
 class CompileCache:
@@ -137,7 +145,7 @@ def platform_name() -> str:
 
 def local_names() -> list[str]:
     """What has been compiled here, and is whole."""
-    libraries = [path.name for path in cache_folder().glob("*.so")]
+    libraries = [path.name for path in kernel_folder().glob("*.so")]
     return libraries + [TRITON + path.name for path in _triton_folder().glob("*") if _is_whole(path)]
 
 
@@ -192,7 +200,7 @@ def _path_of(name: str) -> Path:
         raise ValueError(f"{name!r} is no name of a kernel or library")
     if name.startswith(TRITON):
         return _triton_folder() / kernel
-    return cache_folder() / name
+    return kernel_folder() / name
 
 
 def _triton_folder() -> Path:

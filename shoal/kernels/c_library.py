@@ -1,8 +1,11 @@
-"""Builds our C sources as libraries. They are compiled on first use and kept in the user's cache folder."""
+"""Builds our C sources as libraries. They are compiled on first use and kept in the user's cache folder, or
+among the temporary files where that cannot be written."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import logging
 import os
 import platform
 import shutil
@@ -11,7 +14,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.user_folders import cache_folder
+from shoal.errors import ConfigError
+from shoal.user_folders import cache_folder, kernel_folder
+
+logger = logging.getLogger(__name__)
 
 INSTALL = "install a C compiler (apt install gcc libc6-dev, dnf install gcc, apk add gcc musl-dev)"
 
@@ -27,7 +33,7 @@ def build(
     flags: Sequence[str],
     libraries: Sequence[str] = (),
 ) -> Path:
-    """Returns the path of the library, and compiles it unless the cache folder has it. Processes may do so at
+    """Returns the path of the library, and compiles it unless a folder has it. Processes may do so at
     the same time: each renames its own file, and all files are alike. Raises BuildError."""
     compiler = next((path for name in ("gcc", "cc") if (path := shutil.which(name))), None)
     if compiler is None:
@@ -37,16 +43,31 @@ def build(
     )
     for name in (*sources, *headers):
         key.update((folder / name).read_bytes())
-    cache = cache_folder()
-    target = cache / f"{folder.name}-{key.hexdigest()[:16]}.so"
+    name = f"{folder.name}-{key.hexdigest()[:16]}.so"
+    cache = None
+    with contextlib.suppress(ConfigError):
+        cache = cache_folder()
+        if (kept := cache / name).exists():  # an image may bring it, in a folder that cannot be written
+            return kept
+    try:
+        kernels = kernel_folder()
+    except ConfigError as error:
+        raise BuildError(str(error)) from None
+    target = kernels / name
     if not target.exists():
+        if kernels != cache:
+            logger.warning(
+                "%s, so %s is compiled into %s, which may be emptied; set SHOAL_CACHE to a writable folder",
+                f"the cache folder {cache} cannot be written" if cache else "the user has no home folder",
+                name,
+                kernels,
+            )
         try:
-            cache.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=cache) as work:
+            with tempfile.TemporaryDirectory(dir=kernels) as work:
                 os.replace(_compile(compiler, folder, sources, flags, libraries, Path(work)), target)
         except OSError as error:
             raise BuildError(
-                f"it cannot be kept in {cache} ({error}); set SHOAL_CACHE to a folder that can be written"
+                f"it cannot be kept in {kernels} ({error}); set SHOAL_CACHE to a folder that can be written"
             ) from None
     return target
 

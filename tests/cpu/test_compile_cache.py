@@ -98,6 +98,20 @@ def test_libraries_that_were_fetched_are_the_ones_that_a_build_finds(machine, tm
     assert c_library.build(source, ["one.c"], [], ["-O1", "-fPIC"]).parent == second
 
 
+def test_a_library_is_built_among_temporary_files_where_no_cache_can_be_written(
+    machine, tmp_path, monkeypatch, caplog
+):
+    (tmp_path / "one.c").write_text("int one(void) { return 1; }\n")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    machine("/proc/not/there")
+    built = c_library.build(tmp_path, ["one.c"], [], ["-O1", "-fPIC"])
+    assert built.parent == tmp_path / f"shoal-{os.getuid()}" and local_names() == [built.name]
+    assert "the cache folder /proc/not/there cannot be written" in caplog.text and len(caplog.records) == 1
+    monkeypatch.setattr(c_library, "_compile", None)  # it would fail
+    assert c_library.build(tmp_path, ["one.c"], [], ["-O1", "-fPIC"]) == built
+    assert len(caplog.records) == 1
+
+
 def test_a_kernel_of_triton_that_was_fetched_is_not_compiled_again(tmp_path):
     """In processes of their own, in which Triton does not interpret."""
     program = tmp_path / "program.py"
