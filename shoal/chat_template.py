@@ -7,11 +7,10 @@ the text into tokens.
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jinja2
@@ -22,8 +21,9 @@ import jinja2.runtime
 from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from shoal import tool_prompt
+from shoal import conversation, tool_prompt
 from shoal.errors import RequestError
+from shoal.template_traits import TemplateTraits
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 # This text marks where a continued message ends. Its last character, a space, shows whether the template
@@ -32,8 +32,9 @@ CONTINUE = "<|continue here|> "
 # Claude Code begins its system prompt with this line, whose value changes with each request. Left in, no
 # later block of the prompt would be found in the prefix cache.
 BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
-PROBE = "Does this appear?"
-PLAIN_TYPES = frozenset({str, int, float, bool, type(None)})
+# The roles of OpenAI's API. A template may know others.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+PLAIN_TYPES = frozenset({int, float, bool, type(None)})
 MOST_REPEATED = 10_000_000  # a template's `*` may make so many characters or items
 MOST_BITS = 100_000  # a template's `**` may make a number of so many bits
 # A template's own code may raise these.
@@ -62,6 +63,8 @@ class ChatTemplate:
         self.reads_tools = "tools" in jinja2.meta.find_undeclared_variables(tree)
         self._reads_calls = _names(tree, "tool_calls")
         self._knows_developer = _names(tree, "developer")
+        self._special_tokens: dict[str, Any] = {}  # of the last conversation: a probe reads them, too
+        self._traits = TemplateTraits(self._probe)
 
     def render(
         self,
@@ -83,6 +86,8 @@ class ChatTemplate:
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other; switch one of them off"
             )
+        variables = {"documents": None, **_plain(variables, "the chat template's variables")}
+        self._special_tokens = {name: value for name, value in variables.items() if name.endswith("_token")}
         messages = [self._prepare(i, message) for i, message in enumerate(_checked(messages))]
         tools = _plain(tools, "tools")
         if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
@@ -90,17 +95,18 @@ class ChatTemplate:
                 f"tools {tools!r:.80} is no list of tools; a tool is "
                 "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
             )
-        variables = {"documents": None, **_plain(variables, "the chat template's variables")}
-        if not self._reads_calls:
+        own_roles = [(i, m) for i, m in enumerate(messages) if m["role"] not in ROLES]
+        if self._reads_calls:
+            messages = self._with_calls(messages)
+        else:
             messages = tool_prompt.with_calls_as_text(messages, tool_call_parser)
         if tools and not self.reads_tools:
-            messages = tool_prompt.with_tools(
-                messages, tool_prompt.describe(tools, tool_call_parser), self._takes_system(variables)
-            )
+            messages = tool_prompt.with_tools(messages, tool_prompt.describe(tools, tool_call_parser))
         if continue_final_message:
             _mark_end(messages[-1])
-        try:
-            text = self._template.render(
+
+        def write(messages: list[dict[str, Any]]) -> str:
+            return self._template.render(
                 {
                     **variables,
                     "messages": messages,
@@ -108,19 +114,53 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except (jinja2.TemplateError, *FAILURES) as error:
-            raise RequestError(f"messages: the chat template does not take them: {error}") from None
+
+        text = _with_all_instructions(write, messages)
+        for i, message in own_roles:
+            if not _appears(conversation.as_text(message["content"]), text):
+                raise RequestError(
+                    f"messages[{i}].role {message['role']!r:.60} is none that the chat template writes; "
+                    f"take {', '.join(ROLES)}"
+                )
         return _cut_at_mark(text) if continue_final_message else text
 
-    def _takes_system(self, variables: dict[str, Any]) -> bool:
-        """Whether the template writes a system message. It is tried with one."""
-        messages = [{"role": "system", "content": PROBE}, {"role": "user", "content": "Hello"}]
+    def _probe(self, messages: list[dict[str, Any]]) -> str | None:
+        given = {"messages": messages, "tools": None, "add_generation_prompt": False}
         try:
-            return PROBE in self._template.render(
-                {**variables, "messages": messages, "tools": None, "add_generation_prompt": False}
-            )
+            return self._template.render({**self._special_tokens, **given})
         except (jinja2.TemplateError, *FAILURES):
-            return False
+            return None
+
+    def _with_calls(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the conversation with calls, their ids and arguments as the template takes them."""
+        num_calls = [len(message.get("tool_calls") or ()) for message in messages]
+        if max(num_calls) > 1 and not self._traits.takes_several_calls:
+            messages = conversation.with_one_call_each(messages)
+        if any(num_calls):
+            if self._traits.wants_short_ids:
+                messages = conversation.with_short_ids(messages)
+            messages = [
+                {**message, "tool_calls": [self._with_arguments(call) for call in message["tool_calls"]]}
+                if message.get("tool_calls")
+                else message
+                for message in messages
+            ]
+        return messages
+
+    def _with_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Returns the call with its arguments as the template takes them. What is no object stands in one, if
+        the template takes neither its own type nor text."""
+        function = call.get("function", {})
+        if "arguments" not in function:
+            return call
+        given = function["arguments"]
+        value = conversation.parsed_arguments(given)
+        if not self._traits.takes_arguments(value):
+            if self._traits.takes_arguments(""):
+                value = given if isinstance(given, str) else json.dumps(value, ensure_ascii=False)
+            elif not isinstance(value, dict):
+                value = {"arguments": value}
+        return {**call, "function": {**function, "arguments": value}}
 
     def _prepare(self, i: int, message: Any) -> dict[str, Any]:
         """Returns a plain copy of messages[i]. Its content is as this template expects it: a list of text
@@ -130,12 +170,11 @@ class ChatTemplate:
                 f"messages[{i}] {message!r:.80} is no object with a role; a message is "
                 f"{{'role': 'user', 'content': 'text'}}"
             )
-        # As in OpenAI's API, a field that is None counts as absent. A message with tool calls alone has empty
-        # content.
+        # As in OpenAI's API, a field that is None counts as absent.
         plain = _plain(message, f"messages[{i}]")
         message = {key: value for key, value in plain.items() if value is not None}
-        if message["role"] == "developer" and not self._knows_developer:  # OpenAI's newer name
-            message["role"] = "system"
+        if message["role"] == "developer" and not (self._knows_developer and self._traits.writes_developer):
+            message["role"] = "system"  # its older name
         content = message.get("content", "")
         is_system = message["role"] in ("system", "developer")
         if is_system and isinstance(content, str):
@@ -160,7 +199,10 @@ class ChatTemplate:
                     f"messages[{i}].tool_calls[{k}] {call!r:.80} is no call; a call is "
                     f"{{'type': 'function', 'function': {{'name': ..., 'arguments': ...}}}}"
                 )
-            _parse_arguments(call)
+        if message["role"] == "assistant" and "content" not in message:
+            content = (
+                None if (self._traits.takes_null_beside_calls if calls else self._traits.takes_null) else ""
+            )
         return {**message, "content": content}
 
 
@@ -220,6 +262,8 @@ def _plain(value: Any, what: str) -> Any:
 
 def _copied(value: Any) -> Any:
     kind = type(value)
+    if kind is str:
+        return conversation.with_whole_characters(value)
     if kind in PLAIN_TYPES:
         return value
     if isinstance(value, dict):
@@ -268,22 +312,41 @@ def _part_text(i: int, part: Any) -> str:
     )
 
 
-def _parse_arguments(call: dict[str, Any]) -> None:
-    """Parses a tool call's arguments in place. OpenAI's API carries them as JSON text, and templates expect
-    the value.
+def _with_all_instructions(
+    write: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]
+) -> str:
+    """Returns the prompt's text in the first of three forms in which the template writes all system and
+    developer messages: as they come, joined into one that leads, before the user's first words. If it changes
+    their text, so that they are not found in any, the first form that it takes counts. Raises RequestError
+    with the template's own words if it takes none."""
+    texts = conversation.instructions(messages)
+    forms: list[Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]]] = [list]
+    if any(message["role"] in conversation.INSTRUCTIONS for message in messages):
+        forms += [conversation.with_one_instruction, conversation.with_instructions_of_user]
+    taken: str | None = None
+    refusal: Exception | None = None
+    for form in forms:
+        try:
+            text = write(form(messages))
+        except (jinja2.TemplateError, *FAILURES) as error:
+            refusal = refusal or error
+            continue
+        if all(_appears(one, text) for one in texts):
+            return text
+        taken = text if taken is None else taken
+    if taken is None:
+        raise RequestError(f"messages: the chat template does not take them: {refusal}") from None
+    return taken
 
-    Arguments that are no JSON stay text. Models make such mistakes, and agents send them back with an error
-    for the model to see.
-    """
-    function = call.get("function", {})
-    if isinstance(function.get("arguments"), str):
-        with contextlib.suppress(ValueError, RecursionError):
-            function["arguments"] = json.loads(function["arguments"] or "{}")
+
+def _appears(text: str, prompt: str) -> bool:
+    """Whether a template has written `text`: it may have changed the white space."""
+    return text.strip() in prompt or "".join(text.split()) in "".join(prompt.split())
 
 
 def _mark_end(message: dict[str, Any]) -> None:
-    if isinstance(message["content"], str):
-        message["content"] += CONTINUE
+    if isinstance(message["content"], str | None):
+        message["content"] = (message["content"] or "") + CONTINUE
     elif message["content"]:
         message["content"][-1]["text"] += CONTINUE
 

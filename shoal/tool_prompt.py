@@ -7,6 +7,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from shoal.conversation import as_text, parsed_arguments
+
 HERMES = """# Tools
 
 You may call one or more functions to assist with the user query.
@@ -35,20 +37,11 @@ def describe(tools: Sequence[dict[str, Any]], parser: str) -> str:
     return text.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
 
 
-def with_tools(messages: list[dict[str, Any]], text: str, takes_system: bool) -> list[dict[str, Any]]:
-    """Returns the conversation with `text` in its system message, which is added if there is none.
-
-    `takes_system` says whether the template writes system messages. If it does not, the text stands before
-    the user's first words.
-    """
-    roles = [message["role"] for message in messages]
-    if roles[0] == "system":
+def with_tools(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
+    """Returns the conversation with `text` in its system message, which is added if there is none."""
+    if messages[0]["role"] == "system":
         return [{**messages[0], "content": f"{as_text(messages[0]['content'])}\n\n{text}"}, *messages[1:]]
-    if takes_system or "user" not in roles:
-        return [{"role": "system", "content": text}, *messages]
-    first = roles.index("user")
-    said = {**messages[first], "content": f"{text}\n\n{as_text(messages[first]['content'])}"}
-    return [*messages[:first], said, *messages[first + 1 :]]
+    return [{"role": "system", "content": text}, *messages]
 
 
 def with_calls_as_text(messages: Sequence[dict[str, Any]], parser: str) -> list[dict[str, Any]]:
@@ -78,16 +71,11 @@ def with_calls_as_text(messages: Sequence[dict[str, Any]], parser: str) -> list[
     return found
 
 
-def as_text(content: Any) -> str:
-    """Returns a message's content, which is text or a list of text parts, as text."""
-    return content if isinstance(content, str) else "\n".join(part["text"] for part in content)
-
-
 def _call(call: dict[str, Any], parser: str) -> str:
     """Returns one call as text. Some conversations have a call's name and arguments without `function` around
     them, which templates take, too."""
     function = call.get("function", call)
-    name, arguments = function.get("name"), function.get("arguments", {})
+    name, arguments = function.get("name"), parsed_arguments(function.get("arguments"))
     if parser == "llama3_json":
         return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
     text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)

@@ -27,7 +27,6 @@ from shoal.server.protocol import ChatCompletionRequest
 from shoal.server.tool_parsers import Part, TextDelta
 from shoal.server.tools import AnswerFormat, AnswerParser, ToolPlan, plan_tools, template_variables, whole
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Fields of OpenAI's messages and functions, with those that chat templates read beside them.
 MESSAGE_FIELDS = frozenset(
     {
@@ -129,10 +128,10 @@ async def create_chat_completion(exchange: Exchange) -> None:
 def _check(request: ChatCompletionRequest, model: ServedModel) -> None:
     """Raises ApiError for a request that this server would answer wrongly."""
     for i, message in enumerate(request.messages):
-        if message.get("role") not in ROLES:
+        if not isinstance(role := message.get("role"), str):  # whether the model knows it, its template says
             raise ApiError(
                 400,
-                f"messages[{i}].role {message.get('role')!r:.60} is none of {', '.join(ROLES)}",
+                f"messages[{i}].role must be a text such as 'user', got {role!r:.60}",
                 param=f"messages[{i}].role",
             )
         _check_calls(f"messages[{i}].tool_calls", message.get("tool_calls"))

@@ -23,6 +23,7 @@ from shoal.server.tool_parsers import CallDelta, Part
 from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, warn_left_out
 
 ANTHROPIC_VERSION = b"anthropic-version"  # a header that its clients always send
+THINKING = frozenset({"enabled", "adaptive", "between_tools"})
 # See Exchange.
 NAMES = {"prompt": "messages", "stop": "stop_sequences"}
 ERRORS = {
@@ -52,7 +53,7 @@ class AnthropicToolChoice(Struct, kw_only=True):
 
 
 class Thinking(Struct, kw_only=True):
-    type: Literal["enabled", "disabled", "adaptive"]
+    type: str  # "disabled", or one of THINKING
     budget_tokens: int | None = None  # not enforced: max_tokens is
 
 
@@ -382,11 +383,10 @@ async def _prompt(
     params: SamplingParams,
 ) -> Prompt:
     messages = _messages(exchange, request)
-    thinks = (
-        request.thinking is not None
-        and request.thinking.type != "disabled"
-        and params.structured_outputs is None
-    )
+    mode = request.thinking.type if request.thinking is not None else "disabled"
+    thinks = mode != "disabled" and params.structured_outputs is None
+    if thinks and mode not in THINKING:
+        exchange.warn("thinking.type", f"thinking.type {mode!r:.60} is taken for 'adaptive'")
     if thinks and model.reasoning_parser == "none":
         exchange.warn("thinking", f"the model {model.name} does not think aloud: `thinking` is ignored")
     variables = {} if model.reasoning_parser == "none" else {"enable_thinking": thinks}
@@ -411,7 +411,7 @@ def _messages(exchange: Exchange, request: CountTokensRequest) -> list[dict[str,
         system = "\n".join(without_billing_lines([_text("system", block) for block in system]))
     if system := without_billing_line(system):
         messages.append({"role": "system", "content": system})
-    for i, message in enumerate(request.messages):
+    for i, message in enumerate(_joined(request.messages)):
         role, content = message.get("role"), message.get("content")
         where = f"messages[{i}]"
         if role not in ("user", "assistant", "system"):
@@ -424,6 +424,29 @@ def _messages(exchange: Exchange, request: CountTokensRequest) -> list[dict[str,
         else:
             messages += _said(exchange, where, role, blocks)
     return messages
+
+
+def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the conversation in which consecutive turns of the user, or of the assistant, are one, as
+    Anthropic's API has it. What is no turn stays as it is."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        last = found[-1] if found else {}
+        blocks, earlier = _blocks(message), _blocks(last)
+        role = message.get("role")
+        is_next = role in ("user", "assistant") and role == last.get("role")
+        if is_next and blocks is not None and earlier is not None:
+            found[-1] = {**last, "content": [*earlier, *blocks]}
+        else:
+            found.append(message)
+    return found
+
+
+def _blocks(message: dict[str, Any]) -> list[Any] | None:
+    content = message.get("content")
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    return content if isinstance(content, list) else None
 
 
 def _said(exchange: Exchange, where: str, role: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:

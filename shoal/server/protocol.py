@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import gc
 import math
+import re
 import typing
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal, TypeVar
@@ -22,6 +23,7 @@ from msgspec import Meta, Struct
 from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.fields import kind_of
 from shoal.server.errors import ApiError
+from shoal.server.lenient import as_meant, with_whole_characters
 from shoal.server.wrong_key import wrong_key
 
 T = TypeVar("T")
@@ -31,6 +33,7 @@ MOST_CONTAINERS = 100_000  # lists and objects among them
 MISSING = "Object missing required field "
 UNKNOWN = "Object contains unknown field "  # of a Struct that forbids them
 GOT_FLOAT = "got `float`"
+GOT_LOOSE = re.compile("got `(null|str|int)`$")  # see lenient.py
 MOST_EXACT = 1 << 53  # beyond it a float stands for several integers
 
 # Fields of OpenAI's and Anthropic's APIs that are no part of a Struct, and whose sender misses nothing here:
@@ -296,6 +299,8 @@ def decode(kind: type[T], body: bytes) -> T:
         message, _, path = str(error).partition(" - at ")
         if message.endswith(GOT_FLOAT) and (with_integers := _with_integers(body)) != body:
             return decode(kind, with_integers)
+        if GOT_LOOSE.search(message) and (meant := as_meant(kind, body)) != body:
+            return decode(kind, meant)
         field = path.replace("`", "").removeprefix("key in ").removeprefix("$.") or None
         if field and ("key` in" in path or "[...]" in path):
             field, _, rest = field.partition("[...]")
@@ -317,6 +322,8 @@ def decode(kind: type[T], body: bytes) -> T:
     except RecursionError:
         raise ApiError(400, "the body is nested too deeply") from None
     except msgspec.DecodeError as error:
+        if (whole := with_whole_characters(body)) != body:
+            return decode(kind, whole)
         raise ApiError(400, f"the body is no JSON: {error}") from None
 
 

@@ -2,6 +2,7 @@
 cannot be rendered."""
 
 import json
+import re
 
 import pytest
 import transformers
@@ -349,10 +350,10 @@ def test_a_developer_is_the_system_where_the_template_knows_none(tmp_path):
     assert (
         render(
             tmp_path,
-            "{% for m in messages %}{% if m.role == 'developer' %}dev{% endif %}{% endfor %}",
+            "{% for m in messages %}{% if m.role == 'developer' %}dev{{ m.content }}{% endif %}{% endfor %}",
             messages,
         )
-        == "dev"
+        == "devBe brief."
     )
 
 
@@ -382,3 +383,189 @@ def test_a_billing_line_goes_alone(role):
     source = "{% for m in messages if m.role in ('system', 'developer') %}{{ m.content }}{% endfor %}"
     messages = [{"role": role, "content": "x-anthropic-billing-header: cch=1;\n\n  Rules."}]
     assert ChatTemplate(source).render(messages, add_generation_prompt=True) == "\n  Rules."
+
+
+def called(*arguments, ids=None, content=None):
+    calls = [
+        {"id": (ids or "abcdefgh")[k], "type": "function", "function": {"name": f"f{k}", "arguments": given}}
+        for k, given in enumerate(arguments)
+    ]
+    return {"role": "assistant", "content": content, "tool_calls": calls}
+
+
+def result(call_id, text):
+    return {"role": "tool", "tool_call_id": call_id, "content": text}
+
+
+NINE = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"
+    "{{ raise_exception('nine') }}{% endif %}[{{ c.function.name }} {{ c.id }}]{% endfor %}"
+    "{% if m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+    "[{{ m.tool_call_id }} {{ m.content }}]{% endif %}{% endfor %}"
+)
+
+
+def test_ids_of_calls_are_nine_letters_and_digits_where_the_template_wants_them(tmp_path):
+    """Regression: the second turn of every conversation with tools was a 400 with Mistral's templates."""
+    ids = ["call_8f14e45fceea167a5a36dedd4bea2543", "toolu_01A09q90qw90lq917835lq9"]
+    text = render(
+        tmp_path, NINE, [USER, called("{}", "{}", ids=ids), result(ids[1], "two"), result(ids[0], "one")]
+    )
+    calls = dict(re.findall(r"\[(f\d) ([a-zA-Z0-9]{9})\]", text))
+    assert re.findall(r"\[([a-zA-Z0-9]{9}) (one|two)\]", text) == [(calls["f1"], "two"), (calls["f0"], "one")]
+    assert "[f0 abcABC123]" in render(tmp_path, NINE, [USER, called("{}", ids=["abcABC123"])])
+    # Clients of Ollama's API send no ids: results belong to the calls in their order.
+    bare = called("{}", "{}")
+    for call in bare["tool_calls"]:
+        del call["id"]
+    text = render(
+        tmp_path, NINE, [USER, bare, {"role": "tool", "content": "one"}, {"role": "tool", "content": "two"}]
+    )
+    calls = dict(re.findall(r"\[(f\d) ([a-zA-Z0-9]{9})\]", text))
+    assert re.findall(r"\[([a-zA-Z0-9]{9}) (one|two)\]", text) == [(calls["f0"], "one"), (calls["f1"], "two")]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+        "{{ raise_exception('one') }}{% endif %}[{{ m.tool_calls[0].function.name }}]"
+        "{% else %}[{{ m.content }}]{% endif %}{% endfor %}",
+        "{% for m in messages %}{% if m.tool_calls %}[{{ m.tool_calls[0].function.name }}]"
+        "{% else %}[{{ m.content }}]{% endif %}{% endfor %}",
+    ],
+    ids=["refuses", "drops"],
+)
+def test_several_calls_are_messages_of_their_own_where_the_template_takes_one(template, tmp_path):
+    """Regression: Llama 3's template refused the message that this server had made of two calls."""
+    messages = [
+        {"role": "user", "content": "Go"},
+        called("{}", "{}", "{}"),
+        result("c", "third"),
+        result("a", "first"),
+        result("b", "second"),
+        {"role": "user", "content": "On"},
+    ]
+    text = render(tmp_path, template, messages)
+    assert text == "[Go][f0][first][f1][second][f2][third][On]"
+
+
+ITEMS = (
+    "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.name }}"
+    "{% for key, value in c.function.arguments | items %}<{{ key }}={{ value }}>{% endfor %}{% endfor %}{% endfor %}"
+)
+TEXT = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ '<' + c.function.arguments + '>' }}{% endfor %}{% endfor %}"
+AS_JSON = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template, given, written",
+    [
+        (ITEMS, '{"x": 1}', "f0<x=1>"),
+        (ITEMS, {"x": 1}, "f0<x=1>"),
+        (ITEMS, '{"x": "cut he', 'f0<arguments={"x": "cut he>'),
+        (ITEMS, "[1, 2]", "f0<arguments=[1, 2]>"),
+        (ITEMS, "5", "f0<arguments=5>"),
+        (ITEMS, "", "f0"),
+        (ITEMS, "null", "f0"),
+        (ITEMS, None, "f0"),
+        (TEXT, '{"x":  1}', '<{"x":  1}>'),
+        (TEXT, {"x": 1}, '<{"x": 1}>'),
+        (TEXT, "[1]", "<[1]>"),
+        (TEXT, '{"x": ', '<{"x": >'),
+        (AS_JSON, '{"x": 1}', '{"x": 1}'),
+        (AS_JSON, "[1]", "[1]"),
+        (AS_JSON, '{"x', '"{\\"x"'),
+        (AS_JSON, '{"x": "cut \\ud83d"}', '{"x": "cut \N{REPLACEMENT CHARACTER}"}'),
+        (AS_JSON, '{"x": "\\ud83d\\ude00"}', '{"x": "\U0001f600"}'),
+    ],
+)
+def test_arguments_are_written_as_the_template_takes_them(template, given, written, tmp_path):
+    """Regression: arguments that a model wrote wrongly made every later turn a 400."""
+    assert render(tmp_path, template, [USER, called(given), result("a", "4")]) == written
+
+
+ONE_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
+    "[{{ m.role }}|{{ m.content }}]{% endfor %}"
+)
+LAST_SYSTEM = (
+    "{% set ns = namespace(s='') %}{% for m in messages %}{% if m.role == 'system' %}{% set ns.s = m.content %}"
+    "{% endif %}{% endfor %}[system|{{ ns.s }}]{% for m in messages %}{% if m.role != 'system' %}"
+    "[{{ m.role }}|{{ m.content }}]{% endif %}{% endfor %}"
+)
+NO_SYSTEM = (
+    "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+    "[{{ m.role }}|{{ m.content }}]{% endfor %}"
+)
+DROPS_SYSTEM = (
+    "{% for m in messages %}{% if m.role != 'system' %}[{{ m.role }}|{{ m.content }}]{% endif %}{% endfor %}"
+)
+MANY_SYSTEMS = "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}"
+HI, YES = {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}
+RULE, LATE = {"role": "system", "content": "One."}, {"role": "developer", "content": "Two."}
+LATER = [RULE, HI, YES, LATE, HI]
+
+
+@pytest.mark.parametrize(
+    "template, messages, written",
+    [
+        (ONE_SYSTEM, [RULE, LATE, HI], "[system|One.\n\nTwo.][user|Hi]"),
+        (ONE_SYSTEM, LATER, "[system|One.\n\nTwo.][user|Hi][assistant|Yes.][user|Hi]"),
+        (LAST_SYSTEM, LATER, "[system|One.\n\nTwo.][user|Hi][assistant|Yes.][user|Hi]"),
+        (NO_SYSTEM, LATER, "[user|One.\n\nTwo.\n\nHi][assistant|Yes.][user|Hi]"),
+        (NO_SYSTEM, [{"role": "system", "content": " "}, HI], "[user|Hi]"),
+        (DROPS_SYSTEM, [RULE, HI], "[user|One.\n\nHi]"),
+        (MANY_SYSTEMS, LATER, "[system|One.][user|Hi][assistant|Yes.][system|Two.][user|Hi]"),
+    ],
+)
+def test_no_instruction_is_lost(template, messages, written, tmp_path):
+    """Regression: templates that take one instruction refused several, or kept the last alone."""
+    assert render(tmp_path, template, messages) == written
+
+
+@pytest.mark.parametrize(
+    "template, written",
+    [
+        (
+            "{% for m in messages %}[{{ 'nothing' if m.content is none else m.content }}]{% endfor %}",
+            "[Hi][nothing]",
+        ),
+        (
+            "{% for m in messages %}[{{ m.content }}]{% endfor %}{{ messages[1].tool_calls | length }}",
+            "[Hi][]1",
+        ),
+        (
+            "{% for m in messages %}{{ '[' + m.content + ']' }}{% endfor %}{{ messages[1].tool_calls | length }}",
+            "[Hi][]1",
+        ),
+    ],
+)
+def test_null_content_is_none_where_the_template_can_take_it(template, written, tmp_path):
+    assert (
+        render(
+            tmp_path,
+            "{% if false %}{{ tool_calls }}{{ 'tool_calls' }}{% endif %}" + template,
+            [HI, called("{}")],
+        )
+        == written
+    )
+    without_calls = template.partition("{{ messages[1]")[0]
+    text = render(tmp_path, without_calls, [HI, {"role": "assistant", "content": None}])
+    assert text == written.removesuffix("1")
+
+
+def test_a_role_of_the_templates_own_is_written_and_another_is_refused(tmp_path):
+    """Regression: a role that only the template knows was refused before the template was asked."""
+    own = [HI, {"role": "ipython", "content": [{"type": "text", "text": "4"}]}]
+    assert render(tmp_path, MANY_SYSTEMS, own) == "[user|Hi][ipython|4]"
+    known = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}[{{ m.content }}]{% endif %}{% endfor %}"
+    with pytest.raises(
+        RequestError, match=r"^messages\[1\]\.role 'ipython' is none that the chat template writes"
+    ):
+        render(tmp_path, known, [HI, {"role": "ipython", "content": "a result"}])
+
+
+def test_half_a_character_in_a_message_is_replaced(tmp_path):
+    messages = [{"role": "user", "content": "a \ud83d b \U0001f600"}]
+    assert render(tmp_path, MANY_SYSTEMS, messages) == "[user|a \N{REPLACEMENT CHARACTER} b \U0001f600]"

@@ -466,3 +466,31 @@ def test_minus_one_token_means_as_many_as_fit(served, client):
     assert ask(client, max_tokens=-1, timeout=60).content[0].text == "Hello there"
     request = served.last_request()
     assert request.params.max_tokens == 4096 - len(request.prompt_token_ids)
+
+
+def test_consecutive_turns_of_one_role_are_one(served, client):
+    """Regression: they went to the template as they were, and templates that want turns refused them."""
+    served.say("Yes.")
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "user", "content": [{"type": "text", "text": "b"}, {"type": "text", "text": "c"}]},
+        {"role": "assistant", "content": "d"},
+        {"role": "assistant", "content": [{"type": "tool_use", "id": "t", "name": "weather", "input": {}}]},
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": "e"}]},
+        {"role": "user", "content": "f"},
+    ]
+    ask(client, messages=messages, tools=[TOOL])
+    prompt = served.last_prompt()
+    assert "<user>a\nb\nc<assistant>d" in prompt and prompt.count("<assistant>") == 2
+    assert prompt.index("e") < prompt.index("<user>f")
+
+
+def test_other_modes_of_thinking_think(served, client, caplog):
+    """Regression: `between_tools`, which Anthropic's SDK knows, was a 400."""
+    prompts = []
+    for mode in ("adaptive", "between_tools", "sometimes"):
+        served.say("Yes.")
+        ask(client, extra_body={"thinking": {"type": mode}})
+        prompts.append(served.last_prompt())
+    assert len(set(prompts)) == 1
+    assert [m for m in caplog.messages if "'sometimes' is taken for 'adaptive'" in m]

@@ -47,7 +47,6 @@ FORMAT = {"type": "json_schema", "schema": {"type": "none"}}
         (CHAT, b"[]", None),
         (CHAT, b'{"messages":' + b"[" * 20_000, "messages[0]"),
         (CHAT, b'{"messages":[{"a":' + b"[" * 20_000, None),
-        (COMPLETE, b'{"prompt": "\\ud800"}', None),
         (COMPLETE, b'{"prompt": "x", "temperature": NaN}', None),
         (COMPLETE, b'{"prompt": "x", "temperature": 1e999}', "temperature"),
         (COMPLETE, {"prompt": [1, 2, "x"]}, "prompt"),
@@ -58,7 +57,7 @@ FORMAT = {"type": "json_schema", "schema": {"type": "none"}}
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [1]}, "messages[0]"),
         (CHAT, {"messages": [{}]}, "messages[0].role"),
-        (CHAT, {"messages": [*USER, {"role": "robot", "content": "x"}]}, "messages[1].role"),
+        (CHAT, {"messages": [*USER, {"role": 5, "content": "x"}]}, "messages[1].role"),
         (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (
             CHAT,
@@ -194,7 +193,17 @@ FORMAT = {"type": "json_schema", "schema": {"type": "none"}}
         (COMPLETE, {"prompt": "x", "seed": 2**70}, "seed"),
         (COMPLETE, {"prompt": "x", "priority": 2**40}, "priority"),
         (COMPLETE, {"prompt": "x", "timeout": 0}, "timeout"),
-        (COMPLETE, {"prompt": "x", "stream": "yes"}, "stream"),
+        (COMPLETE, {"prompt": "x", "stream": "maybe"}, "stream"),
+        (COMPLETE, {"prompt": "x", "max_tokens": "abc"}, "max_tokens"),
+        (COMPLETE, {"prompt": "x", "max_tokens": "1.5"}, "max_tokens"),
+        (COMPLETE, {"prompt": "x", "max_tokens": True}, "max_tokens"),
+        (COMPLETE, {"prompt": "x", "temperature": "inf"}, "temperature"),
+        (COMPLETE, {"prompt": "x", "temperature": "1e999"}, "temperature"),
+        (COMPLETE, {"prompt": "x", "user": 5}, "user"),
+        (COMPLETE, {"prompt": 5}, "prompt"),
+        (COMPLETE, {"prompt": None}, "prompt"),
+        ("/v1/embeddings", {"input": None}, "input"),
+        ("/detokenize", {"tokens": ["5"]}, "tokens[0]"),
         (COMPLETE, {"prompt": "x", "allowed_token_ids": []}, "allowed_token_ids"),
         (COMPLETE, {"prompt": "x", "min_tokens": 99}, "min_tokens"),
         ("/v1/embeddings", {"input": "x", "encoding_format": "hex"}, "encoding_format"),
@@ -721,3 +730,78 @@ def test_keep_alive_connections_serve_one_request_after_another(server):
     )
     answers = read_until(connection, b'"code":null}}')
     assert answers.count(b"HTTP/1.1 200") == 2 and answers.count(b"HTTP/1.1 400") == 1
+
+
+@pytest.mark.parametrize(
+    "given, meant",
+    [
+        ({"max_tokens": "2"}, {"max_tokens": 2}),
+        ({"max_tokens": " 2.0 "}, {"max_tokens": 2}),
+        ({"temperature": "0"}, {"temperature": 0.0}),
+        ({"top_p": "5e-1"}, {"top_p": 0.5}),
+        ({"seed": "9007199254740993"}, {"seed": 9007199254740993}),
+        ({"ignore_eos": "Yes"}, {"ignore_eos": True}),
+        ({"ignore_eos": 1}, {"ignore_eos": True}),
+        ({"ignore_eos": "off"}, {"ignore_eos": False}),
+        ({"logit_bias": {"5": "1"}}, {"logit_bias": {5: 1.0}}),
+        ({"stop": "2", "max_tokens": "3"}, {"stop": ["2"], "max_tokens": 3}),
+    ],
+)
+def test_numbers_and_flags_may_be_text(given, meant, server):
+    """Regression: shell scripts and form fields send them so, vLLM reads them, and each was a 400."""
+    for path, more in ((COMPLETE, {"prompt": "7"}), (CHAT, {"messages": USER})):
+        status, _, text = server.request(path, {"max_tokens": 2, "stream": "false", **more, **given})
+        assert status == 200, text
+        params = server.last_request().params
+        assert {name: getattr(params, name) for name in meant} == meant
+
+
+def test_text_that_looks_like_a_number_stays_text_elsewhere(server):
+    schema = {"type": "object", "properties": {"a": {"const": "1", "default": None}}}
+    body = {"messages": USER, "max_tokens": "2", "structured_outputs": {"json": schema}}
+    assert server.request(CHAT, body)[0] == 200
+    assert server.last_request().params.structured_outputs.json == schema
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        ("/v1/embeddings", {"input": "x", "encoding_format": None}),
+        ("/v1/embeddings", {"input": ["x", "y"], "encoding_format": None, "priority": None, "user": None}),
+        (COMPLETE, {"prompt": "x", "max_tokens": 1, "priority": None, "stream_options": None}),
+        (CHAT, {"messages": USER, "max_tokens": 1, "priority": None, "tools": None}),
+        ("/inference/v1/generate", {"token_ids": [1], "version": None, "stream": None}),
+    ],
+)
+def test_null_counts_as_absent(path, body, server):
+    """Regression: LiteLLM sends `encoding_format: null`, and it was a 400."""
+    status, _, text = server.request(path, body)
+    assert status == 200, text
+
+
+@pytest.mark.parametrize(
+    "path, body",
+    [
+        (CHAT, rb'{"max_tokens": 1, "messages": [{"role": "user", "content": "a \ud83d b"}]}'),
+        (COMPLETE, rb'{"max_tokens": 1, "prompt": "a \ud83d b"}'),
+        ("/v1/responses", rb'{"max_output_tokens": 1, "input": "a \ud83d b"}'),
+        ("/v1/messages", rb'{"max_tokens": 1, "messages": [{"role": "user", "content": "a \ud83d b"}]}'),
+        (
+            "/api/chat",
+            rb'{"stream": false, "options": {"num_predict": 1}, "messages": [{"role": "user", '
+            rb'"content": "a \ud83d b"}]}',
+        ),
+    ],
+)
+def test_half_a_character_is_replaced(path, body, server):
+    """Regression: a text that its client cut amid an emoji ended the conversation with a 400."""
+    status, _, text = server.request(path, body)
+    assert status == 200, text
+    assert "a \N{REPLACEMENT CHARACTER} b" in server.last_prompt()
+
+
+def test_only_halves_of_characters_are_replaced(server):
+    body = rb'{"max_tokens": 1, "prompt": "\ud83d\ude00 \\ud83d \ude00 \ud83d\ud83d\ude00 \n"}'
+    assert server.request(COMPLETE, body)[0] == 200
+    half = "\N{REPLACEMENT CHARACTER}"
+    assert server.last_prompt() == f"\U0001f600 \\ud83d {half} {half}\U0001f600 \n"

@@ -1,0 +1,149 @@
+"""Conversations as clients send them, made into what a chat template takes. Nothing that was said is lost:
+what a template has no place for is written where it has one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import string
+from collections.abc import Sequence
+from typing import Any
+
+Message = dict[str, Any]
+
+INSTRUCTIONS = ("system", "developer")
+# Half a character, as an escape of JSON: its writer has cut a text amid an emoji. A whole character, and any
+# other escape, is matched before it.
+HALF_CHARACTER = re.compile(
+    r"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\(?!u[dD][89a-fA-F]).)"
+    r"|\\u[dD][89a-fA-F][0-9a-fA-F]{2}",
+    re.DOTALL,
+)
+SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
+SIGNS = string.digits + string.ascii_letters
+
+
+def with_whole_escapes(text: str) -> str:
+    """Returns JSON with U+FFFD in place of each escape that is half a character."""
+    return HALF_CHARACTER.sub(lambda found: found[1] or "\\ufffd", text)
+
+
+def with_whole_characters(text: str) -> str:
+    """Returns the text with U+FFFD in place of each half of a character, which no tokenizer takes."""
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def instructions(messages: Sequence[Message]) -> list[str]:
+    """Returns the texts of all system and developer messages that say something."""
+    texts = [as_text(message["content"]) for message in messages if message["role"] in INSTRUCTIONS]
+    return [text for text in texts if text.strip()]
+
+
+def with_one_instruction(messages: Sequence[Message]) -> list[Message]:
+    """Returns the conversation with all system and developer messages joined into one that leads."""
+    rest = [message for message in messages if message["role"] not in INSTRUCTIONS]
+    return [{"role": "system", "content": "\n\n".join(instructions(messages))}, *rest]
+
+
+def with_instructions_of_user(messages: Sequence[Message]) -> list[Message]:
+    """Returns the conversation with all system and developer messages before the first words of the user."""
+    rest = [message for message in messages if message["role"] not in INSTRUCTIONS]
+    text = "\n\n".join(instructions(messages))
+    if not text:
+        return rest
+    roles = [message["role"] for message in rest]
+    if "user" not in roles:
+        return [{"role": "user", "content": text}, *rest]
+    first = roles.index("user")
+    said = {**rest[first], "content": f"{text}\n\n{as_text(rest[first]['content'])}"}
+    return [*rest[:first], said, *rest[first + 1 :]]
+
+
+def with_one_call_each(messages: Sequence[Message]) -> list[Message]:
+    """Returns the conversation with a message for each call, and behind it the result of that call."""
+    found: list[Message] = []
+    results: list[Message] = []  # of the last calls, which were put behind them
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls") or []
+        if len(calls) < 2:
+            if not any(message is result for result in results):
+                found.append(message)
+            continue
+        results = _results_behind(messages, i)
+        left = list(results)
+        for k, call in enumerate(calls):
+            content = message["content"] if k == 0 or message["content"] is None else ""
+            found.append({**message, "content": content, "tool_calls": [call]})
+            own = [result for result in left if result.get("tool_call_id") == call.get("id")] or left[:1]
+            for result in own[:1]:
+                found.append(result)
+                left.remove(result)
+        found += left
+    return found
+
+
+def _results_behind(messages: Sequence[Message], i: int) -> list[Message]:
+    end = i + 1
+    while end < len(messages) and messages[end]["role"] == "tool":
+        end += 1
+    return list(messages[i + 1 : end])
+
+
+def with_short_ids(messages: Sequence[Message]) -> list[Message]:
+    """Returns the conversation with nine letters and digits for the id of each call. Ids that are missing are
+    made, and results without one belong to the calls in their order."""
+    found: list[Message] = []
+    open_ids: list[str] = []
+    for i, message in enumerate(messages):
+        if calls := message.get("tool_calls"):
+            open_ids = [_short(call.get("id") or f"{i} {k}") for k, call in enumerate(calls)]
+            message = {
+                **message,
+                "tool_calls": [{**call, "id": call_id} for call, call_id in zip(calls, open_ids)],
+            }
+        elif message["role"] == "tool":
+            given = message.get("tool_call_id")
+            call_id = _short(given) if given else (open_ids[0] if open_ids else _short(str(i)))
+            if call_id in open_ids:
+                open_ids = [other for other in open_ids if other != call_id]
+            message = {**message, "tool_call_id": call_id}
+        found.append(message)
+    return found
+
+
+def _short(call_id: Any) -> str:
+    text = str(call_id)
+    if SHORT_ID.fullmatch(text):
+        return text
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
+    signs = []
+    for _ in range(9):
+        number, remainder = divmod(number, len(SIGNS))
+        signs.append(SIGNS[remainder])
+    return "".join(signs)
+
+
+def parsed_arguments(given: Any) -> Any:
+    """Returns the arguments of a call, which OpenAI's API carries as JSON text, as an object, a list or text.
+    Text that is no JSON stays text: models make such mistakes, and agents send them back with an error for
+    the model to see."""
+    value = given
+    if isinstance(given, str):
+        try:
+            value = json.loads(with_whole_escapes(given)) if given.strip() else {}
+        except (ValueError, RecursionError):
+            return given
+    if value is None:
+        return {}
+    return value if isinstance(value, dict | list) else json.dumps(value, ensure_ascii=False)
+
+
+def as_text(content: Any) -> str:
+    """Returns a message's content, which is text, a list of text parts or nothing, as text."""
+    return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())
