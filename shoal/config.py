@@ -239,7 +239,8 @@ class EngineConfig:
     )
     dtype: str = option(
         "auto",
-        '"auto": on a GPU float16 if the checkpoint is, else bfloat16; on the CPU what suits it',
+        '"auto": on a GPU float16 if the checkpoint is, else bfloat16; on the CPU bfloat16 if the processor '
+        "supports it, else float32",
         common=True,
         choices=DTYPES,
     )

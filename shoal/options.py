@@ -19,6 +19,16 @@ from shoal.errors import ConfigError
 from shoal.fields import kind_of
 from shoal.vllm_options import VllmOption, translate, value_of
 
+# What users of Ollama, vLLM and Docker type.
+COMMANDS_OF_OTHERS = {
+    "run": "chat",
+    "list": "models",
+    "ls": "models",
+    "ps": "top",
+    "download": "pull",
+    "complete": "generate",
+    "collect-env": "doctor",
+}
 CLOSE = 0.7  # how similar (difflib) a name is to what it is taken for
 ABSENT = object()
 MODELS = {"model_path", "models"}  # two ways to name what is served
@@ -176,7 +186,9 @@ class Parser(argparse.ArgumentParser):
                 if commands is not None and not is_value:
                     if word not in commands:
                         verb = "is" if len(commands) == 1 else "are"
-                        hint = _nearest(word, commands) or f"there {verb} {', '.join(commands)}"
+                        known = COMMANDS_OF_OTHERS.get(word)
+                        hint = f"did you mean {known}?" if known in commands else _nearest(word, commands)
+                        hint = hint or f"there {verb} {', '.join(commands)}"
                         self.error(f"there is no command {word!r}; {hint}")
                     break  # the rest is the command's
                 is_value = False

@@ -101,9 +101,10 @@ def table(figures: dict[str, Any]) -> str:
             f"every {figures['ms_per_token']:.2f} ms, its share of the prompt included",
         ),
         (
-            "Beside the floor",
-            f"{figures['fraction_of_floor']:.0%} of the floor's speed: what {gigabytes:.0f} GB/s and "
-            f"{gigaflops:.0f} GFLOP/s allow here",
+            "Hardware limit",
+            f"{figures['fraction_of_floor']:.0%} of the estimate for {gigabytes:.0f} GB/s and "
+            f"{gigaflops:.0f} GFLOP/s"
+            + (" (above 100%: the estimate is too low)" if figures["fraction_of_floor"] > 1 else ""),
         ),
     ]
     if figures["gpu_idle_share"] is not None:

@@ -21,10 +21,11 @@ VERDICT_WIDTH = 13
 WORDS = {Verdict.WORKS: "works", Verdict.LIMITED: "limited", Verdict.FAILS: "will not work"}
 
 
-def doctor(file: str | None, given: dict[str, Any], as_json: bool) -> int:
+def doctor(file: str | None, given: dict[str, Any], as_json: bool, shows_all: bool = False) -> int:
     """Examines this machine and prints the findings; returns 1 if something that was asked for will not work.
     `file`: a fleet's; else `given` has what one worker is asked for: model, device, port, plane,
-    fleet_key_file. Raises ConfigError for options that are wrong in themselves."""
+    fleet_key_file. shows_all: also explain what is not there and not asked for. Raises ConfigError for
+    options that are wrong in themselves."""
     if file is not None and given:
         names = ", ".join(sorted(given))
         raise ConfigError(f"{names}: {file} says that; leave it out, or leave out the file")
@@ -32,15 +33,27 @@ def doctor(file: str | None, given: dict[str, Any], as_json: bool) -> int:
     asked = what_is_asked(file, given)
     for finding in examine(asked):
         findings.append(finding)
-        if not as_json:
+        if not as_json and (shows_all or not is_idle(finding)):
             print(shown(finding), flush=True)
     failed = [finding for finding in findings if finding.is_asked and finding.verdict is Verdict.FAILS]
     if as_json:
         told = {"works": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]}
         print(json.dumps(told, indent=2))
     else:
+        idle = [finding.about for finding in findings if is_idle(finding)]
+        if idle and not shows_all:
+            print(
+                "\n".join(
+                    _wrapped(f"not there, and not asked for (--all explains): {', '.join(idle)}", "", 0)
+                )
+            )
         print("\n" + summary(failed, findings))
     return 1 if failed else 0
+
+
+def is_idle(finding: Finding) -> bool:
+    """Whether it does not work, and nothing that was asked for needs it."""
+    return finding.verdict is Verdict.FAILS and not finding.is_asked
 
 
 def what_is_asked(file: str | None, given: dict[str, Any]) -> Asked:
@@ -65,8 +78,8 @@ def _one_worker(given: dict[str, Any]) -> FleetFile:
 def shown(finding: Finding) -> str:
     """A finding in lines that fit a terminal of WIDTH columns, without colours."""
     word = WORDS[finding.verdict]
-    if finding.verdict is Verdict.FAILS and not finding.is_asked:
-        word = "no"  # nobody asked for it
+    if is_idle(finding):
+        word = "no"
     lines = _wrapped(f"{finding.about}: {finding.found}", f"{word:<{VERDICT_WIDTH}} ", VERDICT_WIDTH + 1)
     for text, mark in ((finding.means, ""), (finding.remedy, "-> ")):
         if text:

@@ -49,9 +49,9 @@ COMPLETION_DESCRIPTION = """Prints a script that completes this command. bash: e
 in ~/.bashrc; zsh: shoal completion zsh > a file _shoal in a folder of $fpath; fish: shoal completion fish >
 ~/.config/fish/completions/shoal.fish"""
 COMPILE_DESCRIPTION = """Compiles what a model needs on this machine, so that its next start does not. With
---compile-cache it is put there, too, for other machines of this kind. Weights are made up and not downloaded
-unless --load-format says otherwise, but a GGUF's file is, which says what the model is. Give the options that
-the model will be served with."""
+--compile-cache it is put there, too, for other machines of this kind. Weights are random, so nothing is
+downloaded (except a GGUF model, whose file describes the architecture). Give the options that the model will
+be served with."""
 QUANTIZE_DESCRIPTION = """Writes a model whose layers have weights of fewer bits: fp8 with a scale for each
 output, or int4 with one for each group of inputs. The folder has the format of compressed-tensors, which
 vLLM and transformers read as well. Tensors come one by one; no GPU is needed."""
@@ -363,13 +363,13 @@ def build_parser() -> Parser:
     compile_.add_argument(
         "model_path", nargs="?", metavar="MODEL", help="folder, .gguf file, hub id or URL (default: smollm2)"
     )
-    _add_engine_flags(compile_, run_compile)
+    _add_engine_flags(compile_, run_compile, generates=False)
 
     quantize = commands.add_parser(
         "quantize", help="write a model with fewer bits", description=QUANTIZE_DESCRIPTION
     )
     quantize.add_argument("model", metavar="MODEL", help="folder or hub id of a model in plain numbers")
-    quantize.add_argument("--to", required=True, choices=("fp8", "int4"), help="what weights become")
+    quantize.add_argument("--to", choices=("fp8", "int4"), help="what weights become; must be given")
     quantize.add_argument(
         "--output", metavar="DIR", help="a new folder; default: the model's name and format"
     )
@@ -389,7 +389,7 @@ def build_parser() -> Parser:
         "--trace", metavar="JSONL", required=True, help="requests, a line each, in Mooncake's format"
     )
     sim.add_argument("--policy", metavar="P", help="which worker gets a request (default: the file's, or kv)")
-    sim.add_argument("--workers", type=integer, metavar="N", help="so many, whatever the file says")
+    sim.add_argument("--workers", type=integer, metavar="N", help="number of workers; overrides the file")
     sim.add_argument(
         "--seed", type=integer, metavar="N", help="of random choices (default: the file's, or 0)"
     )
@@ -414,6 +414,7 @@ def build_parser() -> Parser:
     doctor.add_argument("--port", type=integer, metavar="N", help="where it is to be served", **asked)
     doctor.add_argument("--plane", metavar="URL", help="the plane of a fleet that is to be joined", **asked)
     doctor.add_argument("--fleet-key-file", metavar="FILE", help="the key of that fleet", **asked)
+    doctor.add_argument("--all", action="store_true", help="also explain what is not there and not asked for")
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=run_doctor)
 
@@ -448,11 +449,14 @@ def _help_of(config: type, name: str) -> str:
     return next(str(f.metadata["help"]) for f in dataclasses.fields(config) if f.name == name)
 
 
-def _add_engine_flags(parser: Parser, run: Callable[[argparse.Namespace], int]) -> None:
+def _add_engine_flags(
+    parser: Parser, run: Callable[[argparse.Namespace], int], *, generates: bool = True
+) -> None:
     """Adds the flags of a command that has an engine of its own."""
     parser.add_argument("--verbose", action="store_true", help="log what the engine decides")
     parser.add_flags(EngineConfig, "engine")
-    parser.add_sampling_flags()
+    if generates:
+        parser.add_sampling_flags()
     parser.add_vllm_options((*ENGINE_OPTIONS, *EARLIER_OPTIONS))
     parser.set_defaults(run=run)
 
@@ -894,6 +898,8 @@ def run_pull(arguments: argparse.Namespace) -> int:
 
 
 def run_quantize(arguments: argparse.Namespace) -> int:
+    if arguments.to is None:
+        raise ConfigError("--to must be fp8 or int4, got nothing; add one: shoal quantize MODEL --to fp8")
     from pathlib import Path
 
     from shoal.weights.quantize import quantize
@@ -945,7 +951,7 @@ def run_doctor(arguments: argparse.Namespace) -> int:
 
     names = ("model", "device", "port", "plane", "fleet_key_file")
     given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
-    return doctor(arguments.file, given, arguments.json)
+    return doctor(arguments.file, given, arguments.json, arguments.all)
 
 
 def run_completion(arguments: argparse.Namespace) -> int:

@@ -158,7 +158,9 @@ def remove_models(names: Sequence[str], is_certain: bool, download_dir: str | No
     for model in models:
         if not is_certain:
             if not sys.stdin.isatty():
-                raise ConfigError(f"nobody can be asked whether to remove {model.name}; say so with --yes")
+                raise ConfigError(
+                    f"not a terminal, so cannot ask for confirmation; pass --yes to remove {model.name}"
+                )
             reply = input(f"remove {model.name} ({size_text(model.size_bytes)}, {model.path})? [y/N] ")
             if reply.strip().lower() not in ("y", "yes"):
                 print("nothing was removed", file=sys.stderr)

@@ -160,7 +160,7 @@ class SharedBooks:
             for router in went:
                 self._forget(router)
             if came:
-                logger.info("%d other routers share their books with this one", len(routers))
+                logger.info("sharing state with %d other router%s", len(routers), "s" * (len(routers) != 1))
                 await self._tell_all()
 
     def _forget(self, router: str) -> None:

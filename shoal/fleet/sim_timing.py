@@ -223,11 +223,7 @@ def profile_of(
 def find_timing(gpu: str, model: str) -> Timing:
     """Raises ConfigError for a GPU or a model that has no figures."""
     if gpu not in GPUS:
-        raise ConfigError(
-            f"gpu {gpu!r} is none that can be simulated: {', '.join(GPUS)}; choose one of these"
-        )
+        raise ConfigError(f"cannot simulate gpu {gpu!r}; supported: {', '.join(GPUS)}")
     if model not in SHAPES:
-        raise ConfigError(
-            f"model {model!r} is none that can be simulated: {', '.join(SHAPES)}; choose one of these"
-        )
+        raise ConfigError(f"cannot simulate model {model!r}; supported: {', '.join(SHAPES)}")
     return Timing(GPUS[gpu], SHAPES[model])

@@ -132,6 +132,10 @@ async def serve_until(
             numbers = [0 if port.family == socket.AF_UNIX else port.getsockname()[1] for port in ports]
             ready(numbers[0], numbers[1] if admin is not None else None)
         await _first(drain.wait(), force.wait(), *tasks)
+        if drain.is_set():
+            num_active = sum(admission.active for admission in app.port.models.admissions)
+            waits = f": requests that run get up to {config.shutdown_timeout:g} s" if num_active else ""
+            logger.info("stopping%s", waits)
         # The ports stay open meanwhile: a client that still comes is told 503 and when to try again, where a
         # closed port would tell it nothing.
         await _first(app.drain(config.shutdown_timeout), force.wait())

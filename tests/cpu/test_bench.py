@@ -23,7 +23,7 @@ def test_the_benchs_table_says_its_units():
         "1024.0 prompt tokens/s",
         "512.0 output tokens/s",
         "31.25 ms",
-        "50% of the floor",
+        "50% of the estimate",
         "20 GB/s",
         "300 GFLOP/s",
         "12.5%",

@@ -117,6 +117,16 @@ def test_what_nobody_asked_for_is_no_failure():
     assert summary([], [besides, limited("a", "b", "c", "d")]).startswith("What you asked for works; 1 ")
 
 
+def test_what_is_not_asked_for_is_one_line_unless_all_is_wanted(monkeypatch, capsys):
+    idle = fails("nixl", "not installed", "It is for others.", "pip install it", is_asked=False)
+    monkeypatch.setattr("shoal.cli.doctor.examine", lambda asked: [idle])
+    assert doctor(None, {}, as_json=False) == 0
+    said = capsys.readouterr().out
+    assert "not asked for (--all explains): nixl" in said and "pip install it" not in said
+    assert doctor(None, {}, as_json=False, shows_all=True) == 0
+    assert "pip install it" in capsys.readouterr().out
+
+
 def test_sizes_are_told_in_units_that_fit():
     assert [in_units(n) for n in (65536, 64 << 20, 3 * GIB // 2)] == ["64 KiB", "64 MiB", "1.5 GiB"]
 

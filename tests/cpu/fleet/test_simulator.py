@@ -241,8 +241,8 @@ def test_a_trace_and_a_file_may_begin_with_a_byte_order_mark(tmp_path):
     [
         ("model = ", "cannot be read"),
         ("[sim]", '"model" is missing'),
-        (FILE.replace("qwen3-8b", "qwen9"), "model 'qwen9' is none that can be simulated: qwen3-0.6b, "),
-        (FILE.replace("h200", "tpu"), "gpu 'tpu' is none that can be simulated: h200"),
+        (FILE.replace("qwen3-8b", "qwen9"), "cannot simulate model 'qwen9'; supported: qwen3-0.6b, "),
+        (FILE.replace("h200", "tpu"), "cannot simulate gpu 'tpu'; supported: h200"),
         (FILE.replace("gpu", "gpus"), "'gpus' is no key of [sim]; there are block_size, cache_tokens, "),
         (FILE.replace("count", "number"), "'number' is no key of [[workers]]; there are count, "),
         (FILE.replace("model", "modell"), "'modell' is no key of the file; there are admin_host, "),
