@@ -7,6 +7,9 @@ from urllib.parse import unquote
 
 import pytest
 
+from shoal.models.registry import BY_HF_CLASS
+from shoal.weights.hub_names import LIBRARY
+
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
     [
@@ -89,6 +92,13 @@ def test_every_workload_of_the_performance_page_is_explained_there():
     explained, figures = page.split("## Offline")
     names = set(re.findall(r"^\| (\w+) \| [\d.]+ \|", figures.partition("## A served load")[0], re.MULTILINE))
     assert len(names) == 10 and names == set(re.findall(r"^\| (\w+) \| [\d,]+ \|", explained, re.MULTILINE))
+
+
+def test_the_page_of_models_names_every_architecture_and_every_name_of_ollamas_library():
+    page = (ROOT / "docs/models.md").read_text()
+    assert not [cls for cls in BY_HF_CLASS if f"`{cls}`" not in page]
+    rows = [f"| `{name}` | {', '.join(f'`{size}`' for size in sizes)}" for name, sizes in LIBRARY.items()]
+    assert not [row for row in rows if row not in page]
 
 
 HOW_TOS = [p for p in sorted((ROOT / "docs/howto").glob("*.md")) if p.name != "README.md"]
