@@ -21,7 +21,7 @@ TORCH_INDEX ?= $(shell { $(HAS_GPU) || ! $(ANSWERS) || echo $(CPU_INDEX); } 2>/d
 JOBS ?= $(shell { $(HAS_GPU); } 2>/dev/null && echo 1 || echo 3)
 PYTEST = $(BIN)/python -m pytest tests -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo test test-slow test-rare test-clients check format docs test-gpu bench bench-gpu clean
+.PHONY: demo test test-slow test-rare test-clients check format docs vendor test-gpu bench bench-gpu clean
 
 demo: .venv/ready
 	echo "What is photosynthesis? Answer in two sentences." | $(BIN)/shoal chat --temperature 0
@@ -52,6 +52,10 @@ format: .venv/ready-test
 # python3 -m http.server -d build/site
 docs: .venv-docs/ready
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict --quiet
+
+# The chat page's libraries, as npm has them, of the versions and checksums in the script. It needs npm.
+vendor:
+	.ci/vendor
 
 # On a machine with a GPU, with the torch that is installed there.
 test-gpu:

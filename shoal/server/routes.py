@@ -214,10 +214,13 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
 
 
 def described(routes: Sequence[Route]) -> list[Route]:
-    """The routes, and two more that describe all of them."""
+    """The routes, two more that describe all of them, and the files that the chat page needs."""
     found = list(routes)
     found += [
         Route("GET", "/docs", docs(found), "The API, to read", content_type="text/html", public=True),
         Route("GET", DOCUMENT, openapi(found), "This document", content_type="application/json", public=True),
     ]
-    return found
+    vendor = Route(
+        "GET", "/vendor/{id}", system.vendored_file, "The chat page's libraries", public=True, quiet=True
+    )
+    return [*found, vendor]

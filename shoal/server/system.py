@@ -12,7 +12,7 @@ from shoal.metrics import exposition
 from shoal.server.errors import ApiError
 from shoal.server.http import Exchange
 from shoal.server.model import ServedModel
-from shoal.server.web_page import web_page
+from shoal.server.web_page import vendored, web_page
 from shoal.version import __version__
 
 METRICS_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
@@ -65,3 +65,11 @@ async def _families(model: ServedModel) -> Iterable[Metric]:
 async def page(exchange: Exchange) -> None:
     body, headers = web_page("chat.html")
     await exchange.respond(body, content_type=b"text/html; charset=utf-8", headers=headers)
+
+
+async def vendored_file(exchange: Exchange) -> None:
+    found = vendored(exchange.path.removeprefix("/vendor/"))
+    if found is None:
+        raise ApiError(404, f"there is no file {exchange.path!r:.100}; / is the page that names the files")
+    body, content_type, headers = found
+    await exchange.respond(body, content_type=content_type, headers=headers)

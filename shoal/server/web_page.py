@@ -1,9 +1,10 @@
-"""A page of the server: an HTML file with the parts that pages share, its style and its scripts put into it,
-under a policy that keeps all else out of it.
+"""A page of the server: an HTML file with the parts that pages share, its style and its scripts in it, under
+a policy that keeps all else out of it. Libraries and fonts (vendor/) are files beside it, which browsers keep
+for a day.
 
-What is served is one page without outside assets. Its policy names the hashes of its own scripts and style,
-computed here from the text that is served, so that nothing injected could run and the page may talk to this
-server alone.
+The policy names the hashes of the page's scripts, libraries included, and of its style, computed here from
+the text that is served, so that nothing injected could run and the page may talk to this server alone. Only
+the library that cleans HTML (DOMPurify) may turn text into HTML.
 """
 
 from __future__ import annotations
@@ -15,29 +16,34 @@ import re
 from importlib import resources
 
 PART = re.compile(r"<!-- (\w+\.html) -->\n")
-ASSET = re.compile(r'<script src="([\w.]+)"></script>|<link rel="stylesheet" href="([\w.]+)">')
-INLINE = {
-    "script-src": re.compile(r"<script>(.*?)</script>", re.DOTALL),
-    "style-src": re.compile(r"<style>(.*?)</style>", re.DOTALL),
-}
+ASSET = re.compile(r'<script src="([\w.]+)"></script>|<link rel="stylesheet" href="([\w./-]+)">')
+LIBRARY = re.compile(r'<script src="vendor/([\w.-]+)"></script>')
+SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
+STYLE = re.compile(r"<style>(.*?)</style>", re.DOTALL)
+VENDORED = {".js": b"text/javascript; charset=utf-8", ".woff2": b"font/woff2"}  # what of vendor/ is served
 
 
 @functools.cache
 def web_page(name: str) -> tuple[bytes, dict[str, str]]:
     """(the page of this file, the headers to send beside its content type)."""
     page = ASSET.sub(_inlined, PART.sub(lambda part: _read(part[1]), _read(name)))
+    libraries = [_file(f"vendor/{library}") for library in LIBRARY.findall(page)]
+    scripts = [_hash(library) for library in libraries]
+    scripts += [_hash(text.encode()) for text in SCRIPT.findall(page)]
     policy = [
         "default-src 'none'",
         "connect-src 'self'",
         "img-src data:",
+        "font-src 'self'",
         "form-action 'none'",
         "base-uri 'none'",
         "frame-ancestors 'none'",
+        f"script-src {_sources(scripts)}",
+        f"style-src {_sources([_hash(text.encode()) for text in STYLE.findall(page)])}",
+        "require-trusted-types-for 'script'",
+        "trusted-types dompurify",
     ]
-    policy += [
-        f"{directive} {' '.join(_source(text) for text in pattern.findall(page))}"
-        for directive, pattern in INLINE.items()
-    ]
+    page = LIBRARY.sub(_checked, page)
     return page.encode(), {
         "content-security-policy": "; ".join(policy),
         "x-content-type-options": "nosniff",
@@ -46,16 +52,46 @@ def web_page(name: str) -> tuple[bytes, dict[str, str]]:
     }
 
 
+@functools.cache
+def vendored(name: str) -> tuple[bytes, bytes, dict[str, str]] | None:
+    """(a file of vendor/, its content type, the headers to send beside it); None if no page needs it."""
+    folder = resources.files("shoal.server") / "vendor"
+    names = {f"{place}{file.name}" for place in ("", "fonts/") for file in (folder / place).iterdir()}
+    content_type = VENDORED.get(name[name.rfind(".") :])
+    if name not in names or content_type is None:
+        return None
+    headers = {"x-content-type-options": "nosniff", "cache-control": "public, max-age=86400"}
+    return _file(f"vendor/{name}"), content_type, headers
+
+
+def _file(name: str) -> bytes:
+    return resources.files("shoal.server").joinpath(name).read_bytes()
+
+
 def _read(name: str) -> str:
-    return resources.files("shoal.server").joinpath(name).read_text("utf-8")
+    return _file(name).decode()
 
 
 def _inlined(tag: re.Match[str]) -> str:
     """The file that a tag of the page names, as an element of the page."""
     script, style = tag.groups()
-    return f"<script>{_read(script)}</script>" if script else f"<style>{_read(style)}</style>"
+    if script:
+        return f"<script>{_read(script)}</script>"
+    folder = style[: style.rfind("/") + 1]  # what its addresses are relative to
+    return f"<style>{_read(style).replace('url(', 'url(' + folder)}</style>"
 
 
-def _source(text: str) -> str:
-    """A content security policy's name for an inline script or style."""
-    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+def _checked(tag: re.Match[str]) -> str:
+    """The tag of a library with its hash. The policy demands it, and it gives a newer file a new address."""
+    name = tag[1]
+    found = _hash(_file(f"vendor/{name}"))
+    return f'<script src="vendor/{name}?{found[7:15]}" integrity="{found}"></script>'
+
+
+def _hash(text: bytes) -> str:
+    """A content security policy's name for a script or a style."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}"
+
+
+def _sources(hashes: list[str]) -> str:
+    return " ".join(f"'{each}'" for each in hashes)
