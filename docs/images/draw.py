@@ -121,7 +121,8 @@ def walk(
         else:
             gap = 3 if end > start else -3
             parts.append(f'<path class="arrow" d="M{start:g},{y} H{end - gap:g}" marker-end="url(#to)"/>')
-            left, y_text = min(start, end) + 28, y - 7
+            # Beside an arrow's head, not on it.
+            left, y_text = min(start, end) + (28 if end > start else 40), y - 7
             left = min(left, width - MARGIN - len(step.words) * 6.4)
         parts.append(text(left, y_text, step.words, "halo"))
         parts.append(f'<circle class="dot" cx="{left - 13:g}" cy="{y_text - 4:g}" r="8"/>')

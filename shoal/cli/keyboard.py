@@ -16,6 +16,7 @@ from shoal.user_folders import state_folder
 HISTORY_LINES = 1000
 FENCE = '"""'
 PASTE_BEGINS, PASTE_ON, PASTE_OFF = "\x1b[200~", "\x1b[?2004h", "\x1b[?2004l"
+LINE_END = "\u2028"  # Unicode's line separator stands for a line's end in the file of the history
 PASTED = "\u2060"  # without width; Readline puts it before what is pasted
 
 
@@ -38,7 +39,6 @@ class Keyboard:
                 self._open_history()
 
     def _open_history(self) -> None:
-        self._readline.set_history_length(HISTORY_LINES)
         self._readline.parse_and_bind("tab: complete")
         if self._can_paste:
             # CPython switches it off. A paste of several lines is one message with it.
@@ -53,7 +53,12 @@ class Keyboard:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             os.close(os.open(path, os.O_CREAT | os.O_RDONLY, 0o600))
             path.chmod(0o600)
-            self._readline.read_history_file(path)
+            lines = path.read_text("utf-8", "surrogateescape").split("\n")[:-1]
+            if len(lines) > HISTORY_LINES:
+                lines = lines[-HISTORY_LINES:]
+                path.write_text("".join(f"{line}\n" for line in lines), "utf-8", "surrogateescape")
+            for line in lines:
+                self._readline.add_history(line.replace(LINE_END, "\n"))
             self._history = path
         except (OSError, ConfigError) as error:
             note(f"the history of what you type is not kept: {error}")
@@ -157,9 +162,10 @@ class Keyboard:
         if self._readline is None or self._history is None:
             return
         length = self._readline.get_current_history_length()
-        with contextlib.suppress(OSError):  # a full disk is no reason to end a conversation
-            if hasattr(self._readline, "append_history_file"):
-                self._readline.append_history_file(length - self._num_kept, self._history)
-            else:
-                self._readline.write_history_file(self._history)
+        new = [self._readline.get_history_item(i + 1) for i in range(self._num_kept, length)]
+        with (
+            contextlib.suppress(OSError),  # a full disk is no reason to end a conversation
+            self._history.open("a", encoding="utf-8", errors="surrogateescape") as file,
+        ):
+            file.write("".join(text.replace("\n", LINE_END) + "\n" for text in new))
         self._num_kept = length

@@ -276,6 +276,24 @@ def test_a_paste_is_one_message_whatever_it_begins_with(xterm, server, text):
     assert xterm.end() == 0
 
 
+def test_a_message_of_several_lines_comes_back_whole_in_the_next_conversation(xterm, server, tmp_path):
+    """Regression: arrow up brought back its last line."""
+    xterm.press(paste("/one\ntwo"))
+    xterm.expect("two")
+    xterm.press("\r")
+    xterm.expect("I see.")
+    xterm.expect(">>> ")
+    xterm.press(CTRL_D)
+    assert xterm.end() == 0
+    with Terminal("chat", "--url", server.url, XDG_STATE_HOME=str(tmp_path), TERM="xterm") as again:
+        again.expect(">>> ")
+        again.press(UP)
+        again.expect("two")
+        again.press("\r")
+        again.expect("I see.")
+    assert "<user>/one\ntwo<assistant>" in server.last_prompt()
+
+
 def test_what_is_typed_or_pasted_during_an_answer_waits_for_its_end(xterm, server):
     """Regression: the keys were echoed into the answer."""
     server.say("word " * 20, token_seconds=0.02)
