@@ -607,7 +607,7 @@ class ServerConfig:
         "auto",
         '"auto": the one that fits the chat template',
         section="tools and templates",
-        choices=("auto", "hermes", "llama3_json", "none"),
+        choices=("auto", "granite", "hermes", "llama3_json", "mistral", "qwen3_coder", "none"),
     )
     reasoning_parser: str = option(
         "auto", '"auto": the one that fits the chat template', choices=("auto", "qwen3", "none")

@@ -18,11 +18,12 @@ You are provided with function signatures within <tools></tools> XML tags:
 {tools}
 </tools>
 
-For each function call, return a json object with function name and arguments within <tool_call></tool_call> \
-XML tags:
-<tool_call>
-{{"name": <function-name>, "arguments": <args-json-object>}}
-</tool_call>"""
+For each function call, return a json object with function name and arguments {where}:
+{begin}{{"name": <function-name>, "arguments": <args-json-object>}}{end}"""
+WITHIN_TAGS = "within <tool_call></tool_call> XML tags"
+TAGS = ("<tool_call>\n", "\n</tool_call>")
+# What stands around a call's JSON, for parsers that do not read TAGS.
+MARKS = {"granite": ("<|tool_call|>[", "]"), "mistral": ("[TOOL_CALLS][", "]")}
 LLAMA = """You have access to the following functions. To call a function, respond with JSON for a function \
 call. Respond in the format \
 {{"name": function name, "parameters": dictionary of argument name and its value}}. Do not use variables.
@@ -31,10 +32,15 @@ call. Respond in the format \
 
 
 def describe(tools: Sequence[dict[str, Any]], parser: str) -> str:
-    """Returns the text about tools for the system prompt. `parser` is "hermes" or "llama3_json"; the text has
-    the words that models of that format were trained on."""
-    text = LLAMA if parser == "llama3_json" else HERMES
-    return text.format(tools="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    """Returns the text about tools for the system prompt, in the words that models of the format were
+    trained on."""
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    if parser == "llama3_json":
+        return LLAMA.format(tools=listed)
+    begin, end = MARKS.get(parser, TAGS)
+    return HERMES.format(
+        tools=listed, begin=begin, end=end, where="in this form" if parser in MARKS else WITHIN_TAGS
+    )
 
 
 def with_tools(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
@@ -79,4 +85,5 @@ def _call(call: dict[str, Any], parser: str) -> str:
     if parser == "llama3_json":
         return json.dumps({"name": name, "parameters": arguments}, ensure_ascii=False)
     text = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
-    return f"<tool_call>\n{text}\n</tool_call>"
+    begin, end = MARKS.get(parser, TAGS)
+    return f"{begin}{text}{end}"

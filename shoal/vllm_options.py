@@ -116,7 +116,10 @@ SERVER_OPTIONS: tuple[VllmOption, ...] = (
     *_refused("response_role", ("assistant",), "", "leave it out: answers have the role assistant"),
     *_idle("enable_auto_tool_choice", "tools may always be called, but with --tool-call-parser none", "flag"),
     *_idle("exclude_tools_when_tool_choice_none", "a prompt has no tools where tool_choice is none", "flag"),
-    _same("tool_call_parser", words={"": None, "llama4_json": "llama3_json"}),
+    _same(
+        "tool_call_parser",
+        words={"": None, "llama4_json": "llama3_json", "qwen3_xml": "qwen3_coder", "granite4": "hermes"},
+    ),
     *_refused("tool_parser_plugin", ("",), "", NO_PLUGINS),
     *_refused("tool_server", NO_VALUES, "", "leave it out: clients run their tools themselves"),
     *_refused("log_config_file", NO_VALUES, "", "use --log-format json, and redirect standard error"),

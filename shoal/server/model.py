@@ -88,7 +88,7 @@ class ServedModel:
     seed: int = 0  # where the seeds of requests without one come from
     max_queued_requests: int = 1024
     request_timeout: float | None = None  # seconds
-    tool_call_parser: str = "none"  # "hermes" | "llama3_json" | "none"
+    tool_call_parser: str = "none"  # a name of tool_formats/registry.py, or "none"
     reasoning_parser: str = "none"  # "qwen3" | "none"
     trust_request_chat_template: bool = False
     cache_config: dict[str, str] = field(default_factory=dict)  # for vllm:cache_config_info

@@ -57,16 +57,16 @@ class Parser(Protocol):
         ...
 
 
-class _Malformed(Exception):
+class Malformed(Exception):
     """Raised where the next character cannot stand, or the text ends within a value."""
 
 
-class _Ended(_Malformed):
+class Ended(Malformed):
     """Raised where the text ends within a value. What is left is half a character or half a number, which
     nobody can use."""
 
 
-class _CallReader:
+class CallReader:
     """The machinery: text at hand, JSON read strictly, and what is given out. `_run` of a subclass says what
     the text looks like.
 
@@ -81,7 +81,7 @@ class _CallReader:
         self._is_whole = is_whole
         self._num_before = 0  # parts that come before the call being read
         self._is_complete = False  # the last call was read to its end
-        self._text, self._at, self._ended = "", 0, False
+        self._text, self._at, self._is_ended = "", 0, False
         self._raw: list[str] = []  # what was read of a call that may yet be none
         self._arguments: list[str] = []  # arguments of the call being read, not given out yet
         self._inside = False  # what is read belongs to the arguments
@@ -95,7 +95,7 @@ class _CallReader:
         return self._advance()
 
     def finish(self) -> list[Part]:
-        self._ended = True
+        self._is_ended = True
         return self._advance()
 
     def _advance(self) -> list[Part]:
@@ -128,10 +128,10 @@ class _CallReader:
         elif text:
             self._parts.append(TextDelta(text))
 
-    def _give_up(self, markup: str, error: _Malformed) -> None:
+    def _give_up(self, markup: str, error: Malformed) -> None:
         """Ends a call that is none, or goes on no further. `markup` is what was skipped before it."""
         self._inside = False
-        if self._begun and isinstance(error, _Ended):
+        if self._begun and isinstance(error, Ended):
             self._at = len(self._text)
         elif self._begun and self._is_whole and not self._is_complete:
             del self._parts[self._num_before :]
@@ -146,7 +146,7 @@ class _CallReader:
 
     def _ahead(self, length: int) -> Generator[None, None, str]:
         """Returns the next characters without taking them. There are fewer at the end of the text."""
-        while len(self._text) - self._at < length and not self._ended:
+        while len(self._text) - self._at < length and not self._is_ended:
             yield
         return self._text[self._at : self._at + length]
 
@@ -162,14 +162,14 @@ class _CallReader:
         """Returns the next character that is not white space, without taking it."""
         while (char := (yield from self._ahead(1))) in SPACE:
             if not char:
-                raise _Ended
+                raise Ended
             self._take(char)
         return char
 
     def _expect(self, chars: str) -> Generator[None, None, str]:
         char = yield from self._next()
         if char not in chars:
-            raise _Malformed
+            raise Malformed
         self._take(char)
         return char
 
@@ -185,7 +185,7 @@ class _CallReader:
         parts: list[str] = []
         while (char := (yield from self._ahead(1))) != '"':
             if not char:
-                raise _Ended
+                raise Ended
             if char == "\\":
                 yield from self._escape(parts)
             elif char < " ":
@@ -202,25 +202,27 @@ class _CallReader:
         if text == "\\u":
             text = yield from self._ahead(6)
         if not ESCAPE.fullmatch(text):
-            raise _Ended if len(text) < (6 if text[1:2] == "u" else 2) else _Malformed
+            raise Ended if len(text) < (6 if text[1:2] == "u" else 2) else Malformed
         parts.append(text)
         self._take(text)
 
     def _word(self) -> Steps:
         """Reads a number, true, false or null."""
         while (
-            (found := WORD.match(self._text, self._at)) and found.end() == len(self._text) and not self._ended
+            (found := WORD.match(self._text, self._at))
+            and found.end() == len(self._text)
+            and not self._is_ended
         ):
             yield
         word = found[0] if found else ""
         if word not in ("true", "false", "null") and not NUMBER.fullmatch(word):
-            raise _Malformed if self._text[self._at + len(word) :] else _Ended
+            raise Malformed if self._text[self._at + len(word) :] else Ended
         self._take(word)
 
     def _value(self, depth: int = 0) -> Steps:
         char = yield from self._next()
         if depth > MAX_DEPTH:
-            raise _Malformed
+            raise Malformed
         if char == '"':
             yield from self._string()
         elif char not in "{[":
@@ -245,7 +247,7 @@ class _CallReader:
         """{"name": ..., "arguments": {...}}. names: nothing else is a call than a call of these. is_strict:
         with no other keys.
 
-        Raises _Malformed, `_begun` says whether before or after the call was known as one.
+        Raises Malformed, `_begun` says whether before or after the call was known as one.
         """
         self._give_arguments()  # those of the call before
         self._begun, self._inside, self._is_complete, name, has_arguments = False, False, False, "", False
@@ -258,7 +260,7 @@ class _CallReader:
             if key == "name" and not name:
                 name = yield from self._string()
                 if not name.isprintable() or (name not in names if names is not None else not name):
-                    raise _Malformed
+                    raise Malformed
                 if has_arguments:
                     self._begin(name)
             elif key in ("arguments", "parameters") and not has_arguments:
@@ -267,11 +269,11 @@ class _CallReader:
             elif not is_strict or key in ("type", "id"):
                 yield from self._value()
             else:
-                raise _Malformed
+                raise Malformed
             if (yield from self._expect(",}")) == "}":
                 break
         if not name:
-            raise _Malformed
+            raise Malformed
         if not self._begun:
             self._begin(name)
             self._arguments.append("{}")
@@ -292,109 +294,38 @@ class _CallReader:
         try:
             value = json.loads(json.loads("".join(self._raw[start:]), strict=False) or "{}")
         except (TypeError, ValueError):
-            raise _Malformed from None
+            raise Malformed from None
         if not isinstance(value, dict):
-            raise _Malformed
+            raise Malformed
         self._arguments.append(json.dumps(value))
         if name:
             self._begin(name)
 
-
-class TaggedCalls(_CallReader):
-    """Calls within text, behind a tag; white space around them is dropped.
-
-    hermes (Qwen too): <tool_call>{"name": ..., "arguments": {...}}</tool_call>
-    llama3_json: {"name": ..., "parameters": {...}}; ... - at the start of the answer, or behind
-    <|python_tag|>. As nothing else tells it from an answer in JSON, it has to name one of the tools.
-    """
-
-    def __init__(
-        self,
-        opening: str,
-        closing: str | None = None,
-        names: Collection[str] | None = None,
-        may_be_bare: bool = False,
-        is_whole: bool = False,
-    ) -> None:
-        """names: no others are calls. may_be_bare: at the start of the answer calls need no tag."""
-        self._opening = opening
-        self._closing = closing
-        self._names = names
-        self._may_be_bare = may_be_bare
-        self._unclosed = False  # the closing tag of a call is still to come
-        super().__init__(is_whole)
-
-    def _run(self) -> Steps:
-        if self._may_be_bare:
-            length = 1
-            while (seen := (yield from self._ahead(length))).isspace() and len(seen) == length:
-                length += 1
-            if seen.endswith("{"):
-                self._at += length - 1
-                yield from self._calls(seen[:-1])
-        while (markup := (yield from self._prose())) is not None:
-            yield from self._calls(markup)
-
-    def _prose(self) -> Generator[None, None, str | None]:
-        """Gives content up to an opening tag and skips the tag. Returns what it skipped, or None at the end
-        of the text."""
-        while True:
-            rest = self._text[self._at :]
-            start = rest.find(self._opening)
-            end = rest.find(self._closing) if self._closing and self._unclosed else -1
-            if end >= 0 and (start < 0 or end < start):
-                self._unclosed = False
-                self._give_content(rest[:end].rstrip(SPACE))
-                self._at += end + len(self._closing or "")
-                yield from self._skip(SPACE)
-                continue
-            if start >= 0:
-                solid = rest[:start].rstrip(SPACE)
-                self._give_content(solid)
-                self._at += start + len(self._opening)
-                return rest[len(solid) : start] + self._opening
-            if self._ended:
-                self._give_content(rest.rstrip(SPACE) if self._index >= 0 else rest)
-                return None
-            held = max(length_of_start(rest, tag) for tag in (self._opening, self._closing or ""))
-            solid = rest[: len(rest) - held].rstrip(SPACE)
-            self._give_content(solid)
-            self._at += len(solid)
-            yield
-
-    def _calls(self, markup: str) -> Steps:
-        """Reads calls that follow one another. `markup` is what was skipped before the first."""
-        while True:
-            try:
-                yield from self._call(self._names, self._may_be_bare)
-            except _Malformed as error:
-                self._give_up(markup, error)
-                self._unclosed = self._begun
-                return
-            self._unclosed = True
-            # one brace too many is a common slip
-            yield from self._skip(SPACE + ("}" if self._closing else ";"))
-            if self._closing or (yield from self._ahead(1)) != "{":
-                return
-            markup = ""
+    def _list_of_calls(
+        self, markup: str, names: Collection[str] | None = None, is_strict: bool = False
+    ) -> Steps:
+        """[{"name": ...}, ...]. `markup` is what was skipped before it."""
+        self._give_arguments()
+        self._raw.clear()
+        self._begun = self._is_complete = False
+        try:
+            yield from self._expect("[")
+            markup += "".join(self._raw)
+            while True:
+                yield from self._call(names, is_strict)
+                markup = ""
+                if (yield from self._expect(",]")) == "]":
+                    return
+        except Malformed as error:
+            self._give_up(markup, error)
 
 
-class ListedCalls(_CallReader):
+class ListedCalls(CallReader):
     """Reads an answer of the form [{"name": ..., "parameters": {...}}, ...], which the grammar of tool_choice
     "required" enforces."""
 
     def _run(self) -> Steps:
-        before = ""
-        try:
-            yield from self._expect("[")
-            before = "".join(self._raw)
-            while True:
-                yield from self._call()
-                before = ""
-                if (yield from self._expect(",]")) == "]":
-                    break
-        except _Malformed as error:
-            self._give_up(before, error)
+        yield from self._list_of_calls("")
         if self._index >= 0:
             yield from self._skip(SPACE)
         while True:
@@ -402,7 +333,7 @@ class ListedCalls(_CallReader):
             solid = rest.rstrip(SPACE) if self._index >= 0 else rest
             self._give_content(solid)
             self._at += len(solid)
-            if self._ended:
+            if self._is_ended:
                 return
             yield
 

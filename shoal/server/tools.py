@@ -18,6 +18,7 @@ JSON (a regex, a choice, a grammar) leaves "auto" no calls.
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -29,21 +30,28 @@ from shoal.errors import RequestError
 from shoal.server.errors import ApiError
 from shoal.server.http import Exchange
 from shoal.server.reasoning import ThinkParser, opens_thinking
-from shoal.server.tool_parsers import CallDelta, ListedCalls, NamedCall, Parser, Part, TaggedCalls, TextDelta
+from shoal.server.tool_formats.registry import BY_NAME, DEFAULT, choose
+from shoal.server.tool_parsers import CallDelta, ListedCalls, NamedCall, Parser, Part, TextDelta
+
+logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 CHOICES = ("auto", "none", "required")
 
 
 def choose_tool_call_parser(setting: str, chat_template: str | None) -> str:
-    """Resolves ServerConfig.tool_call_parser for a model: "hermes", "llama3_json" or "none". "auto" is
-    decided by the text of the chat template."""
+    """Resolves ServerConfig.tool_call_parser for a model: a name of the registry, or "none". "auto" is
+    decided by the text of the chat template; the log says so if its form of calls is not read."""
     if setting != "auto":
         return setting
-    template = chat_template or ""
-    if "<tool_call>" not in template and ("<|python_tag|>" in template or "ipython" in template):
-        return "llama3_json"
-    return "hermes"
+    name, problem = choose(chat_template or "")
+    if problem is not None:
+        logger.warning(
+            "%s: with tool_choice auto they stay text; use tool_choice required or a function, or choose "
+            "a parser by --tool-call-parser",
+            problem,
+        )
+    return name
 
 
 def choose_reasoning_parser(setting: str, chat_template: str | None) -> str:
@@ -88,14 +96,12 @@ class ToolPlan:
 
     def _call_or(self, form: StructuredOutputsParams, parser: str) -> StructuredOutputsParams:
         """A grammar for either calls in the parser's format or JSON of `form`."""
-        arguments, begin, end, separator = ("arguments", "<tool_call>\n", "\n</tool_call>", "\n")
-        if parser == "llama3_json":
-            arguments, begin, end, separator = ("parameters", "", "", "; ")
-        call = _json_part(_call_schema(self.schemas, arguments))
+        written = BY_NAME.get(parser, BY_NAME[DEFAULT])
+        call = _json_part(_call_schema(self.schemas, written.arguments))
         calls = {
             "type": "tags_with_separator",
-            "tags": [{"type": "tag", "begin": begin, "content": call, "end": end}],
-            "separator": separator,
+            "tags": [{"type": "tag", "begin": written.begin, "content": call, "end": written.end}],
+            "separator": written.separator,
             "at_least_one": True,
             "stop_after_first": not self.parallel,
         }
@@ -256,10 +262,8 @@ class AnswerFormat:
             return ListedCalls(is_whole)
         if plan.mode == "none":
             return None
-        if self._tool_call_parser == "llama3_json":
-            return TaggedCalls("<|python_tag|>", names=plan.schemas, may_be_bare=True, is_whole=is_whole)
         names = plan.schemas if plan.is_limited else None
-        return TaggedCalls("<tool_call>", "</tool_call>", names, is_whole=is_whole)
+        return BY_NAME[self._tool_call_parser].reader(plan.schemas, names, is_whole)
 
 
 class AnswerParser:

@@ -466,6 +466,21 @@ def test_older_functions_are_tools_and_their_call_is_in_the_older_shape(served, 
             '{"name": "weather", "parameters": {"city": "Rome"}}',
             "<tool_response>\nsunny\n</tool_response>",
         ),
+        (
+            "granite",
+            '<|tool_call|>[{"name": "weather", "arguments": {"city": "Rome"}}]',
+            "<tool_response>\nsunny\n</tool_response>",
+        ),
+        (
+            "mistral",
+            '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Rome"}}]',
+            "<tool_response>\nsunny\n</tool_response>",
+        ),
+        (
+            "qwen3_coder",
+            '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>',
+            "<tool_response>\nsunny\n</tool_response>",
+        ),
     ],
 )
 def test_a_template_without_a_place_for_tools_has_them_in_the_parsers_format(parser, call, response, caplog):
