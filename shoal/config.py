@@ -376,6 +376,12 @@ class EngineConfig:
         'not name, {"disable_any_whitespace": true} leaves out white space',
     )
     max_logprobs: int = option(20, "most logprobs a request may ask for; -1: no limit", low=-1)
+    logprobs_mode: str = option(
+        "raw_logprobs",
+        'log-probabilities of answers: "raw_logprobs", the model\'s own, or "processed_logprobs", of what '
+        "tokens are sampled from: with penalties, temperature and filters",
+        choices=("raw_logprobs", "processed_logprobs"),
+    )
     seed: int = option(0, "of requests that bring none")
     enable_sleep_mode: bool = option(
         False, "weights and KV cache in regions whose memory `sleep` gives back", section="sleep mode"

@@ -217,12 +217,7 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
     _same("enforce_eager", takes="flag"),
     *_refused("enable_return_routed_experts", OFF, "", "leave it out: experts are not told", "flag"),
     _same("max_logprobs"),
-    *_refused(
-        "logprobs_mode",
-        ("raw_logprobs",),
-        "log-probabilities are the model's own",
-        "leave it out: log-probabilities are the model's own (raw_logprobs)",
-    ),
+    _same("logprobs_mode"),
     *_idle("use_fp64_gumbel", "tokens are drawn in float32", "flag"),
     *_refused(
         "disable_sliding_window",

@@ -61,6 +61,32 @@ class Columns:
     gather: Callable[[torch.Tensor], torch.Tensor]
 
 
+def keep_survivors(
+    logits_SV: torch.Tensor,
+    tokens_S: torch.Tensor,
+    top_k_S: torch.Tensor,
+    top_p_S: torch.Tensor,
+    min_p_S: torch.Tensor,
+) -> torch.Tensor:
+    """Returns logits, already divided by their temperature, in which the tokens that min_p, top_k and top_p
+    exclude from a draw are impossible, by the rules of `survivors` (reference.py).
+
+    tokens_S, the drawn tokens, stay possible: a draw may round the mass of a token at the edge of top_p in
+    another way.
+    """
+    ordered_SV = logits_SV.sort(dim=-1, descending=True).values
+    floor_S1 = ordered_SV[:, :1] + min_p_S.log().unsqueeze(1)
+    k_S1 = torch.where(top_k_S > 0, top_k_S, logits_SV.shape[1]).clamp(max=logits_SV.shape[1]).unsqueeze(1)
+    floor_S1 = torch.maximum(floor_S1, ordered_SV.gather(1, k_S1.long() - 1))
+    kept_SV = ordered_SV.masked_fill(ordered_SV < floor_S1, -math.inf)
+    mass_SV = kept_SV.softmax(dim=-1)
+    more_probable_SV = mass_SV.cumsum(dim=-1) - mass_SV
+    is_kept_SV = (more_probable_SV < top_p_S.unsqueeze(1)) | (top_p_S.unsqueeze(1) >= 1.0)
+    floor_S1 = kept_SV.masked_fill(~is_kept_SV, math.inf).amin(dim=-1, keepdim=True).maximum(floor_S1)
+    floor_S1 = torch.minimum(floor_S1, logits_SV.gather(1, tokens_S.long().unsqueeze(1)))
+    return logits_SV.masked_fill(logits_SV < floor_S1, -math.inf)
+
+
 def logprobs(
     logits_SV: torch.Tensor, token_ids_S: torch.Tensor, k: int, columns: Columns | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@ to bad input."""
 
 import enum
 import gc
+import math
 import os
 import random
 import signal
@@ -12,12 +13,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from shoal import LLM, SamplingParams, request_builder
 from shoal.api import Request, StructuredOutputsParams
 from shoal.engine import llm, resolve
 from shoal.engine.ranks.ranks import Ranks
 from shoal.errors import ConfigError
+from shoal.kernels import reference
 from shoal.request_builder import copy_params
 from tests import tiny
 
@@ -107,6 +110,51 @@ def test_logprobs_are_the_oracles(build, root):
     assert answer.cumulative_logprob == pytest.approx(
         sum(s[t].logprob for s, t in zip(answer.logprobs, answer.token_ids))
     )
+
+
+PROCESSED = [
+    dict(temperature=0.0),
+    dict(temperature=0.7, seed=1),
+    dict(temperature=1.3, seed=2, top_k=5),
+    dict(temperature=0.9, seed=3, top_p=0.8, min_p=0.01),
+    dict(temperature=1.1, seed=4, presence_penalty=1.5, top_k=9),
+    dict(temperature=0.0, logit_bias={7: 50.0}, max_tokens=2),
+]
+
+
+def what_was_drawn_from(raw, token_ids, options):
+    """The log-probabilities of the last draw, by the parameters' own definitions."""
+    row = torch.tensor([raw[i].logprob for i in range(len(raw))])
+    for token_id, bias in options.get("logit_bias", {}).items():
+        row[token_id] += bias
+    row[list(set(token_ids))] -= options.get("presence_penalty", 0.0)
+    row /= options["temperature"] or 1.0
+    kept = reference.survivors(
+        row, 1.0, options.get("top_k", 0), options.get("top_p", 1.0), options.get("min_p", 0.0)
+    )
+    return dict(zip(kept.tolist(), row[kept].log_softmax(0).tolist()))
+
+
+@pytest.mark.parametrize("mode", [{}, {"async_scheduling": True, "max_num_batched_tokens": 24}], ids=str)
+def test_processed_logprobs_are_of_what_tokens_are_drawn_from(mode, build):
+    raw = build("qwen3", max_logprobs=-1)
+    processed = build("qwen3", max_logprobs=-1, logprobs_mode="processed_logprobs", **mode)
+    params = [greedy(**options, logprobs=-1) for options in PROCESSED]
+    outputs = [engine.generate(PROMPTS[: len(params)], params) for engine in (raw, processed)]
+    for own, found, options in zip(*outputs, PROCESSED):
+        own, found = own.outputs[0], found.outputs[0]
+        assert own.token_ids == found.token_ids, "the mode changes no token"
+        for i, step in enumerate(found.logprobs):
+            wanted = what_was_drawn_from(own.logprobs[i], own.token_ids[:i], options)
+            assert {t for t, entry in step.items() if entry.logprob > -math.inf} == set(wanted)
+            for token_id, logprob in wanted.items():
+                assert step[token_id].logprob == pytest.approx(logprob, abs=1e-4)
+
+
+def test_a_mode_of_logprobs_that_does_not_exist_is_refused(build):
+    for mode in ("raw_logits", "processed_logits", "processed"):
+        with pytest.raises(ConfigError, match=r"logprobs_mode.*raw_logprobs.*processed_logprobs"):
+            build("qwen3", logprobs_mode=mode)
 
 
 def test_a_seeded_draw_does_not_depend_on_neighbours_or_mode(build):

@@ -9,6 +9,7 @@ import torch
 from shoal.engine.runner.batch import Extras
 from shoal.engine.runner.sampling import FEW_ELEMENTS, LogitShaper, few_threads, logprobs
 from shoal.engine.scheduling.sequence import GrammarRow
+from shoal.kernels import logits as shaping
 from shoal.kernels import reference
 
 CPU = torch.device("cpu")
@@ -55,3 +56,21 @@ def test_many_elements_and_other_devices_keep_the_threads_and_an_error_gives_the
     with pytest.raises(MemoryError), few_threads(CPU, 1):
         raise MemoryError
     assert torch.get_num_threads() == 3
+
+
+def test_what_filters_leave_is_what_a_draw_leaves():
+    """Many rows at once keep the tokens that `survivors` keeps of each."""
+    generator = torch.Generator().manual_seed(3)
+    logits_SV = torch.randn(200, 41, generator=generator).mul(3).round(decimals=1)  # some are equal
+    top_k_S = torch.randint(0, 50, (200,), generator=generator, dtype=torch.int32)
+    top_p_S = torch.rand(200, generator=generator).mul(1.5).clamp(0.01, 1.0)
+    min_p_S = torch.rand(200, generator=generator).sub(0.6).clamp(min=0.0)
+    best_S = logits_SV.argmax(dim=-1).int()
+    found_SV = shaping.keep_survivors(logits_SV, best_S, top_k_S, top_p_S, min_p_S)
+    for s in range(200):
+        kept = reference.survivors(logits_SV[s], 1.0, int(top_k_S[s]), float(top_p_S[s]), float(min_p_S[s]))
+        assert torch.equal(found_SV[s].isfinite().nonzero().squeeze(1), kept)
+        assert torch.equal(found_SV[s, kept], logits_SV[s, kept])
+    least_S = logits_SV.argmin(dim=-1).int()
+    drawn_SV = shaping.keep_survivors(logits_SV, least_S, top_k_S, top_p_S, min_p_S)
+    assert drawn_SV.gather(1, least_S.long().unsqueeze(1)).isfinite().all(), "a drawn token stays possible"

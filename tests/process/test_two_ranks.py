@@ -84,6 +84,19 @@ def test_no_rank_ever_differs_in_what_was_drawn(root):
         assert first == second
 
 
+def test_processed_logprobs_of_two_ranks_are_one_ranks(root):
+    folder, answers = tiny.write_model(root, "qwen3"), []
+    ways = [dict(top_p=0.9), dict(top_k=5), dict(presence_penalty=1.0), dict(logit_bias={3: 5.0})]
+    asked = [params(temperature=0.8, seed=i, logprobs=4, **way) for i, way in enumerate(ways)]
+    for ranks in (1, 2):
+        with build(folder, tensor_parallel_size=ranks, logprobs_mode="processed_logprobs") as llm:
+            answers.append([output.outputs[0] for output in llm.generate(PROMPTS, asked)])
+    for one, two in zip(*answers):
+        assert one.token_ids == two.token_ids
+        for token_id, step, other in zip(one.token_ids, one.logprobs, two.logprobs):
+            assert step[token_id].logprob == pytest.approx(other[token_id].logprob, abs=1e-4)
+
+
 def test_a_rank_that_dies_ends_the_engine_with_its_name(root, capfd):
     llm = build(tiny.write_model(root, "qwen3"))
     try:

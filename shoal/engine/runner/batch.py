@@ -20,7 +20,15 @@ from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
 from shoal.engine.scheduling.sequence import GrammarRow, Sequence
 from shoal.engine.scheduling.shared_prefixes import PrefixTree
 from shoal.kernels.split_draw import needs_whole_row
-from shoal.kernels.state import FIELDS, MAX_GROUPS, Field, GroupField, StateLayout, seed_words
+from shoal.kernels.state import (
+    FIELDS,
+    MAX_GROUPS,
+    MIN_TEMPERATURE,
+    Field,
+    GroupField,
+    StateLayout,
+    seed_words,
+)
 
 INT32_MAX = 2**31 - 1
 # Sections start at multiples of as many int32s, 16 bytes, so that Triton sees one alignment and compiles one
@@ -217,6 +225,8 @@ class Extras:
     # int32 [grammars, words]: a bit for each token, set if it may be drawn (engine/scheduling/grammar.py)
     masks: np.ndarray | None = None
     embeds: list[int] = field(default_factory=list)  # samples whose hidden state is asked for
+    # samples with log-probabilities whose tokens are drawn from fewer, by top_k, top_p or min_p
+    filtered: list[int] = field(default_factory=list)
 
     @property
     def shapes_logits(self) -> bool:
@@ -224,7 +234,7 @@ class Extras:
         return bool(self.bias or self.banned or self.allowed or self.penalties or self.grammars)
 
     def __bool__(self) -> bool:
-        return self.shapes_logits or bool(self.new_penalty_rows or self.embeds)
+        return self.shapes_logits or bool(self.new_penalty_rows or self.embeds or self.filtered)
 
 
 class BatchBuilder:
@@ -439,6 +449,9 @@ class BatchBuilder:
         if request.embed:
             extras.embeds.append(sample)
             return
+        has_filter = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        if params.logprobs is not None and params.temperature >= MIN_TEMPERATURE and has_filter:
+            extras.filtered.append(sample)
         if params.logit_bias:
             extras.bias.extend((sample, token_id, bias) for token_id, bias in params.logit_bias.items())
         banned: list[int] = []

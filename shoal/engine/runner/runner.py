@@ -39,7 +39,7 @@ from shoal.engine.runner.rank_memory import RankMemory, new_regions
 from shoal.engine.runner.rank_peers import RankPeers
 from shoal.engine.runner.rank_profile import RankProfile
 from shoal.engine.runner.rank_weights import RankWeights
-from shoal.engine.runner.sampling import LogitShaper, Sampler, logprobs
+from shoal.engine.runner.sampling import LogitShaper, Sampler
 from shoal.engine.runner.step_buffers import StepBuffers, queue_copy
 from shoal.engine.runner.steps import StepResult, Steps
 from shoal.errors import CheckpointError
@@ -147,13 +147,17 @@ class ModelRunner:
         transfer = config.kv_transfer_config
         self.cache = KvCache(spec, self.device, is_shared=transfer is not None and transfer.lends)
         self.layer_ends = LayerEnds(model.num_layers, self.device)
+        processes_logprobs = config.logprobs_mode == "processed_logprobs"
+        self.sampler = Sampler(
+            ops, tp, self.state, self.shaper, self.model.lm_head, processes_logprobs=processes_logprobs
+        )
         self.steps = Steps(
             self.model,
             backend,
             ops,
             self.state,
             self.cache,
-            Sampler(ops, tp, self.state, self.shaper, self.model.lm_head),
+            self.sampler,
             buffers,
             self.layer_ends,
             self.mixed_shapes,
@@ -231,7 +235,8 @@ class ModelRunner:
         with self.model.one_layer_of_each_kind():
             logits_SV = self.steps.rehearse(num_seqs, query_len)
         # The rare requests that ask for more must find room too.
-        logprobs(logits_SV, self.state.sampled_S[:num_seqs], 1, self.model.lm_head)
+        rows_S = torch.arange(num_seqs, device=self.device)
+        self.sampler.logprobs(logits_SV, rows_S, 1, Extras(banned=[(0, 0)], filtered=[*range(num_seqs)]))
         logits_SV = self.model.lm_head.whole(logits_SV)
         if self.tp.rank == 0:
             logits_SV = self.shaper.shape(logits_SV, Extras(banned=[(0, 0)]))

@@ -21,7 +21,7 @@ from shoal.engine.runner.batch import Extras
 from shoal.engine.runner.batch_state import BatchState
 from shoal.kernels import logits as shaping
 from shoal.kernels.ops import Ops
-from shoal.kernels.state import Field
+from shoal.kernels.state import FIELDS, MIN_TEMPERATURE, Field
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.parallel import TensorParallel
 
@@ -93,9 +93,18 @@ class Sampler:
     Otherwise rank 0 draws from whole rows, and tells the others."""
 
     def __init__(
-        self, ops: Ops, tp: TensorParallel, state: BatchState, shaper: LogitShaper, head: Vocabulary
+        self,
+        ops: Ops,
+        tp: TensorParallel,
+        state: BatchState,
+        shaper: LogitShaper,
+        head: Vocabulary,
+        processes_logprobs: bool,
     ) -> None:
+        """`processes_logprobs`: log-probabilities are those of what tokens are drawn from, instead of the
+        model's own."""
         self.ops, self.tp, self.state, self.shaper, self.head = ops, tp, state, shaper, head
+        self.processes_logprobs = processes_logprobs
 
     def draw(self, logits_SV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor) -> None:
         """Draws a token for each sample whose row is not -1, into `sampled_S` and into its row's TOKEN and
@@ -131,6 +140,47 @@ class Sampler:
                 at_S = rows_S.long()
                 table[at_S, Field.TOKEN] = sampled_S
                 table[at_S, Field.POSITION] = positions_S + 1
+
+    def logprobs(
+        self, logits_SV: torch.Tensor, rows_S: torch.Tensor, num: int, extras: Extras | None
+    ) -> LogprobTensors | None:
+        """Log-probabilities of the tokens that were drawn from these logits, and of the `num` best (-1: of
+        the whole vocabulary). All ranks make this call, and rank 0 gets them, before it counts the tokens."""
+        tokens_S = self.state.sampled_S[: logits_SV.shape[0]]
+        if not self.processes_logprobs:
+            return logprobs(logits_SV, tokens_S, num, self.head)
+        logits_SV = self.head.whole(logits_SV)
+        if self.tp.rank:
+            return None
+        vocab_size = logits_SV.shape[1]
+        with few_threads(logits_SV.device, logits_SV.numel()):
+            logits_SV = self._drawn_from(logits_SV, rows_S, tokens_S, extras)
+            k = vocab_size if num < 0 else min(num, vocab_size)
+            return LogprobTensors(*shaping.logprobs(logits_SV, tokens_S, k))
+
+    def _drawn_from(
+        self, logits_SV: torch.Tensor, rows_S: torch.Tensor, tokens_S: torch.Tensor, extras: Extras | None
+    ) -> torch.Tensor:
+        """The logits whose softmax the tokens are drawn from, float32. A greedy row has no temperature."""
+        fields_SF = self.state.table[rows_S.long(), :FIELDS]
+        floats_SF = fields_SF.view(torch.float32)
+        temperature_S1 = floats_SF[:, Field.TEMPERATURE].unsqueeze(1)
+        temperature_S1 = torch.where(temperature_S1 < MIN_TEMPERATURE, 1.0, temperature_S1)
+        if extras is not None and extras.shapes_logits:
+            logits_SV = self.shaper.shape(logits_SV, extras).div_(temperature_S1)
+        else:
+            logits_SV = logits_SV.float() / temperature_S1
+        filtered = extras.filtered if extras is not None else []
+        for piece in row_pieces(len(filtered), logits_SV.shape[1]):
+            at = upload(torch.tensor(filtered[piece]), logits_SV.device)
+            logits_SV[at] = shaping.keep_survivors(
+                logits_SV[at],
+                tokens_S[at],
+                fields_SF[at, Field.TOP_K],
+                floats_SF[at, Field.TOP_P],
+                floats_SF[at, Field.MIN_P],
+            )
+        return logits_SV
 
 
 class LogitShaper:

@@ -92,6 +92,7 @@ class Outcome:
     logits_SV: torch.Tensor | None = None  # None: no request of the step needs them
     hidden_SD: torch.Tensor | None = None  # of a mixed step's samples
     prompt_logprobs: LogprobTensors | None = None
+    rows_S: torch.Tensor | None = None  # the state rows of the samples, where there are logits
 
 
 class Steps:
@@ -152,13 +153,14 @@ class Steps:
         num_samples, num_logprobs = int(header[Header.NUM_SAMPLES]), asked_of(header[Header.LOGPROBS])
         sampled_S = self.state.sampled_S[:num_samples]
         chosen = prompt = embeddings = None
+        if extras is not None and extras.embeds and outcome.hidden_SD is not None:
+            embeddings = unit_rows(outcome.hidden_SD, extras.embeds)
+        if num_logprobs is not None and outcome.logits_SV is not None and outcome.rows_S is not None:
+            logits_SV, rows_S = outcome.logits_SV[:num_samples], outcome.rows_S[:num_samples]
+            if (found := self.sampler.logprobs(logits_SV, rows_S, num_logprobs, extras)) is not None:
+                chosen = found.to_host()
         if extras is not None:
-            if extras.embeds and outcome.hidden_SD is not None:
-                embeddings = unit_rows(outcome.hidden_SD, extras.embeds)
             self.sampler.shaper.count(self.state.sampled_S, extras)
-        if num_logprobs is not None and outcome.logits_SV is not None:
-            logits_SV = outcome.logits_SV[:num_samples]
-            chosen = logprobs(logits_SV, sampled_S, num_logprobs, self.model.lm_head).to_host()
         if outcome.prompt_logprobs is not None:
             prompt = outcome.prompt_logprobs.to_host()
         if embeddings is not None:
@@ -189,7 +191,7 @@ class Steps:
         if header[Header.DRAWS_WHOLE]:
             rows_B, positions_B = self.state.active_B[:num_rows], self.state.positions_B[:num_rows]
             self.sampler.draw_whole(logits_SV, rows_B, positions_B, extras)
-        return Outcome(logits_SV)
+        return Outcome(logits_SV, rows_S=self.state.active_B[:num_rows])
 
     def decode(
         self,
@@ -272,7 +274,7 @@ class Steps:
             self.sampler.draw_whole(logits_SV, rows_S, positions_S, extras)
         else:
             self.sampler.draw(logits_SV, rows_S, positions_S)
-        return Outcome(logits_SV, hidden_SD, prompt_logprobs)
+        return Outcome(logits_SV, hidden_SD, prompt_logprobs, rows_S)
 
     def _prompt_logprobs(
         self, header: np.ndarray, hidden_TD: torch.Tensor, sections: dict[str, torch.Tensor]
@@ -307,12 +309,12 @@ class Steps:
             self.layer_ends.end_graph()
         hidden_SD = graph.output[:num_samples]
         logits_SV = None
+        rows_S = sections["sample_rows"][:num_samples]
         if header[Header.DRAWS_WHOLE] or header[Header.LOGPROBS]:
             logits_SV = self.model.logits(hidden_SD)
         if header[Header.DRAWS_WHOLE] and logits_SV is not None:
-            rows_S, positions_S = sections["sample_rows"], sections["sample_positions"]
-            self.sampler.draw_whole(logits_SV, rows_S[:num_samples], positions_S[:num_samples], extras)
-        return Outcome(logits_SV, hidden_SD)
+            self.sampler.draw_whole(logits_SV, rows_S, sections["sample_positions"][:num_samples], extras)
+        return Outcome(logits_SV, hidden_SD, rows_S=rows_S)
 
     def captured_mixed(self, shape: MixedShape) -> torch.Tensor:
         """A mixed step of what `mixed_inputs` holds; returns the hidden states of its samples. A graph
