@@ -154,7 +154,7 @@ def check_request(request: Request, vocab_size: int, max_logprobs: int) -> None:
                 "allow another id, or drop one of them"
             )
     for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
-        if asked is not None and max_logprobs >= 0 and not 0 <= asked <= max_logprobs:
+        if asked is not None and max_logprobs >= 0 and (vocab_size if asked < 0 else asked) > max_logprobs:
             count = f"{asked} (all)" if asked < 0 else asked
             raise RequestError(
                 f"{name} {count} is more than max_logprobs {max_logprobs}; ask for fewer or raise "

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from shoal.api import Logprob, TokenLogprobs
+from shoal.answer import Delta
+from shoal.api import CompletionOutput, Logprob, TokenLogprobs
 from shoal.server.generation import Usage
 from shoal.server.model import ServedModel
 
@@ -71,6 +72,13 @@ class LogprobShapes:
                 }
             )
         return {"content": content}
+
+    def of_text(self, answer: Delta | CompletionOutput) -> list[dict[str, Any]]:
+        """Returns the entries of the tokens that an answer's text was made of: not of the one that ended
+        it."""
+        rows = self.chat(answer.token_ids, answer.logprobs or ())["content"]
+        is_ended = answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str)
+        return rows[:-1] if is_ended else rows
 
     def completion(
         self,

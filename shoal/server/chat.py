@@ -142,11 +142,11 @@ def _check(request: ChatCompletionRequest, model: ServedModel) -> None:
     most, asked = model.max_logprobs, request.top_logprobs
     if asked and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs set to true", param="top_logprobs")
-    if asked is not None and most >= 0 and not 0 <= asked <= most:
+    if asked is not None and most >= 0 and (model.vocab_size if asked < 0 else asked) > most:
         raise ApiError(
             400,
-            f"top_logprobs {asked} is not from 0 to {most}; ask for fewer, or start the "
-            f"server with a larger --max-logprobs",
+            f"top_logprobs {asked} is more than {most}, the most that this server gives; ask for fewer, or "
+            "start it with a larger --max-logprobs",
             param="top_logprobs",
         )
 

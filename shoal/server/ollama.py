@@ -13,14 +13,16 @@ from typing import Any, Literal
 import msgspec
 from msgspec import Struct
 
-from shoal.api import SamplingParams, StructuredOutputsParams
-from shoal.server.answers import encode
+from shoal.answer import Delta
+from shoal.api import CompletionOutput, SamplingParams, StructuredOutputsParams
+from shoal.server.answers import LogprobShapes, encode
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
 from shoal.server.http import Dialect, Exchange
 from shoal.server.model import Prompt, ServedModel
 from shoal.server.params import read_prompts
-from shoal.server.protocol import MinusOneOrMore, Positive, Seconds, Seed, TokenId, Word, Words
+from shoal.server.protocol import Count, MinusOneOrMore, Positive, Seconds, Seed, TokenId, Word, Words
+from shoal.server.shapes import ContentLogprob
 from shoal.server.tokens import embed
 from shoal.server.tool_parsers import CallDelta, Part
 from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, template_variables
@@ -88,6 +90,8 @@ class OllamaRequest(Struct, kw_only=True):
     format: str | dict[str, Any] | None = None  # "json", or a JSON schema
     options: OllamaOptions | None = None
     think: bool | str | None = None  # or "low", "medium", "high"
+    logprobs: bool | None = None
+    top_logprobs: Count | None = None
     keep_alive: float | str | None = None  # taken: models stay
     timeout: Seconds | None = None  # as in our other APIs
 
@@ -169,6 +173,7 @@ class OllamaAnswer(Struct, kw_only=True, omit_defaults=True):
     prompt_eval_duration: int | None = None
     eval_count: int | None = None
     eval_duration: int | None = None
+    logprobs: list[ContentLogprob] | None = None  # of the tokens since the object before
 
 
 class OllamaAnswerMessage(Struct, kw_only=True, omit_defaults=True):
@@ -356,14 +361,16 @@ async def _answer(
         cuts_max_tokens=True,
     ) as generation:
         exchange.generation = generation
+        if params.logprobs is not None:
+            writer.shapes = LogprobShapes(model, params.logprobs, as_ids=False)
         if request.stream is False:
             [answer] = await generation.collect()
-            writer.add(parser.push(answer.text, last=True), answer.token_ids)
+            writer.add(parser.push(answer.text, last=True), answer)
             await exchange.json(writer.last(check_finish(answer.finish_reason), generation))
             return
         async for [delta] in generation:
             is_last = delta.finish_reason is not None
-            writer.add(parser.push(delta.text, last=is_last), delta.token_ids)
+            writer.add(parser.push(delta.text, last=is_last), delta)
             if line := writer.line(is_last):
                 await exchange.send(line)
             if is_last:
@@ -383,10 +390,15 @@ class _Writer:
         self._thinking: list[str] = []
         self._calls: list[CallDelta] = []  # the last one may still grow
         self._token_ids: list[int] = []  # those of the whole answer
+        self.shapes: LogprobShapes | None = None  # for requests that want log-probabilities
+        self._rows: list[Any] = []
 
-    def add(self, parts: Sequence[Part], token_ids: Sequence[int]) -> None:
+    def add(self, parts: Sequence[Part], answer: Delta | CompletionOutput) -> None:
+        """answer: what the parts were made of."""
         if self.gives_context:
-            self._token_ids += token_ids
+            self._token_ids += answer.token_ids
+        if self.shapes is not None:
+            self._rows += self.shapes.of_text(answer)
         for part in parts:
             if not isinstance(part, CallDelta):
                 (self._thinking if part.reasoning else self._content).append(part.text)
@@ -435,10 +447,12 @@ class _Writer:
         content, thinking, calls = "".join(self._content), "".join(self._thinking), self._calls[:num_calls]
         self._content, self._thinking, self._calls = [], [], self._calls[num_calls:]
         thought = {"thinking": thinking} if thinking else {}
+        rows, self._rows = self._rows, []
+        more = {"logprobs": rows} if rows else {}
         if not self.is_chat:
-            return {"response": content, **thought}
+            return {"response": content, **thought, **more}
         made = {"tool_calls": [_tool_call(call) for call in calls]} if calls else {}
-        return {"message": {"role": "assistant", "content": content, **thought, **made}}
+        return {"message": {"role": "assistant", "content": content, **thought, **made}, **more}
 
 
 def _tool_call(call: CallDelta) -> dict[str, Any]:
@@ -504,8 +518,15 @@ def _params(request: OllamaRequest, model: ServedModel) -> SamplingParams:
     return SamplingParams(
         **{**model.default_params, **given},
         structured_outputs=_structured(request.format),
+        logprobs=_num_logprobs(request),
         max_tokens=model.max_model_len if wanted is not None and wanted < 0 else wanted or None,
     )
+
+
+def _num_logprobs(request: OllamaRequest) -> int | None:
+    if request.top_logprobs and not request.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs set to true", param="top_logprobs")
+    return (request.top_logprobs or 0) if request.logprobs else None
 
 
 def _structured(form: str | dict[str, Any] | None) -> StructuredOutputsParams | None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
+
+import msgspec
 
 from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.server.errors import ApiError
@@ -51,25 +55,37 @@ def text_params(
     }
     if prompt_logprobs is not None:
         more["prompt_logprobs"] = prompt_logprobs
-    if (field := _format_field(request)) is not None:
-        if field != "structured_outputs":
-            exchange.names["structured_outputs"] = field
-        more["structured_outputs"] = _format(request, field)
+    fields = _format_fields(request)
+    if fields:
+        if fields[0] != "structured_outputs":
+            exchange.names["structured_outputs"] = fields[0]
+        more["structured_outputs"] = _format(request, fields[0])
     return request.sampling_params(model.default_params, model.vocab_size, **more)
 
 
-def _format_field(request: TextFields) -> str | None:
-    """The field that says what the text must be. Raises ApiError if there are several."""
+def _format_fields(request: TextFields) -> list[str]:
+    """Returns the fields that say what the text must be. Several may say the same, as clients write each
+    grammar for old and new servers. Raises ApiError if they do not."""
     fields = [name for name in FORMAT_FIELDS if getattr(request, name) is not None]
     if request.grammar == "":  # llama.cpp's default
         fields.remove("grammar")
     if request.response_format is not None and request.response_format.type == "text":
         fields.remove("response_format")
-    if len(fields) > 1:
+    wishes = [_comparable(_format(request, field)) for field in fields] if len(fields) > 1 else []
+    if any(wish != wishes[0] for wish in wishes):
         raise ApiError(
             400, f"{' and '.join(fields)} each say what the text must be; give one of them", param=fields[0]
         )
-    return fields[0] if fields else None
+    return fields
+
+
+def _comparable(wish: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
+    """Returns the wish with its schema as a value, which may be JSON text."""
+    if wish is None or not isinstance(wish.json, str):
+        return wish
+    with contextlib.suppress(msgspec.DecodeError):
+        return replace(wish, json=msgspec.json.decode(wish.json))
+    return wish
 
 
 def _format(request: TextFields, field: str) -> StructuredOutputsParams | None:

@@ -209,7 +209,14 @@ class CompletionRequest(TextFields, kw_only=True):
 
 
 class EmbeddingRequest(Struct, kw_only=True):
-    input: Prompts
+    """Either `input` or `messages`, a conversation that goes through the chat template."""
+
+    input: Prompts | None = None
+    messages: Annotated[list[dict[str, Any]], Meta(min_length=1)] | None = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Positive | None = None  # keep the first so many, scaled to unit length again

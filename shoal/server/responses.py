@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -12,6 +13,7 @@ from msgspec import Struct
 
 from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.errors import RequestError
+from shoal.server.answers import LogprobShapes
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation, Usage
 from shoal.server.http import Exchange
@@ -39,6 +41,7 @@ OUTPUTS = frozenset(f"{kind}_output" for kind in ("function_call", "custom_tool_
 SAID = frozenset({"message", "reasoning", "function_call", "custom_tool_call", *CLIENT_CALLS})
 
 FOLDER = "/v1/responses/"
+LOGPROBS = "message.output_text.logprobs"  # of `include`
 KEEPS_NONE = (
     "this server keeps no responses; send the whole conversation as `input` (`store: false` makes clients do "
     "so), or start the server with --responses-store-bytes"
@@ -201,9 +204,12 @@ async def create_response(exchange: Exchange) -> None:
         exchange.warn("truncation", "an input that is too long is refused here: `truncation` is ignored")
     if request.store and not exchange.port.responses.max_bytes:
         exchange.warn("store", "this server keeps no responses (--responses-store-bytes): `store` is ignored")
+    # Log-probabilities belong to items, so the answer is read as it comes.
+    is_whole = not request.stream and params.logprobs is None
     parser = AnswerFormat(
         plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
-    ).parser(is_whole=not request.stream)
+    ).parser(is_whole=is_whole)
+    shapes = None if params.logprobs is None else LogprobShapes(model, params.logprobs, as_ids=False)
     is_kept = exchange.port.responses.max_bytes > 0 and request.store is not False
     writer = _Writer(_response(request, model, params, plan, is_kept), _namespaced(request))
     exchange.error_event = writer.failed
@@ -228,7 +234,7 @@ async def create_response(exchange: Exchange) -> None:
             events += writer.finish("stop", answers.usage)
             await (exchange.end(events) if request.stream else exchange.json(writer.response))
             return
-        if not request.stream:
+        if is_whole:
             [answer] = await answers.collect()
             writer.add(parser.push(answer.text, last=True))
             writer.finish(check_finish(answer.finish_reason), answers.usage)
@@ -238,14 +244,15 @@ async def create_response(exchange: Exchange) -> None:
         events = writer.begin()
         async for [delta] in answers:
             last = delta.finish_reason is not None
-            events += writer.add(parser.push(delta.text, last=last))
+            rows = shapes.of_text(delta) if shapes else []
+            events += writer.add(parser.push(delta.text, last=last), rows)
             if last:
                 events += writer.finish(check_finish(delta.finish_reason), answers.usage)
                 _keep(exchange, request, writer.response)
-            if events:
+            if events and request.stream:
                 await exchange.send(events)
                 events = b""
-    await exchange.end(b"")
+    await (exchange.end(b"") if request.stream else exchange.json(writer.response))
 
 
 async def count_input_tokens(exchange: Exchange) -> None:
@@ -278,24 +285,39 @@ class _Writer:
         self.response, self._namespaced = response, namespaced
         self._number = 0  # the next event's number
         self._text: list[str] = []  # the text of the open item
+        self._rows: list[Any] = []  # the log-probabilities of its tokens
+        self._waiting_rows: list[Any] = []  # of tokens that have shown no text yet
         self._delta = b""  # the constant beginning of its delta events
 
     def begin(self) -> bytes:
         return self._whole("response.created") + self._whole("response.in_progress")
 
-    def add(self, parts: list[Part]) -> bytes:
+    def add(self, parts: list[Part], rows: Sequence[Any] = ()) -> bytes:
+        """rows: the log-probabilities of the tokens that made these parts."""
         events = []
+        self._waiting_rows += rows
         for part in parts:
             text = part.arguments if isinstance(part, CallDelta) else part.text
             if (opened := self._opened_by(part)) is not None:
                 events += [self._close("completed"), self._open(opened)]
             if text:
                 self._text.append(text)
-                events.append(
-                    b'%b%b,"sequence_number":%d}\n\n' % (self._delta, msgspec.json.encode(text), self._number)
-                )
-                self._number += 1
+                events.append(self._delta_event(text))
         return b"".join(events)
+
+    def _delta_event(self, text: str) -> bytes:
+        rows, self._waiting_rows = self._waiting_rows, []
+        shown = b""
+        if isinstance(self.response.output[-1], OutputMessage):
+            self._rows += rows
+            shown = b',"logprobs":' + msgspec.json.encode(rows)
+        self._number += 1
+        return b'%b%b%b,"sequence_number":%d}\n\n' % (
+            self._delta,
+            msgspec.json.encode(text),
+            shown,
+            self._number - 1,
+        )
 
     def finish(self, reason: str, usage: Usage) -> bytes:
         response, status = self.response, "incomplete" if reason == "length" else "completed"
@@ -340,11 +362,11 @@ class _Writer:
     def _open(self, item: Item) -> bytes:
         output = self.response.output
         output.append(item)
-        self._text = []
+        self._text, self._rows = [], []
         events = self._event("response.output_item.added", output_index=len(output) - 1, item=item)
         kind, where = "function_call_arguments", {"item_id": item.id, "output_index": len(output) - 1}
         if isinstance(item, OutputMessage):
-            kind, where = "output_text", {**where, "content_index": 0, "logprobs": []}
+            kind, where = "output_text", {**where, "content_index": 0}
             events += self._event(
                 "response.content_part.added",
                 item_id=item.id,
@@ -377,8 +399,8 @@ class _Writer:
         else:
             where["content_index"] = 0
             if isinstance(item, OutputMessage):
-                item.content = [OutputText(text)]
-                events = self._event("response.output_text.done", **where, text=text, logprobs=[])
+                item.content = [OutputText(text, logprobs=self._rows)]
+                events = self._event("response.output_text.done", **where, text=text, logprobs=self._rows)
             else:
                 item.content = [ReasoningText(text)]
                 events = self._event("response.reasoning_text.done", **where, text=text)
@@ -683,12 +705,6 @@ def _refuse(request: ResponsesRequest) -> None:
         raise ApiError(
             400, "background: this server stores no responses; set it to false", param="background"
         )
-    if request.top_logprobs or "message.output_text.logprobs" in (request.include or ()):
-        raise ApiError(
-            400,
-            "top_logprobs: this endpoint gives no logprobs; /v1/chat/completions does",
-            param="top_logprobs",
-        )
     if request.max_tokens is not None:
         raise ApiError(400, "max_tokens is called max_output_tokens here", param="max_tokens")
     if request.n not in (None, 1):
@@ -711,6 +727,9 @@ def _params(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -
             if given.type == "json_object"
             else StructuredOutputsParams(json=given.schema)
         )
+    if request.top_logprobs or LOGPROBS in (request.include or ()):
+        exchange.names["logprobs"] = "top_logprobs"
+        more["logprobs"] = request.top_logprobs or 0
     return request.sampling_params(
         model.default_params, model.vocab_size, max_tokens=filled(model, request.max_output_tokens), **more
     )

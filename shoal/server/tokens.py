@@ -16,7 +16,7 @@ from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
 from shoal.server.http import DONE, Exchange
 from shoal.server.model import Prompt, ServedModel
-from shoal.server.params import read_prompts
+from shoal.server.params import read_prompts, shortened
 from shoal.server.protocol import (
     DetokenizeRequest,
     EmbeddingRequest,
@@ -91,16 +91,31 @@ async def tokenizer_info(exchange: Exchange) -> None:
 
 async def create_embeddings(exchange: Exchange) -> None:
     request = exchange.decode(EmbeddingRequest)
-    exchange.names |= {"prompt": "input", "n": "input"}
     model = exchange.models.find(request.model)
     keep = model.max_model_len if request.truncate_prompt_tokens == -1 else request.truncate_prompt_tokens
-    prompts = await read_prompts(
-        model,
-        request.input,
-        field="input",
-        keep=keep,
-        add_special_tokens=request.add_special_tokens is not False,
-    )
+    if (request.input is None) == (request.messages is None):
+        raise ApiError(400, "input and messages: give exactly one of them", param="input")
+    if request.messages is not None:
+        exchange.names["prompt"] = "messages"
+        prompt = await model.chat_prompt(
+            request.messages,
+            chat_template=request.chat_template,
+            add_generation_prompt=request.add_generation_prompt,
+            continue_final_message=request.continue_final_message,
+            add_special_tokens=request.add_special_tokens,
+            variables=request.chat_template_kwargs,
+            must_fit=keep is None,
+        )
+        prompts = [shortened(prompt, keep)]
+    else:
+        exchange.names |= {"prompt": "input", "n": "input"}
+        prompts = await read_prompts(
+            model,
+            request.input or [],
+            field="input",
+            keep=keep,
+            add_special_tokens=request.add_special_tokens is not False,
+        )
     vectors = await embed(
         exchange,
         model,

@@ -306,3 +306,23 @@ def test_a_reader_gets_what_is_ready_in_one_line():
     with FakeServer(all_at_once) as server:
         lines = stream(server, "/api/generate", {"prompt": "x", "raw": True, "options": {"num_predict": 30}})
         assert len(lines) < 10 and "".join(line["response"] for line in lines) == "abc" * 10
+
+
+@pytest.mark.parametrize(
+    "path, more", [("/api/chat", {"messages": [USER]}), ("/api/generate", {"prompt": "Hi"})]
+)
+def test_log_probabilities_whole_and_streamed(served, path, more):
+    """Regression: `logprobs` was ignored with a 200."""
+    served.say("Hi!")
+    asked = {**more, "logprobs": True, "top_logprobs": 2}
+    status, whole = served.json(path, {**asked, "stream": False})
+    rows = whole["logprobs"]
+    assert status == 200 and "".join(row["token"] for row in rows) == "Hi!"
+    assert all(len(row["top_logprobs"]) == 2 and row["logprob"] <= 0 for row in rows)
+    lines = stream(served, path, asked)
+    assert [row for line in lines for row in line.get("logprobs", ())] == rows
+    assert len([line for line in lines if "logprobs" in line]) > 1
+    _, plain = served.json(path, {**more, "stream": False})
+    assert "logprobs" not in plain
+    status, error = served.json(path, {**more, "top_logprobs": 2})
+    assert status == 400 and "top_logprobs" in error["error"]

@@ -91,6 +91,7 @@ def test_a_grammar_that_cannot_be_used_is_refused():
         ([1], dict(stop_token_ids=[VOCAB]), [], "stop_token_ids names"),
         ([1], dict(allowed_token_ids=[7], stop_token_ids=[7], min_tokens=1), [], "min_tokens forbid all of"),
         ([1], dict(logprobs=21), [], "logprobs 21 is more than max_logprobs 20"),
+        ([1], dict(logprobs=-1), [], r"logprobs -1 \(all\) is more than max_logprobs 20"),
         ([1], dict(prompt_logprobs=-1), [], r"prompt_logprobs -1 \(all\) is more"),
         ([1], {}, [VOCAB], "output_token_ids holds token id 300"),
         ([1], dict(max_tokens=2), [5, 6], "max_tokens 2 allows no more"),
@@ -124,3 +125,13 @@ def test_a_request_at_the_limits_passes():
 def test_an_embedding_exchanges_no_kv_blocks(options):
     with pytest.raises(RequestError, match="neither offers KV blocks nor takes any"):
         check_request(Request("r", [1, 2], SamplingParams(), embed=True, **options), 10, 5)
+
+
+def test_all_log_probabilities_are_as_many_as_the_vocabulary_has_tokens():
+    """Regression: -1 was refused although max_logprobs was as large as the vocabulary."""
+    [request] = RequestBuilder(None, 50, (), seed=0).build(
+        [[1]], SamplingParams(logprobs=-1, prompt_logprobs=-1), iter("a"), arrival=0.0
+    )
+    check_request(request, 50, 50)
+    with pytest.raises(RequestError, match="more than max_logprobs 49"):
+        check_request(request, 50, 49)

@@ -267,7 +267,7 @@ def test_a_response_that_shall_be_stored_is_answered_and_its_sender_warned(serve
         ({"background": True}, "background"),
         ({"conversation": "conv_1"}, "conversation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
-        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"top_logprobs": 21}, "top_logprobs"),
         ({"input": []}, "input"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
         ({"input": [{"role": "user", "content": "x"}, {"id": "msg_1"}]}, "input[1]"),
@@ -459,3 +459,30 @@ def test_minus_one_output_token_means_as_many_as_fit(served, client):
         with pytest.raises(openai.BadRequestError) as caught:
             ask(client, max_output_tokens=wrong)
         assert caught.value.param == "max_output_tokens"
+
+
+def test_log_probabilities_are_those_of_the_text(served, client):
+    """Regression: a 400 sent people to another endpoint."""
+    served.say("Hi!")
+    asked = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    answer = ask(client, **asked)
+    rows = answer.output[0].content[0].logprobs
+    assert "".join(row.token for row in rows) == "Hi!" == answer.output_text
+    assert all(len(row.top_logprobs) == 2 and row.logprob <= 0 for row in rows)
+    events = list(ask(client, stream=True, **asked))
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [row.token for delta in deltas for row in delta.logprobs] == list("Hi!")
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    assert [row.token for row in done.logprobs] == list("Hi!")
+    assert events[-1].response.output[0].content[0].logprobs == rows
+    assert ask(client).output[0].content[0].logprobs == []
+    assert len(ask(client, include=asked["include"]).output[0].content[0].logprobs) == 3
+
+
+def test_log_probabilities_of_thoughts_and_calls_are_not_those_of_the_text(served, client):
+    served.say(CALL)
+    answer = ask(client, tools=[TOOL], include=["message.output_text.logprobs"])
+    _, message, call = answer.output
+    assert message.content[0].text == "I ask." and call.name == "weather"
+    shown = "".join(row.token for row in message.content[0].logprobs)
+    assert "I ask." in shown and "Let me see" not in shown and "Paris" not in shown

@@ -657,3 +657,42 @@ def test_ids_alone_are_served_without_a_tokenizer():
             ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
         ):
             assert server.json(path, body)[0] == 400, path
+
+
+def test_embeddings_of_a_conversation(server):
+    """Regression: `messages` was a 400, and vLLM takes a conversation in place of `input`."""
+    messages = [{"role": "user", "content": "The cat sat."}, {"role": "assistant", "content": "It did."}]
+    ids = server.json("/tokenize", {"messages": messages, "add_generation_prompt": False})[1]["tokens"]
+    wanted = server.json("/v1/embeddings", {"input": ids})[1]
+    assert server.json("/v1/embeddings", {"messages": messages})[1] == wanted
+    generates = server.json("/v1/embeddings", {"messages": messages, "add_generation_prompt": True})[1]
+    assert generates["usage"]["prompt_tokens"] > wanted["usage"]["prompt_tokens"]
+    for wrong in ({}, {"messages": messages, "input": "x"}, {"messages": []}):
+        status, found = server.json("/v1/embeddings", wrong)
+        assert status == 400 and found["error"]["param"] in ("input", "messages")
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"]}
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ({"guided_grammar": 'start: "yes" | "no"'}, {"grammar": 'start: "yes" | "no"'}),
+        ({"guided_choice": ["yes", "no"]}, {"choice": ["yes", "no"]}),
+        ({"guided_regex": "yes|no"}, {"regex": "yes|no"}),
+        ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+        ({"guided_json": json.dumps(SCHEMA)}, {"json": SCHEMA}),
+    ],
+)
+def test_the_same_wish_in_old_and_new_spelling_is_one(server, old, new):
+    """Regression: guidance writes each grammar for old and new servers, and that was a 400."""
+    body = {
+        "messages": [{"role": "user", "content": "a"}],
+        "max_tokens": 20,
+        **old,
+        "structured_outputs": new,
+    }
+    assert server.json("/v1/chat/completions", body)[0] == 200
+    status, found = server.json("/v1/chat/completions", {**body, "structured_outputs": {"regex": "other"}})
+    assert status == 400 and "each say what the text must be" in found["error"]["message"]
