@@ -249,11 +249,14 @@ class BeamSearchParams:
         check_fields(self, RequestError)
 
 
+# The fields of generation_config.json that are defaults of SamplingParams.
+GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
+
+
 def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the defaults of SamplingParams' fields in a model's generation_config.json."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    found = {name: value for name in names if (value := generation_config.get(name)) is not None}
-    if most := generation_config.get("max_new_tokens"):
+    found = {name: v for name in GENERATION_FIELDS if (v := generation_config.get(name)) is not None}
+    if (most := found.pop("max_new_tokens", None)) is not None and most:
         found["max_tokens"] = most
     return found
 

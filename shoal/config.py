@@ -11,10 +11,12 @@ import dataclasses
 import difflib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.errors import ConfigError
+from shoal.api import GENERATION_FIELDS, SamplingParams, sampling_defaults
+from shoal.errors import ConfigError, RequestError
 from shoal.fields import check_fields, option
 from shoal.vllm_options import EARLIER_OPTIONS, ENGINE_OPTIONS, NESTED_OPTIONS, translate
 
@@ -176,6 +178,33 @@ class StructuredOutputsConfig:
                 )
 
 
+def _check_sampling(config: Mapping[str, Any]) -> None:
+    """Raises ConfigError for defaults that a request could not have."""
+    name = "override_generation_config"
+    for field in config:
+        if field not in GENERATION_FIELDS:
+            raise ConfigError(
+                f"{name} must have the fields {', '.join(GENERATION_FIELDS)}, got {field!r:.100}"
+            )
+    try:
+        SamplingParams(**sampling_defaults(config))
+    except RequestError as error:
+        raise ConfigError(f"{name}: {error}") from None
+
+
+def _json_object(name: str, value: Any) -> dict[str, Any] | None:
+    """The value of an option that is a dict, or JSON of one. Raises ConfigError."""
+    found = value
+    if isinstance(value, str):
+        try:
+            found = json.loads(value)
+        except ValueError:
+            found = value
+    if found is not None and not (isinstance(found, dict) and all(isinstance(key, str) for key in found)):
+        raise ConfigError(f"{name} must be a dict or a JSON object, got {value!r:.200}; give one")
+    return found
+
+
 def _fields_of(config: type, option_name: str, value: Any) -> dict[str, Any]:
     """`value`, a dict or JSON of one, if the dataclass `config` has all its keys. Raises ConfigError."""
     fields = value
@@ -226,6 +255,9 @@ class EngineConfig:
     tokenizer: str | None = option(None, "folder or tokenizer.json; default: the model's own")
     skip_tokenizer_init: bool = option(False, "token ids only")
     revision: str | None = option(None, "branch, tag or commit of a hub id; version of a model in a store")
+    hf_overrides: dict[str, Any] | None = option(
+        None, 'fields of config.json in JSON, in the place of the model\'s: {"rope_theta": 1e6}'
+    )
     download_dir: str | None = option(
         None, "where files from the hub or a store are kept; default: the hub library's cache, or Shoal's"
     )
@@ -369,6 +401,11 @@ class EngineConfig:
         section="requests",
         choices=("auto", "vllm"),
     )
+    override_generation_config: dict[str, Any] | None = option(
+        None,
+        'default sampling parameters in JSON, before those of generation_config: {"temperature": 0.5}; '
+        "max_new_tokens is also the most that an answer may have",
+    )
     chat_template: str | None = option(None, "a Jinja template or a path to one; default: the model's own")
     structured_outputs_config: StructuredOutputsConfig | None = option(
         None,
@@ -424,6 +461,9 @@ class EngineConfig:
             raise ConfigError(
                 f"block_size {self.block_size} is not a power of two from 1 to 256; 16 is the default"
             )
+        for name in ("hf_overrides", "override_generation_config"):
+            object.__setattr__(self, name, _json_object(name, getattr(self, name)))
+        _check_sampling(self.override_generation_config or {})
         object.__setattr__(
             self, "structured_outputs_config", StructuredOutputsConfig.of(self.structured_outputs_config)
         )
@@ -448,8 +488,19 @@ class EngineConfig:
         out, and its weights are read from its files."""
         load_format = "auto" if self.load_format == "dummy" else self.load_format
         return dataclasses.replace(
-            self, model=model, tokenizer=None, chat_template=None, revision=None, load_format=load_format
+            self,
+            model=model,
+            tokenizer=None,
+            chat_template=None,
+            revision=None,
+            hf_overrides=None,
+            load_format=load_format,
         )
+
+    def sampling_config(self, of_model: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields of generation_config.json that count, `of_model` has the model's own."""
+        found = dict(of_model) if self.generation_config == "auto" else {}
+        return found | (self.override_generation_config or {})
 
     @property
     def closes_objects(self) -> bool:
@@ -629,8 +680,31 @@ class ServerConfig:
         "http://127.0.0.1:4318; needs shoal[otel]",
     )
     log_format: str = option("text", '"json": a JSON object a line', choices=("text", "json"))
+    enable_log_requests: bool = option(
+        False,
+        "a line when a request arrives, with its id, its size and its parameters; its prompts with --verbose "
+        "only",
+    )
+    max_log_len: int | None = option(
+        None, "most characters, or token ids, of a prompt in that line; default: all", low=0
+    )
+    enable_force_include_usage: bool = option(False, "every stream of OpenAI's API ends with its usage")
+    return_tokens_as_token_ids: bool = option(
+        False, 'log-probabilities name tokens by their ids ("token_id:123"), unless a request says otherwise'
+    )
+    default_chat_template_kwargs: dict[str, Any] | None = option(
+        None,
+        "variables of the chat template in JSON, where a request gives none of that name: "
+        '{"enable_thinking": false}',
+    )
     trust_request_chat_template: bool = option(
         False, "requests may bring a chat template (in the sandbox, but one may run for ever)"
+    )
+    root_path: str | None = option(
+        None, "the prefix that a proxy in front leaves in paths: /llm, for /llm/v1 as for /v1"
+    )
+    middleware: list[str] | None = option(
+        None, "ASGI middleware around the public port, outermost first: package.module.Class"
     )
     ssl_keyfile: str | None = option(None, "TLS: the private key", section="TLS")
     ssl_certfile: str | None = option(None, "TLS: the certificate")
@@ -684,6 +758,14 @@ class ServerConfig:
             raise ConfigError(
                 f"worker_tags {wrong[0]!r:.100} is no tag; leave out commas and spaces at its ends"
             )
+        name = "default_chat_template_kwargs"
+        object.__setattr__(self, name, _json_object(name, self.default_chat_template_kwargs))
+        if self.root_path is not None:
+            if not self.root_path.startswith("/") or not self.root_path.strip("/"):
+                raise ConfigError(
+                    f"root_path must begin with a slash, got {self.root_path!r:.200}; give /llm"
+                )
+            object.__setattr__(self, "root_path", self.root_path.rstrip("/"))
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_keyfile and ssl_certfile belong together; give both or neither")
 

@@ -27,6 +27,7 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     eos_token_ids: tuple[int, ...]  # all ids that end a text
     seed: int = 0  # where the seeds of requests without one come from
     max_logprobs: int = 20
+    template_defaults: dict[str, Any] = {}  # variables of the chat template that requests do not give
     closes_objects: bool = True  # a JSON schema's objects have no other keys, unless it says so
     tool_call_parser: str = "none"
     reasoning_parser: str = "none"

@@ -302,10 +302,10 @@ def argument_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
     options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": meaning}
     if kind is bool:
         return options | {"action": argparse.BooleanOptionalAction}
-    if dataclasses.is_dataclass(kind):
+    if dataclasses.is_dataclass(kind) or typing.get_origin(kind) is dict:
         return options | {"metavar": "JSON"}
     if typing.get_origin(kind) is list:
-        options["nargs"] = "+"
+        options |= {"nargs": "+", "action": "extend"}
         [kind] = typing.get_args(kind)
     read, metavar = KINDS[kind]
     if kind is int and field.default is None and "nargs" not in options:

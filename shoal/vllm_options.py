@@ -169,14 +169,13 @@ SERVER_OPTIONS: tuple[VllmOption, ...] = (
     *_refused(
         "disable_fastapi_docs", OFF, "", "keep /docs and /openapi.json from clients by a proxy", "flag"
     ),
-    *_refused(
-        "enable_force_include_usage return_tokens_as_token_ids enable_log_requests",
-        OFF,
-        "",
-        "leave it out: requests say it themselves",
-        "flag",
-    ),
-    *_refused("default_chat_template_kwargs root_path middleware max_log_len", NO_VALUES, "", "leave it out"),
+    _same("default_chat_template_kwargs"),
+    _same("return_tokens_as_token_ids", takes="flag"),
+    _same("enable_force_include_usage", takes="flag"),
+    _same("enable_log_requests", takes="flag"),
+    _same("max_log_len"),
+    _same("root_path", words={"": None}),
+    _same("middleware"),
     *_idle(
         "h11_max_incomplete_event_size h11_max_header_count", "the head of a request has limits of its own"
     ),
@@ -243,7 +242,8 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
         "set HF_TOKEN in the environment: every user of the machine can read a command line",
         "optional",
     ),
-    *_refused("hf_overrides override_generation_config", ({},), "", "change the model's config.json instead"),
+    _same("hf_overrides"),
+    _same("override_generation_config"),
     *_refused("pooler_config", NO_VALUES, "", "leave it out: /v1/embeddings pools as it says"),
     _same("generation_config"),
     _same("enable_sleep_mode", takes="flag"),

@@ -116,6 +116,7 @@ def plan(
         engine = EngineConfig.from_options(model=path, **options)
         check_lends(config.role, engine)
         files = resolve(engine.model, engine.revision, engine.download_dir).check()
+        files = files.overridden(engine.hf_overrides)
         if files.revision is not None:
             engine = dataclasses.replace(engine, revision=files.revision)  # its processes take this one
         found.append(Planned(config.served_model_name or [name], engine, files))
@@ -253,6 +254,7 @@ def card_of(
         seed=engine.seed,
         max_logprobs=engine.max_logprobs,
         closes_objects=engine.closes_objects,
+        template_defaults=config.default_chat_template_kwargs or {},
         tool_call_parser=choose_tool_call_parser(config.tool_call_parser, tool_template),
         reasoning_parser=choose_reasoning_parser(config.reasoning_parser, template),
         cache_config=_cache_config(engine, info),

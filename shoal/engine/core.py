@@ -346,7 +346,7 @@ class EngineCore:
             self.weights.update(files)
             return self
         self._check_can_end(files, why)
-        config = self._given.for_model(source)
+        config, files = self._given.for_model(source), dataclasses.replace(files, overrides={})
         refusal: ShoalError | None = None
         try:
             _check_text(config, files)

@@ -84,6 +84,7 @@ class LLM:
         self._keeps_times = options.pop("disable_log_stats", True) is False
         config = EngineConfig.from_options(model=str(model), **options)
         files = resolve(config.model, config.revision, config.download_dir).check()
+        files = files.overridden(config.hf_overrides)
         self._lock = _Turns()  # held for a step, and whenever else the core is touched
         self._late_interrupts = _LateInterrupts()
         self._ids = itertools.count()
@@ -99,7 +100,7 @@ class LLM:
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(files, config.tokenizer, config.chat_template)
         vocab_size = files.config.vocab_size
-        self.generation_config = files.generation_config if config.generation_config == "auto" else {}
+        self.generation_config = config.sampling_config(files.generation_config)
         self.eos_token_ids = end_token_ids(files.eos_token_ids, self.tokenizer, vocab_size)
         self._builder = RequestBuilder(
             self.tokenizer,

@@ -21,6 +21,7 @@ NOT_OF_A_ROUTER = (
     "swap",
     "swap_patience",
     "tool_call_parser",
+    "default_chat_template_kwargs",
     "reasoning_parser",
     "plane",
     "role",

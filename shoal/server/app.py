@@ -17,6 +17,7 @@ from shoal.server.doors import Doors
 from shoal.server.errors import ApiError, to_api_error
 from shoal.server.http import OPENAI, ClientGone, Dialect, Exchange, Receive, Scope, Send
 from shoal.server.messages import ANTHROPIC, ANTHROPIC_VERSION
+from shoal.server.middleware import Application, middleware
 from shoal.server.port import Port
 from shoal.server.request_log import log_request, status_of
 from shoal.server.route import Route, RouteTable
@@ -39,14 +40,22 @@ class Server:
         tracing: Tracing | None = None,
     ) -> None:
         """watch: of a fleet; None: this server is watched by itself. is_admin: stricter with pages and names,
-        see Doors. tracing: see Port. Raises ConfigError for unreadable keys."""
+        see Doors. tracing: see Port. Raises ConfigError for unreadable keys and for middleware that cannot be
+        loaded."""
         self.port = Port(models, config, watch or Watch(models), tracing)
         self.exchanges: set[Exchange] = set()
         self._cors = Cors(config)
         self._doors = Doors(config, self.port.keys, self._cors, is_admin=is_admin)
         self._table = RouteTable(routes)
+        self._root_path = "" if is_admin else config.root_path or ""
+        self._application: Application = self._answer
+        for name in reversed(() if is_admin else config.middleware or ()):
+            self._application = middleware(name)(self._application)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._application(scope, receive, send)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"no {scope['type']} here")
         exchange = Exchange(self.port, scope, receive, send, self._count)
@@ -77,6 +86,9 @@ class Server:
     def _route(self, exchange: Exchange) -> Route | None:
         """None for a CORS preflight. Raises ApiError: 404, 405, 401, 403."""
         self._cors.add_headers(exchange)
+        root = self._root_path
+        if root and (exchange.path == root or exchange.path.startswith(f"{root}/")):
+            exchange.path = exchange.path[len(root) :] or "/"
         found = self._table.find(exchange.path)
         if found is None:
             exchange.dialect = _dialect(exchange, self._table.dialect_beside(exchange.path))

@@ -21,7 +21,7 @@ from shoal.server.functions import as_tools
 from shoal.server.generation import Generation
 from shoal.server.http import DONE, MAX_UNKNOWN, Exchange
 from shoal.server.model import Prompt, ServedModel
-from shoal.server.params import check_stream_options, filled, num_kept, shortened, text_params
+from shoal.server.params import check_stream_options, filled, names_by_ids, num_kept, shortened, text_params
 from shoal.server.parts import readable
 from shoal.server.protocol import ChatCompletionRequest
 from shoal.server.tool_parsers import Part, TextDelta
@@ -52,7 +52,7 @@ async def create_chat_completion(exchange: Exchange) -> None:
     request = exchange.decode(ChatCompletionRequest)
     exchange.names["prompt"] = "messages"
     model = exchange.models.find(request.model)
-    options = check_stream_options(request.stream, request.stream_options)
+    options = check_stream_options(request.stream, request.stream_options, exchange.port.config)
     _check(request, model)
     as_tools(request, exchange.names)
     _warn_unknown(exchange, request)
@@ -90,8 +90,8 @@ async def create_chat_completion(exchange: Exchange) -> None:
         if is_plain
         else AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params)
     )
-    answer = _Answer(model, request, generation, form)
-    exchange.generation = generation
+    answer = _Answer(model, request, generation, form, names_by_ids(exchange, request))
+    exchange.begin(generation)
     if request.stream:
         usage = generation.usage if options.include_usage and options.continuous_usage_stats else None
         chunks = Chunks(
@@ -247,12 +247,12 @@ class _Answer:
         request: ChatCompletionRequest,
         generation: Generation,
         form: AnswerFormat | None,
+        by_ids: bool,
     ) -> None:
+        """by_ids: log-probabilities name tokens by their ids."""
         self.request, self.generation, self.form = request, generation, form
         self.id, self.created = generation.request_id, int(time.time())
-        self.shapes = LogprobShapes(
-            model, request.top_logprobs or 0, bool(request.return_tokens_as_token_ids)
-        )
+        self.shapes = LogprobShapes(model, request.top_logprobs or 0, by_ids)
         self._parsers: dict[int, AnswerParser] = {}
         self._begun: set[int] = set()
         self._is_legacy = request.functions is not None  # the answer's calls have the older shape

@@ -20,7 +20,14 @@ from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
 from shoal.server.http import DONE, Exchange
 from shoal.server.model import ServedModel
-from shoal.server.params import check_stream_options, filled, num_kept, read_prompts, text_params
+from shoal.server.params import (
+    check_stream_options,
+    filled,
+    names_by_ids,
+    num_kept,
+    read_prompts,
+    text_params,
+)
 from shoal.server.protocol import AS_MANY_AS_FIT, CompletionRequest
 
 DEFAULT_MAX_TOKENS = 16
@@ -29,7 +36,7 @@ DEFAULT_MAX_TOKENS = 16
 async def create_completion(exchange: Exchange) -> None:
     request = exchange.decode(CompletionRequest)
     model = exchange.models.find(request.model)
-    options = check_stream_options(request.stream, request.stream_options)
+    options = check_stream_options(request.stream, request.stream_options, exchange.port.config)
     if request.suffix:
         raise ApiError(
             400, "suffix is given, and no model here fills in the middle; leave it out", param="suffix"
@@ -79,8 +86,8 @@ async def create_completion(exchange: Exchange) -> None:
         tags=exchange.tags,
         cuts_max_tokens=fills,
     )
-    answer = _Answer(model, request, generation)
-    exchange.generation = generation
+    answer = _Answer(model, request, generation, names_by_ids(exchange, request))
+    exchange.begin(generation)
     if request.stream:
         usage = generation.usage if options.include_usage and options.continuous_usage_stats else None
         chunks = Chunks(
@@ -118,10 +125,13 @@ async def create_completion(exchange: Exchange) -> None:
 class _Answer:
     """Shapes the choices of one request."""
 
-    def __init__(self, model: ServedModel, request: CompletionRequest, generation: Generation) -> None:
+    def __init__(
+        self, model: ServedModel, request: CompletionRequest, generation: Generation, by_ids: bool
+    ) -> None:
+        """by_ids: log-probabilities name tokens by their ids."""
         self.model, self.request, self.generation = model, request, generation
         self.id, self.created = generation.request_id, int(time.time())
-        self.shapes = LogprobShapes(model, request.logprobs or 0, bool(request.return_tokens_as_token_ids))
+        self.shapes = LogprobShapes(model, request.logprobs or 0, by_ids)
         self._places: dict[int, TextPlace] = {}  # of the next token, in each choice that began
         self._is_echo_alone = request.max_tokens == 0
         self._is_plain = (

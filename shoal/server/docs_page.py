@@ -100,6 +100,7 @@ def docs(routes: Sequence[Route]) -> Handler:
     async def handle(exchange: Exchange) -> None:
         host = exchange.headers.get(b"host", b"").decode("latin-1")
         address = f"{exchange.scope['scheme']}://{host if HOST.fullmatch(host) else '127.0.0.1:8000'}"
+        address += exchange.port.config.root_path or ""
         model = next(iter(exchange.models.names), "MODEL")
         page = docs_page(tuple(routes), address, model, bool(exchange.port.keys))
         await exchange.respond(page, content_type=b"text/html; charset=utf-8", headers=HEADERS)
@@ -126,7 +127,7 @@ def docs_page(routes: tuple[Route, ...], address: str, model: str, asks_for_key:
         for name, schema in sorted(schemas.items())
         if "properties" in schema or "enum" in schema
     )
-    info = described["info"]
+    info, root = described["info"], escape(urllib.parse.urlsplit(address).path)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -138,8 +139,8 @@ def docs_page(routes: tuple[Route, ...], address: str, model: str, asks_for_key:
 <body>
 <main>
 <h1>{escape(info["title"])} {escape(info["version"])}</h1>
-<p>{escape(info["description"])} <a href="/openapi.json">openapi.json</a> has the same for programs.
-<a href="/">The chat page</a> is for talking.</p>
+<p>{escape(info["description"])} <a href="{root}/openapi.json">openapi.json</a> has the same for programs.
+<a href="{root}/">The chat page</a> is for talking.</p>
 {endpoints}
 <h2>Types</h2>
 {types}

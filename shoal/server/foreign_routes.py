@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 
@@ -92,7 +93,7 @@ async def _pass_on(exchange: Exchange, model: ForeignModel, asked: _Asked) -> No
         exchange.method,
         f"{exchange.path}?{query}" if query else exchange.path,
         exchange.headers,
-        exchange.body,
+        _as_operated(exchange),
     )
     model.admission.enter(1)
     try:
@@ -102,6 +103,22 @@ async def _pass_on(exchange: Exchange, model: ForeignModel, asked: _Asked) -> No
         raise ApiError(504, f"the request took longer than its {seconds:g} s") from None
     finally:
         model.admission.leave(1)
+
+
+def _as_operated(exchange: Exchange) -> bytes:
+    """The body, with what the router's options say for every request of OpenAI's older APIs."""
+    config = exchange.port.config
+    if exchange.path not in ("/v1/chat/completions", "/v1/completions") or not (
+        config.enable_force_include_usage or config.return_tokens_as_token_ids
+    ):
+        return exchange.body
+    body = decode(dict[str, Any], exchange.body)
+    if config.enable_force_include_usage and body.get("stream"):
+        given = body.get("stream_options")
+        body["stream_options"] = {**(given if isinstance(given, dict) else {}), "include_usage": True}
+    if config.return_tokens_as_token_ids and body.get("return_tokens_as_token_ids") is None:
+        body["return_tokens_as_token_ids"] = True
+    return msgspec.json.encode(body)
 
 
 async def _answer(exchange: Exchange, model: ForeignModel, call: ForeignCall) -> None:

@@ -283,8 +283,11 @@ class Generation:
             return 1
         if room < 1:
             raise context_overflow(model.max_model_len, len(ids), asked)
+        most = model.most_new_tokens
         if asked is None:
             return min(room, model.default_max_tokens or room)
+        if most is not None and asked > most:
+            asked = most
         if asked > room and self.cuts_max_tokens:
             return room
         if asked > room:

@@ -16,6 +16,7 @@ import msgspec
 
 from shoal.api import FinishReason, Span
 from shoal.fleet_api import tags_of
+from shoal.server.arrival_log import log_arrival
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
 from shoal.server.port import Port
@@ -89,7 +90,7 @@ class Exchange:
         self.dialect = OPENAI
         # How the client calls what messages of errors call otherwise: the handler says it.
         self.names: dict[str, str] = {}
-        self.generation: Generation | None = None  # the handler sets it
+        self.generation: Generation | None = None  # see begin
         self._last = b""  # of a stream, what its end takes along
         self.line: TimeLine | None = None  # see begin_line
         self._trace: Trace | None = None
@@ -202,6 +203,12 @@ class Exchange:
         if is_listed:
             self.port.time_lines.add(line)
         return line
+
+    def begin(self, generation: Generation) -> None:
+        """From now on the exchange is about these answers."""
+        self.generation = generation
+        if self.port.config.enable_log_requests:
+            log_arrival(self.request_id, self.handler, generation, self.port.config)
 
     def _joined(self, name: bytes) -> str:
         """A header that may be cut into several, as HTTP puts them together."""

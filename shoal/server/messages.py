@@ -152,7 +152,7 @@ async def create_message(exchange: Exchange) -> None:
         tags=exchange.tags,
         cuts_max_tokens=True,
     ) as answers:
-        exchange.generation = answers
+        exchange.begin(answers)
         if request.max_tokens == 0:
             events = writer.begin()
             check_finish(await answers.warm())

@@ -63,6 +63,7 @@ OF_THE_MODEL = (
     "builder",
     "default_params",
     "default_max_tokens",
+    "most_new_tokens",
 )
 
 
@@ -85,6 +86,7 @@ class ServedModel:
     max_num_seqs: int
     # the model's defaults of sampling parameters
     generation_config: dict[str, Any] = field(default_factory=dict)
+    most_new_tokens: int | None = None  # that an answer may have, whatever its request says
     seed: int = 0  # where the seeds of requests without one come from
     max_queued_requests: int = 1024
     request_timeout: float | None = None  # seconds
@@ -95,6 +97,7 @@ class ServedModel:
     on_gpu: bool = False
     summary: ModelSummary = field(default_factory=ModelSummary)
     max_logprobs: int = 20  # the most that a request may ask for; -1: no limit
+    template_defaults: dict[str, Any] = field(default_factory=dict)  # variables that requests do not give
     closes_objects: bool = True  # a JSON schema's objects have no other keys, unless it says so
     card: ModelCard | None = None  # what it was made from
 
@@ -206,7 +209,7 @@ class ServedModel:
             )
         if len(messages) > self.max_model_len:
             raise context_overflow(self.max_model_len, len(messages))
-        variables = dict(variables or {})
+        variables = self.template_defaults | (variables or {})
         if taken := TEMPLATE_NAMES & variables.keys():
             raise ApiError(
                 400,
@@ -280,6 +283,7 @@ def served_model(
         eos_token_ids=card.eos_token_ids,
         max_num_seqs=info.max_num_seqs,
         generation_config=info.generation_config,
+        most_new_tokens=info.most_new_tokens,
         seed=card.seed,
         max_queued_requests=config.max_queued_requests,
         request_timeout=config.request_timeout,
@@ -288,6 +292,7 @@ def served_model(
         trust_request_chat_template=config.trust_request_chat_template,
         max_logprobs=card.max_logprobs,
         closes_objects=card.closes_objects,
+        template_defaults=card.template_defaults,
         cache_config=card.cache_config,
         card=card,
         on_gpu=info.device != "cpu",

@@ -360,7 +360,7 @@ async def _answer(
         tags=exchange.tags,
         cuts_max_tokens=True,
     ) as generation:
-        exchange.generation = generation
+        exchange.begin(generation)
         if params.logprobs is not None:
             writer.shapes = LogprobShapes(model, params.logprobs, as_ids=False)
         if request.stream is False:

@@ -38,11 +38,12 @@ def openapi(routes: Sequence[Route]) -> Handler:
     """A handler that answers with the document of these routes. They may grow until the first request."""
 
     @functools.cache
-    def encoded() -> bytes:
-        return msgspec.json.encode(document(routes))
+    def encoded(root_path: str | None) -> bytes:
+        servers = {} if root_path is None else {"servers": [{"url": root_path}]}
+        return msgspec.json.encode(document(routes) | servers)
 
     async def handle(exchange: Exchange) -> None:
-        await exchange.json(encoded())
+        await exchange.json(encoded(exchange.port.config.root_path))
 
     return handle
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from shoal.api import SamplingParams, StructuredOutputsParams
+from shoal.config import ServerConfig
 from shoal.server.errors import ApiError
 from shoal.server.http import Exchange
 from shoal.server.model import Prompt, ServedModel
@@ -133,13 +134,23 @@ def from_response_format(
     )
 
 
-def check_stream_options(stream: bool | None, options: StreamOptions | None) -> StreamOptions:
-    """Raises ApiError for options without a stream, as OpenAI and vLLM do."""
+def check_stream_options(
+    stream: bool | None, options: StreamOptions | None, config: ServerConfig
+) -> StreamOptions:
+    """The options of a stream, with the usage that the operator wants. Raises ApiError for options without a
+    stream, as OpenAI and vLLM do."""
     if options is not None and not stream:
         raise ApiError(
             400, "stream_options is for streams; set stream to true or leave it out", param="stream_options"
         )
-    return options or StreamOptions()
+    found = options or StreamOptions()
+    return msgspec.structs.replace(found, include_usage=True) if config.enable_force_include_usage else found
+
+
+def names_by_ids(exchange: Exchange, request: TextFields) -> bool:
+    """Whether log-probabilities name tokens by their ids."""
+    wanted = request.return_tokens_as_token_ids
+    return exchange.port.config.return_tokens_as_token_ids if wanted is None else wanted
 
 
 async def read_prompts(

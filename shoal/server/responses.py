@@ -227,7 +227,7 @@ async def create_response(exchange: Exchange) -> None:
         tags=exchange.tags,
         cuts_max_tokens=True,
     ) as answers:
-        exchange.generation = answers
+        exchange.begin(answers)
         if request.prompt_cache_options is not None and request.prompt_cache_options.prewarm:
             events = writer.begin()
             check_finish(await answers.warm())

@@ -181,7 +181,7 @@ async def embed(
         tags=exchange.tags,
         embed=True,
     )
-    exchange.generation = generation
+    exchange.begin(generation)
     found: dict[int, list[float]] = {}
     async with generation:
         async for deltas in generation:
@@ -248,7 +248,7 @@ async def generate_tokens(exchange: Exchange) -> None:
         session=exchange.session(),
         tags=exchange.tags,
     )
-    exchange.generation = generation
+    exchange.begin(generation)
     head = {"version": TOKEN_PROTOCOL, "request_id": request_id}
     if request.stream:
         async with generation:

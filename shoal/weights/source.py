@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ class CheckpointFiles:
     folder: Path
     file: Path | None = None  # the GGUF file, if it is one
     revision: str | None = None  # of a model from a store, which may have another one by now
+    overrides: dict[str, Any] = field(default_factory=dict, compare=False)  # of config.json's fields
 
     @property
     def kind(self) -> str:
@@ -68,6 +69,18 @@ class CheckpointFiles:
             )
         return self
 
+    def overridden(self, overrides: dict[str, Any] | None) -> CheckpointFiles:
+        """Returns the files with these fields in the place of config.json's. Raises ConfigError for a GGUF
+        file."""
+        if not overrides:
+            return self
+        if self.file is not None:
+            raise ConfigError(
+                f"hf_overrides must be left out for {self.file}, got {overrides!r:.200}; they are fields of "
+                "a config.json, and a GGUF file has none"
+            )
+        return replace(self, overrides=overrides)
+
     @cached_property
     def header(self) -> GGUFHeader:
         """There is one of a GGUF file only."""
@@ -81,7 +94,8 @@ class CheckpointFiles:
                 raise CheckpointError(
                     f"{self.folder} holds no config.json; it is not the folder of a Hugging Face model"
                 )
-            config = config_from_json(self._read_json("config.json"), str(self.folder / "config.json"))
+            fields = self._read_json("config.json") | self.overrides
+            config = config_from_json(fields, str(self.folder / "config.json"))
             return replace(config, tie_word_embeddings=False) if self._unties(config) else config
         return config_from_gguf(
             self.metadata, self.header.shapes, str(self.file), read_rope_factors(self.header)

@@ -62,13 +62,14 @@ def ask(
     *,
     method=None,
     is_draining=False,
+    config=None,
     **model,
 ):
     """One request to the port, in a loop of its own."""
 
     async def run():
         catalog = Catalog([], [ForeignModel(["foreign"], workers, **model)])
-        app = Server(catalog, ServerConfig(), described(with_foreign_models(PUBLIC_ROUTES)))
+        app = Server(catalog, config or ServerConfig(), described(with_foreign_models(PUBLIC_ROUTES)))
         if is_draining:
             await app.drain(1.0)
         sent, given = [], [{"type": "http.request", "body": body}]
@@ -109,6 +110,17 @@ def test_a_request_is_passed_on_as_it_came_and_the_worker_is_named():
     (call,) = workers.calls
     assert (call.body, call.path, call.line.id) == (body, "/v1/chat/completions?a=b", "mine")
     assert reply.headers[b"x-request-id"] == b"mine" and workers.was_left
+
+
+def test_what_the_router_says_for_every_request_is_in_the_body_that_is_passed_on():
+    config = ServerConfig(enable_force_include_usage=True, return_tokens_as_token_ids=True)
+    workers = Workers(b"{}")
+    ask(workers, body=b'{"model":"foreign","stream":true,"stream_options":{"x":1}}', config=config)
+    ask(workers, body=b'{"model":"foreign","return_tokens_as_token_ids":false}', config=config)
+    streamed, whole = [json.loads(call.body) for call in workers.calls]
+    assert streamed["stream_options"] == {"x": 1, "include_usage": True}
+    assert streamed["return_tokens_as_token_ids"] is True
+    assert whole == {"model": "foreign", "return_tokens_as_token_ids": False}
 
 
 def test_a_request_that_names_no_model_goes_to_the_first():

@@ -150,7 +150,7 @@ def test_a_deadline_that_comes_while_a_whole_answer_is_let_go_spoils_nothing():
 # Another model
 
 KEPT = {"names", "engine", "seed", "max_queued_requests", "request_timeout", "trust_request_chat_template"}
-KEPT |= {"on_gpu", "max_logprobs", "closes_objects"}  # options, which no model changes
+KEPT |= {"on_gpu", "max_logprobs", "closes_objects", "template_defaults"}  # options, which no model changes
 
 
 def test_a_served_model_that_becomes_another_speaks_for_it_and_keeps_its_queue():

@@ -75,7 +75,8 @@ class Weights:
         CheckpointError."""
         config = self._config
         revision = config.revision if source == config.model and not is_url(source) else None
-        return resolve(source, revision, config.download_dir)
+        files = resolve(source, revision, config.download_dir)
+        return files if files.file is not None else files.overridden(config.hf_overrides)
 
     def difference(self, files: CheckpointFiles) -> str | None:
         """Why these weights cannot be written into the memory of the old ones: they are another model's, or

@@ -295,7 +295,7 @@ def main() -> NoReturn:
 
 def _build(start: Start) -> tuple[EngineCore, ModelInfo]:
     config = start.config
-    files = resolve(config.model, config.revision, config.download_dir)
+    files = resolve(config.model, config.revision, config.download_dir).overridden(config.hf_overrides)
     core = EngineCore(config, files, loan=start.loan)
     core.admission.prepare()
     # All that exists now stays. A full collection would look at it in the middle of some step.
@@ -313,7 +313,7 @@ def _describe(core: EngineCore) -> ModelInfo:
         vocab_size=vocab_size,
         hidden_size=core.model_config.hidden_size,
         eos_token_ids=tuple(i for i in files.eos_token_ids if i < vocab_size),
-        generation_config=files.generation_config if resolved.generation_config == "auto" else {},
+        generation_config=resolved.sampling_config(files.generation_config),
         num_blocks=core.num_blocks,
         block_size=resolved.block_size,
         max_num_seqs=resolved.max_num_seqs,
@@ -322,6 +322,7 @@ def _describe(core: EngineCore) -> ModelInfo:
         kv_role=resolved.kv_transfer_config.kv_role if resolved.kv_transfer_config is not None else "",
         kv_block_bytes=core.ranks.runner.cache.spec.block_bytes * core.ranks.size,
         kv_cache_dtype=core.ranks.runner.cache.spec.dtype,
+        most_new_tokens=(resolved.override_generation_config or {}).get("max_new_tokens"),
     )
 
 
