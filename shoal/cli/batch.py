@@ -131,6 +131,7 @@ async def _run(
 ) -> None:
     engine = EngineConfig.from_options(**options)
     files = resolve(engine.model, engine.revision, engine.download_dir).check()
+    files = files.overridden(engine.hf_overrides)
     planned = Planned(config.served_model_name or [engine.model], engine, files)
     llm, tokenizer = await start_engine(planned, config, None)
     try:

@@ -71,6 +71,8 @@ OF_A_BATCH = (  # of ServerConfig
     "tool_call_parser",
     "reasoning_parser",
     "trust_request_chat_template",
+    "default_chat_template_kwargs",
+    "return_tokens_as_token_ids",
     "engine_timeout",
 )
 OF_ONE_MODEL = ("revision", "tokenizer", "chat_template")
