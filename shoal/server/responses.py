@@ -209,7 +209,8 @@ async def create_response(exchange: Exchange) -> None:
     parser = AnswerFormat(
         plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
     ).parser(is_whole=is_whole)
-    shapes = None if params.logprobs is None else LogprobShapes(model, params.logprobs, as_ids=False)
+    by_ids = exchange.port.config.return_tokens_as_token_ids
+    shapes = None if params.logprobs is None else LogprobShapes(model, params.logprobs, as_ids=by_ids)
     is_kept = exchange.port.responses.max_bytes > 0 and request.store is not False
     writer = _Writer(_response(request, model, params, plan, is_kept), _namespaced(request))
     exchange.error_event = writer.failed
