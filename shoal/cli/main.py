@@ -655,7 +655,11 @@ def run_compile(arguments: argparse.Namespace) -> int:
     before = set(local_names())
     with LLM(**given):
         pass
-    print(f"{len(set(local_names()) - before)} kernels and libraries were compiled, {fetched} fetched")
+    compiled = len(set(local_names()) - before)
+    if compiled or fetched:
+        print(f"{compiled} kernels and libraries were compiled, {fetched} fetched")
+    else:
+        print("nothing was left to compile: all kernels and libraries are in the cache")
     if store is not None:
         print(f"{store.offer()} were put into {store.url}")
     return 0

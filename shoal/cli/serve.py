@@ -178,11 +178,20 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
         if config.plane is not None:
             # Without its engine a worker of a fleet ends, and whoever has started it may start it again.
             stack.callback(asyncio.create_task(_set_after(engines[0].lost, drain)).cancel)
+        else:
+            for llm in engines:
+                stack.callback(asyncio.create_task(_tell_when_lost(llm)).cancel)
         drained = await serve_http(app, admin, config, ports, drain=drain, ready=ready)
         if not drained:  # a second signal: at once
             for llm in engines:
                 await llm.close(flush=False)
         return 0 if drained and not (config.plane is not None and engines[0].lost.is_set()) else 1
+
+
+async def _tell_when_lost(llm: AsyncLLM) -> None:
+    await llm.lost.wait()
+    again = "" if llm.restart else "; with --restart it starts such an engine again by itself"
+    logger.error("requests for %s are refused from now on: restart the server%s", llm.config.model, again)
 
 
 async def _set_after(first: asyncio.Event, then: asyncio.Event) -> None:

@@ -217,7 +217,7 @@ function showRequests(requests) {
   $("requests-note").textContent = requests.length === MOST_REQUESTS ? `The last ${MOST_REQUESTS} of them.` : "";
   fill($("requests"), [
     ["Request", one => opener(one.id, clock(one.started_at), openRequest)],
-    ["Status", one => make("span", one.status, one.finish_reason || one.status), "text"],
+    ["Status", one => make("span", one.finish_reason === "abort" ? "aborted" : one.status, one.finish_reason || one.status), "text"],
     ["Model", one => make("div", "cut", one.model), "text minor"],
     ["Worker", one => make("div", "cut", one.workers.join(", ") || "–"), "text minor"],
     ["Prompt", one => short(one.prompt_tokens)],
@@ -225,7 +225,7 @@ function showRequests(requests) {
     ["Output", one => short(one.output_tokens)],
     ["TTFT", one => orDash(one.ttft_s, seconds)],
     ["ITL", one => orDash(one.itl_s, seconds)],
-    ["Seconds", one => seconds(one.seconds)],
+    ["Time", one => seconds(one.seconds)],
   ], requests, "There was no request yet.");
 }
 

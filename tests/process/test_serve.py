@@ -153,6 +153,7 @@ def test_a_killed_core_fails_its_requests_and_the_server_says_so(serve, tmp_path
         list(parts)
     status, text = server.ask("/health")
     assert status == 503 and "SIGKILL" in text
+    assert "are refused from now on: restart the server; with --restart it" in server.text()
     with pytest.raises(openai.InternalServerError) as error:
         complete(client)
     assert (
