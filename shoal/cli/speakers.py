@@ -208,12 +208,16 @@ class RemoteSpeaker:
                 listed = json.loads(response.read())["data"]
             if listed or not is_needed:
                 return listed
+            raise UnavailableError(
+                f"the server at {self._base} offers no model yet: a router does so when one of its workers "
+                "is ready; try again in a moment, or see `shoal top`"
+            )
         except (ValueError, LookupError, TypeError):  # RequestError too: a server without such a list
             if not is_needed:
                 return []
         raise UnavailableError(
-            f"{self._base}/models names no model; is this the address of an "
-            "OpenAI-compatible server? If so, name the model with --model"
+            f"{self._base}/models is no list of models; give the address of an OpenAI-compatible server, and "
+            "name the model with --model if it has no such list"
         )
 
     def count(self, messages: Sequence[Message]) -> int | None:

@@ -65,8 +65,16 @@ class Prober:
 
     async def _check_again_and_again(self, worker: Worker[Any]) -> None:
         retry, was_well, why = FIRST_RETRY_S, False, ""
+        is_new = True
         while True:
             await self._probe(worker)
+            if is_new and not worker.is_reached:
+                # Otherwise the log would say nothing of a wrong URL.
+                logger.warning(
+                    "worker %s at %s is not reached yet: %s; start it, or correct its URL; probes go on",
+                    *(worker.id, worker.info.url, worker.why),
+                )
+            is_new = False
             # A break is told of when its probe is over: a worker that leaves breaks its connection, too.
             if was_well and (why or not worker.is_reached):
                 logger.warning("worker %s at %s is broken: %s", worker.id, worker.info.url, why or worker.why)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
@@ -16,16 +17,36 @@ import msgspec
 from shoal.errors import ConfigError
 from shoal.fields import kind_of
 
+CLOSE = 0.65  # how similar a key has to be to stand in for the list of all keys
+
 T = TypeVar("T")
 
 
 def read_document(path: str | Path) -> dict[str, Any]:
-    """Raises ConfigError for a file that is not there or no TOML. It may begin with the byte order mark that
+    """Raises ConfigError for a file that is missing or not TOML. It may begin with the byte order mark that
     editors of Windows write."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
+        text = Path(path).read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:  # ValueError: it is not UTF-8
         raise ConfigError(f"{str(path)!r} cannot be read: {error}") from None
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(
+            f"{str(path)!r} cannot be read as TOML: {error}{_advice(text, str(error))}"
+        ) from None
+
+
+def _advice(text: str, mistake: str) -> str:
+    """Shows the line that a mistake of TOML is in, with its value in quotes where only these are missing."""
+    found = re.search(r"at line (\d+)", mistake)
+    line = text.split("\n")[int(found[1]) - 1].strip() if found is not None else ""
+    key, equals, value = line.partition("=")
+    value = value.partition("#")[0].strip()
+    is_value = mistake.startswith(("Invalid value", "Expected newline"))
+    if is_value and equals and re.fullmatch(r"[^\s\"'\[\]{},]+", value):
+        return f'; text stands in quotes: {key.strip()} = "{value}"'
+    return f"; the line is: {line:.200}" if line else ""
 
 
 def table(document: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -45,13 +66,13 @@ def tables(document: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 
 
 def check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Raises ConfigError for a key that is not known. It names all that are, and the nearest."""
+    """Raises ConfigError for a key that is not known. It names the nearest one, or else all."""
     names = sorted(known)
     for name in given:
         if name not in names:
-            nearest = difflib.get_close_matches(name, names, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            raise ConfigError(f"{name!r} is no key of {where}; there are {', '.join(names)}{hint}")
+            nearest = difflib.get_close_matches(name, names, n=1, cutoff=CLOSE)
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of {', '.join(names)}"
+            raise ConfigError(f"unknown key {name!r} in {where}; {hint}")
 
 
 def build(kind: type[T], values: Mapping[str, Any]) -> T:

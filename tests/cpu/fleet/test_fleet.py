@@ -126,6 +126,19 @@ def test_each_break_has_a_line_in_the_log_though_the_next_probe_finds_the_worker
     assert told == ["http://a:1 is well", "http://a:1 is broken: no token within 30 s", "http://a:1 is well"]
 
 
+def test_a_worker_that_nobody_answers_for_has_one_line_in_the_log(caplog):
+    """Regression: nothing was said of a wrong URL, however long the router ran."""
+
+    async def run(s):
+        s.add("a").is_dead = True
+        await asyncio.sleep(300)
+        assert s.state("a") == "broken"
+
+    scene(run)
+    [line] = [r.getMessage() for r in caplog.records if "worker a at" in r.getMessage()]
+    assert "http://a:1 is not reached yet: " in line and "correct its URL" in line
+
+
 def test_a_worker_that_is_too_busy_to_speak_is_not_empty_for_a_planner():
     """The router forgets what it has said after ten seconds, and a planner had removed it then."""
 
