@@ -29,7 +29,7 @@ from shoal.closed_schema import DEFINITIONS, IDENTITY, OF_KEYS, VALUES
 from shoal.errors import RequestError
 from shoal.server.errors import ApiError
 from shoal.server.http import Exchange
-from shoal.server.reasoning import ThinkParser, opens_thinking
+from shoal.server.reasoning import ThinkParser, continues_thought, opens_thinking
 from shoal.server.tool_formats.registry import BY_NAME, DEFAULT, choose
 from shoal.server.tool_parsers import CallDelta, ListedCalls, NamedCall, Parser, Part, TextDelta
 
@@ -248,10 +248,11 @@ class AnswerFormat:
         self._tool_call_parser = tool_call_parser
         self._reasons = reasoning_parser == "qwen3" and params.structured_outputs is None
         self._thinking = self._reasons and opens_thinking(prompt)
+        self._is_amid_thought = self._reasons and continues_thought(prompt)
 
     def parser(self, is_whole: bool) -> AnswerParser:
         """Returns a new parser for one answer, whose text comes whole or as a stream."""
-        reasoning = ThinkParser(self._thinking) if self._reasons else None
+        reasoning = ThinkParser(self._thinking, self._is_amid_thought) if self._reasons else None
         return AnswerParser(reasoning, self._calls(is_whole), self.plan)
 
     def _calls(self, is_whole: bool) -> Parser | None:

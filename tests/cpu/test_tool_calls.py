@@ -141,6 +141,22 @@ def test_a_prompt_that_opens_the_thoughts_is_known(served, client):
     assert message.content == "Yes." and message.reasoning_content == "Hm."
 
 
+def test_half_a_thought_of_the_client_is_continued(served, client):
+    served.say(" says hi.\n</think>\n\nHello")
+    messages = [
+        {"role": "user", "content": "<think> is what?"},
+        {"role": "assistant", "content": "<think>\nThe user"},
+    ]
+    going_on = {"continue_final_message": True, "add_generation_prompt": False}
+    message = ask(client, messages=messages, extra_body=going_on).choices[0].message
+    assert (message.content, message.reasoning_content) == ("Hello", " says hi.")
+    content, reasoning, _, _ = streamed(client, messages=messages, extra_body=going_on)
+    assert (content, reasoning) == ("Hello", " says hi.")
+    served.say("Hello")
+    message = ask(client, messages=messages[:1]).choices[0].message
+    assert message.content == "Hello" and not hasattr(message, "reasoning_content")
+
+
 def test_effort_none_and_template_variables_switch_thoughts_off(served, client):
     served.say("Yes.")
     for options in (

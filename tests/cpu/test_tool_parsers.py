@@ -8,7 +8,7 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from jiter import from_json
 
-from shoal.server.reasoning import ThinkParser, opens_thinking
+from shoal.server.reasoning import ThinkParser, continues_thought, opens_thinking
 from shoal.server.tool_formats.hermes import HermesCalls
 from shoal.server.tool_formats.llama3_json import Llama3Calls
 from shoal.server.tool_parsers import CallDelta, ListedCalls, NamedCall
@@ -340,3 +340,36 @@ def test_a_prompt_that_ends_within_the_thoughts_is_known():
     assert not opens_thinking("<|im_start|>assistant\n<think>\n\n</think>\n\n") and not opens_thinking(
         "<|im_start|>assistant\n"
     )
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "<|im_start|>assistant\n",
+        "<|im_start|>assistant\n<think>\n\n</think>\n\n",
+        "<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<｜Assistant｜>",
+        "Hi[/INST]",
+        "<start_of_turn>model\n",
+        "<|assistant|>\n",
+        "]~b]ai\n",
+        "<assistant>",
+    ],
+)
+def test_a_prompt_that_ends_with_half_a_thought_is_known(head):
+    assert continues_thought(f"{head}<think>\nThe user")
+    assert continues_thought(f"<|im_start|>user\nWhat is <think>?<|im_end|>\n{head}<think>1 < 2, <b>[x] \n")
+    assert not continues_thought(f"{head}<think>\nThe user\n</think>\n\nHello")
+    assert not continues_thought(f"{head}<think>\n")  # opened by the template, with no thought yet
+    assert not continues_thought(f"{head}What is <think> and why")
+    assert not continues_thought(f"<|im_start|>user\n<think> is what?<|im_end|>\n{head}")
+    assert not continues_thought(f"<user><think> is what?{head}")
+
+
+def test_half_a_thought_goes_on_to_the_letter():
+    """Regression: what followed a half thought of the client was content, with its </think>."""
+    text = " says hi.\n</think>\n\nHello"
+    for pieces in ([text], list(text)):
+        expected = [["reasoning", " says hi."], ["content", "Hello"]]
+        assert parse(ThinkParser(is_amid=True), pieces) == expected
+    assert parse(ThinkParser(is_amid=True), [" and <think> more"]) == [["reasoning", " and <think> more"]]
