@@ -232,6 +232,14 @@ class Dispatcher(Generic[L]):
         worker.on_change.add(self.changed)
         self.changed()
 
+    def rename_ranks(self, worker: Worker[L], old: Sequence[WorkerRank]) -> None:
+        """The worker's data-parallel ranks are others than the `old` ones. What it has goes on."""
+        self._ranks = [rank for one in self.workers.values() for rank in one.ranks]
+        for rank in worker.ranks:
+            self.router.add_worker(rank, has_events=worker.has_events)
+        for rank in set(old) - set(worker.ranks):
+            self.router.remove_worker(rank)
+
     def remove(self, worker_id: str) -> None:
         """The worker serves this model no more."""
         worker = self.dismiss(worker_id)

@@ -22,6 +22,8 @@ from shoal.fleet.clock import Clock
 from shoal.fleet.dispatcher import Wanted
 from shoal.fleet.event_feed import EventFeed, listen
 from shoal.fleet.fleet_config import FleetConfig
+from shoal.fleet.indexer import WorkerRank
+from shoal.fleet.kv_router import KvRouter
 from shoal.fleet.model_fleet import ModelFleet
 from shoal.fleet.observation import DecodeLoad, Observation
 from shoal.fleet.plane import Plane
@@ -42,6 +44,7 @@ from shoal.fleet_api import (
     WorkerState,
     WorkerView,
 )
+from shoal.kv_event_format import BlockStored, KVEvent
 from shoal.served import Served
 
 logger = logging.getLogger(__name__)
@@ -225,13 +228,16 @@ class Fleet:
             return
         worker.loads = loads
         info = worker.info
-        kv_tokens = info.total_blocks * info.block_size // max(1, info.dp_size)
+        kv_tokens = info.total_blocks * info.block_size // len(worker.ranks)
         for model in self._models_of(worker):
             for load in loads:
-                if 0 <= load.rank < info.dp_size:
-                    model.router.published(
-                        worker.ranks[load.rank], load.kv_usage, load.num_waiting, load.num_running, kv_tokens
-                    )
+                model.router.published(
+                    WorkerRank(worker.id, load.rank),
+                    load.kv_usage,
+                    load.num_waiting,
+                    load.num_running,
+                    kv_tokens,
+                )
 
     def _models_of(self, worker: Worker[Any]) -> list[ModelFleet]:
         return [model for model in self._all if model.workers.get(worker.id) is worker]
@@ -299,9 +305,18 @@ class Fleet:
             return
         feeds = []
         for rank, listening in zip(worker.ranks, self._listening.get(worker.id, ())):
-            feed = EventFeed(model.router, rank, worker.info.dp_size)
+            sink = _Hearing(self, worker, model.router)
+            feed = EventFeed(sink, rank, worker.info.dp_size)
             feeds.append((feed, start(listening(feed))))
         self._feeds[worker.id] = feeds
+
+    def hears_of_rank(self, worker: Worker[Any], rank: WorkerRank) -> None:
+        """A worker without a dp_size names a data-parallel rank in its KV events."""
+        old = worker.ranks
+        worker.ranks = sorted([*old, rank]) if worker.has_told_ranks else [rank]
+        worker.has_told_ranks = True
+        for model in self._models_of(worker):
+            model.dispatcher.rename_ranks(worker, old)
 
     async def _keep_house(self) -> None:
         while True:
@@ -622,3 +637,18 @@ def _decode_load(loads: Sequence[WorkerLoad]) -> DecodeLoad:
 def _sum_of_queues(queues: Iterable[QueueView]) -> QueueView:
     found = list(queues)
     return QueueView(sum(one.length for one in found), max((one.oldest_s for one in found), default=0.0))
+
+
+class _Hearing:
+    """Takes a worker's KV events to the router, and learns from them which data-parallel ranks there are
+    where nobody has said it. A request that goes to one rank finds nothing of another's cache."""
+
+    def __init__(self, fleet: Fleet, worker: Worker[Any], router: KvRouter) -> None:
+        self._fleet, self._worker, self._router = fleet, worker, router
+
+    def apply(self, rank: WorkerRank, event: KVEvent) -> None:
+        worker = self._worker
+        is_new = rank not in worker.ranks or not worker.has_told_ranks
+        if worker.info.dp_size is None and is_new and isinstance(event, BlockStored):
+            self._fleet.hears_of_rank(worker, rank)
+        self._router.apply(rank, event)

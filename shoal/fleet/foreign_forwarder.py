@@ -193,7 +193,7 @@ class ForeignForwarder:
         link, request = place.worker.link, stream.request
         told.arrived(place)
         headers = request.headers()
-        if place.worker.info.dp_size > 1:  # vLLM's header
+        if len(place.worker.ranks) > 1:  # vLLM's header
             headers["X-data-parallel-rank"] = str(place.choice.rank.rank)
         while True:
             is_as_it_came, path, body = self._to_send(stream, link)

@@ -33,7 +33,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     is_foreign: bool = False  # it is spoken to by HTTP
     tags: frozenset[str] = frozenset()
     pid: int | None = None
-    dp_size: int = 1  # data-parallel ranks
+    dp_size: int | None = 1  # data-parallel ranks; None: as many as its KV events name
     block_size: int = 16
     total_blocks: int = 0  # of all ranks
     kv_block_bytes: int = 0  # of one block, where workers exchange them
@@ -88,7 +88,8 @@ class Worker(Generic[L]):
     def __init__(self, info: WorkerInfo, link: L, clock: Callable[[], float]) -> None:
         self.info, self.link = info, link
         self.id = info.id
-        self.ranks = [WorkerRank(info.id, rank) for rank in range(info.dp_size)]
+        self.ranks = [WorkerRank(info.id, rank) for rank in range(info.dp_size or 1)]
+        self.has_told_ranks = info.dp_size is not None  # until then its one rank is a guess
         self.has_events = False  # it tells what it caches
         self.is_draining = False
         self.num_holds = 0  # commands of an operator at work: it gets nothing until the last one has ended

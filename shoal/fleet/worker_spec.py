@@ -29,7 +29,7 @@ class WorkerSpec:
     replay: str | None = None
     topic: str = ""
     block_size: int = DEFAULT_BLOCK_SIZE
-    dp_size: int = 1
+    dp_size: int | None = None  # None: as many as KV events name
     api_key: str | None = field(default=None, repr=False)
 
     def info(self) -> WorkerInfo:
@@ -51,7 +51,7 @@ class WorkerSpec:
             return []
         return [
             (_next_port(self.kv_events, rank), None if self.replay is None else _next_port(self.replay, rank))
-            for rank in range(self.dp_size)
+            for rank in range(self.dp_size or 1)
         ]
 
 
@@ -84,7 +84,7 @@ def parse_worker(text: str, block_size: int = DEFAULT_BLOCK_SIZE) -> WorkerSpec:
         replay=values.get("replay"),
         topic=values.get("topic", ""),
         block_size=_number(values, "block_size", block_size, 1 << 20, text),
-        dp_size=_number(values, "dp_size", 1, MOST_RANKS, text),
+        dp_size=_number(values, "dp_size", 1, MOST_RANKS, text) if "dp_size" in values else None,
         api_key=_read_key(values.get("api_key_file"), text),
     )
     if not ID.fullmatch(spec.id):
@@ -94,7 +94,7 @@ def parse_worker(text: str, block_size: int = DEFAULT_BLOCK_SIZE) -> WorkerSpec:
         )
     for key, endpoint in (("kv_events", spec.kv_events), ("replay", spec.replay)):
         if endpoint is not None:
-            _check_endpoint(key, endpoint, spec.dp_size, text)
+            _check_endpoint(key, endpoint, spec.dp_size or 1, text)
     if spec.replay is not None and spec.kv_events is None:
         raise ConfigError(f"worker {text!r:.200}: replay without kv_events; give both, or neither")
     return spec

@@ -589,9 +589,9 @@ class Publisher:
                 feed.replay_ended()
             await feed.missing.wait()
 
-    def tell(self, *events, lost=False):
+    def tell(self, *events, lost=False, rank=None):
         self.ts += 1
-        self.batches.append(encode(EventBatch(self.ts, list(events))))
+        self.batches.append(encode(EventBatch(self.ts, list(events), rank)))
         if self.feed is not None and not lost:
             self.feed.heard(len(self.batches) - 1, self.batches[-1])
 
@@ -629,6 +629,52 @@ def test_a_worker_that_came_back_has_forgotten_and_is_learned_again(ts):
         assert overlap(s, "a") == 0 and overlap(s, "a", other) == 4
         publisher.store()
         assert overlap(s, "a") == 4
+
+    scene(run)
+
+
+def test_ranks_that_events_name_are_kept_apart_without_a_dp_size():
+    """Regression: they were merged, and a block that one rank removed was forgotten for the others too."""
+
+    async def run(s):
+        publisher, other = Publisher(), list(range(500, 570))
+        s.add("a", [publisher.listen], dp_size=None)
+        s.add("b", dp_size=None)
+        await until(lambda: s.state("a") == s.state("b") == "ready")
+        worker, index = s.fleet.workers["a"], s.fleet.models["m"].index
+        one, two = WorkerRank("a", 1), WorkerRank("a", 2)
+        names = publisher.store(rank=1)
+        assert worker.ranks == [one] and index.find_matches(PROMPT)[one].total == 4
+        publisher.store(rank=2)
+        publisher.store(other, rank=2)
+        assert worker.ranks == [one, two] == sorted(index.ranks)
+        publisher.tell(BlockRemoved(names, GPU), rank=2)
+        assert set(index.find_matches(PROMPT)) == {one} and set(index.find_matches(other)) == {two}
+        for tokens, rank in ((PROMPT, one), (other, two)):
+            async with s.fleet.models["m"].dispatcher.place(Wanted("x", tokens)) as place:
+                assert place.choice.rank == rank and place.choice.overlap.total == 4
+        s.fleet.leave("a")
+        assert not index.ranks and await s.went() == "b"
+
+    scene(run)
+
+
+@pytest.mark.parametrize("dp_size", [1, None])
+def test_the_only_rank_of_a_worker_may_have_a_number_of_its_own(dp_size):
+    """As each of several servers has that make up one deployment, each with its own address."""
+
+    async def run(s):
+        publisher = Publisher()
+        s.add("a", [publisher.listen], dp_size=dp_size)
+        s.add("b")
+        await until(lambda: s.state("a") == s.state("b") == "ready")
+        async with s.fleet.models["m"].dispatcher.place(Wanted("early", [1])) as early:
+            publisher.store(rank=5)
+            assert len(s.fleet.workers["a"].ranks) == 1
+            early.generated(1)
+        async with s.fleet.models["m"].dispatcher.place(Wanted("x", PROMPT)) as place:
+            assert place.worker.id == "a" and place.choice.overlap.total == 4
+        assert [view.active_requests for view in s.fleet.view().workers] == [0, 0]
 
     scene(run)
 
