@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
-from shoal.cli.terminal import note
+from shoal.cli.terminal import is_dumb, note
 from shoal.errors import ConfigError
 from shoal.user_folders import state_folder
 
@@ -26,8 +26,7 @@ class Keyboard:
     def __init__(self, is_terminal: bool) -> None:
         self.is_terminal = is_terminal
         self.complete: Callable[[str], Sequence[str]] = lambda line: ()  # the words that may end a line
-        # A dumb terminal does not tell a paste from typing.
-        self._can_paste = is_terminal and os.environ.get("TERM", "dumb") != "dumb"
+        self._can_paste = False  # tell a paste from typing
         self._readline: Any = None
         self._history: Path | None = None
         self._num_kept = 0
@@ -36,18 +35,24 @@ class Keyboard:
                 import readline
 
                 self._readline = readline
+                self._bind_keys()
                 self._open_history()
 
-    def _open_history(self) -> None:
-        self._readline.parse_and_bind("tab: complete")
+    def _bind_keys(self) -> None:
+        # Portable builds of Python, such as uv's, have libedit in Readline's place, which knows no pastes.
+        is_libedit = "libedit" in (self._readline.__doc__ or "")
+        self._readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
+        self._readline.set_completer(self._complete)
+        self._readline.set_completer_delims(" ")
+        self._can_paste = not is_libedit and not is_dumb()
         if self._can_paste:
             # CPython switches it off. A paste of several lines is one message with it.
             self._readline.parse_and_bind("set enable-bracketed-paste on")
             if sys.stdin.encoding.lower() == "utf-8":
                 self._readline.parse_and_bind(r'"\C-x\C-v": bracketed-paste-begin')
                 self._readline.parse_and_bind(f'"{PASTE_BEGINS}": "{PASTED}\\C-x\\C-v"')
-        self._readline.set_completer(self._complete)
-        self._readline.set_completer_delims(" ")
+
+    def _open_history(self) -> None:
         try:
             path = state_folder() / "chat_history"
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -135,7 +140,7 @@ class Keyboard:
             termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
 
     def _write_paste_mode(self, mode: str) -> None:
-        if self._can_paste and self._readline is not None:
+        if self._can_paste:
             sys.stdout.write(mode)
             sys.stdout.flush()
 

@@ -4,6 +4,8 @@ import contextlib
 import io
 import json
 import signal
+import sys
+import types
 
 import pytest
 
@@ -404,6 +406,22 @@ def test_ctrl_c_stops_a_long_prompt_at_the_next_step(local, monkeypatch):
     assert len(steps) == 2
     assert list(local.answer(question, {"max_tokens": 4}))[-1].finish_reason
     assert llm.stats().num_running == 0
+
+
+def test_a_python_with_libedit_has_tab_and_history_and_no_paste_mode(monkeypatch, tmp_path, capsys):
+    bound = []
+
+    class Libedit(types.ModuleType):
+        def __getattr__(self, name):
+            return {"parse_and_bind": bound.append, "get_current_history_length": lambda: 0}.get(
+                name, lambda *_: None
+            )
+
+    monkeypatch.setitem(sys.modules, "readline", Libedit("readline", "Python's readline, by libedit"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("TERM", "xterm")
+    keyboard = Keyboard(True)
+    assert bound == ["bind ^I rl_complete"] and keyboard.can_edit and capsys.readouterr().err == ""
 
 
 def test_another_model_in_this_process_takes_the_place_of_the_first(folder, tmp_path):
