@@ -25,7 +25,15 @@ from shoal.server.params import check_stream_options, filled, names_by_ids, num_
 from shoal.server.parts import readable
 from shoal.server.protocol import ChatCompletionRequest
 from shoal.server.tool_parsers import Part, TextDelta
-from shoal.server.tools import AnswerFormat, AnswerParser, ToolPlan, plan_tools, template_variables, whole
+from shoal.server.tools import (
+    AnswerFormat,
+    AnswerParser,
+    ToolPlan,
+    functions_among,
+    plan_tools,
+    template_variables,
+    whole,
+)
 
 # Fields of OpenAI's messages and functions, with those that chat templates read beside them.
 MESSAGE_FIELDS = frozenset(
@@ -56,7 +64,10 @@ async def create_chat_completion(exchange: Exchange) -> None:
     _check(request, model)
     as_tools(request, exchange.names)
     _warn_unknown(exchange, request)
-    plan = plan_tools(request.tools, request.tool_choice, request.parallel_tool_calls, model.tool_call_parser)
+    functions, left_out = functions_among(exchange, request.tools)
+    plan = plan_tools(
+        functions, request.tool_choice, request.parallel_tool_calls, model.tool_call_parser, left_out
+    )
     if request.max_completion_tokens is not None:
         exchange.names["max_tokens"] = "max_completion_tokens"
         request.max_tokens = request.max_completion_tokens
@@ -163,13 +174,6 @@ def _check_calls(field: str, calls: Any) -> None:
                 f"{field}[{i}] {call!r:.80} is no call; give "
                 '{"type": "function", "function": {"name": ..., "arguments": "..."}}',
                 param=f"{field}[{i}]",
-            )
-        if not isinstance(function.get("arguments"), str | dict | None):
-            raise ApiError(
-                400,
-                f"{field}[{i}].function.arguments {function['arguments']!r:.60} is neither JSON text nor an "
-                "object",
-                param=f"{field}[{i}].function.arguments",
             )
 
 

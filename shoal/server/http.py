@@ -21,6 +21,7 @@ from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
 from shoal.server.port import Port
 from shoal.server.protocol import check_size, decode, unknown_fields
+from shoal.server.request_fields import refuse, why_ignored
 from shoal.server.shapes import ErrorResponse
 from shoal.time_line import TimeLine
 from shoal.tracing import TRACE_HEADERS, Trace
@@ -163,12 +164,14 @@ class Exchange:
         (400) that names a field that is wrong."""
         check_size(self.body, self.models.most_tokens)
         request = decode(kind, self.body)
+        refuse(kind, self.body)
         # The search costs a third of what decoding costs. Large bodies of the same client are much alike, so
         # the first is searched.
         is_small = len(self.body) <= ALWAYS_SEARCHED
         if is_small or self.port.notices.is_new(self.client, f"large {kind.__name__}"):
             for name in unknown_fields(kind, self.body)[:MAX_UNKNOWN]:
-                message = f"{self.path} takes no field {name!r:.100}: it is ignored"
+                why = why_ignored(kind, name)
+                message = f"{self.path} takes no field {name!r:.100}: it is ignored{why}"
                 self.warn(f"{self.path} {name:.100}", message)
         return request
 

@@ -475,13 +475,9 @@ def _answer(exchange: Exchange, where: str, blocks: list[dict[str, Any]]) -> dic
     for block in blocks:
         kind = block.get("type")
         if kind == "tool_use":
-            if (
-                not isinstance(block.get("id"), str)
-                or not isinstance(block.get("name"), str)
-                or not isinstance(block.get("input"), dict)
-            ):
-                raise RequestError(f"{where} has a tool_use {block!r:.100} without id, name or input")
-            function = {"name": block["name"], "arguments": block["input"]}
+            if not isinstance(block.get("id"), str) or not isinstance(block.get("name"), str):
+                raise RequestError(f"{where} has a tool_use {block!r:.100} without id or name")
+            function = {"name": block["name"], "arguments": block.get("input")}
             message.setdefault("tool_calls", []).append(
                 {"id": block["id"], "type": "function", "function": function}
             )

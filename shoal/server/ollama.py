@@ -25,7 +25,14 @@ from shoal.server.protocol import Count, MinusOneOrMore, Positive, Seconds, Seed
 from shoal.server.shapes import ContentLogprob
 from shoal.server.tokens import embed
 from shoal.server.tool_parsers import CallDelta, Part
-from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, template_variables
+from shoal.server.tools import (
+    AnswerFormat,
+    ToolPlan,
+    check_finish,
+    functions_among,
+    plan_tools,
+    template_variables,
+)
 
 # The release of Ollama whose API this is: clients compare it with the one that brought what they need.
 API_VERSION = "0.12.6"
@@ -98,7 +105,7 @@ class OllamaRequest(Struct, kw_only=True):
 
 class OllamaFunction(Struct, kw_only=True):
     name: str
-    arguments: dict[str, Any]
+    arguments: Any  # an object, unless a model wrote another value
 
 
 class OllamaToolCall(Struct, kw_only=True):
@@ -263,7 +270,8 @@ async def chat(exchange: Exchange) -> None:
     if not messages:
         await exchange.json(writer.loaded(request.keep_alive))
         return
-    plan = plan_tools(request.tools, None, None, model.tool_call_parser)
+    functions, _ = functions_among(exchange, request.tools)
+    plan = plan_tools(functions, None, None, model.tool_call_parser)
     params = _params(request, model)
     plan.constrain(params, model.tool_call_parser, exchange.names)
     prompt = await _chat_prompt(request, model, messages, plan, params)

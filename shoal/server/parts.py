@@ -7,11 +7,15 @@ they are, for the API to refuse by their field: an answer that ignores them woul
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 from shoal.server.http import Exchange
 
 TEXTS = ("text", "input_text", "output_text")
+TEXT_FILES = frozenset(
+    f"application/{name}" for name in ("json", "jsonl", "x-ndjson", "xml", "yaml", "x-yaml", "toml", "csv")
+)
 MEDIA = frozenset(
     {
         *("image", "image_url", "input_image", "computer_screenshot"),
@@ -55,6 +59,11 @@ def warn_unread(exchange: Exchange, kind: str) -> None:
 def _text_of(part: dict[str, Any]) -> str | None:
     """The text of a part that is text by another name. None if the part has none."""
     kind, found = part["type"], None
+    if kind in ("file", "input_file"):
+        file = part["file"] if isinstance(part.get("file"), dict) else part
+        header, _, data = str(file.get("file_data") or "").partition(";base64,")
+        if (text := _decoded(header.removeprefix("data:"), data)) is not None:
+            found = _lines(file.get("filename"), text)
     if kind == "refusal":
         found = part.get("refusal")
     elif kind == "tool_reference":
@@ -67,9 +76,22 @@ def _text_of(part: dict[str, Any]) -> str | None:
         inner = source.get("data") if source.get("type") == "text" else None
         if source.get("type") == "content":
             inner = _joined(source.get("content"))
+        if source.get("type") == "base64":
+            inner = _decoded(str(source.get("media_type")), str(source.get("data")))
         if isinstance(inner, str):
             found = _lines(part.get("title"), part.get("context"), inner)
     return found if isinstance(found, str) else None
+
+
+def _decoded(media_type: str, data: str) -> str | None:
+    """The text of a file. None if it is no text by its type, or is not what its type says."""
+    media_type = media_type.partition(";")[0].strip().lower()
+    if not media_type.startswith("text/") and media_type not in TEXT_FILES:
+        return None
+    try:
+        return base64.b64decode(data, validate=True).decode()
+    except ValueError:
+        return None
 
 
 def _joined(content: Any) -> str | None:

@@ -24,6 +24,7 @@ from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.fields import kind_of
 from shoal.server.errors import ApiError
 from shoal.server.lenient import as_meant, with_whole_characters
+from shoal.server.request_fields import is_silent
 from shoal.server.wrong_key import wrong_key
 
 T = TypeVar("T")
@@ -35,25 +36,6 @@ UNKNOWN = "Object contains unknown field "  # of a Struct that forbids them
 GOT_FLOAT = "got `float`"
 GOT_LOOSE = re.compile("got `(null|str|int)`$")  # see lenient.py
 MOST_EXACT = 1 << 53  # beyond it a float stands for several integers
-
-# Fields of OpenAI's and Anthropic's APIs that are no part of a Struct, and whose sender misses nothing here:
-# what they order is another company's storage, price or filter, or a hint to its cache. `verbosity` is a hint
-# to models that were trained on it.
-HARMLESS = frozenset(
-    {
-        "store",
-        "metadata",
-        "service_tier",
-        "prompt_cache_key",
-        "prompt_cache_retention",
-        "safety_identifier",
-        "verbosity",
-        "client_metadata",
-        "cache_control",
-        "inference_geo",
-        "container",
-    }
-)
 
 AS_MANY_AS_FIT = -1  # max_tokens: fill the context
 TokenId = Annotated[int, Meta(ge=0, lt=2**31)]
@@ -372,7 +354,7 @@ def unknown_fields(kind: type, body: bytes) -> list[str]:
     valid text, which `decode` passes over."""
     given = decode(dict[str, msgspec.Raw], body)
     options = _options_by_field(kind)
-    found = [name for name in given if name not in options and name not in HARMLESS]
+    found = [name for name in given if name not in options and not is_silent(kind, name)]
     for name, option in options.items():
         if option is not None and name in given and (raw := bytes(given[name])).startswith(b"{"):
             found += [f"{name}.{field}" for field in unknown_fields(option, raw)]

@@ -549,7 +549,11 @@ def _add_to_answer(
         message["reasoning_content"] = message.get("reasoning_content", "") + thoughts
     elif kind == "function_call":
         name = _qualified(item.get("namespace"), _text(i, item, "name"))
-        function = {"name": name, "arguments": _text(i, item, "arguments")}
+        arguments = item.get("arguments")
+        function = {
+            "name": name,
+            "arguments": arguments if isinstance(arguments, dict | list) else _text(i, item, "arguments"),
+        }
         _add_call(message, i, item, function)
     elif kind == "custom_tool_call":  # of a tool whose input is text
         function = {"name": _text(i, item, "name"), "arguments": {"input": _text(i, item, "input")}}
@@ -680,7 +684,11 @@ def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
                 f"tool_choice {choice!r:.200} allows no tools; give it the mode 'auto' or 'required' and a "
                 'list of tools, {"type": "function", "name": ...}'
             )
-        named = [_chat_tool({"name": _name_of(tool)}) for tool in tools if isinstance(tool, dict)]
+        named = [
+            _chat_tool({"name": _qualified(tool.get("namespace"), _name_of(tool))})
+            for tool in tools
+            if isinstance(tool, dict)
+        ]
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
     name = choice.get("name") if choice.get("type") == "function" else _name_of(choice)
     if isinstance(name, str):

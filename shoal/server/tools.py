@@ -331,6 +331,23 @@ def whole(parts: list[Part]) -> Answer:
     return answer
 
 
+def functions_among(
+    exchange: Exchange, tools: list[dict[str, Any]] | None
+) -> tuple[list[dict[str, Any]] | None, list[str]]:
+    """Returns the functions among the tools of a request, and the names of the others, which are left out
+    with a warning: clients send all that they have with every request."""
+    functions, left_out = [], []
+    for tool in tools or ():
+        kind = tool.get("type", "function")
+        if kind == "function" or not isinstance(kind, str):
+            functions.append(tool)
+        else:
+            own = tool.get(kind)
+            left_out.append(str((own if isinstance(own, dict) else tool).get("name") or kind))
+            warn_left_out(exchange, kind)
+    return (None if tools is None else functions), left_out
+
+
 def _check_tools(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, Any]]:
     """The schema of each tool's parameters, by the tool's name."""
     schemas: dict[str, dict[str, Any]] = {}

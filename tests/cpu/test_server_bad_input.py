@@ -105,15 +105,6 @@ FORMAT = {"type": "json_schema", "schema": {"type": "none"}}
         (CHAT, {"messages": [{"role": "assistant", "tool_calls": [{"id": 5}]}]}, "messages[0].tool_calls[0]"),
         (
             CHAT,
-            {
-                "messages": [
-                    {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": 5}}]}
-                ]
-            },
-            "messages[0].tool_calls[0].function.arguments",
-        ),
-        (
-            CHAT,
             {"messages": USER, "guided_regex": "a", "structured_outputs": {"regex": "b"}},
             "structured_outputs",
         ),

@@ -1,6 +1,7 @@
 """Tools and reasoning of chat completions as OpenAI's client sees them, over a fake engine; and what a
 request's tools come to."""
 
+import base64
 import json
 
 import openai
@@ -605,3 +606,65 @@ def test_parts_that_are_no_text_end_no_conversation(served, client):
     assert "never" in served.last_prompt() and "image_url left out" in served.last_prompt()
     with pytest.raises(openai.BadRequestError, match="content"):
         ask(client, messages=[{"role": "user", "content": [picture]}])
+
+
+def test_tools_of_other_types_are_left_out_of_a_chat(served, caplog):
+    """Regression: a custom tool in a chat was a 400 for the whole request."""
+    custom = {"type": "custom", "custom": {"name": "apply_patch", "format": {"type": "text"}}}
+    served.say("Hello")
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [custom, {"type": "web_search"}]}
+    status, found = served.json("/v1/chat/completions", body)
+    assert status == 200 and found["choices"][0]["message"]["content"] == "Hello"
+    assert [m for m in caplog.messages if "no tools of the type 'custom'" in m]
+    choice = {"type": "function", "function": {"name": "apply_patch"}}
+    status, found = served.json("/v1/chat/completions", {**body, "tool_choice": choice})
+    assert status == 400 and "a tool that this server does not have" in found["error"]["message"]
+
+
+def test_arguments_that_are_no_object_come_back_in_all_apis(served):
+    """Regression: what a model wrote wrongly ended its conversation."""
+    for given in ([1], 5, "half {", None):
+        served.say("Hello")
+        call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}
+        chat = [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+            {"role": "tool", "tool_call_id": "c", "content": "4"},
+        ]
+        assert served.json("/v1/chat/completions", {"messages": chat})[0] == 200
+        del call["id"]
+        assert served.json("/api/chat", {"messages": chat, "stream": False})[0] == 200
+        blocks = [{"type": "tool_use", "id": "c", "name": "f", "input": given}]
+        result = [{"type": "tool_result", "tool_use_id": "c", "content": "4"}]
+        turns = [chat[0], {"role": "assistant", "content": blocks}, {"role": "user", "content": result}]
+        assert served.json("/v1/messages", {"max_tokens": 9, "messages": turns})[0] == 200
+        if given is not None:
+            item = {
+                "type": "function_call",
+                "call_id": "c",
+                "name": "f",
+                "arguments": given if given != 5 else "5",
+            }
+            told = {"type": "function_call_output", "call_id": "c", "output": "4"}
+            assert served.json("/v1/responses", {"input": [chat[0], item, told]})[0] == 200
+
+
+def test_text_files_are_read(served):
+    """Regression: a file with text was refused as a medium."""
+    data = "data:text/plain;base64," + base64.b64encode(b"hear, hear").decode()
+    for path, content in (
+        ("/v1/chat/completions", {"type": "file", "file": {"filename": "a.txt", "file_data": data}}),
+        ("/v1/responses", {"type": "input_file", "filename": "a.txt", "file_data": data}),
+    ):
+        served.say("Hello")
+        turns = [{"role": "user", "content": [content]}]
+        body = {"input": turns} if "responses" in path else {"messages": turns}
+        assert served.json(path, body)[0] == 200 and "a.txt\nhear, hear" in served.last_prompt()
+    source = {"type": "base64", "media_type": "text/markdown", "data": data.partition(",")[2]}
+    turns = [{"role": "user", "content": [{"type": "document", "title": "a.md", "source": source}]}]
+    served.say("Hello")
+    assert served.json("/v1/messages", {"max_tokens": 5, "messages": turns})[0] == 200
+    assert "a.md\nhear, hear" in served.last_prompt()
+    picture = {"type": "file", "file": {"filename": "a.png", "file_data": "data:image/png;base64,AAAA"}}
+    body = {"messages": [{"role": "user", "content": [picture]}]}
+    assert served.json("/v1/chat/completions", body)[0] == 400
