@@ -8,6 +8,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -17,6 +18,8 @@ from urllib.parse import unquote, urlsplit
 class Repo:
     files: dict[str, bytes]
     gated: bool = False
+    status: int = 200  # of an answer that asks for a file; others than 200 give no reason
+    has_siblings: bool = True  # whether the answer that describes it lists its files
     gguf: Mapping[str, Any] | None = None  # what the hub says of its GGUF files
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)  # the files of all its commits
 
@@ -94,8 +97,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _info(self, name: Sequence[str], repo: Repo, commit: str) -> dict[str, Any]:
         files = [{"rfilename": file, "size": len(content)} for file, content in repo.commits[commit].items()]
-        more = {} if repo.gguf is None else {"gguf": repo.gguf}
-        return {"id": "/".join(name), "sha": commit, "siblings": files, "tags": [], **more}
+        more: dict[str, Any] = {} if repo.gguf is None else {"gguf": repo.gguf}
+        if repo.has_siblings:
+            more["siblings"] = files
+        return {"id": "/".join(name), "sha": commit, "tags": [], **more}
 
     def _tree(self, repo: Repo, commit: str) -> list[dict[str, Any]]:
         return [
@@ -105,7 +110,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _file(self, repo: Repo, commit: str, name: str) -> None:
         content = repo.commits[commit].get(name)
-        if repo.gated:
+        if repo.status != HTTPStatus.OK:
+            self._send(repo.status, b"{}", {})
+        elif repo.gated:
             self._error(403, "GatedRepo")
         elif content is None:
             self._error(404, "EntryNotFound")

@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from http import HTTPStatus
 from pathlib import Path, PurePosixPath
 
 from shoal.errors import CheckpointError
@@ -114,9 +115,14 @@ def bytes_to_download(model: HubModel, download_dir: str | None) -> int:
 
 def _list(repo: str, revision: str | None) -> _Listing:
     from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
 
-    info = HfApi().model_info(repo, revision=revision, timeout=LIST_S, files_metadata=True)
+    hub = HfApi()
+    info = hub.model_info(repo, revision=revision, timeout=LIST_S, files_metadata=True)
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+    if info.siblings is None:  # some mirrors list files only as a tree
+        tree = hub.list_repo_tree(repo, recursive=True, revision=info.sha)
+        sizes = {entry.path: entry.size for entry in tree if isinstance(entry, RepoFile)}
     known = getattr(info, "gguf", None) or {}
     return _Listing(info.sha or "", sizes, known.get("architecture"))
 
@@ -298,11 +304,9 @@ def _asking(model: HubModel, revision: str | None, download_dir: str | None) -> 
 def _reason(model: HubModel, revision: str | None, download_dir: str | None, error: Exception) -> str:
     from huggingface_hub import constants, errors
 
-    repo, wanted, status = (
-        model.repo,
-        str(model),
-        getattr(getattr(error, "response", None), "status_code", None),
-    )
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # why the hub could not be asked
+    repo, status = model.repo, getattr(getattr(error, "response", None), "status_code", None)
     local = "or name a local folder or .gguf file"
     # GatedRepoError is a RepositoryNotFoundError.
     if isinstance(error, errors.GatedRepoError):
@@ -310,7 +314,9 @@ def _reason(model: HubModel, revision: str | None, download_dir: str | None, err
             f"{repo!r} is gated: ask for access at https://huggingface.co/{repo}, then log in with `hf auth "
             f"login` (or set HF_TOKEN), {local}"
         )
-    if isinstance(error, errors.RepositoryNotFoundError):
+    names_part = isinstance(error, errors.EntryNotFoundError | errors.RevisionNotFoundError)
+    is_missing = status == HTTPStatus.NOT_FOUND and not names_part
+    if isinstance(error, errors.RepositoryNotFoundError) or is_missing:
         return (
             f"the Hugging Face hub has no model {repo!r}, or a private one; check the spelling, log in with "
             f"`hf auth login` (or set HF_TOKEN) if it is private, {local}"
@@ -322,10 +328,10 @@ def _reason(model: HubModel, revision: str | None, download_dir: str | None, err
         )
     if isinstance(error, errors.HFValidationError):
         return f"the hub allows no model name {repo!r}: {_line(error)}; name it as org/name, {local}"
-    if status in (401, 403):
+    if status in (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN):
         return (
-            f"the Hugging Face hub refuses {repo!r} ({_line(error)}); check HF_TOKEN, log in with `hf auth "
-            f"login`, {local}"
+            f"the Hugging Face hub refuses {repo!r} ({_line(error)}); check HF_TOKEN or log in with `hf auth "
+            f"login`, ask for access at https://huggingface.co/{repo} if it is gated, {local}"
         )
     folder = download_dir or constants.HF_HUB_CACHE
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -340,14 +346,14 @@ def _reason(model: HubModel, revision: str | None, download_dir: str | None, err
         )
     if isinstance(error, errors.OfflineModeIsEnabled):
         return (
-            f"{wanted!r} is not in the cache, and HF_HUB_OFFLINE keeps Shoal off the network; unset it, "
+            f"{str(model)!r} is not in the cache, and HF_HUB_OFFLINE keeps Shoal off the network; unset it, "
             f"{local}"
         )
     is_unreachable = status is None and not isinstance(error, RuntimeError | ValueError)
     if isinstance(error, errors.LocalEntryNotFoundError) or is_unreachable:
         return (
-            f"{wanted!r} is not in the cache, and the Hugging Face hub cannot be reached ({_line(error)}); "
-            f"check the network, {local}"
+            f"{str(model)!r} is not in the cache, and the Hugging Face hub cannot be reached "
+            f"({_line(error)}); check the network, {local}"
         )
     return f"{repo!r} cannot be had from the Hugging Face hub ({_line(error)}); try again later, {local}"
 

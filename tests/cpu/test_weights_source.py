@@ -283,6 +283,20 @@ def test_gated_missing_and_unknown_revision_are_told_apart(name, revision, words
     assert "is gated" in str(error.value) or name != "org/gated"
 
 
+@pytest.mark.parametrize("status", [401, 403])
+def test_an_answer_without_a_reason_is_not_taken_for_a_missing_network(status, hub):
+    hub.repos["org/name"] = Repo({"config.json": config(), "m.safetensors": b"x"}, status=status)
+    ways = "HF_TOKEN.*hf auth login.*https://huggingface.co/org/name if it is gated"
+    with pytest.raises(CheckpointError, match=f"refuses 'org/name'.*{ways}") as error:
+        resolve("org/name")
+    assert "reached" not in str(error.value)
+
+
+def test_a_mirror_that_lists_files_only_as_a_tree_is_read(hub):
+    hub.repos["org/name"] = gguf_repo("m-Q4_K_M.gguf", "m-Q8_0.gguf", has_siblings=False)
+    assert resolve("org/name").path.read_bytes() == gguf("m-Q4_K_M.gguf")
+
+
 def test_a_hub_that_cannot_be_reached_is_told_from_one_that_refuses(hub, monkeypatch):
     hub.close()
     with pytest.raises(
