@@ -35,7 +35,7 @@ STORAGE = "it orders another company's storage, prices, filters or cache"
 RUNNER = "it says how llama.cpp runs a model"
 HOSTED = "such tools run on another company's servers"
 
-# Of vLLM's and llama.cpp's requests for text.
+# Fields of vLLM's and llama.cpp's requests for text.
 TEXT: dict[str, Refused | Ignored] = {
     "use_beam_search": Refused("LLM.beam_search has beam search", (False,)),
     "length_penalty": Refused("it is of beam search, which LLM.beam_search has", (0, 1)),
@@ -100,7 +100,7 @@ TEXT: dict[str, Refused | Ignored] = {
     "timings_per_token": Ignored("/requests/ID has the times of a request"),
     "return_progress": Ignored("/requests/ID has the times of a request"),
 }
-# Of OpenAI's requests. `verbosity` is a hint to models that were trained on it.
+# Fields of OpenAI's requests.
 OPENAI: dict[str, Refused | Ignored] = {
     "store": Ignored(STORAGE, is_told=False),
     "metadata": Ignored(STORAGE, is_told=False),
