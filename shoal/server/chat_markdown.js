@@ -22,7 +22,7 @@ markdown.core.ruler.push("page", ({tokens}) => {
     if (token.type.startsWith("heading")) token.tag = "h" + Math.min(6, Number(token.tag[1]) + 2);  // below the page's own
     const align = /text-align:(\w+)/.exec(token.attrGet("style") || "");
     if (align) token.attrs = [["class", align[1]]];  // the page's policy forbids styles
-    if (token.type === "inline" && tokens[i - 2]?.type === "list_item_open") readBox(token.children[0]);
+    if (token.type === "inline" && tokens[i - 2]?.type === "list_item_open") readBox(token.children[0], tokens[i - 2]);
   });
 });
 Object.assign(markdown.renderer.rules, {
@@ -44,10 +44,12 @@ const ALLOWED = {
   RETURN_DOM_FRAGMENT: true,
 };
 
-/** "[ ] " and "[x] " at the beginning of a list's item are boxes. */
-function readBox(text) {
-  if (text?.type !== "text") return;
-  text.content = text.content.replace(/^\[([ xX])\] /, (_, mark) => (mark === " " ? "☐ " : "☑ "));
+/** "[ ] " and "[x] " at the beginning of a list's item are boxes, in the place of its bullet. */
+function readBox(text, item) {
+  const [all, mark] = (text?.type === "text" && /^\[([ xX])\] /.exec(text.content)) || [];
+  if (!all) return;
+  text.content = (mark === " " ? "☐ " : "☑ ") + text.content.slice(all.length);
+  item.attrSet("class", "task");
 }
 
 /** Shows a text in `body`. Called again with more of the text, it leaves what was finished as it is. */

@@ -53,7 +53,7 @@ function headers() {
   return {"Content-Type": "application/json", ...(key ? {Authorization: "Bearer " + key} : {})};
 }
 
-/** An Error that says what an answer other than 200 says. */
+/** An Error that says what an answer other than 200 says, with its `status` and its `code`. */
 async function failure(response) {
   const text = await response.text(), later = response.headers.get("Retry-After");
   let error;
@@ -63,9 +63,10 @@ async function failure(response) {
     error = null;  // a proxy's page, perhaps
   }
   const kind = [response.status, error?.type].filter(Boolean).join(", ");
-  const hints = [response.status === 401 && "The key goes into Settings.", later && `Retry in ${later} s.`];
   const message = error?.message || text.slice(0, 300) || response.statusText;
-  return new Error([`${message} (${kind})`, ...hints].filter(Boolean).join(" "));
+  const hints = [response.status === 401 && "The key goes into Settings.", later && `Retry in ${later} s.`];
+  const told = [`${message} (${kind})`, ...hints].filter(Boolean).join(" ");
+  return Object.assign(new Error(told), {status: response.status, code: error?.code});
 }
 
 /** Takes the key that this tab has, and calls `action` when another one is given. */

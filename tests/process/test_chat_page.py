@@ -5,6 +5,7 @@ docs, of a server that runs.
 """
 
 import argparse
+import json
 import re
 
 import pytest
@@ -83,7 +84,7 @@ def test_an_answer_streams_in_with_its_speed(open_page, served):
     served.say(TEXT)
     page = open_page()
     turn = ask(page, "Explain tides to a child")
-    expect(turn.locator(".foot span")).to_have_text(
+    expect(turn.locator(".figures")).to_have_text(
         re.compile(r"^\d+\.\d\d s to first token · [\d.]+ tokens/s · \d+ tokens")
     )
     assert page.locator(".turn.user .body").all_inner_texts() == ["Explain tides to a child"]
@@ -126,7 +127,7 @@ def test_stop_ends_the_request_in_the_engine(open_page, served):
     turn = ask(page, "Go on for ever", wait=False)
     expect(turn.locator(".body")).to_contain_text("and so on", timeout=WAIT_MS)
     page.get_by_role("button", name="Stop").click()
-    expect(turn.locator(".foot span")).to_have_text(re.compile("about .* stopped"), timeout=WAIT_MS)
+    expect(turn.locator(".figures")).to_have_text(re.compile("about .* stopped"), timeout=WAIT_MS)
     served.wait_until_idle()  # long before the 2,000 tokens would be out
     served.say("Fine.")
     assert ask(page, "And now?").locator(".body").inner_text() == "Fine."  # the conversation goes on
@@ -221,14 +222,269 @@ def test_the_last_question_can_be_edited(open_page, served):
     ask(page, "One?")
     ask(page, "Two?")
     page.get_by_label("Message").fill("a draft")
-    page.get_by_role("button", name="Edit").click()
+    page.get_by_role("button", name="Edit this question").last.click()
     assert page.get_by_label("Message").input_value() == "Two?"
     page.keyboard.press("Escape")
     assert page.get_by_label("Message").input_value() == "a draft"
-    page.get_by_role("button", name="Edit").click()
+    page.get_by_role("button", name="Edit this question").last.click()
     ask(page, "Three?")
     expect(page.locator(".turn.user .body")).to_have_text(["One?", "Three?"])
     assert "Three?" in served.last_prompt() and "Two?" not in served.last_prompt()
+
+
+def versions(turn):
+    return turn.locator(".versions .count").inner_text()
+
+
+def test_answers_are_kept_as_versions(open_page, served):
+    """Regression: a retry deleted the answer that was there."""
+    served.say("First.")
+    page = open_page()
+    ask(page, "Which?")
+    ask(page, "And then?")
+    first = page.locator(".turn.assistant").first
+    for text in ("Second.", "Third."):
+        served.say(text)
+        first.get_by_role("button", name="Retry").click()
+        expect(first.locator(".body")).to_have_text(text, timeout=WAIT_MS)
+        expect(first).to_have_attribute("aria-busy", "false", timeout=WAIT_MS)
+    assert page.locator(".turn").count() == 2 and versions(first) == "3/3"
+    assert "And then?" not in served.last_prompt()
+    first.get_by_role("button", name="Earlier version").click()
+    assert first.locator(".body").inner_text() == "Second." and versions(first) == "2/3"
+    first.get_by_role("button", name="Earlier version").click()
+    assert first.get_by_role("button", name="Earlier version").is_disabled()
+    assert page.locator(".turn .body").all_inner_texts() == ["Which?", "First.", "And then?", "First."]
+    reload(page)
+    assert page.locator(".turn").count() == 4 and versions(page.locator(".turn.assistant").first) == "1/3"
+    served.say("Fourth.")
+    ask(page, "More?")
+    assert "And then?" in served.last_prompt() and "Second." not in served.last_prompt()
+
+
+def test_every_turn_can_be_edited(open_page, served):
+    served.say("Yes.")
+    page = open_page()
+    for text in ("One?", "Two?", "Three?"):
+        ask(page, text)
+    page.get_by_role("button", name="Edit this question").first.click()
+    assert page.get_by_label("Message").input_value() == "One?"
+    ask(page, "Other?")
+    assert page.locator(".turn .body").all_inner_texts() == ["Other?", "Yes."]
+    question = page.locator(".turn.user").first
+    question.get_by_role("button", name="Earlier version").click()
+    assert page.locator(".turn").count() == 6 and versions(question) == "1/2"
+
+    page.get_by_label("Message").fill("a draft")
+    page.get_by_role("button", name="Edit this answer").nth(1).click()
+    assert not page.get_by_role("button", name="Attach").is_visible()
+    page.get_by_label("Message").fill("No, **never**.")
+    page.keyboard.press("Enter")
+    assert page.get_by_label("Message").input_value() == "a draft"
+    texts = ["One?", "Yes.", "Two?", "No, never."]
+    assert page.locator(".turn .body").all_inner_texts() == texts
+    assert versions(page.locator(".turn.assistant").last) == "2/2"
+    ask(page, "Sure?")
+    assert "No, **never**." in served.last_prompt() and "Three?" not in served.last_prompt()
+
+
+def test_an_answer_that_was_stopped_goes_on(open_page, served):
+    served.say("and so on " * 1000, token_seconds=0.02)
+    page = open_page()
+    turn = ask(page, "Go on", wait=False)
+    expect(turn.locator(".body")).to_contain_text("and so on and", timeout=WAIT_MS)
+    page.get_by_role("button", name="Stop").click()
+    proceed = turn.get_by_role("button", name="Continue")
+    expect(proceed).to_be_visible(timeout=WAIT_MS)
+    had = turn.locator(".body").inner_text()
+    reload(page)
+    served.say(" THE END")
+    turn = page.locator(".turn.assistant")
+    with page.expect_request("**/v1/chat/completions") as asked:
+        proceed.click()
+    body = asked.value.post_data_json
+    assert body["continue_final_message"] is True and body["add_generation_prompt"] is False
+    assert body["messages"][-1]["role"] == "assistant" and body["messages"][-1]["content"].startswith(had)
+    expect(turn.locator(".body")).to_contain_text("THE END", timeout=WAIT_MS)
+    expect(turn).to_have_attribute("aria-busy", "false", timeout=WAIT_MS)
+    assert turn.locator(".body").inner_text().startswith(had) and not proceed.is_visible()
+    assert page.locator(".turn").count() == 2
+
+
+def test_a_full_conversation_drops_its_oldest_turns_and_says_so(open_page):
+    """Regression: a conversation that filled the context got an error for every further question."""
+    with Served(FakeEngine(300, ends=True), model={"max_model_len": 400}) as server:
+        server.say("An answer of thirty letters ok")
+        page = open_page(server=server)
+        meter, dropped = page.locator("#context span"), page.locator(".dropped")
+        ask(page, "Question 0 of twelve?")
+        expect(meter).to_have_text(re.compile(r"^\d\d of 400 tokens$"))
+        assert not dropped.count()
+        for i in range(1, 12):
+            turn = ask(page, f"Question {i} of twelve?")
+            assert turn.locator(".body").inner_text() == "An answer of thirty letters ok"
+        assert page.locator(".turn").count() == 24 and page.get_by_role("alert").count() == 0
+        expect(dropped).to_have_text(re.compile(r"The \d+ turns above no longer fit the model's context"))
+        assert "Question 0" not in server.last_prompt() and "Question 10" in server.last_prompt()
+        used = int(meter.inner_text().split()[0])
+        assert 100 < used <= 400
+        reload(page)
+        expect(dropped).to_be_visible()
+        assert page.locator("#log > *").nth(0).inner_text().startswith("Question 0")
+
+        turn = ask(page, "long " * 100)
+        expect(turn.get_by_role("alert")).to_contain_text("too long for the model")
+        server.say("Fine.")
+        assert ask(page, "short?").locator(".body").inner_text() == "Fine."
+
+
+def test_the_server_has_the_last_word_on_what_fits(open_page):
+    """A conversation that came from elsewhere has no counts of tokens; the page learns from the refusal."""
+    with Served(FakeEngine(300, ends=True), model={"max_model_len": 400}) as server:
+        server.say("Yes.")
+        page = open_page(server=server)
+        page.evaluate("""() => {
+            current = readConversation({messages: [..."abcdef"].flatMap(letter => [
+                {role: "user", content: letter.repeat(60)}, {role: "assistant", content: "ok"}])});
+            showConversation();
+        }""")
+        assert ask(page, "Well?").locator(".body").inner_text() == "Yes."
+        assert "a" * 60 not in server.last_prompt() and "f" * 60 in server.last_prompt()
+        expect(page.locator(".dropped")).to_contain_text("no longer fit")
+
+
+def test_a_page_that_was_opened_too_early_finds_its_models(open_page, served):
+    """Regression: a page opened while a fleet started took no message until it was loaded again."""
+    served.say("Here.")
+    page = open_page()
+    answers = [
+        {"status": 503, "body": "starting"},
+        {"json": {"object": "list", "data": []}},
+        {"json": {"object": "list", "data": []}},
+    ]
+    page.route(
+        "**/v1/models", lambda route: route.fulfill(**answers.pop(0)) if answers else route.continue_()
+    )
+    page.reload()
+    notice = page.locator("#notice")
+    expect(notice).to_contain_text("asks again")
+    page.get_by_label("Message").fill("Anybody there?")
+    page.keyboard.press("Enter")
+    assert page.get_by_label("Message").input_value() == "Anybody there?"
+    expect(page.locator("#model option")).to_have_count(1, timeout=WAIT_MS)
+    expect(notice).not_to_be_visible()
+    page.keyboard.press("Enter")
+    expect(page.locator(".turn.assistant .body")).to_have_text("Here.", timeout=WAIT_MS)
+
+
+def test_two_tabs_keep_the_turns_of_both(open_page, served):
+    """Regression: the tab that wrote last overwrote the other's turns."""
+    served.say("Yes.")
+    page = open_page()
+    ask(page, "One?")
+    other = page.context.new_page()
+    other.goto(page.url)
+    expect(other.locator("#model option")).to_have_count(1, timeout=WAIT_MS)
+    ask(other, "Two?")
+    expect(page.locator(".turn.user .body")).to_have_text(["One?", "Two?"], timeout=WAIT_MS)
+
+    served.say("and so on " * 20, token_seconds=0.005)
+    ask(page, "Left?", wait=False)
+    ask(other, "Right?")
+    expect(page.locator(".turn.assistant").last).to_have_attribute("aria-busy", "false", timeout=WAIT_MS)
+    for tab in (page, other):
+        reload(tab)
+        expect(tab.locator(".turn.user").nth(2).locator(".count")).to_have_text(re.compile("./2"))
+    kept = page.evaluate("storedConversations()[0].messages.map(({content}) => content)")
+    assert {"One?", "Two?", "Left?", "Right?"} <= set(kept) and kept.count("and so on " * 20) == 2
+
+    page.get_by_role("button", name="New conversation").click()
+    ask(page, "Another")
+    expect(other.locator("#list .title")).to_have_count(2)
+    page.get_by_role("button", name="Delete Another").click()
+    expect(other.locator("#list .title")).to_have_count(1)
+
+
+def test_conversations_of_older_pages_are_read(open_page, served):
+    served.say("Yes.")
+    page = open_page()
+    page.evaluate("""localStorage.setItem("shoal.chat.old", JSON.stringify({id: "old", title: "Old", changed: 5,
+        model: "tiny", options: {}, messages: [{role: "user", content: "One?"},
+        {role: "assistant", content: "First.", reasoning: ""}]}))""")
+    reload(page)
+    page.get_by_role("button", name="Old", exact=True).click()
+    ask(page, "Two?")
+    reload(page)
+    assert page.locator(".turn .body").all_inner_texts() == ["One?", "First.", "Two?", "Yes."]
+
+
+def test_search_finds_titles_and_texts(open_page, served):
+    page = open_page()
+    for question, text in (("Why is the sky blue?", "It scatters."), ("Why tides?", "The moon pulls.")):
+        served.say(text)
+        page.get_by_role("button", name="New conversation").click()
+        ask(page, question)
+    page.keyboard.press("Control+k")
+    page.keyboard.type("MOON")
+    assert page.locator("#list .title").all_inner_texts() == ["Why tides?\nThe moon pulls."]
+    page.get_by_label("Search conversations").fill("sky")
+    page.keyboard.press("Enter")
+    expect(page.locator(".turn.assistant .body")).to_have_text("It scatters.")
+    page.get_by_label("Search conversations").fill("fish")
+    expect(page.get_by_role("status")).to_have_text("No conversation has these words.")
+    page.get_by_label("Search conversations").fill("")
+    assert len(titles(page)) == 2
+
+
+def test_conversations_are_exported_and_imported(open_page, served, tmp_path):
+    served.say("First.")
+    page = open_page()
+    drop(page, "a.txt", b"text")
+    ask(page, "Which one?")
+    served.say("Second $x$.")
+    page.get_by_role("button", name="Retry").click()
+    expect(page.locator(".turn.assistant .body")).to_contain_text("Second", timeout=WAIT_MS)
+    page.get_by_role("button", name="Settings").click()
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Temperature").fill("0.5")
+    files = {}
+    for name in ("This one as Markdown", "This one as JSON", "All as JSON"):
+        with page.expect_download() as found:
+            page.get_by_role("button", name=name).click()
+        files[found.value.suggested_filename] = tmp_path / found.value.suggested_filename
+        found.value.save_as(tmp_path / found.value.suggested_filename)
+    assert list(files) == ["Which-one.md", "Which-one.json", "conversations.json"]
+    asked = "File a.txt:\n```\ntext\n```\n\nWhich one?"
+    assert files["Which-one.md"].read_text() == (
+        f"# Which one?\n\n**You**\n\n{asked}\n\n**Answer**\n\nSecond $x$.\n"
+    )
+    body = json.loads(files["Which-one.json"].read_text())
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": asked},
+        {"role": "assistant", "content": "Second $x$."},
+    ]
+    assert body.pop("shoal") and body == {"model": "tiny", "messages": messages, "temperature": 0.5}
+    assert served.json("/v1/chat/completions", body)[0] == 200
+
+    other = open_page()
+    saved = tmp_path / "saved.json"  # as `shoal chat` writes it
+    saved.write_text(json.dumps({**body, "stop": ["END"]}))
+    wrong = tmp_path / "wrong.json"
+    wrong.write_text("[1]")
+    other.get_by_role("button", name="Settings").click()
+    other.set_input_files("#import-file", [saved, files["conversations.json"], wrong])
+    expect(other.get_by_role("alert")).to_have_text(
+        "2 conversations are imported. “wrong.json” cannot be imported: it holds no conversations.Dismiss"
+    )
+    assert len(titles(other)) == 2 and versions(other.locator(".turn.assistant")) == "2/2"
+    reload(other)
+    other.locator("#list .title").filter(has_text="File a.txt").click()
+    other.get_by_role("button", name="Settings").click()
+    fields = [
+        other.get_by_label(name).input_value() for name in ("System prompt", "Temperature", "Stop strings")
+    ]
+    assert fields == ["Be brief.", "0.5", "END"]
 
 
 def titles(page):
@@ -653,7 +909,7 @@ def test_everything_has_a_name(open_page):
 
 
 def test_the_page_is_small_and_its_policy_strict():
-    check_small_and_strict("chat.html", 110_000, 13)
+    check_small_and_strict("chat.html", 150_000, 17)
 
 
 def make_picture(url, path, questions):
