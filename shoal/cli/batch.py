@@ -130,8 +130,8 @@ async def _run(
     source: Path, answers: AnswerFile, options: dict[str, Any], config: ServerConfig, progress: Progress
 ) -> None:
     engine = EngineConfig.from_options(**options)
-    files = resolve(engine.model, engine.revision, engine.download_dir).check()
-    files = files.overridden(engine.hf_overrides)
+    files = resolve(engine.model, engine.revision, engine.download_dir, overrides=engine.hf_overrides)
+    files = files.check().overridden(engine.hf_overrides)
     planned = Planned(config.served_model_name or [engine.model], engine, files)
     llm, tokenizer = await start_engine(planned, config, None)
     try:

@@ -115,8 +115,8 @@ def plan(
     for name, (_, path) in zip(names, pairs):
         engine = EngineConfig.from_options(model=path, **options)
         check_lends(config.role, engine)
-        files = resolve(engine.model, engine.revision, engine.download_dir).check()
-        files = files.overridden(engine.hf_overrides)
+        files = resolve(engine.model, engine.revision, engine.download_dir, overrides=engine.hf_overrides)
+        files = files.check().overridden(engine.hf_overrides)
         if files.revision is not None:
             engine = dataclasses.replace(engine, revision=files.revision)  # its processes take this one
         found.append(Planned(config.served_model_name or [name], engine, files))
@@ -231,7 +231,9 @@ def _following(model: ServedModel, llm: AsyncLLM, config: ServerConfig) -> Calla
     async def follow() -> None:
         engine = llm.config
         try:
-            files = await asyncio.to_thread(resolve, engine.model, engine.revision, engine.download_dir)
+            files = await asyncio.to_thread(
+                resolve, engine.model, engine.revision, engine.download_dir, overrides=engine.hf_overrides
+            )
             tokenizer = await _load_tokenizer(engine, files)
         except ShoalError:
             model.tokenizer = None  # The old one would speak another language. Texts are refused now.

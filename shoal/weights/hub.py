@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from http import HTTPStatus
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from shoal.errors import CheckpointError
 from shoal.json_file import read_object
@@ -58,9 +59,17 @@ def is_model_file(name: str) -> bool:
     return not is_duplicate and any(fnmatch(name, pattern) for pattern in HUB_FILES)
 
 
-def download(model: HubModel, revision: str | None, download_dir: str | None) -> Path:
+def download(
+    model: HubModel,
+    revision: str | None,
+    download_dir: str | None,
+    overrides: Mapping[str, Any] | None = None,
+    *,
+    is_checked: bool = True,
+) -> Path:
     """Returns its folder in the cache, or its .gguf file. Where the hub cannot be asked, a model that is in
-    the cache is taken from there, with a warning. Raises CheckpointError."""
+    the cache is taken from there, with a warning. `is_checked`: what Shoal cannot run is refused, by its
+    config.json with `overrides` in it. Raises CheckpointError."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -74,7 +83,8 @@ def download(model: HubModel, revision: str | None, download_dir: str | None) ->
                 logger.warning("the hub cannot be asked for %s (%s); %s is used", model, _line(error), path)
             return path
         file = _gguf_of(model, list(listing.sizes))
-        _check_architecture(model, listing, file, download_dir)
+        if is_checked:
+            _check_architecture(model, listing, file, download_dir, overrides or {})
         if file is not None:
             found = hf_hub_download(model.repo, file, revision=listing.commit, cache_dir=download_dir)
         else:
@@ -259,7 +269,11 @@ def _tagged(files: Sequence[str], tag: str) -> list[str]:
 
 
 def _check_architecture(
-    model: HubModel, listing: _Listing, file: str | None, download_dir: str | None
+    model: HubModel,
+    listing: _Listing,
+    file: str | None,
+    download_dir: str | None,
+    overrides: Mapping[str, Any],
 ) -> None:
     """Raises CheckpointError for a model that Shoal cannot run, before its weights are downloaded. Its
     config.json goes into a folder of its own, so that nothing is left of such a model."""
@@ -280,7 +294,7 @@ def _check_architecture(
             path = hf_hub_download(model.repo, "config.json", revision=listing.commit, local_dir=folder)
         config, where = read_object(Path(path)), f"{model.repo}/config.json"
     if file is None:
-        config_from_json(config, where)
+        config_from_json({**config, **overrides}, where)
     elif config.get("architectures"):
         architecture_of(config, where)
 

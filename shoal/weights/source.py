@@ -160,12 +160,18 @@ class CheckpointFiles:
 
 
 def resolve(
-    model: str, revision: str | None = None, download_dir: str | None = None, *, with_weights: bool = True
+    model: str,
+    revision: str | None = None,
+    download_dir: str | None = None,
+    *,
+    overrides: dict[str, Any] | None = None,
+    with_weights: bool = True,
 ) -> CheckpointFiles:
     """Finds a checkpoint. The default model, models of the hub and URLs of stores are downloaded, of the last
     without their .safetensors files if these are not wanted; what exists on this machine is not looked for
-    elsewhere. `revision`: of a model of the hub, or the version of a model in a store. Raises
-    CheckpointError, and ConfigError for a revision of the default model."""
+    elsewhere. `revision`: of a model of the hub, or the version of a model in a store. `overrides`:
+    fields in the place of config.json's, for the check of a model of the hub before its download; without
+    weights it is not checked. Raises CheckpointError, and ConfigError for a revision of the default model."""
     if not model:
         raise CheckpointError(f"the model's name is empty; {WAYS}")
     on_hub = hub_model(model)
@@ -185,7 +191,7 @@ def resolve(
             raise ConfigError(f"revision {revision!r}: {model} has one version; leave --revision out")
         return _gguf_file(default_model.fetch_default_model())
     if on_hub is not None:
-        return _found(hub.download(on_hub, revision, download_dir))
+        return _found(hub.download(on_hub, revision, download_dir, overrides, is_checked=with_weights))
     if hint := library_hint(model):
         raise CheckpointError(f"no file and no model is called {model!r:.200}; {hint}")
     raise CheckpointError(f"the model path {model} does not exist; {WAYS}")

@@ -75,7 +75,7 @@ class Weights:
         CheckpointError."""
         config = self._config
         revision = config.revision if source == config.model and not is_url(source) else None
-        files = resolve(source, revision, config.download_dir)
+        files = resolve(source, revision, config.download_dir, overrides=config.hf_overrides)
         return files if files.file is not None else files.overridden(config.hf_overrides)
 
     def difference(self, files: CheckpointFiles) -> str | None:
@@ -266,7 +266,7 @@ class Weights:
         again as at the start."""
         config = self._config
         return config.load_format == "dummy" and str(files.path) == str(
-            resolve(config.model, config.revision, config.download_dir).path
+            resolve(config.model, config.revision, config.download_dir, overrides=config.hf_overrides).path
         )
 
     def _remember(self, files: CheckpointFiles) -> None:

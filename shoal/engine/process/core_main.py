@@ -295,7 +295,8 @@ def main() -> NoReturn:
 
 def _build(start: Start) -> tuple[EngineCore, ModelInfo]:
     config = start.config
-    files = resolve(config.model, config.revision, config.download_dir).overridden(config.hf_overrides)
+    files = resolve(config.model, config.revision, config.download_dir, overrides=config.hf_overrides)
+    files = files.overridden(config.hf_overrides)
     core = EngineCore(config, files, loan=start.loan)
     core.admission.prepare()
     # All that exists now stays. A full collection would look at it in the middle of some step.

@@ -244,8 +244,9 @@ def serve_rank(
     else:
         torch.set_num_threads(max(1, torch.get_num_threads() // world_size))
     tp = TensorParallel.connect(rank, world_size, resolved.device, port)
-    files = resolve(resolved.model, resolved.revision, resolved.download_dir)
-    files = files.overridden(resolved.hf_overrides)
+    files = resolve(
+        resolved.model, resolved.revision, resolved.download_dir, overrides=resolved.hf_overrides
+    ).overridden(resolved.hf_overrides)
     connect_sums(resolved, files, tp)
     return commands.bound_to(ModelRunner(resolved, files, tp, loans[rank] if loans else None))
 
