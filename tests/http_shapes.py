@@ -24,6 +24,13 @@ BODIES = {
         "seed": 1,
         "n": 2,
     },
+    "/v1/chat/completions/batch": {
+        "messages": [MESSAGES, MESSAGES],
+        "max_tokens": 3,
+        "temperature": 0.5,
+        "stop": ["x"],
+        "logprobs": True,
+    },
     "/v1/completions": {
         "prompt": "Hi",
         "max_tokens": 3,
@@ -35,6 +42,7 @@ BODIES = {
         "cache_salt": "s",
         "request_id": "r",
     },
+    "/v1/responses/input_tokens": {"input": "Hi", "instructions": "Be brief."},
     "/v1/responses": {
         "input": [{"role": "user", "content": [{"type": "input_text", "text": "u"}]}],
         "max_output_tokens": 3,

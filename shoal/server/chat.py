@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from shoal.answer import Delta
@@ -56,11 +58,21 @@ MESSAGE_FIELDS = frozenset(
 FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict", "return"})
 
 
-async def create_chat_completion(exchange: Exchange) -> None:
-    request = exchange.decode(ChatCompletionRequest)
+@dataclass(slots=True)
+class Conversation:
+    """What a request asks for, checked, with its prompt, and how the text of its answers is read."""
+
+    request: ChatCompletionRequest
+    model: ServedModel
+    params: SamplingParams
+    prompt: Prompt
+    form: AnswerFormat | None  # None: the text is the content
+
+
+async def conversation_of(exchange: Exchange, request: ChatCompletionRequest) -> Conversation:
+    """Raises ApiError and RequestError."""
     exchange.names["prompt"] = "messages"
     model = exchange.models.find(request.model)
-    options = check_stream_options(request.stream, request.stream_options, exchange.port.config)
     _check(request, model)
     as_tools(request, exchange.names)
     _warn_unknown(exchange, request)
@@ -81,28 +93,43 @@ async def create_chat_completion(exchange: Exchange) -> None:
     )
     plan.constrain(params, model.tool_call_parser, exchange.names)
     prompt = await _prompt(exchange, model, request, plan, params)
-    request_id = exchange.named(request.request_id)
-    generation = Generation(
-        model,
-        [prompt],
-        params,
-        exchange.begin_line(model.name),
-        request_id=f"chatcmpl-{request_id}",
-        priority=request.priority,
-        cache_salt=request.cache_salt,
-        timeout=request.timeout,
-        session=exchange.session(request.user),
-        tags=exchange.tags,
-        cuts_max_tokens=True,
-    )
     is_plain = plan.mode == "none" and model.reasoning_parser == "none"
     form = (
         None
         if is_plain
         else AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params)
     )
-    answer = _Answer(model, request, generation, form, names_by_ids(exchange, request))
+    return Conversation(request, model, params, prompt, form)
+
+
+def generation_of(exchange: Exchange, conversations: Sequence[Conversation]) -> Generation:
+    """The answers to conversations that differ in their prompts alone."""
+    first = conversations[0]
+    request_id = exchange.named(first.request.request_id)
+    generation = Generation(
+        first.model,
+        [one.prompt for one in conversations],
+        first.params,
+        exchange.begin_line(first.model.name),
+        request_id=f"chatcmpl-{request_id}",
+        priority=first.request.priority,
+        cache_salt=first.request.cache_salt,
+        timeout=first.request.timeout,
+        session=exchange.session(first.request.user),
+        tags=exchange.tags,
+        cuts_max_tokens=True,
+    )
     exchange.begin(generation)
+    return generation
+
+
+async def create_chat_completion(exchange: Exchange) -> None:
+    request = exchange.decode(ChatCompletionRequest)
+    options = check_stream_options(request.stream, request.stream_options, exchange.port.config)
+    conversation = await conversation_of(exchange, request)
+    model = conversation.model
+    generation = generation_of(exchange, [conversation])
+    answer = ChatAnswer(conversation, generation, names_by_ids(exchange, request))
     if request.stream:
         usage = generation.usage if options.include_usage and options.continuous_usage_stats else None
         chunks = Chunks(
@@ -131,7 +158,7 @@ async def create_chat_completion(exchange: Exchange) -> None:
             **ABSENT_FROM_ANSWERS,
             "usage": usage_dict(generation.usage),
             "prompt_logprobs": prompt_logprobs_list(generation.prompt_logprobs[0]),
-            "prompt_token_ids": prompt.token_ids if request.return_token_ids else None,
+            "prompt_token_ids": conversation.prompt.token_ids if request.return_token_ids else None,
         }
     )
 
@@ -242,18 +269,13 @@ def _with_readable_parts(exchange: Exchange, message: dict[str, Any]) -> dict[st
     return found
 
 
-class _Answer:
-    """Shapes the choices of one request. If there may be reasoning or calls in the text, `form` reads it."""
+class ChatAnswer:
+    """Shapes the choices of one conversation. If there may be reasoning or calls in the text, `form` reads
+    it."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        request: ChatCompletionRequest,
-        generation: Generation,
-        form: AnswerFormat | None,
-        by_ids: bool,
-    ) -> None:
+    def __init__(self, conversation: Conversation, generation: Generation, by_ids: bool) -> None:
         """by_ids: log-probabilities name tokens by their ids."""
+        request, model, form = conversation.request, conversation.model, conversation.form
         self.request, self.generation, self.form = request, generation, form
         self.id, self.created = generation.request_id, int(time.time())
         self.shapes = LogprobShapes(model, request.top_logprobs or 0, by_ids)

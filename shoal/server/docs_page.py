@@ -159,8 +159,8 @@ class _Example:
     def line(self, method: str, path: str, schema: dict[str, Any] | None, asks_for_key: bool) -> str:
         named = self._model if path.startswith("/v1/models/") else "ID"
         parts = [f"curl {self._address}{urllib.parse.quote(path.replace('{id}', named))}"]
-        if method == "POST" and schema is None:
-            parts.append("-X POST")
+        if method != "GET" and schema is None:
+            parts.append(f"-X {method}")
         if self._asks_for_key and asks_for_key:
             parts.append('-H "Authorization: Bearer $SHOAL_API_KEY"')
         if schema is not None:
@@ -176,7 +176,9 @@ class _Example:
         limit = "max_output_tokens" if "max_output_tokens" in fields else "max_tokens"
         names = [text, *schema.get("required", ()), limit]
         known = EXAMPLES.keys() & fields
-        return {"model": self._model} | {name: EXAMPLES[name] for name in names if name in known}
+        found = {name: EXAMPLES[name] for name in names if name in known}
+        several = [name for name in found if fields[name].get("items", {}).get("type") == "array"]
+        return {"model": self._model} | found | {name: [found[name]] for name in several}
 
 
 def _operation(

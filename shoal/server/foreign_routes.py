@@ -34,6 +34,7 @@ PASSED_ON = frozenset(
     {
         "/tokenizer_info",
         "/v1/chat/completions",
+        "/v1/chat/completions/batch",
         "/v1/completions",
         "/v1/responses",
         "/v1/responses/input_tokens",

@@ -29,8 +29,11 @@ def with_whole_characters(body: bytes) -> bytes:
 
 def as_meant(kind: Any, body: bytes) -> bytes:
     """Returns the JSON of a request of this type as its client means it; `body` itself if there is nothing
-    to mend. Raises msgspec.DecodeError."""
-    value = msgspec.json.decode(body)
+    to mend, or if it is malformed behind the wrong value."""
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return body
     meant = _meant(_type_of(kind), value)
     return body if meant is value else msgspec.json.encode(meant)
 

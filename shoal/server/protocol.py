@@ -182,6 +182,14 @@ class ChatCompletionRequest(TextFields, kw_only=True):
     documents: list[dict[str, Any]] | None = None
 
 
+class BatchChatCompletionRequest(ChatCompletionRequest, kw_only=True):
+    """Several conversations, whose other fields are the same."""
+
+    messages: Annotated[  # type: ignore[assignment]
+        list[Annotated[list[dict[str, Any]], Meta(min_length=1)]], Meta(min_length=1)
+    ]
+
+
 class CompletionRequest(TextFields, kw_only=True):
     prompt: Prompts
     max_tokens: MinusOneOrMore | None = None  # 0, with echo: the prompt alone, for its log-probabilities

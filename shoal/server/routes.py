@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from shoal.server import messages, model_list, ollama, protocol, requests, responses, shapes, system, tokens
 from shoal.server.chat import create_chat_completion
+from shoal.server.chat_batch import create_chat_batch
 from shoal.server.completions import create_completion
 from shoal.server.docs_page import docs
+from shoal.server.invocations import InvocationRequest, invocations
 from shoal.server.messages import ANTHROPIC
 from shoal.server.ollama import OLLAMA
 from shoal.server.openapi import openapi
@@ -22,6 +24,14 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
         create_chat_completion,
         "The next message of a conversation",
         protocol.ChatCompletionRequest,
+        shapes.ChatCompletion,
+    ),
+    Route(
+        "POST",
+        "/v1/chat/completions/batch",
+        create_chat_batch,
+        "The next message of each of several conversations",
+        protocol.BatchChatCompletionRequest,
         shapes.ChatCompletion,
     ),
     Route(
@@ -217,6 +227,14 @@ def described(routes: Sequence[Route]) -> list[Route]:
     """The routes, two more that describe all of them, and the files that the chat page needs."""
     found = list(routes)
     found += [
+        Route(
+            "POST",
+            "/invocations",
+            invocations(routes),
+            "Chat, completions or embeddings, as the body's fields say: SageMaker's path",
+            InvocationRequest,
+            content_type="application/json",
+        ),
         Route("GET", "/docs", docs(found), "The API, to read", content_type="text/html", public=True),
         Route("GET", DOCUMENT, openapi(found), "This document", content_type="application/json", public=True),
     ]

@@ -16,7 +16,10 @@ def wrong_key(kind: Any, body: bytes, path: str) -> str | None:
     `kind` refuses in `body`. None if it cannot be told.
 
     The key is looked for in halves, as each look converts the whole body."""
-    value = msgspec.json.decode(body)
+    try:
+        value = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
     holder = _at(value, path)
     if not isinstance(holder, dict):
         return None

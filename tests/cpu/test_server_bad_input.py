@@ -796,3 +796,17 @@ def test_only_halves_of_characters_are_replaced(server):
     assert server.request(COMPLETE, body)[0] == 200
     half = "\N{REPLACEMENT CHARACTER}"
     assert server.last_prompt() == f"\U0001f600 \\ud83d {half} {half}\U0001f600 \n"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        (b'{"prompt": "a", "max_tokens": "many", _', "max_tokens"),
+        (b'{"prompt": "a", "logit_bias": {"x": 1}, _', "logit_bias"),
+        (b'{"prompt": "a", "seed": "x", "a": "\xff"', "seed"),
+    ],
+)
+def test_a_wrong_field_before_malformed_json_is_a_refusal(body, param, server):
+    """Regression: the search for what the client meant read the whole body, and its failure was a 500."""
+    status, _, text = server.request(COMPLETE, body)
+    assert status == 400 and json.loads(text)["error"]["param"] == param, text
