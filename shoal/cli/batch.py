@@ -131,7 +131,7 @@ async def _run(
 ) -> None:
     engine = EngineConfig.from_options(**options)
     files = resolve(engine.model, engine.revision, engine.download_dir, overrides=engine.hf_overrides)
-    files = files.check().overridden(engine.hf_overrides)
+    files = files.overridden(engine.hf_overrides).check()
     planned = Planned(config.served_model_name or [engine.model], engine, files)
     llm, tokenizer = await start_engine(planned, config, None)
     try:

@@ -116,7 +116,7 @@ def plan(
         engine = EngineConfig.from_options(model=path, **options)
         check_lends(config.role, engine)
         files = resolve(engine.model, engine.revision, engine.download_dir, overrides=engine.hf_overrides)
-        files = files.check().overridden(engine.hf_overrides)
+        files = files.overridden(engine.hf_overrides).check()
         if files.revision is not None:
             engine = dataclasses.replace(engine, revision=files.revision)  # its processes take this one
         found.append(Planned(config.served_model_name or [name], engine, files))

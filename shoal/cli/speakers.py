@@ -109,7 +109,7 @@ class LocalSpeaker:
 
         assert self._build is not None
         # A wrong name, or a model that is not supported, costs nobody the one in use.
-        resolve(name, None, self._llm.config.download_dir).check().config  # noqa: B018
+        resolve(name, None, self._llm.config.download_dir).check()
         former = self.name
         self.close()  # There may be no memory for both.
         try:

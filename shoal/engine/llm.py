@@ -84,7 +84,7 @@ class LLM:
         self._keeps_times = options.pop("disable_log_stats", True) is False
         config = EngineConfig.from_options(model=str(model), **options)
         files = resolve(config.model, config.revision, config.download_dir, overrides=config.hf_overrides)
-        files = files.check().overridden(config.hf_overrides)
+        files = files.overridden(config.hf_overrides).check()
         self._lock = _Turns()  # held for a step, and whenever else the core is touched
         self._late_interrupts = _LateInterrupts()
         self._ids = itertools.count()

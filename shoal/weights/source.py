@@ -59,14 +59,15 @@ class CheckpointFiles:
         return self.file or self.folder
 
     def check(self) -> CheckpointFiles:
-        """Returns itself. Raises CheckpointError for a folder that is no model, before anything in it is
-        read."""
+        """Returns itself. Raises CheckpointError for a folder without a model, and for a model that Shoal
+        cannot run, before its tokenizer and its weights are read."""
         if self.file is None and not (self.folder / "config.json").exists():
             gguf = sorted(self.folder.glob("*.gguf"))
             way_out = f"name its file {gguf[0]}" if gguf else "name one, a .gguf file or a hub id"
             raise CheckpointError(
                 f"{self.folder} holds no config.json, so it is no Hugging Face model; {way_out}"
             )
+        _ = self.config
         return self
 
     def overridden(self, overrides: dict[str, Any] | None) -> CheckpointFiles:

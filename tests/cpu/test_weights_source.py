@@ -19,6 +19,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.numpy import save_file
 
+from shoal import LLM
 from shoal.errors import CheckpointError
 from shoal.weights import default_model
 from shoal.weights import hub as hub_module
@@ -397,6 +398,13 @@ def test_a_missing_or_damaged_config_is_refused_with_the_folder(content, words, 
     with pytest.raises(CheckpointError) as error:
         _ = resolve(str(tmp_path)).config
     assert words in str(error.value) and str(tmp_path) in str(error.value)
+
+
+def test_a_model_that_cannot_run_is_named_before_its_tokenizer_is_missed(folder):
+    """Regression: a folder of an unsupported model without tokenizer.json was asked for that file."""
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["Gemma3ForCausalLM"]}))
+    with pytest.raises(CheckpointError, match="architecture 'Gemma3ForCausalLM' is not supported"):
+        LLM(str(folder), device="cpu")
 
 
 def test_end_of_text_ids_are_those_of_all_files(folder):
