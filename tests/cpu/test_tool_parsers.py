@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from jiter import from_json
 
 from shoal.server.reasoning import ThinkParser, continues_thought, opens_thinking
-from shoal.server.tool_formats.hermes import HermesCalls
+from shoal.server.tool_formats.hermes import CLOSING, OPENING
 from shoal.server.tool_formats.llama3_json import Llama3Calls
-from shoal.server.tool_parsers import CallDelta, ListedCalls, NamedCall
+from shoal.server.tool_parsers import CallDelta, ListedCalls, NamedCall, TaggedCalls
 
 
 def hermes():
-    return HermesCalls()
+    return TaggedCalls(OPENING, CLOSING)
 
 
 def llama():
@@ -175,8 +175,8 @@ def test_what_is_found_is_the_same_however_the_text_is_cut(make, text, expected)
 @pytest.mark.parametrize(
     "parser, text",
     [
-        (HermesCalls(is_whole=True), HERMES["malformed arguments"][0]),
-        (HermesCalls(is_whole=True), HERMES["nested too deeply"][0]),
+        (TaggedCalls(OPENING, CLOSING, is_whole=True), HERMES["malformed arguments"][0]),
+        (TaggedCalls(OPENING, CLOSING, is_whole=True), HERMES["nested too deeply"][0]),
         (Llama3Calls({"f"}, is_whole=True), """{"name": "f", "parameters": {"a": 1, 'b': 2}}"""),
         (ListedCalls(is_whole=True), '[{"name": "f", "parameters": {"a": 1,}}]'),
     ],
@@ -187,7 +187,7 @@ def test_a_malformed_call_of_a_whole_answer_is_content_as_it_came(parser, text):
 
 def test_calls_of_a_whole_answer_before_a_malformed_one_and_those_that_were_cut_short_stay():
     def parser():
-        return HermesCalls(is_whole=True)
+        return TaggedCalls(OPENING, CLOSING, is_whole=True)
 
     bad, cut_short = HERMES["malformed arguments"][0], HERMES["cut in the arguments"]
     assert parse(parser(), [f"<tool_call>{W}</tool_call>{bad}"]) == [

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from shoal.server.tool_formats.marked_calls import MarkedCalls
 from shoal.server.tool_formats.tool_format import Schemas, ToolFormat
-from shoal.server.tool_parsers import SPACE, Steps
+from shoal.server.tool_parsers import SPACE, MarkedCalls, Steps
 
 
 class GraniteCalls(MarkedCalls):

@@ -3,28 +3,12 @@
 
 from __future__ import annotations
 
-from shoal.server.tool_formats.marked_calls import MarkedCalls
 from shoal.server.tool_formats.tool_format import ToolFormat
-from shoal.server.tool_parsers import SPACE, Malformed, Steps
+from shoal.server.tool_parsers import TaggedCalls
 
-
-class HermesCalls(MarkedCalls):
-    openings: tuple[str, ...] = ("<tool_call>",)
-    closing = "</tool_call>"
-
-    def _calls(self, markup: str) -> Steps:
-        try:
-            yield from self._call(self._names)
-        except Malformed as error:
-            self._give_up(markup, error)
-            self._unclosed = self._begun
-            return
-        self._unclosed = True
-        yield from self._skip(SPACE + "}")  # one brace too many is a common slip
-
-
+OPENING, CLOSING = "<tool_call>", "</tool_call>"
 FORMAT = ToolFormat(
     "hermes",
-    lambda template: "<tool_call>" in template,
-    lambda schemas, names, is_whole: HermesCalls(names, is_whole),
+    lambda template: OPENING in template,
+    lambda schemas, names, is_whole: TaggedCalls(OPENING, CLOSING, names, is_whole),
 )

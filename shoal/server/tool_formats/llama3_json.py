@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from shoal.server.tool_formats.marked_calls import MarkedCalls
 from shoal.server.tool_formats.tool_format import ToolFormat
-from shoal.server.tool_parsers import SPACE, Malformed, Steps
+from shoal.server.tool_parsers import SPACE, Malformed, MarkedCalls, Steps
 
 
 class Llama3Calls(MarkedCalls):

@@ -6,9 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from shoal.server.tool_formats.marked_calls import MarkedCalls
 from shoal.server.tool_formats.tool_format import ToolFormat
-from shoal.server.tool_parsers import SPACE, Malformed, Steps
+from shoal.server.tool_parsers import SPACE, Malformed, MarkedCalls, Steps
 
 CALL_ID, ARGS = "[CALL_ID]", "[ARGS]"
 ENDS_OF_WORD = "[{" + SPACE

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 from collections.abc import Collection, Generator
 
-from shoal.server.tool_formats.hermes import HermesCalls
+from shoal.server.tool_formats.hermes import CLOSING, OPENING
 from shoal.server.tool_formats.tool_format import Schemas, ToolFormat
 from shoal.server.tool_formats.typed_values import is_text, json_of, kinds_of
-from shoal.server.tool_parsers import SPACE, Ended, Malformed, Steps, length_of_start
+from shoal.server.tool_parsers import SPACE, Ended, Malformed, Steps, TaggedCalls, length_of_start
 
 FUNCTION, PARAMETER = "<function=", "<parameter="
 END_OF_FUNCTION, END_OF_PARAMETER = "</function>", "</parameter>"
@@ -21,12 +21,10 @@ MAX_START = 32  # characters of a value that are enough to know a text
 MAX_NAME = 256  # characters; what is longer is text
 
 
-class Qwen3CoderCalls(HermesCalls):
-    openings = ("<tool_call>", FUNCTION)
-
+class Qwen3CoderCalls(TaggedCalls):
     def __init__(self, schemas: Schemas, names: Collection[str] | None, is_whole: bool) -> None:
         self._schemas = schemas
-        super().__init__(names, is_whole)
+        super().__init__((OPENING, FUNCTION), CLOSING, names, is_whole)
 
     def _calls(self, markup: str) -> Steps:
         self._give_arguments()
