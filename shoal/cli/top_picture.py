@@ -81,9 +81,12 @@ def _whole(view: FleetView, past: Iterable[Point], bars: str, width: int, select
 
 def _totals(view: FleetView, past: Sequence[Point], bars: str, width: int) -> Table:
     """What comes and goes, over all workers, with a short past of each."""
-    recent, room = view.recent, max(8, width - 64)
+    recent, room = view.recent, max(8, width - 68)
     failed, refused = sum(one.failed for one in view.models), sum(one.refused for one in view.models)
-    running, waiting = (sum(one.running for one in view.workers), sum(one.waiting for one in view.workers))
+    running, at_workers = sum(one.running for one in view.workers), sum(one.waiting for one in view.workers)
+    # On a single server, the queue is what waits in its engine.
+    queues = [(view.queue, "for a worker"), (view.prefill_queue, "for prefill")] if view.policy else []
+    waiting = at_workers + sum(one.length for one, _ in queues)
     table = Table.grid(padding=(0, 1))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(no_wrap=True, overflow="ellipsis", max_width=width - room - 12)
@@ -93,9 +96,9 @@ def _totals(view: FleetView, past: Sequence[Point], bars: str, width: int) -> Ta
         f"{running} running, {waiting} waiting, {failed} failed, {refused} refused",
         sparkline([p.running + p.waiting for p in past], bars, room),
     )
-    if view.policy:  # on a single server, the queue is what waits in its engine
-        queues = [(view.queue, "for a worker"), (view.prefill_queue, "for a prefill worker")]
-        told = [f"{one.length} {what}, {duration(one.oldest_s)}" for one, what in queues if one.length]
+    if view.policy:
+        told = [f"{at_workers} at workers"] if at_workers else []
+        told += [f"{one.length} {what}, {duration(one.oldest_s)}" for one, what in queues if one.length]
         table.add_row("queue", "; ".join(told) or "nothing waits")
     table.add_row(
         "tokens/s",

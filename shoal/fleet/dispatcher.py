@@ -34,6 +34,7 @@ from shoal.fleet_api import QueueView
 from shoal.hashing import chains_by_size
 
 LONG_PROMPT = 16_384  # tokens, from which on a prompt is hashed in a thread
+MOVE_AFTER_S = 1.0  # a request that has waited so long at a worker may move to an idle one
 MAX_BLOCKED = 64  # requests that need certain workers, past which others in the queue are looked at
 
 NOBODY = "no worker is ready for this model; start one, or try again later"
@@ -60,6 +61,7 @@ class Wanted:
     not_at: str | None = None  # the id of a worker that is not to get it
     tried: set[str] = field(default_factory=set)  # ids of workers that failed at it: others come first
     # The dispatcher's own:
+    moves_to: str | None = None  # the id of the worker that would run it at once
     num_passed: int = 0  # requests that went ahead of it while it was the oldest
     number: int = -1
     hash_s: float = 0.0  # seconds that hashing took
@@ -89,6 +91,7 @@ class Place(Generic[L]):
 
     `on_broken` is called when the worker breaks while the request is there, and when it is removed. Whoever
     holds the place sets it to what ends the wait for the worker at once with a WorkerFailedError.
+    `on_moving` ends the wait with a MovedError and returns True, or returns False where the worker has begun.
     `on_draining` is called when the worker is to get nothing new: the request may stay, or go on elsewhere.
     """
 
@@ -100,6 +103,7 @@ class Place(Generic[L]):
         self._is_told = False  # how it came to this place
         self.on_broken: Callable[[], None] = lambda: None
         self.on_draining: Callable[[], None] = lambda: None
+        self.on_moving: Callable[[], bool] = lambda: False
         self.wanted, self._dispatcher = wanted, dispatcher
         self._has_token = False
         self._last_at = 0.0  # when the last tokens of a foreign stream came
@@ -136,6 +140,11 @@ class Place(Generic[L]):
         ]
 
     @property
+    def may_move(self) -> bool:
+        """Whether the request has no token and has been here for a while."""
+        return not self.wanted.has_begun and self.now - self._placed_at >= MOVE_AFTER_S
+
+    @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt, as they were counted for the choice."""
         return len(self.wanted.token_ids)
@@ -158,6 +167,13 @@ class Place(Generic[L]):
 
     def let_go(self) -> None:
         self.on_draining()
+
+    def move(self, worker_id: str) -> bool:
+        """Has the request leave for that worker. False if it is too late for that."""
+        is_leaving = self.on_moving()
+        if is_leaving:
+            self.wanted.moves_to = worker_id
+        return is_leaving
 
     def leave(self) -> None:
         """The request has ended here. A prompt of which nothing came is no hit and no miss."""
@@ -216,6 +232,7 @@ class Dispatcher(Generic[L]):
         self.traffic = Traffic()
         self.workers: dict[str, Worker[L]] = {}
         self.why_nobody = NOBODY  # what requests are told while no worker is ready
+        self._places: dict[Place[L], None] = {}  # all that requests hold, the oldest first
         self._num_placed = 0
         self._ranks: list[WorkerRank] = []  # of all workers
         self.clock = clock
@@ -289,6 +306,7 @@ class Dispatcher(Generic[L]):
             self._queued.discard(wanted)
             raise
         place = Place(worker, choice, wanted, self, asked_at)
+        self._places[place] = None
         is_again = False  # the caller comes back with this request
         try:
             yield place
@@ -303,6 +321,7 @@ class Dispatcher(Generic[L]):
             raise
         finally:
             place.leave()
+            del self._places[place]
             worker.active -= 1
             self.router.books.end(wanted.request_id)
             if not is_again:
@@ -348,6 +367,38 @@ class Dispatcher(Generic[L]):
                 break  # there is no room at all, or hardly any
         for entry in blocked:
             heapq.heappush(self._waiting, entry)
+
+    def relieve(self) -> None:
+        """Requests that wait at a worker, which have computed nothing, leave for workers that would run them
+        at once: nothing waits there, and they have fewer requests than the first worker runs.
+
+        Workers report how many requests wait, and not which. Those without a token that came last are taken
+        for them; if one has begun, its first prompt tokens are computed twice.
+        """
+        num_waiting = {one.id: sum(load.num_waiting for load in one.loads) for one in self.workers.values()}
+        if not any(num_waiting.values()):
+            return
+        idle = {
+            worker.id: self._num_active(worker)
+            for worker in self.workers.values()
+            if worker.takes_requests and not num_waiting[worker.id] and self._ranks_with_room([worker])
+        }
+        places: dict[str, list[Place[L]]] = {}
+        for place in self._places if idle else ():
+            if num_waiting.get(place.worker.id) and place.may_move:
+                places.setdefault(place.worker.id, []).append(place)
+        for worker_id, found in places.items():
+            num_running = sum(load.num_running for load in self.workers[worker_id].loads)
+            found.sort(key=lambda place: (place.wanted.priority, place.wanted.number))
+            for place in found[-num_waiting[worker_id] :]:
+                quick = [
+                    one
+                    for one, num_active in idle.items()
+                    if num_active < num_running and place.wanted.fits(self.workers[one].info)
+                ]
+                target = min(quick, key=lambda one: idle[one], default=None)
+                if target is not None and place.move(target):
+                    idle[target] += 1
 
     def _take_next(self) -> Waiting[L]:
         """Who waits and is next. The oldest lets `look_ahead` others pass at the most."""
@@ -414,7 +465,8 @@ class Dispatcher(Generic[L]):
         begun = time.perf_counter()
         found = self.router.find(chains)
         looked_up = time.perf_counter()
-        ranks = self._some_with_room(wanted, found) or self._all_with_room(wanted)
+        ranks = self._next_with_room(wanted)
+        ranks = ranks or self._some_with_room(wanted, found) or self._all_with_room(wanted)
         if not ranks:
             return None
         choice = self.router.choose_among(
@@ -439,6 +491,13 @@ class Dispatcher(Generic[L]):
         worker.active += 1
         worker.num_requests += 1
         return worker, choice
+
+    def _next_with_room(self, wanted: Wanted) -> list[WorkerRank]:
+        """Those of the worker that the request left another one for; it may be full by now."""
+        worker = None if wanted.moves_to is None else self.workers.get(wanted.moves_to)
+        wanted.moves_to = None
+        is_ready = worker is not None and worker.takes_requests and wanted.fits(worker.info)
+        return self._ranks_with_room([worker]) if worker is not None and is_ready else []
 
     def _some_with_room(self, wanted: Wanted, found: dict[WorkerRank, Overlap]) -> list[WorkerRank]:
         """In a large fleet, those of a few workers to which the request could go now; in a small one none."""

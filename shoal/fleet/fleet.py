@@ -323,6 +323,7 @@ class Fleet:
             await self.clock.sleep(TICK_S)
             now = self.clock.now()
             for model in list(self._all):
+                model.dispatcher.relieve()
                 model.router.predictions.expire()
                 model.router.books.expire()
                 if model.empty_since is not None and now - model.empty_since > MODEL_MEMORY_S:

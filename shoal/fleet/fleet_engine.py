@@ -25,7 +25,7 @@ from shoal.fleet.dispatcher import Dispatcher, Place, Wanted
 from shoal.fleet.kv_moves import KvLoan, KvMoves
 from shoal.fleet.plane_inbox import start
 from shoal.fleet.remote_engine import RemoteEngine, RemoteStream
-from shoal.fleet.worker import RefusedError, at_worker, errors_of
+from shoal.fleet.worker import MovedError, RefusedError, at_worker, errors_of
 from shoal.fleet.worker_sums import WorkerSums
 from shoal.logs import about
 from shoal.request_builder import copy_params
@@ -109,6 +109,8 @@ class FleetEngine(Control):
                                     yield output
                                 if progress.must_move:
                                     raise RefusedError("it has ended its requests, to sleep or to stop")
+                except MovedError as error:
+                    progress.left(place, error)
                 except RefusedError as error:
                     progress.left(place, error)
                     progress.refused(error)
@@ -431,6 +433,17 @@ class _Progress:
         place.on_broken = lambda: link.break_off(
             attempt_id, WorkerFailedError(f"worker {worker.id} was given up: {worker.why}")
         )
+
+        def move() -> bool:
+            if self._is_told or self.attempt_id != attempt_id:
+                return False
+            link.break_off(
+                attempt_id, MovedError(f"it waits at worker {worker.id}, and another would run it at once")
+            )
+            return True
+
+        if not self.has_tokens and self.loan is None and self._forerunner is None:
+            place.on_moving = move
         stream = link.open(request)
         self._reader = link
         if self.is_aborted:

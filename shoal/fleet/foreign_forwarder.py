@@ -7,6 +7,7 @@ stream of completions or chats goes on at another worker (foreign_stream.py). An
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import time
@@ -24,6 +25,7 @@ from shoal.fleet.foreign_request import CHAT, COMPLETIONS, ForeignRequest
 from shoal.fleet.foreign_stream import ForeignStream, TokenCounts, reasons_of
 from shoal.fleet.prompt_tokens import PROMPT_FIELDS, PromptTokens, text_numbers
 from shoal.fleet.sse import SseReader
+from shoal.fleet.worker import MovedError
 from shoal.fleet_api import ForeignAnswer, ForeignCall, tags_of
 from shoal.logs import about
 from shoal.time_line import TimeLine
@@ -155,6 +157,9 @@ class ForeignForwarder:
                         async for piece in pieces:
                             yield piece
                     return
+                except MovedError:
+                    assert place is not None, "only a worker's request moves"
+                    told.left(place, "it waits there, and another worker would run it at once")
                 except BusyError:
                     if place is None:  # the router's own queue is full
                         raise
@@ -189,7 +194,7 @@ class ForeignForwarder:
         self, place: Place[ForeignLink], stream: ForeignStream, head: _Head, told: _Told
     ) -> AsyncGenerator[bytes]:
         """Sends the request to a worker and yields what the client gets of its answer. Raises BusyError if
-        the worker is full, and WorkerFailedError."""
+        the worker is full, MovedError if another one would run the request at once, and WorkerFailedError."""
         link, request = place.worker.link, stream.request
         told.arrived(place)
         headers = request.headers()
@@ -199,6 +204,10 @@ class ForeignForwarder:
             is_as_it_came, path, body = self._to_send(stream, link)
             exchange = link.exchange(request.call.method, path, body, headers)
             place.on_broken = exchange.abort
+            if (
+                request.has_chunks and not stream.has_begun
+            ):  # of other answers, no token shows that they began
+                place.on_moving = functools.partial(_move, exchange, stream)
             async with exchange:
                 error = await self._refusal(exchange, link)
                 if error is not None and not is_as_it_came and _is_about_our_fields(exchange, error):
@@ -397,6 +406,13 @@ def _tell_cached(place: Place[ForeignLink], num_cached: int, num_tokens: int) ->
     """Tells the books how many of the prompt's `num_tokens` tokens were cached. The router may have counted
     others, where numbers stand for the text."""
     place.cached(num_cached * place.num_prompt_tokens // max(1, num_tokens))
+
+
+def _move(exchange: ForeignExchange, stream: ForeignStream) -> bool:
+    if stream.has_begun:
+        return False
+    exchange.abort(MovedError("it waits there, and another worker would run it at once"))
+    return True
 
 
 def _bytes(header: str) -> bytes:

@@ -18,7 +18,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from shoal.errors import BusyError, WorkerFailedError
+from shoal.errors import BusyError, ShoalError, WorkerFailedError
 from shoal.fleet.worker import WorkerInfo, WorkerLoad
 from shoal.fleet.worker_spec import WorkerSpec
 
@@ -74,6 +74,7 @@ class ForeignExchange:
         self._link, self._method, self._url, self._options = link, method, url, options
         self._wait_for_head = asyncio.timeout(None)
         self._is_aborted = False
+        self._why_aborted: ShoalError | None = None
         self._response: aiohttp.ClientResponse | None = None
 
     async def __aenter__(self) -> ForeignExchange:
@@ -87,7 +88,7 @@ class ForeignExchange:
         except TimeoutError:
             if self._response is not None:  # its head came at the same moment
                 self._response.close()
-            raise self._link.failure("it gave no answer, and is taken for dead") from None
+            raise self._failure("it gave no answer, and is taken for dead") from None
         except OSError as error:
             raise self._link.failure(_without_address(error)) from None
         return self
@@ -97,11 +98,12 @@ class ForeignExchange:
     ) -> None:
         self._started.close()
 
-    def abort(self) -> None:
-        """Ends the wait for the worker with a WorkerFailedError, at once or when it is next waited for."""
+    def abort(self, why: ShoalError | None = None) -> None:
+        """Ends the wait for the worker with `why`, or else a WorkerFailedError, at once or when it is next
+        waited for."""
         if self._is_aborted:
             return
-        self._is_aborted = True
+        self._is_aborted, self._why_aborted = True, why
         if self._response is not None:
             self._response.close()
         else:
@@ -122,9 +124,12 @@ class ForeignExchange:
             while piece := await content.readany():
                 yield piece
         except (aiohttp.ClientError, OSError) as error:
-            raise self._link.failure(f"its answer broke off: {_without_address(error)}") from None
+            raise self._failure(f"its answer broke off: {_without_address(error)}") from None
         if self._is_aborted:
-            raise self._link.failure("it is taken for dead, or was removed")
+            raise self._failure("it is taken for dead, or was removed")
+
+    def _failure(self, what: str) -> ShoalError:
+        return self._why_aborted or self._link.failure(what)
 
     async def read_end(self) -> None:
         """Reads an answer that has said all to its very end, so that the connection can be used again. Gives

@@ -243,6 +243,14 @@ class RefusedError(BusyError):
     """A worker lives, and takes nothing just now for another reason than that it is full."""
 
 
+class MovedError(BusyError):
+    """A request waited at a worker, and another worker would run it at once. The first one is not full for
+    all that: it may be the better one for the next request."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, retry_after_s=0.0)
+
+
 @contextlib.contextmanager
 def errors_of(worker_id: str) -> Iterator[None]:
     """A worker's errors as the fleet knows them: after BusyError and WorkerFailedError another worker may go

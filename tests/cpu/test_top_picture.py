@@ -87,9 +87,9 @@ def test_80_columns_hold_all_that_matters():
     for part in (
         "policy kv",
         "1 of 2 ready",
-        "6 running",
+        "6 running, 10 waiting",
         "6 for a worker, 2.5s",
-        "2 for a prefill worker",
+        "2 at workers; 6 for a worker, 2.5s; 2 for prefill, 100ms",
         "4 failed",
         "5 refused",
         "cached 78%",

@@ -1,6 +1,7 @@
 """A router's workers on virtual time: how they come, break, are noticed, come back and are chosen."""
 
 import asyncio
+from contextlib import AsyncExitStack
 
 import pytest
 
@@ -629,6 +630,29 @@ def test_a_worker_that_came_back_has_forgotten_and_is_learned_again(ts):
         assert overlap(s, "a") == 0 and overlap(s, "a", other) == 4
         publisher.store()
         assert overlap(s, "a") == 4
+
+    scene(run)
+
+
+def test_a_worker_that_joins_gets_what_waits_at_another():
+    async def run(s):
+        s.add("a")
+        await until(lambda: s.state("a") == "ready")
+        dispatcher, moved = s.fleet.models["m"].dispatcher, []
+        async with AsyncExitStack() as stack:
+            places = [
+                await stack.enter_async_context(dispatcher.place(Wanted(str(i), PROMPT))) for i in range(3)
+            ]
+            for place in places:
+                place.on_moving = lambda place=place: moved.append(place.request_id) or True
+            places[0].generated(1)
+            s.fleet.published("a", [WorkerLoad(num_running=1, num_waiting=2)])
+            await asyncio.sleep(3)
+            assert not moved
+            s.add("b")
+            await until(lambda: s.state("b") == "ready")
+            await asyncio.sleep(1.5)
+            assert moved[0] == "1", "the first that waits"
 
     scene(run)
 

@@ -6,10 +6,11 @@ import itertools
 import json
 import logging
 import os
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from random import Random
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from shoal.api import FinishReason, Request, SamplingParams, SleepState, Stats
@@ -30,7 +31,7 @@ from shoal.fleet.dispatcher import Dispatcher
 from shoal.fleet.fleet_engine import MAX_TRIES, FleetEngine
 from shoal.fleet.indexer import KvIndexer
 from shoal.fleet.kv_router import KvRouter
-from shoal.fleet.worker import Worker, WorkerInfo
+from shoal.fleet.worker import Worker, WorkerInfo, WorkerLoad
 from shoal.fleet.worker_wire import Report
 from shoal.logs import JsonFormatter
 
@@ -56,12 +57,15 @@ class FakeLink:
         self.error_at = {}  # position -> what a request raises there
         self.aborted = set()
         self.running = 0
+        self.slots = asyncio.Semaphore(1000)  # requests beyond it wait
+        self.streams = {}
 
     def open(self, request):
         if not self.is_connected:
             raise WorkerFailedError("is not reached", is_absent=True)
         self.received.append(request)
-        return FakeStream(self, request)
+        stream = self.streams[request.request_id] = FakeStream(self, request)
+        return stream
 
     def check(self, request, position):
         if not self.is_connected:
@@ -78,6 +82,8 @@ class FakeLink:
 
     def break_off(self, request_id, error):
         self.errors[request_id] = error
+        if self.streams[request_id].is_waiting:
+            self.streams[request_id].collector.fail(error)
 
     def kill(self):
         self.is_connected = False
@@ -87,14 +93,17 @@ class FakeStream:
     """As RemoteStream: outputs are made by a task, whoever reads them."""
 
     def __init__(self, link, request):
-        self.request_id, self.collector = request.request_id, Collector()
+        self.request_id, self.collector, self.is_waiting = request.request_id, Collector(), True
         self.task = asyncio.create_task(self.run(link, request))
         self.get = self.collector.get
 
     async def run(self, link, request):
+        stack = AsyncExitStack()
         link.running += 1
         try:
             position = len(request.output_token_ids)
+            await stack.enter_async_context(link.slots)
+            self.is_waiting = False
             async with aclosing(link.engine.generate(request)) as outputs:
                 async for output in outputs:
                     if not output.token_ids and output.finish_reason is None:  # a ticket
@@ -111,6 +120,7 @@ class FakeStream:
         except ShoalError as error:
             self.collector.fail(error)
         finally:
+            await stack.aclose()
             link.running -= 1
             link.errors.pop(request.request_id, None)
 
@@ -545,6 +555,55 @@ def test_what_a_worker_has_counted_stays_when_it_is_gone():
     run_virtual(run())
 
 
+def test_requests_that_wait_at_a_worker_move_to_one_that_joins():
+    """Regression: they waited beside it until the first worker had come to them."""
+
+    async def run():
+        site = Site(1)
+        site.links[0].slots = asyncio.Semaphore(2)
+        asked = [asyncio.create_task(answer(site.engine, request(f"r{i}"))) for i in range(7)]
+        await site.clock.sleep(0.9)
+        site.worker(0).loads = [WorkerLoad(num_running=2, num_waiting=5)]
+        site.add()
+        site.dispatcher.relieve()
+        await site.clock.sleep(0.2)
+        assert not site.links[1].received, "a wait so short is not worth a move"
+        site.dispatcher.relieve()
+        await site.clock.sleep(0.05)
+        moved = [one.request_id for one in site.links[1].received]
+        assert moved == ["r2.2", "r3.2"], "the first that wait, as many as the other worker runs"
+        site.dispatcher.relieve()
+        assert await asyncio.gather(*asked) == [WHOLE] * 7
+        assert len(site.links[1].received) == 2 and len(site.links[0].received) == 7
+        assert (site.engine.num_migrations, site.engine.num_retries) == (0, 0)
+        assert all(worker.num_failed == 0 for worker in site.dispatcher.workers.values())
+        await site.assert_idle()
+
+    run_virtual(run())
+
+
+def test_a_request_stays_where_it_waits_if_no_other_worker_would_run_it_at_once():
+    async def run():
+        site = Site(1)
+        site.links[0].slots = asyncio.Semaphore(1)
+        asked = [asyncio.create_task(answer(site.engine, request(f"r{i}", tags=("x",)))) for i in (0,)]
+        site.dispatcher.workers["w0"].info = msgspec.structs.replace(
+            site.worker(0).info, tags=frozenset({"x"})
+        )
+        asked += [asyncio.create_task(answer(site.engine, request(f"r{i}", tags=("x",)))) for i in (1, 2)]
+        await site.clock.sleep(1.1)
+        site.add()  # without the tag
+        busy = site.add(("x",))
+        busy.loads = [WorkerLoad(num_running=3, num_waiting=1)]
+        site.worker(0).loads = [WorkerLoad(num_running=1, num_waiting=2)]
+        site.dispatcher.relieve()
+        asked[2].cancel()  # its client leaves
+        await asyncio.gather(*asked[:2])
+        assert [len(link.received) for link in site.links] == [3, 0, 0]
+
+    run_virtual(run())
+
+
 @pytest.mark.parametrize("seed", range(BASE_SEED, BASE_SEED + 30))
 def test_in_a_storm_every_request_ends_once_with_the_right_tokens(seed):
     """Workers die, come, drain, sleep and forget; clients leave. SHOAL_STORM_SEED chooses other storms."""
@@ -581,7 +640,7 @@ def test_in_a_storm_every_request_ends_once_with_the_right_tokens(seed):
     async def trouble(site):
         for _ in range(40):
             await site.clock.sleep(random.uniform(0, 1))
-            kind = random.choice(["kill", "drain", "hang", "abort", "fault"])
+            kind = random.choice(["kill", "drain", "hang", "abort", "fault", "move"])
             worker = random.choice(list(site.dispatcher.workers.values()))
             link = worker.link
             if kind == "kill":
@@ -597,6 +656,11 @@ def test_in_a_storm_every_request_ends_once_with_the_right_tokens(seed):
                 worker.hangs(WorkerFailedError("it hangs"))
                 await site.clock.sleep(random.uniform(0, 1))
                 worker.reached()
+            elif kind == "move":
+                worker.loads = [
+                    WorkerLoad(num_running=random.randint(0, 9), num_waiting=random.randint(0, 9))
+                ]
+                site.dispatcher.relieve()
             elif kind == "abort":
                 for one in link.received[-3:]:
                     link.tell_abort(one.request_id)

@@ -24,7 +24,7 @@ from shoal.fleet.indexer import KvIndexer
 from shoal.fleet.kv_router import KvRouter
 from shoal.fleet.prompt_tokens import PromptTokens
 from shoal.fleet.sse import SseReader
-from shoal.fleet.worker import Worker
+from shoal.fleet.worker import Worker, WorkerLoad
 from shoal.fleet.worker_spec import parse_worker
 from shoal.fleet_api import ForeignCall
 from shoal.time_line import TimeLine
@@ -527,6 +527,37 @@ async def test_what_waits_for_a_hung_worker_goes_on_elsewhere_once_it_is_taken_f
         await watching
         text = answer.text if stream else answer.json["choices"][0]["text"]
         assert text == written(PROMPT, 20) and len(b.received) == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@running
+async def test_a_stream_that_waits_at_a_worker_moves_to_one_that_is_idle(stream):
+    """An answer that is not a stream does not say whether it has begun, so it stays."""
+    a, b = ForeignWorker(), ForeignWorker()
+    a.faults = [Fault("hang", 0, times=1)]
+    async with front(a, b) as router:
+        waited = router.dispatcher.workers["a"]
+
+        async def watch():
+            while not a.received:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(1.1)
+            waited.loads = [WorkerLoad(num_running=3, num_waiting=1)]
+            router.dispatcher.relieve()
+            await asyncio.sleep(0.5)
+            if not stream:
+                assert not b.received
+                waited.hangs(WorkerFailedError("no token for long"))
+
+        watching = asyncio.create_task(watch())
+        answer = await router.ask(prompt=PROMPT, max_tokens=20, stream=stream)
+        await watching
+        text = answer.text if stream else answer.json["choices"][0]["text"]
+        assert text == written(PROMPT, 20) and answer.worker == "b" and len(b.received) == 1
+        assert (waited.num_failed, waited.active, waited.is_reached) == (
+            (0, 0, True) if stream else (1, 0, False)
+        )
+        assert a.received[0].state == "left"
 
 
 @pytest.mark.parametrize("stream", [False, True])
