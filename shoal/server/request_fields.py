@@ -35,8 +35,21 @@ STORAGE = "it orders another company's storage, prices, filters or cache"
 RUNNER = "it says how llama.cpp runs a model"
 HOSTED = "such tools run on another company's servers"
 
+
+SGLANG_FORMS = ("regex", "ebnf", "structural_tag")
+CHAT_FORMS = ("response_format", "json_schema", "grammar", "guided_json", "guided_regex", "guided_choice")
+CHAT_FORMS += ("guided_grammar",)
+
+
+def _forms(names: tuple[str, ...], instead: str) -> dict[str, Refused]:
+    """Fields by which other APIs say what an answer must look like."""
+    neutral: dict[str, tuple[Any, ...]] = {"response_format": ({"type": "text"},), "grammar": ("",)}
+    return {name: Refused(instead, neutral.get(name, ())) for name in names}
+
+
 # Fields of vLLM's and llama.cpp's requests for text.
 TEXT: dict[str, Refused | Ignored] = {
+    **_forms(SGLANG_FORMS, "structured_outputs says what the answer must look like"),
     "use_beam_search": Refused("LLM.beam_search has beam search", (False,)),
     "length_penalty": Refused("it is of beam search, which LLM.beam_search has", (0, 1)),
     "prompt_embeds": Refused("send text or token ids"),
@@ -119,6 +132,7 @@ CHAT = {**TEXT, **OPENAI}
 COMPLETIONS = {name: field for name, field in CHAT.items() if name != "echo"}
 RESPONSES: dict[str, Refused | Ignored] = {
     **CHAT,
+    **_forms(CHAT_FORMS, "text.format says what the answer must look like"),
     "enable_response_messages": Refused(LEAVE, (False,)),
     "previous_input_messages": Refused("send all of the conversation as input", ([],)),
     "max_tool_calls": Ignored(HOSTED),
@@ -140,6 +154,10 @@ EMBEDDINGS: dict[str, Refused | Ignored] = {
     "task": Ignored("a model embeds as its configuration says"),
 }
 MESSAGES: dict[str, Refused | Ignored] = {
+    **_forms(
+        (*CHAT_FORMS, *SGLANG_FORMS, "structured_outputs"),
+        "output_config.format says what the answer must look like",
+    ),
     "service_tier": Ignored(STORAGE, is_told=False),
     "container": Ignored(STORAGE, is_told=False),
     "inference_geo": Ignored(STORAGE, is_told=False),
@@ -158,6 +176,9 @@ MESSAGES: dict[str, Refused | Ignored] = {
     "store": Ignored(STORAGE, is_told=False),
 }
 OLLAMA: dict[str, Refused | Ignored] = {
+    **_forms(
+        (*CHAT_FORMS, *SGLANG_FORMS, "structured_outputs"), "format says what the answer must look like"
+    ),
     "shift": Ignored("an answer ends where the context is full"),
     "truncate": Ignored("a prompt that is too long is refused"),
     "width": Ignored("answers are text"),

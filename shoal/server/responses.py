@@ -733,7 +733,7 @@ def _params(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -
         exchange.names["structured_outputs"] = "text.format"
         more["structured_outputs"] = (
             StructuredOutputsParams(json_object=True)
-            if given.type == "json_object"
+            if given.type == "json_object" and not given.schema
             else StructuredOutputsParams(json=given.schema)
         )
     if request.top_logprobs or LOGPROBS in (request.include or ()):

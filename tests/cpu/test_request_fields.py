@@ -24,6 +24,8 @@ BODIES = {
     "CompletionRequest": ("/v1/completions", {"prompt": "x", "max_tokens": 1}),
     "ResponsesRequest": ("/v1/responses", {"input": "x", "max_output_tokens": 1}),
     "EmbeddingRequest": ("/v1/embeddings", {"input": "x"}),
+    "CountTokensRequest": ("/v1/messages", {"messages": USER, "max_tokens": 1}),
+    "OllamaRequest": ("/api/chat", {"messages": USER, "stream": False}),
 }
 # The fields of vLLM's requests (0.24) and of llama.cpp's server, which have no types to import here.
 VLLM = [
@@ -172,7 +174,9 @@ def test_a_field_that_changes_the_answer_is_refused_unless_it_asks_for_nothing(k
     success."""
     path, body = BODIES[kind]
     status, found = server.json(path, {**body, name: {"other": 5}})
-    assert status == 400 and found["error"]["param"] == name and name in found["error"]["message"]
+    assert status == 400 and name in str(found["error"])
+    if path.startswith("/v1/") and path != "/v1/messages":  # the other APIs' errors have no such field
+        assert found["error"]["param"] == name
     for neutral in (None, *FIELDS[kind][name].neutral):
         status, found = server.json(path, {**body, name: neutral})
         assert status == 200, found

@@ -204,6 +204,8 @@ def test_a_named_tool_and_a_schema_become_grammars(served, client):
     )
     assert answer.output_text == '{"city": "Rome"}'
     assert served.last_request().params.structured_outputs.json == schema
+    ask(client, text={"format": {"type": "json_object", "schema": schema}})
+    assert served.last_request().params.structured_outputs.json == schema
     ask(client, reasoning={"effort": "none"})
     assert "<think>\n\n</think>" in served.last_prompt()
 
