@@ -8,10 +8,11 @@ let conversations = storedConversations();
 let current = newConversation();      // the one that is shown; among `conversations` once it has a message
 let models = [];                      // what the server offers
 let attached = [];                    // files of the message that is being written
-let editing = null;                   // {message, text, files}: what is edited, and the draft that it displaced
+let editing = null;                   // {message, text, files}: what is edited, and the displaced draft
 let atEnd = true;                     // the end of the conversation is in sight
 const running = new Map();            // conversation -> AbortController of the answer being written to it
 let isWaiting = false;                // there is no model yet, as the notice says
+let needsKey = false;                 // the server refused to name its models
 let nextLook = 0;                     // the timer of the next look for models, while there is none
 
 // Small parts
@@ -96,6 +97,7 @@ function showState() {
 /** Shows the models of the server. While there is none, it looks again every two seconds. */
 async function loadModels() {
   clearTimeout(nextLook);
+  needsKey = false;
   let why = "No model is ready: the workers may be starting.";
   try {
     const response = await fetch("v1/models", {headers: headers()});
@@ -107,17 +109,17 @@ async function loadModels() {
   } catch (error) {
     models = [];
     why = error instanceof TypeError ? "The server does not answer." : error.message;
-    if (error.status === 401) {
-      notice(why, {label: "Enter the key", action: askForKey});
-      isWaiting = true;
-      return;
-    }
+    needsKey = error.status === 401;
   }
   if (models.length && isWaiting) notice("");
   isWaiting = !models.length;
   if (!isWaiting) return;
-  notice(`${why} This page asks again every two seconds.`, {label: "Ask now", action: loadModels});
-  nextLook = setTimeout(loadModels, 2000);
+  if (needsKey) {
+    notice(why, {label: "Enter the key", action: askForKey});
+  } else {
+    notice(`${why} This page asks again every two seconds.`, {label: "Ask now", action: loadModels});
+    nextLook = setTimeout(loadModels, 2000);
+  }
 }
 
 function askForKey() {
@@ -146,7 +148,8 @@ function submit(text) {
     return;
   }
   if (!models.length) {  // the text stays where it is until there is a model
-    loadModels();
+    if (needsKey) askForKey();
+    else loadModels();
     return;
   }
   const parent = editing ? editing.message.parent : current.last;
@@ -316,7 +319,7 @@ options.oninput = () => {
 };
 followKey(loadModels);
 
-// Another tab kept or deleted a conversation. What is shown or answered here stays, with what the other tab added.
+// Another tab kept or deleted a conversation. What is shown or answered here stays, with what was added there.
 addEventListener("storage", ({key}) => {
   if (!key?.startsWith(ENTRY)) return;
   const id = key.slice(ENTRY.length), kept = storedConversation(key);
@@ -333,7 +336,7 @@ addEventListener("storage", ({key}) => {
   showList();
 });
 
-/** Takes over what another tab kept of a conversation, and shows the turns that it added after the last one. */
+/** Takes over what another tab kept of a conversation, and shows the turns that were added after the last. */
 function follow(conversation, {title, options: settings, changed, last, messages}) {
   const added = pathOf({messages, last}), ours = conversation.last;
   const isContinued = added.at(-1)?.role === "assistant" && (!ours || added.some(({id}) => id === ours));

@@ -7,22 +7,28 @@
 function sendable(conversation, question) {
   const path = pathOf({...conversation, last: question.id});
   // A question that got no answer is left out with it: templates want turns to alternate.
-  return path.filter((m, i) => (m.role === "user" ? m === question || path[i + 1]?.content !== "" : m.content));
+  return path.filter((m, i) =>
+    (m.role === "user" ? m === question || path[i + 1]?.content !== "" : m.content));
 }
 
 /**
  * The messages without the oldest turns, if a model whose context has `limit` tokens would have no room for an
- * answer: its `max_tokens` or a quarter of the context, whichever is less. What goes, makes room for several turns,
- * so that the next questions begin alike and the server finds their beginning in its cache. This is an estimate by
- * the tokens of earlier requests; the server has the last word.
+ * answer: its `max_tokens` or a quarter of the context, whichever is less. Turns are dropped down to half of the
+ * context, so that the next requests begin alike and the server finds their beginning in its cache. This is an
+ * estimate by the tokens of earlier requests; the server has the last word.
  */
 function withRoom(messages, {system = "", max_tokens}, limit) {
-  const before = messages.findLast(({role, rate}) => role === "assistant" && rate);
-  const first = messages.findIndex(({id}) => id === before?.first), rate = before?.rate || 1 / 3;
-  const tokensOf = kept => rate * kept.reduce((sum, m) => sum + promptOf(m).length, system.length);
-  let kept = messages.slice(Math.max(0, first));
-  if (!limit || tokensOf(kept) + Math.min(max_tokens || Infinity, limit / 4) <= limit) return kept;
-  for (let less = kept; less.length && tokensOf(kept) > limit / 2; less = withoutOldest(kept)) kept = less;
+  const at = messages.findLastIndex(({tokens}) => tokens), counted = messages[at];
+  const rate = messages.findLast(({rate}) => rate)?.rate || 1 / 3;  // tokens a character
+  const estimate = some => rate * some.reduce((sum, m) => sum + promptOf(m).length, 0);
+  let kept = messages.slice(Math.max(0, messages.findIndex(({id}) => id === counted?.first)));
+  let tokens = counted  // thoughts are not sent again
+    ? counted.tokens - rate * counted.reasoning.length + estimate(messages.slice(at + 1))
+    : rate * system.length + estimate(kept);
+  if (!limit || tokens + Math.min(Number(max_tokens) || Infinity, limit / 4) <= limit) return kept;
+  for (let less; tokens > limit / 2 && (less = withoutOldest(kept)).length; kept = less) {
+    tokens -= estimate(kept.slice(0, -less.length));
+  }
   return kept;
 }
 
@@ -144,15 +150,20 @@ async function* events(response) {
   }
 }
 
-/** Asks, and writes what comes to `message`, which is shown at most once a frame. */
+/**
+ * Asks, and writes what comes to `message`. Showing it takes at most a fifth of the time, since the model may
+ * run on the same machine.
+ */
 async function receive(conversation, message, sent, signal) {
   const body = requestBody(sent, conversation.model, conversation.options);
   const written = sent.at(-1) === message ? message.written || 0 : 0;  // tokens of it that are there already
   const timing = {began: performance.now(), first: 0, last: 0, tokens: 0, written, usage: null, reason: ""};
-  let due = false;
+  let due = 0, pause = 0;
   const show = () => {
-    due = false;
+    const began = performance.now();
+    due = 0;
     draw(conversation, message);
+    pause = 4 * (performance.now() - began);
   };
   try {
     const request = {method: "POST", headers: headers(), body: JSON.stringify(body), signal};
@@ -160,7 +171,7 @@ async function receive(conversation, message, sent, signal) {
     if (!response.ok) throw await failure(response);
     for await (const chunk of events(response)) {
       take(chunk, message, timing);
-      if (!due) due = Boolean(requestAnimationFrame(show));
+      due ||= setTimeout(() => requestAnimationFrame(show), pause);
     }
   } catch (error) {
     if (!signal.aborted) throw error;
@@ -170,8 +181,8 @@ async function receive(conversation, message, sent, signal) {
     message.figures = figuresOf(timing);
     if (tokens || reason) Object.assign(message, {reason, written: written + tokens});
     if (usage) {
-      message.tokens = usage.total_tokens;
-      message.rate = usage.prompt_tokens / body.messages.reduce((sum, {content}) => sum + content.length, 1);
+      message.tokens = usage.total_tokens;  // of its context, thoughts included
+      if (message.written > 9) message.rate = message.written / (message.content + message.reasoning).length;
     } else if (tokens) delete message.tokens;
   }
 }

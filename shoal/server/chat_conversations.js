@@ -78,8 +78,8 @@ function storedConversation(entry) {
 }
 
 /**
- * A conversation out of JSON that may be anything; null if it is none. Messages without ids, as in requests and in
- * what older pages kept, follow one another.
+ * A conversation out of JSON that may be anything; null if it is not one. Messages without ids, as in requests
+ * and in what older pages kept, follow one another.
  */
 function readConversation(given) {
   if (!Array.isArray(given?.messages)) return null;
@@ -89,10 +89,12 @@ function readConversation(given) {
     const {role, content, changed: at} = message || {};
     if (!ROLES.includes(role) || typeof content !== "string") continue;
     const parent = ids.has(message.parent) ? message.parent : conversation.last;
-    const read = addMessage(conversation, parent, role, content, {...message, parent, id: text(message.id) || String(i)});
-    read.changed = Number(at) || 0;
+    const read = addMessage(conversation, parent, role, content, message);
+    Object.assign(read, {id: text(message.id) || String(i), parent, changed: Number(at) || 0});
+    conversation.last = read.id;
     if (role === "assistant") read.reasoning = text(read.reasoning);
-    read.files = Array.isArray(read.files) ? read.files.filter(file => text(file?.name) && text(file.text)) : [];
+    const files = Array.isArray(read.files) ? read.files : [];
+    read.files = files.filter(file => text(file?.name) && text(file.text));
     ids.add(read.id);
   }
   if (given.last !== undefined && ids.has(given.last)) conversation.last = given.last;
@@ -106,8 +108,8 @@ function readConversation(given) {
 const text = value => (typeof value === "string" ? value : "");
 
 /**
- * Keeps a conversation, with what another tab has added to it. Raises what the browser raises when its storage is
- * full or switched off.
+ * Keeps a conversation, with what another tab has added to it. Raises what the browser raises when its storage
+ * is full or switched off.
  */
 function storeConversation(conversation) {
   const kept = storedConversation(ENTRY + conversation.id);

@@ -6,8 +6,11 @@ const FIELDS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", 
   "frequency_penalty", "repetition_penalty"];
 
 function bodyOf(conversation) {
-  const {messages, stop, model, ...body} = requestBody(pathOf(conversation), conversation.model, conversation.options);
-  for (const name of ["stream", "stream_options", "add_generation_prompt", "continue_final_message"]) delete body[name];
+  const {model: name, options} = conversation;
+  const {messages, stop, model, ...body} = requestBody(pathOf(conversation), name, options);
+  for (const key of ["stream", "stream_options", "add_generation_prompt", "continue_final_message"]) {
+    delete body[key];
+  }
   const plain = messages.map(({role, content}) => ({role, content}));
   return {model, messages: plain, ...body, ...(stop ? {stop} : {}), shoal: conversation};
 }

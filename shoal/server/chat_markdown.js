@@ -19,10 +19,12 @@ markdown.block.ruler.before("table", "deep", (state, line, end, silent) => {
 });
 markdown.core.ruler.push("page", ({tokens}) => {
   tokens.forEach((token, i) => {
-    if (token.type.startsWith("heading")) token.tag = "h" + Math.min(6, Number(token.tag[1]) + 2);  // below the page's own
+    // An answer's headings are below the page's own.
+    if (token.type.startsWith("heading")) token.tag = "h" + Math.min(6, Number(token.tag[1]) + 2);
     const align = /text-align:(\w+)/.exec(token.attrGet("style") || "");
     if (align) token.attrs = [["class", align[1]]];  // the page's policy forbids styles
-    if (token.type === "inline" && tokens[i - 2]?.type === "list_item_open") readBox(token.children[0], tokens[i - 2]);
+    const item = tokens[i - 2];
+    if (token.type === "inline" && item?.type === "list_item_open") readBox(token.children[0], item);
   });
 });
 Object.assign(markdown.renderer.rules, {
@@ -65,7 +67,7 @@ function showMarkdown(body, text) {
 
 /** The HTML of each block of a text. */
 function htmlOfBlocks(text) {
-  // A last line of one or two such marks is the beginning of a fence, a rule or an item, and not yet what it will be.
+  // A last line of one or two such marks begins a fence, a rule or an item, and is not yet what it will be.
   const settled = text.replace(/\n[ \t]*([`~=-])\1?$/, ""), env = {}, blocks = [];
   const tokens = markdown.parse(settled, env);
   let begin = 0;
@@ -83,7 +85,7 @@ function showNodes(parent, fresh) {
   while (parent.childNodes.length > fresh.length) parent.lastChild.remove();
 }
 
-/** Shows `fresh` in the place of `old`, which stays and changes if it is of the same kind. Returns what is shown. */
+/** Shows `fresh` in the place of `old`, which stays if it is of the same kind. Returns the node that is shown. */
 function showNode(parent, old, fresh) {
   if (old?.source.isEqualNode(fresh)) return old;
   const shell = node => node.cloneNode(false), stays = old && isOneKind(shell(old.source), shell(fresh));

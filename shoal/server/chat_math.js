@@ -2,7 +2,8 @@
 // LaTeX in Markdown: $...$ and \(...\) are formulas in a line, $$...$$ and \[...\] formulas of their own. The
 // rules here find them for markdown-it, so that nothing in a formula is read as Markdown; KaTeX draws them.
 
-const MOST_LATEX = 5000;  // characters of a formula: text with many openings must not cost the square of its length
+// In characters: text with many openings must not cost the square of its length.
+const MOST_LATEX = 5000;
 const DISPLAY = [["$$", "$$"], ["\\[", "\\]"]];
 // A dollar sign is a price, a shell's variable or a formula. Formulas touch their signs from inside, and no
 // letter or digit touches them from outside; "$5 and a fee of 3$" has a word behind its number.
@@ -48,8 +49,8 @@ function mathBlock(state, first, end, silent) {
   const lineAt = i => state.src.slice(state.bMarks[i] + state.tShift[i], state.eMarks[i]);
   const [opening, closing] = DISPLAY.find(([opening]) => lineAt(first).startsWith(opening)) || [];
   if (!opening || state.sCount[first] - state.blkIndent >= 4) return false;
-  const lines = [];
-  for (let i = first; i < end && (i === first || state.sCount[i] >= state.blkIndent || state.isEmpty(i)); i++) {
+  const lines = [], isWithin = i => i === first || state.sCount[i] >= state.blkIndent || state.isEmpty(i);
+  for (let i = first; i < end && isWithin(i); i++) {
     const line = i === first ? lineAt(i).slice(opening.length) : lineAt(i), at = line.indexOf(closing);
     lines.push(at < 0 ? line : line.slice(0, at));
     if (at < 0) continue;

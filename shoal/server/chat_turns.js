@@ -36,9 +36,10 @@ function droppedLine(path) {
   const index = answer?.first ? path.findIndex(({id}) => id === answer.first) : 0;
   if (index <= 0) return null;
   const count = path.slice(0, index).filter(({role}) => role === "user").length;
-  const turns = count === 1 ? "The turn" : `The ${count} turns`;
-  return {index, line: make("p", "dropped", `${turns} above no longer fit${count === 1 ? "s" : ""} the model's context; `
-    + "the model does not see them.")};
+  const [what, it] = count === 1 ? ["The turn above no longer fits", "it"]
+    : [`The ${count} turns above no longer fit`, "them"];
+  const line = make("p", "dropped", `${what} the model's context; the model does not see ${it}.`);
+  return {index, line};
 }
 
 /** "2/3" between two arrows that show the other versions of a message. */

@@ -338,6 +338,21 @@ def test_a_full_conversation_drops_its_oldest_turns_and_says_so(open_page):
         assert ask(page, "short?").locator(".body").inner_text() == "Fine."
 
 
+def test_a_conversation_with_room_stays_whole(open_page):
+    """Regression: the template's own tokens, in proportion to a short first question, made the page drop it."""
+    with Served(
+        FakeEngine(300, ends=True), model={"max_model_len": 700, "reasoning_parser": "qwen3"}
+    ) as server:
+        server.say("<think>" + "hm " * 60 + "</think>" + "A longer answer. " * 6)
+        page = open_page(server=server)
+        ask(page, "Hi")
+        server.say("Yes.")
+        ask(page, "b" * 250)
+        assert page.locator(".dropped").count() == 0 and "Hi" in server.last_prompt()
+        ask(page, "c" * 250)
+        assert page.locator(".dropped").count() == 1 and "b" * 250 not in server.last_prompt()
+
+
 def test_the_server_has_the_last_word_on_what_fits(open_page):
     """A conversation that came from elsewhere has no counts of tokens; the page learns from the refusal."""
     with Served(FakeEngine(300, ends=True), model={"max_model_len": 400}) as server:
@@ -837,7 +852,9 @@ def test_a_key_is_asked_for_and_kept_with_the_tab(open_page):
         server.say("Open.")
         page = open_page(server=server, num_models=0)
         expect(page.get_by_role("alert")).to_have_text(re.compile("401.*Settings"))
-        page.get_by_role("button", name="Settings").click()
+        page.get_by_label("Message").fill("Well?")
+        page.keyboard.press("Enter")  # opens the settings at the key
+        expect(page.get_by_label("API key")).to_be_focused()
         page.get_by_label("API key").fill("sesame")
         page.get_by_role("button", name="Close").click()
         expect(page.locator("#model option")).to_have_count(1, timeout=WAIT_MS)
