@@ -56,7 +56,7 @@ class TemplateTraits:
     @functools.cached_property
     def takes_null_beside_calls(self) -> bool:
         """Whether the content of an answer with calls may be null."""
-        return _is_nothing(self._render([*_called("probe_a"), *_results(1)]))
+        return _is_nothing(self._render([*_called("probe_a", content=None), *_results(1)]))
 
     @functools.cached_property
     def takes_null(self) -> bool:
@@ -69,7 +69,9 @@ class TemplateTraits:
         return WORD in (self._render([{"role": "developer", "content": WORD}, USER]) or "")
 
 
-def _called(*names: str, call_id: str = SHORT_ID, arguments: Any = None) -> list[Message]:
+def _called(
+    *names: str, call_id: str = SHORT_ID, arguments: Any = None, content: str | None = ""
+) -> list[Message]:
     calls = [
         {
             "id": call_id[:-1] + str(i),
@@ -78,7 +80,7 @@ def _called(*names: str, call_id: str = SHORT_ID, arguments: Any = None) -> list
         }
         for i, name in enumerate(names)
     ]
-    return [USER, {"role": "assistant", "content": None, "tool_calls": calls}]
+    return [USER, {"role": "assistant", "content": content, "tool_calls": calls}]
 
 
 def _results(count: int, call_id: str = SHORT_ID) -> list[Message]:

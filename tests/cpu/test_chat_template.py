@@ -401,7 +401,7 @@ NINE = (
     "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"
     "{{ raise_exception('nine') }}{% endif %}[{{ c.function.name }} {{ c.id }}]{% endfor %}"
     "{% if m.role == 'tool' %}{% if m.tool_call_id | length != 9 %}{{ raise_exception('nine') }}{% endif %}"
-    "[{{ m.tool_call_id }} {{ m.content }}]{% endif %}{% endfor %}"
+    "[{{ m.tool_call_id }} {{ m.content }}]{% endif %}{{ '' + m.content }}{% endfor %}"
 )
 
 
