@@ -37,8 +37,15 @@ HOSTED = "such tools run on another company's servers"
 
 
 SGLANG_FORMS = ("regex", "ebnf", "structural_tag")
-CHAT_FORMS = ("response_format", "json_schema", "grammar", "guided_json", "guided_regex", "guided_choice")
-CHAT_FORMS += ("guided_grammar",)
+CHAT_FORMS = (
+    "response_format",
+    "json_schema",
+    "grammar",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+)
 
 
 def _forms(names: tuple[str, ...], instead: str) -> dict[str, Refused]:
