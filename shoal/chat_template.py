@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jinja2
@@ -44,7 +44,8 @@ FAILURES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError,
 class ChatTemplate:
     """One compiled template. Raises RequestError if the source is not valid Jinja."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """`special_tokens`: variables of every conversation, such as bos_token."""
         environment = _Environment(
             trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
         )
@@ -63,7 +64,7 @@ class ChatTemplate:
         self.reads_tools = "tools" in jinja2.meta.find_undeclared_variables(tree)
         self._reads_calls = _names(tree, "tool_calls")
         self._knows_developer = _names(tree, "developer")
-        self._special_tokens: dict[str, Any] = {}  # of the last conversation: a probe reads them, too
+        self._special_tokens = dict(special_tokens or {})
         self._traits = TemplateTraits(self._probe)
 
     def render(
@@ -86,8 +87,11 @@ class ChatTemplate:
             raise RequestError(
                 "continue_final_message and add_generation_prompt exclude each other; switch one of them off"
             )
-        variables = {"documents": None, **_plain(variables, "the chat template's variables")}
-        self._special_tokens = {name: value for name, value in variables.items() if name.endswith("_token")}
+        variables = {
+            "documents": None,
+            **self._special_tokens,
+            **_plain(variables, "the chat template's variables"),
+        }
         messages = [self._prepare(i, message) for i, message in enumerate(_checked(messages))]
         tools = _plain(tools, "tools")
         if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
@@ -137,6 +141,10 @@ class ChatTemplate:
         if max(num_calls) > 1 and not self._traits.takes_several_calls:
             messages = conversation.with_one_call_each(messages)
         if any(num_calls):
+            if self._traits.wants_null_beside_calls:
+                messages = conversation.with_calls_alone(messages)
+            if not self._traits.takes_words_after_results:
+                messages = conversation.with_words_in_results(messages)
             if self._traits.wants_short_ids:
                 messages = conversation.with_short_ids(messages)
             messages = [
@@ -203,6 +211,13 @@ class ChatTemplate:
             content = (
                 None if (self._traits.takes_null_beside_calls if calls else self._traits.takes_null) else ""
             )
+        if (
+            message["role"] == "assistant"
+            and content == ""
+            and not calls
+            and not self._traits.takes_empty_answers
+        ):
+            content = " "
         return {**message, "content": content}
 
 

@@ -47,13 +47,13 @@ def instructions(messages: Sequence[Message]) -> list[str]:
 
 def with_one_instruction(messages: Sequence[Message]) -> list[Message]:
     """Returns the conversation with all system and developer messages joined into one that leads."""
-    rest = [message for message in messages if message["role"] not in INSTRUCTIONS]
-    return [{"role": "system", "content": "\n\n".join(instructions(messages))}, *rest]
+    text = "\n\n".join(instructions(messages))
+    return [{"role": "system", "content": text}, *_without_instructions(messages)]
 
 
 def with_instructions_of_user(messages: Sequence[Message]) -> list[Message]:
     """Returns the conversation with all system and developer messages before the first words of the user."""
-    rest = [message for message in messages if message["role"] not in INSTRUCTIONS]
+    rest = _without_instructions(messages)
     text = "\n\n".join(instructions(messages))
     if not text:
         return rest
@@ -63,6 +63,55 @@ def with_instructions_of_user(messages: Sequence[Message]) -> list[Message]:
     first = roles.index("user")
     said = {**rest[first], "content": f"{text}\n\n{as_text(rest[first]['content'])}"}
     return [*rest[:first], said, *rest[first + 1 :]]
+
+
+def _without_instructions(messages: Sequence[Message]) -> list[Message]:
+    """Returns the conversation without system and developer messages. Messages of the user between which one
+    stood become one, as many templates want the roles to take turns."""
+    found: list[Message] = []
+    was_between = False
+    for message in messages:
+        if message["role"] in INSTRUCTIONS:
+            was_between = True
+            continue
+        if was_between and found and message["role"] == found[-1]["role"] == "user":
+            text = f"{as_text(found[-1]['content'])}\n\n{as_text(message['content'])}"
+            found[-1] = {**found[-1], "content": text}
+        else:
+            found.append(message)
+        was_between = False
+    return found
+
+
+def with_calls_alone(messages: Sequence[Message]) -> list[Message]:
+    """Returns the conversation with null content beside calls; text beside them becomes a message of its
+    own."""
+    found: list[Message] = []
+    for message in messages:
+        if message.get("tool_calls"):
+            if as_text(message["content"]):
+                found.append({key: value for key, value in message.items() if key != "tool_calls"})
+            message = {**message, "content": None}
+        found.append(message)
+    return found
+
+
+def with_words_in_results(messages: Sequence[Message]) -> list[Message]:
+    """Returns the conversation in which the words of the user that follow the result of a call stand at its
+    end. An instruction may stand between them."""
+    found: list[Message] = []
+    result: int | None = None  # where the last result is, if only instructions followed
+    for message in messages:
+        if message["role"] == "user" and result is not None:
+            text = f"{as_text(found[result]['content'])}\n\n{as_text(message['content'])}"
+            found[result] = {**found[result], "content": text}
+            continue
+        found.append(message)
+        if message["role"] == "tool":
+            result = len(found) - 1
+        elif message["role"] not in INSTRUCTIONS:
+            result = None
+    return found
 
 
 def with_one_call_each(messages: Sequence[Message]) -> list[Message]:

@@ -4,7 +4,8 @@ as templates refuse, drop and rename by conditions of their own."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 Message = dict[str, Any]
@@ -27,36 +28,54 @@ class TemplateTraits:
     @functools.cached_property
     def takes_several_calls(self) -> bool:
         """Whether a message may have several calls. False only if a message with one is taken."""
-        both = self._render([*_called("probe_a", "probe_b"), *_results(2)])
-        if both is not None and "probe_a" in both and "probe_b" in both:
-            return True
-        return self._render([*_called("probe_a"), *_results(1)]) is None
+        both = self._texts(*_calls("probe_a", "probe_b"))
+        return any("probe_a" in text and "probe_b" in text for text in both) or not self._texts(
+            *_calls("probe_a")
+        )
 
     @functools.cached_property
     def wants_short_ids(self) -> bool:
         """Whether a call's id must have nine letters and digits."""
-
-        def taken(call_id: str) -> bool:
-            return (
-                self._render([*_called("probe_a", call_id=call_id), *_results(1, call_id=call_id)])
-                is not None
-            )
-
-        return not taken(LONG_ID) and taken(SHORT_ID)
+        return not self._texts(*_calls("probe_a", call_id=LONG_ID)) and bool(self._texts(*_calls("probe_a")))
 
     def takes_arguments(self, arguments: Any) -> bool:
         """Whether the template writes a call's arguments of this type: an object, a list, or text."""
         kind = type(arguments)
         if kind not in self._takes_arguments:
             tried: Any = {"x": WORD} if kind is dict else [WORD] if kind is list else WORD
-            text = self._render([*_called("probe_a", arguments=tried), *_results(1)])
-            self._takes_arguments[kind] = text is not None and WORD in text
+            texts = self._texts(*_calls("probe_a", arguments=tried))
+            self._takes_arguments[kind] = any(WORD in text for text in texts)
         return self._takes_arguments[kind]
 
     @functools.cached_property
     def takes_null_beside_calls(self) -> bool:
         """Whether the content of an answer with calls may be null."""
-        return _is_nothing(self._render([*_called("probe_a", content=None), *_results(1)]))
+        texts = self._texts(*_calls("probe_a"), contents=(None,))
+        return any("None" not in text for text in texts)
+
+    @functools.cached_property
+    def wants_null_beside_calls(self) -> bool:
+        """Whether the template drops the calls of an answer whose content is not null."""
+
+        def writes_calls(content: str | None) -> bool:
+            return any("probe_a" in text for text in self._texts(*_calls("probe_a"), contents=(content,)))
+
+        return writes_calls(None) and not writes_calls("")
+
+    @functools.cached_property
+    def takes_words_after_results(self) -> bool:
+        """Whether the user may speak right after the result of a call. False only if a result is taken."""
+        call = _calls("probe_a")
+        return bool(self._texts(*call, more=[USER])) or not self._texts(*call)
+
+    @functools.cached_property
+    def takes_empty_answers(self) -> bool:
+        """Whether an answer without calls may be empty. False only if another answer is taken."""
+
+        def takes(content: str) -> bool:
+            return self._render([USER, {"role": "assistant", "content": content}, USER]) is not None
+
+        return takes("") or not takes(OTHER)
 
     @functools.cached_property
     def takes_null(self) -> bool:
@@ -68,26 +87,41 @@ class TemplateTraits:
         """Whether the template writes messages of the role `developer`."""
         return WORD in (self._render([{"role": "developer", "content": WORD}, USER]) or "")
 
+    def _texts(
+        self,
+        *calls: dict[str, Any],
+        contents: Sequence[str | None] = (None, ""),
+        more: Sequence[Message] = (),
+    ) -> list[str]:
+        """Returns the texts that the template makes of an answer with these calls, their results and `more`:
+        one for each form of the content, and of arguments where none are given, so that a trait does not
+        depend on another one. Forms that the template refuses are left out."""
+        found = []
+        for content in contents:
+            for arguments in ({"x": WORD}, json.dumps({"x": WORD})):
+                made = [
+                    {**call, "function": {"arguments": arguments, **_given(call["function"])}}
+                    for call in calls
+                ]
+                results = [
+                    {"role": "tool", "tool_call_id": call["id"], "name": "probe_a", "content": OTHER}
+                    for call in calls
+                ]
+                answer = {"role": "assistant", "content": content, "tool_calls": made}
+                if (text := self._render([USER, answer, *results, *more])) is not None:
+                    found.append(text)
+        return found
 
-def _called(
-    *names: str, call_id: str = SHORT_ID, arguments: Any = None, content: str | None = ""
-) -> list[Message]:
-    calls = [
-        {
-            "id": call_id[:-1] + str(i),
-            "type": "function",
-            "function": {"name": name, "arguments": {"x": WORD} if arguments is None else arguments},
-        }
+
+def _calls(*names: str, call_id: str = SHORT_ID, arguments: Any = None) -> list[dict[str, Any]]:
+    return [
+        {"id": call_id[:-1] + str(i), "type": "function", "function": {"name": name, "arguments": arguments}}
         for i, name in enumerate(names)
     ]
-    return [USER, {"role": "assistant", "content": content, "tool_calls": calls}]
 
 
-def _results(count: int, call_id: str = SHORT_ID) -> list[Message]:
-    return [
-        {"role": "tool", "tool_call_id": call_id[:-1] + str(i), "name": "probe_a", "content": OTHER}
-        for i in range(count)
-    ]
+def _given(function: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in function.items() if value is not None}
 
 
 def _is_nothing(text: str | None) -> bool:

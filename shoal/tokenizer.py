@@ -333,7 +333,7 @@ class Tokenizer:
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
             tool_call_parser=tool_call_parser,
-            **{**self.special_tokens_map, **variables},
+            **variables,
         )
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
@@ -353,9 +353,9 @@ class Tokenizer:
                     "template or a path "
                     "to one), or write the prompt as text"
                 )
-            return ChatTemplate(given)
+            return ChatTemplate(given, self.special_tokens_map)
         if name not in self._compiled:
-            self._compiled[name] = ChatTemplate(self.chat_templates[name])
+            self._compiled[name] = ChatTemplate(self.chat_templates[name], self.special_tokens_map)
         return self._compiled[name]
 
 

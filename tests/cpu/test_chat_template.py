@@ -569,3 +569,87 @@ def test_a_role_of_the_templates_own_is_written_and_another_is_refused(tmp_path)
 def test_half_a_character_in_a_message_is_replaced(tmp_path):
     messages = [{"role": "user", "content": "a \ud83d b \U0001f600"}]
     assert render(tmp_path, MANY_SYSTEMS, messages) == "[user|a \N{REPLACEMENT CHARACTER} b \U0001f600]"
+
+
+def test_an_instruction_that_moves_leaves_one_message_of_the_user(tmp_path):
+    """Regression: with the instruction moved to the start, templates whose roles take turns refused the two."""
+    turns = (
+        "{% set ns = namespace(users=0) %}{% for m in messages %}"
+        "{% if m.role == 'system' and not loop.first %}{{ raise_exception('first') }}{% endif %}"
+        "{% if m.role == 'user' and messages[loop.index0 - 1].role == 'user' and not loop.first %}"
+        "{{ raise_exception('turns') }}{% endif %}[{{ m.role }}|{{ m.content }}]{% endfor %}"
+    )
+    assert render(tmp_path, turns, [HI, LATE, HI]) == "[system|Two.][user|Hi\n\nHi]"
+    with pytest.raises(RequestError, match="turns"):
+        render(tmp_path, turns, [HI, HI])
+
+
+FIRST_CALL = (  # as gpt-oss: content is searched without a look whether it is null
+    "{% for m in messages %}{% if '<|' in m.content %}{{ raise_exception('tags') }}{% endif %}"
+    "{% if 'tool_calls' in m %}[{{ m.tool_calls[0].function.name }} {{ m.tool_calls[0].function.arguments | tojson }}]"
+    "{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
+)
+CALLS_BESIDE_NULL = (  # as the distilled models of DeepSeek R1: arguments are text, too
+    "{% for m in messages %}{% if m.role == 'assistant' and m.content is none %}{% for c in m.tool_calls %}"
+    "{{ '[' + c.function.name + ' ' + c.function.arguments + ']' }}{% endfor %}"
+    "{% else %}{{ '[' + m.content + ']' }}{% endif %}{% endfor %}"
+)
+TALKED = [
+    {"role": "user", "content": "Go"},
+    called('{"x": 1}', '{"x": 2}'),
+    result("a", "first"),
+    result("b", "second"),
+]
+
+
+def test_traits_of_a_template_do_not_hide_one_another(tmp_path):
+    """Regression: the second call was lost where the template also refused null content."""
+    text = '[Go][f0 {"x": 1}][first][f1 {"x": 2}][second]'
+    assert render(tmp_path, FIRST_CALL, TALKED) == text
+    assert render(tmp_path, CALLS_BESIDE_NULL, TALKED) == '[Go][f0 {"x": 1}][f1 {"x": 2}][first][second]'
+
+
+@pytest.mark.parametrize("content, said", [("", ""), ("Let me see.", "[Let me see.]")])
+def test_calls_are_not_lost_beside_content(content, said, tmp_path):
+    """Regression: a template that writes calls beside null content alone dropped the others without a word."""
+    messages = [{"role": "user", "content": "Go"}, called("{}", content=content), result("a", "4")]
+    assert render(tmp_path, CALLS_BESIDE_NULL, messages) == f"[Go]{said}[f0 {{}}][4]"
+    assert render(tmp_path, FIRST_CALL, messages) == "[Go][f0 {}][4]"
+
+
+def test_words_after_a_result_stand_in_it_where_the_user_may_not_speak_then(tmp_path):
+    """Regression: Mistral's templates refused what agents send, a result and a reminder in one turn."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' and not loop.first "
+        "and messages[loop.index0 - 1].role == 'tool' %}{{ raise_exception('turns') }}{% endif %}"
+        "[{{ m.role }}|{{ m.content }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}]{% endfor %}"
+    )
+    messages = [HI, called("{}", content=""), result("a", "4"), {"role": "user", "content": "On"}, YES, HI]
+    expected = "[user|Hi][assistant|f0][tool|4\n\nOn][assistant|Yes.][user|Hi]"
+    assert render(tmp_path, template, messages) == expected
+    free = template.replace("raise_exception('turns')", "''")
+    assert render(tmp_path, free, messages) == expected.replace("4\n\nOn]", "4][user|On]")
+
+
+def test_an_empty_answer_is_a_space_where_the_template_refuses_none(tmp_path):
+    """Regression: an answer of this server that had no text ended the conversation with such a template."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' and not m.content %}{{ raise_exception('empty') }}"
+        "{% endif %}[{{ m.content }}]{% endfor %}"
+    )
+    for content in ("", None):
+        assert (
+            render(tmp_path, template, [HI, {"role": "assistant", "content": content}, HI]) == "[Hi][ ][Hi]"
+        )
+    assert (
+        render(tmp_path, MANY_SYSTEMS, [HI, {"role": "assistant", "content": ""}]) == "[user|Hi][assistant|]"
+    )
+
+
+def test_a_request_cannot_change_what_is_known_of_a_template(tmp_path):
+    """Regression: the probes of a template read the special tokens of the last request."""
+    tokenizer = write(tmp_path, "{{ bos_token + '' }}" + NINE)
+    with pytest.raises(RequestError):
+        tokenizer.apply_chat_template([USER, called("{}", ids=["call_1"])], bos_token=None)
+    text = tokenizer.apply_chat_template([USER, called("{}", ids=["call_1"])], tokenize=False)
+    assert text.startswith("<s>") and re.search(r"\[f0 [a-zA-Z0-9]{9}\]", text)
