@@ -125,7 +125,16 @@ async function ask(conversation, message, messages, before) {
 const isTooLong = ({code, message}) =>
   code === "context_length_exceeded" || /maximum context length/.test(message);
 
+// A page that is left or reloaded loses its connections, whatever the server does.
+let isLeaving = false;
+addEventListener("pagehide", () => { isLeaving = true; });
+addEventListener("pageshow", () => { isLeaving = false; });
+
 function fail(conversation, message, error) {
+  if (isLeaving) {
+    message.reason = "stopped";
+    return;
+  }
   const isLost = error instanceof TypeError;  // that is how fetch says that there is no connection
   message.error = isLost ? `The server does not answer: ${error.message}.` : error.message;
   if (isTooLong(error)) message.error = `This message is too long for the model. ${error.message}`;

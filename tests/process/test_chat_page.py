@@ -584,6 +584,19 @@ def test_a_draft_outlives_a_reload_and_a_suggestion(open_page, served):
     assert page.get_by_label("Message").input_value() == "half a question"
 
 
+def test_an_answer_that_was_left_by_a_reload_can_go_on(open_page, served):
+    """Regression: the page said that the server did not answer, when it was the reader who had left."""
+    served.say("one two three four five six seven eight", token_seconds=0.2)
+    page = open_page()
+    turn = ask(page, "Count.", wait=False)
+    expect(turn.locator(".body")).to_contain_text("one two", timeout=WAIT_MS)
+    reload(page)
+    turn = page.locator(".turn.assistant")
+    expect(turn.locator(".body")).to_contain_text("one two", timeout=WAIT_MS)
+    assert "does not answer" not in page.locator("#log").inner_text()
+    expect(turn.get_by_role("button", name="Continue")).to_be_visible()
+
+
 def test_storage_that_is_forbidden_or_broken_costs_no_page(open_page, served):
     served.say("Yes.")
     page = open_page()
