@@ -134,8 +134,10 @@ const contextOf = name => models.find(({id}) => id === name)?.max_model_len;
 function chooseModel() {
   if (models.some(({id}) => id === current.model)) $("model").value = current.model;
   $("model").disabled = models.length < 2;
-  const length = contextOf($("model").value);
-  $("about").textContent = (length ? `Up to ${length.toLocaleString("en")} tokens. ` : "")
+  const model = $("model").value, length = contextOf(model);
+  const isSmall = model === "smollm2";  // the default model
+  $("about").textContent = (isSmall ? `${model} is small, to try things out; larger models answer better. ` : "")
+    + (length ? `Up to ${length.toLocaleString("en")} tokens. ` : "")
     + `The last ${MOST_CONVERSATIONS} conversations are kept in this browser.`;
 }
 

@@ -860,6 +860,13 @@ def test_thoughts_are_folded(open_page):
         assert "four" in server.last_prompt() and "Let me see" not in server.last_prompt()
 
 
+def test_the_small_default_model_is_called_small(open_page, served):
+    assert "small" not in open_page().locator("#about").inner_text()
+    with Served(FakeEngine(300, ends=True), model={"names": ["smollm2"]}) as server:
+        page = open_page(server=server)
+        expect(page.locator("#about")).to_contain_text("smollm2 is small, to try things out")
+
+
 def test_a_key_is_asked_for_and_kept_with_the_tab(open_page):
     with Served(FakeEngine(300, ends=True), api_key=["sesame"]) as server:
         server.say("Open.")
