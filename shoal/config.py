@@ -680,6 +680,7 @@ class ServerConfig:
         "http://127.0.0.1:4318; needs shoal[otel]",
     )
     log_format: str = option("text", '"json": a JSON object a line', choices=("text", "json"))
+    disable_fastapi_docs: bool = option(False, "neither /docs nor /openapi.json is there")
     enable_log_requests: bool = option(
         False,
         "a line when a request arrives, with its id, its size and its parameters; its prompts with --verbose "
@@ -708,6 +709,11 @@ class ServerConfig:
     )
     ssl_keyfile: str | None = option(None, "TLS: the private key", section="TLS")
     ssl_certfile: str | None = option(None, "TLS: the certificate")
+    ssl_ca_certs: str | None = option(None, "TLS: certificates of those who issue certificates to clients")
+    ssl_cert_reqs: int = option(
+        0, "TLS: 1: a client's certificate is checked if it has one; 2: it must have one", low=0, high=2
+    )
+    ssl_ciphers: str | None = option(None, "TLS: the ciphers, in OpenSSL's form; default: Python's")
     plane: str | None = option(
         None,
         "join the fleet whose plane is here, as a worker: tcp://127.0.0.1:PORT, ipc:///PATH or "
@@ -768,6 +774,15 @@ class ServerConfig:
             object.__setattr__(self, "root_path", self.root_path.rstrip("/"))
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ConfigError("ssl_keyfile and ssl_certfile belong together; give both or neither")
+        if self.ssl_certfile is None and (self.ssl_ca_certs or self.ssl_cert_reqs or self.ssl_ciphers):
+            raise ConfigError(
+                "ssl_ca_certs, ssl_cert_reqs and ssl_ciphers need TLS; give ssl_certfile and ssl_keyfile, too"
+            )
+        if (self.ssl_cert_reqs > 0) != (self.ssl_ca_certs is not None):
+            raise ConfigError(
+                f"ssl_cert_reqs {self.ssl_cert_reqs} and ssl_ca_certs {self.ssl_ca_certs!r} belong together; "
+                "give ssl_ca_certs with ssl_cert_reqs 1 or 2"
+            )
 
 
 def check_lends(role: str, engine: EngineConfig) -> None:

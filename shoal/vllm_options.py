@@ -92,7 +92,6 @@ REPLICAS = (
 )
 WORKERS_JOIN = "start a worker for each replica with `shoal serve --plane`, or all with `shoal fleet up`"
 MERGE_ADAPTER = "merge the adapter into the weights, and serve the result"
-PROXY_TLS = "leave it out, or let a proxy in front end TLS"
 NO_PLUGINS = "leave it out: code of others is not loaded"
 BY_STAGES = "use --tensor-parallel-size {value}, which shares each layer among the devices"
 NO_SPECULATION = "leave it out: answers are the same without speculation"
@@ -161,14 +160,12 @@ SERVER_OPTIONS: tuple[VllmOption, ...] = (
     _same("api_key", takes="many"),
     _same("ssl_keyfile"),
     _same("ssl_certfile"),
-    *_refused("ssl_ca_certs", NO_VALUES, "", PROXY_TLS),
+    _same("ssl_ca_certs"),
     *_refused("enable_ssl_refresh", OFF, "", "restart the server when its certificate has changed", "flag"),
-    *_refused("ssl_cert_reqs", (0,), "", PROXY_TLS),
-    *_refused("ssl_ciphers", NO_VALUES, "", PROXY_TLS),
+    _same("ssl_cert_reqs"),
+    _same("ssl_ciphers"),
     *_idle("enable_request_id_headers", "answers always have the header X-Request-Id", "flag"),
-    *_refused(
-        "disable_fastapi_docs", OFF, "", "keep /docs and /openapi.json from clients by a proxy", "flag"
-    ),
+    _same("disable_fastapi_docs", takes="flag"),
     _same("default_chat_template_kwargs"),
     _same("return_tokens_as_token_ids", takes="flag"),
     _same("enable_force_include_usage", takes="flag"),
@@ -552,4 +549,5 @@ def _refusal(name: str, option: VllmOption, value: Any) -> str:
         must = "must be left out" if value is not False else "must not be switched off"
     else:
         must = f"must be {' or '.join(map(str, accepted))}, or left out"
-    return f"{name} {must}, got {value!r:.200}; {option.instead.format(value=value)}"
+    got = "a text" if option.name == "hf_token" else f"{value!r:.200}"  # a secret stays out of logs
+    return f"{name} {must}, got {got}; {option.instead.format(value=value)}"

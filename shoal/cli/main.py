@@ -30,8 +30,9 @@ logger = logging.getLogger(__name__)
 
 DESCRIPTION = "A small, very fast LLM inference system."
 SERVE_DESCRIPTION = """An OpenAI-compatible server. SIGTERM or Ctrl-C lets running requests end, within
---shutdown-timeout; a second signal ends it at once. If the engine's process dies the server stays up: its
-requests fail, /health is 503, and with --restart the engine comes back."""
+--shutdown-timeout; a second signal ends it at once. Command lines of vllm serve are understood. If the
+engine's process dies the server stays up: its requests fail, /health is 503, and with --restart the engine
+comes back."""
 ROUTE_DESCRIPTION = """A router: one OpenAI-compatible endpoint for many workers, each request going where
 most of its prefix is cached and least is waiting. Workers are any servers with OpenAI's API (--worker), and
 our own, which join by themselves (shoal serve --plane). SIGTERM or Ctrl-C lets running requests end."""

@@ -20,7 +20,7 @@ from shoal.server.messages import ANTHROPIC, ANTHROPIC_VERSION
 from shoal.server.middleware import Application, middleware
 from shoal.server.port import Port
 from shoal.server.request_log import log_request, status_of
-from shoal.server.route import Route, RouteTable
+from shoal.server.route import DOCS, DOCUMENT, Route, RouteTable
 from shoal.server.routes import PUBLIC_ROUTES, described
 from shoal.server.watch import Watch
 from shoal.tracing import Tracing
@@ -46,7 +46,8 @@ class Server:
         self.exchanges: set[Exchange] = set()
         self._cors = Cors(config)
         self._doors = Doors(config, self.port.keys, self._cors, is_admin=is_admin)
-        self._table = RouteTable(routes)
+        hidden = (DOCS, DOCUMENT) if config.disable_fastapi_docs else ()
+        self._table = RouteTable([route for route in routes if route.path not in hidden])
         self._root_path = "" if is_admin else config.root_path or ""
         self._application: Application = self._answer
         for name in reversed(() if is_admin else config.middleware or ()):

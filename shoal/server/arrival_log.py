@@ -46,6 +46,6 @@ def _shown(params: SamplingParams) -> str:
     parts = []
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)
-        if value != field.default and value is not None:
+        if value != field.default and value not in (None, []):
             parts.append(f"{field.name}={value!r}")
     return " ".join(parts)

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from shoal.server.http import OPENAI, Dialect, Exchange
 
 Handler = Callable[[Exchange], Awaitable[None]]
-DOCUMENT = "/openapi.json"  # where a port describes its routes, if it does
+# Where a port describes its routes, if it does: for people, and for programs.
+DOCS, DOCUMENT = "/docs", "/openapi.json"
 
 
 @dataclass(frozen=True, slots=True)

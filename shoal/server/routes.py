@@ -13,7 +13,7 @@ from shoal.server.invocations import InvocationRequest, invocations
 from shoal.server.messages import ANTHROPIC
 from shoal.server.ollama import OLLAMA
 from shoal.server.openapi import openapi
-from shoal.server.route import DOCUMENT, Route
+from shoal.server.route import DOCS, DOCUMENT, Route
 from shoal.server.watch_routes import DASHBOARD, FLEET
 from shoal.time_line import RequestDetails
 
@@ -235,7 +235,7 @@ def described(routes: Sequence[Route]) -> list[Route]:
             InvocationRequest,
             content_type="application/json",
         ),
-        Route("GET", "/docs", docs(found), "The API, to read", content_type="text/html", public=True),
+        Route("GET", DOCS, docs(found), "The API, to read", content_type="text/html", public=True),
         Route("GET", DOCUMENT, openapi(found), "This document", content_type="application/json", public=True),
     ]
     vendor = Route(

@@ -226,14 +226,25 @@ def _remove_stale(path: str) -> None:
 
 
 def check_tls(config: ServerConfig) -> None:
-    """Raises ConfigError if the key and the certificate cannot be used."""
+    """Raises ConfigError if the key, certificates or ciphers cannot be used."""
     if config.ssl_certfile is not None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
-            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
+            context.load_cert_chain(config.ssl_certfile, config.ssl_keyfile)
         except OSError as error:
             raise ConfigError(
                 f"ssl_certfile {config.ssl_certfile!r} and ssl_keyfile {config.ssl_keyfile!r} cannot be "
                 f"used: {error}; give a PEM certificate and its key"
+            ) from None
+        try:
+            if config.ssl_ca_certs is not None:
+                context.load_verify_locations(config.ssl_ca_certs)
+            if config.ssl_ciphers is not None:
+                context.set_ciphers(config.ssl_ciphers)
+        except OSError as error:
+            raise ConfigError(
+                f"ssl_ca_certs {config.ssl_ca_certs!r} or ssl_ciphers {config.ssl_ciphers!r} cannot be used: "
+                f"{error}; give PEM certificates, and ciphers that OpenSSL has"
             ) from None
 
 
@@ -294,6 +305,9 @@ def _settings(app: Server, config: ServerConfig, all_connections: Connections) -
         timeout_graceful_shutdown=LAST_WORDS_SECONDS,
         ssl_keyfile=config.ssl_keyfile,
         ssl_certfile=config.ssl_certfile,
+        ssl_ca_certs=config.ssl_ca_certs,
+        ssl_cert_reqs=config.ssl_cert_reqs,
+        ssl_ciphers=config.ssl_ciphers,
     )
 
 

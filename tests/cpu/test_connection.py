@@ -523,3 +523,36 @@ def test_a_whole_answer_for_http_1_0_keeps_its_length(server):
     answer = read_until(server.raw(b"GET /version HTTP/1.0\r\n\r\n"))
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"content-length: %d" % len(body) in head.lower() and body.startswith(b"{")
+
+
+def test_clients_must_show_a_certificate_where_the_server_asks_for_one(certificate):
+    path = certificate["ssl_certfile"]
+    with FakeServer(**certificate, ssl_ca_certs=path, ssl_cert_reqs=2, ssl_ciphers="HIGH") as server:
+        context = ssl.create_default_context(cafile=path)
+        context.check_hostname = False
+
+        def asked():
+            with (
+                socket.create_connection(("127.0.0.1", server.port), timeout=60) as raw,
+                context.wrap_socket(raw) as connection,
+            ):
+                connection.sendall(GET.replace(b"Host: x", b"Connection: close"))
+                return read_until(connection)
+
+        answer = b""
+        with contextlib.suppress(ssl.SSLError, ConnectionError):  # or the end of the connection
+            answer = asked()
+        assert answer == b""
+        context.load_cert_chain(path, certificate["ssl_keyfile"])
+        assert b" 200 " in asked()
+
+
+@pytest.mark.parametrize(
+    "options", [{"ssl_ciphers": "NONE-SUCH"}, {"ssl_ca_certs": "/nonexistent", "ssl_cert_reqs": 1}]
+)
+def test_tls_that_cannot_work_is_told_before_the_model_is_loaded(options, certificate):
+    with pytest.raises(ConfigError, match=r"ssl_ca_certs .* or ssl_ciphers .* cannot be used"):
+        run.check_tls(ServerConfig(**certificate, **options))
+    for alone in (options, {**certificate, "ssl_cert_reqs": 1}):
+        with pytest.raises(ConfigError, match="ssl_"):
+            ServerConfig(**alone)

@@ -62,6 +62,12 @@ def test_a_prefix_begins_with_a_slash(wrong):
         ServerConfig(root_path=wrong)
 
 
+def test_the_description_of_the_api_may_be_left_out():
+    with FakeServer(disable_fastapi_docs=True) as server:
+        assert server.request("/docs")[0] == server.request("/openapi.json")[0] == 404
+        assert "/v1/chat/completions" in server.request("/nowhere")[2]
+
+
 # The chat template's variables
 
 
