@@ -23,7 +23,15 @@ from shoal.server.functions import as_tools
 from shoal.server.generation import Generation
 from shoal.server.http import DONE, MAX_UNKNOWN, Exchange
 from shoal.server.model import Prompt, ServedModel
-from shoal.server.params import check_stream_options, filled, names_by_ids, num_kept, shortened, text_params
+from shoal.server.params import (
+    check_stream_options,
+    filled,
+    names_by_ids,
+    num_kept,
+    shortened,
+    spare_grammar,
+    text_params,
+)
 from shoal.server.parts import readable
 from shoal.server.protocol import ChatCompletionRequest
 from shoal.server.tool_parsers import Part, TextDelta
@@ -92,6 +100,7 @@ async def conversation_of(exchange: Exchange, request: ChatCompletionRequest) ->
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
     plan.constrain(params, model.tool_call_parser, exchange.names)
+    spare_grammar(params, request.repetition_penalty)
     prompt = await _prompt(exchange, model, request, plan, params)
     is_plain = plan.mode == "none" and model.reasoning_parser == "none"
     form = (

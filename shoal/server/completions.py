@@ -26,6 +26,7 @@ from shoal.server.params import (
     names_by_ids,
     num_kept,
     read_prompts,
+    spare_grammar,
     text_params,
 )
 from shoal.server.protocol import AS_MANY_AS_FIT, CompletionRequest
@@ -72,6 +73,7 @@ async def create_completion(exchange: Exchange) -> None:
         logprobs=request.logprobs,
         prompt_logprobs=request.logprobs if request.echo and request.prompt_logprobs is None else None,
     )
+    spare_grammar(params, request.repetition_penalty)
     request_id = exchange.named(request.request_id)
     generation = Generation(
         model,

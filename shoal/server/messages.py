@@ -15,7 +15,7 @@ from shoal.server.errors import CONTEXT_EXCEEDED, ApiError
 from shoal.server.generation import Generation, Usage
 from shoal.server.http import Dialect, Exchange
 from shoal.server.model import Prompt, ServedModel
-from shoal.server.params import filled
+from shoal.server.params import filled, spare_grammar
 from shoal.server.parts import readable
 from shoal.server.protocol import MinusOneOrMore, Seconds, Words
 from shoal.server.shapes import AnthropicErrorResponse
@@ -136,6 +136,7 @@ async def create_message(exchange: Exchange) -> None:
     model = exchange.models.find(request.model)
     plan, params = _plan(exchange, request, model), _params(exchange, request, model)
     plan.constrain(params, model.tool_call_parser, exchange.names)
+    spare_grammar(params, None)
     prompt = await _prompt(exchange, request, model, plan, params)
     parser = AnswerFormat(
         plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params

@@ -20,7 +20,7 @@ from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
 from shoal.server.http import Dialect, Exchange
 from shoal.server.model import Prompt, ServedModel
-from shoal.server.params import read_prompts
+from shoal.server.params import read_prompts, spare_grammar
 from shoal.server.protocol import Count, MinusOneOrMore, Positive, Seconds, Seed, TokenId, Word, Words
 from shoal.server.shapes import ContentLogprob
 from shoal.server.tokens import embed
@@ -354,6 +354,7 @@ async def _answer(
             f"options.num_ctx {wanted} is more than the {model.max_model_len} tokens that "
             f"{model.name} was started with (--max-model-len)",
         )
+    spare_grammar(params, request.options.repeat_penalty if request.options is not None else None)
     parser = AnswerFormat(
         plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
     ).parser(is_whole=not request.stream)

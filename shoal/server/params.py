@@ -207,6 +207,13 @@ def shortened(prompt: Prompt, keep: int | None) -> Prompt:
     return Prompt(prompt.token_ids[len(prompt.token_ids) - keep :])
 
 
+def spare_grammar(params: SamplingParams, asked: float | None) -> None:
+    """Takes the model's own repetition penalty from an answer that a grammar shapes, unless the request asks
+    for one: JSON repeats its signs and names, and a penalty drives a small model to the rare ones."""
+    if params.structured_outputs is not None and asked is None:
+        params.repetition_penalty = 1.0
+
+
 def filled(model: ServedModel, max_tokens: int | None) -> int | None:
     """Returns `max_tokens`, and for -1 more than the prompt leaves room for: the answer is cut to that."""
     return model.max_model_len if max_tokens == AS_MANY_AS_FIT else max_tokens

@@ -18,7 +18,7 @@ from shoal.server.errors import ApiError
 from shoal.server.generation import Generation, Usage
 from shoal.server.http import Exchange
 from shoal.server.model import Prompt, ServedModel
-from shoal.server.params import filled
+from shoal.server.params import filled, spare_grammar
 from shoal.server.parts import readable, warn_unread
 from shoal.server.protocol import GenerationFields, MinusOneOrMore
 from shoal.server.tool_parsers import CallDelta, Part
@@ -270,6 +270,7 @@ async def _prepared(
     params = _params(exchange, request, model)
     plan = _plan(exchange, request, model)
     plan.constrain(params, model.tool_call_parser, exchange.names)
+    spare_grammar(params, request.repetition_penalty)
     effort = request.reasoning.effort if request.reasoning is not None else None
     variables = template_variables(None, effort, params, model.reasoning_parser)
     messages = _messages(exchange, request)

@@ -668,3 +668,48 @@ def test_text_files_are_read(served):
     picture = {"type": "file", "file": {"filename": "a.png", "file_data": "data:image/png;base64,AAAA"}}
     body = {"messages": [{"role": "user", "content": [picture]}]}
     assert served.json("/v1/chat/completions", body)[0] == 400
+
+
+def test_the_models_own_penalty_spares_answers_that_a_grammar_shapes():
+    """Regression: with the default model's penalty a call that was required was followed by others that made
+    no sense, as the sign that ends the list had been written before."""
+    penalty = {"repetition_penalty": 1.1}
+    with tool_server(model={"generation_config": penalty}) as served:
+        user, schema = [{"role": "user", "content": "a"}], {"type": "object", "properties": {}}
+        tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+        chat, form = (
+            {"messages": user, "max_tokens": 2},
+            {"type": "json_schema", "json_schema": {"schema": schema}},
+        )
+        for path, body, expected in (
+            ("/v1/chat/completions", chat, 1.1),
+            ("/v1/chat/completions", {**chat, "tools": [tool]}, 1.1),
+            ("/v1/chat/completions", {**chat, "tools": [tool], "tool_choice": "required"}, 1.0),
+            ("/v1/chat/completions", {**chat, "response_format": form}, 1.0),
+            ("/v1/chat/completions", {**chat, "response_format": form, "repetition_penalty": 1.2}, 1.2),
+            (
+                "/v1/completions",
+                {"prompt": "a", "max_tokens": 2, "structured_outputs": {"json": schema}},
+                1.0,
+            ),
+            (
+                "/v1/responses",
+                {"input": "a", "text": {"format": {**form["json_schema"], "type": "json_schema"}}},
+                1.0,
+            ),
+            (
+                "/v1/messages",
+                {**chat, "output_config": {"format": {"type": "json_schema", "schema": schema}}},
+                1.0,
+            ),
+            ("/api/chat", {"messages": user, "stream": False, "format": "json"}, 1.0),
+            ("/api/generate", {"prompt": "a", "stream": False, "format": "json"}, 1.0),
+            (
+                "/api/generate",
+                {"prompt": "a", "stream": False, "format": "json", "options": {"repeat_penalty": 1.3}},
+                1.3,
+            ),
+        ):
+            served.say("{}")
+            status, found = served.json(path, body)
+            assert served.last_request().params.repetition_penalty == expected, (path, body, status, found)
