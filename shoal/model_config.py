@@ -60,6 +60,7 @@ class ModelConfig:
     # for each layer, how many positions a token sees, itself included; None: all positions before it
     windows: tuple[int | None, ...]
     tie_word_embeddings: bool = False
+    has_head: bool = True  # False: the files hold no output head, so the model embeds and does not generate
     qk_norm: bool = False  # a norm of each head of q and k before they are rotated
     qkv_bias: bool = False
     o_bias: bool = False

@@ -159,6 +159,7 @@ class ModelInfo(msgspec.Struct, array_like=True, frozen=True):
     kv_block_bytes: int = 0  # of one KV block, on all ranks together
     kv_cache_dtype: str = ""  # the name of a torch.dtype
     most_new_tokens: int | None = None  # that an answer may have, whatever its request says
+    generates: bool = True  # False: it has no output head, and embeds alone
 
     @property
     def lends_kv(self) -> bool:

@@ -215,6 +215,11 @@ class EngineCore:
         if no request is taken now: the engine sleeps, its weights are not whole, or it refuses them
         (`refuse`). A request that is not taken leaves no trace."""
         check_request(request, self.model_config.vocab_size, self.config.max_logprobs)
+        if not self.model_config.has_head and not request.embed:
+            raise RequestError(
+                "the model must have an output head (lm_head) to generate, and its checkpoint has none; ask "
+                "for embeddings, by /v1/embeddings or LLM.embed, or serve a causal model"
+            )
         if (why := self.standstill or self.refused) is not None:
             raise UnavailableError(why)
         structured = request.params.structured_outputs

@@ -220,7 +220,8 @@ class RemoteEngine(Control):
     async def canary(self) -> None:
         """A worker that computes anything works: the token may wait for the long prompts of others."""
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
-        request = Request(f"canary-{next(self._call_ids)}", [0], params)
+        name, embeds = f"canary-{next(self._call_ids)}", not self.card.info.generates
+        request = Request(name, [0], params, embed=embeds)
         self._stepped.clear()
         steps = asyncio.create_task(self._stepped.wait())
         token = asyncio.create_task(_read_all(self.generate(request)))

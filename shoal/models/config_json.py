@@ -69,9 +69,11 @@ def architecture_of(config: Mapping[str, Any], where: str) -> Architecture:
     """Raises CheckpointError if it is not supported."""
     names = config.get("architectures") or []
     names = names if isinstance(names, list) else [names]
-    for name in names:
-        if isinstance(name, str) and name in BY_HF_CLASS:
-            return BY_HF_CLASS[name]
+    for name in filter(lambda name: isinstance(name, str), names):
+        # Models for embeddings name the class below the head, such as MistralModel.
+        for hf_class in (name, name.removesuffix("Model") + "ForCausalLM"):
+            if hf_class in BY_HF_CLASS:
+                return BY_HF_CLASS[hf_class]
     model_type = config.get("model_type")
     if not names and isinstance(model_type, str) and model_type in BY_NAME:
         return BY_NAME[model_type]

@@ -115,6 +115,15 @@ def safetensors_headers(
         yield path, {full_name(name): held[name] for name in names or sorted(held)}
 
 
+def has_head(folder: Path) -> bool:
+    """Returns whether the folder has an output head. Raises CheckpointError."""
+    return any(
+        name.startswith("lm_head.")
+        for path, names in shards(folder).items()
+        for name in names or _read_header(path, DTYPES | PACKED_DTYPES)[1]
+    )
+
+
 def has_own_head(folder: Path) -> bool:
     """Returns whether the folder has an output head that differs from its embedding. Raises
     CheckpointError."""

@@ -27,7 +27,7 @@ from shoal.weights import default_model, hub, store
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_rope_factors
 from shoal.weights.hub import is_model_file
 from shoal.weights.hub_names import HubModel, hub_model, library_hint
-from shoal.weights.safetensors import has_own_head, has_weights, shards
+from shoal.weights.safetensors import has_head, has_own_head, has_weights, shards
 
 logger = logging.getLogger(__name__)
 
@@ -97,10 +97,30 @@ class CheckpointFiles:
                 )
             fields = self._read_json("config.json") | self.overrides
             config = config_from_json(fields, str(self.folder / "config.json"))
-            return replace(config, tie_word_embeddings=False) if self._unties(config) else config
+            if self._unties(config):
+                return replace(config, tie_word_embeddings=False)
+            # Where there is no head, the embedding stands in for it, and nobody sees what it says.
+            return (
+                replace(config, tie_word_embeddings=True, has_head=False)
+                if self._lacks_head(config)
+                else config
+            )
         return config_from_gguf(
             self.metadata, self.header.shapes, str(self.file), read_rope_factors(self.header)
         )
+
+    def _lacks_head(self, config: ModelConfig) -> bool:
+        """Whether the files hold no output head although the config does not tie it to the embedding, as
+        models for embeddings are stored."""
+        if config.tie_word_embeddings or not has_weights(self.folder):
+            return False
+        try:
+            lacks_head = not has_head(self.folder)
+        except CheckpointError:
+            return False  # the check of all tensors reports it, where weights are wanted
+        if lacks_head:
+            logger.warning("%s has no output head (lm_head): it embeds, and does not generate", self.folder)
+        return lacks_head
 
     def _unties(self, config: ModelConfig) -> bool:
         """Whether the files hold an output head beside an embedding that the config wants in its place, as

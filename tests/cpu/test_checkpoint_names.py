@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from shoal import LLM, SamplingParams
+from shoal.errors import CheckpointError, RequestError
 from tests import tiny
 
 IDS = [5, 6, 7, 8, 9, 10]
@@ -71,3 +72,39 @@ def test_names_without_model_before_them_are_read(checkpoint, root):
     llm.exit()
     wanted = tiny.embedding(tiny.write_model(root, "qwen3"), IDS)
     assert (torch.tensor(found) - wanted).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("prefix", ["model.", ""])
+@pytest.mark.parametrize("architecture", ["Qwen3ForCausalLM", "Qwen3Model"])
+def test_a_model_without_a_head_embeds_and_is_not_asked_to_generate(
+    checkpoint, root, caplog, prefix, architecture
+):
+    """Regression: the larger Qwen3-Embedding models, whose config is untied, were refused as damaged."""
+
+    def without_head(weights):
+        del weights["lm_head.weight"]
+        return {prefix + name.removeprefix("model."): weight for name, weight in weights.items()}
+
+    folder = checkpoint(without_head, tie_word_embeddings=False, architectures=[architecture])
+    llm = LLM(str(folder), runner="pooling", **OPTIONS)
+    found = llm.embed([{"prompt_token_ids": IDS}])[0].outputs.embedding
+    with pytest.raises(RequestError, match=r"output head.*ask for embeddings"):
+        llm.generate([{"prompt_token_ids": IDS}], use_tqdm=False)
+    assert llm.embed([{"prompt_token_ids": IDS}])[0].outputs.embedding == found
+    llm.exit()
+    wanted = tiny.embedding(tiny.write_model(root, "qwen3"), IDS)
+    assert (torch.tensor(found) - wanted).abs().max() < 1e-3
+    assert "has no output head" in caplog.text
+
+
+def test_a_model_that_lacks_another_tensor_is_damaged(checkpoint):
+    def damaged(weights):
+        return {
+            name: weight
+            for name, weight in weights.items()
+            if name not in ("lm_head.weight", "model.norm.weight")
+        }
+
+    folder = checkpoint(damaged, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match=r"lacks the tensor model\.norm\.weight"):
+        LLM(str(folder), **OPTIONS)

@@ -324,6 +324,7 @@ def _describe(core: EngineCore) -> ModelInfo:
         kv_block_bytes=core.ranks.runner.cache.spec.block_bytes * core.ranks.size,
         kv_cache_dtype=core.ranks.runner.cache.spec.dtype,
         most_new_tokens=(resolved.override_generation_config or {}).get("max_new_tokens"),
+        generates=core.model_config.has_head,
     )
 
 
