@@ -22,7 +22,7 @@ function notice(text, {failed = true, label = "Dismiss", action = () => {}} = {}
   const [line, button] = $("notice").children;
   $("notice").hidden = !text;
   $("notice").classList.toggle("failed", failed);
-  line.textContent = text;
+  if (line.textContent !== text) line.textContent = text;  // an alert that stays is not read out again
   button.textContent = label;
   button.onclick = () => { notice(""); action(); };
 }
@@ -98,7 +98,7 @@ function showState() {
 async function loadModels() {
   clearTimeout(nextLook);
   needsKey = false;
-  let why = "No model is ready: the workers may be starting.";
+  let why = "No model is ready: the workers may be starting.", failed = false;
   try {
     const response = await fetch("v1/models", {headers: headers()});
     if (!response.ok) throw await failure(response);
@@ -107,7 +107,7 @@ async function loadModels() {
     chooseModel();
     showState();
   } catch (error) {
-    models = [];
+    [models, failed] = [[], true];
     why = error instanceof TypeError ? "The server does not answer." : error.message;
     needsKey = error.status === 401;
   }
@@ -117,7 +117,7 @@ async function loadModels() {
   if (needsKey) {
     notice(why, {label: "Enter the key", action: askForKey});
   } else {
-    notice(`${why} This page asks again every two seconds.`, {label: "Ask now", action: loadModels});
+    notice(`${why} This page asks again every two seconds.`, {failed, label: "Ask now", action: loadModels});
     nextLook = setTimeout(loadModels, 2000);
   }
 }
@@ -139,6 +139,23 @@ function chooseModel() {
   $("about").textContent = (isSmall ? `${model} is small, to try things out; larger models answer better. ` : "")
     + (length ? `Up to ${length.toLocaleString("en")} tokens. ` : "")
     + `The last ${MOST_CONVERSATIONS} conversations are kept in this browser.`;
+}
+
+/** Shows the model's own sampling fields in the settings' empty fields, as far as the server tells them. */
+async function showDefaults() {
+  const model = $("model").value, found = {};
+  try {
+    const request = {method: "POST", headers: headers(), body: JSON.stringify({model})};
+    const response = await fetch("api/show", request);
+    if (!response.ok) throw await failure(response);
+    for (const line of (await response.json()).parameters.split("\n")) {
+      const [name, value] = line.split(/\s+/);
+      found[name === "repeat_penalty" ? "repetition_penalty" : name] = value;
+    }
+  } catch { /* Another server's model, of which nothing is told: the fields say "default". */ }
+  for (const field of options.querySelectorAll("input[name][type=number]")) {
+    field.placeholder = found[field.name] || (field.name === "seed" ? "random" : "default");
+  }
 }
 
 // The message that is being written
@@ -320,6 +337,7 @@ options.oninput = () => {
   if (conversations.includes(current)) store(current);
 };
 followKey(loadModels);
+$("open-settings").addEventListener("click", showDefaults);
 
 // Another tab kept or deleted a conversation. What is shown or answered here stays, with what was added there.
 addEventListener("storage", ({key}) => {

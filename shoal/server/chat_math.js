@@ -5,10 +5,19 @@
 // In characters: text with many openings must not cost the square of its length.
 const MOST_LATEX = 5000;
 const DISPLAY = [["$$", "$$"], ["\\[", "\\]"]];
-// A dollar sign is a price, a shell's variable or a formula. Formulas touch their signs from inside, and no
-// letter or digit touches them from outside; "$5 and a fee of 3$" has a word behind its number.
-const IN_DOLLARS = /(?<![\w$\\])\$(?=[^\s$])((?:\\.|[^\\$`]){1,2000})(?<!\s)\$(?![\w$])/suy;
-const PRICE = /^\d[\d.,]*\s+\p{L}{2}/u;
+const ENVIRONMENT = /^\\begin\{((?:equation|align|gather|alignat)\*?)\}/;
+const IN_DOLLARS = /(?<![$\\])\$(?=[^\s$])((?:\\.|[^\\$`]){1,2000})(?<!\s)\$(?!\$)/suy;
+
+/**
+ * Whether what stands between two dollar signs is a formula, and not the text between two prices or two variables
+ * of a shell: it has a command or a power, or no letter or digit touches its signs from outside ("the $n$th" may).
+ */
+function isFormula(latex, before, after) {
+  if (/\\\p{L}|\^/u.test(latex)) return true;
+  const isPrice = /^\d[^\s=]*\s+\p{L}{2}/u.test(latex);  // as in "$5 a day, or 30$"
+  if (isPrice || /[\p{L}\p{N}_]/u.test(before) || /[\p{N}_]/u.test(after)) return false;
+  return !/\p{L}/u.test(after) || /^\w(_\w+)?$/.test(latex);
+}
 
 /** Rules for markdown-it. A formula becomes an element .math, or .math.display, with its LaTeX as text. */
 function mathRules(markdown) {
@@ -33,8 +42,8 @@ function mathInLine(state, silent) {
   } else {
     IN_DOLLARS.lastIndex = pos;
     latex = IN_DOLLARS.exec(src)?.[1] || "";
-    if (PRICE.test(latex)) latex = "";
     state.pos = pos + latex.length + 2;
+    if (!isFormula(latex, src[pos - 1] || "", src[state.pos] || "")) latex = "";
   }
   if (!latex.trim()) {
     state.pos = pos;
@@ -47,12 +56,13 @@ function mathInLine(state, silent) {
 /** A formula that begins its line and is alone on its lines. */
 function mathBlock(state, first, end, silent) {
   const lineAt = i => state.src.slice(state.bMarks[i] + state.tShift[i], state.eMarks[i]);
-  const [opening, closing] = DISPLAY.find(([opening]) => lineAt(first).startsWith(opening)) || [];
-  if (!opening || state.sCount[first] - state.blkIndent >= 4) return false;
+  const name = ENVIRONMENT.exec(lineAt(first))?.[1], pair = ["", `\\end{${name}}`];
+  const [opening, closing] = name ? pair : DISPLAY.find(([mark]) => lineAt(first).startsWith(mark)) || [];
+  if (!closing || state.sCount[first] - state.blkIndent >= 4) return false;
   const lines = [], isWithin = i => i === first || state.sCount[i] >= state.blkIndent || state.isEmpty(i);
   for (let i = first; i < end && isWithin(i); i++) {
     const line = i === first ? lineAt(i).slice(opening.length) : lineAt(i), at = line.indexOf(closing);
-    lines.push(at < 0 ? line : line.slice(0, at));
+    lines.push(at < 0 ? line : line.slice(0, name ? at + closing.length : at));
     if (at < 0) continue;
     if (line.slice(at + closing.length).trim() || !lines.join("").trim()) return false;
     if (silent) return true;

@@ -180,6 +180,18 @@ def test_settings_reach_the_request_and_are_kept(open_page, served):
     assert served.last_request().params.temperature == 1 and "Be brief." not in served.last_prompt()
 
 
+def test_settings_show_the_models_own_sampling_fields(open_page):
+    with Served(
+        FakeEngine(300, ends=True),
+        model={"generation_config": {"do_sample": True, "temperature": 0.25, "repetition_penalty": 1.5}},
+    ) as server:
+        page = open_page(server=server)
+        page.get_by_role("button", name="Settings").click()
+        for label, value in (("Temperature", "0.25"), ("Repetition penalty", "1.5"), ("Top k", "default")):
+            expect(page.get_by_label(label)).to_have_attribute("placeholder", value)
+        expect(page.get_by_label("Seed")).to_have_attribute("placeholder", "random")
+
+
 def test_errors_are_shown_and_a_retry_asks_again(open_page, served):
     served.say("Better.")
     page = open_page()
@@ -773,6 +785,18 @@ def test_latex_is_drawn(open_page, served):
     assert page.evaluate("document.fonts.ready.then(all => all.check('16px KaTeX_Main'))")
 
 
+def test_formulas_may_touch_words_and_stand_in_environments(open_page, served):
+    served.say(
+        r"The $n$th of $k$-means, 3$\times$3, 5$^2$, ($x$), $y_1$s, **$z$**: $2 + 2 = 4$, $\alpha$."
+        "\n\n\\begin{align*}\na &= b \\\\\n&= c\n\\end{align*}\n\nEnd"
+    )
+    page = open_page()
+    turn = ask(page, "Formulas?")
+    align = "\\begin{align*}\na &= b \\\\\n&= c\n\\end{align*}"
+    small = ["n", "k", r"\times", "^2", "x", "y_1", "z", "2 + 2 = 4", r"\alpha"]
+    assert formulas(turn) == [*small, align] and turn.locator(".math > code").count() == 0
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -782,6 +806,8 @@ def test_latex_is_drawn(open_page, served):
         "5$ or 6$ and $ 7 $",
         "$ 5, then $5/month vs. $10/month.",
         r"\\(not\\) \$1$",
+        "$20/month or 200$/year, $5-10 per person or 20$.",
+        "A=$HOME/$USER:$A=$B",
         "an open $x + \\(y \\[z",
     ],
 )
