@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.errors import ConfigError
+from shoal.fleet.toml_file import check_keys
 from shoal.fleet.worker import WorkerInfo
 
 KEYS = ("id", "tag", "kv_events", "replay", "topic", "block_size", "dp_size", "api_key_file")
@@ -65,8 +66,7 @@ def parse_worker(text: str, block_size: int = DEFAULT_BLOCK_SIZE) -> WorkerSpec:
     tags = set()
     for entry in entries:
         key, equals, value = entry.strip().partition("=")
-        if key not in KEYS:
-            raise ConfigError(f"worker {text!r:.200}: {key!r} is no key; there are {', '.join(KEYS)}")
+        check_keys([key], KEYS, f"worker {text!r:.200}")
         if not equals or not value:
             raise ConfigError(f"worker {text!r:.200}: {key} has no value; write {key}=VALUE")
         if key == "tag":

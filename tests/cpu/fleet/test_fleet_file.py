@@ -163,7 +163,10 @@ def test_a_file_of_nothing_but_a_worker_serves_the_default_model(read):
         ("[[workers]]\ncommand = ''", "command is empty"),
         (FOREIGN.replace("{port}", "8000"), "has {port}, and command 'vllm serve m --port 8000' has not"),
         (FOREIGN + "worker = 'http://127.0.0.1:8000'\ncount = 2", "2 workers cannot share a port"),
-        (FOREIGN + "worker = 'http://127.0.0.1:{port},colour=red'", "'colour' is no key"),
+        (
+            FOREIGN + "worker = 'http://127.0.0.1:{port},colour=red'",
+            "unknown key 'colour' in worker 'http://",
+        ),
         (FOREIGN + "worker = 'http://127.0.0.1:{port},id=x'", "has an id; the fleet numbers"),
         ("workers = 3", "workers is no list of tables; write [[workers]]"),
         ("router = 3", "router 3 is no table; write [router]"),
