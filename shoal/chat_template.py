@@ -188,7 +188,7 @@ class ChatTemplate:
         if is_system and isinstance(content, str):
             content = without_billing_line(content)
         if isinstance(content, list):
-            texts = [_part_text(i, part) for part in content]
+            texts = [_part_text(f"messages[{i}].content", part) for part in content]
             if is_system:
                 texts = without_billing_lines(texts)
             content = [{"type": "text", "text": t} for t in texts] if self._reads_parts else "\n".join(texts)
@@ -312,7 +312,7 @@ def without_billing_lines(texts: Sequence[str]) -> list[str]:
     return [kept for text in texts if (kept := without_billing_line(text)) or not text]
 
 
-def _part_text(i: int, part: Any) -> str:
+def _part_text(field: str, part: Any) -> str:
     if isinstance(part, str):
         return part
     if (
@@ -322,8 +322,7 @@ def _part_text(i: int, part: Any) -> str:
     ):
         return part["text"]
     raise RequestError(
-        f"messages[{i}].content has the part {part!r:.80}; this model reads text: {{'type': "
-        f"'text', 'text': ...}}"
+        f"{field} must be text, got the part {part!r:.80}; send {{'type': 'text', 'text': ...}}"
     )
 
 

@@ -32,7 +32,7 @@ from shoal.server.params import (
     spare_grammar,
     text_params,
 )
-from shoal.server.parts import readable
+from shoal.server.parts import readable_message
 from shoal.server.protocol import ChatCompletionRequest
 from shoal.server.tool_parsers import Part, TextDelta
 from shoal.server.tools import (
@@ -204,6 +204,8 @@ def _check_calls(field: str, calls: Any) -> None:
         raise ApiError(400, f"{field} {calls!r:.60} is no list of calls", param=field)
     for i, call in enumerate(calls or ()):
         function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(call, dict) and call.get("type") == "custom":
+            function = call.get("custom")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ApiError(
                 400,
@@ -237,13 +239,8 @@ async def _prompt(
     variables = template_variables(
         request.chat_template_kwargs, request.reasoning_effort, params, model.reasoning_parser
     )
-    # Thoughts come back under either name; templates know the older one.
-    messages = [
-        {**m, "reasoning_content": m["reasoning"]} if "reasoning" in m else m
-        for m in (_with_readable_parts(exchange, message) for message in request.messages)
-    ]
     prompt = await model.chat_prompt(
-        messages,
+        [readable_message(exchange, message) for message in request.messages],
         tools=plan.tools,
         chat_template=request.chat_template,
         add_generation_prompt=request.add_generation_prompt,
@@ -258,24 +255,6 @@ async def _prompt(
     if wanted is not None and wanted >= model.max_model_len:
         wanted = None  # the answer is cut to what the prompt leaves, so the prompt need not be cut
     return shortened(prompt, num_kept(model, request.truncate_prompt_tokens, wanted))
-
-
-def _with_readable_parts(exchange: Exchange, message: dict[str, Any]) -> dict[str, Any]:
-    """The message with parts that this server reads. An answer's thoughts have a field of their own."""
-    content = message.get("content")
-    if not isinstance(content, list):
-        return message
-    thoughts, others = [], []
-    for part in content:
-        thought = part.get("thinking") if isinstance(part, dict) and part.get("type") == "thinking" else None
-        if message["role"] == "assistant" and isinstance(thought, str):
-            thoughts.append(thought)
-        else:
-            others.append(part)
-    found = {**message, "content": readable(exchange, others, is_user=message["role"] == "user")}
-    if thoughts and not message.get("reasoning_content"):
-        found["reasoning_content"] = "".join(thoughts)
-    return found
 
 
 class ChatAnswer:

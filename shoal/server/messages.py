@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import uuid
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
 from shoal.api import SamplingParams, StructuredOutputsParams
 from shoal.chat_template import without_billing_line, without_billing_lines
+from shoal.conversation import with_whole_escapes
 from shoal.errors import RequestError
 from shoal.server.errors import CONTEXT_EXCEEDED, ApiError
 from shoal.server.generation import Generation, Usage
@@ -23,6 +24,7 @@ from shoal.server.tool_parsers import CallDelta, Part
 from shoal.server.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, warn_left_out
 
 ANTHROPIC_VERSION = b"anthropic-version"  # a header that its clients always send
+ROLES = ("user", "assistant", "system", "developer")
 THINKING = frozenset({"enabled", "adaptive", "between_tools"})
 # See Exchange.
 NAMES = {"prompt": "messages", "stop": "stop_sequences"}
@@ -37,6 +39,12 @@ ERRORS = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+class GivenBlock(NamedTuple):
+    message: int  # its number
+    field: str  # its name in errors
+    given: dict[str, Any]
 
 
 class AnthropicTool(Struct, kw_only=True):
@@ -308,7 +316,7 @@ class _Writer:
                 "content_block_delta", index=index, delta={"type": "signature_delta", "signature": ""}
             )
         # arguments that were cut short stay an empty input: the block has to hold an object
-        elif _is_json(text):
+        elif _is_json(text := with_whole_escapes(text)):
             block.input = msgspec.Raw(text.encode())
         return events + _event("content_block_stop", index=index)
 
@@ -412,100 +420,89 @@ def _messages(exchange: Exchange, request: CountTokensRequest) -> list[dict[str,
         system = "\n".join(without_billing_lines([_text("system", block) for block in system]))
     if system := without_billing_line(system):
         messages.append({"role": "system", "content": system})
-    for i, message in enumerate(_joined(request.messages)):
-        role, content = message.get("role"), message.get("content")
-        where = f"messages[{i}]"
-        if role not in ("user", "assistant", "system"):
-            raise RequestError(f"{where} has the role {role!r:.100}; there are user and assistant")
-        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not isinstance(blocks, list) or not all(isinstance(b, dict) for b in blocks):
-            raise RequestError(f"{where} has the content {content!r:.100}, neither text nor a list of blocks")
-        if role == "assistant":
-            messages.append(_answer(exchange, where, blocks))
-        else:
-            messages += _said(exchange, where, role, blocks)
+    for role, blocks in _turns(request.messages):
+        messages += [_answer(exchange, blocks)] if role == "assistant" else _said(exchange, role, blocks)
     return messages
 
 
-def _joined(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the conversation in which consecutive turns of the user, or of the assistant, are one, as
-    Anthropic's API has it. What is no turn stays as it is."""
-    found: list[dict[str, Any]] = []
-    for message in messages:
-        last = found[-1] if found else {}
-        blocks, earlier = _blocks(message), _blocks(last)
-        role = message.get("role")
-        is_next = role in ("user", "assistant") and role == last.get("role")
-        if is_next and blocks is not None and earlier is not None:
-            found[-1] = {**last, "content": [*earlier, *blocks]}
-        else:
-            found.append(message)
+def _turns(messages: list[dict[str, Any]]) -> list[tuple[str, list[GivenBlock]]]:
+    """Returns the role and the blocks of each turn. Consecutive turns of the user, or of the assistant, are
+    one, as Anthropic's API has it. Raises RequestError."""
+    found: list[tuple[str, list[GivenBlock]]] = []
+    for i, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        if role not in ROLES:
+            raise RequestError(f"messages[{i}].role must be one of {', '.join(ROLES)}, got {role!r:.100}")
+        blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+        if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+            raise RequestError(
+                f"messages[{i}].content must be text or a list of blocks, got {content!r:.100}"
+            )
+        if not found or found[-1][0] != role or role not in ("user", "assistant"):
+            found.append((role, []))
+        found[-1][1].extend(
+            GivenBlock(i, f"messages[{i}].content[{k}]", block) for k, block in enumerate(blocks)
+        )
     return found
 
 
-def _blocks(message: dict[str, Any]) -> list[Any] | None:
-    content = message.get("content")
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    return content if isinstance(content, list) else None
-
-
-def _said(exchange: Exchange, where: str, role: str, blocks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _said(exchange: Exchange, role: str, blocks: list[GivenBlock]) -> list[dict[str, Any]]:
     """The messages of one turn. Each tool's result is a message of its own in the chat API."""
     found: list[dict[str, Any]] = []
-    texts: list[dict[str, Any]] = []
+    texts: list[str] = []
     for block in blocks:
-        if block.get("type") == "tool_result":
-            if not isinstance(call := block.get("tool_use_id"), str):
-                raise RequestError(
-                    f"{where} has a tool_result without tool_use_id; name the call that it answers"
-                )
-            content = _text(where, readable(exchange, block.get("content") or ""))
+        given, field = block.given, block.field
+        if given.get("type") == "tool_result":
+            if not isinstance(call := given.get("tool_use_id"), str):
+                raise RequestError(f"{field}.tool_use_id must be the id of a call, got {call!r:.100}")
+            content = _text(f"{field}.content", readable(exchange, given.get("content") or ""))
             found.append({"role": "tool", "tool_call_id": call, "content": content})
-        elif block.get("type") == "tool_use":
-            raise RequestError(f"{where} has a tool_use in the role {role}; send it with the role assistant")
+        elif given.get("type") == "tool_use":
+            raise RequestError(f"{field} is a tool_use in the role {role}; send it with the role assistant")
         else:
-            texts.append(block)
+            texts += [_text(field, part) for part in readable(exchange, [given], is_user=True)]
     if texts or not found:
-        found.append({"role": role, "content": _text(where, readable(exchange, texts, is_user=True))})
+        found.append({"role": role, "content": "\n".join(texts)})
     return found
 
 
-def _answer(exchange: Exchange, where: str, blocks: list[dict[str, Any]]) -> dict[str, Any]:
+def _answer(exchange: Exchange, blocks: list[GivenBlock]) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": ""}
+    last = None  # the number of the message whose text came last
     for block in blocks:
-        kind = block.get("type")
+        given, field = block.given, block.field
+        kind = given.get("type")
         if kind == "tool_use":
-            if not isinstance(block.get("id"), str) or not isinstance(block.get("name"), str):
-                raise RequestError(f"{where} has a tool_use {block!r:.100} without id or name")
-            function = {"name": block["name"], "arguments": block.get("input")}
+            for name in ("id", "name"):
+                if not isinstance(given.get(name), str):
+                    raise RequestError(f"{field}.{name} must be a text, got {given.get(name)!r:.100}")
+            function = {"name": given["name"], "arguments": given.get("input")}
             message.setdefault("tool_calls", []).append(
-                {"id": block["id"], "type": "function", "function": function}
+                {"id": given["id"], "type": "function", "function": function}
             )
         elif kind == "thinking":
-            if not isinstance(block.get("thinking"), str):
-                raise RequestError(f"{where} has a thinking block without its text")
-            message["reasoning_content"] = message.get("reasoning_content", "") + block["thinking"]
+            if not isinstance(given.get("thinking"), str):
+                raise RequestError(f"{field}.thinking must be a text, got {given.get('thinking')!r:.100}")
+            message["reasoning_content"] = message.get("reasoning_content", "") + given["thinking"]
         elif kind == "tool_result":
-            raise RequestError(f"{where} has a tool_result in the role assistant; send it with the role user")
-        else:
-            message["content"] += _text(where, readable(exchange, [block]))
+            raise RequestError(f"{field} is a tool_result in the role assistant; send it with the role user")
+        elif text := "".join(_text(field, part) for part in readable(exchange, [given])):
+            if message["content"] and last != block.message:
+                message["content"] += "\n"
+            message["content"] += text
+            last = block.message
     return message
 
 
-def _text(where: str, content: Any) -> str:
+def _text(field: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     texts = []
-    for block in content if isinstance(content, list) else [content]:
-        if (
-            not isinstance(block, dict)
-            or block.get("type") != "text"
-            or not isinstance(block.get("text"), str)
-        ):
+    for part in content if isinstance(content, list) else [content]:
+        text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        if not isinstance(text, str):
             raise RequestError(
-                f"{where} has the content {block!r:.100}; this server reads text: {{'type': 'text', 'text': "
-                f"...}}"
+                f"{field} must be text, got {part!r:.100}; send {{'type': 'text', 'text': ...}}"
             )
-        texts.append(block["text"])
+        texts.append(text)
     return "\n".join(texts)

@@ -15,12 +15,14 @@ from msgspec import Struct
 
 from shoal.answer import Delta
 from shoal.api import CompletionOutput, SamplingParams, StructuredOutputsParams
+from shoal.conversation import with_whole_escapes
 from shoal.server.answers import LogprobShapes, encode
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
 from shoal.server.http import Dialect, Exchange
 from shoal.server.model import Prompt, ServedModel
 from shoal.server.params import read_prompts, spare_grammar
+from shoal.server.parts import readable
 from shoal.server.protocol import Count, MinusOneOrMore, Positive, Seconds, Seed, TokenId, Word, Words
 from shoal.server.shapes import ContentLogprob
 from shoal.server.tokens import embed
@@ -114,10 +116,10 @@ class OllamaToolCall(Struct, kw_only=True):
 
 
 class OllamaMessage(Struct, kw_only=True):
-    role: Literal["system", "user", "assistant", "tool"]
-    content: str | None = None
+    role: str
+    content: str | list[Any] | None = None
     thinking: str | None = None
-    images: list[str] | None = None  # refused: models here read text
+    images: list[str] | None = None  # models here read text: refused of a user, else left out
     tool_calls: list[OllamaToolCall] | None = None
     tool_name: str | None = None  # whose result this is
     tool_call_id: str | None = None
@@ -265,7 +267,7 @@ async def chat(exchange: Exchange) -> None:
     request = exchange.decode(OllamaChatRequest)
     exchange.names |= {**NAMES, "prompt": "messages"}
     model = exchange.models.find(request.model)
-    messages = [_to_chat(i, message) for i, message in enumerate(request.messages or ())]
+    messages = [_to_chat(exchange, i, message) for i, message in enumerate(request.messages or ())]
     writer = _Writer(exchange, request.model or model.name, is_chat=True)
     if not messages:
         await exchange.json(writer.loaded(request.keep_alive))
@@ -468,7 +470,7 @@ def _tool_call(call: CallDelta) -> dict[str, Any]:
     """A call in Ollama's shape. Arguments that were cut short become an empty object, because Ollama's field
     must be an object."""
     try:
-        arguments = msgspec.json.decode(call.arguments)
+        arguments = msgspec.json.decode(with_whole_escapes(call.arguments))
     except msgspec.DecodeError:
         arguments = {}
     return {
@@ -481,10 +483,16 @@ def _tool_call(call: CallDelta) -> dict[str, Any]:
     }
 
 
-def _to_chat(i: int, message: OllamaMessage) -> dict[str, Any]:
+def _to_chat(exchange: Exchange, i: int, message: OllamaMessage) -> dict[str, Any]:
     """The message in the shape of OpenAI's chat API."""
-    _refuse_images(message.images, f"messages[{i}].images")
-    found: dict[str, Any] = {"role": message.role, "content": message.content or ""}
+    content, is_user = message.content or "", message.role == "user"
+    if is_user:
+        _refuse_images(message.images, f"messages[{i}].images")
+    elif message.images:
+        texts = [{"type": "text", "text": content}] if isinstance(content, str) and content else content
+        content = [*texts, *({"type": "image"} for _ in message.images)]
+    content = readable(exchange, content, is_user=is_user)
+    found: dict[str, Any] = {"role": message.role, "content": content}
     for name, value in (
         ("reasoning_content", message.thinking),
         ("name", message.tool_name),

@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import base64
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 from shoal.server.http import Exchange
 
 TEXTS = ("text", "input_text", "output_text")
+# Types of files that are text, besides text/*. With no type or that of any bytes, the bytes decide.
 TEXT_FILES = frozenset(
-    f"application/{name}" for name in ("json", "jsonl", "x-ndjson", "xml", "yaml", "x-yaml", "toml", "csv")
+    {
+        *("", "application/octet-stream"),
+        *("application/json", "application/jsonl", "application/x-ndjson", "application/xml"),
+        *("application/yaml", "application/x-yaml", "application/toml", "application/csv"),
+        *("application/javascript", "application/x-javascript", "application/typescript", "application/sql"),
+        *("application/x-sh", "application/x-python", "application/x-httpd-php"),
+    }
 )
 MEDIA = frozenset(
     {
@@ -47,6 +55,33 @@ def readable(exchange: Exchange, content: Any, *, is_user: bool = False) -> Any:
     return found
 
 
+def readable_message(exchange: Exchange, message: dict[str, Any]) -> dict[str, Any]:
+    """Returns a message of OpenAI's chat API with the parts that this server reads, an answer's thoughts in
+    the field that templates know, and calls of custom tools, whose input is text, as calls of functions."""
+    content, calls, role = message.get("content"), message.get("tool_calls"), message.get("role")
+    found = {**message, "content": readable(exchange, content, is_user=role == "user")}
+    if role == "assistant" and isinstance(content, list):
+        thoughts = [part for part in content if isinstance(part, dict) and part.get("type") == "thinking"]
+        others = [part for part in content if part not in thoughts]
+        found["content"] = readable(exchange, others)
+        if thoughts and not message.get("reasoning_content"):
+            found["reasoning_content"] = "".join(str(part.get("thinking") or "") for part in thoughts)
+    if message.get("reasoning"):  # vLLM's newer name
+        found["reasoning_content"] = message["reasoning"]
+    if isinstance(calls, list):
+        found["tool_calls"] = [_function_call(call) for call in calls]
+    return found
+
+
+def _function_call(call: Any) -> Any:
+    custom = call.get("custom") if isinstance(call, dict) else None
+    if not isinstance(custom, dict):
+        return call
+    function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+    rest = {key: value for key, value in call.items() if key != "custom"}
+    return {**rest, "type": "function", "function": function}
+
+
 def warn_unread(exchange: Exchange, kind: str) -> None:
     """Tells the log, once a client, of a part of a conversation that this server cannot use."""
     exchange.warn(
@@ -61,8 +96,7 @@ def _text_of(part: dict[str, Any]) -> str | None:
     kind, found = part["type"], None
     if kind in ("file", "input_file"):
         file = part["file"] if isinstance(part.get("file"), dict) else part
-        header, _, data = str(file.get("file_data") or "").partition(";base64,")
-        if (text := _decoded(header.removeprefix("data:"), data)) is not None:
+        if (text := _text_of_file(str(file.get("file_data") or ""))) is not None:
             found = _lines(file.get("filename"), text)
     if kind == "refusal":
         found = part.get("refusal")
@@ -77,21 +111,25 @@ def _text_of(part: dict[str, Any]) -> str | None:
         if source.get("type") == "content":
             inner = _joined(source.get("content"))
         if source.get("type") == "base64":
-            inner = _decoded(str(source.get("media_type")), str(source.get("data")))
+            inner = _text_of_file(f"data:{source.get('media_type')};base64,{source.get('data')}")
         if isinstance(inner, str):
             found = _lines(part.get("title"), part.get("context"), inner)
     return found if isinstance(found, str) else None
 
 
-def _decoded(media_type: str, data: str) -> str | None:
-    """The text of a file. None if it is no text by its type, or is not what its type says."""
-    media_type = media_type.partition(";")[0].strip().lower()
-    if not media_type.startswith("text/") and media_type not in TEXT_FILES:
+def _text_of_file(given: str) -> str | None:
+    """The text of a file, which comes as a data URL or as base64. None if it is absent, has another type, or
+    is not UTF-8."""
+    header, comma, data = given.partition(",") if given.startswith("data:") else ("data:;base64", ",", given)
+    media_type, *options = header.removeprefix("data:").lower().split(";")
+    if not (given and comma) or not (media_type.startswith("text/") or media_type in TEXT_FILES):
         return None
     try:
-        return base64.b64decode(data, validate=True).decode()
+        raw = base64.b64decode(data, validate=True) if "base64" in options else unquote_to_bytes(data)
+        text = raw.decode()
     except ValueError:
         return None
+    return None if "\0" in text or text.startswith("%PDF-") else text
 
 
 def _joined(content: Any) -> str | None:

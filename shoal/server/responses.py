@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -429,20 +429,22 @@ def _messages(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, A
     earlier = _earlier_items(exchange, request)
     for i, item in enumerate([*earlier, *items], start=-len(earlier)):
         item = _referenced(exchange, i, item)
-        kind = item.get("type", "message")
+        kind = item.get("type") or "message"
         if isinstance(kind, str) and kind in OUTPUTS:
             messages.append(
                 {
                     "role": "tool",
                     "tool_call_id": _text(i, item, "call_id" if "call_id" in item else "id"),
-                    "content": _content(i, _printed(readable(exchange, item.get("output")))),
+                    "content": _content(
+                        f"input[{i}].output", _printed(readable(exchange, item.get("output") or ""))
+                    ),
                 }
             )
         elif isinstance(kind, str) and kind not in SAID:
             # A refusal would end the conversation, as clients send every item back with each request.
             warn_unread(exchange, kind)
         elif kind == "message" and item.get("role") in ("system", "developer"):
-            text = _content(i, item.get("content"))
+            text = _content(f"input[{i}].content", readable(exchange, item.get("content")))
             # templates know one system message, at the start
             if messages and all(m["role"] == "system" for m in messages):
                 messages[-1]["content"] += "\n\n" + text
@@ -450,7 +452,7 @@ def _messages(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, A
                 messages.append({"role": "system", "content": text})
         elif kind == "message" and item.get("role") == "user":
             content = readable(exchange, item.get("content"), is_user=True)
-            messages.append({"role": "user", "content": _content(i, content)})
+            messages.append({"role": "user", "content": _content(f"input[{i}].content", content)})
         else:
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -544,18 +546,16 @@ def _add_to_answer(
 ) -> None:
     function: dict[str, Any]
     if kind == "message" and item.get("role") == "assistant":
-        message["content"] += _content(i, readable(exchange, item.get("content")))
+        content = readable(exchange, item.get("content") or "")
+        message["content"] += _content(f"input[{i}].content", content)
     elif kind == "reasoning":
-        thoughts = _content(i, item.get("content") or item.get("summary") or "")
+        thoughts = _content(f"input[{i}].content", item.get("content") or item.get("summary") or "")
         message["reasoning_content"] = message.get("reasoning_content", "") + thoughts
     elif kind == "function_call":
         name = _qualified(item.get("namespace"), _text(i, item, "name"))
-        arguments = item.get("arguments")
-        function = {
-            "name": name,
-            "arguments": arguments if isinstance(arguments, dict | list) else _text(i, item, "arguments"),
-        }
-        _add_call(message, i, item, function)
+        if (arguments := item.get("arguments")) is None:
+            raise RequestError(f"input[{i}].arguments must be JSON text, got None; send '{{}}' for none")
+        _add_call(message, i, item, {"name": name, "arguments": arguments})
     elif kind == "custom_tool_call":  # of a tool whose input is text
         function = {"name": _text(i, item, "name"), "arguments": {"input": _text(i, item, "input")}}
         _add_call(message, i, item, function)
@@ -599,7 +599,7 @@ def _text(i: int, item: dict[str, Any], name: str) -> str:
     return value
 
 
-def _content(i: int, content: Any) -> str:
+def _content(field: str, content: Any) -> str:
     if isinstance(content, str):
         return content
     texts = []
@@ -607,8 +607,7 @@ def _content(i: int, content: Any) -> str:
         text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
         if not isinstance(text, str):
             raise RequestError(
-                f"input[{i}] has the content {part!r:.100}; this server reads text: {{'type': 'input_text', "
-                f"'text': ...}}"
+                f"{field} must be text, got {part!r:.100}; send {{'type': 'input_text', 'text': ...}}"
             )
         texts.append(text)
     return "\n".join(texts)
@@ -619,6 +618,7 @@ def _plan(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -> 
     send them with everything."""
     functions: list[dict[str, Any]] = []
     left_out: list[str] = []
+    spaces: dict[str, list[str]] = {}
     for tool in request.tools or ():
         if tool.get("type") == "function":
             functions.append(_chat_tool(tool))
@@ -626,12 +626,13 @@ def _plan(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -> 
             for inner in _functions_of(tool):
                 name = _qualified(tool.get("name"), inner["name"])
                 functions.append(_chat_tool({**inner, "name": name}))
+                spaces.setdefault(_name_of(tool), []).append(name)
         else:
             left_out.append(_name_of(tool))
             warn_left_out(exchange, tool.get("type"))
     return plan_tools(
         functions,
-        _chat_choice(request.tool_choice),
+        _chat_choice(request.tool_choice, spaces),
         request.parallel_tool_calls,
         model.tool_call_parser,
         left_out,
@@ -675,7 +676,18 @@ def _name_of(tool: dict[str, Any]) -> str:
     return str(tool.get("name") or tool.get("type"))
 
 
-def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+def _allowed(tool: dict[str, Any], spaces: Mapping[str, Sequence[str]]) -> Sequence[str]:
+    """Returns the names of the functions that an entry of allowed_tools allows: a namespace allows all of
+    its own."""
+    if tool.get("type") == "namespace":
+        return spaces.get(_name_of(tool), [_name_of(tool)])
+    return [_qualified(tool.get("namespace"), _name_of(tool))]
+
+
+def _chat_choice(
+    choice: str | dict[str, Any] | None, spaces: Mapping[str, Sequence[str]]
+) -> str | dict[str, Any] | None:
+    """`spaces`: the names of the functions of each namespace."""
     if not isinstance(choice, dict):
         return choice
     if choice.get("type") == "allowed_tools":
@@ -686,9 +698,10 @@ def _chat_choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | 
                 'list of tools, {"type": "function", "name": ...}'
             )
         named = [
-            _chat_tool({"name": _qualified(tool.get("namespace"), _name_of(tool))})
+            _chat_tool({"name": name})
             for tool in tools
             if isinstance(tool, dict)
+            for name in _allowed(tool, spaces)
         ]
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": named}}
     name = choice.get("name") if choice.get("type") == "function" else _name_of(choice)

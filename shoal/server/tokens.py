@@ -17,6 +17,7 @@ from shoal.server.generation import Generation
 from shoal.server.http import DONE, Exchange
 from shoal.server.model import Prompt, ServedModel
 from shoal.server.params import read_prompts, shortened
+from shoal.server.parts import readable_message
 from shoal.server.protocol import (
     DetokenizeRequest,
     EmbeddingRequest,
@@ -37,7 +38,7 @@ async def tokenize(exchange: Exchange) -> None:
         raise ApiError(400, "prompt and messages: give exactly one of them", param="prompt")
     if request.messages is not None:
         prompt = await model.chat_prompt(
-            request.messages,
+            [readable_message(exchange, message) for message in request.messages],
             tools=request.tools,
             chat_template=request.chat_template,
             add_generation_prompt=request.add_generation_prompt,
@@ -98,7 +99,7 @@ async def create_embeddings(exchange: Exchange) -> None:
     if request.messages is not None:
         exchange.names["prompt"] = "messages"
         prompt = await model.chat_prompt(
-            request.messages,
+            [readable_message(exchange, message) for message in request.messages],
             chat_template=request.chat_template,
             add_generation_prompt=request.add_generation_prompt,
             continue_final_message=request.continue_final_message,

@@ -125,6 +125,7 @@ def plan_tools(
     model's. `left_out` has the tools that this server does not have and the request named, by name or type.
     Raises RequestError."""
     schemas, is_limited = _check_tools(tools), False
+    tools = [_without_nulls(tool) for tool in tools] if tools is not None else None
     choice = tool_choice if tool_choice is not None else ("auto" if schemas else "none")
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         choice, names = _allowed(choice, schemas, left_out)
@@ -348,12 +349,19 @@ def functions_among(
     return (None if tools is None else functions), left_out
 
 
+def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
+    """Returns the tool without fields that are null, which count as absent; within its schema, null is a
+    value."""
+    function = {name: value for name, value in tool["function"].items() if value is not None}
+    return {**{name: value for name, value in tool.items() if value is not None}, "function": function}
+
+
 def _check_tools(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, Any]]:
     """The schema of each tool's parameters, by the tool's name."""
     schemas: dict[str, dict[str, Any]] = {}
     for i, tool in enumerate(tools or ()):
         function = tool.get("function")
-        if tool.get("type", "function") != "function" or not isinstance(function, dict):
+        if (tool.get("type") or "function") != "function" or not isinstance(function, dict):
             raise RequestError(
                 f"tools[{i}] {tool!r:.100} is no function; give "
                 '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'

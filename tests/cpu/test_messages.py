@@ -494,3 +494,22 @@ def test_other_modes_of_thinking_think(served, client, caplog):
         prompts.append(served.last_prompt())
     assert len(set(prompts)) == 1
     assert [m for m in caplog.messages if "'sometimes' is taken for 'adaptive'" in m]
+
+
+def test_half_a_character_in_arguments_keeps_the_rest_of_them(served, client):
+    """Regression: the input of such a call came as an empty object."""
+    served.say('<tool_call>{"name": "weather", "arguments": {"city": "Ro\\ud83d"}}</tool_call>')
+    [block] = ask(client, tools=[TOOL]).content
+    assert block.input == {"city": "Ro\N{REPLACEMENT CHARACTER}"}
+
+
+def test_texts_of_joined_answers_are_lines_and_errors_name_the_message(served, client):
+    """Regression: words of two answers ran together, and errors counted joined turns as one message."""
+    hello = {"role": "user", "content": "hello"}
+    answers = [{"role": "assistant", "content": text} for text in ("One.", "Two.")]
+    served.say("Yes.")
+    ask(client, messages=[{"role": "developer", "content": "Rule."}, hello, *answers, hello])
+    assert "<system>Rule.<user>hello<assistant>One.\nTwo.<user>" in served.last_prompt()
+    picture = {"role": "user", "content": [{"type": "image", "source": {}}]}
+    with pytest.raises(anthropic.BadRequestError, match=r"messages\[2\]\.content\[0\] must be text"):
+        ask(client, messages=[hello, hello, picture])

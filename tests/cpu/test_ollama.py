@@ -177,7 +177,7 @@ def test_nothing_to_answer_is_a_model_to_load(served):
     [
         ("/api/chat", {"model": "no such"}, 404, "'no such' does not exist"),
         ("/api/chat", {"messages": [{**USER, "images": ["aGk="]}]}, 400, "messages[0].images"),
-        ("/api/chat", {"messages": [{"role": "nobody", "content": "x"}]}, 400, "messages[0].role"),
+        ("/api/chat", {"messages": [{"role": 5, "content": "x"}]}, 400, "messages[0].role"),
         ("/api/chat", {"messages": [USER], "format": "xml"}, 400, "format 'xml'"),
         ("/api/chat", {"messages": [USER], "think": "a lot"}, 400, "think 'a lot'"),
         ("/api/chat", {"messages": [USER], "options": {"temperature": "hot"}}, 400, "options.temperature"),
@@ -326,3 +326,30 @@ def test_log_probabilities_whole_and_streamed(served, path, more):
     assert "logprobs" not in plain
     status, error = served.json(path, {**more, "top_logprobs": 2})
     assert status == 400 and "top_logprobs" in error["error"]
+
+
+def test_messages_go_by_the_rule_of_the_other_apis(served):
+    """Regression: a developer's message, parts as content, and pictures of tools and answers were a 400."""
+    told = {"role": "tool", "tool_name": "f", "content": "4", "images": ["aGk="]}
+    seen = {"role": "assistant", "content": "", "images": ["aGk="]}
+    messages = [{"role": "developer", "content": "Rule."}, USER, seen, told, USER]
+    served.say("Yes.")
+    chat(served, messages=messages)
+    prompt = served.last_prompt()
+    assert (
+        "<system>Rule." in prompt
+        and "<tool>4\n[image left out" in prompt
+        and "<assistant>[image left" in prompt
+    )
+    chat(served, messages=[{"role": "user", "content": [{"type": "text", "text": "in parts"}]}])
+    assert "<user>in parts" in served.last_prompt()
+    status, error = served.json("/api/chat", {"messages": [{**USER, "content": [{"type": "image_url"}]}]})
+    assert status == 400 and error["error"].startswith("messages[0].content must be text")
+
+
+def test_half_a_character_in_arguments_keeps_the_rest_of_them(served):
+    """Regression: the arguments of such a call came as an empty object."""
+    served.say('<tool_call>{"name": "weather", "arguments": {"city": "Ro\\ud83d"}}</tool_call>')
+    body = {"messages": [USER], "tools": [TOOL], "stream": False}
+    [call] = served.json("/api/chat", body)[1]["message"]["tool_calls"]
+    assert call["function"]["arguments"] == {"city": "Ro\N{REPLACEMENT CHARACTER}"}

@@ -488,3 +488,41 @@ def test_log_probabilities_of_thoughts_and_calls_are_not_those_of_the_text(serve
     assert message.content[0].text == "I ask." and call.name == "weather"
     shown = "".join(row.token for row in message.content[0].logprobs)
     assert "I ask." in shown and "Let me see" not in shown and "Paris" not in shown
+
+
+def test_nulls_of_items_count_as_absent(served):
+    """Regression: `type: null` of a message and null content of an answer were a 400."""
+    served.say("Yes.")
+    items = [
+        {"type": None, "role": "user", "content": "a", "id": None, "status": None},
+        {"type": "message", "role": "assistant", "content": None},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": 5, "namespace": None},
+        {"type": "function_call_output", "call_id": "c", "output": None},
+        {"type": "message", "role": "user", "content": "b"},
+    ]
+    assert served.json("/v1/responses", {"input": items})[0] == 200
+    assert "<user>a<assistant>" in served.last_prompt() and "<tool><user>b" in served.last_prompt()
+    picture = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
+    status, error = served.json("/v1/responses", {"input": [*items, picture]})
+    assert status == 400 and error["error"]["param"] == "input[5].content"
+
+
+def test_a_namespace_may_be_allowed_as_a_whole(served):
+    """Regression: allowed_tools took a namespace for the name of a function that is missing."""
+    space = {
+        "type": "namespace",
+        "name": "mcp__a__",
+        "tools": [{"type": "function", "name": name} for name in ("one", "two")],
+    }
+    other = {"type": "function", "name": "three"}
+    for entry, allowed in (
+        ({"type": "namespace", "name": "mcp__a__"}, {"mcp__a__one", "mcp__a__two"}),
+        ({"type": "function", "namespace": "mcp__a__", "name": "one"}, {"mcp__a__one"}),
+    ):
+        choice = {"type": "allowed_tools", "mode": "required", "tools": [entry]}
+        served.say('[{"name": "mcp__a__one", "parameters": {}}]')
+        body = {"input": "a", "tools": [space, other], "tool_choice": choice}
+        status, found = served.json("/v1/responses", body)
+        assert status == 200 and found["output"][0]["name"] == "one"
+        schema = served.last_request().params.structured_outputs.json
+        assert {call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]} == allowed

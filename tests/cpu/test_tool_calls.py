@@ -713,3 +713,51 @@ def test_the_models_own_penalty_spares_answers_that_a_grammar_shapes():
             served.say("{}")
             status, found = served.json(path, body)
             assert served.last_request().params.repetition_penalty == expected, (path, body, status, found)
+
+
+def test_files_without_a_type_are_text_if_their_bytes_are(served):
+    """Regression: source files without a type were refused, and a data URL without base64 lost its text."""
+    packed = base64.b64encode(b"hear, hear").decode()
+    for data in (packed, f"data:application/octet-stream;base64,{packed}", "data:text/x-python,hear,%20hear"):
+        served.say("Hello")
+        part = {"type": "file", "file": {"filename": "a.py", "file_data": data}}
+        body = {"messages": [{"role": "user", "content": [part]}]}
+        assert served.json("/v1/chat/completions", body)[0] == 200
+        assert "a.py\nhear, hear" in served.last_prompt()
+    for raw in (b"%PDF-1.7", b"\xff\xfe", b"a\0b"):
+        part["file"]["file_data"] = base64.b64encode(raw).decode()
+        status, error = served.json("/v1/chat/completions", body)
+        assert status == 400 and error["error"]["param"] == "messages[0].content"
+
+
+def test_a_call_of_a_custom_tool_comes_back_in_a_chat_and_is_counted(served):
+    """Regression: a conversation that another server had begun with such a tool was refused."""
+    call = {"id": "c", "type": "custom", "custom": {"name": "apply_patch", "input": "text"}}
+    picture = {"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {
+            "role": "assistant",
+            "content": None,
+            "reasoning": None,
+            "reasoning_content": "hm",
+            "tool_calls": [call],
+        },
+        {"role": "tool", "tool_call_id": "c", "content": [picture]},
+    ]
+    served.say("Hello")
+    assert served.json("/v1/chat/completions", {"messages": messages})[0] == 200
+    assert '<tool_call>apply_patch{"input": "text"}' in served.last_prompt() and "hm" in served.last_prompt()
+    status, found = served.json("/tokenize", {"messages": messages})
+    assert status == 200 and found["tokens"] == served.last_request().prompt_token_ids
+
+
+def test_null_fields_of_a_tool_are_absent_from_the_prompt_and_nulls_of_its_schema_stay(served):
+    """Regression: templates wrote `"description": null`, and a null type was a 400."""
+    schema = {"type": "object", "properties": {"x": {"default": None}}}
+    function = {"name": "f", "description": None, "strict": None, "parameters": schema}
+    served.say("Hello")
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [{"type": None, "function": function}]}
+    assert served.json("/v1/chat/completions", body)[0] == 200
+    written = served.last_prompt().partition("<tools>")[2].partition("</tools>")[0]
+    assert json.loads(written) == [{"function": {"name": "f", "parameters": schema}}]
