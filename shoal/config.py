@@ -403,7 +403,7 @@ class EngineConfig:
     )
     override_generation_config: dict[str, Any] | None = option(
         None,
-        'default sampling parameters in JSON, before those of generation_config: {"temperature": 0.5}; '
+        'sampling parameters that requests do not give, in JSON: {"temperature": 0.5}; '
         "max_new_tokens is also the most that an answer may have",
     )
     chat_template: str | None = option(None, "a Jinja template or a path to one; default: the model's own")
@@ -709,7 +709,9 @@ class ServerConfig:
     )
     ssl_keyfile: str | None = option(None, "TLS: the private key", section="TLS")
     ssl_certfile: str | None = option(None, "TLS: the certificate")
-    ssl_ca_certs: str | None = option(None, "TLS: certificates of those who issue certificates to clients")
+    ssl_ca_certs: str | None = option(
+        None, "TLS: the authorities whose certificates clients may show, a PEM file"
+    )
     ssl_cert_reqs: int = option(
         0, "TLS: 1: a client's certificate is checked if it has one; 2: it must have one", low=0, high=2
     )

@@ -85,7 +85,7 @@ OWN_KERNELS = "kernels are chosen by device and model"
 OWN_LOADER = "weights are read by threads of Shoal's own loader"
 NEVER_SLICED = "a prompt longer than a step's budget is always computed in chunks"
 ALWAYS_COUNTED = "/metrics always has what is counted"
-NO_OTHER_HOST = "an engine's devices are those of one host"
+NO_OTHER_HOST = "an engine has the devices of one host"
 
 REPLICAS = (
     "start replicas with `shoal fleet up`: a file with `count = {value}` under [[workers]] (docs/fleet.md)"
@@ -205,7 +205,7 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
     *_idle("allowed_media_domains", TEXT_ALONE, "many"),
     _same("revision"),
     *_idle("code_revision", "code that comes with a model is never run"),
-    *_idle("tokenizer_revision", "the tokenizer is that of --revision, or of the folder --tokenizer"),
+    *_idle("tokenizer_revision", "the tokenizer is of the model's --revision, or of the folder --tokenizer"),
     _same("max_model_len", words={-1: None, "auto": None}),
     _same("quantization", "q", words={"gguf": None, "awq_marlin": "awq", "gptq_marlin": "gptq"}),
     *_refused("quantization_config", NO_VALUES, "", "use --quantization fp8, or `shoal quantize`"),
@@ -236,7 +236,7 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
         "hf_token",
         (True,),
         "the token of `hf auth login` is always used",
-        "set HF_TOKEN in the environment: every user of the machine can read a command line",
+        "set HF_TOKEN in the environment, as every user of the machine can read a command line",
         "optional",
     ),
     _same("hf_overrides"),

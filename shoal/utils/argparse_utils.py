@@ -33,7 +33,7 @@ class FlexibleArgumentParser(argparse.ArgumentParser):
         return dashed(word) in self._option_string_actions
 
     def _with_file(self, words: list[str]) -> list[str]:
-        """Returns the words with those of the file of --config before them."""
+        """Returns the words of the file of --config, followed by the other words."""
         for i, word in enumerate(words):
             name, equals, path = word.partition("=")
             if name == "--config" and (equals or i + 1 < len(words)):
