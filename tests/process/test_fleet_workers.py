@@ -217,6 +217,34 @@ def test_a_kill_in_mid_stream_changes_nothing_in_any_sampling_mode(tmp_path):
         wait_for(lambda: settled(fleet))
 
 
+def test_what_waits_at_a_worker_moves_to_one_that_has_nothing_to_do(tmp_path):
+    """The KV cache of each holds two of these prompts. The second worker gets nothing until others wait."""
+    chance, blocks = random.Random(1), ("--max-model-len", "256", "--num-gpu-blocks-override", "32")
+    prompts = [chance.choices(range(1000, 40_000), k=170) for _ in range(10)]
+    with Processes(tmp_path).route() as fleet:
+        for name in "ab":
+            fleet.serve(name, *blocks)
+        for name in "ab":
+            fleet.wait_state(name, "ready")
+        fleet.operate("drain", "b")
+
+        def begin(prompt):
+            return fleet.stream(
+                COMPLETIONS, prompt=prompt, max_tokens=80, temperature=0, ignore_eos=True, **TELL
+            )
+
+        streams = [begin(prompt) for prompt in prompts]
+        wait_for(lambda: fleet.workers()["a"]["waiting"] >= 2)
+        fleet.operate("resume", "b")
+        wait_for(lambda: fleet.workers()["b"]["requests"] > 0, lambda: fleet.log("router"))
+        answers = [stream.answer() for stream in streams]
+        assert all(answer["error"] is None and answer["usage"] == (170, 80) for answer in answers)
+        assert {stream.worker for stream in streams} == {"a", "b"}
+        assert "leaves worker a after 0 tokens: it waits at worker a" in fleet.log("router")
+        wait_for(lambda: settled(fleet))
+        assert begin(prompts[2]).answer() == answers[2], "the first that waited, and so moved"
+
+
 @pytest.mark.slow
 def test_a_restart_of_nats_under_load_is_not_seen(tmp_path):
     port = free_port()
