@@ -255,7 +255,7 @@ async function textFile(file) {
   try {
     const text = new TextDecoder("utf-8", {fatal: true}).decode(await file.arrayBuffer());
     if (!text.includes("\0")) return {name: file.name, text};
-  } catch { /* It is no UTF-8, or no file at all: a folder. */ }
+  } catch { /* It is not UTF-8, or a folder. */ }
   throw new Error(`“${file.name}” is not a text file (UTF-8), and text is all that can be attached.`);
 }
 
@@ -278,7 +278,7 @@ input.onkeydown = event => {
 };
 $("stop").onclick = () => running.get(current)?.abort();
 document.onkeydown = event => {
-  if (event.key === "k" && (event.ctrlKey || event.metaKey)) {
+  if (event.key === "k" && (event.ctrlKey || event.metaKey) && !$("settings").open) {
     event.preventDefault();
     if (!$("sidebar").checkVisibility()) $("sidebar").showPopover();
     $("search").focus();
@@ -351,6 +351,8 @@ addEventListener("storage", ({key}) => {
   } else {
     follow(known, kept);
     if (!conversations.includes(known)) conversations.push(known);
+    // Browsers tell tabs of each other's entries with a delay: two may have been written at once.
+    if (isBehind(kept, known) && !running.has(known)) store(known);
   }
   conversations.sort((a, b) => b.changed - a.changed);
   showList();

@@ -70,7 +70,7 @@ function promptOf({content, files = []}) {
 /** Asks for an answer to a question. Given an answer, it asks for another version of that. */
 function answer(conversation, before = null) {
   const question = conversation.messages.find(({id}) => id === (before?.parent ?? conversation.last));
-  const isRetried = before && isEmpty({...before, error: ""});  // nothing came of it, so it is no version
+  const isRetried = before && isEmpty({...before, error: ""});  // nothing came of it, so it is not kept as a version
   const message = isRetried ? before : addMessage(conversation, question.id, "assistant", "", {reasoning: ""});
   if (before) delete before.error;
   if (isRetried) before = null;

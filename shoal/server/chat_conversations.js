@@ -56,9 +56,18 @@ function mergeMessages(conversation, other) {
   const byId = new Map(conversation.messages.map(message => [message.id, message]));
   for (const message of other.messages) {
     const known = byId.get(message.id);
-    if (known && message.changed > known.changed) Object.assign(known, message);
+    if (known && message.changed > known.changed) {
+      for (const field of Object.keys(known)) delete known[field];  // an error, say, that is gone
+      Object.assign(known, message);
+    }
     if (!known && !isEmpty(message)) conversation.messages.push(message);
   }
+}
+
+/** Whether another state of the same conversation lacks some of this one. */
+function isBehind(other, {messages}) {
+  const changes = new Map(other.messages.map(({id, changed}) => [id, changed]));
+  return messages.some(message => !isEmpty(message) && !(changes.get(message.id) >= message.changed));
 }
 
 // What is kept

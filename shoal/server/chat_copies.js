@@ -20,7 +20,7 @@ function markdownOf(conversation) {
   return [`# ${conversation.title}`, ...parts].join("\n\n") + "\n";
 }
 
-/** A conversation out of a file's JSON; null if it is none. */
+/** A conversation out of a file's JSON; null if the file has another content. */
 function fromBody(body) {
   if (body?.shoal) return readConversation(body.shoal);
   const conversation = readConversation({...body, id: "", options: {}});

@@ -420,10 +420,21 @@ def test_two_tabs_keep_the_turns_of_both(open_page, served):
     ask(other, "Right?")
     expect(page.locator(".turn.assistant").last).to_have_attribute("aria-busy", "false", timeout=WAIT_MS)
     for tab in (page, other):
+        tab.wait_for_function("storedConversations()[0].messages.filter(m => m.content).length === 8")
         reload(tab)
         expect(tab.locator(".turn.user").nth(2).locator(".count")).to_have_text(re.compile("./2"))
     kept = page.evaluate("storedConversations()[0].messages.map(({content}) => content)")
     assert {"One?", "Two?", "Left?", "Right?"} <= set(kept) and kept.count("and so on " * 20) == 2
+
+    served.engine.refuses = "refused"
+    try:
+        ask(page, "Failing?")
+    finally:
+        served.engine.refuses = None
+    reload(other)
+    expect(other.locator(".turn").get_by_role("alert")).to_be_visible()
+    page.locator(".turn.assistant").last.get_by_role("button", name="Retry").click()
+    expect(other.locator(".turn").get_by_role("alert")).to_have_count(0, timeout=WAIT_MS)
 
     page.get_by_role("button", name="New conversation").click()
     ask(page, "Another")
