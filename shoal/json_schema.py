@@ -54,7 +54,7 @@ class SchemaWriter:
             )
         bounded(kind, json_text(kind, schema))
         own = schema.get("x-guidance")
-        options = {**own, **self._options} if isinstance(own, dict) else self._options
+        options = {**_own_options(own if isinstance(own, dict) else {}), **self._options}
         if (schema := as_meant(schema, self.left_out)) is False:
             raise RequestError(f'structured_outputs.{kind} excludes every value by "not"; mend it')
         return json_text(
@@ -79,16 +79,22 @@ def json_text(kind: str, value: Any) -> str:
 
 
 def _options(params: StructuredOutputsParams) -> dict[str, Any]:
-    """Returns llguidance's options for JSON. It takes a `oneOf` whose branches may hold together as an
-    `anyOf`, and warns of that."""
+    """Returns llguidance's options for JSON that the request decides. llguidance takes a `oneOf` whose
+    branches may hold together as an `anyOf`, and warns of that."""
     options: dict[str, Any] = {"coerce_one_of": True}
     if params.whitespace_pattern is not None:
         options["whitespace_pattern"] = bounded("whitespace_pattern", params.whitespace_pattern)
     elif params.disable_any_whitespace:
-        options["whitespace_flexible"] = False
-    else:
-        options["whitespace_pattern"] = WHITESPACE
+        options |= {"whitespace_flexible": False, "whitespace_pattern": None}
     return options
+
+
+def _own_options(own: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options that a schema has in `x-guidance`, with Shoal's white space where they leave it
+    open. Clients such as guidance parse the answer by the same options."""
+    if own.get("whitespace_flexible") is False or own.get("whitespace_pattern") is not None:
+        return own
+    return {**own, "whitespace_pattern": WHITESPACE}
 
 
 def check_nesting(kind: str, schema: Any) -> None:

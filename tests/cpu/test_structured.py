@@ -250,6 +250,24 @@ def test_a_lark_grammar_may_hold_json_schemas():
     assert not takes('{\n\n\n"a": "b"}', grammar=closed)
 
 
+@pytest.mark.parametrize(
+    "send", [lambda s: {"json": s}, lambda s: {"grammar": f"start: %json {json.dumps(s)}"}]
+)
+def test_the_white_space_of_a_schemas_own_options_holds(send):
+    """Regression: Shoal's white space replaced a schema's own, so that guidance could not read its answers."""
+    dense = {
+        **A,
+        "x-guidance": {"whitespace_flexible": False, "key_separator": ": ", "whitespace_pattern": None},
+    }
+    assert takes('{"a": 1}', **send(dense))
+    assert not takes('{"a":1}', **send(dense)) and not takes('{\n"a": 1}', **send(dense))
+    wide = {**A, "x-guidance": {"whitespace_pattern": "[ ]{20}"}}
+    assert takes('{"a":' + " " * 20 + "1}", **send(wide)) and not takes('{\n"a":1}', **send(wide))
+    assert takes('{\n"a": 1}', **send({**A, "x-guidance": {"whitespace_pattern": None, "lenient": True}}))
+    asked = send(wide) | {"disable_any_whitespace": True}
+    assert takes('{"a":1}', **asked) and not takes('{"a":' + " " * 20 + "1}", **asked)
+
+
 DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
 EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 
