@@ -60,6 +60,7 @@ class ChatTemplate:
             raise RequestError(
                 f"the chat template is not valid Jinja: {error} (line {line}); give another as chat_template"
             ) from None
+        self._source = source
         self._reads_parts = _loops_over_content(tree)
         self.reads_tools = "tools" in jinja2.meta.find_undeclared_variables(tree)
         self._reads_calls = _names(tree, "tool_calls")
@@ -99,7 +100,7 @@ class ChatTemplate:
                 f"tools {tools!r:.80} is no list of tools; a tool is "
                 "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
             )
-        own_roles = [(i, m) for i, m in enumerate(messages) if m["role"] not in ROLES]
+        own_roles = [i for i, message in enumerate(messages) if _has_own_role(message)]
         if self._reads_calls:
             messages = self._with_calls(messages)
         else:
@@ -119,13 +120,19 @@ class ChatTemplate:
                 }
             )
 
-        text = _with_all_instructions(write, messages)
-        for i, message in own_roles:
-            if not _appears(conversation.as_text(message["content"]), text):
-                raise RequestError(
-                    f"messages[{i}].role {message['role']!r:.60} is none that the chat template writes; "
-                    f"take {', '.join(ROLES)}"
-                )
+        text = _with_all_instructions(write, messages, self._source)
+        if own_roles:
+            marked = [
+                _marked(k, message) if _has_own_role(message) else message
+                for k, message in enumerate(messages)
+            ]
+            written = _with_all_instructions(write, marked, self._source)
+            for i, message in zip(own_roles, filter(_has_own_role, marked)):
+                if conversation.as_text(message["content"]) not in written:
+                    raise RequestError(
+                        f"messages[{i}].role must be one that the chat template writes, got "
+                        f"{message['role']!r:.60}; send {', '.join(ROLES)}"
+                    )
         return _cut_at_mark(text) if continue_final_message else text
 
     def _probe(self, messages: list[dict[str, Any]]) -> str | None:
@@ -327,30 +334,58 @@ def _part_text(field: str, part: Any) -> str:
 
 
 def _with_all_instructions(
-    write: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]]
+    write: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]], source: str
 ) -> str:
     """Returns the prompt's text in the first of three forms in which the template writes all system and
     developer messages: as they come, joined into one that leads, before the user's first words. If it changes
     their text, so that they are not found in any, the first form that it takes counts. Raises RequestError
-    with the template's own words if it takes none."""
+    with the template's own words if it takes none.
+
+    A text that stands elsewhere, too, proves nothing: then marks are written in place of the instructions."""
     texts = conversation.instructions(messages)
+    others = [conversation.as_text(m["content"]) for m in messages if not _is_instruction(m)]
+    is_doubtful = any(text.strip() in other for text in texts for other in (source, *others))
+    is_doubtful = is_doubtful or len(set(texts)) < len(texts)
+    marked = [_marked(k, m) if _is_instruction(m) else m for k, m in enumerate(messages)]
+    marks = conversation.instructions(marked)
     forms: list[Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]]] = [list]
-    if any(message["role"] in conversation.INSTRUCTIONS for message in messages):
+    if any(map(_is_instruction, messages)):
         forms += [conversation.with_one_instruction, conversation.with_instructions_of_user]
     taken: str | None = None
     refusal: Exception | None = None
     for form in forms:
         try:
             text = write(form(messages))
+            is_whole = all(_appears(one, text) for one in texts)
+            if is_whole and is_doubtful:
+                written = write(form(marked))
+                is_whole = all(mark in written for mark in marks)
         except (jinja2.TemplateError, *FAILURES) as error:
             refusal = refusal or error
             continue
-        if all(_appears(one, text) for one in texts):
+        if is_whole:
             return text
         taken = text if taken is None else taken
     if taken is None:
         raise RequestError(f"messages: the chat template does not take them: {refusal}") from None
     return taken
+
+
+def _is_instruction(message: dict[str, Any]) -> bool:
+    return message["role"] in conversation.INSTRUCTIONS
+
+
+def _has_own_role(message: dict[str, Any]) -> bool:
+    return message["role"] not in ROLES
+
+
+def _marked(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Returns the message with words by which it is found in a prompt; one that says nothing stays."""
+    content = message["content"]
+    if _is_instruction(message) and not conversation.as_text(content).strip():
+        return message
+    mark = f"Does message {number} appear?"
+    return {**message, "content": [{"type": "text", "text": mark}] if isinstance(content, list) else mark}
 
 
 def _appears(text: str, prompt: str) -> bool:

@@ -561,7 +561,7 @@ def test_a_role_of_the_templates_own_is_written_and_another_is_refused(tmp_path)
     assert render(tmp_path, MANY_SYSTEMS, own) == "[user|Hi][ipython|4]"
     known = "{% for m in messages %}{% if m.role in ('user', 'assistant') %}[{{ m.content }}]{% endif %}{% endfor %}"
     with pytest.raises(
-        RequestError, match=r"^messages\[1\]\.role 'ipython' is none that the chat template writes"
+        RequestError, match=r"^messages\[1\]\.role must be one that the chat template writes, got 'ipython'"
     ):
         render(tmp_path, known, [HI, {"role": "ipython", "content": "a result"}])
 
@@ -653,3 +653,19 @@ def test_a_request_cannot_change_what_is_known_of_a_template(tmp_path):
         tokenizer.apply_chat_template([USER, called("{}", ids=["call_1"])], bos_token=None)
     text = tokenizer.apply_chat_template([USER, called("{}", ids=["call_1"])], tokenize=False)
     assert text.startswith("<s>") and re.search(r"\[f0 [a-zA-Z0-9]{9}\]", text)
+
+
+def test_words_that_stand_elsewhere_do_not_hide_a_lost_message(tmp_path):
+    """Regression: an instruction or a role that the template drops counted as written if its words stood in
+    another message, or twice."""
+    rule, hi = {"role": "system", "content": "Hi"}, {"role": "user", "content": "Hi there"}
+    assert render(tmp_path, DROPS_SYSTEM, [rule, hi]) == "[user|Hi\n\nHi there]"
+    assert render(tmp_path, LAST_SYSTEM, [rule, hi, rule]) == "[system|Hi\n\nHi][user|Hi there]"
+    assert render(tmp_path, DROPS_SYSTEM + "{# Hi #}", [rule, YES, HI]) == "[assistant|Yes.][user|Hi\n\nHi]"
+    assert render(tmp_path, MANY_SYSTEMS, [rule, hi, rule]) == "[system|Hi][user|Hi there][system|Hi]"
+    known = "{% for m in messages if m.role in ('user', 'assistant') %}[{{ m.content }}]{% endfor %}"
+    for text in ("Hi", ""):
+        with pytest.raises(
+            RequestError, match=r"^messages\[1\]\.role must be one that the chat template writes"
+        ):
+            render(tmp_path, known, [hi, {"role": "robot", "content": text}])
