@@ -366,8 +366,8 @@ def _reason(model: HubModel, revision: str | None, download_dir: str | None, err
     is_unreachable = status is None and not isinstance(error, RuntimeError | ValueError)
     if isinstance(error, errors.LocalEntryNotFoundError) or is_unreachable:
         return (
-            f"{str(model)!r} is not in the cache, and the Hugging Face hub cannot be reached "
-            f"({_line(error)}); check the network, {local}"
+            f"{str(model)!r} is neither in the cache nor to be had from the Hugging Face hub, which cannot "
+            f"be reached ({_line(error)}); check the network, {local}"
         )
     return f"{repo!r} cannot be had from the Hugging Face hub ({_line(error)}); try again later, {local}"
 

@@ -309,7 +309,7 @@ def test_a_mirror_that_lists_files_only_as_a_tree_is_read(hub):
 def test_a_hub_that_cannot_be_reached_is_told_from_one_that_refuses(hub, monkeypatch):
     hub.close()
     with pytest.raises(
-        CheckpointError, match=r"'org/name:Q8_0' is not in the cache.*reached.*network.*local"
+        CheckpointError, match=r"'org/name:Q8_0' is neither in the cache.*reached.*network.*local"
     ):
         resolve("org/name:Q8_0")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
