@@ -614,6 +614,10 @@ class EmbeddingOutput:
 
     embedding: list[float]
 
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
 
 @dataclass(slots=True)
 class EmbeddingRequestOutput:

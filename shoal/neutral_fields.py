@@ -23,6 +23,7 @@ SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "output_kind": WHOLE_OUTPUTS,
     "stream_interval": (None, 1),
     "skip_clone": (None, False, True),
+    "output_text_buffer_length": (None, 0),
     "guided_decoding": (None,),
     "logits_processors": (None, []),
     "extra_args": (None, {}),

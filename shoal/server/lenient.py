@@ -4,6 +4,7 @@ type are touched, so nothing within prompts, schemas, arguments of calls or vari
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import re
@@ -14,7 +15,7 @@ from msgspec import inspect
 
 from shoal.conversation import with_whole_escapes
 
-NUMBER = re.compile(r"\s*[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")
+ZEROS = re.compile(r"\.0+$")  # "2.0" is 2, as in pydantic
 FLAGS = {
     **dict.fromkeys(("true", "t", "yes", "y", "on", "1"), True),
     **dict.fromkeys(("false", "f", "no", "n", "off", "0"), False),
@@ -55,20 +56,35 @@ def _meant(kind: inspect.Type, value: Any) -> Any:
                 return value if all(meant[key] is value[key] for key in value) else meant
     elif isinstance(value, list):
         for one in kinds:
-            if isinstance(one, inspect.ListType) and isinstance(one.item_type, inspect.StructType):
+            if isinstance(one, inspect.ListType) and (
+                isinstance(one.item_type, inspect.StructType) or _is_ids(one)
+            ):
                 items = [_meant(one.item_type, item) for item in value]
                 return value if all(a is b for a, b in zip(items, value)) else items
     elif isinstance(value, str | int | float) and len(kinds) == 1 + any(map(_is_none, kinds)):
         [one] = [one for one in kinds if not _is_none(one)]
         if isinstance(one, inspect.BoolType) and not isinstance(value, bool):
-            return FLAGS.get(str(value).strip().lower(), value)
-        if _is_number(one) and isinstance(value, str) and NUMBER.fullmatch(value):
-            number = float(value)
-            if isinstance(one, inspect.FloatType) and math.isfinite(number):
-                return number
-            if isinstance(one, inspect.IntType) and number.is_integer():
-                return int(value) if value.strip().lstrip("+-").isdigit() else int(number)
+            return FLAGS.get(str(value).lower(), value)
+        if _is_number(one) and isinstance(value, str):
+            number = as_integer(value) if isinstance(one, inspect.IntType) else as_number(value)
+            return value if number is None else number
     return value
+
+
+def as_integer(text: str) -> int | None:
+    """Returns the integer that a text spells. None: it is not one."""
+    with contextlib.suppress(ValueError):
+        if text.isascii():
+            return int(ZEROS.sub("", text.strip()))
+    return None
+
+
+def as_number(text: str) -> float | None:
+    """Returns the finite number that a text spells. None: it is not one."""
+    with contextlib.suppress(ValueError):
+        if text.isascii() and math.isfinite(number := float(text)):
+            return number
+    return None
 
 
 def _with_fields(kind: inspect.StructType | inspect.DataclassType, value: dict[str, Any]) -> dict[str, Any]:
@@ -79,7 +95,7 @@ def _with_fields(kind: inspect.StructType | inspect.DataclassType, value: dict[s
             continue
         if value[name] is None and not field.required and not _takes_none(field.type):
             del meant[name]
-        else:
+        elif not (field.required and _is_ids(field.type)):  # which are a prompt
             meant[name] = _meant(field.type, value[name])
     same = len(meant) == len(value) and all(meant[name] is value[name] for name in value)
     return value if same else meant
@@ -96,6 +112,10 @@ def _kinds(kind: inspect.Type) -> list[inspect.Type]:
 
 def _is_number(kind: inspect.Type) -> bool:
     return isinstance(kind, inspect.IntType | inspect.FloatType)
+
+
+def _is_ids(kind: inspect.Type) -> bool:
+    return isinstance(kind, inspect.ListType) and all(map(_is_number, _kinds(kind.item_type)))
 
 
 def _is_none(kind: inspect.Type) -> bool:

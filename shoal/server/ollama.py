@@ -41,6 +41,7 @@ API_VERSION = "0.12.6"
 # See Exchange.
 NAMES = {
     "structured_outputs": "format",
+    "logprobs": "top_logprobs",
     "repetition_penalty": "options.repeat_penalty",
     **{
         name: f"options.{name}"

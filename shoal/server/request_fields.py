@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shoal.server.errors import ApiError
+from shoal.server.lenient import FLAGS, as_number
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,13 @@ class Refused:
 
     instead: str
     neutral: tuple[Any, ...] = ()
+
+    def asks_for_nothing(self, value: Any) -> bool:
+        """Whether an answer without the field is right. Numbers and flags may be texts, as elsewhere."""
+        meant = [value]
+        if isinstance(value, str):
+            meant += [FLAGS.get(value.lower()), as_number(value)]
+        return value is None or any(one is not None and one in self.neutral for one in meant)
 
 
 @dataclass(frozen=True)
@@ -58,15 +66,18 @@ def _forms(names: tuple[str, ...], instead: str) -> dict[str, Refused]:
 TEXT: dict[str, Refused | Ignored] = {
     **_forms(SGLANG_FORMS, "structured_outputs says what the answer must look like"),
     "use_beam_search": Refused("LLM.beam_search has beam search", (False,)),
-    "length_penalty": Refused("it is of beam search, which LLM.beam_search has", (0, 1)),
-    "prompt_embeds": Refused("send text or token ids"),
+    "length_penalty": Ignored("it belongs to use_beam_search"),
+    "prompt_embeds": Refused("send text or token ids", ([], "")),
     "truncation_side": Refused(
         "truncate_prompt_tokens keeps the last tokens; cut the prompt yourself", ("left",)
     ),
     "logprob_token_ids": Refused("ask for the likeliest tokens by top_logprobs or logprobs", ([],)),
     "prompt_logprob_token_ids": Refused("prompt_logprobs has the likeliest tokens", ([],)),
     "prompt_logprob_start": Refused("prompt_logprobs begins at the first token", (0,)),
-    "repetition_detection": Refused("repetition_penalty and max_tokens bound repetitions", ({},)),
+    "repetition_detection": Refused(
+        "repetition_penalty and max_tokens bound repetitions",
+        ({}, {"max_pattern_size": 0}, {"max_pattern_size": 0, "min_pattern_size": 0, "min_count": 0}),
+    ),
     "thinking_token_budget": Refused("max_tokens bounds the whole answer", (-1,)),
     "watermarking": Refused(LEAVE, (False,)),
     "echo": Refused("an answer here is the new text alone", (False,)),
@@ -239,7 +250,7 @@ def refuse(kind: type, body: bytes) -> None:
     given = json.loads(body)  # which takes half a character, too
     for name in found:
         value, field = given.get(name), refused[name]
-        if value is not None and value not in field.neutral:
+        if not field.asks_for_nothing(value):
             raise ApiError(
                 400,
                 f"{name} {value!r:.100} would change the answer, and this server does not have it; "

@@ -182,6 +182,30 @@ def test_a_field_that_changes_the_answer_is_refused_unless_it_asks_for_nothing(k
         assert status == 200, found
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("use_beam_search", "false"),
+        ("use_beam_search", "Off"),
+        ("n_predict", "-1"),
+        ("typical_p", "1.0"),
+        ("repetition_detection", {"max_pattern_size": 0, "min_pattern_size": 0, "min_count": 0}),
+    ],
+)
+def test_a_value_that_asks_for_nothing_may_be_text_or_spelt_out(name, value, server):
+    """Regression: numbers and flags as text were read in Shoal's own fields, and `use_beam_search: "false"`
+    was a 400."""
+    path, body = BODIES["CompletionRequest"]
+    assert server.json(path, {**body, name: value})[0] == 200
+
+
+@pytest.mark.parametrize("name, value", [("use_beam_search", "true"), ("n_predict", "5"), ("echo", "yes")])
+def test_a_value_that_asks_for_something_is_refused_as_text_too(name, value, server):
+    path, body = BODIES["ChatCompletionRequest"]
+    status, found = server.json(path, {**body, name: value})
+    assert status == 400 and found["error"]["param"] == name
+
+
 def test_other_fields_have_no_effect_and_a_line_in_the_log(server, caplog):
     caplog.set_level(logging.WARNING)
     path, body = BODIES["ChatCompletionRequest"]

@@ -736,6 +736,9 @@ def test_keep_alive_connections_serve_one_request_after_another(server):
         ({"ignore_eos": "off"}, {"ignore_eos": False}),
         ({"logit_bias": {"5": "1"}}, {"logit_bias": {5: 1.0}}),
         ({"stop": "2", "max_tokens": "3"}, {"stop": ["2"], "max_tokens": 3}),
+        ({"min_p": "1_0e-2"}, {"min_p": 0.1}),
+        ({"stop_token_ids": ["5", 6]}, {"stop_token_ids": [5, 6]}),
+        ({"allowed_token_ids": ["5", "6.0"]}, {"allowed_token_ids": [5, 6]}),
     ],
 )
 def test_numbers_and_flags_may_be_text(given, meant, server):
@@ -745,6 +748,25 @@ def test_numbers_and_flags_may_be_text(given, meant, server):
         assert status == 200, text
         params = server.last_request().params
         assert {name: getattr(params, name) for name in meant} == meant
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("max_tokens", "1e1"),
+        ("max_tokens", "\u0663"),
+        ("max_tokens", "9" * 5000),
+        ("max_tokens", ""),
+        ("temperature", "nan"),
+        ("temperature", "-inf"),
+        ("ignore_eos", " true "),
+        ("stop_token_ids", ["five"]),
+    ],
+)
+def test_text_that_pydantic_reads_as_no_number_and_no_flag_is_refused(name, value, server):
+    """Regression: `max_tokens: "1e1"` was ten tokens, and vLLM refuses it."""
+    status, _, text = server.request(COMPLETE, {"prompt": "x", "max_tokens": 2, name: value})
+    assert status == 400 and name in text
 
 
 def test_text_that_looks_like_a_number_stays_text_elsewhere(server):
