@@ -11,6 +11,7 @@ import pytest
 from shoal.api import FinishReason, Output
 from shoal.config import ServerConfig
 from shoal.server.keys import key_environment, read_keys
+from shoal.server.routes import PUBLIC_ROUTES
 from tests.fake_server import FakeServer, eventually, post, read_until
 
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
@@ -832,3 +833,29 @@ def test_a_wrong_field_before_malformed_json_is_a_refusal(body, param, server):
     """Regression: the search for what the client meant read the whole body, and its failure was a 500."""
     status, _, text = server.request(COMPLETE, body)
     assert status == 400 and json.loads(text)["error"]["param"] == param, text
+
+
+REQUIRED = {
+    CHAT: {"messages": USER, "max_tokens": 1},
+    COMPLETE: {"prompt": "x", "max_tokens": 1},
+    "/v1/messages": {"messages": USER, "max_tokens": 1},
+    "/v1/messages/count_tokens": {"messages": USER},
+    "/v1/responses": {"input": "x", "max_output_tokens": 1},
+    "/v1/responses/input_tokens": {"input": "x"},
+    "/v1/embeddings": {"input": "x"},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [1]},
+    "/inference/v1/generate": {"token_ids": [1], "sampling_params": {"max_tokens": 1}},
+    "/api/chat": {"messages": USER, "stream": False, "options": {"num_predict": 1}},
+    "/api/generate": {"prompt": "x", "stream": False, "options": {"num_predict": 1}},
+    "/api/embed": {"input": "x"},
+    "/api/embeddings": {"prompt": "x"},
+}
+
+
+@pytest.mark.parametrize("path", REQUIRED)
+def test_every_optional_field_may_be_null(path, server):
+    [kind] = [route.request for route in PUBLIC_ROUTES if route.path == path]
+    nulls = {name: None for name in kind.__struct_fields__}
+    status, _, text = server.request(path, {**nulls, **REQUIRED[path]})
+    assert status == 200, text
