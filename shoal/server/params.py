@@ -81,12 +81,15 @@ def _format_fields(request: TextFields) -> list[str]:
 
 
 def _comparable(wish: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-    """Returns the wish with its schema as a value, which may be JSON text."""
-    if wish is None or not isinstance(wish.json, str):
-        return wish
-    with contextlib.suppress(msgspec.DecodeError):
-        return replace(wish, json=msgspec.json.decode(wish.json))
-    return wish
+    """Returns the wish with its schema as a value, which may be JSON text, and without an option that asks
+    for nothing."""
+    if wish is None:
+        return None
+    schema = wish.json
+    if isinstance(schema, str):
+        with contextlib.suppress(msgspec.DecodeError):
+            schema = msgspec.json.decode(schema)
+    return replace(wish, json=schema, disable_any_whitespace=wish.disable_any_whitespace or None)
 
 
 def _format(request: TextFields, field: str) -> StructuredOutputsParams | None:

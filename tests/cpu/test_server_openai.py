@@ -683,6 +683,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": [
         ({"guided_regex": "yes|no"}, {"regex": "yes|no"}),
         ({"guided_json": SCHEMA}, {"json": SCHEMA}),
         ({"guided_json": json.dumps(SCHEMA)}, {"json": SCHEMA}),
+        ({"guided_json": SCHEMA}, {"json": SCHEMA, "disable_any_whitespace": False}),
     ],
 )
 def test_the_same_wish_in_old_and_new_spelling_is_one(server, old, new):
