@@ -38,7 +38,7 @@ test-rare: .venv/ready-test
 	$(PYTEST) -m slow
 
 test-clients: .venv/ready-test .venv-clients/ready
-	SHOAL_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest tests/clients -m slow
+	SHOAL_PYTHON=$(CURDIR)/$(BIN)/python .venv-clients/bin/python -m pytest tests/clients -m slow -o asyncio_default_fixture_loop_scope=session
 
 check: .venv/ready-test
 	$(BIN)/ruff format --check shoal tests benchmarks examples deploy docs/site.py docs/images/draw.py
@@ -81,9 +81,12 @@ bench-gpu:
 	$(BIN)/python -m pip install --quiet --editable ".[test,check]"
 	touch $@
 
-.venv-clients/ready: tests/clients/requirements.txt
+# torch, which guidellm imports, comes as above. Without npm the tests of Vercel's AI SDK are skipped, which pytest reports.
+.venv-clients/ready: tests/clients/requirements.txt tests/clients/package-lock.json
 	$(PYTHON) -m venv .venv-clients
+	index="$(TORCH_INDEX)"; .venv-clients/bin/python -m pip install --quiet $${index:+--index-url "$$index"} "$(TORCH)"
 	.venv-clients/bin/python -m pip install --quiet --requirement $<
+	if command -v npm >/dev/null; then npm --prefix tests/clients ci --no-audit --no-fund; else echo "npm was not found: Vercel's AI SDK is not tested"; fi
 	touch $@
 
 # The extra `docs` alone, without the rest of Shoal.
@@ -93,5 +96,5 @@ bench-gpu:
 	touch $@
 
 clean:
-	rm -rf .venv .venv-clients .venv-docs build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis shoal/memory/_vmm*.so
+	rm -rf .venv .venv-clients .venv-docs tests/clients/node_modules build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis shoal/memory/_vmm*.so
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -16,7 +16,8 @@ collect_ignore_glob = [] if find_spec("instructor") else ["test_*.py"]
 def url(tmp_path_factory):
     from tests.serving import Serve
 
-    server = Serve(tmp_path_factory.mktemp("serve"), "--device", "cpu", "--max-model-len", "2048")
+    folder = tmp_path_factory.mktemp("serve")
+    server = Serve(folder, "--device", "cpu", "--max-model-len", "2048", "--responses-store-bytes", "4000000")
     try:
         server.ready()
         yield f"http://127.0.0.1:{server.port}"

@@ -78,6 +78,10 @@ def test_a_model_with_formats_that_only_pydantic_knows_is_answered(client, model
     assert answer.choices[0].message.parsed.user in ("anna", "bob")
 
 
-def test_a_response_that_shall_be_stored_is_answered(client, model):
-    answer = client.responses.create(model=model, input="Hello", store=True, max_output_tokens=16)
-    assert answer.output_text and answer.store is False
+def test_a_stored_response_is_continued(client, model):
+    first = client.responses.create(model=model, input="Hello", store=True, max_output_tokens=16)
+    assert first.output_text and first.store is True
+    second = client.responses.create(
+        model=model, input="And now?", previous_response_id=first.id, max_output_tokens=16
+    )
+    assert second.output_text and second.usage.input_tokens > first.usage.input_tokens
