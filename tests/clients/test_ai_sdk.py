@@ -10,7 +10,7 @@ import pytest
 FOLDER = Path(__file__).parent
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not shutil.which("node"), reason="the AI SDK needs node, which this machine lacks"),
+    pytest.mark.skipif(not shutil.which("npm"), reason="the AI SDK needs Node and npm; npm was not found"),
 ]
 
 
