@@ -34,6 +34,8 @@ CONTINUE = "<|continue here|> "
 BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
 # The roles of OpenAI's API. A template may know others.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Names under which clients send thoughts. Templates read the first, but gpt-oss' and LFM2's the second.
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 PLAIN_TYPES = frozenset({int, float, bool, type(None)})
 MOST_REPEATED = 10_000_000  # a template's `*` may make so many characters or items
 MOST_BITS = 100_000  # a template's `**` may make a number of so many bits
@@ -225,6 +227,11 @@ class ChatTemplate:
             and not self._traits.takes_empty_answers
         ):
             content = " "
+        thoughts = next((message[n] for n in THOUGHTS if isinstance(message.get(n), str)), None)
+        if thoughts is not None:
+            message["reasoning_content"] = thoughts
+            if not (calls and content) or self._traits.takes_thoughts_beside_words:
+                message.setdefault("thinking", thoughts)
         return {**message, "content": content}
 
 
@@ -411,8 +418,8 @@ def _cut_at_mark(text: str) -> str:
 
 
 def _loops_over_content(tree: nodes.Template) -> bool:
-    """Whether the template loops over a message's content, directly or through a variable that is set from
-    it."""
+    """Whether the template loops over a message's content, or maps it, directly or through a variable that is
+    set from it."""
     names = {"content"}
 
     def is_content(node: nodes.Node | None) -> bool:
@@ -420,14 +427,17 @@ def _loops_over_content(tree: nodes.Template) -> bool:
             isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
         ):
             node = node.node
+        key: nodes.Node | None = None
+        if isinstance(node, nodes.Getitem):
+            key = node.arg
+        elif (
+            isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "get"
+        ):
+            key = node.args[0] if node.args else None
         return (
             (isinstance(node, nodes.Name) and node.name in names)
             or (isinstance(node, nodes.Getattr) and node.attr == "content")
-            or (
-                isinstance(node, nodes.Getitem)
-                and isinstance(node.arg, nodes.Const)
-                and node.arg.value == "content"
-            )
+            or (isinstance(key, nodes.Const) and key.value == "content")
         )
 
     names |= {
@@ -435,7 +445,8 @@ def _loops_over_content(tree: nodes.Template) -> bool:
         for a in tree.find_all(nodes.Assign)
         if isinstance(a.target, nodes.Name) and is_content(a.node)
     }
-    return any(is_content(loop.iter) for loop in tree.find_all(nodes.For))
+    maps = (each for each in tree.find_all(nodes.Filter) if each.name == "map")
+    return any(is_content(loop.iter) for loop in tree.find_all(nodes.For)) or any(map(is_content, maps))
 
 
 def _names(tree: nodes.Template, name: str) -> bool:

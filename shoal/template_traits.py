@@ -58,7 +58,7 @@ class TemplateTraits:
         """Whether the template drops the calls of an answer whose content is not null."""
 
         def writes_calls(content: str | None) -> bool:
-            return any("probe_a" in text for text in self._texts(*_calls("probe_a"), contents=(content,)))
+            return any(WORD in text for text in self._texts(*_calls("probe_a"), contents=(content,)))
 
         return writes_calls(None) and not writes_calls("")
 
@@ -67,6 +67,11 @@ class TemplateTraits:
         """Whether the user may speak right after the result of a call. False only if a result is taken."""
         call = _calls("probe_a")
         return bool(self._texts(*call, more=[USER])) or not self._texts(*call)
+
+    @functools.cached_property
+    def takes_thoughts_beside_words(self) -> bool:
+        """Whether an answer with calls may have both content and `thinking`."""
+        return bool(self._texts(*_calls("probe_a"), contents=(OTHER,), thoughts={"thinking": OTHER}))
 
     @functools.cached_property
     def takes_empty_answers(self) -> bool:
@@ -92,22 +97,25 @@ class TemplateTraits:
         *calls: dict[str, Any],
         contents: Sequence[str | None] = (None, ""),
         more: Sequence[Message] = (),
+        thoughts: Message | None = None,
     ) -> list[str]:
         """Returns the texts that the template makes of an answer with these calls, their results and `more`:
         one for each form of the content, and of arguments where none are given, so that a trait does not
         depend on another one. Forms that the template refuses are left out."""
         found = []
         for content in contents:
-            for arguments in ({"x": WORD}, json.dumps({"x": WORD})):
-                made = [
-                    {**call, "function": {"arguments": arguments, **_given(call["function"])}}
-                    for call in calls
-                ]
+            for as_given in (dict, json.dumps):
+                made = []
+                for call in calls:
+                    # A template may write no names, so the arguments name the call, too.
+                    arguments = as_given({"x": f"{WORD} {call['function']['name']}"})
+                    function = {"arguments": arguments, **_given(call["function"])}
+                    made.append({**call, "function": function})
                 results = [
                     {"role": "tool", "tool_call_id": call["id"], "name": "probe_a", "content": OTHER}
                     for call in calls
                 ]
-                answer = {"role": "assistant", "content": content, "tool_calls": made}
+                answer = {"role": "assistant", "content": content, "tool_calls": made, **(thoughts or {})}
                 if (text := self._render([USER, answer, *results, *more])) is not None:
                     found.append(text)
         return found

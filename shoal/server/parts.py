@@ -66,8 +66,6 @@ def readable_message(exchange: Exchange, message: dict[str, Any]) -> dict[str, A
         found["content"] = readable(exchange, others)
         if thoughts and not message.get("reasoning_content"):
             found["reasoning_content"] = "".join(str(part.get("thinking") or "") for part in thoughts)
-    if message.get("reasoning"):  # vLLM's newer name
-        found["reasoning_content"] = message["reasoning"]
     if isinstance(calls, list):
         found["tool_calls"] = [_function_call(call) for call in calls]
     return found

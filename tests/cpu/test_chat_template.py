@@ -669,3 +669,67 @@ def test_words_that_stand_elsewhere_do_not_hide_a_lost_message(tmp_path):
             RequestError, match=r"^messages\[1\]\.role must be one that the chat template writes"
         ):
             render(tmp_path, known, [hi, {"role": "robot", "content": text}])
+
+
+# As Kimi K2's: a call is written by its id and arguments, without its name, and content is read by `get`.
+CALLS_WITHOUT_NAMES = """{% for m in messages %}[{% set c = m.get('content') %}
+{%- if c is string %}{{ c }}{% elif c is not none %}{% for part in c %}{{ part['text'] }}{% endfor %}{% endif %}
+{%- for call in m['tool_calls'] or [] %}({{ call['id'] }} {{ call['function']['arguments'] | tojson }}){% endfor %}]
+{%- endfor %}"""
+# As gpt-oss': thoughts are called `thinking`, and an answer with calls has no words beside them.
+THINKING = """{% for m in messages %}
+{%- if m.tool_calls and m.content and m.thinking %}{{ raise_exception('thinking beside content') }}{% endif %}
+{%- if m.thinking %}({{ m.thinking }}){% endif %}{{ m.content }}
+{%- for call in m.tool_calls or [] %}<{{ call.function.name }} {{ call.function.arguments | tojson }}>{% endfor %};
+{%- endfor %}"""
+TWO_CALLS = [
+    {"id": name, "type": "function", "function": {"name": "f", "arguments": {"x": name}}} for name in "ab"
+]
+
+
+def test_calls_stay_in_one_message_for_a_template_that_writes_no_names():
+    """Regression: each call of a message got a message of its own, which Kimi K2 was not trained on."""
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": TWO_CALLS},
+        {"role": "tool", "tool_call_id": "a", "content": "1"},
+        {"role": "tool", "tool_call_id": "b", "content": "2"},
+    ]
+    text = ChatTemplate(CALLS_WITHOUT_NAMES).render(messages, add_generation_prompt=False)
+    assert text == '[Hi][(a {"x": "a"})(b {"x": "b"})][1][2]'
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        CALLS_WITHOUT_NAMES,
+        "{% for m in messages %}[{{ m.content if m.content is string else m.content | map(attribute='text') | join('') }}]{% endfor %}",
+    ],
+)
+def test_a_template_that_gets_or_maps_content_joins_the_parts_itself(template):
+    """Regression: parts of such a template were joined by line breaks, not as transformers renders them."""
+    messages = [{"role": "user", "content": [{"type": "text", "text": text} for text in ("Hi", "Yo")]}]
+    assert ChatTemplate(template).render(messages, add_generation_prompt=False) == "[HiYo]"
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_thoughts_reach_a_template_that_calls_them_thinking(name):
+    """Regression: templates of gpt-oss and LFM2, which read `thinking`, lost the thoughts between calls."""
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "", name: "hmm", "tool_calls": TWO_CALLS[:1]},
+        {"role": "tool", "tool_call_id": "a", "content": "1"},
+    ]
+    text = ChatTemplate(THINKING).render(messages, add_generation_prompt=False)
+    assert text == 'Hi;(hmm)<f {"x": "a"}>;1;'
+
+
+def test_thoughts_beside_words_and_calls_end_no_conversation():
+    """Regression: gpt-oss' template refuses all three in one message, which agents send back."""
+    messages = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": "So", "reasoning": "hmm", "tool_calls": TWO_CALLS[:1]},
+        {"role": "tool", "tool_call_id": "a", "content": "1"},
+    ]
+    text = ChatTemplate(THINKING).render(messages, add_generation_prompt=False)
+    assert text == 'Hi;So<f {"x": "a"}>;1;'
