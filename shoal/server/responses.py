@@ -41,7 +41,7 @@ OUTPUTS = frozenset(f"{kind}_output" for kind in ("function_call", "custom_tool_
 SAID = frozenset({"message", "reasoning", "function_call", "custom_tool_call", *CLIENT_CALLS})
 
 FOLDER = "/v1/responses/"
-LOGPROBS = "message.output_text.logprobs"  # of `include`
+LOGPROBS = "message.output_text.logprobs"  # as `include` names them
 KEEPS_NONE = (
     "this server keeps no responses; send the whole conversation as `input` (`store: false` makes clients do "
     "so), or start the server with --responses-store-bytes"
@@ -233,6 +233,7 @@ async def create_response(exchange: Exchange) -> None:
             events = writer.begin()
             check_finish(await answers.warm())
             events += writer.finish("stop", answers.usage)
+            _keep(exchange, request, writer.response)
             await (exchange.end(events) if request.stream else exchange.json(writer.response))
             return
         if is_whole:
@@ -288,7 +289,7 @@ class _Writer:
         self._number = 0  # the next event's number
         self._text: list[str] = []  # the text of the open item
         self._rows: list[Any] = []  # the log-probabilities of its tokens
-        self._waiting_rows: list[Any] = []  # of tokens that have shown no text yet
+        self._waiting_rows: list[Any] = []  # their tokens have shown no text yet
         self._delta = b""  # the constant beginning of its delta events
 
     def begin(self) -> bytes:
@@ -726,7 +727,7 @@ def _refuse(request: ResponsesRequest) -> None:
             )
     if request.background:
         raise ApiError(
-            400, "background: this server stores no responses; set it to false", param="background"
+            400, "background must be false, as nothing runs in the background here", param="background"
         )
     if request.max_tokens is not None:
         raise ApiError(400, "max_tokens is called max_output_tokens here", param="max_tokens")

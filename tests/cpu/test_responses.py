@@ -370,7 +370,7 @@ def test_a_conversation_goes_on_from_a_response_that_is_kept(keeping):
     second = says(keeping, "Fish.", input="It eats?", previous_response_id=first["id"])
     assert second["previous_response_id"] == first["id"]
     says(keeping, "Yes.", input=[{"role": "user", "content": "Sure?"}], previous_response_id=second["id"])
-    # The instructions of one response are not those of the next, as in OpenAI's API.
+    # A response's instructions don't count for the next one, as in OpenAI's API.
     assert keeping.last_prompt() == (
         "<user>What is a heron?<assistant>A bird.<user>It eats?<assistant>Fish.<user>Sure?<assistant>"
     )
@@ -450,6 +450,18 @@ def test_a_prompt_is_put_into_the_cache_alone(served, client, stream):
     answer = list(answer)[-1].response if stream else answer
     assert answer.output == [] and answer.status == "completed"
     assert answer.usage.output_tokens == 0 and answer.usage.input_tokens > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_goes_on_from_a_prompt_that_was_put_into_the_cache(keeping, stream):
+    """Regression: such a response said that it is stored and was not, so the turn that followed was a 400."""
+    client = openai.OpenAI(base_url=keeping.url + "/v1", api_key="none")
+    body = {"model": "tiny", "input": "What is a heron?", "stream": stream}
+    warm = client.responses.create(extra_body={"prompt_cache_options": {"prewarm": True}}, **body)
+    warm = list(warm)[-1].response if stream else warm
+    assert client.responses.retrieve(warm.id).output == []
+    says(keeping, "Yes.", input="Tell me.", previous_response_id=warm.id)
+    assert keeping.last_prompt() == "<user>What is a heron?<user>Tell me.<assistant>"
 
 
 def test_minus_one_output_token_means_as_many_as_fit(served, client):
