@@ -117,7 +117,7 @@ def with_words_in_results(messages: Sequence[Message]) -> list[Message]:
 def with_one_call_each(messages: Sequence[Message]) -> list[Message]:
     """Returns the conversation with a message for each call, and behind it the result of that call."""
     found: list[Message] = []
-    results: list[Message] = []  # of the last calls, which were put behind them
+    results: list[Message] = []  # they were put behind the last calls
     for i, message in enumerate(messages):
         calls = message.get("tool_calls") or []
         if len(calls) < 2:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 from shoal.regex_complement import complement
 
-# What these escapes match in JavaScript and in xgrammar. Rust's digits and letters are those of all scripts.
+# What these escapes match in JavaScript and in xgrammar. Rust's digits and letters are from all scripts.
 CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 WORD = re.compile(
     r"\\.|\[\^?\]?|\(\?<?[=!]|.", re.DOTALL
 )  # a class may begin with the bracket that ends others
 LOOKS = ("(?=", "(?!", "(?<=", "(?<!")
 BORDERS = ("\\b", "\\B")
-MAX_LOOKS = 4  # of a pattern; each may cost some milliseconds
+MAX_LOOKS = 4  # in a pattern; each may cost some milliseconds
 
 
 @dataclass(slots=True)

@@ -15,10 +15,10 @@ from shoal.closed_schema import closed
 from shoal.errors import RequestError
 from shoal.schema_meaning import LOWER_BOUNDS, as_meant, is_integer
 
-MAX_BYTES = 128 * 1024  # of a specification's text; the stack and time that it needs grow with it
+MAX_BYTES = 128 * 1024  # a specification's text; the stack and time that it needs grow with it
 MAX_NESTING = 60  # levels of a JSON schema; llguidance's parser takes 128 levels of JSON text
 MAX_MULTIPLE = 100_000  # the product of a schema's `multipleOf`s; the automaton has that many states
-MAX_DIGITS = 40  # of a number in a schema
+MAX_DIGITS = 40  # a number in a schema
 MAX_INTEGER = 2**63 - 1  # llguidance takes larger ones for this one
 # What may stand between the tokens of JSON. Without a bound, weak models print line breaks until their tokens
 # are used up. A line break and eight levels of indentation are enough for all that people read.

@@ -10,7 +10,7 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from shoal.errors import RequestError
 from shoal.json_schema import SchemaWriter, check_nesting
 
-MAX_RULES = 1000  # of a grammar
+MAX_RULES = 1000  # in a grammar
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 LARK_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(\.-?\d+)?(\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 DIRECTIVE = re.compile(r"^[ \t]*%(\w*)|%(regex|lark)\b", re.MULTILINE)

@@ -13,8 +13,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-MAX_STATES = 300  # of the automaton that follows the regex's letter
-MAX_SETS = 40  # of the one that can be exchanged; few suffice for what people write in look-aheads
+MAX_STATES = 300  # in the automaton that follows the regex's letters
+MAX_SETS = 40  # in the automaton that can be exchanged; few suffice for what people write in look-aheads
 MAX_LENGTH = 8_000  # characters of the result
 HIGHEST = 0x10FFFF
 END = HIGHEST + 1  # stands behind the last character of every text, so that `$` is a step of its own

@@ -61,7 +61,7 @@ class _Meaning:
 
     def of(self, schema: Any, are_names: bool = False, is_typed: bool = False) -> Any:
         """Returns one part. `are_names` says that the keys here are names that the writer chose, such as
-        those of properties, and `is_typed` that the schema around says the type."""
+        the names of properties, and `is_typed` that the schema around says the type."""
         if isinstance(schema, list):
             return [self.of(part, is_typed=is_typed) for part in schema]
         if not isinstance(schema, dict):

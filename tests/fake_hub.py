@@ -18,7 +18,7 @@ from urllib.parse import unquote, urlsplit
 class Repo:
     files: dict[str, bytes]
     gated: bool = False
-    status: int = 200  # of an answer that asks for a file; others than 200 give no reason
+    status: int = 200  # what a request for a file gets; others than 200 give no reason
     has_siblings: bool = True  # whether the answer that describes it lists its files
     gguf: Mapping[str, Any] | None = None  # what the hub says of its GGUF files
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)  # the files of all its commits

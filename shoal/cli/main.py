@@ -67,7 +67,7 @@ caches are, how quickly tokens come, what waits and what the planner decided. A 
 ends. The dashboard of the same server (/dashboard) shows the same in a browser."""
 BATCH_DESCRIPTION = """Answers the requests of a file, in OpenAI's batch format, as `vllm run-batch` does. The
 same command continues an interrupted run: lines that are answered in the output are not run again."""
-OF_A_BATCH = (  # of ServerConfig
+OF_A_BATCH = (  # fields of ServerConfig
     "served_model_name",
     "tool_call_parser",
     "reasoning_parser",

@@ -50,8 +50,8 @@ class Markdown:
         self._parser = MarkdownIt().enable("strikethrough").enable("table")
         # These would not be shown.
         self._parser.disable(["html_block", "html_inline", "reference", "image"])
-        self._source = ""  # of the last block
-        self._lines: list[str] = []  # of the last block, as they stand on the screen
+        self._source = ""  # the last block as it came
+        self._lines: list[str] = []  # the last block as it stands on the screen
         self._draws_again_at = 0.0
 
     def add(self, text: str) -> None:
@@ -69,7 +69,7 @@ class Markdown:
         started = time.perf_counter()
         source = self._source.split("\n")
         lines: list[str] = []
-        begin = first = 0  # of the last block, among `source` and among `lines`
+        begin = first = 0  # where the last block begins in `source` and in `lines`
         for block in _blocks(self._parser.parse(self._source)):
             assert block[0].map is not None
             begin, end = block[0].map

@@ -493,7 +493,7 @@ class Dispatcher(Generic[L]):
         return worker, choice
 
     def _next_with_room(self, wanted: Wanted) -> list[WorkerRank]:
-        """Those of the worker that the request left another one for; it may be full by now."""
+        """Returns the ranks of the worker for which the request left another one; it may be full by now."""
         worker = None if wanted.moves_to is None else self.workers.get(wanted.moves_to)
         wanted.moves_to = None
         is_ready = worker is not None and worker.takes_requests and wanted.fits(worker.info)

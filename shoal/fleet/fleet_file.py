@@ -88,7 +88,7 @@ class OwnWorkers:
         _check_name(self.name)
         if self.role not in ROLES:
             raise ConfigError(f"role {self.role!r} is none of {', '.join(ROLES)}")
-        # Those of vLLM's reach the workers as they are, whose logs say what has no effect.
+        # vLLM's options reach the workers as they are, whose logs say what has no effect.
         options, _ = translate(self.options, ALL_OPTIONS, str)
         check_keys(options, WORKER_OPTIONS, "options of [[workers]]")
         engine_names = keys_of(EngineConfig)

@@ -204,9 +204,7 @@ class ForeignForwarder:
             is_as_it_came, path, body = self._to_send(stream, link)
             exchange = link.exchange(request.call.method, path, body, headers)
             place.on_broken = exchange.abort
-            if (
-                request.has_chunks and not stream.has_begun
-            ):  # of other answers, no token shows that they began
+            if request.has_chunks and not stream.has_begun:  # no token shows that another answer began
                 place.on_moving = functools.partial(_move, exchange, stream)
             async with exchange:
                 error = await self._refusal(exchange, link)

@@ -190,7 +190,7 @@ async function receive(conversation, message, sent, signal) {
     message.figures = figuresOf(timing);
     if (tokens || reason) Object.assign(message, {reason, written: written + tokens});
     if (usage) {
-      message.tokens = usage.total_tokens;  // of its context, thoughts included
+      message.tokens = usage.total_tokens;  // its context's, thoughts included
       if (message.written > 9) message.rate = message.written / (message.content + message.reasoning).length;
     } else if (tokens) delete message.tokens;
   }

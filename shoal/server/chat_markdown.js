@@ -2,7 +2,7 @@
 // An answer's Markdown as elements: markdown-it reads it, DOMPurify cleans the HTML that it writes, and what is
 // shown grows with the answer. HTML within the Markdown is text.
 
-const MOST_LEVELS = 20;  // of lists and quotes within one another; deeper text is a paragraph
+const MOST_LEVELS = 20;  // lists and quotes within one another; deeper text is a paragraph
 
 const markdown = markdownit({linkify: true, breaks: true});
 markdown.use(mathRules);

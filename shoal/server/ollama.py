@@ -183,7 +183,7 @@ class OllamaAnswer(Struct, kw_only=True, omit_defaults=True):
     prompt_eval_duration: int | None = None
     eval_count: int | None = None
     eval_duration: int | None = None
-    logprobs: list[ContentLogprob] | None = None  # of the tokens since the object before
+    logprobs: list[ContentLogprob] | None = None  # for the tokens since the object before
 
 
 class OllamaAnswerMessage(Struct, kw_only=True, omit_defaults=True):

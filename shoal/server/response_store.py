@@ -18,7 +18,7 @@ class _Entry(msgspec.Struct):
     previous: str | None  # the response before it
     input: bytes  # JSON of the request's own items
     response: bytes  # JSON of the answer
-    item_ids: list[str]  # of the answer's items
+    item_ids: list[str]  # the answer's items
     used: float
 
     @property

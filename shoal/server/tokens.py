@@ -28,7 +28,7 @@ from shoal.server.protocol import (
 from shoal.server.shapes import AddedToken, TokenizerInfo
 
 TOKEN_PROTOCOL = 1  # version of /inference/v1/generate
-MAX_INPUTS = 2048  # of one request for embeddings, as OpenAI documents it; more where the queue is longer
+MAX_INPUTS = 2048  # in one request for embeddings, as OpenAI documents it; more where the queue is longer
 
 
 async def tokenize(exchange: Exchange) -> None:

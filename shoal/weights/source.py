@@ -47,7 +47,7 @@ class CheckpointFiles:
     folder: Path
     file: Path | None = None  # the GGUF file, if it is one
     revision: str | None = None  # of a model from a store, which may have another one by now
-    overrides: dict[str, Any] = field(default_factory=dict, compare=False)  # of config.json's fields
+    overrides: dict[str, Any] = field(default_factory=dict, compare=False)  # fields of config.json
 
     @property
     def kind(self) -> str:

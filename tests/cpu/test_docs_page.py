@@ -61,7 +61,7 @@ def test_examples_work_when_they_are_run(served, page):
         body = command[command.index("-d") + 1] if "-d" in command else None
         method = command[command.index("-X") + 1] if "-X" in command else "GET" if body is None else "POST"
         status, _, text = served.request(url.removeprefix(served.url), body and body.encode(), method=method)
-        is_kept = not url.endswith("/v1/responses/ID")  # of which this server keeps none
+        is_kept = not url.endswith("/v1/responses/ID")  # this server keeps no responses
         assert status == (200 if is_kept else 404), (command, text)
         asked.add(url)
     assert len(asked) > 20

@@ -1,4 +1,4 @@
-"""What becomes of each field that other servers' requests have: none that changes the answer is ignored."""
+"""What becomes of each field that other servers' requests have: no field that changes the answer is ignored."""
 
 import json
 import logging

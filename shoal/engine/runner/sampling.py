@@ -101,8 +101,8 @@ class Sampler:
         head: Vocabulary,
         processes_logprobs: bool,
     ) -> None:
-        """`processes_logprobs`: log-probabilities are those of what tokens are drawn from, instead of the
-        model's own."""
+        """`processes_logprobs`: log-probabilities belong to the distribution from which tokens are
+        sampled, instead of the model's own."""
         self.ops, self.tp, self.state, self.shaper, self.head = ops, tp, state, shaper, head
         self.processes_logprobs = processes_logprobs
 
