@@ -14,6 +14,8 @@ MAX_RULES = 1000  # in a grammar
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 LARK_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(\.-?\d+)?(\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 DIRECTIVE = re.compile(r"^[ \t]*%(\w*)|%(regex|lark)\b", re.MULTILINE)
+# Texts, comments and regexes of Lark: what looks like a directive or a rule within them means nothing.
+LITERAL = re.compile(r""""(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])+/""")
 UNICODE_ESCAPE = re.compile(r"(\\\\)|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})")
 
 
@@ -52,10 +54,12 @@ def _with_schemas(grammar: str, schemas: SchemaWriter) -> tuple[str, int]:
     """Returns the grammar with each schema behind %json as Shoal writes it, and the number of its rules and
     schemas. Other directives than %json, %ignore and %llguidance are refused."""
     parts: list[str] = []
+    bare = LITERAL.sub(lambda found: " " * len(found[0]), grammar)
     at = num_rules = 0
     while True:
-        start = grammar.find("%json", at)
-        rest = grammar[at:] if start < 0 else grammar[at:start]
+        start = bare.find("%json", at)
+        end = len(bare) if start < 0 else start
+        rest = bare[at:end]
         num_rules += len(LARK_RULE.findall(rest)) + 1
         for found in DIRECTIVE.finditer(rest):
             if (name := found[1] if found[1] is not None else found[2]) not in ("ignore", "llguidance"):
@@ -63,7 +67,7 @@ def _with_schemas(grammar: str, schemas: SchemaWriter) -> tuple[str, int]:
                     f"structured_outputs.grammar uses %{name}; of directives only %json and %ignore are "
                     "supported, leave it out"
                 )
-        parts.append(rest)
+        parts.append(grammar[at:end])
         if start < 0:
             return "".join(parts), num_rules - 1
         at = start + len("%json")

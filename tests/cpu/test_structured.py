@@ -251,6 +251,24 @@ def test_a_lark_grammar_may_hold_json_schemas():
 
 
 @pytest.mark.parametrize(
+    ("rule", "good"),
+    [
+        ('"%json {"', "%json {"),
+        (r'"a\" %json"', 'a" %json'),
+        ('"%lark" "%regex"', "%lark%regex"),
+        ("/%json [a-z]/ // %json {", "%json x"),
+        ('"a" # %json or %regex', "a"),
+        ('"#" %json true // %json', "#1"),
+    ],
+)
+def test_directives_in_texts_and_comments_of_a_lark_grammar_mean_nothing(rule, good):
+    """Regression: a text such as "%json" was taken for the directive, and the grammar refused."""
+    grammar = f"// %json and %lark\nstart: {rule}\n"
+    check(StructuredOutputsParams(grammar=grammar))
+    assert takes(good, grammar=grammar)
+
+
+@pytest.mark.parametrize(
     "send", [lambda s: {"json": s}, lambda s: {"grammar": f"start: %json {json.dumps(s)}"}]
 )
 def test_the_white_space_of_a_schemas_own_options_holds(send):
@@ -506,7 +524,7 @@ def test_whitespace_of_json_is_bounded(text, is_taken):
         ),
         (dict(grammar='start: %json {"multipleOf": 1000003}'), "multipleOf"),
         (dict(grammar="start: %json {"), "%json"),
-        (dict(grammar='start: %json {"not": {"type": "null"}} | "%json"'), "%json"),
+        (dict(grammar='start: %json {"not": {"type": "null"}} | "%json"'), '"not"'),
         (dict(grammar="start: %lark { start: %json {} }"), "%lark"),
         (dict(grammar='start: "a" | %json {"type": "string"} %regex { }'), "%regex"),
         (dict(grammar="%import common.NUMBER\nstart: NUMBER"), "%import"),
