@@ -24,6 +24,9 @@ TEXT_FILES = frozenset(
         *("application/x-sh", "application/x-python", "application/x-httpd-php"),
     }
 )
+TEXT_SUFFIXES = ("+json", "+xml", "+yaml")
+# Python knows more, some of which take the square of a text's length.
+CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "windows-1252", "utf-16"})
 MEDIA = frozenset(
     {
         *("image", "image_url", "input_image", "computer_screenshot"),
@@ -116,18 +119,29 @@ def _text_of(part: dict[str, Any]) -> str | None:
 
 
 def _text_of_file(given: str) -> str | None:
-    """The text of a file, which comes as a data URL or as base64. None if it is absent, has another type, or
-    is not UTF-8."""
-    header, comma, data = given.partition(",") if given.startswith("data:") else ("data:;base64", ",", given)
-    media_type, *options = header.removeprefix("data:").lower().split(";")
-    if not (given and comma) or not (media_type.startswith("text/") or media_type in TEXT_FILES):
+    """The text of a file, which comes as a data URL or as base64, without a byte order mark. None if it is
+    absent, has another type, or is not text in the URL's charset (UTF-8 without one)."""
+    is_url = given[:5].lower() == "data:"
+    header, comma, data = given.partition(",") if is_url else ("data:;base64", ",", given)
+    media_type, *options = (each.strip() for each in header[len("data:") :].lower().split(";"))
+    is_text = media_type.startswith("text/") or media_type in TEXT_FILES
+    is_text = is_text or (media_type.startswith("application/") and media_type.endswith(TEXT_SUFFIXES))
+    charsets = [each.removeprefix("charset=").strip('"') for each in options if each.startswith("charset=")]
+    charset = charsets[0] if charsets else "utf-8"
+    if not (given and comma and is_text) or charset not in CHARSETS:
         return None
     try:
-        raw = base64.b64decode(data, validate=True) if "base64" in options else unquote_to_bytes(data)
-        text = raw.decode()
+        raw = _from_base64(data) if "base64" in options else unquote_to_bytes(data)
+        text = raw.decode(charset).removeprefix("\ufeff")
     except ValueError:
         return None
     return None if "\0" in text or text.startswith("%PDF-") else text
+
+
+def _from_base64(data: str) -> bytes:
+    """Returns the bytes. Some clients break lines in base64, or leave out the padding."""
+    whole = "".join(data.split())
+    return base64.b64decode(whole + "=" * (-len(whole) % 4), validate=True)
 
 
 def _joined(content: Any) -> str | None:

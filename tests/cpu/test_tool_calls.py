@@ -761,3 +761,30 @@ def test_null_fields_of_a_tool_are_absent_from_the_prompt_and_nulls_of_its_schem
     assert served.json("/v1/chat/completions", body)[0] == 200
     written = served.last_prompt().partition("<tools>")[2].partition("</tools>")[0]
     assert json.loads(written) == [{"function": {"name": "f", "parameters": schema}}]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ("data:text/plain;base64,77u/SGk=", "Hi"),
+        ("data:text/plain;base64,SG\r\nk", "Hi"),
+        ("DATA:Text/Plain;Charset=UTF-8;Base64,SGk=", "Hi"),
+        ('data:text/plain;charset="iso-8859-1";base64,6Q==', "é"),
+        ("data:application/ld+json,%7B%7D", "{}"),
+    ],
+    ids=["byte order mark", "broken lines, no padding", "capitals", "charset", "JSON of a kind"],
+)
+def test_text_files_are_read_however_their_url_is_written(given, text):
+    """Regression: such files were refused, and a byte order mark became part of the prompt."""
+    message = {"role": "user", "content": [{"type": "file", "file": {"file_data": given}}]}
+    with tool_server() as served:
+        status, _ = served.json("/v1/chat/completions", {"messages": [message], "max_tokens": 1})
+        assert status == 200
+        assert served.last_prompt() == f"<user>{text}<assistant>"
+
+
+def test_a_text_file_of_an_unknown_charset_is_refused():
+    part = {"type": "file", "file": {"file_data": "data:text/plain;charset=punycode,a"}}
+    with tool_server() as served:
+        status, _ = served.json("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}]})
+    assert status == 400
