@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -25,9 +26,11 @@ def select_backend(
     num_kv_heads: int,
     head_dim: int,
     scale: float,
+    holding: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> AttentionBackend:
-    """The backend that `config` names, for this rank's heads. Raises ConfigError if it is not installed or is
-    for another device."""
+    """Returns the backend that `config` names, for this rank's heads. holding: the region of memory that is
+    given back while the engine sleeps and need not keep its content. Raises ConfigError if the backend is not
+    installed or is for another device."""
     name = config.attention_backend
     if name == "auto":
         name = "triton" if device.type == "cuda" else "cpu"
@@ -45,7 +48,7 @@ def select_backend(
         from shoal.attention.triton import TritonBackend
 
         build: Callable[..., AttentionBackend] = partial(
-            TritonBackend, fp8_cache=config.kv_cache_dtype != "auto"
+            TritonBackend, fp8_cache=config.kv_cache_dtype != "auto", holding=holding
         )
     else:
         from shoal.attention import flash

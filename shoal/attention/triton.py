@@ -8,6 +8,8 @@ Shapes: T tokens of the step, H query heads, G kv heads, N head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -116,8 +118,10 @@ class TritonBackend:
         dtype: torch.dtype,
         scale: float | None = None,
         fp8_cache: bool = False,
+        holding: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Heads are this rank's. `scale`: what q k^T is multiplied by; None: 1 / sqrt(head_dim)."""
+        """Heads are this rank's. `scale`: what q k^T is multiplied by; None: 1 / sqrt(head_dim). holding: the
+        region for partial results, which need not outlive a step."""
         self.fp8_cache, self.block_size, self.max_model_len = fp8_cache, block_size, max_model_len
         self.scale = head_dim**-0.5 if scale is None else scale
         self.num_kv_heads = num_kv_heads
@@ -141,11 +145,11 @@ class TritonBackend:
 
         partials = max(most_partials(num_seqs) for num_seqs in range(1, max_num_seqs + 1))
         self.workspace = DecodeWorkspace.allocate(
-            partials * num_heads, max_num_seqs * num_kv_heads, head_dim, device
+            partials * num_heads, max_num_seqs * num_kv_heads, head_dim, device, holding
         )
         self.chunk_queries = chunk_rows(self.group, head_dim, dtype) // self.group  # of a tile with splits
         self.prefill_workspace = PrefillWorkspace.allocate(
-            self.num_sms * PROGRAMS_PER_SM, self.group, head_dim, dtype, device
+            self.num_sms * PROGRAMS_PER_SM, self.group, head_dim, dtype, device, holding
         )
 
     def begin(self, step: StepInput) -> None:

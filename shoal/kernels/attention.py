@@ -15,6 +15,8 @@ GROUP = H / G.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -465,13 +467,22 @@ class DecodeWorkspace:
 
     @classmethod
     def allocate(
-        cls, num_partials: int, num_tasks: int, head_dim: int, device: torch.device
+        cls,
+        num_partials: int,
+        num_tasks: int,
+        head_dim: int,
+        device: torch.device,
+        holding: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> DecodeWorkspace:
         """`num_partials` is the number of partial results, over all sequences, query heads, splits and parts.
-        `num_tasks` is the number of sequences times that of kv heads."""
+        `num_tasks` is the number of sequences times that of kv heads. holding: the region of memory for
+        partial results."""
+        with holding():
+            partial = torch.empty(num_partials * head_dim, dtype=torch.float32, device=device)
+            lse = torch.empty(num_partials, dtype=torch.float32, device=device)
         return cls(
-            torch.empty(num_partials * head_dim, dtype=torch.float32, device=device),
-            torch.empty(num_partials, dtype=torch.float32, device=device),
+            partial,
+            lse,
             torch.zeros(num_tasks, dtype=torch.int32, device=device),
             torch.zeros(num_tasks, dtype=torch.int32, device=device),
         )
@@ -873,16 +884,23 @@ class PrefillWorkspace:
 
     @classmethod
     def allocate(
-        cls, num_partials: int, group: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        cls,
+        num_partials: int,
+        group: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        holding: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> PrefillWorkspace:
         """`num_partials` is the most partial results of a step, over all tasks and splits. `group` is the
-        number of query heads for each kv head."""
+        number of query heads for each kv head. holding: the region of memory for partial results."""
         rows = num_partials * chunk_rows(group, head_dim, dtype)
-        return cls(
-            torch.empty(rows * max(16, next_power_of_2(head_dim)), dtype=torch.float32, device=device),
-            torch.empty(rows, dtype=torch.float32, device=device),
-            torch.zeros(num_partials, dtype=torch.int32, device=device),
-        )
+        with holding():
+            partial = torch.empty(
+                rows * max(16, next_power_of_2(head_dim)), dtype=torch.float32, device=device
+            )
+            lse = torch.empty(rows, dtype=torch.float32, device=device)
+        return cls(partial, lse, torch.zeros(num_partials, dtype=torch.int32, device=device))
 
 
 def chunk_rows(group: int, head_dim: int, dtype: torch.dtype) -> int:

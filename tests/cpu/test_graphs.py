@@ -221,7 +221,7 @@ def launched_variants(folder: Path, name: str) -> dict:
     torch.cuda.graph_pool_handle = torch.cuda.synchronize = lambda: None
     runner_module.compiling_ahead = lambda: nullcontext(["a kernel that was not on disk"])
     runner_module.select_ops = lambda _: triton_ops
-    runner_module.select_backend = lambda config, device, dtype, scale, **heads: TritonBackend(
+    runner_module.select_backend = lambda config, device, dtype, scale, holding, **heads: TritonBackend(
         *heads.values(), config.block_size, config.max_num_seqs, config.max_model_len, device, dtype, scale
     )
     kind, changes, options = MODELS[name]

@@ -240,7 +240,7 @@ def test_a_share_larger_than_what_is_free_is_refused_unless_the_cache_has_a_size
     free, total = torch.cuda.mem_get_info()
     hog = torch.empty(int(free - 0.3 * total), dtype=torch.uint8, device="cuda")
     with pytest.raises(ValueError, match="gpu_memory_utilization"):
-        build("qwen3", gpu_memory_utilization=0.5)
+        build("qwen3", gpu_memory_utilization=0.5, kv_cache_memory_bytes=None)
     for size in ({"kv_cache_memory_bytes": 16 << 20}, {"num_gpu_blocks_override": 64}):
         engine = build("qwen3", gpu_memory_utilization=0.5, **size)
         assert engine.generate([PROMPTS[0]], greedy())[0].outputs[0].token_ids

@@ -108,6 +108,8 @@ class ModelRunner:
                 num_kv_heads=spec.heads,
                 head_dim=model.head_dim,
                 scale=model.attention_scale,
+                # Partial results of attention are given back with the cache: 0.2 GiB for 256 sequences.
+                holding=partial(self._regions.holding, "kv_cache"),
             )
             with self._regions.holding("weights"):
                 self.model = Decoder(
