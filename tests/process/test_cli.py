@@ -85,7 +85,7 @@ def test_bench_prints_and_writes_its_figures(kind, tmp_path):
         and figures["fraction_of_floor"] > 0
         and figures["gpu_idle_share"] is None
     )
-    assert "of the floor" in done.stdout
+    assert "of the estimate" in done.stdout
 
 
 @pytest.mark.slow
