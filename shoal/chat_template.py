@@ -165,8 +165,8 @@ class ChatTemplate:
         return messages
 
     def _with_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Returns the call with its arguments as the template takes them. What is no object stands in one, if
-        the template takes neither its own type nor text."""
+        """Returns the call with its arguments as the template takes them. A list or text is put into an
+        object if the template takes neither its own type nor text."""
         function = call.get("function", {})
         if "arguments" not in function:
             return call

@@ -424,12 +424,9 @@ def _messages(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, A
     messages: list[dict[str, Any]] = (
         [{"role": "system", "content": request.instructions}] if request.instructions else []
     )
-    items = _own_items(request)
-    if not items:
-        raise RequestError("input is empty; give a text or a list of items")
+    items = _own_items(exchange, request)
     earlier = _earlier_items(exchange, request)
     for i, item in enumerate([*earlier, *items], start=-len(earlier)):
-        item = _referenced(exchange, i, item)
         kind = item.get("type") or "message"
         if isinstance(kind, str) and kind in OUTPUTS:
             messages.append(
@@ -461,8 +458,15 @@ def _messages(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, A
     return messages
 
 
-def _own_items(request: ResponsesRequest) -> list[dict[str, Any]]:
-    return request.input if isinstance(request.input, list) else [{"role": "user", "content": request.input}]
+def _own_items(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, Any]]:
+    """Makes the request's input a list of items in which none is a reference, and returns it. The answer is
+    kept with this list, whatever leaves the store meanwhile. Raises RequestError and ApiError."""
+    given = request.input
+    items = given if isinstance(given, list) else [{"role": "user", "content": given}]
+    if not items:
+        raise RequestError("input is empty; give a text or a list of items")
+    request.input = items = [_referenced(exchange, i, item) for i, item in enumerate(items)]
+    return items
 
 
 def _earlier_items(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, Any]]:
@@ -509,10 +513,11 @@ def _keep(exchange: Exchange, request: ResponsesRequest, response: Response) -> 
     """Keeps an answer that is complete, if it shall be kept."""
     if not response.store:
         return
+    assert isinstance(request.input, list)  # by _own_items
     is_kept = exchange.port.responses.add(
         response.id,
         request.previous_response_id,
-        [_referenced(exchange, i, item) for i, item in enumerate(_own_items(request))],
+        request.input,
         msgspec.json.encode(response),
         [item.id for item in response.output],
     )

@@ -1,12 +1,13 @@
 """/v1/responses as OpenAI's client sees it, over a fake engine."""
 
 import json
+import threading
 
 import openai
 import pytest
 
 from shoal.server.response_store import ResponseStore
-from tests.fake_server import FakeServer, tool_server
+from tests.fake_server import FakeServer, eventually, tool_server
 
 CALL = (
     '<think>\nLet me see.\n</think>\n\nI ask.\n<tool_call>\n{"name": "weather", "arguments": {"city": '
@@ -538,3 +539,21 @@ def test_a_namespace_may_be_allowed_as_a_whole(served):
         assert status == 200 and found["output"][0]["name"] == "one"
         schema = served.last_request().params.structured_outputs.json
         assert {call["properties"]["name"]["const"] for call in schema["items"]["anyOf"]} == allowed
+
+
+def test_an_item_that_is_forgotten_meanwhile_does_not_fail_its_answer(keeping):
+    """Regression: the references of a request were looked up again when its answer was kept, and one that was
+    gone by then failed the answer that had been computed from it."""
+    first = says(keeping, "A bird.", input="A heron?")
+    keeping.say("Fish.", token_seconds=0.05)
+    num_seen, found = len(keeping.engine.seen), []
+    body = {"input": [{"id": first["output"][0]["id"]}, {"role": "user", "content": "It eats?"}]}
+    asking = threading.Thread(target=lambda: found.append(keeping.json("/v1/responses", body)))
+    asking.start()
+    eventually(lambda: len(keeping.engine.seen) > num_seen)
+    keeping.request(f"/v1/responses/{first['id']}", method="DELETE")
+    asking.join(60)
+    [(status, second)] = found
+    assert status == 200 and second["output"][0]["content"][0]["text"] == "Fish."
+    says(keeping, "Yes.", input="Sure?", previous_response_id=second["id"])
+    assert keeping.last_prompt().startswith("<assistant>A bird.<user>It eats?<assistant>Fish.<user>Sure?")
