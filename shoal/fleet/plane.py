@@ -2,12 +2,11 @@
 
     members     who lives: `register` with a lease, `members`, `watch`
     messages    `publish` and `subscribe`: at most once, in order for each publisher
-    queue       `push`, `pull`: work that is done once, also when a worker dies over it
     streams     `serve` and `request`: a request that is answered by a stream of messages
 
 Two planes implement it: `plane_embedded` for one host, without a server, and `plane_nats` for many. While a
 plane is away (it restarts, say), publishing is lost and counted, calls wait for it, nobody's lease runs out,
-and members, subscriptions and work come back with it. Messages are msgspec structs.
+and members and subscriptions come back with it. Messages are msgspec structs.
 """
 
 from __future__ import annotations
@@ -16,17 +15,16 @@ import asyncio
 import logging
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping
 from random import Random
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from shoal.errors import ConfigError, ShoalError, UnavailableError
+from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet.clock import Clock
 from shoal.fleet.plane_inbox import Reader, Subscription, encode
 from shoal.fleet.plane_streams import Handler, Stream, Streams
-from shoal.wire import Failure
 
 logger = logging.getLogger(__name__)
 
@@ -36,8 +34,6 @@ A = TypeVar("A")
 LEASE_S = 6.0
 TICK_S = 0.1  # how often leases are looked at; they end that much early, so that nobody outlives a lease
 MAX_BUFFERED = 16_384  # messages of a subscription
-MAX_QUEUED = 10_000  # items of a queue; further ones are refused
-MAX_ATTEMPTS = 3  # workers that may fail at an item before it is given up
 MAX_PAYLOAD_BYTES = 64 << 20
 ROLES = ("both", "prefill", "decode")  # of workers
 NAME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
@@ -52,75 +48,6 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     address: str
     model: str = ""
     details: dict[str, Any] = {}
-
-
-class QueueLength(msgspec.Struct, frozen=True):
-    waiting: int
-    running: int
-
-
-class WorkItem(msgspec.Struct, array_like=True, frozen=True):
-    """An item of a queue, as it travels. The id begins with the name of the process that asked."""
-
-    id: str
-    deadline_s: float  # for each attempt
-    payload: bytes
-
-
-class Outcome(msgspec.Struct, array_like=True, frozen=True):
-    """How an item ended: a payload, or a failure."""
-
-    payload: bytes = b""
-    failure: Failure | None = None
-
-
-class Ticket(Generic[A]):
-    """An item's answer, for who pushed it."""
-
-    def __init__(
-        self, item: WorkItem, outcome: asyncio.Future[Outcome], read: Callable[[bytes], A | None]
-    ) -> None:
-        self.item_id = item.id
-        self._outcome, self._read = outcome, read
-
-    async def answer(self) -> A:
-        """Waits for the end of the work. Raises what kept it from being done."""
-        outcome = await asyncio.shield(self._outcome)
-        if outcome.failure:
-            raise outcome.failure.build()
-        answer = self._read(outcome.payload)
-        if answer is None:
-            raise ShoalError(f"the answer of work item {self.item_id} cannot be read")
-        return answer
-
-
-class Work(Generic[T]):
-    """An item that this process has taken. It comes again, to another process perhaps, when this one dies or
-    `deadline_s` passes."""
-
-    def __init__(
-        self,
-        item: WorkItem,
-        message: T,
-        attempt: int,
-        finish: Callable[[Outcome], Awaitable[bool]],
-        give_back: Callable[[], Awaitable[None]],
-    ) -> None:
-        self.id, self.message, self.attempt, self.deadline_s = item.id, message, attempt, item.deadline_s
-        self._finish, self._give_back = finish, give_back
-
-    async def done(self, answer: msgspec.Struct) -> bool:
-        """Acknowledges the work with its answer. True: this is the answer that who asked gets, once. False:
-        another worker's answer was there before, as this one took too long."""
-        return await self._finish(Outcome(encode(answer)))
-
-    async def fail(self, error: ShoalError) -> bool:
-        """Nobody can do this work: who asked gets the error."""
-        return await self._finish(Outcome(failure=Failure.of(error)))
-
-    async def give_back(self) -> None:
-        """Another attempt, by whoever pulls next."""
-        await self._give_back()
 
 
 class View:
@@ -164,8 +91,6 @@ class Plane(ABC):
         self.num_unsent = 0  # messages that were published while the plane was away
         self._view = View()
         self._streams = Streams(self, self.name, clock, lease_s, self.reader)
-        self._tickets: dict[str, tuple[str, WorkItem, asyncio.Future[Outcome]]] = {}
-        self._num_pushed = 0
         self._is_closed = False
 
     # Members
@@ -208,49 +133,6 @@ class Plane(ABC):
     async def listen(self, subject: str, take: Callable[[bytes], None]) -> Callable[[], None]:
         """Calls `take` with each message; returns how to stop that."""
 
-    # Queue
-
-    async def push(
-        self, queue: str, message: msgspec.Struct, answer: type[A], deadline_s: float = 60.0
-    ) -> Ticket[A]:
-        """Returns when the plane has the item. Raises UnavailableError when the queue is full. An item whose
-        worker dies or lets the deadline pass is given to another, MAX_ATTEMPTS times in all."""
-        self._num_pushed += 1
-        item = WorkItem(f"{self.name}.{self._num_pushed}", deadline_s, encode(message))
-        outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self._tickets[item.id] = (check_name(queue), item, outcome)
-        try:
-            await self._push(queue, item)
-        except BaseException:
-            self._tickets.pop(item.id, None)
-            raise
-        kind = f"answer of queue {queue}"
-        return Ticket(item, outcome, lambda payload: self.reader.read(kind, payload, answer))
-
-    async def pull(self, queue: str, type_: type[T]) -> Work[T]:
-        """Waits for an item. What cannot be read is failed, counted and skipped."""
-        while True:
-            item, attempt, finish, give_back = await self._pull(check_name(queue))
-            message = self.reader.read(f"queue {queue}", item.payload, type_)
-            if message is not None:
-                return Work(item, message, attempt, finish, give_back)
-            await finish(Outcome(failure=Failure.of(ShoalError(f"the item is no {type_.__name__}"))))
-
-    @abstractmethod
-    async def queue_length(self, queue: str) -> QueueLength: ...
-
-    @abstractmethod
-    async def _push(self, queue: str, item: WorkItem) -> None: ...
-
-    @abstractmethod
-    async def _pull(self, queue: str) -> Pulled: ...
-
-    def _settle(self, item_id: str, outcome: Outcome) -> None:
-        """The first outcome of an item is its ticket's."""
-        _, _, future = self._tickets.pop(item_id, (None, None, None))
-        if future and not future.done():
-            future.set_result(outcome)
-
     # Streams
 
     async def serve(self, name: str, type_: type[T], handler: Handler[T]) -> Callable[[], None]:
@@ -267,27 +149,17 @@ class Plane(ABC):
             return
         self._is_closed = True
         await self._streams.close()
-        for item_id in list(self._tickets):
-            self._settle(item_id, Outcome(failure=Failure.of(has_left())))
         await self._leave()
 
     @abstractmethod
     async def _leave(self) -> None: ...
 
 
-Pulled = tuple[WorkItem, int, Callable[[Outcome], Awaitable[bool]], Callable[[], Awaitable[None]]]
-
-
 def check_name(name: str) -> str:
-    """Subjects, queues and ids travel in NATS subjects, where blanks and wildcards mean something."""
+    """Subjects and ids travel in NATS subjects, where blanks and wildcards mean something."""
     if not NAME.fullmatch(name):
         raise ConfigError(f"{name!r} is no name on the plane: letters, digits, - and _, with dots between")
     return name
-
-
-def gave_up(item: WorkItem) -> Outcome:
-    error = ShoalError(f"work item {item.id} was given up: {MAX_ATTEMPTS} workers died or took too long")
-    return Outcome(failure=Failure.of(error))
 
 
 def has_left() -> UnavailableError:

@@ -28,19 +28,7 @@ from shoal.errors import ConfigError
 from shoal.fleet import plane_hub as wire
 from shoal.fleet.clock import Clock
 from shoal.fleet.fleet_key import FleetKey, is_loopback
-from shoal.fleet.plane import (
-    LEASE_S,
-    MAX_PAYLOAD_BYTES,
-    TICK_S,
-    Member,
-    Outcome,
-    Plane,
-    Pulled,
-    QueueLength,
-    WorkItem,
-    has_left,
-    too_large,
-)
+from shoal.fleet.plane import LEASE_S, MAX_PAYLOAD_BYTES, TICK_S, Member, Plane, has_left, too_large
 from shoal.fleet.plane_inbox import encode, start, stop
 
 logger = logging.getLogger(__name__)
@@ -152,7 +140,6 @@ class Host:
                 encoded = (message, encode(message))
             if not self._try_send(name, encoded[1]):
                 self.num_dropped += 1
-                self._hub.undelivered(name, message)
 
     def _try_send(self, name: str, payload: bytes) -> bool:
         if name in self._local:
@@ -225,9 +212,6 @@ class EmbeddedPlane(Plane):
         self._calls: dict[int, tuple[wire._Message, asyncio.Future[wire.Reply]]] = {}
         self._registered: dict[str, Member] = {}
         self._listeners: dict[str, list[Callable[[bytes], None]]] = {}
-        self._pulls: dict[int, tuple[str, asyncio.Future[wire.Given]]] = {}
-        self._held: dict[str, wire.Given] = {}
-        self._unconfirmed: dict[str, tuple[Outcome, asyncio.Future[bool]]] = {}
         self._tasks = [start(loop()) for loop in (self._read, self._write, self._beat)]
 
     @classmethod
@@ -311,57 +295,12 @@ class EmbeddedPlane(Plane):
 
         return stop_listening
 
-    async def queue_length(self, queue: str) -> QueueLength:
-        reply = await self._call(lambda call_id: wire.ReadLength(call_id, queue))
-        assert reply.length
-        return reply.length
-
-    async def _push(self, queue: str, item: WorkItem) -> None:
-        if len(item.payload) > MAX_PAYLOAD_BYTES:
-            raise too_large(len(item.payload), MAX_PAYLOAD_BYTES, "push less at once")
-        reply = await self._call(lambda call_id: wire.Push(call_id, queue, item, is_again=False))
-        if reply.failure:
-            raise reply.failure.build()
-
-    async def _pull(self, queue: str) -> Pulled:
-        pull_id = next(self._ids)
-        future: asyncio.Future[wire.Given] = asyncio.get_running_loop().create_future()
-        self._pulls[pull_id] = (queue, future)
-        self._post(wire.Pull(queue, pull_id))
-        try:
-            given = await future
-        except asyncio.CancelledError:
-            if future.done() and not future.cancelled():
-                await self._give_back(future.result().item.id)
-            elif self._pulls.pop(pull_id, None):
-                self._post(wire.Unpull(queue, pull_id))
-            raise
-        item_id = given.item.id
-        return (
-            given.item,
-            given.attempt,
-            lambda outcome: self._finish(item_id, outcome),
-            lambda: self._give_back(item_id),
-        )
-
-    async def _finish(self, item_id: str, outcome: Outcome) -> bool:
-        confirmed: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._unconfirmed[item_id] = (outcome, confirmed)
-        self._post(wire.Done(item_id, outcome))
-        return await confirmed
-
-    async def _give_back(self, item_id: str) -> None:
-        if self._held.pop(item_id, None):
-            self._post(wire.GiveBack(item_id))
-
     async def _leave(self) -> None:
         self._post(wire.Bye())
         while self._is_joined and self._out:
             await self.clock.sleep(RETRY_S)
         await stop(self._tasks)
         waiting: list[asyncio.Future[Any]] = [future for _, future in self._calls.values()]
-        waiting += [future for _, future in self._pulls.values()]
-        waiting += [future for _, future in self._unconfirmed.values()]
         for future in waiting:
             if not future.done():
                 future.set_exception(has_left())
@@ -395,7 +334,7 @@ class EmbeddedPlane(Plane):
         self._has_room.set()
 
     def _say_hello(self) -> None:
-        self._link.try_send(encode(wire.Hello(self.lease_s, list(self._registered), list(self._held))))
+        self._link.try_send(encode(wire.Hello(self.lease_s, list(self._registered))))
 
     def _rejoin(self) -> None:
         self._is_joined = True
@@ -406,14 +345,6 @@ class EmbeddedPlane(Plane):
             self._post(message)
         for member in self._registered.values():
             self._post(wire.Register(0, member))
-        for given in self._held.values():
-            self._post(wire.Hold(given.queue, given.item, given.attempt))
-        for item_id, (outcome, _) in self._unconfirmed.items():
-            self._post(wire.Done(item_id, outcome))
-        for queue, item, _ in self._tickets.values():
-            self._post(wire.Push(0, queue, item, is_again=True))
-        for pull_id, (queue, _) in self._pulls.items():
-            self._post(wire.Pull(queue, pull_id))
 
     async def _write(self) -> None:
         while True:
@@ -467,16 +398,6 @@ class EmbeddedPlane(Plane):
             self._view.replace(self._known_before | message.members)
         elif isinstance(message, wire.Reply):
             self._take_reply(message)
-        elif isinstance(message, wire.Given):
-            self._take_given(message)
-        elif isinstance(message, wire.Confirmed):
-            self._held.pop(message.item_id, None)
-            _, confirmed = self._unconfirmed.pop(message.item_id, (None, None))
-            if confirmed and not confirmed.done():
-                confirmed.set_result(message.counts)
-        elif isinstance(message, wire.Finished):
-            self._settle(message.item_id, message.outcome)
-            self._post(wire.Taken(message.item_id))
 
     def _take_reply(self, reply: wire.Reply) -> None:
         _, future = self._calls.get(reply.call_id, (None, None))
@@ -484,15 +405,6 @@ class EmbeddedPlane(Plane):
             future.set_result(reply)
         elif reply.failure:
             logger.error("the plane came back and refused: %s", reply.failure.message)
-
-    def _take_given(self, given: wire.Given) -> None:
-        self._held[given.item.id] = given
-        _, future = self._pulls.pop(given.pull_id, (None, None))
-        if future and not future.done():
-            future.set_result(given)
-        else:
-            self._held.pop(given.item.id)
-            self._post(wire.GiveBack(given.item.id))
 
 
 def _is_sent(sending: Awaitable[object]) -> bool:

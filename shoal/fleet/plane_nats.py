@@ -1,9 +1,8 @@
-"""The plane of many hosts, on a NATS server: core NATS for messages, JetStream for queues, and buckets of
-keys and values for members and for the outcomes of work.
+"""The plane of many hosts, on a NATS server: core NATS for messages, and a bucket of keys and values (which
+JetStream has) for members.
 
 A member is a key that its process writes three times a lease. Watchers see each write as a message, and one
-that is silent for its lease is gone. Outcomes are keys too, which only the first of two workers can create:
-that makes an answer count once. nats-py is imported here alone.
+that is silent for its lease is gone. nats-py is imported here alone.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
@@ -27,47 +25,27 @@ from nats.js.client import JetStreamContext
 from nats.js.errors import APIError, KeyNotFoundError, KeyValueError, KeyWrongLastSequenceError, NotFoundError
 from nats.js.kv import KeyValue
 
-from shoal.errors import ConfigError, UnavailableError
+from shoal.errors import ConfigError
 from shoal.fleet.clock import Clock
 from shoal.fleet.fleet_key import FleetKey
-from shoal.fleet.plane import (
-    MAX_ATTEMPTS,
-    MAX_QUEUED,
-    TICK_S,
-    Member,
-    Outcome,
-    Plane,
-    Pulled,
-    QueueLength,
-    WorkItem,
-    check_name,
-    gave_up,
-    has_left,
-    too_large,
-)
+from shoal.fleet.plane import TICK_S, Member, Plane, check_name, has_left, too_large
 from shoal.fleet.plane_inbox import encode, start, stop
-from shoal.wire import Failure
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 PREFIX = "shoal"
-MEMBERS, OUTCOMES = "shoal_members", "shoal_outcomes"  # buckets
+MEMBERS = "shoal_members"  # the bucket
 STREAM_OF_MEMBERS = f"KV_{MEMBERS}"
 MEMBERS_TTL_S = 60.0  # until the server forgets a key; the lease that counts is in the value
-OUTCOMES_TTL_S = 3600.0
-DUPLICATES_S = 120.0  # within it an item that is pushed again is known to the server
 MAX_DEAD = 1000  # ids whose lease has run out, of which we know whose they were
 AGAIN_S = 0.2  # until what failed is tried again, while the server is away
 ROUND_TRIP_S = 10.0  # for the server to have taken in what it was sent
 PONG_S = 120  # a ping is given up by then; a connection that gives no pong has ended before
-PULL_S = 5.0  # one request for work waits that long
 MAX_PAUSE_S = 0.5  # between two looks at the leases; a longer one was no life of this process
 ROOM_FOR_HEAD = 4096  # bytes of a message beside its payload
-WORKERS = "workers"  # the consumer that all workers of a queue share
 MAY_PASS = (404, 408, 503)  # no stream (yet), no answer in time, no JetStream (yet)
-QUEUE_IS_FULL = (10077, 10122)  # JetStream's codes: maximum messages (or bytes) exceeded
 STREAM_EXISTS = 10058
 UNUSABLE = "the NATS server cannot be used; trying on"
 
@@ -78,13 +56,6 @@ class _Lease(msgspec.Struct, array_like=True, frozen=True):
     member: Member
     owner: str  # the name of the process
     lease_s: float
-
-
-class _Result(msgspec.Struct, array_like=True, frozen=True):
-    """An outcome as it lies in the bucket. `worker`: the name of the process that has created it."""
-
-    worker: str
-    outcome: Outcome
 
 
 class _Seen:
@@ -103,7 +74,6 @@ class NatsPlane(Plane):
         self._client = Client()
         self._js: JetStreamContext = self._client.jetstream(timeout=max(0.5, lease_s / 3))
         self._members_bucket: KeyValue | None = None
-        self._outcomes: KeyValue | None = None
         self._connected = asyncio.Event()  # and not yet joined
         self._joined = asyncio.Event()
         self._was_joined = asyncio.Event()
@@ -113,7 +83,6 @@ class NatsPlane(Plane):
         self._writing = asyncio.Lock()  # keys of members
         self._seen: dict[str, _Seen] = {}  # by id
         self._dead: dict[str, str] = {}  # by id, the owner whose lease has run out
-        self._queues: set[str] = set()  # those that the server has
         self._background_tasks: set[asyncio.Task[None]] = set()
         self._pings: set[asyncio.Task[None]] = set()  # under way; the connection outlives them
         self._hints: dict[str, None] = {}  # subjects of keys that have changed, in order
@@ -328,7 +297,7 @@ class NatsPlane(Plane):
         return lambda: self._background(subscription.unsubscribe())
 
     def _seal(self, where: str, payload: bytes) -> bytes:
-        """`where` is the subject, the queue or the key: nobody can bring it elsewhere."""
+        """`where` is the subject or the key: nobody can bring it elsewhere."""
         return payload if self._key is None else self._key.seal(where, payload)
 
     def _unseal(self, where: str, data: bytes) -> bytes:
@@ -349,166 +318,6 @@ class NatsPlane(Plane):
         limit = self._client.max_payload - ROOM_FOR_HEAD
         if len(payload) > limit:
             raise too_large(len(payload), limit, "raise max_payload in the NATS server's configuration")
-
-    # Queue
-
-    async def queue_length(self, queue: str) -> QueueLength:
-        stream = _stream_of(check_name(queue))
-
-        async def read() -> QueueLength:
-            await self._ensure_queue(queue)
-            info = await self._js.consumer_info(stream, WORKERS)
-            return QueueLength(waiting=info.num_pending or 0, running=info.num_ack_pending or 0)
-
-        return await self._insist(read)
-
-    async def _push(self, queue: str, item: WorkItem) -> None:
-        await self._joined.wait()
-        self._check_size(item.payload)
-        await self._insist(lambda: self._publish_item(queue, item))
-
-    async def _publish_item(self, queue: str, item: WorkItem) -> None:
-        await self._ensure_queue(queue)
-        try:
-            await self._js.publish(
-                f"{PREFIX}.queue.{queue}",
-                self._seal(queue, encode(item)),
-                headers={api.Header.MSG_ID: item.id},
-            )
-        except APIError as error:
-            if error.err_code in QUEUE_IS_FULL:
-                full = f"queue {queue} is full: {MAX_QUEUED} items; push again later"
-                raise UnavailableError(full) from None
-            raise
-
-    async def _push_again(self, queue: str, item: WorkItem) -> None:
-        """The server knows an item that it has by the id."""
-        try:
-            await self._publish_item(queue, item)
-        except UnavailableError as error:
-            self._settle(item.id, Outcome(failure=Failure.of(error)))
-
-    async def _ensure_queue(self, queue: str) -> None:
-        if queue in self._queues:
-            return
-        stream = _stream_of(queue)
-        await self._add_stream(
-            api.StreamConfig(
-                name=stream,
-                subjects=[f"{PREFIX}.queue.{queue}"],
-                retention=api.RetentionPolicy.WORK_QUEUE,
-                discard=api.DiscardPolicy.NEW,
-                max_msgs=MAX_QUEUED,
-                duplicate_window=DUPLICATES_S,
-            )
-        )
-        await self._js.add_consumer(
-            stream,
-            durable_name=WORKERS,
-            ack_policy=api.AckPolicy.EXPLICIT,
-            ack_wait=self.lease_s,
-            max_ack_pending=MAX_QUEUED,
-        )
-        self._queues.add(queue)
-
-    async def _add_stream(self, config: api.StreamConfig) -> None:
-        """One that is there already stays as it is: its operator may have given it replicas."""
-        try:
-            await self._js.add_stream(config)
-        except APIError as error:
-            if error.err_code != STREAM_EXISTS:
-                raise
-
-    async def _pull(self, queue: str) -> Pulled:
-        while True:
-            message = await self._insist(lambda: self._fetch(queue))
-            if message is None:
-                continue
-            item = self.reader.read(f"queue {queue}", self._unseal(queue, message.data), WorkItem)
-            if item is None:
-                await self._insist(message.term)
-            elif await self._insist(partial(self._read_result, item.id)):
-                await self._insist(message.ack)  # its worker died between outcome and acknowledgement
-            elif message.metadata.num_delivered > MAX_ATTEMPTS:
-                await self._finish(item, message, None, gave_up(item))
-            else:
-                return self._hold(item, message)
-
-    async def _fetch(self, queue: str) -> Msg | None:
-        await self._ensure_queue(queue)
-        subscription = await self._js.pull_subscribe_bind(consumer=WORKERS, stream=_stream_of(queue))
-        try:
-            return (await subscription.fetch(1, timeout=PULL_S))[0]
-        except nats.errors.TimeoutError:
-            return None
-        finally:
-            self._background(subscription.unsubscribe())
-
-    def _hold(self, item: WorkItem, message: Msg) -> Pulled:
-        """The item is ours while we say so, at most until its deadline."""
-
-        async def hold() -> None:
-            until = self.clock.now() + item.deadline_s
-            step = min(self.lease_s / 3, item.deadline_s)
-            while self.clock.now() + step < until:
-                await self.clock.sleep(step)
-                with suppress(nats.errors.Error):
-                    await message.in_progress()
-
-        async def give_back() -> None:
-            task.cancel()
-            await self._insist(message.nak)
-
-        task = asyncio.create_task(hold())
-        self._background_tasks.add(task)
-        task.add_done_callback(self._background_tasks.discard)
-        return (
-            item,
-            message.metadata.num_delivered,
-            lambda outcome: self._finish(item, message, task, outcome),
-            give_back,
-        )
-
-    async def _finish(
-        self, item: WorkItem, message: Msg, hold: asyncio.Task[None] | None, outcome: Outcome
-    ) -> bool:
-        """The outcome first, then the acknowledgement: one that is lost between the two comes again, and who
-        gets it then finds the outcome."""
-        result = _Result(self.name, outcome)
-        self._check_size(value := self._seal(item.id, encode(result)))
-
-        async def create() -> bool:
-            try:
-                await self._bucket_of_outcomes.create(item.id, value)
-            except KeyWrongLastSequenceError:
-                first = await self._read_result(item.id)
-                return first == result  # ours, where the server's reply was lost
-            return True
-
-        counts = await self._insist(create)
-        if hold:
-            hold.cancel()
-        with suppress(nats.errors.MsgAlreadyAckdError):
-            await self._insist(message.ack)
-        return counts
-
-    @property
-    def _bucket_of_outcomes(self) -> KeyValue:
-        assert self._outcomes
-        return self._outcomes
-
-    async def _read_result(self, item_id: str) -> _Result | None:
-        try:
-            entry = await self._bucket_of_outcomes.get(item_id)
-        except KeyNotFoundError:
-            return None
-        return self.reader.read("outcome", self._unseal(item_id, entry.value or b""), _Result)
-
-    async def _read_ticket(self, item_id: str) -> bool:
-        result = await self._read_result(item_id)
-        if result:
-            self._settle(item_id, result.outcome)
-        return result is not None
 
     # The connection
 
@@ -544,20 +353,15 @@ class NatsPlane(Plane):
             await self._connected.wait()
             self._connected.clear()
             try:
-                self._queues.clear()
                 self._revisions.clear()
-                await self._add_buckets()
+                await self._add_bucket()
                 if not listening:
                     await self._client.subscribe(f"$KV.{MEMBERS}.member.>", cb=self._hear_member)
-                    await self._client.subscribe(f"$KV.{OUTCOMES}.{self.name}.>", cb=self._hear_outcome)
                     listening = True
                 await self._round_trip()
                 await self._read_all_members()
                 self._heard_at = self.clock.now()
                 await self._claim_again()
-                for item_id, (queue, item, _) in list(self._tickets.items()):
-                    if not await self._read_ticket(item_id):
-                        await self._push_again(queue, item)
             except nats.errors.Error as error:
                 self._log_once("joining the NATS server failed (it needs JetStream: nats-server -js)", error)
                 await self.clock.sleep(AGAIN_S)
@@ -591,21 +395,16 @@ class NatsPlane(Plane):
         if not pings.cancelled():
             pings.exception()  # who waits for it no more need not know
 
-    async def _add_buckets(self) -> None:
-        for bucket, ttl_s, storage in (
-            (MEMBERS, MEMBERS_TTL_S, api.StorageType.MEMORY),
-            (OUTCOMES, OUTCOMES_TTL_S, api.StorageType.FILE),
-        ):
-            try:
-                await self._js.create_key_value(bucket=bucket, ttl=ttl_s, history=1, storage=storage)
-            except APIError as error:
-                if error.err_code != STREAM_EXISTS:
-                    raise
+    async def _add_bucket(self) -> None:
+        """A bucket that is there already stays as it is: its operator may have given it replicas."""
+        try:
+            await self._js.create_key_value(
+                bucket=MEMBERS, ttl=MEMBERS_TTL_S, history=1, storage=api.StorageType.MEMORY
+            )
+        except APIError as error:
+            if error.err_code != STREAM_EXISTS:
+                raise
         self._members_bucket = await self._js.key_value(MEMBERS)
-        self._outcomes = await self._js.key_value(OUTCOMES)
-
-    async def _hear_outcome(self, message: Msg) -> None:
-        self._hint(message.subject)
 
     def _hint(self, subject: str) -> None:
         self._hints[subject] = None
@@ -620,10 +419,7 @@ class NatsPlane(Plane):
             del self._hints[subject]
             key = _key_of(subject)
             try:
-                if subject.startswith(f"$KV.{MEMBERS}."):
-                    await self._read_member(key.removeprefix("member."))
-                else:
-                    await self._read_ticket(key)
+                await self._read_member(key.removeprefix("member."))
             except nats.errors.Error as error:  # joining again reads all
                 self._log_once("a change cannot be read", error)
                 self._connected.set()
@@ -640,7 +436,7 @@ class NatsPlane(Plane):
                 if error.code not in MAY_PASS or isinstance(error, KeyValueError):
                     raise
                 failure: Exception = error
-            except (nats.errors.MsgAlreadyAckdError, nats.errors.MaxPayloadError):
+            except nats.errors.MaxPayloadError:
                 raise
             except nats.errors.Error as error:
                 failure = error
@@ -688,7 +484,3 @@ def _key_of(subject: str) -> str:
 
 def _member_key(member_id: str) -> str:
     return f"member.{member_id}"
-
-
-def _stream_of(queue: str) -> str:
-    return f"{PREFIX}_queue_{queue.replace('.', '=')}"

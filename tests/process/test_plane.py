@@ -16,8 +16,8 @@ import nats.errors
 import nats.js.errors
 import pytest
 
-from shoal.errors import ConfigError, ShoalError, UnavailableError
-from shoal.fleet.plane import MAX_ATTEMPTS, Member
+from shoal.errors import ConfigError, ShoalError
+from shoal.fleet.plane import Member
 from shoal.fleet.plane_streams import WINDOW, PeerGone
 from shoal.fleet.planes import open_plane
 from tests import nats_server
@@ -237,15 +237,6 @@ async def test_what_cannot_be_read_is_counted_logged_once_and_skipped(site, capl
         assert b.reader.num_unreadable == {"subject events": 3}
         assert sum("subject events" in record.message for record in caplog.records) == 1
 
-        class Other(msgspec.Struct):
-            words: list[str]
-
-        ticket = await a.push("queue", Other(["a"]), Note)
-        await a.push("queue", Note(2), Note)
-        assert (await b.pull("queue", Note)).message.n == 2
-        with pytest.raises(ShoalError, match="no Note"):
-            await ticket.answer()
-
 
 @asynchronous
 async def test_a_message_larger_than_the_plane_takes_is_refused_with_the_limit(site):
@@ -262,104 +253,6 @@ async def test_names_that_mean_something_to_nats_are_refused(name, tmp_path):
     with pytest.raises(ConfigError, match="no name on the plane"):
         await plane.publish(name, Note(0))
     await plane.close()
-
-
-# Queue
-
-
-@asynchronous
-async def test_work_is_given_in_order_and_its_answer_goes_to_who_asked(site):
-    async with site.planes(2) as (a, b):
-        tickets = [await a.push("prefill.queue", Note(n), Note) for n in range(5)]
-        assert (await b.queue_length("prefill.queue")).waiting == 5
-        for n in range(5):
-            work = await b.pull("prefill.queue", Note)
-            assert (work.message.n, work.attempt) == (n, 1)
-            assert await work.done(Note(n * n))
-        assert [(await ticket.answer()).n for ticket in tickets] == [0, 1, 4, 9, 16]
-        length = await a.queue_length("prefill.queue")
-        while length.waiting or length.running:
-            length = await a.queue_length("prefill.queue")
-        failing = await a.push("prefill.queue", Note(9), Note)
-        await (await b.pull("prefill.queue", Note)).fail(ConfigError("it cannot be done"))
-        with pytest.raises(ConfigError, match="it cannot be done"):
-            await failing.answer()
-
-
-@asynchronous
-async def test_work_of_a_killed_worker_is_given_to_another(site):
-    async with site.planes(2) as (a, b):
-        ticket = await a.push("queue", Note(7), Note)
-        process = await in_thread(site.join, "pull", "queue")
-        pulling = asyncio.create_task(b.pull("queue", Note))
-        await asyncio.sleep(1.5 * LEASE_S)
-        assert not pulling.done(), "the work of a worker that lives was given away"
-        process.kill()
-        work = await pulling
-        assert (work.message.n, work.attempt) == (7, 2)
-        await work.done(Note(8))
-        assert (await ticket.answer()).n == 8
-
-
-@asynchronous
-async def test_past_its_deadline_work_is_given_again_and_only_the_first_answer_counts(site):
-    async with site.planes(3) as (a, b, c):
-        ticket = await a.push("queue", Note(7), Note, deadline_s=0.5)
-        slow = await b.pull("queue", Note)
-        quick = await c.pull("queue", Note)
-        assert (slow.attempt, quick.attempt) == (1, 2)
-        assert await quick.done(Note(1))
-        assert not await slow.done(Note(2))
-        assert (await ticket.answer()).n == 1
-
-
-@asynchronous
-async def test_work_that_is_given_back_comes_again_until_it_is_given_up(site):
-    async with site.planes(2) as (a, b):
-        ticket = await a.push("queue", Note(7), Note)
-        for attempt in range(1, MAX_ATTEMPTS + 1):
-            work = await b.pull("queue", Note)
-            assert work.attempt == attempt
-            await work.give_back()
-        pulling = asyncio.create_task(b.pull("queue", Note))
-        with pytest.raises(ShoalError, match="given up"):
-            await ticket.answer()
-        pulling.cancel()
-
-
-@asynchronous
-async def test_a_pull_that_is_cancelled_takes_no_work_with_it(site):
-    async with site.planes(2) as (a, b):
-        pulling = asyncio.create_task(b.pull("queue", Note))
-        await asyncio.sleep(0.2)
-        pulling.cancel()
-        await asyncio.wait([pulling])
-        await a.push("queue", Note(1), Note)
-        assert (await b.pull("queue", Note)).message.n == 1
-
-
-@asynchronous
-async def test_who_waits_on_a_plane_that_is_closed_learns_it(site):
-    async with site.planes(1) as (plane,):
-        ticket = await plane.push("queue", Note(1), Note)
-        pulling = asyncio.create_task(plane.pull("empty", Note))
-        await asyncio.sleep(0.1)
-        await plane.close()
-        for waiting in (ticket.answer(), pulling):
-            with pytest.raises(UnavailableError, match="has left the plane"):
-                await waiting
-
-
-@asynchronous
-async def test_work_that_was_acknowledged_is_not_done_again_when_the_plane_restarts(site):
-    async with site.planes(2) as (a, b):
-        ticket = await a.push("queue", Note(1), Note)
-        await (await b.pull("queue", Note)).done(Note(2))
-        site.kill()
-        await in_thread(site.start)
-        assert (await ticket.answer()).n == 2
-        await a.push("queue", Note(3), Note)
-        assert (await b.pull("queue", Note)).message.n == 3
 
 
 # A plane that restarts
@@ -408,38 +301,6 @@ async def test_members_and_subscriptions_come_back_with_a_plane_that_restarts(si
         watching.cancel()
         await a.unregister("w")
         await until(b)
-
-
-@asynchronous
-async def test_over_restarts_all_work_is_done_and_each_answer_counts_once(site):
-    """Workers acknowledge while the plane is killed and started. Each item has one acknowledgement that counts,
-    and who asked got that answer."""
-    number = 60
-    counted: dict[int, list[str]] = {n: [] for n in range(number)}
-
-    async def work(plane, name):
-        while True:
-            work = await plane.pull("queue", Note)
-            await asyncio.sleep(0.02)
-            if await work.done(Note(work.message.n, name)):
-                counted[work.message.n].append(name)
-
-    async with site.planes(3) as (asker, b, c):
-        workers = [asyncio.create_task(work(b, "b")), asyncio.create_task(work(c, "c"))]
-        tickets = []
-        for n in range(number):
-            if n in (20, 40):
-                site.kill()
-                starting = asyncio.create_task(in_thread(site.start))
-            tickets.append(await asker.push("queue", Note(n), Note))
-        await starting
-        answers = [await ticket.answer() for ticket in tickets]
-        while not all(counted.values()):
-            await asyncio.sleep(0.05)
-        for worker in workers:
-            worker.cancel()
-        assert [answer.n for answer in answers] == list(range(number))
-        assert {n: [answer.text] for n, answer in enumerate(answers)} == counted
 
 
 # Streams

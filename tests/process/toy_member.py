@@ -13,8 +13,6 @@ async def main(url: str, lease_s: str, what: str, name: str = "") -> None:
     plane = open_plane(url, lease_s=float(lease_s), may_host=what == "host")
     if what == "register":
         await plane.register(Member(id=name, role="both", address="http://127.0.0.1:1"))
-    elif what == "pull":
-        await plane.pull(name, Note)
     elif what == "serve":
 
         async def answer(request: Note):
