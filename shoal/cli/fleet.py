@@ -33,13 +33,13 @@ from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.fleet_file import FleetFile, ForeignWorkers, OwnWorkers, read_fleet_file
 from shoal.fleet.parking import Parking
 from shoal.fleet.plane import Plane
-from shoal.fleet.plane_inbox import stop
 from shoal.fleet.planes import NATS
 from shoal.fleet.planned_fleet import OwnFleet, PlannerPort, become_planner
 from shoal.fleet.planner_config import ON_THIS_HOST, PlannerConfig
 from shoal.fleet.planner_loop import PlannerLoop
 from shoal.fleet.process_log import ProcessLog
 from shoal.fleet.state_file import digest_of, fleet_folder, holding, socket_in
+from shoal.fleet.tasks import stop
 from shoal.fleet.toml_file import keys_of
 from shoal.server.keys import key_environment
 from shoal.server.run import heeding_signals, open_ports

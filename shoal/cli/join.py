@@ -24,9 +24,9 @@ from shoal.errors import ConfigError, ShoalError
 from shoal.fleet.clock import LoopClock
 from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.plane import ROLES, Member, Plane, check_name
-from shoal.fleet.plane_inbox import start
 from shoal.fleet.plane_workers import member_of
 from shoal.fleet.planes import check_plane, open_plane
+from shoal.fleet.tasks import start
 from shoal.fleet.weight_peers import borrowed_weights
 from shoal.fleet.worker_port import EventEndpoints, WorkerPort, check_host
 from shoal.object_store import shown

@@ -15,8 +15,8 @@ from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.fleet_engine import FleetEngine
 from shoal.fleet.foreign_forwarder import ForeignForwarder
 from shoal.fleet.model_fleet import ModelFleet
-from shoal.fleet.plane_inbox import start, stop
 from shoal.fleet.prompt_tokens import PromptTokens
+from shoal.fleet.tasks import start, stop
 from shoal.model_card import ModelCard
 from shoal.server.catalog import Catalog
 from shoal.server.foreign_model import UNBOUNDED, ForeignModel

@@ -19,11 +19,11 @@ from shoal.fleet.clock import LoopClock
 from shoal.fleet.fleet_file import FleetFile
 from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.plane import Plane
-from shoal.fleet.plane_inbox import stop
 from shoal.fleet.planes import open_plane
 from shoal.fleet.planned_fleet import RemoteFleet, become_planner, find_fleet
 from shoal.fleet.planner_loop import PlannerLoop
 from shoal.fleet.state_file import fleet_folder
+from shoal.fleet.tasks import stop
 from shoal.server.run import heeding_signals
 
 logger = logging.getLogger(__name__)

@@ -20,10 +20,10 @@ from shoal.fleet.fleet import Fleet
 from shoal.fleet.fleet_config import FleetConfig
 from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.foreign_link import ForeignLink, new_session
-from shoal.fleet.plane_inbox import start, stop
 from shoal.fleet.plane_workers import watch_plane
 from shoal.fleet.planes import check_plane, open_plane
 from shoal.fleet.remote_engine import RemoteEngine
+from shoal.fleet.tasks import start, stop
 from shoal.fleet.worker import Worker
 from shoal.server.app import Server
 from shoal.server.catalog import Catalog

@@ -24,10 +24,10 @@ from circus.exc import CallError
 from shoal.errors import UnavailableError
 from shoal.fleet.connector import LOOK_S, Component, Setting
 from shoal.fleet.connector_local import LocalConnector, Running
-from shoal.fleet.plane_inbox import start, stop
 from shoal.fleet.processes import dying_with, kill_group
 from shoal.fleet.restarts import Restarts
 from shoal.fleet.state_file import Life, Placement, StateFile, socket_in
+from shoal.fleet.tasks import start, stop
 
 logger = logging.getLogger(__name__)
 

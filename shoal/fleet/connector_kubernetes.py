@@ -28,7 +28,7 @@ from kubernetes_asyncio.client.exceptions import ApiException
 
 from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet.connector import Component, Setting, UnderWay, component_of, is_missing
-from shoal.fleet.plane_inbox import start
+from shoal.fleet.tasks import start
 from shoal.fleet_api import WorkerState
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,8 @@ from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from shoal.errors import ConfigError, ShoalError, UnavailableError, UnknownWorkerError
 from shoal.fleet.connector import GRACE_S, LOOK_S, Component, Setting, component_of, is_missing
-from shoal.fleet.plane_inbox import start, stop
 from shoal.fleet.state_file import Life, Placement, State, StateFile
+from shoal.fleet.tasks import start, stop
 from shoal.fleet_api import WorkerState
 
 logger = logging.getLogger(__name__)

@@ -26,10 +26,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from shoal.fleet.connector import Setting
 from shoal.fleet.connector_local import LocalConnector, Running, WorkersById
-from shoal.fleet.plane_inbox import start
 from shoal.fleet.ray_worker import Launch, Place, RayWorkerActor
 from shoal.fleet.restarts import Restarts
 from shoal.fleet.state_file import Life, Placement
+from shoal.fleet.tasks import start
 
 logger = logging.getLogger(__name__)
 

@@ -27,11 +27,11 @@ from shoal.fleet.kv_router import KvRouter
 from shoal.fleet.model_fleet import ModelFleet
 from shoal.fleet.observation import DecodeLoad, Observation
 from shoal.fleet.plane import Plane
-from shoal.fleet.plane_inbox import start, stop
 from shoal.fleet.planner_metrics import of_planner
 from shoal.fleet.prober import Prober
 from shoal.fleet.rolling import command_workers
 from shoal.fleet.shared_books import SharedBooks
+from shoal.fleet.tasks import start, stop
 from shoal.fleet.worker import Link, Worker, WorkerInfo, WorkerLoad
 from shoal.fleet.worker_spec import WorkerSpec, check_distinct, parse_worker
 from shoal.fleet_api import (

@@ -23,8 +23,8 @@ from shoal.errors import BusyError, ConfigError, RequestError, ShoalError, Unava
 from shoal.fleet.disagg import PrefillPool
 from shoal.fleet.dispatcher import Dispatcher, Place, Wanted
 from shoal.fleet.kv_moves import KvLoan, KvMoves
-from shoal.fleet.plane_inbox import start
 from shoal.fleet.remote_engine import RemoteEngine, RemoteStream
+from shoal.fleet.tasks import start
 from shoal.fleet.worker import MovedError, RefusedError, at_worker, errors_of
 from shoal.fleet.worker_sums import WorkerSums
 from shoal.logs import about

@@ -29,7 +29,8 @@ from shoal.fleet import plane_hub as wire
 from shoal.fleet.clock import Clock
 from shoal.fleet.fleet_key import FleetKey, is_loopback
 from shoal.fleet.plane import LEASE_S, MAX_PAYLOAD_BYTES, TICK_S, Member, Plane, has_left, too_large
-from shoal.fleet.plane_inbox import encode, start, stop
+from shoal.fleet.plane_inbox import encode
+from shoal.fleet.tasks import start, stop
 
 logger = logging.getLogger(__name__)
 

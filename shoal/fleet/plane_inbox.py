@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Iterable
-from typing import Any, Generic, TypeVar
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import msgspec
 
@@ -15,26 +15,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 encode = msgspec.msgpack.Encoder().encode
-
-
-def start(loop: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A task that runs until it is cancelled. That it failed is a bug of ours, and logged."""
-
-    def ended(task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception():
-            logger.error("%s failed", task.get_coro(), exc_info=task.exception())
-
-    task = asyncio.create_task(loop)
-    task.add_done_callback(ended)
-    return task
-
-
-async def stop(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Cancels until all have ended: before Python 3.12, asyncio.wait_for may swallow a cancellation."""
-    while pending := [task for task in tasks if not task.done()]:
-        for task in pending:
-            task.cancel()
-        await asyncio.wait(pending, timeout=1.0)
 
 
 class Reader:

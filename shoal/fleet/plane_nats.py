@@ -29,7 +29,8 @@ from shoal.errors import ConfigError
 from shoal.fleet.clock import Clock
 from shoal.fleet.fleet_key import FleetKey
 from shoal.fleet.plane import TICK_S, Member, Plane, check_name, has_left, too_large
-from shoal.fleet.plane_inbox import encode, start, stop
+from shoal.fleet.plane_inbox import encode
+from shoal.fleet.tasks import start, stop
 
 logger = logging.getLogger(__name__)
 

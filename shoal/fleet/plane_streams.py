@@ -25,7 +25,8 @@ import msgspec
 
 from shoal.errors import ShoalError
 from shoal.fleet.clock import Clock
-from shoal.fleet.plane_inbox import Reader, encode, start, stop
+from shoal.fleet.plane_inbox import Reader, encode
+from shoal.fleet.tasks import start, stop
 from shoal.wire import Failure
 
 logger = logging.getLogger(__name__)

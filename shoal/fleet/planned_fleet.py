@@ -23,8 +23,8 @@ from shoal.fleet.connector import LOOK_S, Component, Connector, UnderWay
 from shoal.fleet.fleet import Fleet
 from shoal.fleet.observation import Observation
 from shoal.fleet.plane import Member, Plane
-from shoal.fleet.plane_inbox import stop
 from shoal.fleet.plane_streams import Handler
+from shoal.fleet.tasks import stop
 from shoal.fleet_api import PlannerView
 
 logger = logging.getLogger(__name__)

@@ -18,11 +18,11 @@ from shoal.errors import ShoalError, UnavailableError
 from shoal.fleet.clock import Clock
 from shoal.fleet.engine_profile import EngineProfile
 from shoal.fleet.observation import Decision, Failure
-from shoal.fleet.plane_inbox import start
 from shoal.fleet.planned_fleet import PlannedFleet
 from shoal.fleet.planner import Planner, Recorded
 from shoal.fleet.planner_config import PlannerConfig
 from shoal.fleet.planner_metrics import PlannerCounts
+from shoal.fleet.tasks import start
 from shoal.fleet_api import DecisionView, PlannerView
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from shoal.errors import BusyError, ShoalError, WorkerFailedError
 from shoal.fleet.clock import Clock
-from shoal.fleet.plane_inbox import start, stop
+from shoal.fleet.tasks import start, stop
 from shoal.fleet.worker import Worker, WorkerInfo, WorkerLoad
 
 logger = logging.getLogger(__name__)

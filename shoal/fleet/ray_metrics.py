@@ -16,7 +16,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from ray.util.metrics import Gauge
 
-from shoal.fleet.plane_inbox import start, stop
+from shoal.fleet.tasks import start, stop
 
 INTERVAL_S = 5.0  # as often as Ray's agents report
 OF_WORKERS = ("vllm:", "shoal:")  # the names of ours; those of the process are in Ray's metrics already

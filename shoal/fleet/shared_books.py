@@ -17,7 +17,7 @@ from shoal.errors import ShoalError
 from shoal.fleet.books import AnyChange, Begun, Ended
 from shoal.fleet.model_fleet import ModelFleet
 from shoal.fleet.plane import Member, Plane
-from shoal.fleet.plane_inbox import start, stop
+from shoal.fleet.tasks import start, stop
 
 logger = logging.getLogger(__name__)
 
