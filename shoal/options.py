@@ -7,17 +7,20 @@ import argparse
 import dataclasses
 import difflib
 import itertools
+import logging
 import re
 import sys
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from shoal.api import DRAWING, LENGTH, SamplingParams
 from shoal.command_words import dashed, readable_integer, with_joined_fields, words_of_file
 from shoal.errors import ConfigError
 from shoal.fields import kind_of
 from shoal.vllm_options import VllmOption, translate, value_of
+
+logger = logging.getLogger(__name__)
 
 # What users of Ollama, vLLM and Docker type.
 COMMANDS_OF_OTHERS = {
@@ -49,6 +52,15 @@ class Parser(argparse.ArgumentParser):
         self.words: dict[argparse.Action, tuple[str, ...]] = {}  # that an option takes, as its class checks
         self.vllm_options: tuple[VllmOption, ...] = ()  # see add_vllm_options
         self.short_titles: dict[object, str] = {}  # the title under which --help joins some groups
+
+    def add_commands(self, title: str = "commands", metavar: str = "COMMAND") -> Commands:
+        """Takes one of several commands next. Without one, the help is printed and the exit code is 2."""
+        self.set_defaults(run=self._run_without_command)
+        return self.add_subparsers(title=title, metavar=metavar)
+
+    def _run_without_command(self, _: argparse.Namespace) -> int:
+        sys.stderr.write(self.format_help())
+        return 2
 
     def add_flags(self, config: type, title: str, but: tuple[str, ...] = ()) -> None:
         """Adds a flag for each field of the dataclass `config` but some. One not given leaves no trace."""
@@ -216,6 +228,9 @@ class Parser(argparse.ArgumentParser):
         return [n for n, a in self._option_string_actions.items() if a.help is not argparse.SUPPRESS]
 
 
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
 class _HelpAll(argparse.Action):
     """Prints the help with the rare options and ends."""
 
@@ -283,6 +298,12 @@ def take_vllm_options(arguments: argparse.Namespace) -> list[str]:
     for name, value in found.items():
         setattr(arguments, name, value)
     return lines
+
+
+def warn_of_ignored(lines: Iterable[str]) -> None:
+    """Warns of vLLM's options without effect; `lines` are from `take_vllm_options`."""
+    for line in lines:
+        logger.warning("%s", line)
 
 
 def flag_of(name: str) -> str:

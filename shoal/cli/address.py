@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import http.client
+import os
 import urllib.error
 import urllib.request
 from typing import Any, cast
 from urllib.parse import SplitResult, urlsplit
 
 from shoal.errors import ConfigError, UnavailableError
+
+API_KEY_HELP = "API key of that server; default: SHOAL_API_KEY or OPENAI_API_KEY"
+
+
+def server_key(given: str | None) -> str | None:
+    """Returns the key to send to a server: the given one, or the environment's."""
+    keys = (given, os.environ.get("SHOAL_API_KEY", "").partition(",")[0], os.environ.get("OPENAI_API_KEY"))
+    return next(filter(None, keys), None)
 
 
 def parts_of(url: str) -> SplitResult:

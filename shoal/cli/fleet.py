@@ -81,7 +81,7 @@ def fleet_up(path: str, state_dir: str | None = None, verbose: bool = False) -> 
         try:
             with open_record(file.planner if file.planner.enabled else None) as record:
                 name = fleet_name(place_of(path))
-                workers = FleetWorkers(file.planner, components, make, log, folder, name, record)
+                workers = FleetSupervisor(file.planner, components, make, log, folder, name, record)
                 return asyncio.run(_up(file, config, workers))
         finally:
             log.close()
@@ -121,7 +121,7 @@ def _check_model(group: OwnWorkers) -> None:
     plan(group.model, [], engine, ServerConfig(**alone))
 
 
-async def _up(file: FleetFile, config: FleetConfig, workers: FleetWorkers) -> int:
+async def _up(file: FleetFile, config: FleetConfig, workers: FleetSupervisor) -> int:
     drain, force = asyncio.Event(), asyncio.Event()
     with heeding_signals(drain, force):
         return await run_fleet(file.server, config, workers, drain, force)
@@ -130,7 +130,7 @@ async def _up(file: FleetFile, config: FleetConfig, workers: FleetWorkers) -> in
 async def run_fleet(
     server: ServerConfig,
     config: FleetConfig,
-    workers: FleetWorkers,
+    workers: FleetSupervisor,
     drain: asyncio.Event,
     force: asyncio.Event,
 ) -> int:
@@ -145,7 +145,7 @@ async def run_fleet(
     return 1 if workers.is_hopeless or force.is_set() else 0
 
 
-class FleetWorkers:
+class FleetSupervisor:
     """What runs beside the router: a connector, and the planner if there is one."""
 
     def __init__(

@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from shoal import logs
 from shoal.cli.fleet import (
     ROUTER,
-    FleetWorkers,
+    FleetSupervisor,
     check_workers,
     fleet_name,
     open_record,
@@ -229,7 +229,7 @@ class RouterActor:
                 workers = self._workers(config.plane or "", Path(folder), record)
                 return await run_fleet(self._file.server, config, workers, self._drain, self._force)
 
-    def _workers(self, plane_url: str, folder: Path, record: IO[bytes] | None) -> FleetWorkers:
+    def _workers(self, plane_url: str, folder: Path, record: IO[bytes] | None) -> FleetSupervisor:
         server = self._file.server
         words = [f"--log-format={server.log_format}", *(["--verbose"] if self._verbose else [])]
         is_for_many = plane_url.startswith(NATS)
@@ -245,4 +245,6 @@ class RouterActor:
         make = partial(ray_connector, fleet_key=self._key, only_host=only_host)
         log = ProcessLog(sys.stderr, server.log_format)  # Ray has the workers' lines
         name = fleet_name(self._place)
-        return FleetWorkers(self._file.planner, components, make, log, folder, name, record, self._profiles)
+        return FleetSupervisor(
+            self._file.planner, components, make, log, folder, name, record, self._profiles
+        )

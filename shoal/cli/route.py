@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-from shoal.cli.offer import Offer, read_tokenizer
+from shoal.cli.offer import ModelCatalogSync, read_tokenizer
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 from shoal.fleet.clock import LoopClock
@@ -132,7 +132,7 @@ async def run_router(
         await fleet.start()
         if at_end is not None:
             stack.push_async_callback(at_end)
-        tasks = [start(Offer(fleet, catalog, config, server).follow())]
+        tasks = [start(ModelCatalogSync(fleet, catalog, config, server).run())]
         if plane is not None:
             joined = partial(_join, fleet)
             watching = watch_plane(plane, key, joined, fleet.leave, fleet.assume, fleet.published)

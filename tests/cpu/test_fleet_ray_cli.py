@@ -53,7 +53,7 @@ def test_without_ray_the_error_names_what_to_install(fleet_up, monkeypatch):
 
 def test_an_address_without_ray_is_refused(fleet_up):
     code, said = fleet_up(FILE, "--address", "10.0.0.1:6379")
-    assert code == 1 and "'10.0.0.1:6379' is of a Ray cluster; add --on ray" in said
+    assert code == 1 and "'10.0.0.1:6379' is for a Ray cluster; add --on ray" in said
 
 
 def test_an_address_where_nobody_answers_is_given_up(fleet_up, monkeypatch):

@@ -126,12 +126,12 @@ def test_a_simulated_profile_heeds_the_options_of_the_worker(tmp_path, capsys):
 @pytest.mark.parametrize(
     "words, told",
     [
-        (["--replay", "r", "--output", "o"], "--output 'o' is of --profile"),
-        (["--replay", "r", "--gpu", ""], "--gpu '' is of --profile"),
-        (["--profile", "m", "--fleet", "f"], "--fleet 'f' is of --replay"),
+        (["--replay", "r", "--output", "o"], "--output 'o' goes with --profile only"),
+        (["--replay", "r", "--gpu", ""], "--gpu '' goes with --profile only"),
+        (["--profile", "m", "--fleet", "f"], "--fleet 'f' goes with --replay only"),
     ],
 )
-def test_an_option_of_the_other_thing_is_refused(words, told, capsys):
+def test_an_option_of_another_form_is_refused(words, told, capsys):
     assert main(["plan", *words]) == 1
     assert told in capsys.readouterr().err
 
@@ -139,15 +139,15 @@ def test_an_option_of_the_other_thing_is_refused(words, told, capsys):
 @pytest.mark.parametrize(
     "words, told",
     [
-        (["--kv-usages", "0.1", "nan"], "--kv-usages nan is no share"),
-        (["--kv-usages", "inf"], "--kv-usages inf is no share"),
-        (["--kv-usages", "0"], "--kv-usages 0 is no share"),
-        (["--kv-usages", "1.5"], "--kv-usages 1.5 is no share"),
-        (["--context-lengths", "0", "10"], "--context-lengths 0 is below 1"),
-        (["--input-lengths", "10", "-5"], "--input-lengths -5 is below 1"),
+        (["--kv-usages", "0.1", "nan"], "--kv-usages must be in (0, 1], got nan"),
+        (["--kv-usages", "inf"], "--kv-usages must be in (0, 1], got inf"),
+        (["--kv-usages", "0"], "--kv-usages must be in (0, 1], got 0"),
+        (["--kv-usages", "1.5"], "--kv-usages must be in (0, 1], got 1.5"),
+        (["--context-lengths", "0", "10"], "--context-lengths must be >= 1, got 0"),
+        (["--input-lengths", "10", "-5"], "--input-lengths must be >= 1, got -5"),
     ],
 )
-def test_points_that_cannot_be_are_told_in_a_line(words, told, capsys):
+def test_impossible_points_are_reported_in_a_line(words, told, capsys):
     assert main(["plan", "--profile", "qwen3-8b", "--gpu", "h200", *words]) == 1
     assert told in capsys.readouterr().err
 

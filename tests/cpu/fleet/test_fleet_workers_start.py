@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.cli import fleet
-from shoal.cli.fleet import FleetWorkers
+from shoal.cli.fleet import FleetSupervisor
 from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet import components
 from shoal.fleet.clock import LoopClock
@@ -36,7 +36,7 @@ def test_a_state_that_cannot_be_written_ends_the_fleet_and_is_told(tmp_path):
             raise OSError(28, "No space left on device")
 
     found = [Component("m", (), model="m", count=1)]
-    workers = FleetWorkers(PlannerConfig(), found, lambda _: Full(found), None, tmp_path, "", None)
+    workers = FleetSupervisor(PlannerConfig(), found, lambda _: Full(found), None, tmp_path, "", None)
     error = run(workers)
     assert (
         isinstance(error, UnavailableError) and "No space left" in str(error) and str(tmp_path) in str(error)

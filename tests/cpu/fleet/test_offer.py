@@ -1,17 +1,17 @@
-"""How a router comes to offer a model of its own workers."""
+"""How a model of native workers gets into the catalog of a router."""
 
 import asyncio
 from types import SimpleNamespace
 
 from shoal.cli import offer as offer_module
-from shoal.cli.offer import RETRY_S, Offer
+from shoal.cli.offer import RETRY_S, ModelCatalogSync
 from shoal.config import ServerConfig
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.fleet_config import FleetConfig
 
 
 class Model:
-    """A model of the fleet whose workers are ours."""
+    """A model of the fleet of native workers."""
 
     is_foreign, name, names, workers = False, "m", ["m"], {"a": None}
     obstacle = None
@@ -31,13 +31,13 @@ def test_a_model_whose_files_fail_in_any_way_is_tried_again(monkeypatch):
             raise error
         return served
 
-    monkeypatch.setattr(offer_module.Offer, "_own", own)
+    monkeypatch.setattr(offer_module.ModelCatalogSync, "_native", own)
 
     async def run():
         changed = asyncio.Event()
         fleet = SimpleNamespace(models={"m": model}, unknown=[], changed=changed, clock=LoopClock())
         catalog = SimpleNamespace(add=added.append)
-        following = asyncio.create_task(Offer(fleet, catalog, FleetConfig(), ServerConfig()).follow())
+        following = asyncio.create_task(ModelCatalogSync(fleet, catalog, FleetConfig(), ServerConfig()).run())
         await asyncio.sleep(1.5 * RETRY_S)
         assert "no JSON" in model.obstacle and catalog.awaited == ["a"] and not added
         await asyncio.sleep(RETRY_S)

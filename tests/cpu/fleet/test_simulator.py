@@ -332,7 +332,7 @@ def test_the_command_draws_load_workers_and_waits(tmp_path, capsys):
 @pytest.mark.parametrize(
     "text, words, wrong",
     [
-        ("", ["--max-gpu-budget", "4"], "--max-gpu-budget 4 is of a planner, and there is none"),
+        ("", ["--max-gpu-budget", "4"], "--max-gpu-budget 4 is for a planner, and none is enabled"),
         ("", ["--planner", "load", "--max-gpu-budget", "1"], "at first have 2 GPUs, and max_gpu_budget is 1"),
         (
             "[[workers]]\noptions = { tensor_parallel_size = 2 }",

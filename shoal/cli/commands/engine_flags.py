@@ -1,0 +1,70 @@
+"""Flags of the commands that run an engine in this process, and the engine and parameters made from them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from shoal.api import SamplingParams
+from shoal.config import DEFAULT_MODEL, EngineConfig
+from shoal.options import SAMPLING, Parser, given_options, integer
+from shoal.vllm_options import EARLIER_OPTIONS, ENGINE_OPTIONS
+
+if TYPE_CHECKING:
+    from shoal.engine.llm import LLM
+
+MODEL_HELP = "folder, .gguf file, hub id or URL (default: smollm2)"
+ONE_MODEL_OPTIONS = ("revision", "tokenizer", "chat_template")  # they do not fit another model
+
+
+def add_engine_flags(
+    parser: Parser, run: Callable[[argparse.Namespace], int], *, generates: bool = True
+) -> None:
+    """Adds the options of an engine and, if the command generates, the sampling options."""
+    parser.add_argument("--verbose", action="store_true", help="log the engine's decisions")
+    parser.add_flags(EngineConfig, "engine")
+    if generates:
+        parser.add_sampling_flags()
+    parser.add_vllm_options((*ENGINE_OPTIONS, *EARLIER_OPTIONS))
+    parser.set_defaults(run=run)
+
+
+def add_lengths(parser: Parser, output_len: int) -> None:
+    parser.add_argument(
+        "--input-len", type=integer, metavar="N", default=128, help="prompt tokens per request (default: 128)"
+    )
+    parser.add_argument(
+        "--output-len",
+        type=integer,
+        metavar="N",
+        default=output_len,
+        help=f"generated tokens per request (default: {output_len})",
+    )
+
+
+def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(arguments, name) for name in SAMPLING if hasattr(arguments, name)}
+
+
+def sampling_params(arguments: argparse.Namespace, base: SamplingParams, **defaults: Any) -> SamplingParams:
+    return dataclasses.replace(base, **{**defaults, **sampling_options(arguments)})
+
+
+def measured_params(arguments: argparse.Namespace) -> SamplingParams:
+    """Returns the parameters of a measurement: every answer has --output-len tokens."""
+    greedy = SamplingParams(temperature=0.0, ignore_eos=True)
+    return sampling_params(arguments, greedy, max_tokens=arguments.output_len)
+
+
+def build_llm(arguments: argparse.Namespace, model: str | None = None) -> LLM:
+    """Loads the model of the arguments, or `model` in its place, without the options of one model."""
+    given = given_options(arguments, EngineConfig)
+    if model not in (None, given.get("model", DEFAULT_MODEL)):
+        given = {name: given[name] for name in given if name not in ONE_MODEL_OPTIONS} | {"model": model}
+    EngineConfig(**given)  # reports a wrong option before torch is imported, which takes seconds
+
+    from shoal.engine.llm import LLM
+
+    return LLM(**given)

@@ -1,0 +1,45 @@
+"""`shoal route`: one endpoint for many workers."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+
+from shoal import logs
+from shoal.cli.commands.server_options import server_options
+from shoal.config import ServerConfig
+from shoal.fleet.fleet_config import NOT_OF_A_ROUTER, FleetConfig
+from shoal.options import Commands, given_options
+
+DESCRIPTION = """A router: one OpenAI-compatible endpoint for many workers. Each request goes to the worker
+with the best mix of a long cached prefix and little load. Workers are any servers with OpenAI's API
+(--worker), and Shoal's own, which join by themselves (shoal serve --plane). SIGTERM or Ctrl-C lets running
+requests end."""
+
+
+def add_route(commands: Commands) -> None:
+    parser = commands.add_parser("route", help="one endpoint for many workers", description=DESCRIPTION)
+    parser.add_argument("--verbose", action="store_true", help="log more")
+    parser.add_flags(FleetConfig, "router", but=("worker",))
+    [worker] = [field for field in dataclasses.fields(FleetConfig) if field.name == "worker"]
+    parser.add_argument(
+        "--worker",
+        action="append",
+        default=argparse.SUPPRESS,
+        metavar="URL[,KEY=VALUE...]",
+        help=worker.metadata["help"],
+    )
+    parser.add_flags(ServerConfig, "server", but=NOT_OF_A_ROUTER)
+    parser.set_defaults(run=run_route)
+
+
+def run_route(arguments: argparse.Namespace) -> int:
+    """Returns 0 after a signal and a drain; 1 if a second signal ended the router, or if it could not
+    start."""
+    from shoal.cli.route import route
+
+    given = server_options(arguments)
+    server = ServerConfig(**{name: given[name] for name in given if name not in NOT_OF_A_ROUTER})
+    logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, server.log_format)
+    return route(FleetConfig(**given_options(arguments, FleetConfig)), server)
