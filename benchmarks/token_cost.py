@@ -5,7 +5,7 @@ serve` up to the same point.
 
 A worker's port runs in a process of its own, before an engine whose every step gives each stream a token.
 The router's end is RemoteEngine alone, then FleetEngine over it. Beside them the same outputs are read as
-`shoal serve` reads them from its engine's core. HTTP and text come on top of each, and what the time line of
+`shoal serve` reads them from its engine's core. HTTP and text come on top of each, and what the timeline of
 a request keeps of each token. CPU time of the process, by token.
 """
 
@@ -35,7 +35,7 @@ from shoal.fleet.worker_port import WorkerPort
 from shoal.metrics import ModelMetrics
 from shoal.model_card import ModelCard
 from shoal.server.admission import Admission
-from shoal.time_line import TimeLine
+from shoal.time_line import Timeline
 from shoal.wire import ModelInfo, Outputs, decode_from_core, encode
 
 STEP_S = 0.01
@@ -124,15 +124,15 @@ async def server(streams: int, tokens: int) -> None:
     show("shoal serve, from its core", started, streams * tokens)
 
 
-def time_lines(streams: int, tokens: int) -> None:
+def timelines(streams: int, tokens: int) -> None:
     """What a server and a router keep of each token."""
     output, now = Output("r", [1]), time.perf_counter()
-    answers = [TimeLine("r", "fake", "/v1/completions", now).answer() for _ in range(streams)]
+    answers = [Timeline("r", "fake", "/v1/completions", now).answer() for _ in range(streams)]
     started = time.process_time()
     for _ in range(tokens):
         for answer in answers:
             answer.push(output, now)
-    show("a time line", started, streams * tokens)
+    show("a timeline", started, streams * tokens)
 
 
 def main() -> None:
@@ -150,7 +150,7 @@ def main() -> None:
         asyncio.run(router(process.stdout.readline().strip(), *sizes))
         process.kill()
     asyncio.run(server(*sizes))
-    time_lines(*sizes)
+    timelines(*sizes)
 
 
 if __name__ == "__main__":

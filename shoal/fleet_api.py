@@ -14,8 +14,8 @@ from prometheus_client.core import Metric
 from shoal.api import Stats
 from shoal.control import Command
 from shoal.errors import ShoalError
-from shoal.served import Quantiles, Recent, Served
-from shoal.time_line import TimeLine
+from shoal.served import Quantiles, RecentRates, ServedTotals
+from shoal.time_line import Timeline
 
 
 class WorkerState(enum.StrEnum):
@@ -52,7 +52,7 @@ class WorkerView(msgspec.Struct, kw_only=True):
     waiting: int = 0  # requests that wait in it
     preemptions: int = 0
     kv: dict[str, TierView] = {}  # "device", "host", "disk", "store": those there are
-    recent: Recent = Recent()
+    recent: RecentRates = RecentRates()
     active_requests: int = 0  # of the router's
     active_blocks: int = 0
     cached_blocks: int = 0
@@ -107,7 +107,7 @@ class ModelView(msgspec.Struct, kw_only=True):
     active_requests: int = 0  # of this server: they run or wait
     failed: int = 0  # requests that failed
     refused: int = 0  # requests refused as the queue was full
-    recent: Recent = Recent()  # as this server sees it: the time in the queue counts
+    recent: RecentRates = RecentRates()  # as this server sees it: the time in the queue counts
 
 
 class QueueView(msgspec.Struct):
@@ -172,7 +172,7 @@ class FleetView(msgspec.Struct, omit_defaults=True):
     models: list[ModelView] = []
     version: str = ""  # of the server
     at: float = 0.0  # seconds since 1970, by the server's clock
-    recent: Recent = Recent()  # over all models
+    recent: RecentRates = RecentRates()  # over all models
     history: list[Point] = []  # where it was asked for, the latest at the end
 
 
@@ -200,7 +200,7 @@ class FleetControl(Protocol):
 
     def view(self) -> FleetView: ...
 
-    def served(self) -> Mapping[str, Served]:
+    def served(self) -> Mapping[str, ServedTotals]:
         """What each worker has served, by its id; those that have not told it are left out."""
         ...
 
@@ -255,7 +255,7 @@ def tags_of(headers: Mapping[bytes, bytes]) -> tuple[str, ...]:
 class ForeignCall:
     """A client's request as it came, and where is written what happens to it."""
 
-    line: TimeLine
+    line: Timeline
     method: str
     path: str  # with the URL's query
     headers: Mapping[bytes, bytes]  # by lower-case name

@@ -19,7 +19,7 @@ class Quantiles(msgspec.Struct, frozen=True):
     p99: float
 
 
-class Recent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class RecentRates(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What came lately. None: nothing did, or nobody has measured it."""
 
     prompt_tokens_s: float = 0.0  # tokens a second
@@ -29,7 +29,7 @@ class Recent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     itl: Quantiles | None = None  # between two tokens
 
 
-class Served(msgspec.Struct, omit_defaults=True):
+class ServedTotals(msgspec.Struct, omit_defaults=True):
     """Sums since the start. Times are counted by LATENCY_SECONDS, with one more count for what is beyond."""
 
     prompt_tokens: int = 0
@@ -40,22 +40,22 @@ class Served(msgspec.Struct, omit_defaults=True):
     between_tokens: list[int] = []
 
     @classmethod
-    def counting(cls) -> Served:
+    def counting(cls) -> ServedTotals:
         """One whose times can be counted."""
         size = len(LATENCY_SECONDS) + 1
         return cls(first_token=[0] * size, between_tokens=[0] * size)
 
-    def began(self, ttft_s: float, num_tokens: int) -> None:
+    def add_first(self, ttft_s: float, num_tokens: int) -> None:
         """A request has its first tokens, so long after it came."""
         self.first_token[bisect.bisect_left(LATENCY_SECONDS, ttft_s)] += 1
         self.output_tokens += num_tokens
 
-    def went_on(self, seconds: float, num_tokens: int) -> None:
+    def add_further(self, seconds: float, num_tokens: int) -> None:
         """A request has further tokens, so long after those before."""
         self.between_tokens[bisect.bisect_left(LATENCY_SECONDS, seconds / num_tokens)] += num_tokens
         self.output_tokens += num_tokens
 
-    def since(self, before: Served) -> Served:
+    def since(self, before: ServedTotals) -> ServedTotals:
         """What came after `before`. All that is counted, if the counting began anew meanwhile, as it does
         with a process that starts again: then some count is lower than it was."""
         first_token = _minus(self.first_token, before.first_token)
@@ -63,7 +63,7 @@ class Served(msgspec.Struct, omit_defaults=True):
         output_tokens, failed = self.output_tokens - before.output_tokens, self.failed - before.failed
         if min(output_tokens, failed, *first_token, *between_tokens) < 0:
             return self
-        return Served(
+        return ServedTotals(
             max(0, self.prompt_tokens - before.prompt_tokens),
             max(0, self.cached_tokens - before.cached_tokens),
             output_tokens,
@@ -73,8 +73,8 @@ class Served(msgspec.Struct, omit_defaults=True):
         )
 
 
-def served_by(metrics: ModelMetrics) -> Served:
-    return Served(
+def totals_of(metrics: ModelMetrics) -> ServedTotals:
+    return ServedTotals(
         metrics.prompt_tokens,
         metrics.cached_tokens,
         metrics.generation_tokens,
@@ -84,8 +84,8 @@ def served_by(metrics: ModelMetrics) -> Served:
     )
 
 
-def sum_of(parts: Iterable[Served]) -> Served:
-    total = Served()
+def sum_totals(parts: Iterable[ServedTotals]) -> ServedTotals:
+    total = ServedTotals()
     for one in parts:
         total.prompt_tokens += one.prompt_tokens
         total.cached_tokens += one.cached_tokens
@@ -96,12 +96,14 @@ def sum_of(parts: Iterable[Served]) -> Served:
     return total
 
 
-def recent_of(now: Served, before: Served, seconds: float, earlier: Served) -> Recent:
+def recent_rates(
+    now: ServedTotals, before: ServedTotals, seconds: float, earlier: ServedTotals
+) -> RecentRates:
     """Rates since `before`, so many seconds ago; shares and times since `earlier`."""
     has_restarted = now.output_tokens < before.output_tokens
-    base, lately = Served() if has_restarted else before, now.since(earlier)
+    base, lately = ServedTotals() if has_restarted else before, now.since(earlier)
     prompt = lately.prompt_tokens
-    return Recent(
+    return RecentRates(
         prompt_tokens_s=round(max(0, now.prompt_tokens - base.prompt_tokens) / seconds, 1),
         output_tokens_s=round((now.output_tokens - base.output_tokens) / seconds, 1),
         hit_rate=round(min(1.0, lately.cached_tokens / prompt), 4) if prompt else None,

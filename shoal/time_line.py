@@ -1,6 +1,6 @@
 """What happened to one request, and when: its spans, and when its tokens arrived. Nothing of what was said.
 
-A time line is kept in the process that answers the client. What other processes know of the request comes
+A timeline is kept in the process that answers the client. What other processes know of the request comes
 with its outputs, as spans whose times are durations (api.py).
 """
 
@@ -48,19 +48,19 @@ class SpanView(msgspec.Struct):
 
 
 class RequestDetails(RequestSummary, kw_only=True):
-    """The same with its time line. `tokens` are batches as they arrived: seconds since the request's start,
+    """The same with its timeline. `tokens` are batches as they arrived: seconds since the request's start,
     and how many tokens."""
 
     spans: list[SpanView]
     tokens: list[tuple[float, int]]
 
 
-class AnswerLine:
-    """One answer's part of a time line. Times are those of time.perf_counter."""
+class AnswerTimeline:
+    """One answer's part of a timeline. Times are those of time.perf_counter."""
 
     __slots__ = ("_line", "_request", "_worker", "first", "has_ended", "last")
 
-    def __init__(self, line: TimeLine, request: Request | None) -> None:
+    def __init__(self, line: Timeline, request: Request | None) -> None:
         self._line, self._request, self._worker = line, request, ""
         self.first = self.last = 0.0  # when a token came; 0: none yet
         self.has_ended = False
@@ -92,7 +92,7 @@ class AnswerLine:
         self._worker, self._request, self.has_ended = self.worker, None, True
 
 
-class TimeLine:
+class Timeline:
     """`prompt_tokens`, `cached_tokens` and `reasons` are written by whoever answers the request. Times are
     those of time.perf_counter."""
 
@@ -125,15 +125,15 @@ class TimeLine:
         self.has_failed = False
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
         self.reasons: set[str] = set()  # why answers ended: FinishReason, or a foreign worker's word
-        self.answers: list[AnswerLine] = []
+        self.answers: list[AnswerTimeline] = []
         self.spans: list[SpanView] = []
         self.params: SamplingParams | None = None  # until its trace has ended
         self.trace_headers: dict[str, str] | None = None  # the W3C trace context of what is part of it
         self._batch_times, self._batch_sizes = array("d"), array("I")
 
-    def answer(self, request: Request | None = None) -> AnswerLine:
+    def answer(self, request: Request | None = None) -> AnswerTimeline:
         """For one more answer."""
-        line = AnswerLine(self, request)
+        line = AnswerTimeline(self, request)
         self.answers.append(line)
         return line
 
@@ -189,7 +189,7 @@ class TimeLine:
         worker = self.answers[0].worker or worker
         return [SpanView("waiting", worker, start_s, max(0.0, self.seconds - start_s), {})]
 
-    def _decodes(self, answer: AnswerLine) -> Iterator[SpanView]:
+    def _decodes(self, answer: AnswerTimeline) -> Iterator[SpanView]:
         """From the answer's first token to its last, without the time in which it moved to another worker."""
         if not answer.first:
             return
@@ -239,19 +239,19 @@ class TimeLine:
         }
 
 
-class TimeLines:
+class Timelines:
     """The last requests of one port, MAX_KEPT of them, whether they run or have ended."""
 
     def __init__(self) -> None:
-        self._lines: deque[TimeLine] = deque(maxlen=MAX_KEPT)
+        self._lines: deque[Timeline] = deque(maxlen=MAX_KEPT)
 
-    def add(self, line: TimeLine) -> None:
+    def add(self, line: Timeline) -> None:
         self._lines.append(line)
 
-    def newest_first(self) -> Sequence[TimeLine]:
+    def newest_first(self) -> Sequence[Timeline]:
         return list(reversed(self._lines))
 
-    def find(self, request_id: str) -> TimeLine | None:
+    def find(self, request_id: str) -> Timeline | None:
         """The newest with this id: clients may use one twice."""
         return next((line for line in reversed(self._lines) if line.id == request_id), None)
 

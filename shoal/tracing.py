@@ -1,4 +1,4 @@
-"""Requests as OpenTelemetry traces: a span for each request and, below it, those of its time line.
+"""Requests as OpenTelemetry traces: a span for each request and, below it, those of its timeline.
 
 OpenTelemetry is imported where a Tracing is opened, and nowhere else. Attributes are those of its conventions
 for generative AI; latencies, for which they have no names, are called as vLLM calls them.
@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Mapping
 from typing import TYPE_CHECKING
 
 from shoal.errors import ConfigError
-from shoal.time_line import TimeLine
+from shoal.time_line import Timeline
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
@@ -103,7 +103,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("shoal")
         self._context = TraceContextTextMapPropagator()
 
-    def begin(self, line: TimeLine, headers: Mapping[str, str] | None) -> Trace:
+    def begin(self, line: Timeline, headers: Mapping[str, str] | None) -> Trace:
         """headers: the trace context that came with the request. Without one a new trace begins."""
         from opentelemetry.trace import SpanKind, set_span_in_context
 
@@ -114,7 +114,7 @@ class Tracing:
         self._context.inject(passed_on, set_span_in_context(span))
         return Trace(self, span, passed_on)
 
-    def end(self, span: Span, line: TimeLine, error: str | None) -> None:
+    def end(self, span: Span, line: Timeline, error: str | None) -> None:
         from opentelemetry.trace import Status, StatusCode, set_span_in_context
 
         if span.is_recording():
@@ -155,12 +155,12 @@ class Trace:
     def __init__(self, tracing: Tracing, span: Span, headers: dict[str, str]) -> None:
         self._tracing, self._span, self.headers = tracing, span, headers
 
-    def end(self, line: TimeLine, error: str | None = None) -> None:
-        """To be called once, when the time line has ended. error: the kind of a failure, such as "500"."""
+    def end(self, line: Timeline, error: str | None = None) -> None:
+        """To be called once, when the timeline has ended. error: the kind of a failure, such as "500"."""
         self._tracing.end(self._span, line, error)
 
 
-def _attributes_of(line: TimeLine) -> dict[str, str | int | float | list[str]]:
+def _attributes_of(line: Timeline) -> dict[str, str | int | float | list[str]]:
     found: dict[str, str | int | float | list[str]] = {
         "gen_ai.operation.name": _operation_of(line.endpoint),
         "gen_ai.provider.name": "shoal",

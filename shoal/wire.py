@@ -56,7 +56,7 @@ class FlushKv(Command[None], frozen=True, tag="flush_kv"):
     """Writes the KV blocks that lower tiers should keep, as an engine does ahead of its end."""
 
 
-class CheckBooks(Command[None], frozen=True, tag="check"):
+class CheckIntegrity(Command[None], frozen=True, tag="check"):
     """Proves the books of scheduler, tiers and peers, for tests."""
 
     is_quick = True
@@ -99,7 +99,7 @@ class TakeBackWeights(Command[None], frozen=True, tag="take_back_weights"):
 # Beside an operator's commands. FlushKv is the parent's alone; the others come from other processes of the
 # fleet, too.
 CoreCommand = (
-    AnyCommand | ReadStats | FlushKv | CheckBooks | LendKv | TakeBackKv | LendWeights | TakeBackWeights
+    AnyCommand | ReadStats | FlushKv | CheckIntegrity | LendKv | TakeBackKv | LendWeights | TakeBackWeights
 )
 QUICK_COMMANDS = frozenset(name_of(kind) for kind in typing.get_args(CoreCommand) if kind.is_quick)
 

@@ -202,9 +202,9 @@ class Place(Generic[L]):
         served, now = self.worker.served, self._dispatcher.clock.now()
         assert served is not None, "a foreign worker's is there from the start"
         if self._has_token:
-            served.went_on(now - self._last_at, num_tokens)
+            served.add_further(now - self._last_at, num_tokens)
         else:
-            served.began(now - self.wanted.asked_at, num_tokens)
+            served.add_first(now - self.wanted.asked_at, num_tokens)
         self._last_at = now
         self.generated(num_tokens)
 

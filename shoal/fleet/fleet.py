@@ -45,7 +45,7 @@ from shoal.fleet_api import (
     WorkerView,
 )
 from shoal.kv_event_format import BlockStored, KVEvent
-from shoal.served import Served
+from shoal.served import ServedTotals
 
 logger = logging.getLogger(__name__)
 
@@ -429,7 +429,7 @@ class Fleet:
                 view.cached_blocks += model.router.num_cached_blocks(rank)
         return view
 
-    def served(self) -> dict[str, Served]:
+    def served(self) -> dict[str, ServedTotals]:
         return {
             worker.id: found for worker in self.workers.values() if (found := _served(worker)) is not None
         }
@@ -612,12 +612,12 @@ class Fleet:
         return worker
 
 
-def _served(worker: Worker[Any]) -> Served | None:
+def _served(worker: Worker[Any]) -> ServedTotals | None:
     """What the worker has served; of a foreign one, a copy of what this router counts."""
     served = worker.served
     if served is None or not worker.info.is_foreign:
         return served
-    return Served(
+    return ServedTotals(
         worker.prompt_tokens,
         worker.cached_tokens,
         served.output_tokens,

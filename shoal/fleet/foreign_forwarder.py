@@ -28,7 +28,7 @@ from shoal.fleet.sse import SseReader
 from shoal.fleet.worker import MovedError
 from shoal.fleet_api import ForeignAnswer, ForeignCall, tags_of
 from shoal.logs import about
-from shoal.time_line import TimeLine
+from shoal.time_line import Timeline
 
 STREAMS = ("text/event-stream", "application/x-ndjson")
 REFUSED_FIELD = (400, 422)  # what a strict server answers to a field that it does not know
@@ -65,10 +65,10 @@ class _Head:
 
 
 class _Told:
-    """What becomes of a request, as its time line and the log are told. What a foreign worker does with it,
+    """What becomes of a request, as its timeline and the log are told. What a foreign worker does with it,
     up to its first token, is one span. Errors of such workers may quote a prompt, so they are not told."""
 
-    def __init__(self, line: TimeLine) -> None:
+    def __init__(self, line: Timeline) -> None:
         self._line, self._answer = line, line.answer()
         self._worker = ""
         self._sent_at = 0.0

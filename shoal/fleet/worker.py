@@ -17,7 +17,7 @@ from shoal.api import Span, Stats
 from shoal.errors import BusyError, ShoalError, UnavailableError, UserError, WorkerFailedError
 from shoal.fleet.indexer import WorkerRank
 from shoal.fleet_api import WorkerState
-from shoal.served import Served
+from shoal.served import ServedTotals
 
 FAILURES_TO_BREAK = 3  # requests or checks that fail one after the other
 
@@ -99,7 +99,7 @@ class Worker(Generic[L]):
         self.weights_version = 0
         self.stats: Stats | None = None  # as one of ours has reported last
         # What it has served, as it has reported last; of a foreign one, what this router has had of it.
-        self.served: Served | None = Served.counting() if info.is_foreign else None
+        self.served: ServedTotals | None = ServedTotals.counting() if info.is_foreign else None
         self.loads: Sequence[WorkerLoad] = ()  # as it has published last, of each rank
         self.is_reached = False  # a probe has succeeded since it came, or since it broke
         self.is_gone = False

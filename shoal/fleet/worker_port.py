@@ -47,8 +47,8 @@ from shoal.fleet.worker_wire import (
 from shoal.kv_event_format import END
 from shoal.logs import Event, about
 from shoal.metrics import ModelMetrics, RequestTimes
-from shoal.served import served_by
-from shoal.time_line import TimeLine
+from shoal.served import totals_of
+from shoal.time_line import Timeline
 from shoal.tracing import Tracing
 from shoal.wire import Abort, Add, Call, Failure, FlushKv, Message, Outputs, ReadStats, Refused, Reply
 
@@ -404,7 +404,7 @@ class WorkerPort:
         """An engine that does not answer makes no report: its routers find out by other means."""
         with contextlib.suppress(ShoalError):
             stats, sleep = await asyncio.gather(self._engine.stats(), self._engine.sleep_state())
-            self._report = Report(stats, sleep, self.weights_version, served_by(self._metrics))
+            self._report = Report(stats, sleep, self.weights_version, totals_of(self._metrics))
             for router in list(self._routers.values()):
                 self._send(router, self._report)
 
@@ -487,7 +487,7 @@ class _Part:
     """This worker's part of a request's trace."""
 
     def __init__(self, request: Request, model: str, tracing: Tracing) -> None:
-        self._line = TimeLine(request.log_id, model, "", time.perf_counter())
+        self._line = Timeline(request.log_id, model, "", time.perf_counter())
         self._line.prompt_tokens, self._line.params = len(request.prompt_token_ids), request.params
         self._answer = self._line.answer(request)
         self._trace = tracing.begin(self._line, request.trace_headers)

@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 
 from shoal.api import SleepState, Stats
-from shoal.served import Served
+from shoal.served import ServedTotals
 from shoal.wire import Abort, Add, Call, Message, Outputs, Refused, Reply
 
 HEARTBEAT_MS = 2000  # libzmq's own signs of life, both ways
@@ -51,7 +51,7 @@ class Report(Message, frozen=True):
     stats: Stats
     sleep: SleepState
     weights_version: int
-    served: Served | None = None
+    served: ServedTotals | None = None
 
 
 class KvBatch(Message, frozen=True):

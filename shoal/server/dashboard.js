@@ -6,7 +6,7 @@ const INTERVAL_MS = 2000, PATIENCE_MS = 10000, MOST_REQUESTS = 100;
 let points = [];                // of all workers, the last ten minutes
 let workerPoints = [];          // of the worker that is shown in detail
 let shownWorker = "";           // its id
-let shownRequest = "";          // the id of the request whose time line is open
+let shownRequest = "";          // the id of the request whose timeline is open
 let asking = null;              // the AbortController of the questions under way
 
 const charts = CHARTS.map(one => new Chart(one)), workerCharts = CHARTS.map(one => new Chart(one));

@@ -1,5 +1,5 @@
 "use strict";
-// A request's time line: where its time went up to the first token, each token, and the gaps between them.
+// A request's timeline: where its time went up to the first token, each token, and the gaps between them.
 
 const SLOW = 3;  // times the median: a gap that is shown as slow
 
@@ -29,7 +29,7 @@ function requestFacts(request) {
   ];
 }
 
-/** A row of the time line: name, track, seconds. */
+/** A row of the timeline: name, track, seconds. */
 function row(name, detail, track, time) {
   const label = make("span", "name", name, ...(detail ? [" ", make("em", "", detail)] : []));
   return make("div", "span", label, track, make("span", "seconds", time));

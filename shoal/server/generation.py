@@ -25,7 +25,7 @@ from shoal.errors import EngineDeadError, UnavailableError, UserError
 from shoal.metrics import RequestTimes
 from shoal.server.errors import ApiError, context_overflow
 from shoal.server.model import Prompt, ServedModel
-from shoal.time_line import TimeLine
+from shoal.time_line import Timeline
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Generation:
         model: ServedModel,
         prompts: Sequence[Prompt],
         params: SamplingParams,
-        line: TimeLine,
+        line: Timeline,
         *,
         request_id: str,
         priority: int = 0,
@@ -298,7 +298,7 @@ class Generation:
 class _Running:
     """One answer that runs, and its times for the metrics."""
 
-    def __init__(self, index: int, request: Request, model: ServedModel, line: TimeLine) -> None:
+    def __init__(self, index: int, request: Request, model: ServedModel, line: Timeline) -> None:
         self.index, self.request = index, request
         self.answer = Answer(request, model.tokenizer)
         self.times = model.metrics.begin(request)

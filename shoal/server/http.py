@@ -23,7 +23,7 @@ from shoal.server.port import Port
 from shoal.server.protocol import check_size, decode, unknown_fields
 from shoal.server.request_fields import refuse, why_ignored
 from shoal.server.shapes import ErrorResponse
-from shoal.time_line import TimeLine
+from shoal.time_line import Timeline
 from shoal.tracing import TRACE_HEADERS, Trace
 
 T = TypeVar("T")
@@ -93,7 +93,7 @@ class Exchange:
         self.names: dict[str, str] = {}
         self.generation: Generation | None = None  # see begin
         self._last = b""  # of a stream, what its end takes along
-        self.line: TimeLine | None = None  # see begin_line
+        self.line: Timeline | None = None  # see begin_line
         self._trace: Trace | None = None
         self._read_at = self.arrival  # when the body was in
         self.status: int | None = None  # None: no byte of the answer is out
@@ -192,9 +192,9 @@ class Exchange:
             self.request_id, self._is_named = given, True
         return given or self.request_id
 
-    def begin_line(self, model: str, *, is_listed: bool = True) -> TimeLine:
-        """The time line of a request for answers of this model, whose prompt has become tokens by now."""
-        line = self.line = TimeLine(self.request_id, model, self.handler, self.arrival)
+    def begin_line(self, model: str, *, is_listed: bool = True) -> Timeline:
+        """The timeline of a request for answers of this model, whose prompt has become tokens by now."""
+        line = self.line = Timeline(self.request_id, model, self.handler, self.arrival)
         now = time.perf_counter()
         line.add([Span("tokenize", now - self._read_at, now - self._read_at)], now)
         given = {name: self._joined(name.encode()) for name in TRACE_HEADERS}
@@ -204,7 +204,7 @@ class Exchange:
             headers = self._trace.headers
         line.trace_headers = headers or None
         if is_listed:
-            self.port.time_lines.add(line)
+            self.port.timelines.add(line)
         return line
 
     def begin(self, generation: Generation) -> None:

@@ -10,7 +10,7 @@ from shoal.server.keys import Keys
 from shoal.server.notices import Notices
 from shoal.server.response_store import ResponseStore
 from shoal.server.watch import Watch
-from shoal.time_line import TimeLines
+from shoal.time_line import Timelines
 from shoal.tracing import Tracing
 
 
@@ -23,7 +23,7 @@ class Port:
         self.keys = Keys(config)
         self.metrics = HttpMetrics()
         self.notices = Notices()
-        self.time_lines = TimeLines()
+        self.timelines = Timelines()
         self.responses = ResponseStore(config.responses_store_bytes)
         self.tracing = tracing
         self.body_bytes = 0  # the bodies of all requests under way

@@ -17,7 +17,7 @@ from shoal.logs import Event, quoted
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
 from shoal.server.http import Exchange
-from shoal.time_line import TimeLine
+from shoal.time_line import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +133,7 @@ def _tokens(generation: Generation, arrival: float) -> dict[str, Any]:
     return fields
 
 
-def _tokens_of_foreign(line: TimeLine) -> dict[str, Any]:
+def _tokens_of_foreign(line: Timeline) -> dict[str, Any]:
     """The same of a request that was passed on, as far as its worker has told it."""
     told = line.summary()
     fields: dict[str, Any] = {"model": told.model}

@@ -199,7 +199,7 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
         "GET",
         "/requests/{id}",
         requests.get_request,
-        "One with its time line",
+        "One with its timeline",
         response=RequestDetails,
         quiet=True,
     ),

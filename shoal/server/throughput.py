@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from shoal.api import Stats
 from shoal.errors import ShoalError
 from shoal.logs import Event
-from shoal.served import Recent
+from shoal.served import RecentRates
 from shoal.server.model import ServedModel
 from shoal.server.watch import RATES_S, Watch
 
@@ -33,7 +33,7 @@ async def report_throughput(models: Iterable[ServedModel], watch: Watch, interva
                 logger.info(event)
 
 
-def _event(name: str, stats: Stats, recent: Recent) -> Event | None:
+def _event(name: str, stats: Stats, recent: RecentRates) -> Event | None:
     """The line of a model. None if it had no work: a router's probes of an idle worker are none."""
     prompt, generation, hit_rate = recent.prompt_tokens_s, recent.output_tokens_s, recent.hit_rate
     is_idle = max(prompt, generation) < WORK_TOKENS_PER_SECOND

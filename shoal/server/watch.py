@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from shoal.errors import ShoalError
 from shoal.fleet_api import FleetControl, FleetView, ModelView, Point, QueueView, WorkerState, WorkerView
-from shoal.served import Recent, Served, recent_of, served_by, sum_of
+from shoal.served import RecentRates, ServedTotals, recent_rates, sum_totals, totals_of
 from shoal.server.catalog import Catalog
 from shoal.server.model import ServedModel
 from shoal.version import __version__
@@ -34,18 +34,18 @@ class _Sample:
     """What had been served at some moment."""
 
     at: float  # by time.monotonic
-    workers: dict[str, Served]
-    models: dict[str, Served]
-    whole: Served
+    workers: dict[str, ServedTotals]
+    models: dict[str, ServedTotals]
+    whole: ServedTotals
 
 
 @dataclass(slots=True)
 class _Lately:
     """What came lately, as of the last sample."""
 
-    workers: dict[str, Recent] = field(default_factory=dict)
-    models: dict[str, Recent] = field(default_factory=dict)
-    whole: Recent = Recent()
+    workers: dict[str, RecentRates] = field(default_factory=dict)
+    models: dict[str, RecentRates] = field(default_factory=dict)
+    whole: RecentRates = RecentRates()
 
 
 class Watch:
@@ -114,9 +114,9 @@ class Watch:
             view.history = [point for point in points if point.at > since]
         return view
 
-    def recent(self, model_name: str) -> Recent:
+    def recent(self, model_name: str) -> RecentRates:
         """What came lately of a model, as of the last sample."""
-        return self._lately.models.get(model_name, Recent())
+        return self._lately.models.get(model_name, RecentRates())
 
     async def _look(self) -> FleetView:
         """What is known now, but for what came lately."""
@@ -133,7 +133,7 @@ class Watch:
                 ModelView(
                     name=model.name,
                     active_requests=admission.active,
-                    failed=served_by(metrics).failed,
+                    failed=totals_of(metrics).failed,
                     refused=admission.refused,
                 )
             )
@@ -152,7 +152,7 @@ class Watch:
         )
         metrics = model.metrics
         view.requests = sum(metrics.finished.values()) + model.admission.active
-        view.active_requests, view.failed = model.admission.active, served_by(metrics).failed
+        view.active_requests, view.failed = model.admission.active, totals_of(metrics).failed
         view.hit_rate = metrics.cached_tokens / metrics.prompt_tokens if metrics.prompt_tokens else 0.0
         if self._models.draining:
             view.state = WorkerState.DRAINING
@@ -167,30 +167,30 @@ class Watch:
     def _take(self, view: FleetView) -> _Sample:
         """What has been served by now. Models of ours are counted here, foreign ones by worker. Sums over
         several add what each has served since the last sample, so that one that leaves takes nothing away."""
-        last = self._samples[-1] if self._samples else _Sample(0.0, {}, {}, Served())
-        models = {model.name: served_by(model.metrics) for model in self._models}
+        last = self._samples[-1] if self._samples else _Sample(0.0, {}, {}, ServedTotals())
+        models = {model.name: totals_of(model.metrics) for model in self._models}
         workers = dict(models) if self._fleet is None else dict(self._fleet.served())
         for foreign in self._models.foreign:
             ids = [one.id for one in view.workers if one.model == foreign.name]
             own = {name: workers[name] for name in ids if name in workers}
-            models[foreign.name] = _grown(last.models.get(foreign.name, Served()), own, last.workers)
+            models[foreign.name] = _grown(last.models.get(foreign.name, ServedTotals()), own, last.workers)
         whole = _grown(last.whole, models, last.models)
         return _Sample(time.monotonic(), workers, models, whole)
 
-    def _recent(self, served: list[Served | None]) -> Recent:
+    def _recent(self, served: list[ServedTotals | None]) -> RecentRates:
         """The recent rates, by what had been served at each sample; None where that was not known."""
         known = [(sample.at, one) for sample, one in zip(self._samples, served) if one is not None]
         if len(known) < 2:
-            return Recent()
+            return RecentRates()
         now, last = known[-1]
         since = now - RATES_S - INTERVAL_S / 2  # samples come a little late
         begun, before = next(pair for pair in known if pair[0] >= since or pair is known[-2])
-        return recent_of(last, before, now - begun, known[0][1])
+        return recent_rates(last, before, now - begun, known[0][1])
 
     def _fill(self, view: FleetView) -> None:
         """Writes what came lately into the view."""
         for worker in view.workers:
-            worker.recent = self._lately.workers.get(worker.id, Recent())
+            worker.recent = self._lately.workers.get(worker.id, RecentRates())
         for model in view.models:
             model.recent = self.recent(model.name)
         view.recent = self._lately.whole
@@ -203,12 +203,14 @@ class Watch:
             points.append(point)
 
 
-def _grown(total: Served, now: Mapping[str, Served], before: Mapping[str, Served]) -> Served:
+def _grown(
+    total: ServedTotals, now: Mapping[str, ServedTotals], before: Mapping[str, ServedTotals]
+) -> ServedTotals:
     """`total` and what each has served since `before`."""
-    return sum_of([total, *(one.since(before.get(name, Served())) for name, one in now.items())])
+    return sum_totals([total, *(one.since(before.get(name, ServedTotals())) for name, one in now.items())])
 
 
-def _point(at: float, workers: Iterable[WorkerView], recent: Recent, transfer_bytes_s: float) -> Point:
+def _point(at: float, workers: Iterable[WorkerView], recent: RecentRates, transfer_bytes_s: float) -> Point:
     workers = list(workers)
     usages = [one.kv["device"].usage for one in workers if "device" in one.kv]
     known = [usage for usage in usages if usage is not None]

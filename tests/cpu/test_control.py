@@ -35,7 +35,16 @@ from shoal.errors import ConfigError
 from shoal.fake import FakeEngine
 from shoal.server.admin import ADMIN_ROUTES, command_of
 from shoal.server.errors import ApiError
-from shoal.wire import Beat, Call, CheckBooks, FlushKv, ReadStats, decode_from_core, decode_to_core, encode
+from shoal.wire import (
+    Beat,
+    Call,
+    CheckIntegrity,
+    FlushKv,
+    ReadStats,
+    decode_from_core,
+    decode_to_core,
+    encode,
+)
 
 EXAMPLES = (
     Sleep(2, ["kv_cache"], "keep"),
@@ -127,7 +136,7 @@ def test_the_core_carries_a_command_out_by_its_own_method(command):
     assert (reply.call_id, reply.result, reply.error) == (7, result, None)
 
 
-@pytest.mark.parametrize("command", [ReadStats(), FlushKv(), CheckBooks()], ids=name_of)
+@pytest.mark.parametrize("command", [ReadStats(), FlushKv(), CheckIntegrity()], ids=name_of)
 def test_the_core_carries_out_what_its_parent_alone_asks(command):
     core, reply = carried_out(command)
     getattr(core, name_of(command)).assert_called_once_with()

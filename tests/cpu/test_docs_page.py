@@ -54,7 +54,7 @@ def test_examples_work_when_they_are_run(served, page):
     asked = set()
     served.request(
         "/v1/completions", {"prompt": "a"}, headers={"x-request-id": "ID"}
-    )  # whose time line is shown
+    )  # whose timeline is shown
     for command in commands(page):
         [url] = [word for word in command if word.startswith("http")]
         assert command[0] == "curl" and url.startswith(served.url + "/")

@@ -12,7 +12,7 @@ from shoal.fake import FakeEngine
 from shoal.server.errors import ApiError
 from shoal.server.generation import Generation
 from shoal.server.model import OF_THE_MODEL, Prompt, ServedModel
-from shoal.time_line import TimeLine
+from shoal.time_line import Timeline
 from tests.fake_server import (
     END,
     FakeServer,
@@ -61,7 +61,7 @@ def generation(model, n=1, max_tokens=200, **options):
         model,
         [Prompt(ids_of("ab"))],
         SamplingParams(n=n, max_tokens=max_tokens),
-        TimeLine("r", "m", "/v1/completions", time.perf_counter()),
+        Timeline("r", "m", "/v1/completions", time.perf_counter()),
         request_id="r",
         **options,
     )

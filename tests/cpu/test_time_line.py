@@ -1,4 +1,4 @@
-"""Time lines of requests: what a server tells of its last ones, and that nothing of what was said is in it."""
+"""Timelines of requests: what a server tells of its last ones, and that nothing of what was said is in it."""
 
 import json
 import time
@@ -14,8 +14,8 @@ from shoal.time_line import (
     MAX_SPANS,
     RequestDetails,
     RequestSummary,
-    TimeLine,
-    TimeLines,
+    Timeline,
+    Timelines,
 )
 from tests.fake_server import FakeServer, engine_saying, eventually, post, read_until
 
@@ -34,7 +34,7 @@ ENDPOINTS = [
 
 
 def line():
-    return TimeLine("r", "tiny", COMPLETE, time.perf_counter())
+    return Timeline("r", "tiny", COMPLETE, time.perf_counter())
 
 
 def told(server, request_id):
@@ -207,7 +207,7 @@ def test_requests_are_shown_to_those_who_have_a_key():
 
 
 def test_what_is_kept_has_bounds():
-    kept = TimeLines()
+    kept = Timelines()
     for _ in range(MAX_KEPT + 5):
         kept.add(line())
     assert len(kept.newest_first()) == MAX_KEPT

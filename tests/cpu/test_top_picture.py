@@ -16,9 +16,9 @@ from shoal.fleet_api import (
     TierView,
     WorkerView,
 )
-from shoal.served import Quantiles, Recent
+from shoal.served import Quantiles, RecentRates
 
-RECENT = Recent(
+RECENT = RecentRates(
     prompt_tokens_s=1234.0,
     output_tokens_s=567.8,
     hit_rate=0.78,

@@ -11,7 +11,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError
-from shoal.time_line import TimeLine
+from shoal.time_line import Timeline
 from shoal.tracing import Tracing, check_tracing, opened_tracing
 from tests.fake_server import FakeServer, engine_saying, read_until
 
@@ -193,7 +193,7 @@ def test_a_collector_that_is_away_does_not_keep_a_process_from_its_end(
 
     async def main(port):
         async with opened_tracing(f"http://127.0.0.1:{port}", "w") as tracing:
-            line = TimeLine("a", "tiny", "/v1/completions", time.perf_counter())
+            line = Timeline("a", "tiny", "/v1/completions", time.perf_counter())
             tracing.begin(line, None).end(line)
             await asyncio.sleep(0.5)
             return time.monotonic()

@@ -12,7 +12,7 @@ import pytest
 
 from shoal.api import KvLoans, KvTierStats, KvTransferStats, SleepState, Stats
 from shoal.fleet_api import FleetView, QueueView, WorkerView
-from shoal.served import Served
+from shoal.served import ServedTotals
 from shoal.server import watch
 from shoal.server.catalog import Catalog
 from shoal.server.foreign_model import ForeignModel
@@ -105,7 +105,7 @@ def test_a_wrong_parameter_is_told(server, query):
 class FakeFleet:
     """What a Watch asks of a fleet."""
 
-    counts: dict[str, Served]
+    counts: dict[str, ServedTotals]
 
     def view(self):
         workers = [WorkerView(id=n, url="", role="both", model="m", state="ready") for n in self.counts]
@@ -133,7 +133,7 @@ async def rates_of(fleet, changes, monkeypatch, interval=2.0):
 
 def test_a_foreign_worker_that_leaves_is_no_burst_of_tokens(monkeypatch):
     """The sums of those that stay were lower than before, as if all had started again."""
-    fleet = FakeFleet({"a": Served(output_tokens=10_000), "b": Served(output_tokens=50)})
+    fleet = FakeFleet({"a": ServedTotals(output_tokens=10_000), "b": ServedTotals(output_tokens=50)})
     serves = functools.partial(setattr, fleet.counts["b"], "output_tokens", 70)
     leaves = functools.partial(fleet.counts.pop, "a")
     assert asyncio.run(rates_of(fleet, [serves, leaves], monkeypatch)) == [(10.0, 10.0), (5.0, 5.0)]
@@ -141,7 +141,7 @@ def test_a_foreign_worker_that_leaves_is_no_burst_of_tokens(monkeypatch):
 
 def test_what_came_lately_is_of_five_intervals_though_each_is_a_little_late(monkeypatch):
     """It was of four, as five are more than ten seconds then."""
-    fleet = FakeFleet({"a": Served()})
+    fleet = FakeFleet({"a": ServedTotals()})
     serves = functools.partial(setattr, fleet.counts["a"], "output_tokens", 100)
     found = asyncio.run(rates_of(fleet, [serves] + [int] * 6, monkeypatch, interval=2.01))
     assert [rate > 0 for rate, _ in found] == [True] * 5 + [False] * 2

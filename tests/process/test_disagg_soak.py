@@ -14,7 +14,7 @@ import pytest
 
 from shoal.fleet.plane_workers import watch_plane
 from shoal.fleet.planes import open_plane
-from shoal.wire import CheckBooks
+from shoal.wire import CheckIntegrity
 from tests.fleet_processes import wait_for
 from tests.forked_workers import ForkedProcesses
 from tests.process.test_fleet_workers import settled
@@ -168,7 +168,7 @@ class Soak:
                 while not is_idle(stats := await link.stats()):
                     print(name, stats.num_blocks - stats.num_free_blocks, "blocks are held", stats.kv_loans)
                     await asyncio.sleep(0.5)
-                await link.control(CheckBooks())
+                await link.control(CheckIntegrity())
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
         for worker in workers.values():

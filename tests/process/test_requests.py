@@ -1,4 +1,4 @@
-"""One request through all processes of a fleet: its time line, its trace and its id in every log. The router and two
+"""One request through all processes of a fleet: its timeline, its trace and its id in every log. The router and two
 workers with a tiny model are processes of their own; a collector of this file takes their traces."""
 
 import http.client

@@ -27,7 +27,7 @@ from shoal.wire import (
     Add,
     Beat,
     Call,
-    CheckBooks,
+    CheckIntegrity,
     CoreCommand,
     FlushKv,
     FromCore,
@@ -184,7 +184,7 @@ class AsyncLLM(Control):
 
     async def check(self) -> None:
         """Proves the books of scheduler and tiers, for tests. Raises ShoalError."""
-        await self._call(CheckBooks())
+        await self._call(CheckIntegrity())
 
     # Inside
 

@@ -51,7 +51,7 @@ from shoal.wire import (
     Add,
     Beat,
     Call,
-    CheckBooks,
+    CheckIntegrity,
     CoreCommand,
     Dead,
     Failure,
@@ -207,7 +207,7 @@ class CoreLoop:
                 return core.stats()
             case FlushKv():
                 return core.flush_kv()
-            case CheckBooks():
+            case CheckIntegrity():
                 return core.check()
             case LendKv(token_ids, cache_salt, adapter):
                 return core.lend_kv(token_ids, cache_salt, adapter)

@@ -15,7 +15,7 @@ from shoal.fleet.indexer import WorkerRank
 from shoal.fleet.observation import DecodeLoad
 from shoal.fleet.worker import Worker, WorkerInfo, WorkerLoad
 from shoal.kv_event_format import GPU, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode
-from shoal.served import Served, quantiles_of
+from shoal.served import ServedTotals, quantiles_of
 
 PROMPT = list(range(100, 170))  # four blocks of 16 and a tail
 
@@ -857,7 +857,10 @@ def test_one_of_ours_counts_for_itself():
         s.add("a", is_foreign=False)
         worker = s.fleet.workers["a"]
         assert s.fleet.served() == {}
-        worker.stats, worker.served = Stats(num_running=4, num_blocks=10), Served(output_tokens=9, failed=2)
+        worker.stats, worker.served = (
+            Stats(num_running=4, num_blocks=10),
+            ServedTotals(output_tokens=9, failed=2),
+        )
         [view] = s.fleet.view().workers
         assert (view.running, view.kv["device"].usage, view.failed) == (4, 1.0, 2)
         assert s.fleet.served()["a"].output_tokens == 9

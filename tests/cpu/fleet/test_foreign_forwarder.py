@@ -27,7 +27,7 @@ from shoal.fleet.sse import SseReader
 from shoal.fleet.worker import Worker, WorkerLoad
 from shoal.fleet.worker_spec import parse_worker
 from shoal.fleet_api import ForeignCall
-from shoal.time_line import TimeLine
+from shoal.time_line import Timeline
 from shoal.tracing import TRACE_HEADERS
 from tests import foreign_worker
 from tests.fake_server import byte_tokenizer
@@ -39,7 +39,7 @@ MESSAGES = [{"role": "user", "content": "Which fish swim together?"}]
 
 def line(headers=()):
     """headers: those of a client, whose trace context goes on."""
-    found = TimeLine("request", "tiny", "/v1/completions", time.perf_counter())
+    found = Timeline("request", "tiny", "/v1/completions", time.perf_counter())
     found.trace_headers = {
         name: headers[name.encode()].decode() for name in TRACE_HEADERS if name.encode() in headers
     }
