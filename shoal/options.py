@@ -51,6 +51,7 @@ class Parser(argparse.ArgumentParser):
         self.rare: set[argparse.Action] = set()  # shown by --help-all alone
         self.words: dict[argparse.Action, tuple[str, ...]] = {}  # that an option takes, as its class checks
         self.vllm_options: tuple[VllmOption, ...] = ()  # see add_vllm_options
+        self.removed: dict[str, str] = {}  # why an option of earlier releases was removed
         self.short_titles: dict[object, str] = {}  # the title under which --help joins some groups
 
     def add_commands(self, title: str = "commands", metavar: str = "COMMAND") -> Commands:
@@ -215,6 +216,9 @@ class Parser(argparse.ArgumentParser):
                 words[i] = name + equals + value
                 is_value = action.nargs is None and not equals
             else:
+                if why := self.removed.get(name.lstrip("-").removeprefix("no-").replace("-", "_")):
+                    unknown.append(f"{name} was removed: {why}; leave it out")
+                    continue
                 hint = _nearest(name, self._shown_names())
                 if texts := [a.metavar for a in self._get_positional_actions() if a.nargs is None]:
                     hint = hint or f"`--` comes before a {texts[0]} that begins with a dash"

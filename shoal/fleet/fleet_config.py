@@ -7,10 +7,16 @@ from functools import cached_property
 
 from shoal.errors import ConfigError
 from shoal.fields import check_fields, option
-from shoal.fleet.policy import POLICIES, RouterWeights
+from shoal.fleet.policy import DISK_CREDIT, HOST_CREDIT, POLICIES, RouterWeights
 from shoal.fleet.worker_spec import WorkerSpec, check_distinct, parse_worker
 
 DEFAULTS = RouterWeights()
+REMOVED_OPTIONS = {  # why a router has no such option any more
+    "overlap_score_credit_decay": "the credit of a cached block does not depend on the waiting prefills",
+    "track_prefill_tokens": "blocks to compute always count",
+    "host_cache_hit_weight": f"a cached block in host memory always counts {HOST_CREDIT:g}",
+    "disk_cache_hit_weight": f"a cached block on disk always counts {DISK_CREDIT:g}",
+}
 # Options of `shoal serve` that are of an engine, of a worker, or a router's own in FleetConfig.
 NOT_OF_A_ROUTER = (
     "max_queued_requests",
@@ -118,22 +124,12 @@ class FleetConfig:
         "blocks to compute that a cached block outweighs: itself, and beyond 1 those that wait there",
         low=0,
     )
-    overlap_score_credit_decay: float = option(
-        DEFAULTS.overlap_score_credit_decay, "how fast that credit fades where more prefills wait", low=0
-    )
-    host_cache_hit_weight: float = option(
-        DEFAULTS.host_cache_hit_weight, "the credit of a block in host memory", low=0
-    )
-    disk_cache_hit_weight: float = option(
-        DEFAULTS.disk_cache_hit_weight, "the credit of a block on disk", low=0
-    )
     decode_active_request_weight: float = option(
         DEFAULTS.decode_active_request_weight, "weight of a running request", low=0
     )
     recent_prefill_weight: float = option(
         DEFAULTS.recent_prefill_weight, "weight of a block that the worker was given to compute lately", low=0
     )
-    track_prefill_tokens: bool = option(DEFAULTS.track_prefill_tokens, "blocks to compute count at all")
     router_temperature: float = option(
         DEFAULTS.router_temperature, "0: the least cost; above, a softmax over the costs draws", low=0
     )

@@ -31,7 +31,7 @@ from typing import Any
 from shoal.config import DEFAULT_MODEL, EngineConfig, KVTransferConfig, ServerConfig, check_lends
 from shoal.errors import ConfigError
 from shoal.fleet.engine_profile import EngineProfile
-from shoal.fleet.fleet_config import NOT_OF_A_ROUTER, FleetConfig
+from shoal.fleet.fleet_config import NOT_OF_A_ROUTER, REMOVED_OPTIONS, FleetConfig
 from shoal.fleet.plane import ROLES
 from shoal.fleet.planes import NATS
 from shoal.fleet.planner import read_profiles
@@ -291,7 +291,7 @@ def _fleet_of(document: Mapping[str, Any]) -> FleetFile:
     plane = table(document, "plane")
     check_keys(plane, ("url",), "[plane]")
     router = table(document, "router")
-    check_keys(router, ROUTER_OPTIONS, "[router]")
+    check_keys(router, ROUTER_OPTIONS, "[router]", REMOVED_OPTIONS)
     if "url" in plane:
         router = {**router, "plane": plane["url"]}
     groups: list[OwnWorkers | ForeignWorkers] = []

@@ -24,6 +24,8 @@ from shoal.errors import ConfigError
 from shoal.fleet.books import Load
 from shoal.fleet.indexer import Overlap, WorkerRank
 
+HOST_CREDIT, DISK_CREDIT = 0.75, 0.25  # Dynamo's defaults: a cached block of these tiers saves this share
+
 
 @dataclass(frozen=True, slots=True)
 class RouterWeights:
@@ -32,13 +34,9 @@ class RouterWeights:
     one that is held, and busy workers lose their prefixes (benchmarks/results/simulated.md)."""
 
     overlap_score_credit: float = 4.0
-    overlap_score_credit_decay: float = 0.0
     prefill_load_scale: float = 4.0
     decode_active_request_weight: float = 0.0
-    host_cache_hit_weight: float = 0.75
-    disk_cache_hit_weight: float = 0.25
     router_temperature: float = 0.0
-    track_prefill_tokens: bool = True
     recent_prefill_weight: float = 0.4
 
 
@@ -105,15 +103,10 @@ def check_policy(policy: str) -> None:
 def kv(
     ask: Ask, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
 ) -> dict[WorkerRank, float]:
-    least = 0
-    if weights.overlap_score_credit_decay > 0:
-        least = min(c.load.prefill_tokens for c in candidates)
-    return {c.rank: kv_cost(ask, c, weights, block_size, least) for c in candidates}
+    return {c.rank: kv_cost(ask, c, weights, block_size) for c in candidates}
 
 
-def kv_cost(
-    ask: Ask, candidate: Candidate, weights: RouterWeights, block_size: int, least_prefill_tokens: int
-) -> float:
+def kv_cost(ask: Ask, candidate: Candidate, weights: RouterWeights, block_size: int) -> float:
     """The cost of one worker, in blocks of `block_size` tokens."""
     load, overlap = candidate.load, candidate.overlap
     cost = (
@@ -121,15 +114,10 @@ def kv_cost(
         + weights.decode_active_request_weight * load.active_requests
         + weights.recent_prefill_weight * load.recent_tokens / block_size
     )
-    if not weights.track_prefill_tokens:
-        return cost
     prompt, waiting = ask.num_tokens / block_size, load.prefill_tokens / block_size
     if overlap.total:
         on_device = weights.overlap_score_credit
-        if weights.overlap_score_credit_decay > 0:
-            beyond = waiting - least_prefill_tokens / block_size
-            on_device /= 1 + weights.overlap_score_credit_decay * beyond / max(1.0, prompt)
-        lower = weights.host_cache_hit_weight * overlap.host + weights.disk_cache_hit_weight * overlap.disk
+        lower = HOST_CREDIT * overlap.host + DISK_CREDIT * overlap.disk
         # What is cached need not be computed: up to one block of credit each. What a credit is above that
         # stands against prefills that wait there, and never hides what is left to compute.
         scale = candidate.block_size / block_size

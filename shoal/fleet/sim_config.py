@@ -23,7 +23,7 @@ from typing import Any
 
 from shoal.errors import ConfigError
 from shoal.fleet.engine_profile import read_profile
-from shoal.fleet.fleet_config import FleetConfig
+from shoal.fleet.fleet_config import REMOVED_OPTIONS, FleetConfig
 from shoal.fleet.fleet_file import ROUTER_OPTIONS, TOP_KEYS, WORKER_OPTIONS, OwnWorkers
 from shoal.fleet.plane import ROLES
 from shoal.fleet.planner_config import PlannerConfig
@@ -210,7 +210,7 @@ def _config_of(
     given = table(document, "sim")
     check_keys(given, SIM_KEYS, "[sim]")
     router = table(document, "router")
-    check_keys(router, ROUTER_OPTIONS, "[router]")
+    check_keys(router, ROUTER_OPTIONS, "[router]", REMOVED_OPTIONS)
     planned = {**table(document, "planner"), **planner}
     check_keys(planned, keys_of(PlannerConfig), "[planner]")
     values = {"model": document["model"], **given}

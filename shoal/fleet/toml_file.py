@@ -65,10 +65,15 @@ def tables(document: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return entries
 
 
-def check_keys(given: Iterable[str], known: Iterable[str], where: str) -> None:
-    """Raises ConfigError for a key that is not known. It names the nearest one, or else all."""
+def check_keys(
+    given: Iterable[str], known: Iterable[str], where: str, removed: Mapping[str, str] | None = None
+) -> None:
+    """Raises ConfigError for a key that is not known. It names the nearest one, or else all. `removed`: for
+    each key of earlier releases, why it was removed."""
     names = sorted(known)
     for name in given:
+        if removed is not None and name in removed:
+            raise ConfigError(f"{where} has {name}, which was removed: {removed[name]}; leave it out")
         if name not in names:
             nearest = difflib.get_close_matches(name, names, n=1, cutoff=CLOSE)
             hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of {', '.join(names)}"

@@ -109,6 +109,11 @@ def test_the_version_is_told_by_the_module_too(capsys):
         ("generate x y", "unrecognized arguments: y"),
         ("pull foo bar", "shoal pull: unrecognized arguments: bar\nusage: shoal pull [options] NAME"),
         ("models rm x --url", "there is no option --url"),
+        (
+            "route --no-track-prefill-tokens",
+            "--no-track-prefill-tokens was removed: blocks to compute always",
+        ),
+        ("route --host-cache-hit-weight=1", "--host-cache-hit-weight was removed: a cached block in host"),
         ("generate --hello", "`--` comes before a PROMPT"),
         ("completion tcsh", "bash"),
         ("models list", "there is rm"),

@@ -9,7 +9,7 @@ import logging
 from shoal import logs
 from shoal.cli.commands.server_options import server_options
 from shoal.config import ServerConfig
-from shoal.fleet.fleet_config import NOT_OF_A_ROUTER, FleetConfig
+from shoal.fleet.fleet_config import NOT_OF_A_ROUTER, REMOVED_OPTIONS, FleetConfig
 from shoal.options import Commands, given_options
 
 DESCRIPTION = """A router: one OpenAI-compatible endpoint for many workers. Each request goes to the worker
@@ -31,6 +31,7 @@ def add_route(commands: Commands) -> None:
         help=worker.metadata["help"],
     )
     parser.add_flags(ServerConfig, "server", but=NOT_OF_A_ROUTER)
+    parser.removed |= REMOVED_OPTIONS
     parser.set_defaults(run=run_route)
 
 

@@ -175,6 +175,10 @@ def test_a_file_of_nothing_but_a_worker_serves_the_default_model(read):
         ("[router]\nprefill_load_scale = 'x'", "prefill_load_scale 'x' is not of the type float"),
         ("[router]\nprefill_load_scale = -1", "prefill_load_scale -1 is outside [0, inf)"),
         ("[router]\nweights = {}", "unknown key 'weights' in [router]"),
+        (
+            "[router]\ntrack_prefill_tokens = false",
+            "[router] has track_prefill_tokens, which was removed: blocks to compute always count; leave it out",
+        ),
         ("[router]\nplane = 'tcp://127.0.0.1:1'", "unknown key 'plane' in [router]"),
         ("[plane]\nulr = 'x'", "unknown key 'ulr' in [plane]; did you mean 'url'?"),
     ],

@@ -20,18 +20,16 @@ DYNAMO = {"overlap_score_credit": 1.0, "prefill_load_scale": 1.0, "recent_prefil
 
 def cost(load, overlap=NOTHING, num_tokens=64, block_size=16, **weights):
     weights = RouterWeights(**DYNAMO | weights)
-    return kv_cost(Ask(num_tokens), Candidate(A, block_size, overlap, load), weights, 16, 0)
+    return kv_cost(Ask(num_tokens), Candidate(A, block_size, overlap, load), weights, 16)
 
 
 @pytest.mark.parametrize(
     "load, overlap, weights, wanted",
     [
         (Load(0, 16, 5 * 16), Overlap(6), {"prefill_load_scale": 2.0}, 7.0),
-        (Load(0, 16, 5 * 16), Overlap(6), {"prefill_load_scale": 2.0, "track_prefill_tokens": False}, 5.0),
         (Load(4, 0, 100 * 16), Overlap(4), {"decode_active_request_weight": 32.0}, 228.0),
         (Load(4, 0, 100 * 16), Overlap(4), {}, 100.0),
         (Load(), Overlap(1, 2, 1), {}, 4 - 1 - 1.5 - 0.25),
-        (Load(0, 64, 0), Overlap(4), {"overlap_score_credit_decay": 1.0}, 8 - 4 / 2),
     ],
 )
 def test_the_cost_has_the_figures_that_dynamos_tests_assert(load, overlap, weights, wanted):
