@@ -18,6 +18,7 @@ from functools import partial
 import torch
 import triton
 
+from shoal.attention.step_input import HostView, SharedPrefixes, StepInput
 from shoal.attention.triton import (
     MIN_SPLIT,
     PREFIX_PROGRAMS_PER_SM,
@@ -25,7 +26,7 @@ from shoal.attention.triton import (
     decode_splits,
     prefix_parts,
 )
-from shoal.kernels.attention import (
+from shoal.kernels.attention.paged_attention import (
     DecodeWorkspace,
     Tiles,
     decode_attention,
@@ -33,9 +34,8 @@ from shoal.kernels.attention import (
     prefill_attention,
     prefill_tiles,
 )
-from shoal.kernels.prefix_attention import prefix_attention, prefix_tiles
+from shoal.kernels.attention.prefix_attention import prefix_attention, prefix_tiles
 from shoal.kernels.state import MAX_GROUPS, GroupField
-from shoal.kernels.step_input import HostView, SharedPrefixes, StepInput
 
 DEVICE = torch.device("cuda")
 BF16 = torch.bfloat16

@@ -274,8 +274,8 @@ def kernels(threads: int) -> None:
     import numpy as np
     import torch
 
-    from shoal.kernels import cpu_linear
-    from shoal.kernels.gguf_tensor import GROUPS, GGUFTensor
+    from shoal.kernels.cpu import linear as cpu_linear
+    from shoal.kernels.quant.gguf_tensor import GROUPS, GGUFTensor
 
     torch.set_num_threads(threads)
     shapes = {

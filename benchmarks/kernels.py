@@ -21,22 +21,12 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 
-from shoal.kernels import (
-    activation,
-    gpu_fp8,
-    gpu_weight,
-    hopper_linear,
-    linear,
-    moe,
-    norm,
-    products,
-    reference,
-    rope,
-    sample,
-    triton_ops,
-)
-from shoal.kernels.fp8_tensor import Fp8Tensor
-from shoal.kernels.int4_tensor import Int4Tensor
+from shoal.kernels import activation, norm, reference, rope, triton_ops
+from shoal.kernels.matmul import dispatch, gpu_fp8, gpu_weight, hopper_linear, linear
+from shoal.kernels.moe import moe
+from shoal.kernels.quant.fp8_tensor import Fp8Tensor
+from shoal.kernels.quant.int4_tensor import Int4Tensor
+from shoal.kernels.sampling import sample
 from shoal.kernels.state import FIELDS, Field, StateLayout
 
 DEVICE = torch.device("cuda")
@@ -101,7 +91,7 @@ PRODUCTS = (
     (151936, 4096, False),
 )
 TILES = [
-    products.Tiles(*cut)
+    dispatch.Tiles(*cut)
     for cut in (
         (4, 512, 4),
         (8, 512, 4),
@@ -125,7 +115,7 @@ TILES = [
 
 
 HOPPER_TILES = [
-    products.HopperTiles(*cut)
+    dispatch.HopperTiles(*cut)
     for cut in (
         (8, 64),
         (16, 64),
@@ -159,7 +149,7 @@ def bench_linear(sweep: bool) -> None:
                 if tiles.num_stages or in_registers:
                     run = partial(_product, tiles, x, weights, gated)
                     others.append((microseconds_of(run, len(weights)), f"{astuple(tiles)}"))
-            for cut in HOPPER_TILES if sweep and rows > 1 and products.gpu_of(x.device).hopper else ():
+            for cut in HOPPER_TILES if sweep and rows > 1 and dispatch.gpu_of(x.device).hopper else ():
                 if (
                     (cut.splits == 1 or not gated)
                     and (rows <= cut.rows or cut.rows >= 64)
@@ -193,13 +183,13 @@ def _cublas(x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int) -
 
 
 def _product(
-    tiles: products.Tiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int
+    tiles: dispatch.Tiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int
 ) -> torch.Tensor:
     return linear.product(tiles, x, weights[i], None, gated)
 
 
 def _hopper(
-    tiles: products.HopperTiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int
+    tiles: dispatch.HopperTiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int
 ) -> torch.Tensor:
     return hopper_linear.hopper_product(tiles, x, weights[i], None, gated)
 
@@ -317,7 +307,7 @@ def bench_sample(sweep: bool) -> None:
 
 
 MOE_BLOCKS = [
-    products.Blocks(*cut)
+    dispatch.Blocks(*cut)
     for cut in (
         (16, 32, 128, 4, 4),
         (16, 64, 128, 4, 3),
@@ -379,7 +369,7 @@ def bench_moe(sweep: bool) -> None:
             )
 
 
-PACKED_BLOCKS = [products.Blocks(rows, 64, 64, 4, 4) for rows in (16, 32, 64, 128)]
+PACKED_BLOCKS = [dispatch.Blocks(rows, 64, 64, 4, 4) for rows in (16, 32, 64, 128)]
 
 
 @functools.cache

@@ -13,10 +13,11 @@ import random
 import statistics
 import time
 
-from shoal.api import Request, SamplingParams
+from shoal.api import Request
 from shoal.config import KVEventsConfig
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.kv.event_publisher import KvEvents
+from shoal.kv.events.publisher import KvEvents
+from shoal.sampling_params import SamplingParams
 
 
 def start(events: KvEvents | None) -> Scheduler:

@@ -1,4 +1,4 @@
-"""Measures the limits by which `shoal.kernels.products` chooses, on the GPU at hand, and prints its line for
+"""Measures the limits by which `shoal.kernels.matmul.dispatch` chooses, on the GPU at hand, and prints its line for
 MEASURED.
 
     python benchmarks/products.py [--quick] [--fp8 | --packed] [--sweep] [--products qkv,down]
@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
-from shoal.kernels import linear
-from shoal.kernels.products import (
+from shoal.kernels.matmul import linear
+from shoal.kernels.matmul.dispatch import (
     GPU,
     After,
     Before,
@@ -161,14 +161,14 @@ def _in_few_bits(weights: list[Any], x: Any, residual: torch.Tensor, after: Afte
 
 def _by_torch(weights: list[Any], x: Any, out: torch.Tensor, i: int) -> None:
     """The product of fp8 rows alone, whatever follows it."""
-    from shoal.kernels import fp8_linear
+    from shoal.kernels.matmul import fp8_linear
 
     fp8_linear._by_torch(x, weights[i].matrix, None, out, False)
 
 
 def _fp8_weights(plain: list[torch.Tensor], scales: str) -> list[Any]:
-    from shoal.kernels import gpu_fp8
-    from shoal.kernels.fp8_tensor import Fp8Tensor
+    from shoal.kernels.matmul import gpu_fp8
+    from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 
     (outs, inputs), fp8 = plain[0].shape, torch.float8_e4m3fn
     if scales == "outputs":
@@ -182,7 +182,7 @@ def _fp8_weights(plain: list[torch.Tensor], scales: str) -> list[Any]:
 def fp8_table(names: set[str], all_rows: list[int], sweep: bool) -> None:
     from kernels import COLD_BYTES, microseconds_of, randn
 
-    from shoal.kernels.fp8_quantize import quantize
+    from shoal.kernels.quant.fp8_quantize import quantize
 
     bandwidth = copy_bandwidth()
     print(f"a copy: {bandwidth / 1e6:.2f} TB/s\n")
@@ -220,7 +220,7 @@ def fp8_table(names: set[str], all_rows: list[int], sweep: bool) -> None:
 
 def _fastest_fp8(weights: list[Any], x: torch.Tensor, shape: Shape) -> str:
     """Tiles of few rows alone are tried."""
-    from shoal.kernels import fp8_linear
+    from shoal.kernels.matmul import fp8_linear
 
     rows, out = len(x), x.new_zeros(len(x), shape.outs)
     tall = min(64, max(16, 1 << (rows - 1).bit_length()))
@@ -259,7 +259,7 @@ def _bytes(*shape: int) -> torch.Tensor:
 
 
 def _int4(outs: int, inputs: int, group: int, zero: int) -> Any:
-    from shoal.kernels.int4_tensor import Int4Tensor
+    from shoal.kernels.quant.int4_tensor import Int4Tensor
 
     scales = torch.full((outs, inputs // group), 0.01)
     zeros = torch.full(scales.shape, zero, dtype=torch.uint8)
@@ -267,15 +267,15 @@ def _int4(outs: int, inputs: int, group: int, zero: int) -> Any:
 
 
 def _mxfp4(outs: int, inputs: int) -> Any:
-    from shoal.kernels.mxfp4_tensor import Mxfp4Tensor
+    from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
 
     return Mxfp4Tensor.of(_bytes(outs, inputs // 2), torch.full((outs, inputs // 32), 120, dtype=torch.uint8))
 
 
 def _gguf(kind: str, outs: int, inputs: int) -> Any:
     """Scales are any numbers, as no speed depends on them, but zeros where they might be none."""
-    from shoal.kernels.ggml_types import GROUPS
-    from shoal.kernels.gguf_tensor import GGUFTensor
+    from shoal.kernels.quant.ggml_types import GROUPS
+    from shoal.kernels.quant.gguf_tensor import GGUFTensor
 
     size, num_bytes = GROUPS[kind]
     return GGUFTensor(kind, (outs, inputs), (_bytes(outs, inputs // size * num_bytes) & 0x33).numpy())
@@ -284,7 +284,7 @@ def _gguf(kind: str, outs: int, inputs: int) -> Any:
 def packed_table(names: set[str], all_rows: list[int], quick: bool, sweep: bool) -> None:
     from kernels import COLD_BYTES, microseconds_of, randn
 
-    from shoal.kernels import gpu_weight, packed_linear
+    from shoal.kernels.matmul import gpu_weight, packed_linear
 
     bandwidth = copy_bandwidth()
     print(f"a copy: {bandwidth / 1e6:.2f} TB/s\n")

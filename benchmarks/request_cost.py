@@ -31,23 +31,23 @@ from uvicorn.server import ServerState
 from shoal.api import FinishReason, Output
 from shoal.config import ServerConfig
 from shoal.fleet.clock import LoopClock
-from shoal.fleet.dispatcher import Dispatcher
-from shoal.fleet.fleet_engine import FleetEngine
-from shoal.fleet.indexer import KvIndexer
-from shoal.fleet.kv_router import KvRouter
-from shoal.fleet.remote_engine import RemoteEngine
+from shoal.fleet.index.indexer import KvIndexer
+from shoal.fleet.native.fleet_engine import FleetEngine
+from shoal.fleet.native.remote_engine import RemoteEngine
+from shoal.fleet.native.worker_wire import decode_to_worker, encode
+from shoal.fleet.routing.dispatcher import Dispatcher
+from shoal.fleet.routing.kv_router import KvRouter
 from shoal.fleet.worker import Worker, WorkerInfo
-from shoal.fleet.worker_wire import decode_to_worker, encode
-from shoal.logs import set_up
 from shoal.model_card import ModelCard
 from shoal.server.app import Server
-from shoal.server.catalog import Catalog
-from shoal.server.connection import Connections
-from shoal.server.model import served_model
-from shoal.server.request_log import RefusalLog
+from shoal.server.http.connection import Connections
+from shoal.server.http.request_log import RefusalLog
 from shoal.server.routes import PUBLIC_ROUTES, described
 from shoal.server.run import _settings
-from shoal.tokenizer import load_tokenizer
+from shoal.server.served.catalog import Catalog
+from shoal.server.served.model import served_model
+from shoal.telemetry.logs import set_up
+from shoal.text.tokenizer import load_tokenizer
 from shoal.weights.source import resolve
 from shoal.wire import Add, ModelInfo, Outputs
 

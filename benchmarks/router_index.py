@@ -28,8 +28,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from shoal.fleet.indexer import KvIndexer, WorkerRank
-from shoal.fleet.prefix_tree import DEVICE
+from shoal.fleet.index.indexer import KvIndexer, WorkerRank
+from shoal.fleet.index.prefix_tree import DEVICE
 from shoal.hashing import block_hashes, sequence_hashes
 
 try:

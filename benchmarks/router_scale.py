@@ -33,18 +33,18 @@ import msgspec
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from shoal.fleet.books import AnyChange
-from shoal.fleet.dispatcher import Dispatcher, Wanted
-from shoal.fleet.engine_profile import EngineProfile
-from shoal.fleet.indexer import KvIndexer, WorkerRank
-from shoal.fleet.kv_router import KvRouter
-from shoal.fleet.observation import DecodeLoad, Observation
-from shoal.fleet.plane_inbox import encode
-from shoal.fleet.planner import PlannerState, decide
-from shoal.fleet.planner_config import PlannerConfig
-from shoal.fleet.prefix_tree import DEVICE
-from shoal.fleet.shared_books import News
-from shoal.fleet.sim_timing import profile_of
+from shoal.fleet.index.indexer import KvIndexer, WorkerRank
+from shoal.fleet.index.prefix_tree import DEVICE
+from shoal.fleet.planner.config import PlannerConfig
+from shoal.fleet.planner.engine_profile import EngineProfile
+from shoal.fleet.planner.observation import DecodeLoad, Observation
+from shoal.fleet.planner.planner import PlannerState, decide
+from shoal.fleet.pool.replica_sync import News
+from shoal.fleet.registry.subscription import encode
+from shoal.fleet.routing.active_requests import AnyChange
+from shoal.fleet.routing.dispatcher import Dispatcher, Wanted
+from shoal.fleet.routing.kv_router import KvRouter
+from shoal.fleet.simulator.timing import profile_of
 from shoal.fleet.traffic import Traffic
 from shoal.fleet.worker import Worker, WorkerInfo
 from shoal.hashing import sequence_hashes

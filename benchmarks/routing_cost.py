@@ -49,14 +49,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from shoal.api import FinishReason, Output, Request
 from shoal.collector import Collector
-from shoal.fake import FakeEngine
+from shoal.fake_engine import FakeEngine
 from shoal.fleet.clock import LoopClock
-from shoal.fleet.plane_workers import member_of
-from shoal.fleet.planes import open_plane
-from shoal.fleet.worker_port import WorkerPort
-from shoal.metrics import ModelMetrics
+from shoal.fleet.native.membership import member_of
+from shoal.fleet.native.worker_server import WorkerPort
+from shoal.fleet.registry.open import open_plane
 from shoal.model_card import ModelCard
-from shoal.server.admission import Admission
+from shoal.server.served.admission import Admission
+from shoal.telemetry.metrics import ModelMetrics
 from shoal.wire import ModelInfo
 
 MODEL = "bench"

@@ -66,8 +66,8 @@ REPLY = (
 
 def load_model():
     """Tokenizer and fake engine: the same for all."""
-    from shoal.fake import FakeEngine
-    from shoal.tokenizer import load_tokenizer
+    from shoal.fake_engine import FakeEngine
+    from shoal.text.tokenizer import load_tokenizer
     from shoal.weights.source import resolve
 
     tokenizer = load_tokenizer(resolve("smollm2"))
@@ -77,8 +77,8 @@ def load_model():
 def our_app():
     from shoal.config import ServerConfig
     from shoal.server.app import create_app
-    from shoal.server.catalog import Catalog
-    from shoal.server.model import ServedModel
+    from shoal.server.served.catalog import Catalog
+    from shoal.server.served.model import ServedModel
 
     tokenizer, engine = load_model()
     model = ServedModel(
@@ -171,7 +171,7 @@ def fastapi_app():
     from tokenizers.decoders import DecodeStream
 
     from shoal.api import Request as EngineRequest
-    from shoal.api import SamplingParams
+    from shoal.sampling_params import SamplingParams
 
     logger = logging.getLogger("baseline")
     tokenizer, engine = load_model()

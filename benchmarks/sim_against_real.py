@@ -32,10 +32,10 @@ import aiohttp
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from shoal.fleet.planner_config import PlannerConfig
-from shoal.fleet.sim_config import SimConfig, SimWorkers
-from shoal.fleet.sim_trace import Trace, make_sine
-from shoal.fleet.simulator import Simulation
+from shoal.fleet.planner.config import PlannerConfig
+from shoal.fleet.simulator.config import SimConfig, SimWorkers
+from shoal.fleet.simulator.simulator import Simulation
+from shoal.fleet.simulator.trace import Trace, make_sine
 from tests.serving import PYTHON, ROOT, free_port
 from tests.tiny import VOCAB, write_model
 

@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sim_report import BUDGET, TARGETS, note, parser_of, save, sized_fleet, subplots, table, write
 
-from shoal.fleet.planner_config import PlannerConfig
-from shoal.fleet.sim_config import SimConfig, SimWorkers
-from shoal.fleet.sim_trace import make_customers, make_sine
-from shoal.fleet.simulator import Simulation
+from shoal.fleet.planner.config import PlannerConfig
+from shoal.fleet.simulator.config import SimConfig, SimWorkers
+from shoal.fleet.simulator.simulator import Simulation
+from shoal.fleet.simulator.trace import make_customers, make_sine
 
 PERIOD_S, NUM_PERIODS = 150.0, 10
 SLA: dict[str, Any] = {"enabled": True, "mode": "sla", "max_gpu_budget": BUDGET, "load_season": PERIOD_S}

@@ -24,10 +24,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sim_report import note, parser_of, save, subplots, table, write
 
-from shoal.fleet.policy import POLICIES, RouterWeights
-from shoal.fleet.sim_config import SimConfig, SimWorkers
-from shoal.fleet.sim_trace import Trace, make_customers, read_trace
-from shoal.fleet.simulator import Simulation
+from shoal.fleet.routing.policy import POLICIES, RouterWeights
+from shoal.fleet.simulator.config import SimConfig, SimWorkers
+from shoal.fleet.simulator.simulator import Simulation
+from shoal.fleet.simulator.trace import Trace, make_customers, read_trace
 
 MODEL, NUM_WORKERS = "qwen3-8b", 8
 CUSTOMERS, CONTEXT, QUESTION, OPEN_QUESTIONS, ANSWER = 150, 6000, 1200, 5, 200

@@ -11,8 +11,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from shoal.fleet.planner_config import PlannerConfig
-from shoal.fleet.sim_config import SimConfig, SimWorkers
+from shoal.fleet.planner.config import PlannerConfig
+from shoal.fleet.simulator.config import SimConfig, SimWorkers
 
 TARGETS: dict[str, Any] = {"ttft": 1.0, "itl": 0.1}
 BUDGET = 12  # GPUs

@@ -19,8 +19,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from sim_report import BUDGET, note, parser_of, save, sized_fleet, subplots, table, write
 
-from shoal.fleet.sim_trace import Trace, make_sine, merge_traces
-from shoal.fleet.simulator import Simulation
+from shoal.fleet.simulator.simulator import Simulation
+from shoal.fleet.simulator.trace import Trace, make_sine, merge_traces
 
 WAKE_S = 2.0
 UP = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)

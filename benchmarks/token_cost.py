@@ -21,21 +21,22 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from shoal.api import FinishReason, Output, Request, SamplingParams
+from shoal.api import FinishReason, Output, Request
 from shoal.collector import Collector
-from shoal.fake import FakeEngine
+from shoal.fake_engine import FakeEngine
 from shoal.fleet.clock import LoopClock
-from shoal.fleet.dispatcher import Dispatcher
-from shoal.fleet.fleet_engine import FleetEngine
-from shoal.fleet.indexer import KvIndexer
-from shoal.fleet.kv_router import KvRouter
-from shoal.fleet.remote_engine import RemoteEngine
+from shoal.fleet.index.indexer import KvIndexer
+from shoal.fleet.native.fleet_engine import FleetEngine
+from shoal.fleet.native.remote_engine import RemoteEngine
+from shoal.fleet.native.worker_server import WorkerPort
+from shoal.fleet.routing.dispatcher import Dispatcher
+from shoal.fleet.routing.kv_router import KvRouter
 from shoal.fleet.worker import Worker, WorkerInfo
-from shoal.fleet.worker_port import WorkerPort
-from shoal.metrics import ModelMetrics
 from shoal.model_card import ModelCard
-from shoal.server.admission import Admission
-from shoal.time_line import Timeline
+from shoal.sampling_params import SamplingParams
+from shoal.server.served.admission import Admission
+from shoal.telemetry.metrics import ModelMetrics
+from shoal.telemetry.timeline import Timeline
 from shoal.wire import ModelInfo, Outputs, decode_from_core, encode
 
 STEP_S = 0.01

@@ -25,9 +25,9 @@ from report import write_json
 from shoal.errors import ShoalError
 from shoal.kv.layout import CacheSpec, Layout
 from shoal.kv.storage import Memory, device_memory, shared_memory
-from shoal.kv.ticket import WindowAddress
-from shoal.kv.transport import Peer, Pull, Reach
-from shoal.kv.transport_registry import TRANSPORTS, Transports
+from shoal.kv.transfer.registry import TRANSPORTS, Transports
+from shoal.kv.transfer.ticket import WindowAddress
+from shoal.kv.transfer.transport import Peer, Pull, Reach
 from shoal.kv.view import BlockView
 
 QWEN3_8B = CacheSpec(Layout.WHOLE_BLOCKS, 36, 8, 128, "bfloat16", 16)

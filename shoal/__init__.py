@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from shoal.api import (
+from shoal.api import Logprob
+from shoal.engine_args import EngineArgs
+from shoal.inputs import TextPrompt, TokensPrompt
+from shoal.outputs import (
     BeamSearchOutput,
-    BeamSearchParams,
     BeamSearchSequence,
     CompletionOutput,
     EmbeddingOutput,
     EmbeddingRequestOutput,
-    Logprob,
     RequestOutput,
-    SamplingParams,
-    StructuredOutputsParams,
 )
-from shoal.engine_args import EngineArgs
-from shoal.inputs import TextPrompt, TokensPrompt
+from shoal.sampling_params import BeamSearchParams, SamplingParams, StructuredOutputsParams
 from shoal.version import __version__
 
 if TYPE_CHECKING:

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shoal.api import GENERATION_FIELDS, SamplingParams, sampling_defaults
 from shoal.errors import ConfigError, RequestError
-from shoal.fields import check_fields, option
+from shoal.option_fields import check_fields, option
+from shoal.sampling_params import GENERATION_FIELDS, SamplingParams, sampling_defaults
 from shoal.vllm_options import EARLIER_OPTIONS, ENGINE_OPTIONS, NESTED_OPTIONS, translate
 
 logger = logging.getLogger(__name__)

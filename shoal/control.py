@@ -15,7 +15,8 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
 
-from shoal.api import Engine, MemoryReport, SleepState, check_sleep, check_tags
+from shoal.api import Engine, check_sleep, check_tags
+from shoal.stats import MemoryReport, SleepState
 
 Result = TypeVar("Result")
 

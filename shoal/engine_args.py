@@ -7,9 +7,9 @@ import dataclasses
 import typing
 from typing import Any
 
+from shoal.argument_parser import argument_of, argument_of_vllm, flag_of
 from shoal.config import EngineConfig
-from shoal.fields import described
-from shoal.options import argument_of, argument_of_vllm, flag_of
+from shoal.option_fields import described
 from shoal.vllm_options import ENGINE_OPTIONS
 
 

@@ -1,19 +1,113 @@
-"""The names that vLLM's scripts import from `outputs`. `shoal/api.py` defines them."""
+"""Results of offline generation, with the names that vLLM has in this module."""
 
-from shoal.api import (
-    BeamSearchOutput,
-    BeamSearchSequence,
-    CompletionOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    RequestOutput,
-)
+from __future__ import annotations
 
-__all__ = [
-    "BeamSearchOutput",
-    "BeamSearchSequence",
-    "CompletionOutput",
-    "EmbeddingOutput",
-    "EmbeddingRequestOutput",
-    "RequestOutput",
-]
+from dataclasses import dataclass
+
+from shoal.api import TokenLogprobs
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One answer. `text` is empty when detokenization is off. If finish_reason is "error", `error` says why,
+    and text and tokens are those that came before."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    error: str | None = None
+    # vLLM's, which mean nothing here.
+    lora_request: None = None
+    routed_experts: None = None
+    kv_transfer_params: None = None
+
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """The times of a request in seconds, with vLLM's names: `arrival_time` by the wall clock, the others by
+    time.monotonic. They are of the first answer, if there are several."""
+
+    arrival_time: float
+    queued_ts: float
+    scheduled_ts: float = 0.0  # 0.0: not yet
+    first_token_ts: float = 0.0
+    last_token_ts: float = 0.0
+    first_token_latency: float = 0.0  # between arrival and first token
+    num_generation_tokens: int = 0
+    is_corrupted: bool = False
+
+    def count(self, num_tokens: int, queued_seconds: float, now: float) -> None:
+        """Takes in tokens that came at `now`. queued_seconds: what the first output says of the queue."""
+        if not self.num_generation_tokens:
+            self.scheduled_ts = self.queued_ts + queued_seconds
+            self.first_token_ts, self.first_token_latency = now, now - self.queued_ts
+        self.last_token_ts = now
+        self.num_generation_tokens += num_tokens
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """All answers to one prompt, as `LLM.generate` returns them."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool = False
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    num_cached_tokens: int | None = None
+    metrics: RequestMetrics | None = None  # with disable_log_stats=False
+    # vLLM's, which mean nothing here.
+    lora_request: None = None
+    encoder_prompt: None = None
+    encoder_prompt_token_ids: None = None
+    kv_transfer_params: None = None
+
+
+@dataclass(slots=True)
+class BeamSearchSequence:
+    """One beam: `tokens` are the prompt's ids and the generated ones; `text` is both as text, None without a
+    tokenizer."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]  # one a generated token
+    cum_logprob: float = 0.0
+    text: str | None = None
+    finish_reason: str | None = None  # "stop" at an end-of-text id, "length" at a limit of tokens
+    stop_reason: int | str | None = None  # the end-of-text id
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """The `beam_width` best beams of one prompt, the best first, as `LLM.beam_search` returns them."""
+
+    sequences: list[BeamSearchSequence]
+
+
+@dataclass(slots=True)
+class EmbeddingOutput:
+    """The hidden state after a prompt's last token: [hidden size], of unit length."""
+
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        return len(self.embedding)
+
+
+@dataclass(slots=True)
+class EmbeddingRequestOutput:
+    """The embedding of one prompt, as `LLM.embed` returns it."""
+
+    request_id: str
+    outputs: EmbeddingOutput
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int | None = None

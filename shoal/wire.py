@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 
 from shoal import errors
-from shoal.api import Output, Request, Stats
+from shoal.api import Output, Request
 from shoal.config import EngineConfig
 from shoal.control import AnyCommand, Command, name_of
 from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError
+from shoal.stats import Stats
 
 BEAT_S = 0.5  # between two signs of life of a core
 

@@ -168,7 +168,7 @@ def write_whole(folder: Path) -> None:
     """The two checkpoints that are damaged."""
     from shoal.weights.gguf_header import read_header
     from tests import texts, tiny
-    from tests.cpu.test_weights_gguf import write_gguf
+    from tests.cpu.weights.test_weights_gguf import write_gguf
 
     tiny.write_model(folder, "qwen3-moe")
     (folder / "qwen3-moe").rename(folder / "hf")
@@ -202,7 +202,7 @@ def write_whole(folder: Path) -> None:
 
 
 def parse(path: Path) -> Gguf:
-    from shoal.kernels.ggml_types import TYPES
+    from shoal.kernels.quant.ggml_types import TYPES
     from shoal.weights.gguf_header import read_header
 
     header, content = read_header(path), path.read_bytes()
@@ -435,7 +435,7 @@ def open_checkpoint(path: Path, load: bool) -> None:
     from shoal.config import EngineConfig
     from shoal.engine.resolve import resolve_config
     from shoal.models.rope import rope_frequencies
-    from shoal.tokenizer import load_tokenizer
+    from shoal.text.tokenizer import load_tokenizer
     from shoal.weights.loader import check_shapes
     from shoal.weights.source import resolve
 

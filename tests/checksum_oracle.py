@@ -1,4 +1,4 @@
-"""What kernels/checksum.py computes, in Python's own integers."""
+"""What kernels/copy/checksum.py computes, in Python's own integers."""
 
 import torch
 

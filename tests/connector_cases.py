@@ -7,8 +7,8 @@ import textwrap
 
 import psutil
 
-from shoal.fleet.connector import Component
-from shoal.fleet_api import WorkerState
+from shoal.fleet.connectors.connector import Component
+from shoal.fleet_views import WorkerState
 
 START_TIMEOUT_S = 2.0
 WORKER = textwrap.dedent(

@@ -4,15 +4,15 @@ docs/metrics.md: `python -m tests.exported_metrics`."""
 import re
 from pathlib import Path
 
-from shoal.api import KvLoans, KvTierStats, KvTransferStats, Stats
 from shoal.fleet.clock import LoopClock, run_virtual
-from shoal.fleet.fleet import Fleet
-from shoal.fleet.fleet_config import FleetConfig
-from shoal.fleet.model_fleet import ModelFleet
-from shoal.fleet.observation import DecodeLoad, Observation
-from shoal.fleet.planner_metrics import PlannerCounts, of_planner
-from shoal.fleet_api import PlannerView
-from shoal.metrics import HttpMetrics, ModelMetrics
+from shoal.fleet.config import FleetConfig
+from shoal.fleet.planner.observation import DecodeLoad, Observation
+from shoal.fleet.pool.fleet import Fleet
+from shoal.fleet.pool.model_pool import ModelFleet
+from shoal.fleet.scaling.counts import PlannerCounts, of_planner
+from shoal.fleet_views import PlannerView
+from shoal.stats import KvLoans, KvTierStats, KvTransferStats, Stats
+from shoal.telemetry.metrics import HttpMetrics, ModelMetrics
 
 PAGE = Path(__file__).parents[1] / "docs/metrics.md"
 HEAD_OF_TABLE = "| metric | type | labels | of | what |"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from shoal.errors import UnavailableError
-from shoal.fleet.connector import Component, component_of
-from shoal.fleet_api import WorkerState
+from shoal.fleet.connectors.connector import Component, component_of
+from shoal.fleet_views import WorkerState
 
 
 class FakeConnector:

@@ -16,12 +16,12 @@ from pathlib import Path
 
 from shoal.api import Request
 from shoal.config import ServerConfig
-from shoal.fake import FakeEngine
+from shoal.fake_engine import FakeEngine
 from shoal.server.app import create_admin_app, create_app
-from shoal.server.catalog import Catalog
-from shoal.server.model import ServedModel
 from shoal.server.run import open_ports, serve_until, url_of
-from shoal.tokenizer import Tokenizer
+from shoal.server.served.catalog import Catalog
+from shoal.server.served.model import ServedModel
+from shoal.text.tokenizer import Tokenizer
 
 NAME = "tiny"
 END = 257

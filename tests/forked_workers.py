@@ -20,11 +20,11 @@ import socket
 import subprocess
 import sys
 
-import shoal.cli.route
-import shoal.cli.serve  # noqa: F401 - imported here once, for all
-from shoal import logs
+import shoal.apps.route
+import shoal.apps.serve  # noqa: F401 - imported here once, for all
 from shoal.cli.main import main
 from shoal.engine.process import core_main, core_process
+from shoal.telemetry import logs
 from tests.fleet_processes import Processes
 from tests.serving import PYTHON, ROOT
 

@@ -12,15 +12,15 @@ import numpy as np
 import torch
 from msgspec.structs import replace
 
-from shoal.kv.advance import Advancer
 from shoal.kv.blocks import BlockPool
 from shoal.kv.layout import ITEM_BYTES, CacheSpec
-from shoal.kv.offer_server import OfferServer
-from shoal.kv.offers import Offers
 from shoal.kv.storage import device_memory, host_memory, pinned_memory, shared_memory
-from shoal.kv.ticket import WindowAddress
-from shoal.kv.transport import Reach
-from shoal.kv.transport_registry import TRANSPORTS, Transports, Windows
+from shoal.kv.transfer.advance import Advancer
+from shoal.kv.transfer.offer_server import OfferServer
+from shoal.kv.transfer.offers import Offers
+from shoal.kv.transfer.registry import TRANSPORTS, Transports, Windows
+from shoal.kv.transfer.ticket import WindowAddress
+from shoal.kv.transfer.transport import Reach
 from shoal.kv.view import BlockView, TensorView
 from tests.kv_cases import AXES, on_host
 

@@ -4,8 +4,8 @@ import random
 from array import array
 
 from shoal.hashing import extend_keys, root_key
-from shoal.kv.block_file import BlockMeta
 from shoal.kv.layout import CacheSpec, Layout
+from shoal.kv.tiers.block_file import BlockMeta
 
 SIZE = 4  # tokens
 BYTES = 512

@@ -16,9 +16,9 @@ from msgspec.structs import replace
 from shoal.kv.block_map import BlockCopyError
 from shoal.kv.layout import CacheSpec, Layout
 from shoal.kv.storage import Storage
-from shoal.kv.ticket import Failure, TransferError, WindowAddress
-from shoal.kv.transport import Pull
-from shoal.kv.transport_registry import TRANSPORTS, Transports
+from shoal.kv.transfer.registry import TRANSPORTS, Transports
+from shoal.kv.transfer.ticket import Failure, TransferError, WindowAddress
+from shoal.kv.transfer.transport import Pull
 from shoal.kv.view import BlockView
 from tests.kv_cases import contents
 from tests.kv_owner import KINDS, Owner, OwnerProcess, fill, logical, ranks_of, share_of

@@ -10,7 +10,7 @@ import subprocess
 import pytest
 from playwright.sync_api import sync_playwright
 
-from shoal.server.web_page import web_page
+from shoal.server.operator.web_page import web_page
 
 CHROMIUM = "/usr/bin/chromium"
 # Without these the browser calls home.

@@ -209,8 +209,8 @@ def over_http() -> str:
     lanes = [
         ("client", "any OpenAI client"),
         ("App", "server/app.py"),
-        ("an endpoint", "server/chat.py ..."),
-        ("Generation", "server/generation.py"),
+        ("an endpoint", "server/apis/chat.py ..."),
+        ("Generation", "server/served/generation.py"),
         ("AsyncLLM", "process/"),
         ("core_main", "process/"),
         ("EngineCore", "engine/core.py"),
@@ -240,7 +240,7 @@ def over_http() -> str:
 def sleep() -> str:
     lanes = [
         ("operator", "or a trainer"),
-        ("admin port", "server/admin.py"),
+        ("admin port", "server/operator/admin.py"),
         ("Sleeper", "lifecycle/sleep.py"),
         ("step loop", "engine/core.py"),
         ("Scheduler", "and the tiers"),
@@ -274,8 +274,8 @@ def blocks() -> str:
         ("Writer, Fetcher", "offload/"),
         ("RankTransfers", "offload/transfers.py"),
         ("every rank", "runner/"),
-        ("host slab", "kv/host.py"),
-        ("disk, store", "kv/disk.py ..."),
+        ("host slab", "kv/tiers/host.py"),
+        ("disk, store", "kv/tiers/disk.py ..."),
     ]
     steps: list[Step | Note] = [
         Note("down"),

@@ -13,8 +13,8 @@ import ctypes
 import torch
 import torch.nn.functional as F
 
-from shoal.kernels import cpu_build
-from shoal.kernels.step_input import StepInput
+from shoal.attention.step_input import StepInput
+from shoal.kernels.cpu import build as cpu_build
 
 
 class CpuBackend:

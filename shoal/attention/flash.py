@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from shoal.attention.step_input import StepInput
 from shoal.attention.triton import TritonBackend
 from shoal.errors import ConfigError
-from shoal.kernels.step_input import StepInput
 
 
 def import_or_refuse(module: str, package: str, option: str) -> ModuleType:

@@ -10,9 +10,9 @@ from functools import partial
 
 import torch
 
+from shoal.attention.step_input import AttentionBackend
 from shoal.config import ResolvedConfig
 from shoal.errors import ConfigError
-from shoal.kernels.step_input import AttentionBackend
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,8 @@
 """The GPU's attention backend: Triton kernels on the paged cache.
 
 This file chooses the kernel and the number of splits, and owns the decode workspace. The kernels are in
-kernels/attention.py, kernels/prefix_attention.py (prefixes which decodes share) and
-kernels/hopper_attention.py (large prefills on Hopper).
+kernels/attention/paged_attention.py, kernels/attention/prefix_attention.py (prefixes which decodes share) and
+kernels/attention/hopper_attention.py (large prefills on Hopper).
 Shapes: T tokens of the step, H query heads, G kv heads, N head size.
 """
 
@@ -15,7 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shoal.kernels.attention import (
+from shoal.attention.step_input import HostView, StepInput
+from shoal.kernels.attention.fp8_cache import unpack_blocks
+from shoal.kernels.attention.paged_attention import (
     DecodeWorkspace,
     PrefillWorkspace,
     chunk_rows,
@@ -23,13 +25,11 @@ from shoal.kernels.attention import (
     num_prefill_tasks,
     prefill_attention,
 )
-from shoal.kernels.fp8_blocks import unpack_blocks
+from shoal.kernels.attention.prefix_attention import prefix_attention
 from shoal.kernels.hopper import HAS_GLUON, empty_product_input
-from shoal.kernels.prefix_attention import prefix_attention
-from shoal.kernels.step_input import HostView, StepInput
 
 if HAS_GLUON:
-    from shoal.kernels import hopper_attention as hopper
+    from shoal.kernels.attention import hopper_attention as hopper
 
 PROGRAMS_PER_SM = 4  # as many decode programs run on an SM at once
 # A decode batch that just fills the GPU is cut into this many waves, so that unequal lengths even out.

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from shoal.api import SamplingParams
 from shoal.errors import RequestError
+from shoal.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from shoal.bench.floor import Ceilings, Floor

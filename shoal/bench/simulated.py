@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from shoal.bench.serving import import_figure, save_picture
-from shoal.fleet.simulator import Simulation
+from shoal.fleet.simulator.simulator import Simulation
 
 BINS = 100  # parts of the time, in which requests are counted
 

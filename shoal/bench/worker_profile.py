@@ -1,4 +1,4 @@
-"""`shoal plan --profile`: what one worker can do, measured for the planner (shoal/fleet/engine_profile.py).
+"""`shoal plan --profile`: what one worker can do, measured for the planner (shoal/fleet/planner/engine_profile.py).
 
 Prompts are random tokens, so that nothing is cached. The time to a first token is that of a request alone.
 For the time between tokens, as many requests of one context length as make the cache as full as is asked
@@ -14,10 +14,18 @@ from random import Random
 from statistics import median
 from typing import TYPE_CHECKING
 
-from shoal.api import Request, SamplingParams
+from shoal.api import Request
 from shoal.bench.offline import describe_machine
 from shoal.bench.serving import import_figure, save_picture
-from shoal.fleet.engine_profile import NOISE, DecodePoint, PrefillPoint, ProfileData, check_profile, with_room
+from shoal.fleet.planner.engine_profile import (
+    NOISE,
+    DecodePoint,
+    PrefillPoint,
+    ProfileData,
+    check_profile,
+    with_room,
+)
+from shoal.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from shoal.engine.llm import LLM

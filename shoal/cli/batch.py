@@ -14,6 +14,8 @@ from typing import Any
 
 import msgspec
 
+from shoal.apps.join import Planned
+from shoal.apps.serve import card_of, start_engine
 from shoal.cli.batch_files import (
     AnswerFile,
     BatchAnswer,
@@ -24,13 +26,11 @@ from shoal.cli.batch_files import (
     read_lines,
     refusal_of,
 )
-from shoal.cli.join import Planned
-from shoal.cli.serve import card_of, start_engine
 from shoal.config import EngineConfig, ServerConfig
 from shoal.errors import ConfigError, UnavailableError
 from shoal.server.app import Server, create_app
-from shoal.server.catalog import Catalog
-from shoal.server.model import served_model
+from shoal.server.served.catalog import Catalog
+from shoal.server.served.model import served_model
 from shoal.weights.source import resolve
 
 # SHOAL_API_KEY of a machine's servers closes this one, too, so a batch brings a key of its own.

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from shoal.api import SamplingParams
+from shoal.argument_parser import CLOSE, SAMPLING
 from shoal.cli.keyboard import FENCE, Keyboard
 from shoal.cli.speakers import ContextFullError, Message, Piece, Settings, Speaker
 from shoal.cli.terminal import Raw, Wrapped, Writer, is_dumb, note
 from shoal.config import DEFAULT_MODEL
 from shoal.errors import RequestError, ShoalError
-from shoal.options import CLOSE, SAMPLING
+from shoal.sampling_params import SamplingParams
 from shoal.version import __version__
 
 LEAVE = ("bye", "quit", "exit")

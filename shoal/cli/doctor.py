@@ -12,9 +12,9 @@ from shoal.config import DEFAULT_MODEL, ServerConfig
 from shoal.doctor.examine import examine
 from shoal.doctor.finding import Asked, Finding, Verdict
 from shoal.errors import ConfigError
-from shoal.fleet.fleet_config import FleetConfig
-from shoal.fleet.fleet_file import FleetFile, OwnWorkers, read_fleet_file
-from shoal.fleet.planner_config import PlannerConfig
+from shoal.fleet.config import FleetConfig
+from shoal.fleet.file.fleet_file import FleetFile, OwnWorkers, read_fleet_file
+from shoal.fleet.planner.config import PlannerConfig
 
 WIDTH = 80
 VERDICT_WIDTH = 13

@@ -7,8 +7,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from shoal.server.request_fields import Ignored, Refused, fields_of
-from shoal.server.route import Route
+from shoal.server.http.request_fields import Ignored, Refused, fields_of
+from shoal.server.http.route import Route
 from shoal.server.routes import PUBLIC_ROUTES
 
 PAGE = Path(__file__).parents[2] / "docs" / "request-fields.md"

@@ -11,7 +11,7 @@ from typing import Any
 
 from shoal.cli.terminal import is_dumb, note
 from shoal.errors import ConfigError
-from shoal.user_folders import state_folder
+from shoal.files.user_dirs import state_folder
 
 HISTORY_LINES = 1000
 FENCE = '"""'

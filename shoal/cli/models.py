@@ -14,7 +14,7 @@ from typing import Any
 
 from shoal.config import DEFAULT_MODEL
 from shoal.errors import CheckpointError, ConfigError
-from shoal.user_folders import cache_folder
+from shoal.files.user_dirs import cache_folder
 from shoal.weights import default_model, store
 from shoal.weights.hub_names import hub_model
 from shoal.weights.source import resolve

@@ -10,12 +10,12 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from shoal.api import SamplingParams, StructuredOutputsParams
+from shoal.argument_parser import flag_of
 from shoal.config import EngineConfig, KVEventsConfig, KVTransferConfig, ServerConfig, StructuredOutputsConfig
-from shoal.fields import Limits, interval, kind_of
-from shoal.fleet.fleet_config import FleetConfig
-from shoal.fleet.planner_config import PlannerConfig
-from shoal.options import flag_of
+from shoal.fleet.config import FleetConfig
+from shoal.fleet.planner.config import PlannerConfig
+from shoal.option_fields import Limits, interval, kind_of
+from shoal.sampling_params import SamplingParams, StructuredOutputsParams
 from shoal.vllm_options import EARLIER_OPTIONS, ENGINE_OPTIONS, NESTED_OPTIONS, SERVER_OPTIONS, VllmOption
 
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"

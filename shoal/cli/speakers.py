@@ -13,9 +13,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from shoal.argument_parser import SAMPLING
 from shoal.cli.address import ask, key_header, parts_of
 from shoal.errors import RequestError, ShoalError, UnavailableError
-from shoal.options import SAMPLING
 
 MAX_TOKENS = 1024  # the default for an answer of a local model; a server has its own default
 TIMEOUT_SECONDS = 600  # until the next byte comes: a long prompt is computed meanwhile

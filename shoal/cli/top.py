@@ -28,7 +28,7 @@ from rich.live import Live
 from shoal.cli.address import ask, key_header, parts_of
 from shoal.cli.top_picture import Picture
 from shoal.errors import UnavailableError
-from shoal.fleet_api import FleetView
+from shoal.fleet_views import FleetView
 
 INTERVAL_S = 2.0
 TIMEOUT_S = 5.0

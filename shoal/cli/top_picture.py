@@ -15,8 +15,8 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderR
 from rich.table import Table
 from rich.text import Text
 
-from shoal.fleet_api import FleetView, Point, TierView, WorkerView
-from shoal.served import Quantiles
+from shoal.fleet_views import FleetView, Point, TierView, WorkerView
+from shoal.telemetry.served import Quantiles
 
 TIERS = {"device": "dev", "host": "host", "disk": "disk", "store": "store"}
 STYLES = {"ready": "green", "draining": "yellow", "broken": "bold red", "gone": "red"}

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from shoal.config import ServerConfig
-from shoal.fleet.fleet_config import FleetConfig
-from shoal.fleet.fleet_file import FleetFile, OwnWorkers
-from shoal.fleet.planner_config import ON_THIS_HOST, PlannerConfig
+from shoal.fleet.config import FleetConfig
+from shoal.fleet.file.fleet_file import FleetFile, OwnWorkers
+from shoal.fleet.planner.config import ON_THIS_HOST, PlannerConfig
 
 GPU_DEVICE = re.compile(r"nvidia\d+")
 GIB, MIB = 1 << 30, 1 << 20

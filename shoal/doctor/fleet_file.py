@@ -12,11 +12,11 @@ from shoal.config import DEFAULT_MODEL
 from shoal.doctor.finding import Asked, Finding, Findings, fails, gpu_devices, in_units, works
 from shoal.doctor.machine import hub_cache, nearest
 from shoal.errors import CheckpointError, ConfigError
-from shoal.fleet.components import check_gpus, components_of
-from shoal.fleet.fleet_file import ForeignWorkers
+from shoal.files.object_store import shown
+from shoal.files.user_dirs import cache_folder
+from shoal.fleet.file.components import check_gpus, components_of
+from shoal.fleet.file.fleet_file import ForeignWorkers
 from shoal.memory.available import total_bytes
-from shoal.object_store import shown
-from shoal.user_folders import cache_folder
 from shoal.weights import default_model
 from shoal.weights.hub import bytes_to_download, is_model_file
 from shoal.weights.hub_names import hub_model

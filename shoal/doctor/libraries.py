@@ -10,11 +10,11 @@ from importlib.metadata import PackageNotFoundError, requires
 from shoal.doctor.finding import Asked, Finding, Findings, fails, works
 from shoal.doctor.machine import reaches_other_hosts
 from shoal.doctor.programs import python_failure, version_of
-from shoal.fleet.planes import NATS
-from shoal.fleet.predictors import NEEDS_STATSMODELS
+from shoal.fleet.planner.predictors import NEEDS_STATSMODELS
+from shoal.fleet.registry.open import NATS
 
 TRIAL_LIMIT_S = 30
-# As kv/transport_nixl.py makes one: it needs NIXL's library and UCX.
+# As kv/transfer/nixl.py makes one: it needs NIXL's library and UCX.
 NIXL_AGENT = "import nixl._api as api; api.nixl_agent('doctor', api.nixl_agent_config(backends=['UCX']))"
 
 

@@ -17,9 +17,9 @@ from shoal.config import KVTransferConfig
 from shoal.doctor.finding import GIB, MIB, Asked, Findings, fails, gpu_devices, in_units, limited, works
 from shoal.doctor.programs import run
 from shoal.errors import ConfigError
+from shoal.files.user_dirs import cache_folder, state_folder
 from shoal.memory.available import available_bytes, total_bytes
 from shoal.server.run import RESERVED_FILES
-from shoal.user_folders import cache_folder, state_folder
 
 LITTLE_MEMORY = 2 * GIB
 FEW_FILES, TOO_FEW_FILES = 4096, 512

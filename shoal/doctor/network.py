@@ -17,11 +17,11 @@ import zmq
 
 from shoal.doctor.finding import Asked, Finding, Findings, fails, limited, works
 from shoal.errors import ConfigError, ShoalError
-from shoal.fleet.components import components_of_pods
-from shoal.fleet.fleet_key import FleetKey
-from shoal.fleet.planes import NATS, check_plane
-from shoal.object_store import shown
-from shoal.server.keys import check_admin_port
+from shoal.files.object_store import shown
+from shoal.fleet.file.components import components_of_pods
+from shoal.fleet.key import FleetKey
+from shoal.fleet.registry.open import NATS, check_plane
+from shoal.server.http.keys import check_admin_port
 from shoal.server.run import check_tls, open_ports
 
 if TYPE_CHECKING:
@@ -251,7 +251,7 @@ def kubernetes(asked: Asked) -> Findings:
 
 
 async def _deployments(asked: Asked) -> None:
-    from shoal.fleet.connector_kubernetes import Cluster, deployment_of
+    from shoal.fleet.connectors.kubernetes import Cluster, deployment_of
 
     async with asyncio.timeout(ANSWER_S):
         cluster = await Cluster.connect()

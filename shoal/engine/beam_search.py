@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from shoal.api import BeamSearchParams, BeamSearchSequence, TokenLogprobs
+from shoal.api import TokenLogprobs
+from shoal.outputs import BeamSearchSequence
+from shoal.sampling_params import BeamSearchParams
 
 
 class BeamSearch:

@@ -28,9 +28,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from shoal.errors import ConfigError
-from shoal.io_threads import IoThreads
-from shoal.object_store import ObjectStore, shown
-from shoal.user_folders import cache_folder, kernel_folder
+from shoal.files.io_threads import IoThreads
+from shoal.files.object_store import ObjectStore, shown
+from shoal.files.user_dirs import cache_folder, kernel_folder
 
 logger = logging.getLogger(__name__)
 

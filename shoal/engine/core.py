@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shoal.api import FinishReason, MemoryReport, Output, Request, SleepState, Stats
+from shoal.api import FinishReason, Output, Request
 from shoal.config import EngineConfig, ResolvedConfig
 from shoal.engine.compile_cache import CompileCache, keep_kernels_together
 from shoal.engine.lifecycle.sleep import KV_CACHE, Sleeper
@@ -45,10 +45,11 @@ from shoal.errors import (
     UserError,
 )
 from shoal.hashing import root_key
-from shoal.kv.event_publisher import KvEvents
+from shoal.kv.events.publisher import KvEvents
 from shoal.models.decoder import check_parallel
-from shoal.request_builder import check_request
-from shoal.tokenizer import load_tokenizer
+from shoal.stats import MemoryReport, SleepState, Stats
+from shoal.text.request_builder import check_request
+from shoal.text.tokenizer import load_tokenizer
 from shoal.weights.check import verify_weights
 from shoal.weights.loader import check_shapes
 from shoal.weights.source import CheckpointFiles

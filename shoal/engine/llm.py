@@ -18,32 +18,26 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from msgspec import ValidationError, convert
 from tqdm import tqdm
 
-from shoal.answer import Answer, add_to
-from shoal.api import (
-    BeamSearchOutput,
-    BeamSearchParams,
-    CompletionOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    Logprob,
-    MemoryReport,
-    Output,
-    Request,
-    RequestMetrics,
-    RequestOutput,
-    SamplingParams,
-    Stats,
-    check_sleep,
-    sampling_defaults,
-)
+from shoal.api import Logprob, Output, Request, check_sleep
 from shoal.config import DEFAULT_MODEL, EngineConfig
 from shoal.engine.beam_search import BeamSearch
 from shoal.engine.core import EngineCore
 from shoal.errors import RequestError, UnavailableError
-from shoal.fields import described
-from shoal.kv_event_format import EventBatch
-from shoal.request_builder import RequestBuilder
-from shoal.tokenizer import Tokenizer, end_token_ids, load_tokenizer
+from shoal.kv_events import EventBatch
+from shoal.option_fields import described
+from shoal.outputs import (
+    BeamSearchOutput,
+    CompletionOutput,
+    EmbeddingOutput,
+    EmbeddingRequestOutput,
+    RequestMetrics,
+    RequestOutput,
+)
+from shoal.sampling_params import BeamSearchParams, SamplingParams, sampling_defaults
+from shoal.stats import MemoryReport, Stats
+from shoal.text.answer import Answer, add_to
+from shoal.text.request_builder import RequestBuilder
+from shoal.text.tokenizer import Tokenizer, end_token_ids, load_tokenizer
 from shoal.weights.source import CheckpointFiles, resolve
 
 Prompt = str | Sequence[int] | dict[str, Any]
@@ -303,7 +297,7 @@ class LLM:
     @_alone
     def drain_kv_events(self) -> list[EventBatch]:
         """What has been cached and forgotten since the last call, a batch for each step that changed anything
-        (shoal/kv_event_format.py); vLLM's `take_events`. After more than `buffer_steps` of them one batch
+        (shoal/kv_events.py); vLLM's `take_events`. After more than `buffer_steps` of them one batch
         that clears all and stores what is there. Raises ConfigError unless kv_events_config enables
         events."""
         return self.core.kv_events.drain()

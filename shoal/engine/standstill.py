@@ -3,7 +3,7 @@ and its step loop read it."""
 
 from __future__ import annotations
 
-from shoal.api import SleepState
+from shoal.stats import SleepState
 
 
 class Standstill:

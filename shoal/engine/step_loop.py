@@ -29,7 +29,7 @@ from shoal.engine.scheduling.sequence import Sequence
 from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.engine.standstill import Standstill
 from shoal.errors import EngineDeadError
-from shoal.kv.event_publisher import KvEvents
+from shoal.kv.events.publisher import KvEvents
 
 
 @dataclass(slots=True)

@@ -13,11 +13,12 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import msgspec
 
-from shoal.api import Span, Stats
+from shoal.api import Span
 from shoal.errors import BusyError, ShoalError, UnavailableError, UserError, WorkerFailedError
-from shoal.fleet.indexer import WorkerRank
-from shoal.fleet_api import WorkerState
-from shoal.served import ServedTotals
+from shoal.fleet.index.indexer import WorkerRank
+from shoal.fleet_views import WorkerState
+from shoal.stats import Stats
+from shoal.telemetry.served import ServedTotals
 
 FAILURES_TO_BREAK = 3  # requests or checks that fail one after the other
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.errors import ConfigError
-from shoal.user_folders import cache_folder, kernel_folder
+from shoal.files.user_dirs import cache_folder, kernel_folder
 
 logger = logging.getLogger(__name__)
 

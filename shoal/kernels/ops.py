@@ -15,7 +15,7 @@ import torch
 from shoal.errors import ConfigError
 
 if TYPE_CHECKING:  # It needs Triton.
-    from shoal.kernels.packed_moe import PackedExperts
+    from shoal.kernels.moe.packed_moe import PackedExperts
 
 
 class Ops(Protocol):
@@ -129,7 +129,7 @@ class Ops(Protocol):
     ) -> None: ...
 
 
-MODULES = {"cuda": "shoal.kernels.triton_ops", "cpu": "shoal.kernels.cpu_ops"}
+MODULES = {"cuda": "shoal.kernels.triton_ops", "cpu": "shoal.kernels.cpu.ops"}
 
 
 def select_ops(device_type: str) -> Ops:

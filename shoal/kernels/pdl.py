@@ -16,7 +16,7 @@ predecessor. A kernel that takes part (`pdl_options`) keeps three rules:
 A kernel that takes no part is ordinary: it starts when all kernels before it are done, and none after it
 starts before it is done. So it may stand anywhere in the chain (cuBLAS, NCCL, a copy). Rule 3 rests on one of
 them: the embedding, the first kernel of a step's layers, must stay ordinary (`ORDINARY`).
-tests/cpu/test_graphs.py holds that, tests/cpu/test_kernels_pdl.py the first two rules.
+tests/cpu/engine/test_graphs.py holds that, tests/cpu/kernels/test_pdl.py the first two rules.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
 from shoal.kernels.activation import embed, silu_mul
 from shoal.kernels.batch import apply_updates, begin_decode, copy_ints
-from shoal.kernels.linear import add_norm_linear, linear, linear_add, linear_silu_mul
-from shoal.kernels.moe import moe
+from shoal.kernels.matmul.linear import add_norm_linear, linear, linear_add, linear_silu_mul
+from shoal.kernels.moe.moe import moe
 from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.reference import keep_bits
 from shoal.kernels.rope import qk_norm_rope_store
-from shoal.kernels.sample import sample
-from shoal.kernels.split_draw_triton import draw_parts, join_parts
+from shoal.kernels.sampling.sample import sample
+from shoal.kernels.sampling.split_sample_triton import draw_parts, join_parts
 
 __all__ = [
     "add_norm_linear",

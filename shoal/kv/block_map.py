@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from shoal.errors import UserError
-from shoal.kernels.block_copy import Pieces, join
+from shoal.kernels.copy.block_copy import Pieces, join
 from shoal.kv.layout import ITEM_BYTES, LayoutError, SharedHeads, shared_heads
 from shoal.kv.storage import Kind
 from shoal.kv.view import BlockView

@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 
 from shoal.errors import UnavailableError
-from shoal.kernels.block_copy import Pieces, bytes_at, copy_by_dma, copy_on_host, runs
+from shoal.kernels.copy.block_copy import Pieces, bytes_at, copy_by_dma, copy_on_host, runs
 from shoal.kv.block_map import (
     BlockCopyError,
     BlockMap,
@@ -142,7 +142,7 @@ class StagedCopy:
         if self._map.goes_by_dma(pieces):
             copy_by_dma(*runs(pieces, *self._ids), pieces.run, self._stream)
             return
-        from shoal.kernels.block_copy_triton import copy_by_kernel  # only now: a CPU run may lack Triton
+        from shoal.kernels.copy.block_copy_triton import copy_by_kernel  # only now: a CPU run may lack Triton
 
         with torch.cuda.stream(self._stream):
             if self._device_ids is None:

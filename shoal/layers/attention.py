@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from shoal.attention.step_input import AttentionBackend, StepInput
 from shoal.kernels.ops import Ops
-from shoal.kernels.step_input import AttentionBackend, StepInput
 from shoal.layers.linear import Linear
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shoal.errors import CheckpointError
-from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 
 Loaded = torch.Tensor | QuantizedTensor
 

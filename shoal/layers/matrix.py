@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import nn
 
-from shoal.kernels.fp8_tensor import Fp8Tensor
 from shoal.kernels.ops import Ops
-from shoal.kernels.quantized_tensor import QuantizedTensor, is_projection
+from shoal.kernels.quant.fp8_tensor import Fp8Tensor
+from shoal.kernels.quant.quantized_tensor import QuantizedTensor, is_projection
 from shoal.layers.loading import Loaded, LoadingLayer, copy_into
 from shoal.layers.weight_format import PackedWeight, PlainWeight, WeightFormat, is_multiplied, pack
 

@@ -26,7 +26,7 @@ from shoal.layers.weight_format import PackedWeight, check_stack
 from shoal.model_config import ModelConfig
 
 if TYPE_CHECKING:  # It needs Triton.
-    from shoal.kernels.packed_moe import PackedExperts
+    from shoal.kernels.moe.packed_moe import PackedExperts
 
 
 class MLP(nn.Module):

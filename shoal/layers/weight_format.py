@@ -14,21 +14,21 @@ from typing import Protocol, cast, runtime_checkable
 import torch
 
 from shoal.errors import CheckpointError
-from shoal.kernels.fp8_rows import Fp8Rows
-from shoal.kernels.fp8_tensor import Fp8Tensor
-from shoal.kernels.gguf_tensor import GGUFTensor
-from shoal.kernels.int4_tensor import Int4Tensor
-from shoal.kernels.mxfp4_tensor import Mxfp4Tensor
 from shoal.kernels.ops import Ops
-from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.kernels.quant.fp8_rows import Fp8Rows
+from shoal.kernels.quant.fp8_tensor import Fp8Tensor
+from shoal.kernels.quant.gguf_tensor import GGUFTensor
+from shoal.kernels.quant.int4_tensor import Int4Tensor
+from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
+from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 
 # The type of a quantized tensor -> for each kind of device, the module whose `pack` makes a PackedMatrix of
 # such tensors. It is imported when the first one comes, because it may compile a library.
 PACKED_BY: dict[type[QuantizedTensor], dict[str, str]] = {
-    GGUFTensor: {"cpu": "shoal.kernels.cpu_linear", "cuda": "shoal.kernels.gpu_weight"},
-    Int4Tensor: {"cpu": "shoal.kernels.cpu_int4", "cuda": "shoal.kernels.gpu_weight"},
-    Mxfp4Tensor: {"cpu": "shoal.kernels.cpu_mxfp4", "cuda": "shoal.kernels.gpu_weight"},
-    Fp8Tensor: {"cpu": "shoal.kernels.cpu_fp8", "cuda": "shoal.kernels.gpu_fp8"},
+    GGUFTensor: {"cpu": "shoal.kernels.cpu.linear", "cuda": "shoal.kernels.matmul.gpu_weight"},
+    Int4Tensor: {"cpu": "shoal.kernels.cpu.int4", "cuda": "shoal.kernels.matmul.gpu_weight"},
+    Mxfp4Tensor: {"cpu": "shoal.kernels.cpu.mxfp4", "cuda": "shoal.kernels.matmul.gpu_weight"},
+    Fp8Tensor: {"cpu": "shoal.kernels.cpu.fp8", "cuda": "shoal.kernels.matmul.gpu_fp8"},
 }
 EXPERT_ROWS = 16  # Tiles of so many outputs lie in memory (gpu_weight.py), and a tile is of one expert.
 # The input of a product. In fp8 it is where its reader asked for that (`WeightFormat.fp8_group`).

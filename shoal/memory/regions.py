@@ -26,10 +26,10 @@ from typing import Any, Literal
 
 import torch
 
-from shoal.api import MemoryReport
 from shoal.errors import ConfigError, UnavailableError
 from shoal.memory import available, host, library, pools
 from shoal.memory.library import Job, Moved, Range, RegionUsage, Status
+from shoal.stats import MemoryReport
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from shoal.attention.step_input import AttentionBackend, StepInput
 from shoal.errors import CheckpointError, ConfigError
 from shoal.kernels.ops import Ops
-from shoal.kernels.step_input import AttentionBackend, StepInput
 from shoal.layers.attention import Attention
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.loading import CheckpointTensor, Loaded, LoadingLayer

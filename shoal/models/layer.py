@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from shoal.attention.step_input import AttentionBackend, StepInput
 from shoal.kernels.ops import Ops
-from shoal.kernels.step_input import AttentionBackend, StepInput
 from shoal.layers.attention import Attention
 from shoal.layers.mlp import MLP, MoE
 from shoal.layers.norm import RMSNorm

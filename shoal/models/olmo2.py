@@ -28,8 +28,8 @@ def layer_class() -> type[nn.Module]:
     import torch
     from torch import nn
 
+    from shoal.attention.step_input import AttentionBackend, StepInput
     from shoal.kernels.ops import Ops
-    from shoal.kernels.step_input import AttentionBackend, StepInput
     from shoal.layers.attention import Attention
     from shoal.layers.loading import CheckpointTensor, Loaded, check_shape, copy_into, narrow
     from shoal.layers.mlp import MLP

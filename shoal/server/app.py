@@ -10,20 +10,20 @@ import time
 from collections.abc import Sequence
 
 from shoal.config import ServerConfig
-from shoal.server.admin import ADMIN_ROUTES
-from shoal.server.catalog import Catalog
-from shoal.server.cors import Cors
-from shoal.server.doors import Doors
+from shoal.server.apis.anthropic import ANTHROPIC, ANTHROPIC_VERSION
 from shoal.server.errors import ApiError, to_api_error
-from shoal.server.http import OPENAI, ClientGone, Dialect, Exchange, Receive, Scope, Send
-from shoal.server.messages import ANTHROPIC, ANTHROPIC_VERSION
-from shoal.server.middleware import Application, middleware
-from shoal.server.port import Port
-from shoal.server.request_log import log_request, status_of
-from shoal.server.route import DOCS, DOCUMENT, Route, RouteTable
+from shoal.server.http.access import Doors
+from shoal.server.http.context import Port
+from shoal.server.http.cors import Cors
+from shoal.server.http.exchange import OPENAI, ClientGone, Dialect, Exchange, Receive, Scope, Send
+from shoal.server.http.middleware import Application, middleware
+from shoal.server.http.request_log import log_request, status_of
+from shoal.server.http.route import DOCS, DOCUMENT, Route, RouteTable
+from shoal.server.operator.admin import ADMIN_ROUTES
 from shoal.server.routes import PUBLIC_ROUTES, described
-from shoal.server.watch import Watch
-from shoal.tracing import Tracing
+from shoal.server.served.catalog import Catalog
+from shoal.server.served.monitoring import Watch
+from shoal.telemetry.tracing import Tracing
 
 
 class Server:

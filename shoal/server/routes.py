@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shoal.server import messages, model_list, ollama, protocol, requests, responses, shapes, system, tokens
-from shoal.server.chat import create_chat_completion
-from shoal.server.chat_batch import create_chat_batch
-from shoal.server.completions import create_completion
-from shoal.server.docs_page import docs
-from shoal.server.invocations import InvocationRequest, invocations
-from shoal.server.messages import ANTHROPIC
-from shoal.server.ollama import OLLAMA
-from shoal.server.openapi import openapi
-from shoal.server.route import DOCS, DOCUMENT, Route
-from shoal.server.watch_routes import DASHBOARD, FLEET
-from shoal.time_line import RequestDetails
+from shoal.server.apis import anthropic, model_list, ollama, protocol, responses, shapes, tokens
+from shoal.server.apis.anthropic import ANTHROPIC
+from shoal.server.apis.chat import create_chat_completion
+from shoal.server.apis.chat_batch import create_chat_batch
+from shoal.server.apis.completions import create_completion
+from shoal.server.apis.invocations import InvocationRequest, invocations
+from shoal.server.apis.ollama import OLLAMA
+from shoal.server.http.route import DOCS, DOCUMENT, Route
+from shoal.server.operator import recent_requests, system
+from shoal.server.operator.docs_page import docs
+from shoal.server.operator.monitoring_routes import DASHBOARD, FLEET
+from shoal.server.operator.openapi import openapi
+from shoal.telemetry.timeline import RequestDetails
 
 PUBLIC_ROUTES: tuple[Route, ...] = (
     Route(
@@ -75,19 +76,19 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
     Route(
         "POST",
         "/v1/messages",
-        messages.create_message,
+        anthropic.create_message,
         "The next message of a conversation, in Anthropic's API",
-        messages.MessagesRequest,
-        messages.Message,
+        anthropic.MessagesRequest,
+        anthropic.Message,
         dialect=ANTHROPIC,
     ),
     Route(
         "POST",
         "/v1/messages/count_tokens",
-        messages.count_tokens,
+        anthropic.count_tokens,
         "How many tokens such a conversation has",
-        messages.CountTokensRequest,
-        messages.TokenCount,
+        anthropic.CountTokensRequest,
+        anthropic.TokenCount,
         dialect=ANTHROPIC,
     ),
     Route(
@@ -190,15 +191,15 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
     Route(
         "GET",
         "/requests",
-        requests.list_requests,
+        recent_requests.list_requests,
         "The last requests",
-        response=requests.RequestList,
+        response=recent_requests.RequestList,
         quiet=True,
     ),
     Route(
         "GET",
         "/requests/{id}",
-        requests.get_request,
+        recent_requests.get_request,
         "One with its timeline",
         response=RequestDetails,
         quiet=True,

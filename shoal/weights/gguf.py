@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from shoal.errors import CheckpointError
-from shoal.kernels.gguf_tensor import GGUFTensor
+from shoal.kernels.quant.gguf_tensor import GGUFTensor
 from shoal.model_config import ModelConfig
 from shoal.models.architecture import GGUFNames
 from shoal.models.registry import BY_GGUF

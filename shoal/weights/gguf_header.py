@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import CheckpointError
-from shoal.kernels.ggml_types import TYPES
+from shoal.kernels.quant.ggml_types import TYPES
 
 MAGIC = b"GGUF"
 # GGUF's number of a value type -> struct code
@@ -37,7 +37,7 @@ MAX_ROPE_FACTORS = 1 << 12
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
     name: str
-    kind: str  # a name in kernels/ggml_types.py
+    kind: str  # a name in kernels/quant/ggml_types.py
     shape: tuple[int, ...]  # the slowest dimension first, as torch has it (the file has it last)
     offset: int  # of its first byte in the file
     num_bytes: int

@@ -20,8 +20,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from shoal.errors import CheckpointError
-from shoal.json_file import read_object
-from shoal.kernels.ggml_types import TYPES
+from shoal.files.json_file import read_object
+from shoal.kernels.quant.ggml_types import TYPES
 from shoal.models.config_json import architecture_of, config_from_json
 from shoal.models.registry import BY_GGUF
 from shoal.weights.hub_names import HubModel

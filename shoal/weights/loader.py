@@ -10,7 +10,7 @@ import torch
 from tqdm import tqdm
 
 from shoal.errors import CheckpointError
-from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.model_config import ModelConfig
 from shoal.models.layouts.registry import BY_NAME
 from shoal.models.shapes import checkpoint_shapes

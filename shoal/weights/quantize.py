@@ -20,9 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from shoal.errors import CheckpointError, ConfigError
-from shoal.json_file import read_object
-from shoal.kernels.fp8_tensor import Fp8Tensor
-from shoal.kernels.quantized_tensor import is_projection
+from shoal.files.json_file import read_object
+from shoal.kernels.quant.fp8_tensor import Fp8Tensor
+from shoal.kernels.quant.quantized_tensor import is_projection
 from shoal.models.layouts.compressed_tensors import FP8, INT4, METHOD
 from shoal.weights.hub import HUB_FILES
 from shoal.weights.loader import check_shapes

@@ -22,7 +22,7 @@ from shoal.weights.safetensors import (
 if TYPE_CHECKING:
     import torch
 
-    from shoal.kernels.quantized_tensor import QuantizedTensor
+    from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 
 EVERY_DTYPE = DTYPES | PACKED_DTYPES
 

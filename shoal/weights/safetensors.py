@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 import safetensors
 
 from shoal.errors import CheckpointError
-from shoal.json_file import MAX_JSON_BYTES, parse_object, read_object
+from shoal.files.json_file import MAX_JSON_BYTES, parse_object, read_object
 
 if TYPE_CHECKING:
     import torch

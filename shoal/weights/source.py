@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from shoal.api import SamplingParams, sampling_defaults
 from shoal.config import DEFAULT_MODEL
 from shoal.errors import CheckpointError, ConfigError, RequestError
-from shoal.json_file import read_object
+from shoal.files.json_file import read_object
 from shoal.model_config import ModelConfig
 from shoal.models.config_fields import token_ids
 from shoal.models.config_gguf import config_from_gguf
 from shoal.models.config_json import config_from_json
+from shoal.sampling_params import SamplingParams, sampling_defaults
 from shoal.weights import default_model, hub, store
 from shoal.weights.gguf_header import MAGIC, GGUFHeader, read_header, read_rope_factors
 from shoal.weights.hub import is_model_file

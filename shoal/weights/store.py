@@ -31,9 +31,9 @@ from pathlib import Path, PurePosixPath
 from tqdm import tqdm
 
 from shoal.errors import CheckpointError, ConfigError
-from shoal.io_threads import IoThreads
-from shoal.object_store import ObjectStore, shown
-from shoal.user_folders import cache_folder
+from shoal.files.io_threads import IoThreads
+from shoal.files.object_store import ObjectStore, shown
+from shoal.files.user_dirs import cache_folder
 
 logger = logging.getLogger(__name__)
 

@@ -93,7 +93,7 @@ def checksums(model: nn.Module) -> dict[str, str]:
     tensors = dict(weight_tensors(model))
     if next(iter(tensors.values())).device.type == "cpu":
         return {name: f"{xxhash.xxh3_64_intdigest(_bytes(tensor)):016x}" for name, tensor in tensors.items()}
-    from shoal.kernels.checksum import checksum
+    from shoal.kernels.copy.checksum import checksum
 
     sums = torch.zeros(len(tensors), dtype=torch.int64, device=next(iter(tensors.values())).device)
     for i, tensor in enumerate(tensors.values()):

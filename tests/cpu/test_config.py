@@ -13,7 +13,7 @@ from shoal.config import EngineConfig, KVEventsConfig, ResolvedConfig, ServerCon
 from shoal.engine.resolve import resolve_config
 from shoal.errors import ConfigError
 from shoal.models.config_json import config_from_json
-from shoal.server.protocol import SamplingFields
+from shoal.server.apis.protocol import SamplingFields
 
 QWEN = {
     "architectures": ["Qwen3ForCausalLM"],

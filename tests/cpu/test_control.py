@@ -12,7 +12,6 @@ import msgspec
 import pytest
 import zmq
 
-from shoal.api import MemoryReport, SleepState
 from shoal.control import (
     COMMANDS,
     AnyCommand,
@@ -32,9 +31,10 @@ from shoal.control import (
 from shoal.engine.core import EngineCore
 from shoal.engine.process.core_main import CoreLoop, Outbox
 from shoal.errors import ConfigError
-from shoal.fake import FakeEngine
-from shoal.server.admin import ADMIN_ROUTES, command_of
+from shoal.fake_engine import FakeEngine
 from shoal.server.errors import ApiError
+from shoal.server.operator.admin import ADMIN_ROUTES, command_of
+from shoal.stats import MemoryReport, SleepState
 from shoal.wire import (
     Beat,
     Call,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from shoal.api import FinishReason, Logprob, Output, Request, SamplingParams, StructuredOutputsParams
+from shoal.api import FinishReason, Logprob, Output, Request
 from shoal.config import EngineConfig
 from shoal.control import Sleep, UpdateWeights
 from shoal.errors import (
@@ -13,6 +13,7 @@ from shoal.errors import (
     ShoalError,
     UnavailableError,
 )
+from shoal.sampling_params import SamplingParams, StructuredOutputsParams
 from shoal.wire import (
     Abort,
     Add,

@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from shoal.attention import triton as backend_module
+from shoal.attention.step_input import HostView, SharedPrefixes, StepInput
 from shoal.attention.triton import TritonBackend
-from shoal.kernels.attention import DecodeWorkspace, decode_attention
-from shoal.kernels.attention_reference import gather_kv, paged_attention
+from shoal.kernels.attention.paged_attention import DecodeWorkspace, decode_attention
+from shoal.kernels.attention.reference import gather_kv, paged_attention
 from shoal.kernels.state import MAX_GROUPS, GroupField
-from shoal.kernels.step_input import HostView, SharedPrefixes, StepInput
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shoal.kernels.checksum import checksum
+from shoal.kernels.copy.checksum import checksum
 from tests.checksum_oracle import WORD, defined
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

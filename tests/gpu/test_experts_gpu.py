@@ -16,12 +16,12 @@ import transformers
 from safetensors.torch import save_file
 
 from shoal import LLM, SamplingParams
-from shoal.kernels.fp8_tensor import Fp8Tensor
-from shoal.kernels.gguf_tensor import GGUFTensor
-from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.kernels.quant.fp8_tensor import Fp8Tensor
+from shoal.kernels.quant.gguf_tensor import GGUFTensor
+from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.layers.weight_format import PackedWeight
 from tests import quantized
-from tests.cpu.test_weights_gguf import write_gguf
+from tests.cpu.weights.test_weights_gguf import write_gguf
 from tests.gpu.test_int4_gpu import error, int4, mxfp4
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -63,7 +63,7 @@ def skip_without_fp8(kind: str) -> None:
 
 def experts_of(kind: str, num: int, hidden: int, size: int, dtype: torch.dtype):
     """Both packed matrices, and the unpacked ones."""
-    from shoal.kernels import gpu_fp8, gpu_weight
+    from shoal.kernels.matmul import gpu_fp8, gpu_weight
 
     skip_without_fp8(kind)
     print("seed", torch.manual_seed(29).initial_seed())

@@ -12,7 +12,7 @@ import torch
 from shoal import LLM, SamplingParams
 from shoal.attention.triton import TritonBackend
 from shoal.kernels import reference
-from shoal.kernels.attention_reference import paged_attention
+from shoal.kernels.attention.reference import paged_attention
 from tests import tiny
 from tests.gpu.test_attention_gpu import BF16, DEVICE, FP16, FP32, Case, decodes, set_groups
 

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 
 from shoal import LLM, SamplingParams
 from shoal.kernels import reference
-from shoal.kernels.fp8_rows import Fp8Rows, quantize_rows
-from shoal.kernels.fp8_tensor import Fp8Tensor
-from shoal.kernels.products import gpu_of
+from shoal.kernels.matmul.dispatch import gpu_of
+from shoal.kernels.quant.fp8_rows import Fp8Rows, quantize_rows
+from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 from shoal.layers.weight_format import FusedWeight
 from tests import quantized
 from tests.gpu.chains import check_chain, check_chain_of_rings
@@ -31,7 +31,7 @@ GROUPS = pytest.mark.parametrize("group", [0, 128])
 
 def operands(rows: int, outs: int, inputs: int, group: int):
     """Rows, a weight as a GPU has it, that weight in float32, and a bias."""
-    from shoal.kernels import gpu_fp8
+    from shoal.kernels.matmul import gpu_fp8
 
     print("seed", torch.manual_seed(19).initial_seed())
     size = group or inputs
@@ -73,7 +73,7 @@ def test_products(rows: int, outs: int, inputs: int, group: int) -> None:
 @GROUPS
 @pytest.mark.parametrize("size", [64, 576, 4096, 12288, 29568])
 def test_rows_become_fp8_as_torch_rounds_them(size: int, group: int) -> None:
-    from shoal.kernels.fp8_quantize import quantize, rms_norm_fp8, silu_mul_fp8
+    from shoal.kernels.quant.fp8_quantize import quantize, rms_norm_fp8, silu_mul_fp8
 
     print("seed", torch.manual_seed(23).initial_seed())
     x = (torch.randn(70, 2 * size, device=DEVICE) * torch.rand(70, 1, device=DEVICE) * 50).to(BF16)

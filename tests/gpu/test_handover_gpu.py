@@ -8,9 +8,10 @@ import signal
 import pytest
 import torch
 
-from shoal.api import Request, SamplingParams
+from shoal.api import Request
 from shoal.config import EngineConfig
 from shoal.engine.process.async_llm import AsyncLLM
+from shoal.sampling_params import SamplingParams
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

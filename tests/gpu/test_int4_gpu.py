@@ -11,15 +11,15 @@ import torch.nn.functional as F
 
 from shoal import LLM, SamplingParams
 from shoal.kernels import reference
-from shoal.kernels.ggml_types import GROUPS
-from shoal.kernels.int4_tensor import Int4Tensor
-from shoal.kernels.mxfp4_tensor import Mxfp4Tensor
-from shoal.kernels.products import gpu_of
-from shoal.kernels.quantized_tensor import QuantizedTensor
+from shoal.kernels.matmul.dispatch import gpu_of
+from shoal.kernels.quant.ggml_types import GROUPS
+from shoal.kernels.quant.int4_tensor import Int4Tensor
+from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
+from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 from shoal.layers.weight_format import FusedWeight
 from tests import quantized
-from tests.cpu.test_weights_gguf import write_gguf
-from tests.cpu.test_weights_quantized import random_tensor
+from tests.cpu.weights.test_weights_gguf import write_gguf
+from tests.cpu.weights.test_weights_quantized import random_tensor
 from tests.gpu.chains import check_chain, check_chain_of_rings
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -47,7 +47,7 @@ def mxfp4(outs: int, inputs: int) -> Mxfp4Tensor:
 
 def packed(tensors: list[QuantizedTensor], dtype: torch.dtype = torch.bfloat16):
     """The weight, and the matrix that it stands for in float32."""
-    from shoal.kernels import gpu_weight
+    from shoal.kernels.matmul import gpu_weight
 
     weight = gpu_weight.pack(tensors, None, DEVICE, dtype)
     return weight, torch.cat([tensor.dequantize(device=DEVICE) for tensor in tensors])
@@ -83,7 +83,7 @@ def test_products(outs: int, inputs: int, kind: str, dtype: torch.dtype) -> None
 @DTYPES
 def test_a_product_is_that_of_the_unpacked_matrix(dtype: torch.dtype) -> None:
     """Both unpack to the same bits, so that sums alone differ."""
-    from shoal.kernels import packed_linear
+    from shoal.kernels.matmul import packed_linear
 
     print("seed", torch.manual_seed(24).initial_seed())
     for tensor in (int4(1000, 1056), mxfp4(1000, 1056), int4(1000, 1072, 16)):

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from shoal.kernels import triton_ops
-from shoal.kernels.products import After, Before, Kernel, Shape, choose, gpu_of
+from shoal.kernels.matmul.dispatch import After, Before, Kernel, Shape, choose, gpu_of
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -12,7 +12,7 @@ from shoal import LLM, SamplingParams
 from shoal.errors import ShoalError, UnavailableError
 from shoal.weights.transfer import SharedTensors
 from tests import tiny
-from tests.cpu.test_runner import Rank
+from tests.cpu.engine.test_runner import Rank
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 alone = pytest.mark.usefixtures("alone_on_the_card")

@@ -8,12 +8,12 @@ import torch
 from msgspec.structs import replace
 
 from shoal.kv import block_map
-from shoal.kv.fetch import Peers
-from shoal.kv.lease import Lease
 from shoal.kv.storage import device_memory, host_memory, memory_of, pinned_memory
-from shoal.kv.ticket import unseal
-from shoal.kv.transport import Reach, TransportError
-from shoal.kv.transport_registry import Transports
+from shoal.kv.transfer.fetch import Peers
+from shoal.kv.transfer.lease import Lease
+from shoal.kv.transfer.registry import Transports
+from shoal.kv.transfer.ticket import unseal
+from shoal.kv.transfer.transport import Reach, TransportError
 from shoal.kv.view import BlockView
 from shoal.memory.regions import Regions
 from tests import transport_cases

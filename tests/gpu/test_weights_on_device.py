@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from shoal.kernels.gguf_tensor import GROUPS
-from tests.cpu.test_weights_quantized import random_tensor
+from shoal.kernels.quant.gguf_tensor import GROUPS
+from tests.cpu.weights.test_weights_quantized import random_tensor
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

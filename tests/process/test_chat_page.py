@@ -11,7 +11,7 @@ import re
 import pytest
 from playwright.sync_api import expect, sync_playwright
 
-from shoal.fake import FakeEngine
+from shoal.fake_engine import FakeEngine
 from tests.fake_server import FakeServer, eventually
 from tests.web_pages import (
     CHROMIUM,

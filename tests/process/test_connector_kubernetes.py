@@ -9,16 +9,16 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from shoal.cli.fleet import fleet_up
+from shoal.apps.fleet import fleet_up
 from shoal.cli.main import main
 from shoal.errors import ConfigError, UnavailableError
-from shoal.fleet import connector_kubernetes
 from shoal.fleet.clock import LoopClock
-from shoal.fleet.components import components_of_pods
-from shoal.fleet.connector import Component, Setting
-from shoal.fleet.connector_kubernetes import KubernetesConnector, deployment_of
-from shoal.fleet.fleet_file import read_fleet_file
-from shoal.fleet_api import WorkerState
+from shoal.fleet.connectors import kubernetes
+from shoal.fleet.connectors.connector import Component, Setting
+from shoal.fleet.connectors.kubernetes import KubernetesConnector, deployment_of
+from shoal.fleet.file.components import components_of_pods
+from shoal.fleet.file.fleet_file import read_fleet_file
+from shoal.fleet_views import WorkerState
 from tests.fake_kubernetes import FakeKubernetes, use
 
 MANIFESTS = Path(__file__).parents[2] / "deploy" / "kubernetes"
@@ -70,7 +70,7 @@ class Setup:
 
 @pytest.fixture(autouse=True)
 def _looks_often(monkeypatch):
-    monkeypatch.setattr(connector_kubernetes, "POLL_S", 0.02)
+    monkeypatch.setattr(kubernetes, "POLL_S", 0.02)
 
 
 def run(tmp_path, monkeypatch, scenario, *components, deployed=(("tiny", 1), ("tiny-prefill", 0)), **options):
@@ -240,7 +240,7 @@ def test_a_pod_is_taken_back_when_an_api_that_was_away_at_its_deadline_is_there_
 def test_a_replica_that_can_never_be_taken_back_stays_and_keeps_no_other_deployment_waiting(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(connector_kubernetes, "TAKE_BACK_S", 0.3)
+    monkeypatch.setattr(kubernetes, "TAKE_BACK_S", 0.3)
 
     async def scenario(setup, connector):
         adding = await begin_in_vain(setup, connector, 403)
@@ -284,7 +284,7 @@ def test_a_pod_whose_removal_failed_is_not_the_first_to_go_when_a_person_lowers_
 
     async def scenario(setup, connector):
         setup.fake.conflicts = 1000 if is_cancelled else 100
-        monkeypatch.setattr(connector_kubernetes, "MAX_CONFLICTS", 1000 if is_cancelled else 8)
+        monkeypatch.setattr(kubernetes, "MAX_CONFLICTS", 1000 if is_cancelled else 8)
         removing = asyncio.create_task(connector.remove("tiny", "both"))
         while not setup.fake.pods["tiny-1"].annotations:
             await asyncio.sleep(0)
@@ -390,7 +390,7 @@ def test_an_api_that_refuses_or_is_not_there_is_named(tmp_path, monkeypatch):
     use(monkeypatch, tmp_path / "none")
     with pytest.raises(ConfigError, match="found no cluster"):
         asyncio.run(starting())
-    monkeypatch.setattr(connector_kubernetes, "NAMESPACE", tmp_path)  # as in a pod
+    monkeypatch.setattr(kubernetes, "NAMESPACE", tmp_path)  # as in a pod
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(
         ConfigError, match=r"found no cluster: Service host/port is not set.*; run it in a pod"

@@ -7,9 +7,9 @@ import pytest
 
 from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet.clock import LoopClock
-from shoal.fleet.connector import Component, Setting
-from shoal.fleet.connector_virtual import VirtualClient, VirtualConnector
-from shoal.fleet_api import WorkerState
+from shoal.fleet.connectors.connector import Component, Setting
+from shoal.fleet.connectors.virtual import VirtualClient, VirtualConnector
+from shoal.fleet_views import WorkerState
 
 COMPONENTS = (
     Component("m-decode", (), "m", role="decode", count=2),

@@ -19,15 +19,17 @@ from circus.client import CircusClient, make_message
 from circus.exc import CallError
 
 from shoal.errors import ConfigError, UnavailableError
-from shoal.fleet import connector_circus, connector_kubernetes, connector_local, restarts
 from shoal.fleet.clock import LoopClock
-from shoal.fleet.connector import Setting
-from shoal.fleet.connector_kubernetes import deployment_of
-from shoal.fleet.connector_virtual import VirtualClient
-from shoal.fleet.connectors import connector_named
-from shoal.fleet.process_log import ProcessLog
-from shoal.fleet.state_file import Life, StateFile
-from shoal.fleet_api import WorkerState
+from shoal.fleet.connectors import circus, restarts
+from shoal.fleet.connectors import kubernetes as connector_kubernetes
+from shoal.fleet.connectors import local as connector_local
+from shoal.fleet.connectors.by_name import connector_named
+from shoal.fleet.connectors.connector import Setting
+from shoal.fleet.connectors.kubernetes import deployment_of
+from shoal.fleet.connectors.process_log import ProcessLog
+from shoal.fleet.connectors.state_file import Life, StateFile
+from shoal.fleet.connectors.virtual import VirtualClient
+from shoal.fleet_views import WorkerState
 from tests import ray_cluster
 from tests.connector_cases import START_TIMEOUT_S, Folder, component, lives, two_components
 from tests.fake_connector import FakeConnector
@@ -187,7 +189,7 @@ async def virtual(folder, components):
 
 @contextlib.asynccontextmanager
 async def actors_on_ray(folder, components):
-    from shoal.fleet.connector_ray import ray_connector
+    from shoal.fleet.connectors.ray import ray_connector
 
     registry = Folder(folder)
     log = ProcessLog(sys.stderr, "text")
@@ -526,10 +528,10 @@ def test_the_client_of_circus_has_one_call_at_a_time_also_when_one_was_given_up(
             calls.append("end")
             return {"statuses": {}}
 
-    monkeypatch.setattr(connector_circus, "CircusClient", SlowClient)
+    monkeypatch.setattr(circus, "CircusClient", SlowClient)
 
     async def test():
-        processes = connector_circus.CircusProcesses(tmp_path, ())
+        processes = circus.CircusProcesses(tmp_path, ())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(processes.running(), 0.01)
         assert await processes.running() == {}
@@ -547,12 +549,12 @@ def test_a_worker_that_was_taken_over_is_not_said_to_have_died_at_once(tmp_path,
             return {"statuses": {"m-1": "active"}, "pids": [os.getpid()]}
 
     async def test():
-        processes = connector_circus.CircusProcesses(tmp_path, ())
+        processes = circus.CircusProcesses(tmp_path, ())
         await processes.running()
         await asyncio.sleep(0.2)
         await processes._start_again("m-1")
 
-    monkeypatch.setattr(connector_circus, "CircusClient", Client)
+    monkeypatch.setattr(circus, "CircusClient", Client)
     asyncio.run(test())
     assert "m-1 ended after" in caplog.text and "after 0.0 s" not in caplog.text
 
@@ -593,16 +595,16 @@ def test_workers_of_a_dead_arbiter_are_started_until_all_are_there(tmp_path, mon
         assert set(found) == {one.id for one in placements}
         keeping.cancel()
 
-    monkeypatch.setattr(connector_circus, "CircusClient", HastyClient)
-    monkeypatch.setattr(connector_circus, "TICK_S", 0.01)
-    processes = connector_circus.CircusProcesses(tmp_path, [worker])
+    monkeypatch.setattr(circus, "CircusClient", HastyClient)
+    monkeypatch.setattr(circus, "TICK_S", 0.01)
+    processes = circus.CircusProcesses(tmp_path, [worker])
     asyncio.run(asyncio.wait_for(test(), 10))
 
 
 def test_a_folder_with_too_long_a_name_for_the_sockets_of_circus_is_refused(tmp_path):
     folder = tmp_path / ("x" * 100)
     folder.mkdir()
-    processes = connector_circus.CircusProcesses(folder, ())
+    processes = circus.CircusProcesses(folder, ())
     with pytest.raises(ConfigError, match=r"/circus is too long for a socket .*shorter --state-dir"):
         asyncio.run(processes.open([]))
     assert not list(folder.iterdir())

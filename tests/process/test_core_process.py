@@ -16,12 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from shoal.api import FinishReason, Request, SamplingParams, SleepState, StructuredOutputsParams
+from shoal.api import FinishReason, Request
 from shoal.config import EngineConfig
 from shoal.engine.process import async_llm, core_process
 from shoal.engine.process.async_llm import AsyncLLM
 from shoal.engine.process.swap import Swapper
 from shoal.errors import CheckpointError, ConfigError, EngineDeadError, RequestError, UnavailableError
+from shoal.sampling_params import SamplingParams, StructuredOutputsParams
+from shoal.stats import SleepState
 from tests.tiny import greedy, write_model
 
 ROOT = Path(__file__).parents[2]

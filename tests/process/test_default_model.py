@@ -84,7 +84,7 @@ def test_it_samples_as_its_card_advises_unless_told_otherwise():
 
 def test_the_chat_pages_suggestions_are_answered_to_the_end():
     """Regression: answers to the page's own suggestions repeated themselves until the context was full."""
-    page = (ROOT / "shoal/server/chat.html").read_text()
+    page = (ROOT / "shoal/server/pages/chat.html").read_text()
     questions = re.findall(
         r"<button>([^<]+)</button>", page.partition('id="empty"')[2].partition("</main>")[0]
     )

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from shoal.kernels.gguf_tensor import GGUFTensor
+from shoal.kernels.quant.gguf_tensor import GGUFTensor
 from shoal.weights.default_model import FILE, NUM_BYTES
 from shoal.weights.gguf import gguf_tensors
 from shoal.weights.gguf_header import read_header

@@ -9,7 +9,7 @@ import pytest
 import transformers
 from tokenizers import pre_tokenizers
 
-from shoal.tokenizer import Tokenizer, load_tokenizer
+from shoal.text.tokenizer import Tokenizer, load_tokenizer
 from shoal.weights.source import CheckpointFiles, resolve
 from tests import texts
 
@@ -82,7 +82,7 @@ def test_importing_and_building_it_takes_less_of_a_cold_start_than_torch_does(fi
         "import time; from pathlib import Path; from shoal.weights.source import CheckpointFiles; p = "
         f"Path({str(files.file)!r}); m = CheckpointFiles(p.parent, p).metadata; t = time.perf_counter(); "
     )
-    build = "from shoal.tokenizer import Tokenizer; Tokenizer.from_gguf(m).encode('hello'); "
+    build = "from shoal.text.tokenizer import Tokenizer; Tokenizer.from_gguf(m).encode('hello'); "
 
     def seconds(code):
         command = [sys.executable, "-c", f"{prepared}{code}print(time.perf_counter() - t)"]

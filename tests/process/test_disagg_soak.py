@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from shoal.fleet.plane_workers import watch_plane
-from shoal.fleet.planes import open_plane
+from shoal.fleet.native.membership import watch_plane
+from shoal.fleet.registry.open import open_plane
 from shoal.wire import CheckIntegrity
 from tests.fleet_processes import wait_for
 from tests.forked_workers import ForkedProcesses
@@ -196,7 +196,9 @@ def test_nothing_leaks_after_many_kills(tmp_path):
     chance, left_by_others = random.Random(SEED), shared_memory()
     happened = dict.fromkeys(EVENTS, 0)
     with ForkedProcesses(tmp_path) as fleet:
-        fleet.settings = {"shoal.fleet.kv_moves": {"OVERHEAD_S": -1.0}}  # so small a model computes sooner
+        fleet.settings = {
+            "shoal.fleet.native.kv_transfers": {"OVERHEAD_S": -1.0}
+        }  # so small a model computes sooner
         soak = Soak(fleet, write_model(tmp_path, "qwen3"), chance)
         soak.start_router()
         for role in "ppdd":

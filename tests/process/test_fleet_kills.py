@@ -10,7 +10,7 @@ import signal
 import psutil
 import pytest
 
-from shoal.fleet.state_file import StateFile
+from shoal.fleet.connectors.state_file import StateFile
 from tests.fleet_up import PATIENCE_S, Crowd, Fleet, sized, until
 
 pytestmark = pytest.mark.slow

@@ -14,11 +14,11 @@ import time
 import psutil
 import pytest
 
-from shoal.fleet import restarts
-from shoal.fleet.connector import Component
-from shoal.fleet.process_log import ProcessLog
-from shoal.fleet.processes import Processes
-from shoal.fleet.state_file import Life, State
+from shoal.fleet.connectors import restarts
+from shoal.fleet.connectors.connector import Component
+from shoal.fleet.connectors.process_log import ProcessLog
+from shoal.fleet.connectors.processes import Processes
+from shoal.fleet.connectors.state_file import Life, State
 
 SLEEP = "import time; print('begun', flush=True); time.sleep(600)"
 DEADLINE_S = 60
@@ -266,10 +266,10 @@ def test_ports_are_free_differ_and_stay_over_a_restart(quick):
 
 SUPERVISOR = """
     import asyncio, sys
-    from shoal.fleet.connector import Component
-    from shoal.fleet.process_log import ProcessLog
-    from shoal.fleet.processes import Processes
-    from shoal.fleet.state_file import Placement
+    from shoal.fleet.connectors.connector import Component
+    from shoal.fleet.connectors.process_log import ProcessLog
+    from shoal.fleet.connectors.processes import Processes
+    from shoal.fleet.connectors.state_file import Placement
 
     async def main():
         processes = Processes(ProcessLog(sys.stdout, "text"))

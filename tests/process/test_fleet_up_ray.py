@@ -15,9 +15,9 @@ import threading
 import psutil
 import pytest
 
-from shoal.fleet.engine_profile import write_profile
-from shoal.fleet.sim_timing import profile_of
-from shoal.fleet.state_file import digest_of
+from shoal.fleet.connectors.state_file import digest_of
+from shoal.fleet.planner.engine_profile import write_profile
+from shoal.fleet.simulator.timing import profile_of
 from tests import nats_server, ray_cluster
 from tests.fleet_processes import PATIENCE_S, Asked, wait_for
 from tests.serving import PYTHON, ROOT, free_port

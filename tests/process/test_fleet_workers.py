@@ -10,12 +10,13 @@ import time
 
 import pytest
 
-from shoal.api import Request, SamplingParams
-from shoal.fleet.event_feed import EventFeed
-from shoal.fleet.fleet_key import FleetKey
-from shoal.fleet.indexer import KvIndexer, WorkerRank
-from shoal.fleet.plane_workers import watch_plane
-from shoal.fleet.planes import open_plane
+from shoal.api import Request
+from shoal.fleet.index.event_feed import EventFeed
+from shoal.fleet.index.indexer import KvIndexer, WorkerRank
+from shoal.fleet.key import FleetKey
+from shoal.fleet.native.membership import watch_plane
+from shoal.fleet.registry.open import open_plane
+from shoal.sampling_params import SamplingParams
 from tests import nats_server
 from tests.asynchronous import within
 from tests.fleet_processes import PATIENCE_S, Processes, wait_for

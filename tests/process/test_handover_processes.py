@@ -10,11 +10,12 @@ import time
 
 import pytest
 
-from shoal.api import Request, SamplingParams
+from shoal.api import Request
 from shoal.config import EngineConfig
 from shoal.engine.process.async_llm import AsyncLLM
 from shoal.errors import EngineDeadError
-from shoal.kv.ticket import unseal
+from shoal.kv.transfer.ticket import unseal
+from shoal.sampling_params import SamplingParams
 from tests import tiny
 
 COUNT = 8

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from shoal import LLM, SamplingParams
-from shoal import kv_event_format as kv_events
+from shoal import kv_events as kv_events
 from shoal.errors import ConfigError
 from tests.kv_listener import Follower, View
 from tests.serving import ROOT, TINY, Serve, free_port, until

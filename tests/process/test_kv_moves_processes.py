@@ -21,7 +21,7 @@ def fleet(tmp_path_factory):
     """A router. Reading counts as quicker than computing, whatever the model."""
     folder = tmp_path_factory.mktemp("moves")
     with ForkedProcesses(folder) as running:
-        running.settings = {"shoal.fleet.kv_moves": {"OVERHEAD_S": -1.0}}
+        running.settings = {"shoal.fleet.native.kv_transfers": {"OVERHEAD_S": -1.0}}
         # It is deep, so that a stream takes seconds, and is not over before it is told to move.
         running.model = write_model(folder, "qwen3", num_hidden_layers=32)
         running.route("--policy", "round_robin", "--max-local-prefill-length", 16, "--enable-p2p")

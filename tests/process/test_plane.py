@@ -17,9 +17,9 @@ import nats.js.errors
 import pytest
 
 from shoal.errors import ConfigError, ShoalError
-from shoal.fleet.plane import Member
-from shoal.fleet.plane_streams import WINDOW, PeerGone
-from shoal.fleet.planes import open_plane
+from shoal.fleet.registry.open import open_plane
+from shoal.fleet.registry.registry import Member
+from shoal.fleet.registry.streams import WINDOW, PeerGone
 from tests import nats_server
 from tests.asynchronous import within
 from tests.process.plane_messages import Note

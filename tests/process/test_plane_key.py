@@ -6,9 +6,9 @@ import subprocess
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.fleet.fleet_key import FleetKey
-from shoal.fleet.plane import Member
-from shoal.fleet.planes import check_plane, open_plane
+from shoal.fleet.key import FleetKey
+from shoal.fleet.registry.open import check_plane, open_plane
+from shoal.fleet.registry.registry import Member
 from tests import nats_server
 from tests.asynchronous import within
 from tests.process.plane_messages import Note

@@ -9,16 +9,16 @@ from types import SimpleNamespace
 
 import msgspec
 
-from shoal.cli import join
+from shoal.apps import join
 from shoal.config import ServerConfig
-from shoal.fake import FakeEngine
+from shoal.fake_engine import FakeEngine
 from shoal.fleet.clock import LoopClock
-from shoal.fleet.plane import Member
-from shoal.fleet.plane_embedded import EmbeddedPlane, Host
-from shoal.fleet.plane_workers import member_of, watch_plane
-from shoal.metrics import ModelMetrics
+from shoal.fleet.native.membership import member_of, watch_plane
+from shoal.fleet.registry.embedded import EmbeddedPlane, Host
+from shoal.fleet.registry.registry import Member
 from shoal.model_card import ModelCard
-from shoal.server.admission import Admission
+from shoal.server.served.admission import Admission
+from shoal.telemetry.metrics import ModelMetrics
 from shoal.wire import ModelInfo
 from tests.asynchronous import within
 from tests.serving import free_port
@@ -81,7 +81,7 @@ def worker(name="w", port=None, role="both", **changes):
 
 @asynchronous
 async def test_a_worker_is_what_it_says_and_leaves_with_its_member(caplog):
-    caplog.set_level(logging.INFO, "shoal.fleet.plane_workers")
+    caplog.set_level(logging.INFO, "shoal.fleet.native.membership")
     async with watched() as (plane, router):
         await plane.register(worker(role="decode", tags=["x", "y"]))
         await until(lambda: router.workers)

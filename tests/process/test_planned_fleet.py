@@ -7,17 +7,17 @@ from types import SimpleNamespace
 import pytest
 
 from shoal.errors import ConfigError, UnavailableError
-from shoal.fleet import planned_fleet
 from shoal.fleet.clock import LoopClock
-from shoal.fleet.connector import Component
-from shoal.fleet.observation import DecodeLoad, Observation
-from shoal.fleet.plane import Member
-from shoal.fleet.plane_streams import PeerGone
-from shoal.fleet.planes import open_plane
-from shoal.fleet.planned_fleet import OwnFleet, PlannerPort, RemoteFleet, become_planner, find_fleet
-from shoal.fleet.planner_config import PlannerConfig
-from shoal.fleet.planner_loop import PlannerLoop
-from shoal.fleet_api import PlannerView, WorkerState
+from shoal.fleet.connectors.connector import Component
+from shoal.fleet.planner.config import PlannerConfig
+from shoal.fleet.planner.observation import DecodeLoad, Observation
+from shoal.fleet.registry.open import open_plane
+from shoal.fleet.registry.registry import Member
+from shoal.fleet.registry.streams import PeerGone
+from shoal.fleet.scaling import scaled_fleet
+from shoal.fleet.scaling.loop import PlannerLoop
+from shoal.fleet.scaling.scaled_fleet import OwnFleet, PlannerPort, RemoteFleet, become_planner, find_fleet
+from shoal.fleet_views import PlannerView, WorkerState
 from tests.fake_connector import FakeConnector
 from tests.serving import free_port
 
@@ -187,7 +187,7 @@ def test_a_worker_that_does_not_answer_to_its_new_role_is_not_awaited_for_ever(m
     async def test():
         async with fleet() as world:
             _, remote = await planner(world)
-            monkeypatch.setattr(planned_fleet, "ROLE_S", 0.1)
+            monkeypatch.setattr(scaled_fleet, "ROLE_S", 0.1)
             monkeypatch.setattr(world.router, "change_role", lambda worker_id, role: asyncio.sleep(600))
             with pytest.raises(UnavailableError, match=r"m-1 has not changed its role in 0\.1 s"):
                 await remote.change_role("m", "both", "prefill")

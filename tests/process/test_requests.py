@@ -130,7 +130,7 @@ def test_one_id_leads_through_the_logs_of_all_processes(fleet):
         return Counter(line["logger"] for line in said(fleet, worker, "one-id"))
 
     wait_for(lambda: len(by()) == 2, by, 20)
-    assert by() == {"shoal.fleet.worker_port": 1, "shoal.engine.process.core_main": 1}
+    assert by() == {"shoal.fleet.native.worker_server": 1, "shoal.engine.process.core_main": 1}
     assert all("id=one-id" in line["message"] for line in said(fleet, worker, "one-id"))
     [placed, ended] = grep(fleet, "one-id")
     assert f"request goes to worker {worker} id=one-id" in placed and " POST /v1/completions 200 " in ended
@@ -238,7 +238,7 @@ def test_prefill_and_decode_apart_are_told_with_the_transfer_between_them(tmp_pa
 
 def test_without_the_option_nothing_of_opentelemetry_is_imported():
     code = (
-        "import sys, shoal.cli.serve, shoal.cli.route, shoal.server.routes, shoal.fleet.worker_port\n"
+        "import sys, shoal.apps.serve, shoal.apps.route, shoal.server.routes, shoal.fleet.native.worker_server\n"
         "sys.exit(any(name.startswith('opentelemetry') for name in sys.modules))"
     )
     assert subprocess.run([PYTHON, "-c", code], cwd=ROOT).returncode == 0

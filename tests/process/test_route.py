@@ -9,7 +9,7 @@ import socket
 import pytest
 
 from shoal.config import KVEventsConfig
-from shoal.kv.event_publisher import KvEvents
+from shoal.kv.events.publisher import KvEvents
 from tests.foreign_worker import MODEL, Fault, ForeignWorkerThread, ids_of, written
 from tests.serving import DEADLINE_S, Route, free_port, until
 

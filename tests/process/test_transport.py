@@ -11,11 +11,11 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from shoal.kv.fetch import Peers
-from shoal.kv.lease import Lease
 from shoal.kv.storage import host_memory
-from shoal.kv.ticket import Failure, TransferError, unseal
-from shoal.kv.transport_registry import TRANSPORTS, Transports
+from shoal.kv.transfer.fetch import Peers
+from shoal.kv.transfer.lease import Lease
+from shoal.kv.transfer.registry import TRANSPORTS, Transports
+from shoal.kv.transfer.ticket import Failure, TransferError, unseal
 from shoal.kv.view import BlockView
 from tests import transport_cases
 from tests.kv_cases import contents

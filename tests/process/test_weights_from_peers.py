@@ -8,16 +8,16 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from shoal.errors import UnavailableError
-from shoal.fake import FakeEngine
-from shoal.fleet import weight_peers
+from shoal.fake_engine import FakeEngine
 from shoal.fleet.clock import LoopClock
-from shoal.fleet.plane_workers import member_of
-from shoal.fleet.planes import open_plane
-from shoal.fleet.weight_peers import borrowed_weights
-from shoal.fleet.worker_port import WorkerPort
-from shoal.metrics import ModelMetrics
+from shoal.fleet.native import weight_peers
+from shoal.fleet.native.membership import member_of
+from shoal.fleet.native.weight_peers import borrowed_weights
+from shoal.fleet.native.worker_server import WorkerPort
+from shoal.fleet.registry.open import open_plane
 from shoal.model_card import ModelCard
-from shoal.server.admission import Admission
+from shoal.server.served.admission import Admission
+from shoal.telemetry.metrics import ModelMetrics
 from shoal.wire import LendWeights, ModelInfo, TakeBackWeights
 from tests.asynchronous import within
 from tests.fleet_processes import Processes, wait_for

@@ -10,7 +10,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from shoal.api import FinishReason, Output, Request, SamplingParams
+from shoal.api import FinishReason, Output, Request
 from shoal.collector import Collector
 from shoal.control import ReadSleepState, Sleep
 from shoal.errors import (
@@ -21,18 +21,19 @@ from shoal.errors import (
     UnavailableError,
     WorkerFailedError,
 )
-from shoal.fake import FakeEngine
-from shoal.fleet import worker_port
+from shoal.fake_engine import FakeEngine
 from shoal.fleet.clock import LoopClock
-from shoal.fleet.fleet_key import FleetKey
-from shoal.fleet.remote_engine import RemoteEngine
+from shoal.fleet.key import FleetKey
+from shoal.fleet.native import worker_server
+from shoal.fleet.native.remote_engine import RemoteEngine
+from shoal.fleet.native.worker_server import EventEndpoints, WorkerPort
+from shoal.fleet.native.worker_wire import AskEvents, Hello, encode
 from shoal.fleet.worker import WorkerInfo
-from shoal.fleet.worker_port import EventEndpoints, WorkerPort
-from shoal.fleet.worker_wire import AskEvents, Hello, encode
-from shoal.kv_event_format import END
-from shoal.metrics import ModelMetrics
+from shoal.kv_events import END
 from shoal.model_card import ModelCard
-from shoal.server.admission import Admission
+from shoal.sampling_params import SamplingParams
+from shoal.server.served.admission import Admission
+from shoal.telemetry.metrics import ModelMetrics
 from shoal.wire import Add, ModelInfo, TakeBackKv
 from tests.asynchronous import within
 
@@ -367,7 +368,7 @@ async def test_a_request_is_as_old_at_the_worker_as_its_router_says():
 
 @asynchronous
 async def test_what_a_late_engine_still_replays_is_not_the_next_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(worker_port, "REPLAY_PATIENCE_S", 0.3)
+    monkeypatch.setattr(worker_server, "REPLAY_PATIENCE_S", 0.3)
     events = EventEndpoints(f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay")
     context = zmq.asyncio.Context()
     engine = context.socket(zmq.ROUTER)

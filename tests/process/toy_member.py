@@ -4,8 +4,8 @@ done WHAT, and then lives until it is killed."""
 import asyncio
 import sys
 
-from shoal.fleet.plane import Member
-from shoal.fleet.planes import open_plane
+from shoal.fleet.registry.open import open_plane
+from shoal.fleet.registry.registry import Member
 from tests.process.plane_messages import Note
 
 

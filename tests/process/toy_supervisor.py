@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 from shoal.fleet.clock import LoopClock
-from shoal.fleet.connector import Setting
-from shoal.fleet.connectors import connector_named
-from shoal.fleet.process_log import ProcessLog
+from shoal.fleet.connectors.by_name import connector_named
+from shoal.fleet.connectors.connector import Setting
+from shoal.fleet.connectors.process_log import ProcessLog
 from tests.connector_cases import START_TIMEOUT_S, Folder, two_components
 
 

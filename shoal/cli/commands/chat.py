@@ -6,12 +6,12 @@ import argparse
 import contextlib
 import sys
 
-from shoal.api import SamplingParams
+from shoal.argument_parser import Commands, given_options
 from shoal.cli.address import API_KEY_HELP, server_key
 from shoal.cli.commands.engine_flags import MODEL_HELP, add_engine_flags, build_llm, sampling_options
 from shoal.config import DEFAULT_MODEL, EngineConfig
 from shoal.errors import ConfigError
-from shoal.options import Commands, given_options
+from shoal.sampling_params import SamplingParams
 
 DESCRIPTION = "A conversation with a model on this machine, or on a server (--url). /help lists its commands."
 

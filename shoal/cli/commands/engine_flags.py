@@ -7,9 +7,9 @@ import dataclasses
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from shoal.api import SamplingParams
+from shoal.argument_parser import SAMPLING, Parser, given_options, integer
 from shoal.config import DEFAULT_MODEL, EngineConfig
-from shoal.options import SAMPLING, Parser, given_options, integer
+from shoal.sampling_params import SamplingParams
 from shoal.vllm_options import EARLIER_OPTIONS, ENGINE_OPTIONS
 
 if TYPE_CHECKING:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from shoal.argument_parser import Commands
 from shoal.errors import ConfigError
-from shoal.options import Commands
 
 DESCRIPTION = """A router and its workers, all from one file (fleet up FILE). Workers that die are started
 again. Ctrl-C lets running requests end, then the workers; a second one ends all at once."""
@@ -41,12 +41,12 @@ def run_fleet_up(arguments: argparse.Namespace) -> int:
                 "state in files, leave it out"
             )
         try:
-            from shoal.cli.fleet_ray import fleet_up_on_ray
+            from shoal.apps.fleet_ray import fleet_up_on_ray
         except ModuleNotFoundError as error:
             raise ConfigError(f"--on ray needs Ray ({error}): pip install 'shoal[ray]'") from None
 
         return fleet_up_on_ray(arguments.file, arguments.address, arguments.verbose)
-    from shoal.cli.fleet import fleet_up
+    from shoal.apps.fleet import fleet_up
 
     if arguments.address is not None:
         raise ConfigError(

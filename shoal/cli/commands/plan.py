@@ -6,12 +6,12 @@ import argparse
 import json
 from typing import Any
 
+from shoal.argument_parser import Commands, Parser, flag_of, given_options, integer
 from shoal.bench import serving
 from shoal.cli.output_file import PLOT_EXTRA, check_writable
 from shoal.config import EngineConfig
 from shoal.errors import ConfigError
-from shoal.fleet.engine_profile import PROFILE_LENGTHS, PROFILE_USAGES, ProfileData
-from shoal.options import Commands, Parser, flag_of, given_options, integer
+from shoal.fleet.planner.engine_profile import PROFILE_LENGTHS, PROFILE_USAGES, ProfileData
 from shoal.vllm_options import EARLIER_OPTIONS, ENGINE_OPTIONS
 
 DESCRIPTION = """With FILE, sizes the running fleet of that file (shoal fleet up FILE) as its load changes, in
@@ -95,7 +95,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
             given = "" if name == "no_operation" else f" {getattr(arguments, name)!r}"
             raise ConfigError(f"{flag_of(name)}{given} goes with {where} only; leave it out")
     if arguments.file is not None:
-        from shoal.cli.plan import plan_fleet
+        from shoal.apps.plan import plan_fleet
 
         return plan_fleet(
             arguments.file, arguments.state_dir, arguments.verbose, no_operation=arguments.no_operation
@@ -106,8 +106,8 @@ def run_plan(arguments: argparse.Namespace) -> int:
 def _replay(arguments: argparse.Namespace) -> int:
     import msgspec
 
-    from shoal.fleet.fleet_file import read_fleet_file
-    from shoal.fleet.planner import replay
+    from shoal.fleet.file.fleet_file import read_fleet_file
+    from shoal.fleet.planner.planner import replay
 
     config = None if arguments.fleet is None else read_fleet_file(arguments.fleet).planner
     try:
@@ -122,7 +122,7 @@ def _replay(arguments: argparse.Namespace) -> int:
 
 def _measure_worker(arguments: argparse.Namespace) -> int:
     from shoal.bench.worker_profile import measure_profile, plot, table
-    from shoal.fleet.engine_profile import write_profile
+    from shoal.fleet.planner.engine_profile import write_profile
 
     for name in ("input_lengths", "context_lengths"):
         if (least := min(getattr(arguments, name))) < 1:
@@ -154,9 +154,9 @@ def _measure_worker(arguments: argparse.Namespace) -> int:
 def _simulated_profile(arguments: argparse.Namespace, given: dict[str, Any]) -> ProfileData:
     """Raises ConfigError for an option that simulated times do not depend on, and if too few points have room
     for a profile."""
-    from shoal.fleet.engine_profile import check_profile, with_room
-    from shoal.fleet.sim_config import SimWorkers
-    from shoal.fleet.sim_timing import find_timing, profile_of
+    from shoal.fleet.planner.engine_profile import check_profile, with_room
+    from shoal.fleet.simulator.config import SimWorkers
+    from shoal.fleet.simulator.timing import find_timing, profile_of
 
     timed = ("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization")
     for name, value in given.items():

@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 import logging
 
-from shoal import logs
+from shoal.argument_parser import Commands, given_options
 from shoal.cli.commands.server_options import server_options
 from shoal.config import ServerConfig
-from shoal.fleet.fleet_config import NOT_OF_A_ROUTER, REMOVED_OPTIONS, FleetConfig
-from shoal.options import Commands, given_options
+from shoal.fleet.config import NOT_OF_A_ROUTER, REMOVED_OPTIONS, FleetConfig
+from shoal.telemetry import logs
 
 DESCRIPTION = """A router: one OpenAI-compatible endpoint for many workers. Each request goes to the worker
 with the best mix of a long cached prefix and little load. Workers are any servers with OpenAI's API
@@ -38,7 +38,7 @@ def add_route(commands: Commands) -> None:
 def run_route(arguments: argparse.Namespace) -> int:
     """Returns 0 after a signal and a drain; 1 if a second signal ended the router, or if it could not
     start."""
-    from shoal.cli.route import route
+    from shoal.apps.route import route
 
     given = server_options(arguments)
     server = ServerConfig(**{name: given[name] for name in given if name not in NOT_OF_A_ROUTER})

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
+from shoal.argument_parser import Commands, given_options
 from shoal.config import EngineConfig, ServerConfig
-from shoal.options import Commands, given_options
 from shoal.vllm_options import ALL_OPTIONS
 
 DESCRIPTION = """Answers the requests of a file, in OpenAI's batch format, as `vllm run-batch` does. The same

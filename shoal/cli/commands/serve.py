@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 
-from shoal import logs
+from shoal.argument_parser import Commands, flag_of, given_options, warn_of_ignored
 from shoal.cli.commands.engine_flags import MODEL_HELP
 from shoal.cli.commands.server_options import server_options
 from shoal.config import DEFAULT_MODEL, EngineConfig, ServerConfig
 from shoal.errors import ConfigError
-from shoal.options import Commands, flag_of, given_options, warn_of_ignored
+from shoal.telemetry import logs
 from shoal.vllm_options import ALL_OPTIONS
 
 DESCRIPTION = """An OpenAI-compatible server. SIGTERM or Ctrl-C lets running requests end, within
@@ -46,7 +46,7 @@ def add_serve(commands: Commands) -> None:
 def run_serve(arguments: argparse.Namespace) -> int:
     """Returns 0 after SIGTERM, SIGINT or SIGHUP and a drain; 1 if a second signal ended the server, or if it
     could not start."""
-    from shoal.cli.serve import serve
+    from shoal.apps.serve import serve
 
     if arguments.model_path is None and not arguments.models:
         _check_lists(arguments)

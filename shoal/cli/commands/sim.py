@@ -7,10 +7,10 @@ import dataclasses
 import json
 from typing import Any
 
+from shoal.argument_parser import Commands, integer
 from shoal.bench import serving
 from shoal.cli.output_file import PLOT_EXTRA, check_writable
 from shoal.errors import ConfigError
-from shoal.options import Commands, integer
 
 DESCRIPTION = """Simulates a fleet under a trace: the router's own code over simulated workers, on a virtual
 clock. No GPU and no model is needed. FILE is a fleet's TOML file with a table [sim]; docs/simulator.md
@@ -40,9 +40,9 @@ def add_sim(commands: Commands) -> None:
 
 
 def run_sim(arguments: argparse.Namespace) -> int:
-    from shoal.fleet.sim_config import read_sim_config
-    from shoal.fleet.sim_trace import read_trace
-    from shoal.fleet.simulator import Simulation
+    from shoal.fleet.simulator.config import read_sim_config
+    from shoal.fleet.simulator.simulator import Simulation
+    from shoal.fleet.simulator.trace import read_trace
 
     planner: dict[str, Any] = {}
     if arguments.planner is not None:

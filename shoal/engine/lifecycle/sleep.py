@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from shoal.api import MEMORY_TAGS, MemoryReport, check_sleep, check_tags
+from shoal.api import MEMORY_TAGS, check_sleep, check_tags
 from shoal.config import ResolvedConfig
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
@@ -28,6 +28,7 @@ from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.standstill import Standstill
 from shoal.engine.step_loop import StepLoop
 from shoal.errors import ConfigError, UnavailableError
+from shoal.stats import MemoryReport
 
 logger = logging.getLogger(__name__)
 

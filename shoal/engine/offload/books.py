@@ -10,12 +10,12 @@ from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from shoal.api import KvTierStats
 from shoal.engine.offload.costs import Costs
 from shoal.engine.offload.transfers import Done, Transfers
 from shoal.engine.scheduling.sequence import Sequence
-from shoal.kv.block_file import BlockMeta
-from shoal.kv.host import HostTier
+from shoal.kv.tiers.block_file import BlockMeta
+from shoal.kv.tiers.host import HostTier
+from shoal.stats import KvTierStats
 
 HOST = "host"  # the host tier's name in rates, stats and metrics
 

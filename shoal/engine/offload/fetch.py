@@ -19,7 +19,7 @@ from shoal.engine.offload.costs import Throughput
 from shoal.engine.offload.transfers import Done
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.sequence import Fetch, Transfer
-from shoal.kv.block_file import BlockMeta
+from shoal.kv.tiers.block_file import BlockMeta
 
 READ_BLOCKS = 16  # blocks of one read
 MAX_READING = 256  # blocks that are read at once, for all fetches: a tier lets so many wait

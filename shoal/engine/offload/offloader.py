@@ -12,7 +12,7 @@ still reads the block.
 
 The Offloader itself looks after device blocks. It has a Fetcher for the way up (engine/offload/fetch.py) and
 a Writer for the second half of the way down (engine/offload/writer.py). Whether a fetch pays is decided in
-engine/offload/costs.py, which host block is given away next in kv/host.py.
+engine/offload/costs.py, which host block is given away next in kv/tiers/host.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shoal.api import KvTierStats
 from shoal.engine.offload.books import HOST, Books, meta_of
 from shoal.engine.offload.costs import Costs
 from shoal.engine.offload.fetch import Fetcher
@@ -31,10 +30,11 @@ from shoal.engine.offload.transfers import Done, Transfers
 from shoal.engine.offload.writer import Writer
 from shoal.engine.scheduling import sequence
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.kv.block_file import BlockMeta
-from shoal.kv.host import HostTier
-from shoal.kv.policy import FrequencySketch
-from shoal.kv.tier import Tier
+from shoal.kv.tiers.block_file import BlockMeta
+from shoal.kv.tiers.eviction import FrequencySketch
+from shoal.kv.tiers.host import HostTier
+from shoal.kv.tiers.tier import Tier
+from shoal.stats import KvTierStats
 
 SCAN_S = 0.1  # between looks at the coldest blocks while nothing presses
 QUICK_LOOK_BLOCKS = 256  # a look at so many blocks takes next to no time

@@ -2,7 +2,7 @@
 kept in step with sleep and new weights, written to the lowest at the end. Also what listeners hear of them.
 
 Which block goes where and when is decided in engine/offload/offloader.py. The tiers below host memory are
-reached through kv/tier.py alone, and no name of a tier occurs here.
+reached through kv/tiers/tier.py alone, and no name of a tier occurs here.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import time
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-from shoal.api import KvTierStats, Stats
 from shoal.config import ResolvedConfig
 from shoal.engine.offload.books import HOST
 from shoal.engine.offload.costs import Costs, plausible_copy_s
@@ -24,11 +23,12 @@ from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.errors import ConfigError
 from shoal.hashing import extend_keys
-from shoal.kv.block_file import Event
-from shoal.kv.event_publisher import KvEvents
-from shoal.kv.host import HostTier
-from shoal.kv.tier_registry import first_read_s, has_tiers
-from shoal.kv_event_format import CPU, STORAGE
+from shoal.kv.events.publisher import KvEvents
+from shoal.kv.tiers.block_file import Event
+from shoal.kv.tiers.host import HostTier
+from shoal.kv.tiers.registry import first_read_s, has_tiers
+from shoal.kv_events import CPU, STORAGE
+from shoal.stats import KvTierStats, Stats
 from shoal.weights.fingerprint import weights_fingerprint
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.ranks.workers import Pending
 from shoal.engine.runner import commands
 from shoal.engine.runner.commands import Command
-from shoal.kv.block_file import BlockMeta
+from shoal.kv.tiers.block_file import BlockMeta
 
 Arguments = TypeVarTuple("Arguments")
 

@@ -15,8 +15,8 @@ from functools import partial
 from shoal.engine.offload.books import Books
 from shoal.engine.offload.costs import Throughput
 from shoal.engine.offload.transfers import Done
-from shoal.kv.block_file import BlockMeta
-from shoal.kv.tier import Tier
+from shoal.kv.tiers.block_file import BlockMeta
+from shoal.kv.tiers.tier import Tier
 
 WRITE_BLOCKS = 16  # blocks of one write
 MAX_WRITING = 48  # blocks that are written at once: fewer than a tier lets wait

@@ -11,16 +11,17 @@ from dataclasses import dataclass
 
 import torch
 
-from shoal.api import FinishReason, KvLoans
+from shoal.api import FinishReason
 from shoal.engine.runner.layer_ends import LayerEnds
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence as EngineSequence
 from shoal.engine.scheduling.sequence import SequenceStatus
 from shoal.hashing import extend_keys, keys_with_tail
-from shoal.kv.advance import Advancer
-from shoal.kv.offer_server import OfferServer
-from shoal.kv.offers import Offers
-from shoal.kv.ticket import WindowAddress, unseal
+from shoal.kv.transfer.advance import Advancer
+from shoal.kv.transfer.offer_server import OfferServer
+from shoal.kv.transfer.offers import Offers
+from shoal.kv.transfer.ticket import WindowAddress, unseal
+from shoal.stats import KvLoans
 
 DONE = "done"  # how an offer ends that a reader was done with
 

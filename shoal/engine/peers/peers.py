@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from shoal.api import Output, Stats
+from shoal.api import Output
 from shoal.config import ResolvedConfig
 from shoal.engine.peers.lender import KvLender
 from shoal.engine.peers.reader import POLL_S, KvReader
@@ -16,7 +16,8 @@ from shoal.engine.runner import commands
 from shoal.engine.runner.rank_peers import decode_address
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
-from shoal.kv.transport import Reach
+from shoal.kv.transfer.transport import Reach
+from shoal.stats import Stats
 from shoal.weights.fingerprint import checkpoint_fingerprint, weights_fingerprint
 from shoal.weights.source import CheckpointFiles
 

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from shoal.api import KvTransferStats
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.ranks.workers import Pending
 from shoal.engine.runner import commands
@@ -22,9 +21,10 @@ from shoal.engine.runner.rank_peers import Ended
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.sequence import Fetch, SequenceStatus, Transfer
 from shoal.engine.scheduling.sequence import Sequence as EngineSequence
-from shoal.kv.lease import Lease
-from shoal.kv.ticket import Failure, TransferError, unseal
-from shoal.logs import about
+from shoal.kv.transfer.lease import Lease
+from shoal.kv.transfer.ticket import Failure, TransferError, unseal
+from shoal.stats import KvTransferStats
+from shoal.telemetry.logs import about
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,14 @@ from typing import Any, TypeVar, cast
 
 import msgspec
 
-from shoal.api import Output, Request, Stats
+from shoal.api import Output, Request
 from shoal.collector import Collector
 from shoal.config import EngineConfig
 from shoal.control import Command, Control, UpdateWeights, result_type
 from shoal.engine.process.core_process import CoreProcess
 from shoal.engine.process.watchdog import Watchdog
 from shoal.errors import EngineDeadError, RequestError, ShoalError
+from shoal.stats import Stats
 from shoal.weights.store import is_url
 from shoal.wire import (
     BEAT_S,

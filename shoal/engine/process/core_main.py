@@ -27,8 +27,7 @@ from typing import Any, NoReturn, assert_never
 import msgspec
 import zmq
 
-from shoal import logs, wire
-from shoal.api import MemoryReport
+from shoal import wire
 from shoal.control import (
     CheckWeights,
     MemoryUsage,
@@ -43,7 +42,9 @@ from shoal.control import (
 )
 from shoal.engine.core import EngineCore
 from shoal.errors import ShoalError, UnavailableError
-from shoal.logs import about
+from shoal.stats import MemoryReport
+from shoal.telemetry import logs
+from shoal.telemetry.logs import about
 from shoal.weights.source import resolve
 from shoal.wire import (
     BEAT_S,

@@ -22,9 +22,10 @@ from pathlib import Path
 
 import zmq
 
-from shoal import logs, wire
+from shoal import wire
 from shoal.config import EngineConfig
 from shoal.errors import EngineDeadError, UserError
+from shoal.telemetry import logs
 from shoal.wire import Dead, FromCore, Message, ModelInfo, Ready, Start
 
 STDERR_TAIL = 2000  # characters of a dead core's last words that its error quotes

@@ -19,11 +19,12 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from shoal.api import Engine, FinishReason, Output, Request, Stats
+from shoal.api import Engine, FinishReason, Output, Request
 from shoal.control import CheckWeights, Command, Control, Result, Sleep, UpdateWeights, WakeUp
 from shoal.errors import ConfigError, EngineDeadError, ShoalError, UnavailableError
 from shoal.memory.available import available_bytes
-from shoal.request_builder import check_request
+from shoal.stats import Stats
+from shoal.text.request_builder import check_request
 
 logger = logging.getLogger(__name__)
 

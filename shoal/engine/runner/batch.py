@@ -19,7 +19,7 @@ import numpy as np
 from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
 from shoal.engine.scheduling.sequence import GrammarRow, Sequence
 from shoal.engine.scheduling.shared_prefixes import PrefixTree
-from shoal.kernels.split_draw import needs_whole_row
+from shoal.kernels.sampling.split_sample import needs_whole_row
 from shoal.kernels.state import (
     FIELDS,
     MAX_GROUPS,
@@ -48,7 +48,7 @@ class Header(IntEnum):
     DECODE_ONLY = 6  # Every sequence decodes. There are no token sections, as the device knows everything.
     FRESH_PREFILLS = 7  # Every prefill starts at position 0.
     # Tokens are drawn once more, from whole rows of logits: some request asks for more than the state rows
-    # can say, or for more than ranks exchange (kernels/split_draw.py).
+    # can say, or for more than ranks exchange (kernels/sampling/split_sample.py).
     DRAWS_WHOLE = 8
     NUM_PROMPT_LOGITS = 9  # tokens of prompts whose logits are asked for
     NUM_GROUPS = 10  # groups of decodes that share a prefix

@@ -7,8 +7,8 @@ import hashlib
 
 import torch
 
+from shoal.attention.step_input import SharedPrefixes
 from shoal.kernels.state import StateLayout
-from shoal.kernels.step_input import SharedPrefixes
 
 
 class BatchState:

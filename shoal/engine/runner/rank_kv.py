@@ -21,12 +21,12 @@ from msgspec.structs import replace
 from shoal.config import ResolvedConfig
 from shoal.engine.runner.kv_cache import KvCache
 from shoal.errors import ConfigError
-from shoal.kv.block_file import BlockMeta
 from shoal.kv.block_map import BlockMap
 from shoal.kv.copy import CopyStream
 from shoal.kv.storage import memory_of
-from shoal.kv.tier import Tier
-from shoal.kv.tier_registry import TierPlace, open_tiers
+from shoal.kv.tiers.block_file import BlockMeta
+from shoal.kv.tiers.registry import TierPlace, open_tiers
+from shoal.kv.tiers.tier import Tier
 from shoal.kv.view import BlockView
 from shoal.memory.slab import CHUNK_BYTES, HostSlab
 

@@ -1,7 +1,7 @@
 """One rank's weights in the memory of another worker's rank that starts with the same ones: how they are
 offered, and how they are read. engine/lifecycle/weight_loans.py commands the owner's side.
 
-The ways are those of KV blocks (kv/transport.py), for tensors of any size: shared memory and CUDA IPC on one
+The ways are those of KV blocks (kv/transfer/transport.py), for tensors of any size: shared memory and CUDA IPC on one
 host, NIXL between hosts. The reader pulls, and the owner does nothing meanwhile. A reader believes its own
 checksums alone, so an owner may end, sleep or take new weights whenever it likes.
 """
@@ -28,8 +28,8 @@ from shoal.kv.cuda_driver import (
     export_memory,
     open_memory,
 )
-from shoal.kv.nixl_agents import MISSING, NixlAgents, descriptors, in_context
-from shoal.kv.transport_mapped import boot_id
+from shoal.kv.transfer.mapped import boot_id
+from shoal.kv.transfer.nixl_agents import MISSING, NixlAgents, descriptors, in_context
 from shoal.memory.available import available_bytes
 from shoal.models.decoder import Decoder
 from shoal.weights.loader import load_hollow_weights

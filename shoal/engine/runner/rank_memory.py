@@ -17,10 +17,10 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from shoal.api import MemoryReport
 from shoal.engine.runner.sampling import LogitShaper
 from shoal.errors import UnavailableError
 from shoal.memory.regions import Regions as VirtualRegions
+from shoal.stats import MemoryReport
 
 logger = logging.getLogger(__name__)
 

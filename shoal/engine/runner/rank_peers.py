@@ -14,11 +14,11 @@ import msgspec
 import torch
 
 from shoal.errors import ConfigError
-from shoal.kv.fetch import IDLE_S, Fetched, Peers
-from shoal.kv.lease import Lease
-from shoal.kv.ticket import TransferError, WindowAddress
-from shoal.kv.transport import Reach, TransportError
-from shoal.kv.transport_registry import Transports, Windows
+from shoal.kv.transfer.fetch import IDLE_S, Fetched, Peers
+from shoal.kv.transfer.lease import Lease
+from shoal.kv.transfer.registry import Transports, Windows
+from shoal.kv.transfer.ticket import TransferError, WindowAddress
+from shoal.kv.transfer.transport import Reach, TransportError
 from shoal.kv.view import BlockView
 
 logger = logging.getLogger(__name__)

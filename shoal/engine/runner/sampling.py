@@ -19,8 +19,8 @@ import torch
 
 from shoal.engine.runner.batch import Extras
 from shoal.engine.runner.batch_state import BatchState
-from shoal.kernels import logits as shaping
 from shoal.kernels.ops import Ops
+from shoal.kernels.sampling import logits as shaping
 from shoal.kernels.state import FIELDS, MIN_TEMPERATURE, Field
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.parallel import TensorParallel
@@ -89,7 +89,7 @@ class Sampler:
     """Ends every step of one rank, with the same tokens on all ranks.
 
     Each rank has the logits of its own tokens. Where parts of them suffice for a draw
-    (kernels/split_draw.py), the ranks exchange these, and each joins the same parts to the same token.
+    (kernels/sampling/split_sample.py), the ranks exchange these, and each joins the same parts to the same token.
     Otherwise rank 0 draws from whole rows, and tells the others."""
 
     def __init__(

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from shoal.attention.step_input import AttentionBackend, HostView, StepInput
 from shoal.engine.runner.batch import (
     ALIGNMENT,
     HEADER_SIZE,
@@ -49,7 +50,6 @@ from shoal.engine.runner.sampling import (
 from shoal.engine.runner.step_buffers import StepBuffers
 from shoal.kernels.ops import Ops
 from shoal.kernels.state import Field
-from shoal.kernels.step_input import AttentionBackend, HostView, StepInput
 from shoal.models.decoder import AfterLayer, Decoder
 
 # Numbers of tokens. Between two neighbours here, all steps launch the same variants of the kernels (tile

@@ -23,11 +23,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
-from shoal.api import StructuredOutputsParams
 from shoal.engine.scheduling.sequence import GrammarRow
 from shoal.errors import RequestError
-from shoal.structured import LIMITS, grammar_of, in_deep_thread, short
-from shoal.tokenizer import Tokenizer, end_token_ids
+from shoal.sampling_params import StructuredOutputsParams
+from shoal.text.grammar.structured import LIMITS, grammar_of, in_deep_thread, short
+from shoal.text.tokenizer import Tokenizer, end_token_ids
 
 logger = logging.getLogger(__name__)
 

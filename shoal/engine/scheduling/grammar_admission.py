@@ -5,10 +5,11 @@ from __future__ import annotations
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
-from shoal.api import FinishReason, StructuredOutputsParams
+from shoal.api import FinishReason
 from shoal.engine.scheduling.grammar import Grammar, Grammars
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
+from shoal.sampling_params import StructuredOutputsParams
 
 WAIT_S = 0.001  # how long an idle step waits for a grammar; another request may come meanwhile
 

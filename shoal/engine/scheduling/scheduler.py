@@ -25,7 +25,7 @@ from itertools import pairwise
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
-from shoal.api import STEP_TOKENS, FinishReason, Request, Stats
+from shoal.api import FinishReason, Request
 from shoal.engine.scheduling import policy
 from shoal.engine.scheduling.policy import PromptBudget
 from shoal.engine.scheduling.sequence import Fetch, Sequence, SequenceStatus, Source, Tiers
@@ -33,9 +33,10 @@ from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.errors import RequestError
 from shoal.hashing import common_length, extend_keys, keys_with_tail
 from shoal.kv.blocks import BlockPool
+from shoal.stats import STEP_TOKENS, Stats
 
 if TYPE_CHECKING:
-    from shoal.kv.event_publisher import KvEvents
+    from shoal.kv.events.publisher import KvEvents
 
 WAITING, FETCHING, PREFILL = SequenceStatus.WAITING, SequenceStatus.FETCHING, SequenceStatus.PREFILL
 PARKED, DECODE, FINISHED = SequenceStatus.PARKED, SequenceStatus.DECODE, SequenceStatus.FINISHED

@@ -3,7 +3,7 @@ once for a group of sequences and not once for each.
 
 This file says who is in which group and what a group is worth. A sequence is in one group at most. In a tree
 of prefixes (a system prompt, documents below it) the groups are those that save the most reads. Pure Python.
-engine/runner/batch.py tells the device, and kernels/prefix_attention.py makes use of it.
+engine/runner/batch.py tells the device, and kernels/attention/prefix_attention.py makes use of it.
 """
 
 from __future__ import annotations

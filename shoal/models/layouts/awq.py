@@ -12,7 +12,7 @@ from shoal.models.layouts.layout import HALVES, Layout, Stored, choice, group_si
 if TYPE_CHECKING:
     import torch
 
-    from shoal.kernels.int4_tensor import Int4Tensor
+    from shoal.kernels.quant.int4_tensor import Int4Tensor
 
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the outputs in an int32, from its low bits on
 
@@ -40,7 +40,7 @@ def tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Sto
 
 
 def join(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Int4Tensor:
-    from shoal.kernels.int4_tensor import Int4Tensor
+    from shoal.kernels.quant.int4_tensor import Int4Tensor
 
     return Int4Tensor.of(
         unpack(stored["qweight"], 1, ORDER).T, stored["scales"].T, unpack(stored["qzeros"], 1, ORDER).T

@@ -15,9 +15,9 @@ from shoal.models.layouts.layout import HALVES, Layout, Stored, choice, group_si
 if TYPE_CHECKING:
     import torch
 
-    from shoal.kernels.fp8_tensor import Fp8Tensor
-    from shoal.kernels.int4_tensor import Int4Tensor
-    from shoal.kernels.mxfp4_tensor import Mxfp4Tensor
+    from shoal.kernels.quant.fp8_tensor import Fp8Tensor
+    from shoal.kernels.quant.int4_tensor import Int4Tensor
+    from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
 
 METHOD = "compressed-tensors"
 INT4, FP8, MXFP4 = "pack-quantized", "float-quantized", "mxfp4-pack-quantized"
@@ -102,7 +102,7 @@ def int4_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str
 
 
 def join_int4(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Int4Tensor:
-    from shoal.kernels.int4_tensor import Int4Tensor
+    from shoal.kernels.quant.int4_tensor import Int4Tensor
 
     quants = unpack(stored["weight_packed"], 1)
     if stored["weight_shape"].tolist() != list(quants.shape):
@@ -146,13 +146,13 @@ def fp8_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str,
 
 
 def join_fp8(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Fp8Tensor:
-    from shoal.kernels.fp8_tensor import Fp8Tensor
+    from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 
     return Fp8Tensor.of(stored["weight"], stored["weight_scale"], quantization.block)
 
 
 def fp8_zeros(outs: int, inputs: int, quantization: Quantization, device: torch.device) -> Fp8Tensor:
-    from shoal.kernels.fp8_tensor import Fp8Tensor
+    from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 
     return Fp8Tensor.zeros(outs, inputs, quantization.block, device)
 
@@ -183,7 +183,7 @@ def mxfp4_tensors(outs: int, inputs: int, quantization: Quantization) -> dict[st
 
 
 def join_mxfp4(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Mxfp4Tensor:
-    from shoal.kernels.mxfp4_tensor import Mxfp4Tensor
+    from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor
 
     return Mxfp4Tensor.of(stored["weight_packed"], stored["weight_scale"])
 

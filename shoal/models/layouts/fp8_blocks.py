@@ -13,7 +13,7 @@ from shoal.models.layouts.layout import HALVES, Layout, Stored, choice
 if TYPE_CHECKING:
     import torch
 
-    from shoal.kernels.fp8_tensor import Fp8Tensor
+    from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 
 
 def read(fields: ConfigFields) -> Quantization:
@@ -32,7 +32,7 @@ def tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Sto
 
 
 def join(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Fp8Tensor:
-    from shoal.kernels.fp8_tensor import Fp8Tensor
+    from shoal.kernels.quant.fp8_tensor import Fp8Tensor
 
     return Fp8Tensor.of(stored["weight"], stored["weight_scale_inv"], quantization.block)
 

@@ -14,7 +14,7 @@ from shoal.models.layouts.layout import HALVES, Layout, Stored, choice, group_si
 if TYPE_CHECKING:
     import torch
 
-    from shoal.kernels.int4_tensor import Int4Tensor
+    from shoal.kernels.quant.int4_tensor import Int4Tensor
 
 ONES = 0x11111111  # eight times the 4-bit number 1
 
@@ -53,7 +53,7 @@ def tensors(outs: int, inputs: int, quantization: Quantization) -> dict[str, Sto
 
 
 def join(stored: Mapping[str, torch.Tensor], quantization: Quantization) -> Int4Tensor:
-    from shoal.kernels.int4_tensor import Int4Tensor
+    from shoal.kernels.quant.int4_tensor import Int4Tensor
 
     # The first version stores zero points less one, by a subtraction from the whole int32: a zero point of 0
     # borrows from its neighbour, and the sum gives that back.

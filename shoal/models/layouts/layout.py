@@ -17,7 +17,7 @@ from shoal.models.config_fields import ConfigFields
 if TYPE_CHECKING:
     import torch
 
-    from shoal.kernels.quantized_tensor import QuantizedTensor
+    from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 
 HALVES = ("F16", "BF16", "F32")  # what scales come in
 

@@ -4,12 +4,12 @@ import pytest
 
 from shoal.errors import ConfigError
 from shoal.fleet.clock import LoopClock, run_virtual
-from shoal.fleet.fleet_config import FleetConfig
-from shoal.fleet.indexer import WorkerRank
-from shoal.fleet.model_fleet import ModelFleet
-from shoal.fleet.policy import RouterWeights
+from shoal.fleet.config import FleetConfig
+from shoal.fleet.index.indexer import WorkerRank
+from shoal.fleet.pool.model_pool import ModelFleet
+from shoal.fleet.routing.policy import RouterWeights
 from shoal.fleet.worker_spec import parse_worker
-from shoal.kv_event_format import GPU, BlockStored
+from shoal.kv_events import GPU, BlockStored
 
 
 def test_a_worker_is_a_url_with_keys(tmp_path):

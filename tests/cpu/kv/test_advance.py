@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from shoal.kv.advance import Advancer
 from shoal.kv.layout import CacheSpec, Layout
-from shoal.kv.offers import Offers
-from shoal.kv.ticket import Progress, TransferError, WindowAddress, unseal
+from shoal.kv.transfer.advance import Advancer
+from shoal.kv.transfer.offers import Offers
+from shoal.kv.transfer.ticket import Progress, TransferError, WindowAddress, unseal
 
 SPEC = CacheSpec(Layout.WHOLE_BLOCKS, 3, 4, 8, "bfloat16", 4, num_blocks=32)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from shoal.kernels import block_copy_triton
+from shoal.kernels.copy import block_copy_triton
 from shoal.kv import copy
 from shoal.kv.block_map import BlockCopyError, BlockMap
 from shoal.kv.copy import copy_blocks

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from triton_compile import check_kernels
 
 from shoal.errors import UnavailableError
-from shoal.kernels import block_copy, block_copy_triton
+from shoal.kernels.copy import block_copy, block_copy_triton
 from shoal.kv import copy
 from shoal.kv.block_map import BlockCopyError, BlockMap
 from shoal.kv.copy import CopyStream, CopyStreams, copy_blocks, copy_layer

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace as change
 
-from shoal import io_threads
 from shoal.errors import ConfigError
-from shoal.kv import block_folder
-from shoal.kv.block_file import HEADER_AT, MAGIC, PAGE, BlockFormat, group_name, in_pages
-from shoal.kv.disk import DiskTier
+from shoal.files import io_threads
+from shoal.kv.tiers import block_folder
+from shoal.kv.tiers.block_file import HEADER_AT, MAGIC, PAGE, BlockFormat, group_name, in_pages
+from shoal.kv.tiers.disk import DiskTier
 from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of
 
 FILE = in_pages(PAGE + BYTES)  # what a block takes
@@ -757,7 +757,7 @@ def test_events_tell_what_is_verified_and_what_goes(make, tmp_path):
 PRELUDE = textwrap.dedent("""
     import os, sys, time
     from msgspec.structs import replace as change
-    from shoal.kv.disk import DiskTier
+    from shoal.kv.tiers.disk import DiskTier
     from tests.made_blocks import *
     def make(max_blocks=100, fingerprint=MODEL, spec=SPEC):
         return DiskTier(sys.argv[1], max_blocks * 8192, fingerprint, spec)

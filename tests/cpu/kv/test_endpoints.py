@@ -14,8 +14,8 @@ import zmq.auth
 
 from shoal.config import KVEventsConfig
 from shoal.errors import ConfigError
-from shoal.kv.endpoints import is_ours, leaves_the_host
-from shoal.kv.event_publisher import KvEvents
+from shoal.kv.events.endpoints import is_ours, leaves_the_host
+from shoal.kv.events.publisher import KvEvents
 from tests.cpu.kv.test_replay import SIZE, read, store
 from tests.serving import free_port
 

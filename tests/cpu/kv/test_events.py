@@ -12,16 +12,17 @@ import msgspec
 import pytest
 import zmq
 
-from shoal import kv_event_format as kv_events
+from shoal import kv_events as kv_events
 from shoal import wire
-from shoal.api import Request, SamplingParams
+from shoal.api import Request
 from shoal.config import EngineConfig, KVEventsConfig
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import ConfigError, UnavailableError
 from shoal.hashing import block_name, extend_keys, root_key
-from shoal.kv.endpoints import with_rank
-from shoal.kv.event_publisher import Book, Cleared, KvEvents, Removed, Stored
-from shoal.kv_event_format import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from shoal.kv.events.endpoints import with_rank
+from shoal.kv.events.publisher import Book, Cleared, KvEvents, Removed, Stored
+from shoal.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
+from shoal.sampling_params import SamplingParams
 from tests.kv_listener import Listener, View
 
 SIZE = 4

@@ -10,14 +10,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from shoal.kv import fetch
-from shoal.kv.fetch import Peers, news
-from shoal.kv.lease import Lease
 from shoal.kv.storage import host_memory, shared_memory
-from shoal.kv.ticket import Failure, Progress, TransferError, unseal
-from shoal.kv.transport import Reach, TransportError
-from shoal.kv.transport_in_process import InProcess
-from shoal.kv.transport_registry import TRANSPORTS, Transports
+from shoal.kv.transfer import fetch
+from shoal.kv.transfer.fetch import Peers, news
+from shoal.kv.transfer.in_process import InProcess
+from shoal.kv.transfer.lease import Lease
+from shoal.kv.transfer.registry import TRANSPORTS, Transports
+from shoal.kv.transfer.ticket import Failure, Progress, TransferError, unseal
+from shoal.kv.transfer.transport import Reach, TransportError
 from shoal.kv.view import BlockView
 from tests.kv_cases import contents
 from tests.kv_owner import KINDS, MODEL, Owner, fill, logical

@@ -8,7 +8,7 @@ import pytest
 from shoal.errors import NoFreeBlocksError
 from shoal.hashing import extend_keys, root_key
 from shoal.kv.blocks import BlockPool
-from shoal.kv.handles import BlockManager
+from shoal.kv.library.handles import BlockManager
 
 
 def keys_of(num_tokens, block_size=2):

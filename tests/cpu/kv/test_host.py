@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.kv.host import HostTier
+from shoal.kv.tiers.host import HostTier
 from tests.made_blocks import chain, keys_of
 
 

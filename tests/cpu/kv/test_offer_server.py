@@ -9,10 +9,10 @@ import msgspec
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.kv import offer_server
 from shoal.kv.blocks import BlockPool
 from shoal.kv.layout import CacheSpec, Layout
-from shoal.kv.lease import (
+from shoal.kv.transfer import offer_server
+from shoal.kv.transfer.lease import (
     MAX_FRAME_BYTES,
     Current,
     Intact,
@@ -24,9 +24,9 @@ from shoal.kv.lease import (
     Verify,
     frame,
 )
-from shoal.kv.offer_server import OfferServer
-from shoal.kv.offers import Offers
-from shoal.kv.ticket import Failure, Progress, TransferError, WindowAddress, digest_of, seal, unseal
+from shoal.kv.transfer.offer_server import OfferServer
+from shoal.kv.transfer.offers import Offers
+from shoal.kv.transfer.ticket import Failure, Progress, TransferError, WindowAddress, digest_of, seal, unseal
 
 SPEC = CacheSpec(Layout.WHOLE_BLOCKS, 3, 4, 8, "bfloat16", 4, num_blocks=32)
 

@@ -6,8 +6,8 @@ import pytest
 
 from shoal.kv.blocks import BlockPool
 from shoal.kv.layout import CacheSpec, Layout
-from shoal.kv.offers import Offers
-from shoal.kv.ticket import Failure, Progress, TransferError, WindowAddress, digest_of, unseal
+from shoal.kv.transfer.offers import Offers
+from shoal.kv.transfer.ticket import Failure, Progress, TransferError, WindowAddress, digest_of, unseal
 
 SPEC = CacheSpec(Layout.WHOLE_BLOCKS, 3, 4, 8, "bfloat16", 4, num_blocks=32)
 RANKS = [[WindowAddress("in_process", SPEC, b"")]]
@@ -159,7 +159,7 @@ def test_another_ticket_under_the_same_id_is_forged():
 
 
 def test_what_is_remembered_of_ended_offers_has_a_bound(monkeypatch):
-    monkeypatch.setattr("shoal.kv.offers.REMEMBERED", 3)
+    monkeypatch.setattr("shoal.kv.transfer.offers.REMEMBERED", 3)
     owner = Owner()
     ids = []
     for _ in range(5):

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from shoal.errors import ConfigError
-from shoal.kv.policy import MAX_USES, EvictionOrder, FrequencySketch
+from shoal.kv.tiers.eviction import MAX_USES, EvictionOrder, FrequencySketch
 
 
 def key(i):

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import zmq
 
-from shoal import kv_event_format as kv_events
+from shoal import kv_events as kv_events
 from shoal.config import KVEventsConfig
 from shoal.hashing import extend_keys, root_key
-from shoal.kv import replay
-from shoal.kv.event_publisher import KvEvents
+from shoal.kv.events import replay
+from shoal.kv.events.publisher import KvEvents
 from tests.kv_listener import Listener
 
 SIZE = 16

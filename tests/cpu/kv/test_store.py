@@ -16,13 +16,13 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 from msgspec.structs import replace as change
 
-from shoal import io_threads, object_store
 from shoal.errors import ConfigError
-from shoal.io_threads import Breaker
-from shoal.kv import store
-from shoal.kv.block_file import HEADER_AT, PAGE, BlockFormat
+from shoal.files import io_threads, object_store
+from shoal.files.io_threads import Breaker
 from shoal.kv.layout import Layout
-from shoal.kv.store import StoreTier
+from shoal.kv.tiers import store
+from shoal.kv.tiers.block_file import HEADER_AT, PAGE, BlockFormat
+from shoal.kv.tiers.store import StoreTier
 from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of
 
 FILE = PAGE + BYTES
@@ -454,7 +454,7 @@ def test_a_password_in_the_url_is_not_shown():
 def test_processes_that_write_the_same_blocks_at_once_all_read_right(make, tmp_path):
     code = textwrap.dedent("""
         import random, sys
-        from shoal.kv.store import StoreTier
+        from shoal.kv.tiers.store import StoreTier
         from tests.made_blocks import *
         tier, r, metas = StoreTier(sys.argv[1], MODEL, SPEC), random.Random(int(sys.argv[2])), chain(30)
         served = 0

@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from shoal.kv.layout import CacheSpec, Layout
-from shoal.kv.ticket import Failure, Progress, Ticket, TransferError, WindowAddress, seal, unseal
+from shoal.kv.transfer.ticket import Failure, Progress, Ticket, TransferError, WindowAddress, seal, unseal
 
 SPEC = CacheSpec(Layout.WHOLE_BLOCKS, 3, 4, 8, "bfloat16", 4, num_blocks=32, tp_size=2)
 OTHER = replace(SPEC, tp_rank=1)

@@ -1,4 +1,4 @@
-"""What every tier below host memory does, whatever is behind it (kv/tier.py). A tier that is registered and
+"""What every tier below host memory does, whatever is behind it (kv/tiers/tier.py). A tier that is registered and
 has no entry in OPTIONS fails here."""
 
 import random
@@ -8,7 +8,7 @@ import pytest
 
 from shoal.config import EngineConfig
 from shoal.errors import ConfigError
-from shoal.kv.tier_registry import TIERS, TierPlace, first_read_s, has_tiers, open_tiers
+from shoal.kv.tiers.registry import TIERS, TierPlace, first_read_s, has_tiers, open_tiers
 from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of
 
 # The options that switch each tier on, with {path} for a folder of the test's own
@@ -147,7 +147,7 @@ def test_its_options_alone_switch_a_tier_on(kind, tmp_path):
 
 def test_where_one_tier_cannot_be_opened_none_is_left_open(tmp_path, monkeypatch):
     closed = []
-    monkeypatch.setattr("shoal.kv.disk.DiskTier.close", lambda tier: closed.append(tier))
+    monkeypatch.setattr("shoal.kv.tiers.disk.DiskTier.close", lambda tier: closed.append(tier))
     [kind] = [kind for kind in TIERS if kind.name == "disk"]
     disk = config_of(kind, tmp_path)
     with pytest.raises(ConfigError, match="kv_store"):

@@ -1,4 +1,4 @@
-"""What every transport does, whatever is behind it (kv/transport.py). A transport that is registered and has
+"""What every transport does, whatever is behind it (kv/transfer/transport.py). A transport that is registered and has
 no entry in MEMORY fails here. Those that need a GPU: tests/gpu/test_transport_gpu.py."""
 
 import ast
@@ -11,8 +11,8 @@ from msgspec.structs import replace
 
 import shoal
 from shoal.kv.storage import DirectFile, host_memory
-from shoal.kv.ticket import Failure, TransferError
-from shoal.kv.transport_registry import TRANSPORTS
+from shoal.kv.transfer.registry import TRANSPORTS
+from shoal.kv.transfer.ticket import Failure, TransferError
 from tests import transport_cases
 
 NAMES = pytest.mark.parametrize("name", transport_cases.transports_here())
@@ -64,7 +64,7 @@ def test_no_transport_is_named_or_imported_outside_of_its_file_and_the_registry(
     own = {f"{module.removeprefix('shoal.').replace('.', '/')}.py" for module in modules}
     for path in package.rglob("*.py"):
         relative = path.relative_to(package).as_posix()
-        if relative in own | {"kv/transport_registry.py", "kv/nixl_agents.py", "doctor/libraries.py"}:
+        if relative in own | {"kv/transfer/registry.py", "kv/transfer/nixl_agents.py", "doctor/libraries.py"}:
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Constant):

@@ -1,0 +1,297 @@
+"""`shoal fleet up`: a router in this process and workers in processes of their own. Torch-free.
+
+The first signal drains: running answers end, then the workers do. A second one ends all at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from shoal.apps.route import check_router, run_router
+from shoal.apps.serve import plan
+from shoal.config import OF_WORKERS, ServerConfig
+from shoal.errors import ConfigError, ShoalError, UnavailableError, UserError
+from shoal.fleet.config import FleetConfig
+from shoal.fleet.connectors.by_name import connector_named
+from shoal.fleet.connectors.connector import GRACE_S, Component, Connector, Setting
+from shoal.fleet.connectors.local import LocalConnector
+from shoal.fleet.connectors.process_log import ProcessLog
+from shoal.fleet.connectors.state_file import digest_of, fleet_folder, holding, socket_in
+from shoal.fleet.file.components import check_gpus, components_of, components_of_pods
+from shoal.fleet.file.fleet_file import FleetFile, ForeignWorkers, OwnWorkers, read_fleet_file
+from shoal.fleet.file.toml_file import keys_of
+from shoal.fleet.planner.config import ON_THIS_HOST, PlannerConfig
+from shoal.fleet.planner.engine_profile import EngineProfile
+from shoal.fleet.pool.fleet import Fleet
+from shoal.fleet.registry.open import NATS
+from shoal.fleet.registry.registry import Plane
+from shoal.fleet.scaling.loop import PlannerLoop
+from shoal.fleet.scaling.parking import Parking
+from shoal.fleet.scaling.scaled_fleet import OwnFleet, PlannerPort, become_planner
+from shoal.fleet.tasks import stop
+from shoal.server.http.keys import key_environment
+from shoal.server.run import heeding_signals, open_ports
+from shoal.telemetry import logs
+
+logger = logging.getLogger(__name__)
+
+ROUTER = "router"  # the name of this process in the log
+
+
+def fleet_up(path: str, state_dir: str | None = None, verbose: bool = False) -> int:
+    """Serves until a signal; returns the exit code: 0 after a drain, 1 after a second signal or if every
+    worker is given up. `state_dir`: as in fleet_folder. Raises ShoalError for what cannot be served."""
+    file = read_fleet(path)
+    make = connector_named(file.planner.connector)
+    is_local = file.planner.connector in ON_THIS_HOST
+    folder = fleet_folder(path, state_dir)
+    with holding(folder, "supervisor"):
+        # It is where it was, as workers of another connector may outlive this process and find it there.
+        plane_url, prefix = plane_of(file, folder), prefix_of(file, place_of(path))
+        if file.planner.connector != "kubernetes":
+            components = components_of(
+                file.workers,
+                plane_url,
+                more_words=_common_words(file, verbose),
+                environment=key_environment(file.server),
+                prefix=prefix,
+                may_grow=file.may_grow or not is_local,
+            )
+        else:
+            components = components_of_pods(file.workers, file.router.plane)
+        log = ProcessLog(sys.stderr, file.server.log_format, width=_width(components))
+        level = logging.DEBUG if verbose else logging.INFO
+        logs.set_up(level, file.server.log_format, log.stream_of(ROUTER))
+        config = dataclasses.replace(file.router, plane=plane_url)
+        check_router(config, file.server)
+        if is_local:
+            check_gpus(file.workers, components)
+            check_workers(file, path)
+        try:
+            with open_record(file.planner if file.planner.enabled else None) as record:
+                name = fleet_name(place_of(path))
+                workers = FleetSupervisor(file.planner, components, make, log, folder, name, record)
+                return asyncio.run(_up(file, config, workers))
+        finally:
+            log.close()
+
+
+def read_fleet(path: str) -> FleetFile:
+    """Raises ConfigError as read_fleet_file does, and for a file by which no worker could ever come."""
+    file = read_fleet_file(path)
+    if not file.workers and not file.router.workers and file.router.plane is None:
+        raise ConfigError(f"{path}: there is no worker; write [[workers]]")
+    return file
+
+
+def check_workers(file: FleetFile, path: str) -> None:
+    """Finds what is wrong with models, options and programs, and downloads what is missing once for all
+    workers. Raises ConfigError."""
+    for number, group in enumerate(file.workers, 1):
+        try:
+            if isinstance(group, ForeignWorkers):
+                _check_program(group.words[0])
+            else:
+                _check_model(group)
+        except UserError as error:
+            raise ConfigError(f"{path}: [[workers]] {number}: {error}") from None
+
+
+def _check_program(name: str) -> None:
+    if shutil.which(name) is None:
+        raise ConfigError(f"{name!r} is no program here; install it, or give its whole path")
+
+
+def _check_model(group: OwnWorkers) -> None:
+    """Raises UserError."""
+    server = {name: value for name, value in group.options.items() if name in keys_of(ServerConfig)}
+    engine = {name: value for name, value in group.options.items() if name not in server}
+    alone = {name: value for name, value in server.items() if name not in OF_WORKERS}  # read with the file
+    plan(group.model, [], engine, ServerConfig(**alone))
+
+
+async def _up(file: FleetFile, config: FleetConfig, workers: FleetSupervisor) -> int:
+    drain, force = asyncio.Event(), asyncio.Event()
+    with heeding_signals(drain, force):
+        return await run_fleet(file.server, config, workers, drain, force)
+
+
+async def run_fleet(
+    server: ServerConfig,
+    config: FleetConfig,
+    workers: FleetSupervisor,
+    drain: asyncio.Event,
+    force: asyncio.Event,
+) -> int:
+    """The router, and its workers beside it, until `drain` is set and all have ended, or `force`. Returns as
+    fleet_up does, and raises as it does."""
+    with ExitStack() as stack:
+        ports = [stack.enter_context(port) for port in open_ports(server)]
+        run, end = partial(workers.run, drain), partial(workers.end, force)
+        await run_router(config, server, ports, drain, force, run, end)
+    if workers.error is not None:
+        raise workers.error
+    return 1 if workers.is_hopeless or force.is_set() else 0
+
+
+class FleetSupervisor:
+    """What runs beside the router: a connector, and the planner if there is one."""
+
+    def __init__(
+        self,
+        planner: PlannerConfig,
+        components: Sequence[Component],
+        make: Callable[[Setting], Connector],
+        log: ProcessLog,
+        folder: Path,
+        name: str,
+        record: IO[bytes] | None,
+        profiles: Mapping[str, EngineProfile] | None = None,
+    ) -> None:
+        """`name`: that of the fleet on its plane. `record`: as open_record gives it. `profiles`: as a
+        Planner's."""
+        self.error: ShoalError | None = None  # why they could not be started
+        self.is_hopeless = False
+        self._planner, self._components, self._make = planner, components, make
+        self._log, self._folder, self._name = log, folder, name
+        self._record, self._profiles = record, profiles
+        self._connector: Connector | None = None
+
+    async def run(self, drain: asyncio.Event, fleet: Fleet) -> None:
+        """Starts the workers and sizes them, until the fleet drains. It drains if they cannot be started or
+        planned, or if none is left."""
+        timeout_s = self._planner.start_timeout
+        connector = self._make(
+            Setting(self._components, fleet, fleet.clock, timeout_s, self._log, self._folder)
+        )
+        if self._planner.park_level is not None:
+            assert isinstance(connector, LocalConnector), "the planner's options say so"
+            connector = Parking(connector, fleet, self._planner, self._components)
+        try:
+            if self._planner.enabled:
+                await become_planner(_plane(fleet), self._name)
+            self._connector = connector  # which `end` closes
+            await connector.start()
+            await self._size(drain, fleet, connector)
+        except ShoalError as error:
+            self.error = error
+            drain.set()
+        except OSError as error:  # of the disk: without a state nothing is started
+            self.error = UnavailableError(
+                f"the state of the fleet cannot be kept in {self._folder}: {error}; make room there, or "
+                "give another --state-dir"
+            )
+            drain.set()
+
+    async def _size(self, drain: asyncio.Event, fleet: Fleet, connector: Connector) -> None:
+        """Until the fleet drains."""
+        hopeless = asyncio.create_task(connector.until_hopeless())
+        planned = OwnFleet(fleet, connector, self._components)
+        if self._planner.enabled:
+            sizing = PlannerLoop(self._planner, planned, fleet.clock, self._record, self._profiles).run()
+        else:
+            sizing = PlannerPort(planned, _plane(fleet), self._name).run()
+        tasks = [asyncio.create_task(drain.wait()), hopeless, asyncio.create_task(sizing)]
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            self.is_hopeless = hopeless in done and not drain.is_set()
+            if self.is_hopeless:
+                logger.error("no worker is left, and none is started again: the fleet ends")
+                drain.set()
+            for task in done:
+                task.result()
+        finally:
+            await stop(tasks)
+
+    async def end(self, force: asyncio.Event) -> None:
+        """Ends the workers, with what they do; at once when `force` is set."""
+        if self._connector is None:
+            return
+        closing = asyncio.create_task(self._connector.close(GRACE_S))
+        forced = asyncio.create_task(force.wait())
+        await asyncio.wait([closing, forced], return_when=asyncio.FIRST_COMPLETED)
+        forced.cancel()
+        if not closing.done():
+            await self._connector.close(0.0)
+        await closing
+
+
+def _plane(fleet: Fleet) -> Plane:
+    assert fleet.plane is not None, "workers join on it"
+    return fleet.plane
+
+
+@contextmanager
+def open_record(planner: PlannerConfig | None) -> Iterator[IO[bytes] | None]:
+    """That of the planner, if there is one. It goes on behind what is there, on a new line, as a planner that
+    was killed may have left half a line. Raises ConfigError if it cannot be written."""
+    if planner is None or planner.record is None:
+        yield None
+        return
+    try:
+        record = open(planner.record, "ab")  # noqa: SIM115 - its end is told apart below
+        if record.seekable() and record.tell() and not _ends_with_a_line(planner.record):
+            record.write(b"\n")
+    except OSError as error:
+        raise ConfigError(
+            f"[planner] record {planner.record!r} cannot be written: {error.strerror}; choose another file"
+        ) from None
+    try:
+        yield record
+    finally:
+        try:
+            record.close()
+        except OSError as error:  # the disk is full: it was told before, and the fleet ends as it does else
+            logger.error("the end of the planner's record is lost: %s", error)
+
+
+def _ends_with_a_line(path: str) -> bool:
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() == b"\n"
+
+
+def _common_words(file: FleetFile, verbose: bool) -> list[str]:
+    words = [f"--log-format={file.server.log_format}"]
+    if file.router.fleet_key_file is not None:
+        words.append(f"--fleet-key-file={file.router.fleet_key_file}")
+    return [*words, "--verbose"] if verbose else words
+
+
+def plane_of(file: FleetFile, folder: Path) -> str:
+    """The URL of the fleet's plane."""
+    return file.router.plane or f"ipc://{socket_in(folder, 'plane')}"
+
+
+def prefix_of(file: FleetFile, place: str) -> str:
+    """What begins the ids of a fleet's workers, as ids are unique on a plane. NATS is one for many hosts, and
+    for many fleets of a host."""
+    if file.router.plane is None or not file.router.plane.startswith(NATS):
+        return ""
+    return f"{place}-"
+
+
+def fleet_name(place: str) -> str:
+    """That of a fleet on its plane, which other fleets may share."""
+    return f"fleet-{place}"
+
+
+def place_of(path: str) -> str:
+    """A short name for this host and the path of a fleet's file."""
+    return f"{socket.gethostname().partition('.')[0]}-{digest_of(path)}"
+
+
+def _width(components: Sequence[Component]) -> int:
+    """The length of the longest name in the log."""
+    return max(map(len, [ROUTER, *(f"{one.name}-{one.count}" for one in components)]))

@@ -1,0 +1,151 @@
+"""`shoal route`: one endpoint for many workers. Torch-free."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import socket
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+from typing import Any
+
+from shoal.apps.model_catalog import ModelCatalogSync, read_tokenizer
+from shoal.config import ServerConfig
+from shoal.errors import ConfigError
+from shoal.fleet.clock import LoopClock
+from shoal.fleet.config import FleetConfig
+from shoal.fleet.external.link import ForeignLink, new_session
+from shoal.fleet.key import FleetKey
+from shoal.fleet.native.membership import watch_plane
+from shoal.fleet.native.remote_engine import RemoteEngine
+from shoal.fleet.pool.fleet import Fleet
+from shoal.fleet.registry.open import check_plane, open_plane
+from shoal.fleet.tasks import start, stop
+from shoal.fleet.worker import Worker
+from shoal.server.app import Server
+from shoal.server.http.keys import check_admin_port
+from shoal.server.operator.external_routes import with_foreign_models
+from shoal.server.operator.fleet_admin import fleet_admin_routes
+from shoal.server.operator.fleet_routes import FleetRoutes
+from shoal.server.routes import PUBLIC_ROUTES, described
+from shoal.server.run import check_tls, heeding_signals, open_ports, serve_until, url_of, warn_of_open_port
+from shoal.server.served.catalog import Catalog
+from shoal.server.served.monitoring import Watch
+from shoal.telemetry.tracing import check_tracing, opened_tracing
+
+logger = logging.getLogger(__name__)
+
+# The garbage collector looks at the prompts of all requests that run, token by token, each time that so many
+# more objects are there.
+YOUNG_OBJECTS = 10_000
+
+
+def route(config: FleetConfig, server: ServerConfig) -> int:
+    """Serves until a signal; returns the exit code. Raises ShoalError for what cannot be served."""
+    if config.plane is None and not config.workers and server.admin_port is None:
+        raise ConfigError(
+            "no worker could ever come; name one (--worker http://127.0.0.1:9001), the plane on which ours "
+            "join (--plane tcp://127.0.0.1:5600), or an --admin-port on which workers are added"
+        )
+    check_router(config, server)
+    return asyncio.run(_route(config, server))
+
+
+def check_router(config: FleetConfig, server: ServerConfig) -> None:
+    """Finds mistakes before anything is started. Raises ConfigError."""
+    check_admin_port(server)
+    check_tls(server)
+    check_tracing(server.otlp_traces_endpoint)
+    key = FleetKey.read(config.fleet_key_file)
+    if config.plane is not None:
+        check_plane(config.plane, key)
+    if config.tokenizer is not None:
+        read_tokenizer(config.tokenizer)
+
+
+async def _route(config: FleetConfig, server: ServerConfig) -> int:
+    drain, force = asyncio.Event(), asyncio.Event()
+    with heeding_signals(drain, force):
+        await run_router(config, server, open_ports(server), drain, force)
+    return 1 if force.is_set() else 0
+
+
+async def run_router(
+    config: FleetConfig,
+    server: ServerConfig,
+    ports: Sequence[socket.socket],
+    drain: asyncio.Event,
+    force: asyncio.Event,
+    beside: Callable[[Fleet], Coroutine[Any, Any, None]] | None = None,
+    at_end: Callable[[], Coroutine[Any, Any, None]] | None = None,
+) -> None:
+    """Routes until `drain` is set and what runs has ended, or until `force` is set. `ports` are those of
+    open_ports; they are closed at the end. `beside` runs meanwhile and is cancelled at the end; then `at_end`
+    runs, while the plane is still there for workers that take leave of it. Raises ShoalError as serve_until
+    does."""
+    started = time.monotonic()
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    async with AsyncExitStack() as stack:
+        for port in ports:
+            stack.enter_context(port)
+        clock, key, plane = LoopClock(), FleetKey.read(config.fleet_key_file), None
+        if config.plane is not None:
+            plane = open_plane(config.plane, may_host=True, lease_s=config.lease, key=key, clock=clock)
+            stack.push_async_callback(plane.close)
+        tracing = await stack.enter_async_context(opened_tracing(server.otlp_traces_endpoint, "router"))
+        session = await stack.enter_async_context(new_session())
+        fleet = Fleet(config, clock, plane, connect=lambda spec: ForeignLink(spec, session))
+        stack.push_async_callback(fleet.close)
+        catalog, routes = Catalog([]), FleetRoutes(fleet)
+        public = [route for route in PUBLIC_ROUTES if route.path != routes.metrics.path]
+        watch = Watch(catalog, fleet)
+        app = Server(
+            catalog,
+            server,
+            described([*with_foreign_models(public), routes.metrics, *routes.public()]),
+            watch=watch,
+            tracing=tracing,
+        )
+        admin = None
+        if server.admin_port is not None:
+            operating = [*routes.admin(), *fleet_admin_routes(fleet)]
+            admin = Server(catalog, server, operating, watch=watch, is_admin=True)
+
+        def ready(port: int, admin_port: int | None) -> None:
+            gc.freeze()  # what exists now stays
+            gc.set_threshold(YOUNG_OBJECTS)
+            operated = f", admin port {admin_port} on {server.admin_host}" if admin_port is not None else ""
+            logger.info(
+                "routing at %s%s, policy %s, ready after %.1f s",
+                url_of(server, port),
+                operated,
+                config.policy,
+                time.monotonic() - started,
+            )
+            url = url_of(server, port, reachable=True)
+            logger.info("chat page %s/  dashboard %s/dashboard  API %s/v1", url, url, url)
+            warn_of_open_port(server, port)
+
+        await fleet.start()
+        if at_end is not None:
+            stack.push_async_callback(at_end)
+        tasks = [start(ModelCatalogSync(fleet, catalog, config, server).run())]
+        if plane is not None:
+            joined = partial(_join, fleet)
+            watching = watch_plane(plane, key, joined, fleet.leave, fleet.assume, fleet.published)
+            tasks.append(start(watching))
+        if beside is not None:
+            tasks.append(start(beside(fleet)))
+        stack.push_async_callback(stop, tasks)
+        await serve_until(drain, force, app, admin, server, ports, ready=ready)
+
+
+def _join(fleet: Fleet, worker: Worker[RemoteEngine]) -> None:
+    """A worker has come on the plane."""
+    try:
+        fleet.join(worker, [worker.link.follow_events])
+    except ConfigError as error:
+        logger.error("a worker on the plane is set aside: %s", error)

@@ -1,0 +1,376 @@
+"""The command's parser. Flags come from dataclass fields, --help shows the common ones, and a mistake is one
+line."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import itertools
+import logging
+import re
+import sys
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn, TypeAlias
+
+from shoal.command_words import dashed, readable_integer, with_joined_fields, words_of_file
+from shoal.errors import ConfigError
+from shoal.option_fields import kind_of
+from shoal.sampling_params import DRAWING, LENGTH, SamplingParams
+from shoal.vllm_options import VllmOption, translate, value_of
+
+logger = logging.getLogger(__name__)
+
+# What users of Ollama, vLLM and Docker type.
+COMMANDS_OF_OTHERS = {
+    "run": "chat",
+    "list": "models",
+    "ls": "models",
+    "ps": "top",
+    "download": "pull",
+    "complete": "generate",
+    "collect-env": "doctor",
+}
+CLOSE = 0.7  # how similar (difflib) a name is to what it is taken for
+ABSENT = object()
+MODELS = {"model_path", "models"}  # two ways to name what is served
+NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser that names a misspelt option's neighbour and keeps rare ones for --help-all.
+
+    Underscores in an option's name are taken for dashes, and `--option.field value` for a field of JSON, as
+    vLLM does. Options cannot be abbreviated: what an abbreviation means would change with every new option.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"allow_abbrev": False, "formatter_class": _Formatter, **options})
+        self._positionals.title = "arguments"
+        self.rare: set[argparse.Action] = set()  # shown by --help-all alone
+        self.words: dict[argparse.Action, tuple[str, ...]] = {}  # that an option takes, as its class checks
+        self.vllm_options: tuple[VllmOption, ...] = ()  # see add_vllm_options
+        self.removed: dict[str, str] = {}  # why an option of earlier releases was removed
+        self.short_titles: dict[object, str] = {}  # the title under which --help joins some groups
+
+    def add_commands(self, title: str = "commands", metavar: str = "COMMAND") -> Commands:
+        """Takes one of several commands next. Without one, the help is printed and the exit code is 2."""
+        self.set_defaults(run=self._run_without_command)
+        return self.add_subparsers(title=title, metavar=metavar)
+
+    def _run_without_command(self, _: argparse.Namespace) -> int:
+        sys.stderr.write(self.format_help())
+        return 2
+
+    def add_flags(self, config: type, title: str, but: tuple[str, ...] = ()) -> None:
+        """Adds a flag for each field of the dataclass `config` but some. One not given leaves no trace."""
+        if "--help-all" not in self._option_string_actions:
+            self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
+        group = self.add_argument_group(title)
+        hints = typing.get_type_hints(config)
+        for field in dataclasses.fields(config):
+            if section := field.metadata["section"]:
+                group = self.add_argument_group(section)
+                self.short_titles[group] = title
+            if field.name in but:
+                continue
+            action = group.add_argument(flag_of(field.name), **argument_of(field, hints[field.name]))
+            if words := field.metadata["limits"].choices:
+                self.words[action] = words
+            if not field.metadata["common"]:
+                self.rare.add(action)
+
+    def add_vllm_options(self, options: tuple[VllmOption, ...]) -> None:
+        """Takes options of vLLM's that are not Shoal's too, which no help shows, and short forms.
+        `take_vllm_options` says what becomes of them."""
+        self.vllm_options = options
+        self.set_defaults(vllm_options=options)
+        for option in options:
+            flag, known = flag_of(option.name), self._option_string_actions
+            if flag not in known and option.name != option.own:
+                self.add_argument(flag, **argument_of_vllm(option))
+            if option.short:
+                known[f"-{option.short}"] = known[flag]
+
+    def name_choices(self) -> None:
+        """Tells argparse which words the options take, for a shell that completes them. Arguments are not
+        parsed with this parser any more: each class of options has its own message for a wrong word."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction):
+                for command in action.choices.values():
+                    command.name_choices()
+            elif action in self.words:
+                action.choices = self.words[action]
+
+    def add_sampling_flags(self) -> None:
+        """Adds a flag for each of SAMPLING. There is none for the seed, as the engine's --seed serves."""
+        group = self.add_argument_group("sampling")
+        for name, (kind, field) in SAMPLING.items():
+            if name != "seed":
+                read, metavar = KINDS[kind]
+                action = group.add_argument(
+                    flag_of(name),
+                    type=read,
+                    metavar=metavar,
+                    default=argparse.SUPPRESS,
+                    help=field.metadata["help"],
+                )
+                if not field.metadata["common"]:
+                    self.rare.add(action)
+
+    def format_usage(self) -> str:
+        """One line: the options are counted below it, not listed."""
+        words = ["usage:", self.prog, "[options]"]
+        for action in self._get_positional_actions():
+            name = str(action.metavar or action.dest)
+            words.append(f"[{name}]" if action.nargs in ("?", "*") else name)
+        return " ".join(words) + "\n"
+
+    def format_help(self, everything: bool = False) -> str:
+        formatter = self._get_formatter()
+        formatter.add_text(self.description)
+        has_commands = self._subparsers is not None
+        groups = sorted(self._action_groups, key=lambda group: has_commands and group is self._optionals)
+        if everything:
+            titled = [(group.title, group._group_actions) for group in groups]
+        else:
+            titled = []
+            for title, some in itertools.groupby(groups, lambda g: self.short_titles.get(g, g.title)):
+                titled.append((title, [a for g in some for a in g._group_actions if a not in self.rare]))
+        for title, actions in titled:
+            formatter.start_section(title)
+            formatter.add_arguments(actions)
+            formatter.end_section()
+        if self.rare and not everything:
+            formatter.add_text(f"{len(self.rare)} more options: {self.prog} --help-all")
+        return f"{self.format_usage()}\n{formatter.format_help()}"
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n{self.format_usage()}see `{self.prog} --help`\n")
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """Checks the names of all options first, so that a misspelt name is told before a wrong value.
+        Options of the file that --config names count where the command line does not give them."""
+        found, extras = self._parsed(sys.argv[1:] if args is None else args, namespace)
+        if extras:  # told by the command that got them, not by `shoal`
+            self.error(f"unrecognized arguments: {' '.join(extras)}")
+        if "--config" in self._option_string_actions and hasattr(found, "config"):
+            self._add_options_of_file(found)
+        return found, extras
+
+    def _parsed(self, args: Sequence[str], namespace: Any = None) -> Any:
+        words = list(args)
+        if self.vllm_options:
+            words = with_joined_fields(words, self._is_option)
+        return super().parse_known_args(self._with_known_names(words), namespace)
+
+    def _add_options_of_file(self, found: argparse.Namespace) -> None:
+        words = words_of_file(found.config, self._is_option)
+        of_file, extras = self._parsed(words)
+        if extras or hasattr(of_file, "config"):
+            raise ConfigError(
+                f"--config must be a file of options, got {found.config!r} with "
+                f"{' '.join(extras) or '--config'!r}; give each option as `name: value`"
+            )
+        bare, _ = super().parse_known_args([])
+        given = {name for name, value in vars(found).items() if value != getattr(bare, name, ABSENT)}
+        if given & MODELS:
+            given |= MODELS
+        for name in vars(of_file).keys() - given:
+            setattr(found, name, getattr(of_file, name))
+
+    def _get_option_tuples(self, option_string: str) -> list[Any]:
+        """Nothing is abbreviated: a text such as "-hello there" is not -h with a value."""
+        return []
+
+    def _is_option(self, word: str) -> bool:
+        return word in self._option_string_actions or dashed(word) in self._option_string_actions
+
+    def _with_known_names(self, args: Sequence[str]) -> list[str]:
+        words = list(args)
+        unknown: list[str] = []
+        commands = next((a.choices for a in self._actions if isinstance(a, argparse._SubParsersAction)), None)
+        is_value = False  # the word is the value of the option before it
+        for i, word in enumerate(words):
+            if word == "--":
+                break
+            if not word.startswith("-") or word == "-" or " " in word or NEGATIVE_NUMBER.match(word):
+                if commands is not None and not is_value:
+                    if word not in commands:
+                        verb = "is" if len(commands) == 1 else "are"
+                        known = COMMANDS_OF_OTHERS.get(word)
+                        hint = f"did you mean {known}?" if known in commands else _nearest(word, commands)
+                        hint = hint or f"there {verb} {', '.join(commands)}"
+                        self.error(f"there is no command {word!r}; {hint}")
+                    break  # the rest is the command's
+                is_value = False
+                continue
+            if self.vllm_options and word.startswith("-O") and len(word) > 2:
+                word = f"-O={word[2:].removeprefix('=')}"  # -O3
+            name, equals, value = word.partition("=")
+            if name not in self._option_string_actions:
+                name = dashed(name)
+            action = self._option_string_actions.get(name)
+            if action is not None:
+                words[i] = name + equals + value
+                is_value = action.nargs is None and not equals
+            else:
+                if why := self.removed.get(name.lstrip("-").removeprefix("no-").replace("-", "_")):
+                    unknown.append(f"{name} was removed: {why}; leave it out")
+                    continue
+                hint = _nearest(name, self._shown_names())
+                if texts := [a.metavar for a in self._get_positional_actions() if a.nargs is None]:
+                    hint = hint or f"`--` comes before a {texts[0]} that begins with a dash"
+                unknown.append(f"there is no option {name}" + (f"; {hint}" if hint else ""))
+        if unknown:
+            self.error("\n".join(unknown))
+        return words
+
+    def _shown_names(self) -> list[str]:
+        """The names of the options that help shows, for a hint."""
+        return [n for n, a in self._option_string_actions.items() if a.help is not argparse.SUPPRESS]
+
+
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
+
+
+class _HelpAll(argparse.Action):
+    """Prints the help with the rare options and ends."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        assert isinstance(parser, Parser)
+        sys.stdout.write(parser.format_help(everything=True))
+        parser.exit()
+
+
+class _Formatter(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34)
+
+    def format_help(self) -> str:
+        self._action_max_length += self._indent_increment  # the base class forgets the commands' indent
+        return super().format_help()
+
+
+def integer(text: str) -> int:
+    try:
+        return readable_integer(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+
+
+def integer_or_auto(text: str) -> int | None:
+    """None for `auto`: the default of an option whose default depends on the model or the machine."""
+    return None if text.lower() == "auto" else integer(text)
+
+
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+
+
+KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {
+    int: (integer, "N"),
+    float: (number, "X"),
+    str: (str, "TEXT"),
+}
+
+
+def given_options(arguments: argparse.Namespace, config: type) -> dict[str, Any]:
+    """Returns the fields of the dataclass `config` that are among the arguments."""
+    names = [field.name for field in dataclasses.fields(config)]
+    return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+
+
+def take_vllm_options(arguments: argparse.Namespace) -> list[str]:
+    """Puts Shoal's options in the place of vLLM's among the arguments of a command that takes them. Returns a
+    line for each that has no effect. Raises ConfigError for one that is refused."""
+    options: tuple[VllmOption, ...] = getattr(arguments, "vllm_options", ())
+    names = [option.name for option in options]
+    given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
+    own = {option.own for option in options} - set(names)
+    given |= {name: getattr(arguments, name) for name in own if hasattr(arguments, name)}
+    found, lines = translate(given, options, flag_of)
+    for name in given:
+        delattr(arguments, name)
+    for name, value in found.items():
+        setattr(arguments, name, value)
+    return lines
+
+
+def warn_of_ignored(lines: Iterable[str]) -> None:
+    """Warns of vLLM's options without effect; `lines` are from `take_vllm_options`."""
+    for line in lines:
+        logger.warning("%s", line)
+
+
+def flag_of(name: str) -> str:
+    """The command line's name of an option."""
+    return "--" + name.replace("_", "-")
+
+
+def argument_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
+    """Returns the arguments of `add_argument` for a field."""
+    kind, _ = kind_of(hint)
+    notes = []
+    if choices := field.metadata["limits"].choices:
+        notes.append(" | ".join(choices))
+    if field.default is not None:
+        notes.append(f"default: {field.default}")
+    meaning = field.metadata["help"] + (f" ({'; '.join(notes)})" if notes else "")
+    options: dict[str, Any] = {"default": argparse.SUPPRESS, "help": meaning}
+    if kind is bool:
+        return options | {"action": argparse.BooleanOptionalAction}
+    if dataclasses.is_dataclass(kind) or typing.get_origin(kind) is dict:
+        return options | {"metavar": "JSON"}
+    if typing.get_origin(kind) is list:
+        options |= {"nargs": "+", "action": "extend"}
+        [kind] = typing.get_args(kind)
+    read, metavar = KINDS[kind]
+    if kind is int and field.default is None and "nargs" not in options:
+        read = integer_or_auto
+    return options | {"type": read, "metavar": metavar}
+
+
+def argument_of_vllm(option: VllmOption) -> dict[str, Any]:
+    """Returns the arguments of `add_argument` for an option of vLLM's that is not Shoal's too."""
+    found: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+    if option.takes == "flag":
+        return found | {"action": argparse.BooleanOptionalAction}
+    if option.takes == "optional":
+        return found | {"type": value_of, "nargs": "?", "const": True}
+    return found | {"type": value_of, "nargs": "+" if option.takes == "many" else None}
+
+
+def _sampling_numbers() -> dict[str, tuple[type, dataclasses.Field[Any]]]:
+    """(type, field) of each number in SamplingParams that says how tokens are drawn or where an answer
+    ends."""
+    hints = typing.get_type_hints(SamplingParams)
+    found, section = {}, None
+    for field in dataclasses.fields(SamplingParams):
+        section = field.metadata["section"] or section
+        kind, _ = kind_of(hints[field.name])
+        if section in (DRAWING, LENGTH) and kind in (int, float):
+            found[field.name] = (kind, field)
+    return found
+
+
+# How tokens are drawn: flags of the commands that generate, and what /set sets in a chat.
+SAMPLING = _sampling_numbers()
+
+
+def _nearest(name: str, known: Iterable[str]) -> str:
+    """A hint at what was meant: the one that begins so, or the most similar; empty if there is none."""
+    known = list(known)
+    begun = [k for k in known if k.startswith(name)]
+    # The dashes of options would make all of them similar.
+    bare = {k.lstrip("-"): k for k in known}
+    close = difflib.get_close_matches(name.lstrip("-"), bare, n=1, cutoff=CLOSE)
+    nearest = begun if len(begun) == 1 else [bare[k] for k in close]
+    return f"did you mean {nearest[0]}?" if nearest else ""

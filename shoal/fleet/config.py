@@ -1,0 +1,148 @@
+"""The options of a router: flags of `shoal route`, and keys of `[router]` in a fleet's file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import cached_property
+
+from shoal.errors import ConfigError
+from shoal.fleet.routing.policy import DISK_CREDIT, HOST_CREDIT, POLICIES, RouterWeights
+from shoal.fleet.worker_spec import WorkerSpec, check_distinct, parse_worker
+from shoal.option_fields import check_fields, option
+
+DEFAULTS = RouterWeights()
+REMOVED_OPTIONS = {  # why a router has no such option any more
+    "overlap_score_credit_decay": "the credit of a cached block does not depend on the waiting prefills",
+    "track_prefill_tokens": "blocks to compute always count",
+    "host_cache_hit_weight": f"a cached block in host memory always counts {HOST_CREDIT:g}",
+    "disk_cache_hit_weight": f"a cached block on disk always counts {DISK_CREDIT:g}",
+}
+# Options of `shoal serve` that are of an engine, of a worker, or a router's own in FleetConfig.
+NOT_OF_A_ROUTER = (
+    "max_queued_requests",
+    "profile_dir",
+    "served_model_name",
+    "engine_timeout",
+    "restart",
+    "swap",
+    "swap_patience",
+    "tool_call_parser",
+    "default_chat_template_kwargs",
+    "reasoning_parser",
+    "plane",
+    "role",
+    "worker_id",
+    "fleet_key_file",
+    "fleet_host",
+    "fleet_port",
+)
+
+
+@dataclass(frozen=True)
+class FleetConfig:
+    """Raises ConfigError that names the option, its value and the limit."""
+
+    policy: str = option(
+        "kv", "which worker gets a request", common=True, section="router", choices=tuple(POLICIES)
+    )
+    worker: list[str] | None = option(
+        None,
+        "a worker that speaks HTTP: URL, or URL,kv_events=tcp://...,replay=tcp://...,block_size=16,id=b,"
+        "tag=x,dp_size=2,api_key_file=F; again for each",
+        common=True,
+    )
+    plane: str | None = option(
+        None,
+        "where our own workers join: tcp://127.0.0.1:PORT or ipc:///PATH for one host, nats://... for many",
+        common=True,
+    )
+    fleet_key_file: str | None = option(
+        None, "the key of the plane and of our workers' ports; without it they are loopback", common=True
+    )
+    block_size: int = option(
+        16, "tokens a KV block, of workers that do not tell theirs", common=True, low=1, high=1 << 20
+    )
+    migration_limit: int = option(
+        3,
+        "workers that may fail a request which has tokens, before it ends with an error",
+        common=True,
+        low=0,
+    )
+    max_queued_requests: int = option(
+        1024, "of a model, that wait for a worker with room; more are a 429", common=True, low=0
+    )
+    seed: int | None = option(None, "of random choices; default: another each time")
+    tokenizer: str | None = option(
+        None, "folder or tokenizer.json, for workers without /tokenize; it serves routing alone", common=True
+    )
+    lease: float = option(
+        6.0, "seconds until a worker on the plane that died is gone from everyone's view", low=0.5
+    )
+    check_interval: float = option(5.0, "seconds between two health checks of a worker", above=0)
+    hang_timeout: float = option(
+        25.0,
+        "seconds without a token, with a probe of one token in them, until a worker counts as hung; 0: never",
+        low=0,
+    )
+    busy_kv_usage: float | None = option(
+        None, "the share of its KV cache beyond which a worker gets nothing new", above=0, high=1
+    )
+    busy_prefill_tokens: int | None = option(
+        None, "tokens of prompts under way beyond which a worker gets nothing new", low=1
+    )
+
+    max_local_prefill_length: int = option(
+        1000,
+        "tokens of a prompt, beyond what the decode worker has cached, up to which that worker computes it "
+        "itself; longer ones go to a prefill worker, where there is one",
+        low=0,
+    )
+    max_prefill_queue_size: int = option(
+        2,
+        "prompts that may wait for a prefill worker; more are computed by decode workers; 0: all are",
+        low=0,
+    )
+    prefill_timeout: float = option(
+        60.0, "seconds until a prompt that no prefill worker has computed goes to its decode worker", above=0
+    )
+    enable_p2p: bool = option(
+        False,
+        "a worker reads a prefix that it lacks from another worker that has it, where that is quicker than "
+        "computing; both need kv_role kv_both",
+    )
+    wake_on_request: bool = option(
+        False, "a request for a model whose workers all sleep wakes one; else it is refused"
+    )
+    prefill_load_scale: float = option(
+        DEFAULTS.prefill_load_scale,
+        "weight of a block to compute, beside one that a running request holds",
+        section="cost of a worker (policy kv), in KV blocks",
+        low=0,
+    )
+    overlap_score_credit: float = option(
+        DEFAULTS.overlap_score_credit,
+        "blocks to compute that a cached block outweighs: itself, and beyond 1 those that wait there",
+        low=0,
+    )
+    decode_active_request_weight: float = option(
+        DEFAULTS.decode_active_request_weight, "weight of a running request", low=0
+    )
+    recent_prefill_weight: float = option(
+        DEFAULTS.recent_prefill_weight, "weight of a block that the worker was given to compute lately", low=0
+    )
+    router_temperature: float = option(
+        DEFAULTS.router_temperature, "0: the least cost; above, a softmax over the costs draws", low=0
+    )
+
+    def __post_init__(self) -> None:
+        check_fields(self, ConfigError)
+        check_distinct(self.workers)
+
+    @property
+    def weights(self) -> RouterWeights:
+        return RouterWeights(**{entry.name: getattr(self, entry.name) for entry in fields(RouterWeights)})
+
+    @cached_property
+    def workers(self) -> tuple[WorkerSpec, ...]:
+        """The foreign workers that it begins with."""
+        return tuple(parse_worker(text, self.block_size) for text in self.worker or ())

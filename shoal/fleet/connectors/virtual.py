@@ -1,0 +1,251 @@
+"""Workers that another orchestrator starts and ends. The connector writes how many there should be, and waits
+until that is confirmed, as the VirtualConnector of NVIDIA Dynamo does:
+
+    decision.json    written here: {"decision_id": 7, "workers": {"m": {"decode": 3, "prefill": 1}}, ...}
+    scaled.json      written by the orchestrator, when it has scaled: {"scaled_decision_id": 7}
+
+Both lie in the fleet's folder (on a shared file system, if the orchestrator is elsewhere), so an orchestrator
+may be written in any language. One in Python has a VirtualClient:
+
+    client = VirtualClient(folder)
+    while True:
+        decision = await client.wait()
+        ...                                # scale to decision.workers
+        client.complete(decision)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import contextlib
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from shoal.errors import ConfigError, UnavailableError
+from shoal.fleet.connectors.connector import LOOK_S, Setting, UnderWay, component_of
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+DECISION, SCALED = "decision.json", "scaled.json"
+
+
+class ScalingDecision(msgspec.Struct, frozen=True):
+    """`workers`: how many there should be, by model and role. `counts`: those of the fleet's file, from which
+    this has come. Decisions are numbered; a later one takes the place of those before it."""
+
+    decision_id: int
+    workers: dict[str, dict[str, int]]
+    counts: dict[str, dict[str, int]] = {}
+
+
+class Scaled(msgspec.Struct, frozen=True):
+    scaled_decision_id: int
+
+
+class VirtualClient:
+    """The orchestrator's side. `folder`: where `shoal fleet up` says that it writes decisions."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self._folder = Path(folder)
+
+    async def wait(self) -> ScalingDecision:
+        """The latest decision, as soon as there is one that is not confirmed."""
+        while True:
+            decision = _read(self._folder / DECISION, ScalingDecision)
+            if decision is not None and decision.decision_id > _scaled_id(self._folder):
+                return decision
+            await asyncio.sleep(LOOK_S)
+
+    def complete(self, decision: ScalingDecision) -> None:
+        """There are as many workers as it says, or they start."""
+        _write(self._folder / SCALED, Scaled(decision.decision_id))
+
+
+class VirtualConnector:
+    """A Connector. Counts outlive it, as workers are the orchestrator's: `start` goes on with them, unless
+    the fleet's file says other ones than it did, and `close` leaves them."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._components, self._registry = setting.components, setting.registry
+        self._clock, self._start_timeout_s = setting.clock, setting.start_timeout_s
+        self._folder = setting.folder
+        self._decision = ScalingDecision(0, {})
+        self._decided_at: dict[str, float] = {}  # by model
+        self._deciding = asyncio.Lock()
+        self._changes: dict[str, UnderWay] = collections.defaultdict(UnderWay)  # by model
+        self._scaled = 0  # the last decision that is known to be confirmed
+        self._told = ""  # why confirmations cannot be read now
+        # What the present calls of `add` have got, by model.
+        self._claimed: dict[str, set[str]] = collections.defaultdict(set)
+
+    async def start(self) -> None:
+        counts: dict[str, dict[str, int]] = {}
+        for one in self._components:
+            roles = counts.setdefault(one.model, {})
+            roles[one.role] = roles.get(one.role, 0) + one.count
+        path = self._folder / DECISION
+        before = _read(path, ScalingDecision)
+        if before is None and path.exists():
+            raise ConfigError(
+                f"{path} is no decision of a planner; remove it, and numbers go on from the last that was "
+                "confirmed"
+            )
+        logger.info("decisions are written to %s, and confirmed in %s", path, self._folder / SCALED)
+        self._decision, self._scaled = before or self._decision, _scaled_id(self._folder)
+        if self._decision.counts != counts:
+            self._write(msgspec.structs.replace(self._decision, workers=counts, counts=counts))
+            self._decided_at = dict.fromkeys(counts, self._clock.now())
+
+    def pending(self, model: str) -> int:
+        if self._clock.now() - self._decided_at.get(model, 0.0) >= self._start_timeout_s:
+            return 0
+        wanted = self._decision.workers.get(model, {})
+        return sum(max(0, count - len(self._registry.ready(model, role))) for role, count in wanted.items())
+
+    async def add(self, model: str, role: str) -> str:
+        component_of(self._components, model, role)
+        deadline = self._clock.now() + self._start_timeout_s
+        before = set(self._registry.ready(model, role))
+        claimed = self._claimed[model]
+        if not self._changes[model].count:
+            claimed.clear()
+        with self._changes[model].one_more():
+            decision_id = await self._decide(model, role, 1, deadline)
+            with self._taken_back_if_it_fails(model, role):
+                while True:
+                    new = [one for one in self._registry.ready(model, role) if one not in before | claimed]
+                    if new and self._is_confirmed(decision_id):
+                        claimed.add(new[0])
+                        return new[0]
+                    if self._clock.now() >= deadline:
+                        raise UnavailableError(
+                            f"decision {decision_id}, one more {role} worker of {model}, had no ready worker "
+                            f"within {self._start_timeout_s:g} s (start_timeout) and is taken back; "
+                            f"{self._confirmation(decision_id)}"
+                        )
+                    await self._clock.sleep(LOOK_S)
+
+    async def remove(self, model: str, role: str) -> str:
+        component_of(self._components, model, role)
+        deadline = self._clock.now() + self._start_timeout_s
+        before = self._registry.ready(model, role)
+        if not before:
+            raise UnavailableError(f"there is no {role} worker of {model} here to be removed")
+        with self._changes[model].one_more():
+            decision_id = await self._decide(model, role, -1, deadline)
+            while True:
+                gone = [one for one in before if self._registry.state_of(one) is None]
+                if gone and self._is_confirmed(decision_id):
+                    return gone[-1]
+                if self._clock.now() >= deadline:
+                    raise UnavailableError(
+                        f"decision {decision_id}, one {role} worker of {model} fewer, ended no worker within "
+                        f"{self._start_timeout_s:g} s (start_timeout); {self._confirmation(decision_id)}"
+                    )
+                await self._clock.sleep(LOOK_S)
+
+    async def until_hopeless(self) -> None:
+        await asyncio.Event().wait()
+
+    async def close(self, grace_s: float) -> None:
+        """Workers stay: they are the orchestrator's."""
+
+    async def _decide(self, model: str, role: str, by: int, deadline: float) -> int:
+        """Waits until the decision before is confirmed, and writes the next one. Returns its number."""
+        async with self._deciding:
+            while not self._is_confirmed(self._decision.decision_id):
+                if self._clock.now() >= deadline:
+                    last = self._decision.decision_id
+                    raise UnavailableError(
+                        f"no decision is made after decision {last}: {self._confirmation(last)}; does the "
+                        "orchestrator run?"
+                    )
+                await self._clock.sleep(LOOK_S)
+            if self._changes[model].count == 1 and not self.pending(model):
+                # Workers that a person has added or removed meanwhile are taken as they are.
+                self._change(model, role, by, len(self._registry.ready(model, role)))
+            else:
+                self._change(model, role, by)
+            return self._decision.decision_id
+
+    @contextlib.contextmanager
+    def _taken_back_if_it_fails(self, model: str, role: str) -> Iterator[None]:
+        """A decision for one more worker, whose addition is the block."""
+        try:
+            yield
+        except BaseException:  # a cancellation, too
+            try:
+                self._change(model, role, -1)
+            except OSError as error:
+                logger.error("one %s worker of %s too many stays decided: %s", role, model, error)
+            raise
+
+    def _change(self, model: str, role: str, by: int, count: int | None = None) -> None:
+        """`count`: how many there are; None: as many as were wanted."""
+        roles = dict(self._decision.workers.get(model, {}))
+        roles[role] = max(0, (roles.get(role, 0) if count is None else count) + by)
+        workers = {**self._decision.workers, model: roles}
+        self._write(msgspec.structs.replace(self._decision, workers=workers))
+        self._decided_at[model] = self._clock.now()
+
+    def _write(self, decision: ScalingDecision) -> None:
+        """Makes it the present one, with a number that is not confirmed. One that cannot be written is none:
+        its confirmation would be awaited for ever."""
+        number = 1 + max(self._decision.decision_id, self._scaled_id())
+        decision = msgspec.structs.replace(decision, decision_id=number)
+        _write(self._folder / DECISION, decision)
+        self._decision = decision
+
+    def _is_confirmed(self, decision_id: int) -> bool:
+        return self._scaled_id() >= decision_id
+
+    def _scaled_id(self) -> int:
+        """The last decision that is confirmed, as far as that is known: a shared file system may be away for
+        a while."""
+        try:
+            self._scaled, told = _scaled_id(self._folder), ""
+        except OSError as error:
+            told = str(error)
+            if told != self._told:
+                logger.warning("confirmations cannot be read, which is tried again: %s", error)
+        self._told = told
+        return self._scaled
+
+    def _confirmation(self, decision_id: int) -> str:
+        path = self._folder / SCALED
+        try:
+            is_unreadable = path.exists() and _read(path, Scaled) is None
+        except OSError as error:
+            return f"its confirmation cannot be read: {error}"
+        if is_unreadable:
+            return f'its confirmation cannot be read in {path}, where {{"scaled_decision_id": N}} is expected'
+        return f"it {'is' if self._is_confirmed(decision_id) else 'is not'} confirmed in {path}"
+
+
+def _scaled_id(folder: Path) -> int:
+    """The last decision that is confirmed; 0 if there is none."""
+    scaled = _read(folder / SCALED, Scaled)
+    return 0 if scaled is None else scaled.scaled_decision_id
+
+
+def _read(path: Path, type_: type[T]) -> T | None:
+    """None if there is no such file, or if its content cannot be read: an orchestrator may be writing it.
+    Other errors of the disk are OSErrors."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=type_)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None
+
+
+def _write(path: Path, content: msgspec.Struct) -> None:
+    """Nobody sees a part of it."""
+    new = path.with_suffix(".new")
+    new.write_bytes(msgspec.json.encode(content) + b"\n")
+    new.replace(path)

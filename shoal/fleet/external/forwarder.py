@@ -1,0 +1,435 @@
+"""`ForeignForwarder`: a client's request on its way to one foreign worker, and to another if that one fails.
+
+Before the first token every failure is followed by another try, and the client sees none of it. After it a
+stream of completions or chats goes on at another worker (foreign_stream.py). Any other answer ends there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import time
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+import msgspec
+
+from shoal.api import Span
+from shoal.errors import BusyError, RequestError, UnavailableError, WorkerFailedError
+from shoal.fleet.external.link import ForeignExchange, ForeignLink
+from shoal.fleet.external.prompt_tokens import PROMPT_FIELDS, PromptTokens, text_numbers
+from shoal.fleet.external.request import CHAT, COMPLETIONS, ForeignRequest
+from shoal.fleet.external.sse import SseReader
+from shoal.fleet.external.stream import ForeignStream, TokenCounts, reasons_of
+from shoal.fleet.routing.dispatcher import Dispatcher, Place, Wanted
+from shoal.fleet.worker import MovedError
+from shoal.fleet_api import ForeignAnswer, ForeignCall, tags_of
+from shoal.telemetry.logs import about
+from shoal.telemetry.timeline import Timeline
+
+STREAMS = ("text/event-stream", "application/x-ndjson")
+REFUSED_FIELD = (400, 422)  # what a strict server answers to a field that it does not know
+MIN_TRIES = 2  # of a request without a token, even if there is one worker alone
+MAX_ERROR_BYTES = 1000
+LARGE_BODY = 1 << 20  # bytes; one of this size is read in a thread
+HALF = "\ufffd"  # what half a character is shown as
+MOST_HALF_TOKENS = 4  # of a character that is not whole
+
+logger = logging.getLogger(__name__)
+
+
+class _Whole(msgspec.Struct):
+    """What the books want of an answer that is no stream."""
+
+    usage: dict[str, Any] | None = None
+    choices: Any = None  # a list, where the answer is of OpenAI's shape
+
+
+class _Head:
+    """What an answer begins with."""
+
+    def __init__(self) -> None:
+        self.status = 200
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.content_type = b"application/json"
+
+    def fill(self, exchange: ForeignExchange, worker_id: str) -> None:
+        self.status = exchange.status
+        self.content_type = _bytes(exchange.headers.get("content-type", "application/json"))
+        self.headers = [(b"x-shoal-worker", worker_id.encode("ascii"))]
+        if "retry-after" in exchange.headers:
+            self.headers.append((b"retry-after", _bytes(exchange.headers["retry-after"])))
+
+
+class _Told:
+    """What becomes of a request, as its timeline and the log are told. What a foreign worker does with it,
+    up to its first token, is one span. Errors of such workers may quote a prompt, so they are not told."""
+
+    def __init__(self, line: Timeline) -> None:
+        self._line, self._answer = line, line.answer()
+        self._worker = ""
+        self._sent_at = 0.0
+        self._left: tuple[float, Span] | None = None
+
+    def arrived(self, place: Place[ForeignLink]) -> None:
+        """It has a place at a worker."""
+        self._sent_at, self._worker = time.perf_counter(), place.worker.id
+        self._line.add(place.take_spans(), self._sent_at)
+        logger.debug(about(self._line.id, f"goes to worker {self._worker}", worker=self._worker))
+
+    def tokens(self, count: int) -> None:
+        now = time.perf_counter()
+        spans = []
+        if self._left is not None:
+            then, span = self._left
+            span.ago_s = span.seconds = now - then
+            span.worker, self._left = self._worker, None
+            spans.append(span)
+        if self._sent_at:
+            spans.append(Span("prefill", now - self._sent_at, now - self._sent_at, self._worker))
+            self._sent_at = 0.0
+        if spans:
+            self._line.add(spans, now)
+        if count:
+            self._answer.tokens(count, now, self._worker)
+
+    def left(self, place: Place[ForeignLink], why: str) -> None:
+        """It goes on at another worker."""
+        worker_id, num_tokens = place.worker.id, self._line.output_tokens
+        move: dict[str, str | int | float] = {"from": worker_id, "why": why, "output_tokens": num_tokens}
+        self._left = time.perf_counter(), Span("migration", 0.0, 0.0, attributes=move)
+        text = f"leaves worker {worker_id} after {num_tokens} tokens: {why}"
+        logger.info(about(self._line.id, text, worker=worker_id))
+
+    def counted(self, num_prompt: int, num_cached: int) -> None:
+        """What the worker says of the prompt."""
+        if num_prompt:
+            self._line.prompt_tokens, self._line.cached_tokens = num_prompt, num_cached
+
+    def finished(self, reasons: Iterable[str]) -> None:
+        """Why the worker says that its answers ended."""
+        self._line.reasons.update(reasons)
+
+
+class ForeignForwarder:
+    """The foreign workers of one model."""
+
+    def __init__(
+        self, dispatcher: Dispatcher[ForeignLink], tokens: PromptTokens, *, migration_limit: int
+    ) -> None:
+        """migration_limit: how many workers may fail one request after its first token."""
+        self.num_migrations = 0  # of streams that went on at another worker
+        self.num_retries = 0  # of requests without a token
+        self.token_counts = TokenCounts()  # of all answers that tell them
+        self._dispatcher, self._tokens = dispatcher, tokens
+        self._migration_limit = migration_limit
+        self._numbers = itertools.count()
+
+    async def forward(self, call: ForeignCall) -> ForeignAnswer:
+        """As Forwarder says. `chunks` raises WorkerFailedError and UnavailableError for a stream that breaks
+        and cannot be taken up elsewhere."""
+        head = _Head()
+        if len(call.body) < LARGE_BODY:
+            request = ForeignRequest(call)
+        else:
+            request = await asyncio.to_thread(ForeignRequest, call)
+        chunks = self._chunks(request, head)
+        await anext(chunks)
+        return ForeignAnswer(head.status, head.headers, chunks, head.content_type)
+
+    async def _chunks(self, request: ForeignRequest, head: _Head) -> AsyncGenerator[bytes]:
+        """Yields an empty piece once `head` is filled, and then the answer's bytes."""
+        wanted = await self._wanted(request)
+        stream = ForeignStream(request)
+        told = _Told(request.call.line)
+        num_failures = num_migrations = 0
+        try:
+            while True:
+                place: Place[ForeignLink] | None = None
+                try:
+                    async with (
+                        self._dispatcher.place(wanted) as place,
+                        aclosing(self._ask(place, stream, head, told)) as pieces,
+                    ):
+                        async for piece in pieces:
+                            yield piece
+                    return
+                except MovedError:
+                    assert place is not None, "only a worker's request moves"
+                    told.left(place, "it waits there, and another worker would run it at once")
+                except BusyError:
+                    if place is None:  # the router's own queue is full
+                        raise
+                    told.left(place, "it is full")
+                except WorkerFailedError as error:
+                    if place is not None:
+                        told.left(place, "it is not reached" if error.is_absent else "it failed")
+                    stream.break_off()
+                    if stream.has_begun and not stream.has_finished and stream.obstacle() is None:
+                        await self._settle(stream)
+                    if stream.is_whole:
+                        yield stream.finish()
+                        return
+                    if stream.has_begun:
+                        num_migrations += 1
+                        self._check_migration(stream, num_migrations, error)
+                        wanted.token_ids = stream.go_on()
+                    else:
+                        num_failures += 1
+                        if num_failures >= MIN_TRIES and not self._has_fresh_worker(wanted):
+                            raise
+                        self.num_retries += 1
+        finally:
+            self._dispatcher.end(wanted)
+            counts = stream.counts
+            told.counted(counts.prompt, counts.cached)
+            told.finished(stream.finish_reasons)
+            if request.has_chunks:
+                self.token_counts.add(stream.counts)
+
+    async def _ask(
+        self, place: Place[ForeignLink], stream: ForeignStream, head: _Head, told: _Told
+    ) -> AsyncGenerator[bytes]:
+        """Sends the request to a worker and yields what the client gets of its answer. Raises BusyError if
+        the worker is full, MovedError if another one would run the request at once, and WorkerFailedError."""
+        link, request = place.worker.link, stream.request
+        told.arrived(place)
+        headers = request.headers()
+        if len(place.worker.ranks) > 1:  # vLLM's header
+            headers["X-data-parallel-rank"] = str(place.choice.rank.rank)
+        while True:
+            is_as_it_came, path, body = self._to_send(stream, link)
+            exchange = link.exchange(request.call.method, path, body, headers)
+            place.on_broken = exchange.abort
+            if request.has_chunks and not stream.has_begun:  # no token shows that another answer began
+                place.on_moving = functools.partial(_move, exchange, stream)
+            async with exchange:
+                error = await self._refusal(exchange, link)
+                if error is not None and not is_as_it_came and _is_about_our_fields(exchange, error):
+                    link.takes_token_ids = False
+                    continue
+                if error is not None and stream.has_begun:
+                    raise UnavailableError(
+                        f"the stream broke, and another worker refuses to take it up: {_shown(error)}"
+                    )
+                if error is not None:
+                    pieces = _once(error)
+                elif request.has_chunks and _content_type(exchange) in STREAMS:
+                    pieces = self._read_chunks(exchange, place, stream, told)
+                elif _content_type(exchange) in STREAMS:
+                    pieces = self._read_stream(exchange, place, told)
+                else:
+                    pieces = self._read_whole(exchange, place, told)
+                async with aclosing(pieces):
+                    async for piece in pieces:
+                        if not head.headers:
+                            head.fill(exchange, place.worker.id)
+                            yield b""
+                        stream.has_begun = True
+                        yield piece
+                if not head.headers:  # an answer without a byte
+                    head.fill(exchange, place.worker.id)
+                    yield b""
+                return
+
+    def _to_send(self, stream: ForeignStream, link: ForeignLink) -> tuple[bool, str, bytes]:
+        """Whether the body is as it came, the path and the body."""
+        request = stream.request
+        if stream.has_begun:
+            room = link.max_model_len(request.model)
+            return False, COMPLETIONS, request.next_body(stream.prompt_ids or [], stream.token_ids, room)
+        if request.obstacle is not None or not link.takes_token_ids:
+            return True, request.call.path, request.call.body
+        return False, request.call.path, request.first_body()
+
+    async def _refusal(self, exchange: ForeignExchange, link: ForeignLink) -> bytes | None:
+        """The body of an answer that refuses the request; None if it does not. Raises BusyError and
+        WorkerFailedError for those that are not about the request."""
+        status = exchange.status
+        if status < 300:
+            return None
+        if status == 429:
+            raise link.busy(exchange.headers.get("retry-after"))
+        body = await exchange.whole()
+        if status == 401:  # the client has shown its own key to the router, and knows no other
+            raise link.failure("it refuses the router's key, or wants one; give it by api_key_file=")
+        if status < 400 or status >= 500:
+            raise link.failure(f"it answers {status}: {_shown(body)}")
+        return body
+
+    async def _read_chunks(
+        self, exchange: ForeignExchange, place: Place[ForeignLink], stream: ForeignStream, told: _Told
+    ) -> AsyncGenerator[bytes]:
+        reader = SseReader()
+        failure: WorkerFailedError | None = None
+        async with aclosing(exchange.pieces()) as pieces:
+            async for piece in pieces:
+                events: list[bytes] = []
+                num_tokens = 0
+                try:
+                    for data in reader.feed(piece):
+                        event, count = stream.push(data)
+                        events.append(event)
+                        num_tokens += count
+                        if stream.is_done:
+                            break
+                except WorkerFailedError as error:
+                    failure = error
+                if num_tokens:
+                    place.streamed(num_tokens)
+                    told.tokens(num_tokens)
+                if stream.is_done and stream.cached_tokens is not None:
+                    _tell_cached(place, *stream.cached_tokens)
+                if shown := b"".join(events):  # what came before a failure counts as sent
+                    yield shown
+                if failure is not None:
+                    raise failure
+                if stream.is_done:
+                    break
+        if stream.is_done:
+            if not stream.is_stopped:
+                await exchange.read_end()
+            return
+        if not stream.has_finished:
+            raise WorkerFailedError(f"the worker {place.worker.id} ended its stream before the end")
+        yield stream.finish()  # some servers send no [DONE]
+
+    async def _read_stream(
+        self, exchange: ForeignExchange, place: Place[ForeignLink], told: _Told
+    ) -> AsyncGenerator[bytes]:
+        """Any other stream, as it is."""
+        async with aclosing(exchange.pieces()) as pieces:
+            async for piece in pieces:
+                place.generated(1)
+                told.tokens(1)
+                yield piece
+
+    async def _read_whole(
+        self, exchange: ForeignExchange, place: Place[ForeignLink], told: _Told
+    ) -> AsyncGenerator[bytes]:
+        body = await exchange.whole()
+        place.generated(1)
+        try:
+            whole = msgspec.json.decode(body, type=_Whole)
+        except ValueError:
+            whole = _Whole()
+        usage, num_tokens = whole.usage, 0
+        if usage is not None:
+            counts = TokenCounts.of(usage)
+            num_tokens = counts.generated
+            self.token_counts.add(counts)
+            if place.worker.served is not None:
+                place.worker.served.output_tokens += counts.generated
+            told.counted(counts.prompt, counts.cached)
+            if counts.prompt and usage.get("prompt_tokens_details"):
+                _tell_cached(place, counts.cached, counts.prompt)
+        told.finished(reasons_of(whole.choices))
+        told.tokens(num_tokens)
+        yield body
+
+    async def _settle(self, stream: ForeignStream) -> None:
+        """Finds out which tokens the text that was sent is of. Workers hold text back that may begin a stop
+        string, and a chunk of several tokens may end with half a character. Raises UnavailableError if nobody
+        can say and it matters."""
+        request, ids, sent = stream.request, stream.token_ids, stream.text
+        model, prompt_ids = request.model, stream.prompt_ids or []
+        text = whole = await self._tokens.text_of(model, prompt_ids, ids)
+        count = len(ids)
+        least = count if request.wants_token_ids else max(0, count - MOST_HALF_TOKENS)
+        while text is not None and text.endswith(HALF) and count > least:
+            count -= 1
+            text = await self._tokens.text_of(model, prompt_ids, ids[:count])
+        if text is not None and text.startswith(sent) and not text.endswith(HALF):
+            stream.settle(count, text[len(sent) :])
+        elif whole is not None and whole.startswith(sent):  # bytes that are no text, as vLLM shows them
+            stream.settle(len(ids), whole[len(sent) :].rstrip(HALF))
+        elif any(len(stop) > 1 for stop in request.stops):
+            raise UnavailableError(
+                "the stream broke, and nobody can tell the text of its tokens (/detokenize, --tokenizer), of "
+                "which some may have been held back as they may begin a stop string"
+            )
+
+    def _check_migration(self, stream: ForeignStream, num_migrations: int, error: WorkerFailedError) -> None:
+        """Raises UnavailableError if the stream ends here."""
+        obstacle = stream.obstacle()
+        if obstacle is not None:
+            raise UnavailableError(f"{error}; {obstacle}") from None
+        if num_migrations > self._migration_limit:
+            raise UnavailableError(
+                f"{error}; workers failed this request {num_migrations} times after its first token, and the "
+                f"limit is {self._migration_limit} (--migration-limit)"
+            ) from None
+        self.num_migrations += 1
+
+    def _has_fresh_worker(self, wanted: Wanted) -> bool:
+        """Whether there is a worker that could take the request, and has not failed at it."""
+        return any(worker.id not in wanted.tried for worker in self._dispatcher.ready_for(wanted))
+
+    async def _wanted(self, request: ForeignRequest) -> Wanted:
+        headers, model = request.call.headers, request.model
+        priority, session, salt = request.get("priority"), request.get("user"), request.get("cache_salt")
+        if b"x-session-id" in headers:
+            session = headers[b"x-session-id"].decode("latin-1")
+        adapters = [worker.info.adapters for worker in self._dispatcher.workers.values()]
+        is_adapter = any(model in names for names in adapters)
+        return Wanted(
+            # Clients may send one request id twice.
+            f"{request.call.line.id}-{next(self._numbers)}",
+            await self._prompt_tokens(request),
+            priority=priority if isinstance(priority, int) else 0,
+            session=session if isinstance(session, str) else None,
+            cache_salt=salt if isinstance(salt, str) else None,
+            lora_name=model if is_adapter else None,
+            tags=frozenset(tags_of(headers)),
+        )
+
+    async def _prompt_tokens(self, request: ForeignRequest) -> Sequence[int]:
+        body = request.call.body
+        if request.path not in (COMPLETIONS, CHAT):
+            return text_numbers(body)
+        if len(body) < LARGE_BODY:
+            prompt = request.select(PROMPT_FIELDS)
+        else:
+            prompt = await asyncio.to_thread(request.select, PROMPT_FIELDS)
+        try:
+            return await self._tokens.tokens_of(prompt)
+        except RequestError:  # the worker will refuse it
+            return text_numbers(body)
+
+
+def _tell_cached(place: Place[ForeignLink], num_cached: int, num_tokens: int) -> None:
+    """Tells the books how many of the prompt's `num_tokens` tokens were cached. The router may have counted
+    others, where numbers stand for the text."""
+    place.cached(num_cached * place.num_prompt_tokens // max(1, num_tokens))
+
+
+def _move(exchange: ForeignExchange, stream: ForeignStream) -> bool:
+    if stream.has_begun:
+        return False
+    exchange.abort(MovedError("it waits there, and another worker would run it at once"))
+    return True
+
+
+def _bytes(header: str) -> bytes:
+    """As the worker sent it: aiohttp reads headers so."""
+    return header.encode("utf-8", "surrogateescape")
+
+
+def _content_type(exchange: ForeignExchange) -> str:
+    return exchange.headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
+def _is_about_our_fields(exchange: ForeignExchange, error: bytes) -> bool:
+    named = b"return_token_ids" in error or b"stream_options" in error
+    return exchange.status in REFUSED_FIELD and named
+
+
+def _shown(error: bytes) -> str:
+    return error[:MAX_ERROR_BYTES].decode("utf-8", "replace")
+
+
+async def _once(body: bytes) -> AsyncGenerator[bytes]:
+    yield body

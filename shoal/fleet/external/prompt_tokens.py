@@ -1,0 +1,150 @@
+"""`PromptTokens`: the tokens of prompts for foreign workers. They choose the worker, and are never sent."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from shoal.errors import RequestError
+from shoal.fleet.external.link import ForeignLink
+from shoal.fleet.external.request import is_text
+from shoal.fleet.routing.dispatcher import Dispatcher
+from shoal.text.tokenizer import LONG_TEXT, Tokenizer
+
+# What `/tokenize` is told of a conversation, beside its messages.
+TEMPLATE_FIELDS = (
+    "tools",
+    "chat_template",
+    "chat_template_kwargs",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+)
+PROMPT_FIELDS = ("model", "token_ids", "prompt", "messages", *TEMPLATE_FIELDS)
+CONTEXT_TOKENS = 8  # of a prompt, before the tokens whose text is asked for: some decoders drop a first space
+BYTES_A_NUMBER = 4  # about a token of English
+MOST_TEXT_BYTES = 1 << 22  # of a text that is taken for tokens; what follows hardly changes the choice
+
+
+class PromptTokens:
+    """The operator's tokenizer says, else the tokenizer and the template of a worker that is asked. Where
+    nobody can, a text is taken for numbers of four bytes: equal beginnings of texts have equal numbers, which
+    is enough for the router's own decisions to count, though not for the events of workers."""
+
+    def __init__(self, dispatcher: Dispatcher[ForeignLink], tokenizer: Tokenizer | None) -> None:
+        self._dispatcher, self._tokenizer = dispatcher, tokenizer
+
+    async def tokens_of(self, body: Mapping[str, Any]) -> Sequence[int]:
+        """The tokens of a request's prompt, the first where it has several. `body` has `token_ids`, `prompt`
+        or `messages`, as in the requests of vLLM. Raises RequestError for a body without any of these."""
+        prompt = body.get("token_ids") or body.get("prompt")
+        if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            return await self._text(prompt, body)
+        if isinstance(prompt, list):
+            return _checked(prompt)
+        if isinstance(body.get("messages"), list):
+            return await self._messages(body["messages"], body)
+        raise RequestError("prompt is missing; give token_ids, prompt or messages")
+
+    async def text_of(self, model: str | None, before: list[int], token_ids: list[int]) -> str | None:
+        """The text of output tokens behind the last tokens of their prompt. None if nobody can say."""
+        before = before[-CONTEXT_TOKENS:]
+        beginning = await self._decode(model, before)
+        whole = await self._decode(model, before + token_ids)
+        if beginning is None or whole is None or not whole.startswith(beginning):
+            return None
+        return whole[len(beginning) :]
+
+    async def _decode(self, model: str | None, token_ids: list[int]) -> str | None:
+        if self._tokenizer is not None:
+            return await asyncio.to_thread(self._tokenizer.decode, token_ids)
+        for link in self._links(model):
+            if (text := await link.detokenize(model, token_ids)) is not None:
+                return text
+        return None
+
+    def _links(self, model: str | None) -> list[ForeignLink]:
+        """Those of workers that are well and have this model or adapter, the least busy first."""
+        workers = []
+        for worker in self._dispatcher.workers.values():
+            has_model = model is None or model in worker.info.models or model in worker.info.adapters
+            if has_model and worker.takes_requests:
+                workers.append(worker)
+        return [worker.link for worker in sorted(workers, key=lambda worker: worker.active)]
+
+    async def _text(self, text: str, body: Mapping[str, Any]) -> Sequence[int]:
+        adds_special_tokens = body.get("add_special_tokens") is not False
+        tokenizer = self._tokenizer
+        if tokenizer is not None and len(text) < LONG_TEXT:
+            return tokenizer.encode(text, adds_special_tokens)
+        if tokenizer is not None:
+            return await asyncio.to_thread(tokenizer.encode, text, adds_special_tokens)
+        asked = {"prompt": text, "add_special_tokens": adds_special_tokens}
+        return await self._ask("prompt", asked, body) or text_numbers(text.encode("utf-8", "surrogatepass"))
+
+    async def _messages(self, messages: list[Any], body: Mapping[str, Any]) -> Sequence[int]:
+        given = {name: body[name] for name in TEMPLATE_FIELDS if body.get(name) is not None}
+        ids = None
+        if all(map(is_text, messages)):
+            ids = await self._by_template(messages, given) or await self._ask(
+                "messages", {"messages": messages, **given}, body
+            )
+        if ids is not None:
+            return ids
+        parts = [msgspec.json.encode(given.get("tools"))]
+        parts += [msgspec.json.encode(message) for message in messages]
+        return text_numbers(b"".join(parts))
+
+    async def _by_template(self, messages: list[Any], given: Mapping[str, Any]) -> list[int] | None:
+        """By the operator's tokenizer and its template. A template of the request's own is left to the
+        worker: it is a program."""
+        tokenizer = self._tokenizer
+        if tokenizer is None or tokenizer.chat_template is None or "chat_template" in given:
+            return None
+        try:
+            return await asyncio.to_thread(_rendered, tokenizer, messages, given)
+        except (RequestError, TypeError):  # the template does not take them; the worker's may
+            return None
+
+    async def _ask(self, form: str, asked: dict[str, Any], body: Mapping[str, Any]) -> list[int] | None:
+        """Asks the worker with the least to do that may have /tokenize."""
+        model = body.get("model") if isinstance(body.get("model"), str) else None
+        if model is not None:
+            asked["model"] = model
+        for link in self._links(model):
+            if link.may_tokenize(form):
+                return await link.tokenize(form, asked)
+        return None
+
+
+def text_numbers(text: bytes) -> array[int]:
+    """Numbers in place of tokens: four bytes each."""
+    text = text[:MOST_TEXT_BYTES]
+    numbers = array("I", text[: len(text) // BYTES_A_NUMBER * BYTES_A_NUMBER])
+    assert numbers.itemsize == BYTES_A_NUMBER
+    return numbers
+
+
+def _rendered(tokenizer: Tokenizer, messages: list[Any], given: Mapping[str, Any]) -> list[int]:
+    variables = given.get("chat_template_kwargs")
+    continues = bool(given.get("continue_final_message"))
+    return tokenizer.apply_chat_template(
+        messages,
+        tools=given.get("tools"),
+        add_generation_prompt=given.get("add_generation_prompt", not continues),
+        continue_final_message=continues,
+        **(variables if isinstance(variables, dict) else {}),
+    )
+
+
+def _checked(ids: list[Any]) -> list[int]:
+    # Loops of our own over the ids of a long prompt would take longer than all else that routing does.
+    if ids and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= 1 << 32):
+        raise RequestError("prompt is no list of token ids; each is a number from 0 to 4294967295")
+    return ids

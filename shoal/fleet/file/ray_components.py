@@ -1,0 +1,114 @@
+"""What a fleet's file says of workers, for a Ray cluster: their command lines, what Ray reserves for each,
+and whether the cluster can ever have a place for it.
+
+A worker's ranks are processes of one host, which its launcher starts there and joins over the loopback. So
+what it reserves is one bundle, which Ray keeps on one node. A `Node` is what `ray.nodes()` says of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from shoal.errors import ConfigError
+from shoal.fleet.connectors.connector import Component
+from shoal.fleet.file.components import Group, names_of, serve_words
+from shoal.fleet.file.fleet_file import ForeignWorkers, OwnWorkers
+from shoal.fleet.key import is_loopback
+from shoal.fleet.registry.open import NATS
+
+Node = Mapping[str, Any]
+
+
+def ray_components(
+    groups: Sequence[Group],
+    nodes: Iterable[Node],
+    plane_url: str,
+    *,
+    more_words: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    prefix: str = "",
+) -> list[Component]:
+    """A component for each group. `more_words` and `environment` are for each worker; `prefix` begins all
+    names. Workers get GPUs if the cluster has any, and their options do not say otherwise. Raises ConfigError
+    for what Ray does not start, and for a worker with more GPUs than any node has."""
+    most_gpus = max((gpus_of(node) for node in nodes), default=0)
+    components = []
+    for number, (group, name) in enumerate(zip(groups, names_of(groups, prefix)), 1):
+        try:
+            resources = bundle_of(group, most_gpus)
+        except ConfigError as error:
+            raise ConfigError(f"[[workers]] {number}: {error}") from None
+        assert isinstance(group, OwnWorkers)
+        words = serve_words(group, plane_url, port="{http_port}")
+        words += ["--fleet-key-file", "{fleet_key_file}"]
+        if plane_url.startswith(NATS) and "fleet_host" not in group.options:
+            words += ["--fleet-host", "{host}"]  # other nodes may join later, though there is one host now
+        components.append(
+            Component(
+                name=name,
+                command=("{python}", "-m", "shoal", *words, *more_words),
+                model=group.served_name,
+                role=group.role,
+                count=group.count,
+                environment=environment or {},
+                devices_per_worker=group.devices_per_worker,
+                resources=resources,
+            )
+        )
+    return components
+
+
+def bundle_of(group: Group, most_gpus: int) -> dict[str, float]:
+    """What Ray reserves for one worker, on one node. `most_gpus`: of the cluster's largest node; 0: it has
+    none yet. Raises ConfigError as ray_components does."""
+    if isinstance(group, ForeignWorkers):
+        raise ConfigError(
+            "a command is started on one host alone, not on Ray; start these servers otherwise, and name "
+            'them in [router]: worker = ["http://HOST:PORT"]'
+        )
+    if group.devices is not None:
+        raise ConfigError(
+            f"devices {group.devices} number one host's GPUs, and Ray chooses them; leave it out"
+        )
+    device = group.options.get("device", "auto")
+    if device == "cpu" or (device == "auto" and most_gpus == 0):
+        return {"CPU": 1.0, **group.resources}
+    wanted = group.devices_per_worker
+    if 0 < most_gpus < wanted:
+        raise ConfigError(
+            f"tensor_parallel_size {wanted} needs {wanted} GPUs of one node, as the ranks of a worker are "
+            f"processes of one host, and the largest node has {most_gpus}; lower it to {most_gpus}, or add "
+            "larger nodes"
+        )
+    return {"CPU": 1.0, "GPU": float(wanted), **group.resources}
+
+
+def gpus_of(node: Node) -> int:
+    return int(node["Resources"].get("GPU", 0))
+
+
+def hosts_of(nodes: Iterable[Node]) -> set[str]:
+    """The addresses of the machines; several nodes may share one."""
+    return {node["NodeManagerAddress"] for node in nodes}
+
+
+def check_reach(plane_url: str | None, hosts: set[str]) -> None:
+    """Raises ConfigError for a plane that some of these hosts cannot reach. None: an embedded one."""
+    if len(hosts) < 2:
+        return
+    if plane_url is None or not plane_url.startswith(NATS):
+        given = "the embedded plane" if plane_url is None else f"plane {plane_url!r}"
+        raise ConfigError(
+            f"{given} is for one host, and the Ray cluster has {len(hosts)} ({', '.join(sorted(hosts)[:4])}"
+            f"{', ...' if len(hosts) > 4 else ''}); start a NATS server that all of them reach, and write "
+            '[plane] url = "nats://HOST:4222"'
+        )
+    for url in plane_url.split(","):
+        host = urlsplit(url).hostname or ""
+        if is_loopback(host):
+            raise ConfigError(
+                f"plane {url!r} is another one on each of the Ray cluster's {len(hosts)} hosts; write the "
+                "address by which all of them reach the NATS server"
+            )

@@ -1,0 +1,352 @@
+"""`KvIndexer`: who has how much of a prefix, and in which tier, from the KV events of all workers.
+
+A worker's block hash is an opaque name: blocks are found by our own hash of the tokens in events, and removed
+by the worker's name for them. What an event stores behind a block that the worker never told of cannot be
+placed; it is counted and left out.
+
+Events carry the tokens' block size, adapter and salt, so workers of several block sizes and adapters live in
+one index: their chain hashes differ. A block whose identity has more than tokens, adapter and salt (an image)
+gets a chain hash that no query of tokens meets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, NamedTuple
+
+import msgspec
+from xxhash import xxh3_64_intdigest
+
+from shoal.fleet.index.prefix_tree import DEVICE, DISK, HOST, NUM_LEVELS, Node, PrefixTree
+from shoal.hashing import WIRE_SEED, block_hashes, chain_hash, chains_by_size, wire_seed
+from shoal.kv_events import CPU, GPU, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
+
+TIERS = {GPU: DEVICE, CPU: HOST, STORAGE: DISK}
+GAP = -1
+MAX_BLOCKS = 10_000_000  # of all workers together: some 3 GB of a router's memory
+
+
+class WorkerRank(NamedTuple):
+    """A data-parallel rank of a worker: each has a cache of its own. It is a tuple because it is the key of
+    every answer, and a tuple's hash is computed in C."""
+
+    worker: str
+    rank: int = 0
+
+
+class Overlap(msgspec.Struct, frozen=True, gc=False):
+    """How many blocks of a prefix, from its first without a gap, a worker has: on the device, beyond these in
+    host memory, beyond those on disk. Blocks further down that lie on the device again count to the tier that
+    had to be passed to reach them."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.device + self.host + self.disk
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What an index knows of one worker: (tier, the worker's name of the block, chain hash, chain hash of the
+    parent, seed), parents before children. Blocks that it lacks amid a chain have the tier GAP."""
+
+    block_size: int
+    blocks: list[tuple[int, int, int, int | None, int]]
+
+
+class _Worker:
+    """What the index knows of one rank of one worker."""
+
+    __slots__ = ("block_size", "doubles", "names", "number")
+
+    def __init__(self, number: int, block_size: int) -> None:
+        self.number = number
+        self.block_size = block_size
+        # For each tier: the worker's own name of a block -> its node, the oldest news first.
+        self.names: list[dict[int, Node]] = [{} for _ in range(NUM_LEVELS)]
+        # (tier, node) -> how many further names of this worker mean the same block there.
+        self.doubles: dict[tuple[int, Node], int] = {}
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(names) for names in self.names)
+
+    def find(self, name: int) -> Node | None:
+        for names in self.names:
+            node = names.get(name)
+            if node is not None:
+                return node
+        return None
+
+
+class KvIndexer:
+    """Not for several threads at once. Nothing here reads a clock or does I/O."""
+
+    def __init__(self, block_size: int = 16, max_blocks: int = MAX_BLOCKS) -> None:
+        """`block_size`: of workers that have not told theirs yet. `max_blocks`: beyond it the worker with the
+        most blocks loses those that it told of longest ago, ends of chains first."""
+        self.block_size = block_size
+        self.max_blocks = max_blocks
+        self.num_unplaced = 0  # blocks of events whose parent was not known
+        self.num_forgotten = 0  # blocks that were over the bound
+        self._tree = PrefixTree()
+        self._workers: dict[WorkerRank, _Worker] = {}
+        self._ranks: dict[int, WorkerRank] = {}  # by number
+        self._free_numbers: list[int] = []
+        self._num_blocks = 0
+        self._has_other_sizes = False  # a worker has, or had, blocks of another size than `block_size`
+
+    # Queries
+
+    def find_matches(
+        self, token_ids: Sequence[int], *, lora_name: str | None = None, cache_salt: str | None = None
+    ) -> dict[WorkerRank, Overlap]:
+        """Who has how much of these tokens, each in blocks of its own size (`block_size_of`). Workers that
+        have nothing of them are left out."""
+        sizes = {worker.block_size for worker in self._workers.values()}
+        chains = chains_by_size(token_ids, sizes, adapter=lora_name, cache_salt=cache_salt)
+        found: dict[WorkerRank, Overlap] = {}
+        for chain in chains.values():
+            found |= self.find_chain(chain)
+        return found
+
+    def find_chain(self, chain: Sequence[int]) -> dict[WorkerRank, Overlap]:
+        """The same for chain hashes (shoal.hashing.sequence_hashes of the blocks' hashes)."""
+        tree, ranks = self._tree, self._ranks
+        device = tree.depths(chain, DEVICE)
+        if not tree.has_lower_tiers:
+            return {ranks[number]: Overlap(depth) for number, depth in device.items()}
+        host = tree.depths(chain, HOST)
+        found = {}
+        for number, total in tree.depths(chain, DISK).items():
+            on_device, in_memory = device.get(number, 0), host.get(number, 0)
+            found[ranks[number]] = Overlap(on_device, in_memory - on_device, total - in_memory)
+        return found
+
+    def block_size_of(self, rank: WorkerRank) -> int:
+        """How many tokens a block of this worker holds."""
+        worker = self._workers.get(rank)
+        return self.block_size if worker is None else worker.block_size
+
+    def block_sizes(self, ranks: Collection[WorkerRank]) -> set[int]:
+        """Each block size that one of these workers has."""
+        if not self._has_other_sizes:  # the common case does not look at each of them
+            return {self.block_size} if ranks else set()
+        return {self.block_size_of(rank) for rank in ranks}
+
+    def block_of(self, rank: WorkerRank, name: int) -> int | None:
+        """The chain hash of a block by the worker's name for it."""
+        worker = self._workers.get(rank)
+        node = None if worker is None else worker.find(name)
+        return None if node is None else node.chain
+
+    def num_blocks(self, rank: WorkerRank | None = None) -> int:
+        """How many blocks are known, of all workers or of one; a block in two tiers counts twice."""
+        if rank is None:
+            return self._num_blocks
+        worker = self._workers.get(rank)
+        return 0 if worker is None else worker.num_blocks
+
+    @property
+    def ranks(self) -> set[WorkerRank]:
+        return set(self._workers)
+
+    # Events
+
+    def apply(self, rank: WorkerRank, event: KVEvent) -> None:
+        """Takes in one event of a worker. Whatever is told twice, or removed without having been stored,
+        changes nothing."""
+        if isinstance(event, BlockStored):
+            self._apply_stored(rank, event)
+        elif isinstance(event, BlockRemoved):
+            tier = TIERS.get(event.medium or GPU)
+            if tier is not None:
+                for name in event.block_hashes:
+                    self.remove(rank, tier, name)
+        elif isinstance(event, AllBlocksCleared):
+            self.remove_worker(rank)
+
+    def store(
+        self,
+        rank: WorkerRank,
+        tier: int,
+        names: Sequence[int],
+        hashes: Sequence[int],
+        parent: int | None,
+        seed: int = WIRE_SEED,
+        block_size: int | None = None,
+    ) -> None:
+        """Stores a run of blocks: the worker's names for them, the hash of each block's tokens alone, and the
+        worker's name of the block before the first (None: a sequence starts)."""
+        worker = self._worker(rank, block_size)
+        before = None
+        if parent is not None:
+            before = worker.find(parent)
+            if before is None:
+                self.num_unplaced += len(names)
+                return
+        self._store(worker, tier, names, hashes, before, seed)
+
+    def remove(self, rank: WorkerRank, tier: int, name: int) -> None:
+        """Removes a block from one tier by the worker's name for it; an unknown name changes nothing."""
+        worker = self._workers.get(rank)
+        node = None if worker is None else worker.names[tier].pop(name, None)
+        if worker is not None and node is not None:
+            self._drop(worker, tier, node)
+
+    def remove_worker(self, rank: WorkerRank) -> None:
+        """Nothing of this worker is cached any more, or the worker is gone."""
+        worker = self._workers.pop(rank, None)
+        if worker is None:
+            return
+        self._num_blocks -= worker.num_blocks
+        self._tree.forget_worker(worker.number, [node for names in worker.names for node in names.values()])
+        del self._ranks[worker.number]
+        self._free_numbers.append(worker.number)
+
+    def dump(self, rank: WorkerRank) -> Snapshot:
+        """All that is known of one worker, for another index to `restore`."""
+        worker = self._workers.get(rank)
+        if worker is None:
+            return Snapshot(self.block_size, [])
+        nodes = self._tree.nodes
+        found = [
+            (node, tier, name) for tier, names in enumerate(worker.names) for name, node in names.items()
+        ]
+        passed = {node.chain for node, _, _ in found}
+        for node, _, _ in list(found):  # gaps in the middle of chains belong to it too
+            while node.parent is not None and node.parent not in passed:
+                node = nodes[node.parent]
+                passed.add(node.chain)
+                found.append((node, GAP, 0))
+        found.sort(key=lambda entry: entry[0].depth)
+        return Snapshot(
+            worker.block_size,
+            [(tier, name, node.chain, node.parent, node.seed) for node, tier, name in found],
+        )
+
+    def restore(self, rank: WorkerRank, snapshot: Snapshot) -> None:
+        """Replaces what is known of one worker."""
+        self.remove_worker(rank)
+        worker, nodes = self._worker(rank, snapshot.block_size), self._tree.nodes
+        for tier, name, chain, parent, seed in snapshot.blocks:
+            before = None if parent is None else nodes[parent]
+            if tier == GAP:
+                self._tree.place(chain, before, seed)
+            else:
+                self._place(worker, tier, name, chain, before, seed)
+
+    # Inside
+
+    def _worker(self, rank: WorkerRank, block_size: int | None) -> _Worker:
+        worker = self._workers.get(rank)
+        if worker is not None and block_size not in (None, worker.block_size):
+            self.remove_worker(rank)  # it is another worker under the same name
+            worker = None
+        if worker is None:
+            number = self._free_numbers.pop() if self._free_numbers else len(self._ranks)
+            worker = self._workers[rank] = _Worker(number, block_size or self.block_size)
+            self._has_other_sizes |= worker.block_size != self.block_size
+            self._ranks[number] = rank
+        return worker
+
+    def _apply_stored(self, rank: WorkerRank, event: BlockStored) -> None:
+        tier = TIERS.get(event.medium or GPU)
+        if tier is None:
+            return
+        worker = self._worker(rank, event.block_size)
+        before = None
+        seed = wire_seed(event.lora_name, event.cache_salt)
+        if event.parent_block_hash is not None:
+            before = worker.find(event.parent_block_hash)
+            if before is None:
+                self.num_unplaced += len(event.block_hashes)
+                return
+            seed = before.seed  # events tell of a salt at the start of a sequence alone
+        hashes = block_hashes(event.token_ids, event.block_size, seed)
+        for number, extra in enumerate((event.extra_keys or ())[: len(hashes)]):
+            hashes[number] = _with_extra(hashes[number], extra)
+        self._store(worker, tier, event.block_hashes, hashes, before, seed)
+
+    def _store(
+        self,
+        worker: _Worker,
+        tier: int,
+        names: Sequence[int],
+        hashes: Sequence[int],
+        before: Node | None,
+        seed: int,
+    ) -> None:
+        if len(names) > len(hashes):  # the event has too few tokens for its blocks
+            self.num_unplaced += len(names) - len(hashes)
+            names = names[: len(hashes)]
+        first = 0
+        if tier == DEVICE:
+            first, before = self._tree.add_new(worker.number, before, seed, names, hashes, worker.names[tier])
+            self._num_blocks += first
+        for name, own in zip(names[first:], hashes[first:]):
+            chain = own if before is None else chain_hash(before.chain, own)
+            before = self._place(worker, tier, name, chain, before, seed)
+        if self._num_blocks > self.max_blocks:
+            self._forget_oldest()
+
+    def _place(
+        self, worker: _Worker, tier: int, name: int, chain: int, before: Node | None, seed: int
+    ) -> Node:
+        names = worker.names[tier]
+        old = names.pop(name, None)
+        node = self._tree.nodes.get(chain)
+        if node is not None and node is old:
+            names[name] = node  # known, and news again
+            return node
+        if node is not None and self._tree.holds(worker.number, tier, node):
+            worker.doubles[tier, node] = worker.doubles.get((tier, node), 0) + 1
+        else:
+            node = self._tree.add(worker.number, tier, chain, before, seed)
+        names[name] = node
+        self._num_blocks += 1
+        if old is not None:  # the worker has given the name to another block
+            self._drop(worker, tier, old)
+        return node
+
+    def _drop(self, worker: _Worker, tier: int, node: Node) -> None:
+        """One name of this block in this tier is gone."""
+        self._num_blocks -= 1
+        others = worker.doubles.get((tier, node), 0)
+        if others == 0:
+            self._tree.remove(worker.number, tier, node)
+        elif others == 1:
+            del worker.doubles[tier, node]
+        else:
+            worker.doubles[tier, node] = others - 1
+
+    def _forget_oldest(self) -> None:
+        """Forgets the blocks that were told of longest ago, some at once, until the bound holds. A block that
+        has another of the same worker and tier behind it comes last once more, so chains go from their
+        ends."""
+        while self._num_blocks > self.max_blocks:
+            worker = max(self._workers.values(), key=lambda worker: worker.num_blocks)
+            tier = max(range(NUM_LEVELS), key=lambda tier: len(worker.names[tier]))
+            names = worker.names[tier]
+            oldest = list(islice(names.items(), 1 + self.max_blocks // 1000))
+            oldest.sort(key=lambda entry: entry[1].depth, reverse=True)
+            for name, node in oldest:
+                del names[name]
+                if self._tree.holds_child(worker.number, tier, node):
+                    names[name] = node
+                else:
+                    self._drop(worker, tier, node)
+                    self.num_forgotten += 1
+
+
+def _with_extra(own: int, extra: Sequence[dict[str, Any]] | None) -> int:
+    """The block's hash, changed by what belongs to its identity beside tokens, adapter and salt."""
+    others = [key for key in extra or () if key.get("type") not in ("lora", "cache_salt")]
+    if not others:
+        return own
+    return own ^ xxh3_64_intdigest(msgspec.msgpack.encode(others, order="deterministic"), WIRE_SEED)

@@ -1,0 +1,238 @@
+"""Prefill and decode apart: when a prompt is computed by a prefill worker, and how its first token comes.
+
+The worker that will decode is chosen first, since what it has cached decides how much there is to compute. A
+prefill worker then gives a ticket when it begins with the prompt, and the first token at its end. With the
+ticket the decode worker reads the KV blocks that it lacks, layer by layer while later ones are
+computed. If anything goes wrong, the decode worker computes the prompt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import closing
+
+from shoal.api import FinishReason, Output, Request
+from shoal.collector import merge
+from shoal.errors import ShoalError, WorkerFailedError
+from shoal.fleet.clock import Clock
+from shoal.fleet.config import FleetConfig
+from shoal.fleet.native.kv_transfers import KvLoan
+from shoal.fleet.native.remote_engine import RemoteEngine
+from shoal.fleet.routing.dispatcher import Dispatcher, Place, Wanted
+from shoal.fleet.routing.kv_router import KvRouter
+from shoal.fleet.worker import Worker, at_worker, errors_of
+from shoal.telemetry.logs import about
+from shoal.text.request_builder import copy_params
+
+logger = logging.getLogger(__name__)
+
+PREFILL_WORKERS = 2  # that may fail a prompt, until the decode worker computes it
+# A prefill worker gets another prompt while it has no more tokens under way than this. It never idles between
+# two prompts then, and what waits can still go to the worker that is free first.
+TOKENS_AHEAD = 8192
+# So many prompts that wait are looked at, and the one goes next of which a worker with room has most.
+LOOK_AHEAD = 16
+
+
+def is_remote(
+    num_tokens: int,
+    num_cached: int,
+    num_waiting: int,
+    *,
+    max_local_prefill_length: int,
+    max_prefill_queue_size: int,
+) -> bool:
+    """Whether a prompt goes to a prefill worker. num_cached: tokens of it that the decode worker has.
+    num_waiting: prompts that wait for a prefill worker."""
+    is_long = num_tokens - num_cached > max_local_prefill_length
+    return is_long and num_waiting < max_prefill_queue_size
+
+
+class PrefillPool:
+    """The prefill workers of one model, and what waits for them."""
+
+    def __init__(self, router: KvRouter, config: FleetConfig, clock: Clock) -> None:
+        self.max_local_prefill_length = config.max_local_prefill_length
+        self.num_done = 0  # prompts whose first token came from here
+        self.fall_backs: Counter[str] = Counter()  # prompts that were to come from here, by what went wrong
+        self.dispatcher: Dispatcher[RemoteEngine] = Dispatcher(
+            router, max_queued=config.max_prefill_queue_size, clock=clock
+        )
+        self.dispatcher.busy_prefill_tokens = TOKENS_AHEAD
+        self.dispatcher.look_ahead = LOOK_AHEAD
+        self._timeout_s = config.prefill_timeout
+
+    def takes(self, request: Request, place: Place[RemoteEngine]) -> bool:
+        """Whether the prompt is to be computed here. place: at the decode worker."""
+        dispatcher = self.dispatcher
+        if place.num_prompt_tokens <= self.max_local_prefill_length:  # the common case is cheap
+            return False
+        if not place.worker.info.reads_kv:
+            return False
+        if request.embed or request.output_token_ids or request.params.skip_reading_prefix_cache:
+            return False
+        if not any(self._others(place)):
+            return False
+        # Behind the first token the decode worker must have room for one more.
+        if place.num_prompt_tokens + 2 > _most_tokens(place):
+            return False
+        if not is_remote(
+            place.num_prompt_tokens,
+            place.num_stored_tokens,
+            dispatcher.queue.length,
+            max_local_prefill_length=self.max_local_prefill_length,
+            max_prefill_queue_size=dispatcher.max_queued,
+        ):
+            return False
+        return place.worker.info.role == "decode" or self._has_cheaper(place)
+
+    def _others(self, place: Place[RemoteEngine]) -> Iterator[Worker[RemoteEngine]]:
+        """Who could compute the prompt for the worker of `place` now."""
+        for worker in self.dispatcher.workers.values():
+            if worker is not place.worker and worker.takes_requests and place.wanted.fits(worker.info):
+                yield worker
+
+    def _has_cheaper(self, place: Place[RemoteEngine]) -> bool:
+        """Whether a prompt of a worker that could compute it, too, costs less elsewhere. Where it costs as
+        much it stays: nothing needs to travel then."""
+        router = self.dispatcher.router
+        found = router.books.chain_of(place.request_id)
+        if not router.weighs_blocks or found is None:
+            return False
+        _, chain, block_size = found
+        chains = {block_size: list(chain)}
+        ranks = [rank for worker in self._others(place) for rank in worker.ranks]
+        costs = router.choose_among(router.find(chains), place.num_prompt_tokens, chains, among=ranks).costs
+        return min(costs.values()) < place.choice.costs[place.choice.rank]
+
+    async def first_token(
+        self,
+        request: Request,
+        wanted: Wanted,
+        place: Place[RemoteEngine],
+        sent: Callable[[RemoteEngine, str], None],
+        begun: Callable[[bytes], None],
+    ) -> tuple[str, Output] | None:
+        """The prefill worker's id, and an Output with the first token and the ticket; the Output has a finish
+        reason if the request ends with that token. None if the decode worker is to do all, or to end the
+        request as it was aborted.
+
+        wanted: how the worker of `place` was asked for, which decodes. sent: called with each worker that
+        gets the request, and with the request's id there. begun: called with the ticket when a worker begins
+        with the prompt."""
+        own = Wanted(
+            f"{request.request_id}.prefill",
+            wanted.token_ids,
+            priority=wanted.priority,
+            session=wanted.session,
+            cache_salt=wanted.cache_salt,
+            lora_name=wanted.lora_name,
+            tags=wanted.tags,
+            not_at=place.worker.id if place.worker.id in self.dispatcher.workers else None,
+        )
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                worker_id, output = await self._from_any(request, own, sent, begun)
+        except TimeoutError:
+            self._fall_back(request, place, "late")
+            return None
+        except WorkerFailedError:
+            self._fall_back(request, place, "failed")
+            return None
+        except ShoalError:  # it is full or asleep, or the request is one that the decode worker refuses too
+            self._fall_back(request, place, "refused")
+            return None
+        finally:
+            self.dispatcher.forget(own)
+        if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            kind = "failed" if output.finish_reason == FinishReason.ERROR else "aborted"
+            self._fall_back(request, place, kind)
+            return None
+        self.num_done += 1
+        if output.finish_reason == FinishReason.LENGTH and request.params.max_tokens != 1:
+            output.finish_reason = None
+        if output.finish_reason is None and output.kv_ticket is None:
+            self.fall_backs["no_ticket"] += 1
+        return worker_id, output
+
+    def _fall_back(self, request: Request, place: Place[RemoteEngine], kind: str) -> None:
+        """The worker of `place` computes the prompt after all."""
+        self.fall_backs[kind] += 1
+        text = f"is computed by worker {place.worker.id}: no prefill worker has done it ({kind})"
+        logger.info(about(request.log_id, text, worker=place.worker.id, kind=kind))
+
+    async def _from_any(
+        self,
+        request: Request,
+        wanted: Wanted,
+        sent: Callable[[RemoteEngine, str], None],
+        begun: Callable[[bytes], None],
+    ) -> tuple[str, Output]:
+        """From another worker if the first one fails. Raises ShoalError."""
+        attempt = 0
+        while True:
+            attempt += 1
+            asked = _for_prefill(request, f"{wanted.request_id}{attempt}")
+            try:
+                return await self._from_one(asked, wanted, sent, begun)
+            except WorkerFailedError:
+                if attempt >= PREFILL_WORKERS or not self._has_fresh_worker(wanted):
+                    raise
+
+    def _has_fresh_worker(self, wanted: Wanted) -> bool:
+        workers = self.dispatcher.workers.values()
+        return any(
+            worker.takes_requests and worker.id not in wanted.tried and wanted.fits(worker.info)
+            for worker in workers
+        )
+
+    async def _from_one(
+        self,
+        asked: Request,
+        wanted: Wanted,
+        sent: Callable[[RemoteEngine, str], None],
+        begun: Callable[[bytes], None],
+    ) -> tuple[str, Output]:
+        async with self.dispatcher.place(wanted) as place:
+            self.dispatcher.forget(wanted)  # it waits no longer
+            worker, link = place.worker, place.worker.link
+            place.on_broken = lambda: link.break_off(
+                asked.request_id, WorkerFailedError(f"worker {worker.id} was given up: {worker.why}")
+            )
+            logger.debug(about(asked.log_id, f"goes to prefill worker {worker.id}", worker=worker.id))
+            with errors_of(worker.id), closing(link.open(asked)) as stream:
+                sent(link, asked.request_id)
+                output = await stream.get()
+                try:
+                    if output.kv_ticket is not None and output.finish_reason is None:
+                        begun(output.kv_ticket)
+                    while output.finish_reason is None:
+                        merge(output, await stream.get())
+                except BaseException:  # the client has left, say: nobody will read the blocks
+                    if output.kv_ticket is not None:
+                        KvLoan(link, output.kv_ticket).give_back()
+                    raise
+            output.spans = [*place.take_spans(), *at_worker(output.spans, worker.id)]
+            if output.token_ids:
+                place.cached(output.num_cached_tokens)
+                place.generated(len(output.token_ids))
+                worker.num_prefills += 1
+            return worker.id, output
+
+
+def _for_prefill(request: Request, request_id: str) -> Request:
+    """The request, up to its first token. It offers no blocks if nobody will read them."""
+    params = copy_params(request.params)
+    params.max_tokens, params.min_tokens = 1, min(1, params.min_tokens)
+    offers_kv = request.params.max_tokens != 1
+    return dataclasses.replace(request, request_id=request_id, params=params, offers_kv=offers_kv)
+
+
+def _most_tokens(place: Place[RemoteEngine]) -> int:
+    """The most tokens that a request may have there."""
+    info = place.worker.link.card.info
+    return min(info.max_model_len, info.num_blocks * info.block_size)

@@ -1,0 +1,88 @@
+"""What crosses between a router and a worker of ours: msgpack by msgspec, one message a ZMQ frame.
+
+Requests and outputs travel as they do between `shoal serve` and its engine's core (shoal/wire.py).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from shoal.stats import SleepState, Stats
+from shoal.telemetry.served import ServedTotals
+from shoal.wire import Abort, Add, Call, Message, Outputs, Refused, Reply
+
+HEARTBEAT_MS = 2000  # libzmq's own signs of life, both ways
+SILENCE_MS = 6000  # without one, the connection is taken for broken
+REPORT_S = 1.0  # between two reports of a worker
+
+# To the worker
+
+
+class Hello(Message, frozen=True):
+    """The first message of a connection. `worker_id`: who is meant; somebody else may have the port now."""
+
+    worker_id: str
+
+
+class AskEvents(Message, frozen=True):
+    """All batches of KV events from this number on, and then each as it comes."""
+
+    start: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+
+
+class ChangeRole(Message, frozen=True):
+    """The worker does another role from now on, and says so on the plane; what it has goes on. It answers
+    with a Reply."""
+
+    call_id: int
+    role: str
+
+
+ToWorker = Hello | Add | Abort | Call | AskEvents | ChangeRole
+
+# From the worker; beside these: Outputs (what one step added), Refused (a request ended with an error), Reply
+
+
+class Report(Message, frozen=True):
+    """How the worker fares."""
+
+    stats: Stats
+    sleep: SleepState
+    weights_version: int
+    served: ServedTotals | None = None
+
+
+class KvBatch(Message, frozen=True):
+    """A batch of KV events, as the engine has encoded it."""
+
+    number: int
+    payload: bytes
+
+
+class KvReplayed(Message, frozen=True):
+    """A batch that was asked for."""
+
+    number: int
+    payload: bytes
+
+
+class KvReplayEnded(Message, frozen=True):
+    """The engine has told all that it had."""
+
+
+FromWorker = Outputs | Refused | Reply | Report | KvBatch | KvReplayed | KvReplayEnded
+
+encode = msgspec.msgpack.Encoder().encode
+_to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)  # type: ignore[arg-type]
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)  # type: ignore[arg-type]
+
+
+def decode_to_worker(data: bytes) -> ToWorker:
+    """Raises msgspec.DecodeError where a value has another type, or breaks a rule of its class."""
+    return _to_worker.decode(data)
+
+
+def decode_from_worker(data: bytes) -> FromWorker:
+    return _from_worker.decode(data)

@@ -1,0 +1,321 @@
+"""The planner's rules for latency: as many workers as hold targets for the time to the first token and the
+time between tokens, at least cost.
+
+Two loops share one state. The slow one (adjustment_interval) writes down what was asked for, foretells what
+will be until a worker that is started now has served for an interval, and sizes the fleet for that by the
+profile of its workers. The quick one (load_adjustment_interval) adds workers when a target is missed now.
+
+The shape is NVIDIA Dynamo's (its SLA planner): averages of an interval, predictors, a profile, corrections by
+what is observed. What differs, on purpose: corrections work in both directions, both targets have a part in
+the numbers, a fleet shrinks only to what holds tighter targets too and was enough for as long as a worker
+takes to start, and the budget is never exceeded by rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+
+import msgspec
+
+from shoal.fleet.planner.config import PlannerConfig
+from shoal.fleet.planner.engine_profile import EngineProfile
+from shoal.fleet.planner.observation import Change, Decision, Observation, counts_of, hindrance_of
+from shoal.fleet.planner.predictors import predict
+from shoal.fleet.planner.sla_sizing import (
+    Corrections,
+    Demand,
+    Latency,
+    Sizes,
+    Targets,
+    latency_apart,
+    latency_both,
+    sizes_for,
+)
+from shoal.fleet.traffic import Traffic
+
+FEW = 3  # requests, below which an average says nothing
+SHRINK_MARGIN = 0.8  # of the targets, which a smaller fleet has to hold
+LEARN_MOST = 2.0  # by which factor a correction may change at once, before the square root is taken
+CORRECT_MOST = 10.0  # corrections are from 1 / CORRECT_MOST to this
+
+
+class Asked(msgspec.Struct, frozen=True, array_like=True):
+    """What was asked for in an interval."""
+
+    rate: float  # requests a second
+    input_length: float
+    output_length: float
+
+
+class SlaState(msgspec.Struct, frozen=True):
+    """What a decision leaves for the next one. Times are those of observations."""
+
+    history: tuple[Asked, ...] = ()
+    prefill_correction: float = 1.0
+    decode_correction: float = 1.0
+    planned_at: float | None = None  # when the last interval of the slow loop ended
+    planned: Traffic = msgspec.field(default_factory=Traffic)  # until then
+    judged_at: float = 0.0  # when the last interval of the quick loop ended
+    judged: Traffic = msgspec.field(default_factory=Traffic)
+    is_steady: bool = True  # no worker came or went in this interval of the slow loop
+    was_calm: bool = False  # nor in the last one of the quick loop
+    has_plan_due: bool = False  # the slow loop waits for workers that come or go
+    enough: tuple[dict[str, int], ...] = ()  # the numbers that the slow loop wanted lately, the last one last
+
+
+def decide_by_latency(
+    config: PlannerConfig,
+    profile: EngineProfile,
+    state: SlaState,
+    observations: Sequence[Observation],
+    *,
+    other_gpus: int = 0,
+    stuck: Collection[str] = (),
+) -> tuple[Decision, SlaState]:
+    """The decision at the end of an interval of the quick loop with these observations (at least one).
+    `stuck`: roles that get no worker now, whatever is decided."""
+    last, counts = observations[-1], counts_of(observations[-1])
+    if state.planned_at is None:
+        first = observations[0]
+        state = SlaState(planned_at=first.at, planned=first.traffic, judged_at=first.at, judged=first.traffic)
+    hindrance = hindrance_of(observations)
+    recent, recent_s = last.traffic.since(state.judged), last.at - state.judged_at
+    was_calm = state.was_calm
+    state = msgspec.structs.replace(
+        state,
+        judged_at=last.at,
+        judged=last.traffic,
+        is_steady=state.is_steady and hindrance is None,
+        was_calm=hindrance is None,
+    )
+    # A look may come a little early, by the time between two observations.
+    if last.at - (state.planned_at or 0.0) > config.adjustment_interval - config.metric_pulling_interval / 2:
+        state = _end_interval(config, profile, state, last, counts)
+    if hindrance is not None:
+        return Decision(at=last.at, changes=[], reason=hindrance, desired=counts), state
+    if state.has_plan_due:
+        wanted, reason, enough = _planned(config, profile, state, counts)
+        enough_lately = (*state.enough, enough)[-max(1, _steps_ahead(config) - 1) :]
+        state = msgspec.structs.replace(state, has_plan_due=False, enough=enough_lately)
+    else:
+        wanted, reason = counts, "the targets are held" if was_calm else "workers have just come or gone"
+    if was_calm:
+        more, why = _reaction(config, profile, state, recent, recent_s, last, counts)
+        if any(count > wanted[role] for role, count in more.items()):
+            reason = why
+        wanted = {role: max(count, more.get(role, 0)) for role, count in wanted.items()}
+    found, limit = _within_budget(config, wanted, counts, config.max_gpu_budget - other_gpus)
+    if any(found[role] > counts[role] for role in stuck):  # nobody goes to make room for who does not come
+        found = {role: max(count, min(wanted[role], counts[role])) for role, count in found.items()}
+    wanted = found
+    # What is removed makes room for what is added.
+    changes = [Change(role, wanted[role] - count) for role, count in counts.items()]
+    changes = sorted((each for each in changes if each.count), key=lambda each: each.count)
+    return Decision(at=last.at, changes=changes, reason=reason + limit, desired=wanted), state
+
+
+# The slow loop
+
+
+def _end_interval(
+    config: PlannerConfig, profile: EngineProfile, state: SlaState, last: Observation, counts: dict[str, int]
+) -> SlaState:
+    """Writes down what was asked for, and how far the profile was from what was observed."""
+    asked = last.traffic.since(state.planned)
+    seconds = last.at - (state.planned_at or 0.0)
+    before = state.history[-1] if state.history else None
+    input_length = asked.mean_input or (before and before.input_length)
+    output_length = asked.mean_output or (before and before.output_length)
+    history = state.history
+    prefill, decode = state.prefill_correction, state.decode_correction
+    if input_length and output_length:  # else nothing is known of answers yet
+        now = Asked(asked.num_requests / seconds, input_length, output_length)
+        history = (*history, now)[-config.load_prediction_window_size :]
+        if state.is_steady and not config.no_correction:
+            found = _latency(profile, counts, _demand(now), Corrections(prefill, decode))
+            if asked.num_first >= FEW:
+                prefill = _learnt(prefill, asked.mean_ttft_s, found.ttft_s)
+            if asked.num_gaps >= FEW:
+                decode = _learnt(decode, asked.mean_itl_s, found.itl_s)
+    return msgspec.structs.replace(
+        state,
+        history=history,
+        prefill_correction=prefill,
+        decode_correction=decode,
+        planned_at=last.at,
+        planned=last.traffic,
+        is_steady=state.was_calm,
+        has_plan_due=True,
+    )
+
+
+def _learnt(correction: float, observed_s: float | None, expected_s: float) -> float:
+    """The correction moves half of the way to what was observed, in either direction. An overload says
+    nothing of how long a prompt or a token takes."""
+    if observed_s is None or not 0 < expected_s < math.inf:
+        return correction
+    ratio = min(LEARN_MOST, max(1 / LEARN_MOST, observed_s / expected_s))
+    return min(CORRECT_MOST, max(1 / CORRECT_MOST, correction * math.sqrt(ratio)))
+
+
+def _planned(
+    config: PlannerConfig, profile: EngineProfile, state: SlaState, counts: dict[str, int]
+) -> tuple[dict[str, int], str, dict[str, int]]:
+    """The numbers of workers, why, and those that would be enough."""
+    if not state.history:
+        wanted = {role: max(count, config.least(role)) for role, count in counts.items()}
+        return wanted, "no request has ended yet", wanted
+    demand = _foretold(config, state)
+    if not demand.rate:
+        enough = {role: config.least(role) for role in counts}
+        tight, why = enough, "no requests are expected"
+    else:
+        sizes = _sizes(config, profile, state, demand, counts, 1.0)
+        enough = _by_role(config, sizes, counts)
+        tight = _by_role(config, _sizes(config, profile, state, demand, counts, SHRINK_MARGIN), counts)
+        why = (
+            f"{demand.rate:.3g} requests/s of {demand.input_length:.0f} tokens and "
+            f"{demand.output_length:.0f} to generate are expected, corrections are "
+            f"{state.prefill_correction:.2f} and {state.decode_correction:.2f}"
+        )
+        why += f", but {sizes.why_not}" if sizes.why_not else ""
+    lately = state.enough or (counts,)
+    wanted = {}
+    for role, count in counts.items():
+        least = max(tight[role], *(each.get(role, 0) for each in lately))
+        wanted[role] = max(enough[role], min(count, least))
+    return wanted, why, enough
+
+
+def _steps_ahead(config: PlannerConfig) -> int:
+    """The intervals until a worker that is started now has served for one."""
+    return math.ceil(config.startup_time / config.adjustment_interval) + 1
+
+
+def _foretold(config: PlannerConfig, state: SlaState) -> Demand:
+    """The most requests a second of the intervals until a worker that is started now has served for one, and
+    their mean lengths."""
+    steps = _steps_ahead(config)
+    rates, inputs, outputs = (
+        predict(config.load_predictor, values, steps, config.season)
+        for values in zip(*((each.rate, each.input_length, each.output_length) for each in state.history))
+    )
+    return Demand(max(rates), max(1.0, sum(inputs) / steps), max(1.0, sum(outputs) / steps))
+
+
+# The quick loop
+
+
+def _reaction(
+    config: PlannerConfig,
+    profile: EngineProfile,
+    state: SlaState,
+    recent: Traffic,
+    recent_s: float,
+    last: Observation,
+    counts: dict[str, int],
+) -> tuple[dict[str, int], str]:
+    """The numbers of those roles that should grow, as a target is missed now or there is no worker, and
+    why."""
+    least = {role: config.least(role) for role in counts}
+    if any(counts[role] < count for role, count in least.items()):
+        return least, f"there are fewer workers than {max(least.values())}"
+    if not state.history or recent_s <= 0:
+        return {}, ""
+    before = state.history[-1]
+    now = Demand(
+        recent.num_requests / recent_s,
+        recent.mean_input or before.input_length,
+        recent.mean_output or before.output_length,
+    )
+    # What an idle worker misses, more workers would miss too.
+    idle = _latency(profile, dict.fromkeys(counts, 1), _demand(before, 0.0), _corrections(state))
+    reasons, roles = [], []
+    ttft_s = recent.mean_ttft_s if recent.num_first >= FEW else None
+    if not recent.num_first and last.num_waiting and recent_s > config.ttft:
+        ttft_s = recent_s  # nothing has come for so long
+    if ttft_s is not None and idle.slow_ttft_s <= config.ttft < ttft_s:
+        roles.append("prefill" if "prefill" in counts else last.decode_role)
+        reasons.append(f"the first token takes {ttft_s:.3g} s > {config.ttft:g}")
+    itl_s = recent.mean_itl_s if recent.num_gaps >= FEW else None
+    if itl_s is not None and idle.itl_s <= config.itl < itl_s:
+        roles.append(last.decode_role)
+        reasons.append(f"a token takes {itl_s:.3g} s > {config.itl:g}")
+    needed = _by_role(config, _sizes(config, profile, state, now, counts, 1.0), counts)
+    return {role: max(counts[role] + 1, needed[role]) for role in roles}, "; ".join(reasons)
+
+
+# What both have in common
+
+
+def _demand(asked: Asked, rate: float | None = None) -> Demand:
+    return Demand(asked.rate if rate is None else rate, asked.input_length, asked.output_length)
+
+
+def _corrections(state: SlaState) -> Corrections:
+    return Corrections(state.prefill_correction, state.decode_correction)
+
+
+def _latency(
+    profile: EngineProfile, counts: dict[str, int], demand: Demand, corrections: Corrections
+) -> Latency:
+    if "prefill" in counts:
+        decode = next(count for role, count in counts.items() if role != "prefill")
+        return latency_apart(profile, demand, corrections, counts["prefill"], decode)
+    return latency_both(profile, demand, corrections, *counts.values())
+
+
+def _sizes(
+    config: PlannerConfig,
+    profile: EngineProfile,
+    state: SlaState,
+    demand: Demand,
+    counts: dict[str, int],
+    margin: float,
+) -> Sizes:
+    least_gpus = min(config.gpus_of(role) for role in counts)
+    return sizes_for(
+        profile,
+        demand,
+        _corrections(state),
+        Targets(config.ttft * margin, config.itl * margin),
+        is_apart="prefill" in counts,
+        most=max(1, config.max_gpu_budget // least_gpus),
+    )
+
+
+def _by_role(config: PlannerConfig, sizes: Sizes, counts: dict[str, int]) -> dict[str, int]:
+    found = {role: sizes.num_prefill if role == "prefill" else sizes.num_decode for role in counts}
+    return {role: max(config.least(role), count) for role, count in found.items()}
+
+
+def _within_budget(
+    config: PlannerConfig, wanted: dict[str, int], counts: dict[str, int], budget: int
+) -> tuple[dict[str, int], str]:
+    """As many as so many GPUs allow, in the proportion that is wanted, and a word on that. Where not even
+    those that always stay fit, all stays as it is. Where those that are there and wanted further do not fit,
+    they stay, and nobody comes: another model's changes that are under way may count for more than they will
+    take."""
+    needed = _gpus(config, wanted)
+    if needed <= budget:
+        return wanted, ""
+    word = f"; {needed} GPUs are wanted, and {max(0, budget)} are left of the budget"
+    kept = {role: min(count, counts[role]) for role, count in wanted.items()}
+    if _gpus(config, kept) > budget:
+        return kept, word
+    found = {
+        role: min(count, max(config.least(role), math.floor(count * budget / needed)))
+        for role, count in wanted.items()
+    }
+    if _gpus(config, found) > budget:
+        return counts, word
+    # What rounding has left goes to who lacks most.
+    for role in sorted(wanted, key=lambda name: found[name] / max(1, wanted[name])):
+        more = (budget - _gpus(config, found)) // config.gpus_of(role)
+        found[role] += min(wanted[role] - found[role], more)
+    return found, word
+
+
+def _gpus(config: PlannerConfig, counts: dict[str, int]) -> int:
+    return sum(config.gpus_of(role) * count for role, count in counts.items())

@@ -1,0 +1,241 @@
+"""What Prometheus reads of a router: how it chooses, what waits, how its workers fare.
+
+Names are vLLM's where one exists, else NVIDIA Dynamo's, else ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+
+from shoal.fleet.external.forwarder import ForeignForwarder
+from shoal.fleet.index.event_feed import EventFeed
+from shoal.fleet.pool.model_pool import ModelFleet
+from shoal.fleet.worker import Worker
+from shoal.fleet_views import WorkerState, WorkerView
+
+OF_MODEL = ("model_name",)
+OF_WORKER = ("worker_id", "model_name")
+Row = tuple[Sequence[str], float]
+
+
+def of_models(models: Iterable[ModelFleet]) -> Iterable[Metric]:
+    models = list(models)
+    for number, _ in enumerate(models[0].dispatcher.times.histograms if models else ()):
+        first = models[0].dispatcher.times.histograms[number].family([models[0].name])
+        for model in models[1:]:
+            model.dispatcher.times.histograms[number].add_to(first, [model.name])
+        yield first
+    yield gauge(
+        "shoal:router_ready_workers",
+        "Workers that generate and take requests now.",
+        OF_MODEL,
+        [
+            ([model.name], sum(worker.takes_requests for worker in model.dispatcher.workers.values()))
+            for model in models
+        ],
+    )
+    yield gauge(
+        "dynamo_frontend_queued_requests",
+        "Requests that wait for a worker with room.",
+        OF_MODEL,
+        [([model.name], model.dispatcher.queue.length) for model in models],
+    )
+    yield gauge(
+        "shoal:router_queue_oldest_seconds",
+        "Seconds the longest waiting one has waited.",
+        OF_MODEL,
+        [([model.name], model.dispatcher.queue.oldest_s) for model in models],
+    )
+    yield counter(
+        "dynamo_frontend_model_rejection",
+        "Requests refused as the queue was full.",
+        OF_MODEL,
+        [([model.name], model.dispatcher.num_refused) for model in models],
+    )
+    migrations: list[Row] = []
+    for model in models:
+        if model.streams is not None:
+            migrations.append(([model.name, "ongoing_request"], model.streams.num_migrations))
+            migrations.append(([model.name, "new_request"], model.streams.num_retries))
+    yield counter(
+        "dynamo_frontend_model_migration",
+        "Requests that went on at another worker, with tokens (ongoing) or without (new).",
+        (*OF_MODEL, "migration_type"),
+        migrations,
+    )
+    yield counter(
+        "shoal:router_remote_prefills",
+        "Prompts computed by a prefill worker for a decode worker.",
+        OF_MODEL,
+        [([model.name], model.prefills.num_done) for model in models],
+    )
+    yield counter(
+        "shoal:router_prefill_fallbacks",
+        "Prompts that a prefill worker was to compute and a decode worker did: it failed, refused, was late, "
+        "or gave no ticket for the blocks.",
+        (*OF_MODEL, "reason"),
+        [
+            ([model.name, reason], count)
+            for model in models
+            for reason, count in model.prefills.fall_backs.items()
+        ],
+    )
+    yield counter(
+        "shoal:router_kv_loans",
+        "Tickets for KV blocks that workers gave, for a stream that moves or a prefix that another one has.",
+        (*OF_MODEL, "reason"),
+        [
+            ([model.name, reason], count)
+            for model in models
+            for reason, count in model.moves.num_loans.items()
+        ],
+    )
+    yield counter(
+        "shoal:router_kv_loan_refusals",
+        "Workers that were asked for KV blocks and gave no ticket.",
+        OF_MODEL,
+        [([model.name], model.moves.num_refusals) for model in models],
+    )
+    yield gauge(
+        "shoal:router_prefill_queue",
+        "Prompts that wait for a prefill worker.",
+        OF_MODEL,
+        [([model.name], model.prefills.dispatcher.queue.length) for model in models],
+    )
+    yield gauge(
+        "shoal:router_prefill_queue_oldest_seconds",
+        "Seconds the longest waiting one has waited.",
+        OF_MODEL,
+        [([model.name], model.prefills.dispatcher.queue.oldest_s) for model in models],
+    )
+    # For models of our own workers, the engine's figures are among the model's metrics already.
+    foreign = [model for model in models if model.is_foreign]
+    engine = (*OF_MODEL, "engine")
+    yield gauge(
+        "vllm:num_requests_running",
+        "Requests that are being computed.",
+        engine,
+        [
+            ([model.name, "0"], sum(worker.active for worker in model.dispatcher.workers.values()))
+            for model in foreign
+        ],
+    )
+    yield gauge(
+        "vllm:num_requests_waiting",
+        "Requests that wait for their turn.",
+        engine,
+        [([model.name, "0"], model.dispatcher.queue.length) for model in foreign],
+    )
+    counts = [
+        (model.name, model.streams.token_counts)
+        for model in foreign
+        if isinstance(model.streams, ForeignForwarder)
+    ]
+    for name, text, field in (
+        ("vllm:prompt_tokens", "Prompt tokens taken in.", "prompt"),
+        ("vllm:prompt_tokens_cached", "Prompt tokens taken in that the prefix cache held.", "cached"),
+        ("vllm:generation_tokens", "Tokens generated.", "generated"),
+    ):
+        yield counter(name, text, engine, [([model, "0"], getattr(found, field)) for model, found in counts])
+    yield gauge(
+        "shoal:router_index_blocks",
+        "KV blocks that the index knows of, of all workers together.",
+        OF_MODEL,
+        [([model.name], model.index.num_blocks()) for model in models],
+    )
+
+
+def of_workers(workers: Iterable[tuple[Worker[Any], WorkerView, int]]) -> Iterable[Metric]:
+    """Each with its view, and the tokens of prompts that it has under way."""
+    found = [(worker, view, tokens, [view.id, view.model]) for worker, view, tokens in workers]
+    yield gauge(
+        "shoal:worker_state",
+        "1 for the state that the worker is in.",
+        (*OF_WORKER, "state"),
+        [
+            ([*labels, state.value], float(state == view.state))
+            for _, view, _, labels in found
+            for state in WorkerState
+            if state != WorkerState.GONE
+        ],
+    )
+    for name, text, values in (
+        (
+            "dynamo_frontend_worker_active_decode_blocks",
+            "KV blocks of requests under way.",
+            [view.active_blocks for _, view, _, _ in found],
+        ),
+        (
+            "dynamo_frontend_worker_active_prefill_tokens",
+            "Tokens of prompts whose first token is still to come.",
+            [tokens for _, _, tokens, _ in found],
+        ),
+        (
+            "shoal:worker_active_requests",
+            "Requests under way.",
+            [view.active_requests for _, view, _, _ in found],
+        ),
+        (
+            "shoal:worker_cached_blocks",
+            "KV blocks that it is known to have.",
+            [view.cached_blocks for _, view, _, _ in found],
+        ),
+        (
+            "dynamo_component_router_kv_hit_rate",
+            "Share of prompt tokens that it had cached, since the router's start.",
+            [view.hit_rate for _, view, _, _ in found],
+        ),
+    ):
+        yield gauge(name, text, OF_WORKER, [(labels, value) for (*_, labels), value in zip(found, values)])
+    for name, text, values in (
+        ("shoal:worker_requests", "Requests sent to it.", [worker.num_requests for worker, *_ in found]),
+        (
+            "shoal:worker_breaks",
+            "Times that it failed, was absent or hung, and was left out until a probe found it well.",
+            [worker.num_breaks for worker, *_ in found],
+        ),
+    ):
+        yield counter(name, text, OF_WORKER, [(labels, value) for (*_, labels), value in zip(found, values)])
+
+
+def of_feeds(feeds: Iterable[tuple[str, EventFeed]]) -> Iterable[Metric]:
+    """By the ids of their workers."""
+    sums: dict[str, list[int]] = {}
+    for worker_id, feed in feeds:
+        of_worker = sums.setdefault(worker_id, [0, 0, 0])
+        for number, count in enumerate((feed.num_batches, feed.num_lost, feed.num_unreadable)):
+            of_worker[number] += count
+    for number, (name, text) in enumerate(
+        (
+            ("dynamo_component_kv_cache_events_applied", "Batches of KV events taken into the index."),
+            ("shoal:kv_events_lost", "Gaps in a worker's KV events that no replay could fill."),
+            ("shoal:kv_events_unreadable", "KV events that could not be read."),
+        )
+    ):
+        rows: list[Row] = [([worker_id], counts[number]) for worker_id, counts in sums.items()]
+        yield counter(name, text, ("worker_id",), rows)
+
+
+def one_gauge(name: str, text: str, value: float) -> Metric:
+    return gauge(name, text, (), [([], value)])
+
+
+def one_counter(name: str, text: str, value: float) -> Metric:
+    return counter(name, text, (), [([], value)])
+
+
+def gauge(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=labels)
+    for values, number in rows:
+        family.add_metric(values, number)
+    return family
+
+
+def counter(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) -> Metric:
+    family = CounterMetricFamily(name, text, labels=labels)
+    for values, number in rows:
+        family.add_metric(values, number)
+    return family

@@ -1,0 +1,438 @@
+"""The plane of one host, without a server: ZMQ, inside of one of its processes (the router's).
+
+The first process that may host it binds the address and keeps the books (`plane_hub`); all others connect,
+and join again when it comes back. It takes loopback addresses and Unix sockets alone, and with the fleet key
+nobody joins who does not have it: a fleet of many hosts needs NATS. A `Host` without an address serves planes
+of its own process alone, on any clock: the simulator's way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import itertools
+import logging
+import math
+import os
+from collections import deque
+from collections.abc import Awaitable, Callable
+from random import Random
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import zmq
+import zmq.asyncio
+from zmq.auth.thread import ThreadAuthenticator
+
+from shoal.errors import ConfigError
+from shoal.fleet.clock import Clock
+from shoal.fleet.key import FleetKey, is_loopback
+from shoal.fleet.registry import hub as wire
+from shoal.fleet.registry.registry import (
+    LEASE_S,
+    MAX_PAYLOAD_BYTES,
+    TICK_S,
+    Member,
+    Plane,
+    has_left,
+    too_large,
+)
+from shoal.fleet.registry.subscription import encode
+from shoal.fleet.tasks import start, stop
+
+logger = logging.getLogger(__name__)
+
+HIGH_WATER = 16_384  # messages to one process that waits; beyond it, those for its subscriptions are lost
+MAX_OUT = 1024  # messages that wait to leave a process; beyond them `publish` waits
+RETRY_S = 0.005  # until the socket is tried again that takes nothing
+ROOM_FOR_HEAD = 4096  # bytes of a message beside its payload
+
+
+class Link(Protocol):
+    """One process's connection to the hub."""
+
+    def try_send(self, payload: bytes) -> bool:
+        """False: not connected, or full."""
+
+    async def receive(self) -> bytes: ...
+
+    def close(self) -> None: ...
+
+
+class Host:
+    """The hub with its clock and its sockets."""
+
+    def __init__(self, clock: Clock, lease_s: float = LEASE_S) -> None:
+        self._clock = clock
+        self._hub = wire.Hub(clock.now(), lease_s)
+        self.num_dropped = 0  # messages to processes that took none
+        self._local: dict[str, asyncio.Queue[bytes]] = {}
+        self._context: zmq.asyncio.Context | None = None
+        self._socket: zmq.asyncio.Socket | None = None
+        self._lock: int | None = None
+        self._authenticator: ThreadAuthenticator | None = None
+        self._tasks = [start(self._tick())]
+
+    @property
+    def num_unreadable(self) -> int:
+        return self._hub.reader.num_unreadable.total()
+
+    def bind(self, address: str, key: FleetKey | None = None) -> None:
+        """Raises BlockingIOError where another process hosts the plane at this address. `key`: who does not
+        have it is not let in."""
+        if address.startswith("ipc://"):
+            # libzmq would take the socket file away from who has it, so a lock file says whose it is.
+            self._lock = os.open(address.removeprefix("ipc://") + ".lock", os.O_CREAT | os.O_RDWR, 0o600)
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        context = self._context = zmq.asyncio.Context()  # its own: libzmq asks one authenticator a context
+        socket = self._socket = context.socket(zmq.ROUTER)
+        if key is not None:
+            self._authenticator = key.let_in(context)
+            key.protect_server(socket)
+        socket.router_mandatory = True
+        socket.router_handover = True
+        socket.maxmsgsize = MAX_PAYLOAD_BYTES + ROOM_FOR_HEAD
+        socket.sndhwm = socket.rcvhwm = HIGH_WATER
+        socket.linger = 0
+        socket.ipv6 = "[" in address
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            if error.errno == zmq.EADDRINUSE:
+                raise BlockingIOError from None
+            raise
+        if address.startswith("ipc://"):
+            os.chmod(address.removeprefix("ipc://"), 0o600)
+        self._tasks.append(start(self._read(socket)))
+
+    def attach(self, name: str) -> asyncio.Queue[bytes]:
+        """A process that is this one."""
+        queue = self._local[name] = asyncio.Queue(HIGH_WATER)
+        return queue
+
+    def detach(self, name: str) -> None:
+        self._local.pop(name, None)
+
+    def take(self, name: str, payload: bytes) -> None:
+        self._hub.take(name, payload, self._clock.now())
+        self._flush()
+
+    def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        if self._socket:
+            self._socket.close()
+        if self._authenticator:
+            self._authenticator.stop()
+        if self._context:
+            self._context.term()
+        if self._lock is not None:
+            os.close(self._lock)
+
+    async def _tick(self) -> None:
+        while True:
+            await self._clock.sleep(TICK_S / 2)
+            self._hub.tick(self._clock.now())
+            self._flush()
+
+    async def _read(self, socket: zmq.asyncio.Socket) -> None:
+        while True:
+            frames = await socket.recv_multipart()
+            name = frames[0].decode("latin-1")
+            self.take(name, frames[1] if len(frames) == 2 else b"")
+            await asyncio.sleep(0)  # a received message is no reason for asyncio to look at others
+
+    def _flush(self) -> None:
+        encoded: tuple[object, bytes] = (None, b"")
+        for name, message in self._hub.sends():
+            if message is not encoded[0]:
+                encoded = (message, encode(message))
+            if not self._try_send(name, encoded[1]):
+                self.num_dropped += 1
+
+    def _try_send(self, name: str, payload: bytes) -> bool:
+        if name in self._local:
+            try:
+                self._local[name].put_nowait(payload)
+            except asyncio.QueueFull:
+                return False
+            return True
+        if self._socket is None:
+            return False
+        return _is_sent(self._socket.send_multipart([name.encode("latin-1"), payload], zmq.NOBLOCK))
+
+
+class _LocalLink:
+    def __init__(self, host: Host, name: str) -> None:
+        self._host, self._name = host, name
+        self._queue = host.attach(name)
+
+    def try_send(self, payload: bytes) -> bool:
+        self._host.take(self._name, payload)
+        return True
+
+    async def receive(self) -> bytes:
+        return await self._queue.get()
+
+    def close(self) -> None:
+        self._host.detach(self._name)
+
+
+class _ZmqLink:
+    def __init__(self, address: str, name: str, key: FleetKey | None) -> None:
+        self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        if key is not None:
+            key.protect_client(self._socket)
+        self._socket.routing_id = name.encode()
+        self._socket.immediate = True  # nothing is kept for a hub that is not there
+        self._socket.sndhwm = self._socket.rcvhwm = HIGH_WATER
+        self._socket.linger = 100
+        self._socket.ipv6 = "[" in address
+        self._socket.connect(address)
+
+    def try_send(self, payload: bytes) -> bool:
+        return _is_sent(self._socket.send(payload, zmq.NOBLOCK))
+
+    async def receive(self) -> bytes:
+        return await self._socket.recv()
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class EmbeddedPlane(Plane):
+    """A process's end of the embedded plane."""
+
+    def __init__(
+        self, clock: Clock, random: Random, lease_s: float, make_link: Callable[[str], Link]
+    ) -> None:
+        """`make_link` is given this process's name."""
+        super().__init__(clock, random, lease_s)
+        self._link = make_link(self.name)
+        self._owned_host: Host | None = None
+        self._is_joined = False
+        self._was_joined = asyncio.Event()
+        self._heard_at = clock.now()
+        self._version = 0  # of the list of members that came last
+        self._known_before: dict[str, Member] = {}  # members that a hub which has just started may yet meet
+        self._out: deque[bytes] = deque()
+        self._has_out, self._has_room = asyncio.Event(), asyncio.Event()
+        self._ids = itertools.count(1)
+        self._calls: dict[int, tuple[wire._Message, asyncio.Future[wire.Reply]]] = {}
+        self._registered: dict[str, Member] = {}
+        self._listeners: dict[str, list[Callable[[bytes], None]]] = {}
+        self._tasks = [start(loop()) for loop in (self._read, self._write, self._beat)]
+
+    @classmethod
+    def open(
+        cls,
+        url: str,
+        clock: Clock,
+        random: Random,
+        lease_s: float = LEASE_S,
+        may_host: bool = False,
+        key: FleetKey | None = None,
+    ) -> EmbeddedPlane:
+        """`may_host`: keeps the books itself, unless another process does at this address. Everybody else
+        waits for that process, so only who lives as long as the plane should host it. `key`: of the fleet."""
+        if may_host:
+            host = Host(clock, lease_s)
+            try:
+                host.bind(url, key)
+            except BlockingIOError:
+                host.close()
+            except (OSError, zmq.ZMQError) as error:
+                host.close()
+                raise ConfigError(f"the plane cannot listen at {url!r}: {error}") from None
+            else:
+                plane = cls(clock, random, lease_s, lambda name: _LocalLink(host, name))
+                plane._owned_host = host
+                return plane
+        try:
+            return cls(clock, random, lease_s, lambda name: _ZmqLink(url, name, key))
+        except zmq.ZMQError as error:
+            raise ConfigError(f"there can be no plane at {url!r}: {error}") from None
+
+    @classmethod
+    def of_host(cls, host: Host, clock: Clock, random: Random, lease_s: float = LEASE_S) -> EmbeddedPlane:
+        """A plane of the host's own process."""
+        return cls(clock, random, lease_s, lambda name: _LocalLink(host, name))
+
+    @property
+    def host(self) -> Host | None:
+        """The books, if this process keeps them."""
+        return self._owned_host
+
+    async def register(self, member: Member) -> None:
+        patience = self.clock.now() + self.lease_s
+        while True:
+            reply = await self._call(lambda call_id: wire.Register(call_id, member))
+            if reply.failure is None:
+                self._registered[member.id] = member
+                return
+            if self.clock.now() > patience:
+                raise reply.failure.build()
+            await self.clock.sleep(TICK_S)
+
+    async def unregister(self, member_id: str) -> None:
+        self._registered.pop(member_id, None)
+        self._post(wire.Unregister(member_id))
+
+    async def send(self, subject: str, payload: bytes) -> None:
+        if len(payload) > MAX_PAYLOAD_BYTES:
+            raise too_large(len(payload), MAX_PAYLOAD_BYTES, "send less at once")
+        if not self._is_closed:
+            await self._was_joined.wait()
+        while self._is_joined and len(self._out) >= MAX_OUT:
+            self._has_room.clear()
+            await self._has_room.wait()
+        if not self._is_joined:
+            self.num_unsent += 1
+        self._post(wire.Publish(subject, payload))
+        await asyncio.sleep(0)  # who publishes in a loop leaves time for who reads
+
+    async def listen(self, subject: str, take: Callable[[bytes], None]) -> Callable[[], None]:
+        listeners = self._listeners.setdefault(subject, [])
+        listeners.append(take)
+        await self._call(lambda call_id: wire.Subscribe(call_id, subject))
+
+        def stop_listening() -> None:
+            listeners.remove(take)
+            if not listeners and self._listeners.get(subject) is listeners:
+                del self._listeners[subject]
+                self._post(wire.Unsubscribe(subject))
+
+        return stop_listening
+
+    async def _leave(self) -> None:
+        self._post(wire.Bye())
+        while self._is_joined and self._out:
+            await self.clock.sleep(RETRY_S)
+        await stop(self._tasks)
+        waiting: list[asyncio.Future[Any]] = [future for _, future in self._calls.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(has_left())
+        self._link.close()
+        if self._owned_host:
+            self._owned_host.close()
+
+    # Messages to and from the hub
+
+    async def _call(self, build: Callable[[int], wire._Message]) -> wire.Reply:
+        """Waits for the reply, and for the plane where it is away."""
+        call_id = next(self._ids)
+        future: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
+        message = build(call_id)
+        self._calls[call_id] = (message, future)
+        self._post(message)
+        try:
+            return await future
+        finally:
+            del self._calls[call_id]
+
+    def _post(self, message: wire._Message) -> None:
+        """While the plane is away nothing is kept here: `_rejoin` says all that still matters."""
+        if self._is_joined:
+            self._out.append(encode(message))
+            self._has_out.set()
+
+    def _lose_hub(self) -> None:
+        self._is_joined = False
+        self._out.clear()
+        self._has_room.set()
+
+    def _say_hello(self) -> None:
+        self._link.try_send(encode(wire.Hello(self.lease_s, list(self._registered))))
+
+    def _rejoin(self) -> None:
+        self._is_joined = True
+        self._was_joined.set()
+        for subject in self._listeners:
+            self._post(wire.Subscribe(0, subject))
+        for message, _ in list(self._calls.values()):
+            self._post(message)
+        for member in self._registered.values():
+            self._post(wire.Register(0, member))
+
+    async def _write(self) -> None:
+        while True:
+            while self._out:
+                if self._link.try_send(self._out[0]):
+                    self._out.popleft()
+                    self._has_room.set()
+                else:
+                    await self.clock.sleep(RETRY_S)
+            self._has_out.clear()
+            await self._has_out.wait()
+
+    async def _beat(self) -> None:
+        told_at = self.clock.now() + self.lease_s
+        while True:
+            if not self._was_joined.is_set() and self.clock.now() >= told_at:
+                told_at = math.inf
+                logger.warning("the plane has not answered yet; waiting for the router that keeps it")
+            if self._is_joined and self.clock.now() - self._heard_at >= self.lease_s:
+                logger.warning("the plane does not answer; waiting for it to come back")
+                self._lose_hub()
+            if self._is_joined:
+                self._post(wire.Beat(self._version))
+            else:
+                self._say_hello()
+            await self.clock.sleep(self.lease_s / 3 if self._is_joined else TICK_S)
+
+    async def _read(self) -> None:
+        while True:
+            message = self.reader.read("the hub", await self._link.receive(), wire.FromHub)  # type: ignore
+            self._heard_at = self.clock.now()
+            if isinstance(message, wire.Delivery):
+                for take in self._listeners.get(message.subject, ()):
+                    take(message.payload)
+            elif message is not None:
+                self._take(message)
+            await asyncio.sleep(0)
+
+    def _take(self, message: wire._Message) -> None:
+        if isinstance(message, wire.Welcome) and not self._is_joined:
+            self._known_before = dict(self.members)
+            self._rejoin()
+        elif isinstance(message, wire.WhoAreYou) and self._is_joined:
+            self._lose_hub()
+            self._say_hello()
+        elif isinstance(message, wire.Members):
+            self._version = message.version
+            for member_id in list(self._known_before):
+                if message.is_whole or member_id in message.members:
+                    del self._known_before[member_id]
+            self._view.replace(self._known_before | message.members)
+        elif isinstance(message, wire.Reply):
+            self._take_reply(message)
+
+    def _take_reply(self, reply: wire.Reply) -> None:
+        _, future = self._calls.get(reply.call_id, (None, None))
+        if future and not future.done():
+            future.set_result(reply)
+        elif reply.failure:
+            logger.error("the plane came back and refused: %s", reply.failure.message)
+
+
+def _is_sent(sending: Awaitable[object]) -> bool:
+    """With NOBLOCK, the future that a socket returns is done already."""
+    assert isinstance(sending, asyncio.Future)
+    return sending.exception() is None
+
+
+def check_address(url: str) -> None:
+    """Raises ConfigError for what is no address of this host alone."""
+    if url.startswith("ipc:///"):
+        return
+    try:
+        parts = urlsplit(url)
+        is_local = parts.scheme == "tcp" and bool(parts.port) and is_loopback(parts.hostname or "")
+    except ValueError:
+        is_local = False
+    if not is_local:
+        raise ConfigError(
+            f"plane {url!r}: the embedded plane is for one host, at tcp://127.0.0.1:PORT or ipc:///PATH. "
+            "Many hosts need a NATS server, nats://HOST:4222, and a key (--fleet-key-file)"
+        )

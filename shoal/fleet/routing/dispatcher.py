@@ -1,0 +1,623 @@
+"""Requests on their way to workers: one model's queue, and the place that a request gets at a worker.
+
+    async with dispatcher.place(wanted) as place:  # waits while every worker is full
+        async for output in place.worker.link.generate(request):
+            place.generated(len(output.token_ids))
+
+Leaving the block gives the place back. A WorkerFailedError that leaves the block counts against the worker,
+and a BusyError says that the worker is full. Both are raised on: the caller asks for another place, or says
+`dispatcher.forget(wanted)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import itertools
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, Generic
+
+from shoal.api import Span
+from shoal.errors import BusyError, UnavailableError, WorkerFailedError
+from shoal.fleet.clock import Clock
+from shoal.fleet.index.indexer import Overlap, WorkerRank
+from shoal.fleet.routing.kv_router import MANY, KvRouter
+from shoal.fleet.routing.policy import Choice
+from shoal.fleet.routing.timings import RouteTimes
+from shoal.fleet.traffic import Traffic
+from shoal.fleet.worker import L, Worker, WorkerInfo
+from shoal.fleet_views import QueueView
+from shoal.hashing import chains_by_size
+
+LONG_PROMPT = 16_384  # tokens, from which on a prompt is hashed in a thread
+MOVE_AFTER_S = 1.0  # a request that has waited so long at a worker may move to an idle one
+MAX_BLOCKED = 64  # requests that need certain workers, past which others in the queue are looked at
+
+NOBODY = "no worker is ready for this model; start one, or try again later"
+
+Chains = dict[int, list[int]]  # the chain hashes of a prompt, by block size
+
+
+# priority, number, request, the prompt's chains, and what it gets
+Waiting = tuple[int, int, "Wanted", Chains, asyncio.Future[tuple[Worker[L], Choice]]]
+
+
+@dataclass(slots=True, eq=False)
+class Wanted:
+    """A request, as far as choosing a worker for it goes. The same object asks again after a failure: it
+    keeps its place in the queue."""
+
+    request_id: str
+    token_ids: Sequence[int]  # prompt and output so far; where no tokens are known, numbers made of the text
+    priority: int = 0  # lower runs first
+    session: str | None = None
+    cache_salt: str | None = None
+    lora_name: str | None = None  # only workers that offer this adapter
+    tags: frozenset[str] = frozenset()  # only workers that have all of them
+    not_at: str | None = None  # the id of a worker that is not to get it
+    tried: set[str] = field(default_factory=set)  # ids of workers that failed at it: others come first
+    # The dispatcher's own:
+    moves_to: str | None = None  # the id of the worker that would run it at once
+    num_passed: int = 0  # requests that went ahead of it while it was the oldest
+    number: int = -1
+    hash_s: float = 0.0  # seconds that hashing took
+    routing_s: float = 0.0  # that the choice took, hashing included
+    has_failed: bool = False  # at a worker that was there, since it had a token
+    blamed: Worker[Any] | None = None  # the worker against which that counts
+    has_begun: bool = False  # it has had a token: it waits for another worker, however long the queue is
+    queued_at: float | None = None  # since when it waits; None: it never had to, or has its first token
+    asked_at: float = 0.0
+    began_at: float = 0.0  # when it had its first token
+    num_generated: int = 0
+
+    @property
+    def is_choosy(self) -> bool:
+        """Whether only some of the workers can take it."""
+        return bool(self.tags or self.lora_name or self.tried or self.not_at)
+
+    def fits(self, worker: WorkerInfo) -> bool:
+        """Whether the request may go there at all."""
+        if worker.id == self.not_at or not self.tags <= worker.tags:
+            return False
+        return self.lora_name is None or self.lora_name in worker.adapters
+
+
+class Place(Generic[L]):
+    """What a request holds at its worker.
+
+    `on_broken` is called when the worker breaks while the request is there, and when it is removed. Whoever
+    holds the place sets it to what ends the wait for the worker at once with a WorkerFailedError.
+    `on_moving` ends the wait with a MovedError and returns True, or returns False where the worker has begun.
+    `on_draining` is called when the worker is to get nothing new: the request may stay, or go on elsewhere.
+    """
+
+    def __init__(
+        self, worker: Worker[L], choice: Choice, wanted: Wanted, dispatcher: Dispatcher[L], asked_at: float
+    ) -> None:
+        self.worker, self.choice = worker, choice
+        self._asked_at, self._placed_at = asked_at, dispatcher.clock.now()
+        self._is_told = False  # how it came to this place
+        self.on_broken: Callable[[], None] = lambda: None
+        self.on_draining: Callable[[], None] = lambda: None
+        self.on_moving: Callable[[], bool] = lambda: False
+        self.wanted, self._dispatcher = wanted, dispatcher
+        self._has_token = False
+        self._last_at = 0.0  # when the last tokens of a foreign stream came
+        self._cached_tokens = min(len(wanted.token_ids), dispatcher.router.num_cached_tokens(choice))
+        self._expected_tokens = self._cached_tokens
+        worker.prompt_tokens += len(wanted.token_ids)
+        worker.cached_tokens += self._cached_tokens
+        worker.on_broken.add(self.interrupt)
+        worker.on_draining.add(self.let_go)
+
+    @property
+    def request_id(self) -> str:
+        return self.wanted.request_id
+
+    @property
+    def now(self) -> float:
+        """Seconds of the clock by which places are given."""
+        return self._dispatcher.clock.now()
+
+    def take_spans(self) -> list[Span]:
+        """How the request came to this place: its wait and the choice. They are told once."""
+        if self._is_told:
+            return []
+        self._is_told = True
+        ago_s, waited_s = self.now - self._placed_at, self._placed_at - self._asked_at
+        routing_s = min(self.wanted.routing_s, waited_s)
+        attributes: dict[str, str | int | float] = {
+            "cached_tokens": self._expected_tokens,
+            "cost": self.choice.costs.get(self.choice.rank, 0.0),
+        }
+        return [
+            Span("queue", ago_s + waited_s, waited_s - routing_s),
+            Span("routing", ago_s + routing_s, routing_s, self.worker.id, attributes),
+        ]
+
+    @property
+    def may_move(self) -> bool:
+        """Whether the request has no token and has been here for a while."""
+        return not self.wanted.has_begun and self.now - self._placed_at >= MOVE_AFTER_S
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of the prompt, as they were counted for the choice."""
+        return len(self.wanted.token_ids)
+
+    @property
+    def num_stored_tokens(self) -> int:
+        """Tokens of the prompt that the worker has now, and will not only have soon, as far as is known."""
+        return self._dispatcher.router.num_stored_tokens(self.choice, self.wanted.request_id)
+
+    def prefilled_elsewhere(self) -> None:
+        """Another worker computes the prompt."""
+        self._dispatcher.router.books.prefill_elsewhere(self.wanted.request_id)
+
+    def prefilled_here(self) -> None:
+        """That other worker has not done it: this one computes the prompt after all."""
+        self._dispatcher.router.books.prefill_here(self.wanted.request_id)
+
+    def interrupt(self) -> None:
+        self.on_broken()
+
+    def let_go(self) -> None:
+        self.on_draining()
+
+    def move(self, worker_id: str) -> bool:
+        """Has the request leave for that worker. False if it is too late for that."""
+        is_leaving = self.on_moving()
+        if is_leaving:
+            self.wanted.moves_to = worker_id
+        return is_leaving
+
+    def leave(self) -> None:
+        """The request has ended here. A prompt of which nothing came is no hit and no miss."""
+        self.worker.on_broken.discard(self.interrupt)
+        self.worker.on_draining.discard(self.let_go)
+        if not self._has_token:
+            self.worker.prompt_tokens -= len(self.wanted.token_ids)
+            self.worker.cached_tokens -= self._cached_tokens
+
+    def generated(self, num_tokens: int) -> None:
+        """The worker has sent so many tokens."""
+        self.worker.delivered()
+        books = self._dispatcher.router.books
+        if not self._has_token:
+            self._has_token = True
+            self._dispatcher.began(self.wanted)
+            self.wanted.has_failed, self.wanted.blamed = False, None
+            self._dispatcher.forget(self.wanted)
+            books.first_token(self.wanted.request_id)
+        self.wanted.num_generated += num_tokens
+        books.generated(self.wanted.request_id, num_tokens)
+
+    def streamed(self, num_tokens: int) -> None:
+        """As `generated`, and notes when tokens of a foreign worker came: ours count and report that
+        themselves."""
+        served, now = self.worker.served, self._dispatcher.clock.now()
+        assert served is not None, "a foreign worker's is there from the start"
+        if self._has_token:
+            served.add_further(now - self._last_at, num_tokens)
+        else:
+            served.add_first(now - self.wanted.asked_at, num_tokens)
+        self._last_at = now
+        self.generated(num_tokens)
+
+    def cached(self, num_tokens: int) -> None:
+        """The worker says how many tokens of the prompt it had cached; until then the router's guess
+        stands."""
+        num_expected, self._cached_tokens = self._cached_tokens, num_tokens
+        self.worker.cached_tokens += num_tokens - num_expected
+        self._dispatcher.router.was_cached(self.wanted.request_id, num_tokens, num_expected)
+
+
+class Dispatcher(Generic[L]):
+    """`workers` are in the order of their ids, so that a seed chooses alike whoever was reached first."""
+
+    def __init__(self, router: KvRouter, *, max_queued: int, clock: Clock) -> None:
+        self.router, self.max_queued = router, max_queued
+        # Wakes a worker that sleeps, if it can: returns whether it is being woken. None: sleepers sleep on.
+        self.wake: Callable[[Worker[Any]], bool] | None = None
+        self.busy_kv_usage: float | None = None  # a worker beyond it has no room
+        self.busy_prefill_tokens: int | None = None  # the same, for prompts under way
+        self.look_ahead = 1  # of so many of a priority that wait, the one goes next that a worker has most of
+        self.num_queued = 0  # requests that had to wait, since the start
+        self.num_refused = 0  # requests that found the queue full
+        self.times = RouteTimes()
+        self.traffic = Traffic()
+        self.workers: dict[str, Worker[L]] = {}
+        self.why_nobody = NOBODY  # what requests are told while no worker is ready
+        self._places: dict[Place[L], None] = {}  # all that requests hold, the oldest first
+        self._num_placed = 0
+        self._ranks: list[WorkerRank] = []  # of all workers
+        self.clock = clock
+        self._numbers = itertools.count()
+        self._waiting: list[Waiting[L]] = []  # a heap
+        self._queued: set[Wanted] = set()  # those that had to wait, until their first token
+
+    def add(self, worker: Worker[L]) -> None:
+        self.workers[worker.id] = worker
+        self.workers = dict(sorted(self.workers.items()))
+        self._ranks = [rank for one in self.workers.values() for rank in one.ranks]
+        for rank in worker.ranks:
+            self.router.add_worker(rank, has_events=worker.has_events)
+        worker.on_change.add(self.changed)
+        self.changed()
+
+    def rename_ranks(self, worker: Worker[L], old: Sequence[WorkerRank]) -> None:
+        """The worker's data-parallel ranks are others than the `old` ones. What it has goes on."""
+        self._ranks = [rank for one in self.workers.values() for rank in one.ranks]
+        for rank in worker.ranks:
+            self.router.add_worker(rank, has_events=worker.has_events)
+        for rank in set(old) - set(worker.ranks):
+            self.router.remove_worker(rank)
+
+    def remove(self, worker_id: str) -> None:
+        """The worker serves this model no more."""
+        worker = self.dismiss(worker_id)
+        if worker is not None:
+            for rank in worker.ranks:
+                self.router.remove_worker(rank)
+
+    def dismiss(self, worker_id: str) -> Worker[L] | None:
+        """The worker gets nothing more from here; what it has goes on. None if it got nothing before."""
+        worker = self.workers.pop(worker_id, None)
+        if worker is not None:
+            self._ranks = [rank for one in self.workers.values() for rank in one.ranks]
+            worker.on_change.discard(self.changed)
+            self.changed()
+        return worker
+
+    @property
+    def queue(self) -> QueueView:
+        since = [wanted.queued_at for wanted in self._queued if wanted.queued_at is not None]
+        return QueueView(len(since), max(0.0, self.clock.now() - min(since)) if since else 0.0)
+
+    def forget(self, wanted: Wanted) -> None:
+        """The request waits no longer: it has its first token, or its caller gives it up after a failure."""
+        self._queued.discard(wanted)
+        wanted.queued_at = None
+
+    def end(self, wanted: Wanted) -> None:
+        """The request has ended, whichever way."""
+        self.forget(wanted)
+        if wanted.num_generated:
+            self.traffic.ended(wanted.num_generated, self.clock.now() - wanted.began_at)
+
+    def began(self, wanted: Wanted) -> None:
+        """The request has a token, of whichever worker."""
+        if not wanted.has_begun:
+            wanted.has_begun, wanted.began_at = True, self.clock.now()
+            self.traffic.began(wanted.began_at - wanted.asked_at)
+
+    @asynccontextmanager
+    async def place(self, wanted: Wanted) -> AsyncIterator[Place[L]]:
+        """Raises BusyError if the request would have to wait and the queue is full, UnavailableError if no
+        worker can take it."""
+        asked_at = self.clock.now()
+        try:
+            worker, choice = await self._find(wanted)
+        except BaseException:
+            self._queued.discard(wanted)
+            raise
+        place = Place(worker, choice, wanted, self, asked_at)
+        self._places[place] = None
+        is_again = False  # the caller comes back with this request
+        try:
+            yield place
+        except BusyError as error:
+            is_again = True
+            worker.full_until = self.clock.now() + error.retry_after_s
+            asyncio.get_running_loop().call_later(error.retry_after_s, worker.changed)
+            raise
+        except WorkerFailedError as error:
+            is_again = True
+            self._blame(worker, wanted, error)
+            raise
+        finally:
+            place.leave()
+            del self._places[place]
+            worker.active -= 1
+            self.router.books.end(wanted.request_id)
+            if not is_again:
+                self._queued.discard(wanted)
+            worker.changed()
+
+    def _blame(self, worker: Worker[L], wanted: Wanted, error: WorkerFailedError) -> None:
+        """A request failed at the worker. If it fails at another one too, before it has a token, it may be
+        what they fail at: it counts against neither, unless nobody was there. A probe of each tells whether
+        it is the workers that fail."""
+        wanted.tried.add(worker.id)
+        worker.num_failed += 1
+        if error.is_absent:
+            worker.failed(error)
+        elif not wanted.has_failed:
+            wanted.has_failed, wanted.blamed = True, worker
+            worker.failed(error)
+        elif wanted.blamed is not worker:
+            worker.suspected.set()
+            if wanted.blamed is not None:
+                wanted.blamed.forgive()
+                wanted.blamed.suspected.set()
+                wanted.blamed = None
+
+    def changed(self) -> None:
+        """A worker came, went, or has room: whoever waits may go on."""
+        blocked = []
+        while self._waiting:
+            entry = self._take_next()
+            _, _, wanted, chains, future = entry
+            if future.done():
+                continue
+            try:
+                found = self._pick(wanted, chains)
+            except UnavailableError as error:
+                future.set_exception(error)
+                continue
+            if found is not None:
+                future.set_result(found)
+                continue
+            blocked.append(entry)
+            if not wanted.is_choosy or len(blocked) >= MAX_BLOCKED:
+                break  # there is no room at all, or hardly any
+        for entry in blocked:
+            heapq.heappush(self._waiting, entry)
+
+    def relieve(self) -> None:
+        """Requests that wait at a worker, which have computed nothing, leave for workers that would run them
+        at once: nothing waits there, and they have fewer requests than the first worker runs.
+
+        Workers report how many requests wait, and not which. Those without a token that came last are taken
+        for them; if one has begun, its first prompt tokens are computed twice.
+        """
+        num_waiting = {one.id: sum(load.num_waiting for load in one.loads) for one in self.workers.values()}
+        if not any(num_waiting.values()):
+            return
+        idle = {
+            worker.id: self._num_active(worker)
+            for worker in self.workers.values()
+            if worker.takes_requests and not num_waiting[worker.id] and self._ranks_with_room([worker])
+        }
+        places: dict[str, list[Place[L]]] = {}
+        for place in self._places if idle else ():
+            if num_waiting.get(place.worker.id) and place.may_move:
+                places.setdefault(place.worker.id, []).append(place)
+        for worker_id, found in places.items():
+            num_running = sum(load.num_running for load in self.workers[worker_id].loads)
+            found.sort(key=lambda place: (place.wanted.priority, place.wanted.number))
+            for place in found[-num_waiting[worker_id] :]:
+                quick = [
+                    one
+                    for one, num_active in idle.items()
+                    if num_active < num_running and place.wanted.fits(self.workers[one].info)
+                ]
+                target = min(quick, key=lambda one: idle[one], default=None)
+                if target is not None and place.move(target):
+                    idle[target] += 1
+
+    def _take_next(self) -> Waiting[L]:
+        """Who waits and is next. The oldest lets `look_ahead` others pass at the most."""
+        waiting, head = self._waiting, self._waiting[0]
+        may_pass = head[2].num_passed < self.look_ahead
+        if self.look_ahead > 1 and may_pass and len(waiting) > 1:
+            ready = [worker for worker in self.workers.values() if worker.takes_requests]
+            if ranks := self._ranks_with_room(ready):
+                oldest = [one for one in heapq.nsmallest(self.look_ahead, waiting) if one[0] == head[0]]
+                best = max(oldest, key=lambda one: self._most_cached(one[3], ranks))
+                if best is not head:
+                    head[2].num_passed += 1
+                    waiting.remove(best)
+                    heapq.heapify(waiting)
+                    return best
+        return heapq.heappop(waiting)
+
+    def _most_cached(self, chains: Chains, ranks: Sequence[WorkerRank]) -> int:
+        """The most tokens of a prompt that one of these has."""
+        found, block_size_of = self.router.find(chains), self.router.indexer.block_size_of
+        return max((found[rank].total * block_size_of(rank) for rank in ranks if rank in found), default=0)
+
+    async def _find(self, wanted: Wanted) -> tuple[Worker[L], Choice]:
+        chains = await self.chains_of(wanted)
+        if wanted.number < 0:
+            wanted.number, wanted.asked_at = next(self._numbers), self.clock.now()
+            self.traffic.arrived(len(wanted.token_ids))
+        if not self._waiting or (wanted.priority, wanted.number) < self._waiting[0][:2]:
+            found = self._pick(wanted, chains)
+            if found is not None:
+                return found
+        if wanted not in self._queued:
+            if len(self._queued) >= self.max_queued and not wanted.has_begun:
+                self.num_refused += 1
+                raise BusyError(
+                    f"all workers are full, and the queue has {len(self._queued)} of {self.max_queued} "
+                    "requests (--max-queued-requests); try again later"
+                )
+            self._queued.add(wanted)
+            self.num_queued += 1
+        wanted.queued_at = wanted.queued_at or self.clock.now()
+        future: asyncio.Future[tuple[Worker[L], Choice]] = asyncio.get_running_loop().create_future()
+        entry = (wanted.priority, wanted.number, wanted, chains, future)
+        heapq.heappush(self._waiting, entry)
+        self.changed()  # those ahead may wait for workers that this request does not need
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if entry in self._waiting:  # its prompt is not kept until its turn would have come
+                self._waiting.remove(entry)
+                heapq.heapify(self._waiting)
+            elif future.done() and not future.cancelled() and future.exception() is None:
+                worker, _ = future.result()  # it was given a place just now
+                worker.active -= 1
+                self.router.books.end(wanted.request_id)
+                worker.changed()  # others may wait for it: those of its other models, and an operator
+            future.cancel()
+            self.changed()
+            raise
+
+    def _pick(self, wanted: Wanted, chains: Chains) -> tuple[Worker[L], Choice] | None:
+        """A worker with room, written into the books; None if all are full. Raises UnavailableError if none
+        is ready."""
+        begun = time.perf_counter()
+        found = self.router.find(chains)
+        looked_up = time.perf_counter()
+        ranks = self._next_with_room(wanted)
+        ranks = ranks or self._some_with_room(wanted, found) or self._all_with_room(wanted)
+        if not ranks:
+            return None
+        choice = self.router.choose_among(
+            found,
+            len(wanted.token_ids),
+            chains,
+            request_id=wanted.request_id,
+            session=wanted.session,
+            among=ranks,
+            turn=self._num_placed,
+        )
+        self._num_placed += 1
+        chosen = time.perf_counter()
+        self.times.observe(wanted.hash_s, looked_up - begun, chosen - looked_up)
+        wanted.routing_s = wanted.hash_s + chosen - begun
+        worker = self.workers[choice.rank.worker]
+        self.times.overlap.observe(
+            min(1.0, self.router.num_cached_tokens(choice) / max(1, len(wanted.token_ids)))
+        )
+        waited_s = 0.0 if wanted.queued_at is None else self.clock.now() - wanted.queued_at
+        self.times.queue.observe(waited_s)
+        worker.active += 1
+        worker.num_requests += 1
+        return worker, choice
+
+    def _next_with_room(self, wanted: Wanted) -> list[WorkerRank]:
+        """Returns the ranks of the worker for which the request left another one; it may be full by now."""
+        worker = None if wanted.moves_to is None else self.workers.get(wanted.moves_to)
+        wanted.moves_to = None
+        is_ready = worker is not None and worker.takes_requests and wanted.fits(worker.info)
+        return self._ranks_with_room([worker]) if worker is not None and is_ready else []
+
+    def _some_with_room(self, wanted: Wanted, found: dict[WorkerRank, Overlap]) -> list[WorkerRank]:
+        """In a large fleet, those of a few workers to which the request could go now; in a small one none."""
+        if len(self._ranks) <= MANY:
+            return []
+        ranks = self.router.worth_a_look(found, self._ranks)
+        if len(ranks) == len(self._ranks):
+            return []
+        some = {rank.worker: self.workers[rank.worker] for rank in ranks}
+        ready = [worker for worker in some.values() if worker.takes_requests and wanted.fits(worker.info)]
+        return self._ranks_with_room(worker for worker in ready if worker.id not in wanted.tried)
+
+    def _all_with_room(self, wanted: Wanted) -> list[WorkerRank]:
+        """Raises UnavailableError if no worker is ready."""
+        try:
+            ready = self.ready_for(wanted)
+        except UnavailableError:
+            if self._is_one_coming_back():
+                return []
+            raise
+        return self._ranks_with_room([one for one in ready if one.id not in wanted.tried] or ready)
+
+    def _ranks_with_room(self, workers: Iterable[Worker[L]]) -> list[WorkerRank]:
+        """Those of these workers to which a request could go now."""
+        now = self.clock.now()
+        ranks = [rank for one in workers if one.has_room(self._num_active(one), now) for rank in one.ranks]
+        if self.busy_kv_usage is not None or self.busy_prefill_tokens is not None:
+            ranks = [rank for rank in ranks if not self._is_busy(rank)]
+        return ranks
+
+    def ready_for(self, wanted: Wanted) -> list[Worker[L]]:
+        """The workers that may get the request, full or not. Raises UnavailableError if there is none."""
+        ready = [worker for worker in self.workers.values() if worker.takes_requests]
+        if not ready and self._is_paused:
+            raise UnavailableError(
+                "the workers of this model are paused; let them go on (POST /resume on the admin port)"
+            )
+        if not ready and any(worker.is_asleep for worker in self.workers.values()):
+            raise UnavailableError(
+                "the workers of this model sleep; wake one (POST /wake_up on the admin port), or let "
+                "requests do that (wake_on_request)"
+            )
+        if not ready:
+            raise UnavailableError(self.why_nobody)
+        if not wanted.tags and wanted.lora_name is None and wanted.not_at is None:
+            return ready
+        fit = [worker for worker in ready if wanted.fits(worker.info)]
+        if not fit and wanted.not_at is not None:
+            raise UnavailableError(
+                f"no worker but {wanted.not_at} is ready; start another, or try again later"
+            )
+        if not fit:
+            lacks = f"the tags {', '.join(sorted(wanted.tags))}" if wanted.tags else f"{wanted.lora_name!r}"
+            raise UnavailableError(f"no worker that is ready has {lacks}; ask for others, or try again later")
+        return fit
+
+    def others(self, worker: Worker[L], wanted: Wanted) -> list[Worker[L]]:
+        """The workers beside this one that would take the request now."""
+        return [
+            other
+            for other in self.workers.values()
+            if other is not worker
+            and other.takes_requests
+            and wanted.fits(other.info)
+            and other.has_room(self._num_active(other), self.clock.now())
+        ]
+
+    def room_at(self, workers: Iterable[Worker[L]]) -> tuple[float, float]:
+        """How many requests, and of how many tokens together, find room now at workers that have some."""
+        requests = tokens = 0.0
+        for worker in workers:
+            info = worker.info
+            requests += info.max_running - self._num_active(worker) if info.max_running else math.inf
+            held = sum(self.router.books.load(rank).active_tokens for rank in worker.ranks)
+            tokens += max(0, info.total_blocks * info.block_size - held) if info.total_blocks else math.inf
+        return requests, tokens
+
+    def _num_active(self, worker: Worker[L]) -> int:
+        """The requests that it has of this router, or for this model of all routers."""
+        if not worker.info.max_running:
+            return worker.active
+        return max(worker.active, sum(map(self.router.books.num_active, worker.ranks)))
+
+    def _is_one_coming_back(self) -> bool:
+        """Whether a worker that gets nothing now soon will: an operator's command ends there, or it is woken
+        now."""
+        if any(worker.num_holds for worker in self.workers.values()):
+            return True
+        asleep = [
+            worker
+            for worker in self.workers.values()
+            if worker.is_asleep and worker.is_reached and not worker.is_paused
+        ]
+        return self.wake is not None and any(self.wake(worker) for worker in asleep)
+
+    @property
+    def _is_paused(self) -> bool:
+        """Whether an operator wants nothing scheduled, and will say so when that ends."""
+        reached = [worker for worker in self.workers.values() if worker.is_reached]
+        return bool(reached) and all(worker.is_paused for worker in reached)
+
+    def _is_busy(self, rank: WorkerRank) -> bool:
+        """Whether it is beyond a threshold that is configured."""
+        if self.busy_kv_usage is not None and self.router.kv_usage(rank) > self.busy_kv_usage:
+            return True
+        most = self.busy_prefill_tokens
+        return most is not None and self.router.books.load(rank).prefill_tokens > most
+
+    async def chains_of(self, wanted: Wanted) -> Chains:
+        """Hashing never holds the loop up for long."""
+        sizes = self.router.block_sizes()
+        if len(wanted.token_ids) < LONG_PROMPT:
+            return _hashed(wanted, sizes)
+        return await asyncio.to_thread(_hashed, wanted, sizes)
+
+
+def _hashed(wanted: Wanted, block_sizes: set[int]) -> Chains:
+    begun = time.perf_counter()
+    chains = chains_by_size(
+        wanted.token_ids, block_sizes, adapter=wanted.lora_name, cache_salt=wanted.cache_salt
+    )
+    wanted.hash_s = time.perf_counter() - begun
+    return chains

@@ -1,0 +1,453 @@
+"""`KvRouter`: which worker gets a request, as a library. The index says who has its prefix, the books who is
+busy, a policy chooses, and the books are written with the choice.
+
+    index = KvIndexer(block_size=16)
+    router = KvRouter(index, workers=["a", "b"])
+    choice = router.schedule(token_ids, request_id="1")     # -> Choice(rank, overlap, costs)
+    router.books.first_token("1")
+    router.books.end("1")
+
+No socket and no clock but the one that is given: the simulator and the served router run this same code.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import repeat
+from random import Random
+
+import msgspec
+
+from shoal.errors import UnavailableError
+from shoal.fleet.index.indexer import KvIndexer, Overlap, WorkerRank
+from shoal.fleet.routing.active_requests import AnyChange, Books, Ended, FirstToken, Load
+from shoal.fleet.routing.policy import Ask, Candidate, Choice, RouterWeights, check_policy, choose
+from shoal.hashing import chains_by_size
+from shoal.kv_events import AllBlocksCleared, BlockRemoved, KVEvent
+
+APPROXIMATE_TTL_S = 120.0  # how long the router's own decisions stand for events that never come
+PREDICTED_TTL_S = 5.0  # how long they stand until the event comes
+LOAD_TTL_S = 10.0  # how long a worker's published load counts
+PREDICTS = ("kv", "kv_approx")  # policies that count blocks before their events come
+
+# A choice among more workers than MANY looks at NUM_BEST of those that have a part of the prompt, and at
+# NUM_DRAWN others, with these policies.
+MANY, NUM_BEST, NUM_DRAWN = 64, 16, 32
+SAMPLED = ("kv", "kv_approx", "kv_logit", "random", "least_loaded", "power_of_two")
+
+NOTHING = Overlap()
+
+Selector = Callable[[Ask, Sequence[Candidate]], Choice]
+
+
+@dataclass(slots=True)
+class _Predicted:
+    """What is predicted of one worker."""
+
+    until: dict[int, float] = field(default_factory=dict)  # block -> when it is forgotten
+    sent: deque[tuple[float, Sequence[int]]] = field(default_factory=deque)  # until when, chain
+    # Blocks that the worker has dropped, and until when others behind them may be predicted.
+    dropped: dict[int, float] = field(default_factory=dict)
+    # Blocks that the worker lacked when it was sent them again, and until when that sending stands. What lies
+    # behind them counts only if it was sent as late.
+    renewed: dict[int, float] = field(default_factory=dict)
+
+
+class Predictions:
+    """What workers will have cached by what they were sent, for a while: NVIDIA Dynamo's approximate index,
+    and its side index of predicted blocks.
+
+    A request brings all blocks of its chain, and each lasts at least as long as those behind it. So a
+    worker's depth is found by bisection, as in the index, and a dictionary for each worker is enough."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._workers: dict[WorkerRank, _Predicted] = {}
+        # First blocks of chains that were sent, and to whom, the first of them first.
+        self._having: dict[int, dict[WorkerRank, None]] = {}
+        self._due: list[
+            tuple[float, WorkerRank]
+        ] = []  # a heap of when something of a worker has had its time
+
+    def add(self, rank: WorkerRank, chain: Sequence[int], ttl_s: float) -> None:
+        """The worker was sent a request with this chain of blocks. `ttl_s` is the same for all requests of a
+        worker."""
+        until = self._clock() + ttl_s
+        mine = self._workers.setdefault(rank, _Predicted())
+        mine.until.update(zip(chain, repeat(until)))
+        mine.sent.append((until, chain))
+        heapq.heappush(self._due, (until, rank))
+        if chain:
+            self._having.setdefault(chain[0], {})[rank] = None
+        if mine.dropped:
+            mine.dropped = {block: end for block, end in mine.dropped.items() if block not in mine.until}
+
+    def find_chain(self, chain: Sequence[int]) -> dict[WorkerRank, Overlap]:
+        """As KvIndexer.find_chain; all that is predicted counts as lying on the device."""
+        self.expire()
+        found = {}
+        for rank in self._having.get(chain[0], ()) if chain else ():
+            depth = _depth(self._workers[rank], chain)
+            if depth:
+                found[rank] = Overlap(depth)
+        return found
+
+    def num_blocks(self, rank: WorkerRank) -> int:
+        mine = self._workers.get(rank)
+        return 0 if mine is None else len(mine.until)
+
+    def correct(self, rank: WorkerRank, chain: Sequence[int], num_cached: int) -> None:
+        """The worker had the first `num_cached` blocks of this chain when it was sent it. If more were
+        predicted, it has dropped the others, and with them all that lay behind them. What it was sent itself
+        stays: it has been computed since."""
+        mine = self._workers.get(rank)
+        if mine is None or num_cached >= len(chain):
+            return
+        until = mine.until.get(chain[-1])
+        if until is not None:
+            mine.renewed[chain[num_cached]] = until
+
+    def drop(self, rank: WorkerRank, block: int) -> None:
+        """The worker has dropped this block."""
+        mine = self._workers.get(rank)
+        if mine is not None and block in mine.until:
+            mine.dropped[block] = mine.until.pop(block)  # those behind it do not last longer
+
+    def remove_worker(self, rank: WorkerRank) -> None:
+        mine = self._workers.pop(rank, None)
+        for _, chain in () if mine is None else mine.sent:
+            self._forget_first(rank, chain)
+
+    def _forget_first(self, rank: WorkerRank, chain: Sequence[int]) -> None:
+        having = self._having.get(chain[0]) if chain else None
+        if having is not None:
+            having.pop(rank, None)
+            if not having:
+                del self._having[chain[0]]
+
+    def expire(self) -> None:
+        """Forgets what has had its time."""
+        now = self._clock()
+        while self._due and self._due[0][0] <= now:
+            _, rank = heapq.heappop(self._due)
+            mine = self._workers.get(rank)
+            if mine is None or mine.sent[0][0] > now:
+                continue
+            while mine.sent and mine.sent[0][0] <= now:
+                _, chain = mine.sent.popleft()
+                # What requests have in common is mostly predicted anew, and lies at the beginning.
+                kept = bisect_left(chain, True, key=lambda block: mine.until.get(block, 0.0) <= now)
+                for block in chain[kept:]:
+                    if mine.until.get(block, math.inf) <= now:
+                        del mine.until[block]
+                if chain and chain[0] not in mine.until:
+                    self._forget_first(rank, chain)
+            mine.dropped = {block: end for block, end in mine.dropped.items() if end > now}
+            mine.renewed = {block: end for block, end in mine.renewed.items() if end > now}
+            if not mine.sent:
+                del self._workers[rank]
+
+
+def _depth(mine: _Predicted, chain: Sequence[int]) -> int:
+    """How many blocks of the chain are predicted, from the first without a gap."""
+    until = mine.until
+    if not chain or chain[0] not in until:
+        return 0
+    dropped, renewed = mine.dropped, mine.renewed  # mostly empty, and isdisjoint looks at all of the chain
+    if (dropped and not dropped.keys().isdisjoint(chain)) or (
+        renewed and not renewed.keys().isdisjoint(chain)
+    ):
+        least = -math.inf
+        for depth, block in enumerate(chain):
+            if (end := until.get(block)) is None or end < least:
+                return depth
+            least = max(least, renewed.get(block, least))
+        return len(chain)
+    low, high = 0, len(chain)  # block `low` is predicted, and block `high` is not
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if chain[middle] in until:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
+@dataclass(frozen=True, slots=True)
+class _Published:
+    """The part of a worker's published load that came by other ways than this router."""
+
+    until: float
+    other_requests: int
+    other_tokens: int
+
+
+class KvRouter:
+    """One model's workers. Not for several threads at once."""
+
+    def __init__(
+        self,
+        indexer: KvIndexer,
+        selector: Selector | None = None,
+        *,
+        workers: Iterable[str | WorkerRank] = (),
+        policy: str = "kv",
+        weights: RouterWeights | None = None,
+        seed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`selector` replaces the policy: it gets a request and the candidates and returns its choice. Raises
+        ConfigError for an unknown policy."""
+        check_policy(policy)
+        self.indexer = indexer
+        self.books = Books(clock)
+        self.candidates: dict[WorkerRank, Candidate] = {}
+        self.predictions = Predictions(clock)
+        self._clock = clock
+        self._published: dict[WorkerRank, _Published] = {}
+        self._without_events: set[WorkerRank] = set()
+        self._policy = policy
+        self._weights = weights or RouterWeights()
+        self._rng = Random(seed)
+        self._selector = selector or self._choose
+        self._turn = 0
+        for worker in workers:
+            self.add_worker(worker if isinstance(worker, WorkerRank) else WorkerRank(worker))
+
+    def add_worker(self, rank: WorkerRank, *, has_events: bool = True) -> None:
+        """A worker may be chosen from now on. `has_events`: it tells what it caches; where it does not, the
+        router's own decisions stand in for that."""
+        self.candidates.setdefault(rank, Candidate(rank))
+        if not has_events:
+            self._without_events.add(rank)
+
+    def remove_worker(self, rank: WorkerRank) -> list[str]:
+        """A worker is gone, with its blocks. Returns the ids of the requests that it had."""
+        self.candidates.pop(rank, None)
+        self._published.pop(rank, None)
+        self._without_events.discard(rank)
+        self.forget_blocks(rank)
+        return self.books.remove_worker(rank)
+
+    def forget_blocks(self, rank: WorkerRank) -> None:
+        """Nothing of this worker is cached any more, as far as is known."""
+        self.indexer.remove_worker(rank)
+        self.predictions.remove_worker(rank)
+
+    def apply(self, rank: WorkerRank, event: KVEvent) -> None:
+        """Takes in one event of a worker. What it has dropped is predicted no longer either."""
+        if isinstance(event, BlockRemoved) and self.predictions.num_blocks(rank):
+            for name in event.block_hashes:
+                block = self.indexer.block_of(rank, name)
+                if block is not None:
+                    self.predictions.drop(rank, block)
+        elif isinstance(event, AllBlocksCleared):
+            self.predictions.remove_worker(rank)
+        self.indexer.apply(rank, event)
+
+    def was_cached(self, request_id: str, num_tokens: int, num_expected: int) -> None:
+        """The worker says how many tokens of a running request's prompt it had cached, where `num_expected`
+        were expected. If it had fewer, this corrects what was predicted of a worker without events."""
+        found = self.books.chain_of(request_id)
+        if found is not None:
+            rank, chain, block_size = found
+            num_cached = num_tokens // block_size
+            # A worker that has the whole prompt computes its last token all the same, and may not count that
+            # token's block.
+            if rank in self._without_events and num_cached < min(num_expected // block_size, len(chain) - 1):
+                self.predictions.correct(rank, chain, num_cached)
+
+    def num_cached_tokens(self, choice: Choice) -> int:
+        """How many tokens of the prompt the chosen worker is thought to have."""
+        return choice.overlap.total * self.indexer.block_size_of(choice.rank)
+
+    def num_stored_tokens(self, choice: Choice, request_id: str) -> int:
+        """How many tokens of a running request's prompt the chosen worker has now. What it will have soon by
+        what it was sent does not count, unless it tells nothing of its cache."""
+        found = self.books.chain_of(request_id)
+        if found is None or choice.rank in self._without_events:
+            return self.num_cached_tokens(choice)
+        rank, chain, block_size = found
+        return self.indexer.find_chain(chain).get(rank, NOTHING).total * block_size
+
+    @property
+    def weighs_blocks(self) -> bool:
+        """Whether costs are in blocks to compute and to hold, so that those of any workers compare."""
+        return self._policy in PREDICTS
+
+    def num_cached_blocks(self, rank: WorkerRank) -> int:
+        """How many blocks it has, as far as is known."""
+        return max(self.indexer.num_blocks(rank), self.predictions.num_blocks(rank))
+
+    def published(
+        self, rank: WorkerRank, kv_usage: float, num_waiting: int, num_running: int = 0, kv_tokens: int = 0
+    ) -> None:
+        """What a worker says of itself; it counts for LOAD_TTL_S seconds. `kv_tokens`: room of its KV cache,
+        0 where that is not known. A usage that is no finite number changes nothing."""
+        candidate = self.candidates.get(rank)
+        if candidate is None or not math.isfinite(kv_usage):
+            return
+        candidate.kv_usage, candidate.num_waiting = kv_usage, num_waiting
+        own = self.books.load(rank)
+        self._published[rank] = _Published(
+            self._clock() + LOAD_TTL_S,
+            max(0, num_running + num_waiting - own.active_requests),
+            max(0, round(kv_usage * kv_tokens) - own.active_tokens),
+        )
+
+    def kv_usage(self, rank: WorkerRank) -> float:
+        """As it was published lately; else 0."""
+        candidate = self.candidates.get(rank)
+        if candidate is None:
+            return 0.0
+        self._load_of(candidate, self._clock())
+        return candidate.kv_usage
+
+    def _load_of(self, candidate: Candidate, now: float) -> Load:
+        """By the books, and what of its load they do not know of."""
+        load = self.books.load(candidate.rank, now)
+        published = self._published.get(candidate.rank)
+        if published is None:
+            return load
+        if now >= published.until:  # it is silent: nothing is known of its load any more
+            del self._published[candidate.rank]
+            candidate.kv_usage, candidate.num_waiting = 0.0, 0
+            return load
+        if not published.other_requests and not published.other_tokens:
+            return load
+        return msgspec.structs.replace(
+            load,
+            active_requests=load.active_requests + published.other_requests,
+            active_tokens=load.active_tokens + published.other_tokens,
+        )
+
+    def schedule(
+        self,
+        token_ids: Sequence[int],
+        *,
+        request_id: str | None = None,
+        lora_name: str | None = None,
+        cache_salt: str | None = None,
+        session: str | None = None,
+        among: Iterable[WorkerRank] | None = None,
+    ) -> Choice:
+        """Chooses the worker for a prompt. With a `request_id` the choice is written into the books, to be
+        followed by `books.first_token` and `books.end`; without one nothing changes. `among`: the workers
+        that may be chosen, if not all. Raises UnavailableError where there is none."""
+        chains = chains_by_size(token_ids, self.block_sizes(), adapter=lora_name, cache_salt=cache_salt)
+        return self.schedule_chains(
+            len(token_ids), chains, request_id=request_id, session=session, among=among
+        )
+
+    def schedule_chains(
+        self,
+        num_tokens: int,
+        chains: dict[int, list[int]],
+        *,
+        request_id: str | None = None,
+        session: str | None = None,
+        among: Iterable[WorkerRank] | None = None,
+    ) -> Choice:
+        """The same for a prompt of `num_tokens` tokens whose chain hashes are known, for each block size that
+        a worker has."""
+        found = self.find(chains)
+        ranks = list(self.candidates if among is None else among)
+        return self.choose_among(
+            found,
+            num_tokens,
+            chains,
+            request_id=request_id,
+            session=session,
+            among=self.worth_a_look(found, ranks),
+        )
+
+    def worth_a_look(self, found: dict[WorkerRank, Overlap], ranks: Sequence[WorkerRank]) -> list[WorkerRank]:
+        """All of these workers where they are few. Of many, those that have most of the prompt, and some that
+        are drawn: the best of a sample is nearly the best of all (Mitzenmacher 2001), and a choice costs
+        hardly more in a large fleet. Policies that count on seeing all workers do."""
+        if len(ranks) <= MANY or self._policy not in SAMPLED or self._selector != self._choose:
+            return list(ranks)
+        own = set(ranks)
+        best = heapq.nlargest(NUM_BEST, found.items(), key=lambda item: item[1].total)
+        chosen = [rank for rank, _ in best if rank in own]
+        return list(dict.fromkeys([*chosen, *self._rng.sample(ranks, NUM_DRAWN)]))
+
+    def find(self, chains: dict[int, list[int]]) -> dict[WorkerRank, Overlap]:
+        """Who has how much of the prompt, told or predicted."""
+        found: dict[WorkerRank, Overlap] = {}
+        for chain in chains.values():
+            found |= self.indexer.find_chain(chain)
+            for rank, overlap in self.predictions.find_chain(chain).items():
+                if overlap.total > found.get(rank, NOTHING).total:
+                    found[rank] = overlap
+        return found
+
+    def choose_among(
+        self,
+        found: dict[WorkerRank, Overlap],
+        num_tokens: int,
+        chains: dict[int, list[int]],
+        *,
+        request_id: str | None = None,
+        session: str | None = None,
+        among: Iterable[WorkerRank] | None = None,
+        turn: int | None = None,
+    ) -> Choice:
+        """The second half of `schedule_chains`, with the first half's answer. turn: the number of the request
+        among those that go to these workers, where others take turns of their own."""
+        candidates, now, block_size_of = [], self._clock(), self.indexer.block_size_of
+        for rank in self.candidates if among is None else among:
+            candidate = self.candidates.get(rank)
+            if candidate is None:  # it has just been removed
+                continue
+            candidate.overlap = found.get(rank, NOTHING)
+            candidate.block_size = block_size_of(rank)
+            candidate.load = self._load_of(candidate, now)
+            candidates.append(candidate)
+        if not candidates:
+            raise UnavailableError("no worker can take the request; start one, or try again later")
+        choice = self._selector(Ask(num_tokens, session, self._turn if turn is None else turn), candidates)
+        if request_id is not None:
+            self._write(request_id, choice, num_tokens, chains)
+        return choice
+
+    def block_sizes(self) -> set[int]:
+        """Each block size that a worker has."""
+        return self.indexer.block_sizes(self.candidates)
+
+    def _write(self, request_id: str, choice: Choice, num_tokens: int, chains: dict[int, list[int]]) -> None:
+        size = self.indexer.block_size_of(choice.rank)
+        chain = chains.get(size, [])  # a size that came after the prompt was hashed
+        self._turn += 1
+        self.books.begin(request_id, choice.rank, num_tokens, choice.overlap.total * size, chain, size)
+        self._predict(choice.rank, chain)
+
+    def take(self, change: AnyChange, own_id: str) -> None:
+        """What another router has written. `own_id`: the request's id here."""
+        if isinstance(change, Ended):
+            self.books.end(own_id)
+        elif isinstance(change, FirstToken):
+            self.books.first_token(own_id)
+        else:
+            rank, chain = WorkerRank(change.worker, change.rank), change.chain
+            if rank in self.candidates:
+                size = change.block_size
+                self.books.begin(
+                    own_id, rank, change.num_tokens, change.cached_tokens, chain, size, is_own=False
+                )
+                self._predict(rank, chain)
+
+    def _predict(self, rank: WorkerRank, chain: Sequence[int]) -> None:
+        """It was sent these blocks."""
+        is_alone = self._policy == "kv_approx" or rank in self._without_events
+        if self._policy in PREDICTS or (is_alone and self._policy == "kv_logit"):
+            self.predictions.add(rank, chain, APPROXIMATE_TTL_S if is_alone else PREDICTED_TTL_S)
+
+    def _choose(self, ask: Ask, candidates: Sequence[Candidate]) -> Choice:
+        return choose(self._policy, ask, candidates, self._weights, self._rng, self.indexer.block_size)

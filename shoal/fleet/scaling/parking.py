@@ -1,0 +1,137 @@
+"""Workers that are not needed sleep, and the next one that is needed wakes, within a second or two where a
+start takes a minute.
+
+Parking stands between a planner and the connector of this host. A worker that sleeps keeps its process and
+its place among the GPUs, so it counts in the budget; it makes room when a worker of another kind needs that.
+
+The note of it that a next fleet reads, if this one is killed, is made before a worker sleeps and taken back
+after it woke. So no worker sleeps without one, which would be a place that nobody uses and nobody frees.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from shoal.control import Command, Sleep, UpdateWeights, WakeUp, name_of
+from shoal.errors import ShoalError, UnavailableError
+from shoal.fleet.connectors.connector import GRACE_S, Component, Connector, component_of
+from shoal.fleet.connectors.local import LocalConnector
+from shoal.fleet.planner.config import PlannerConfig
+from shoal.fleet.pool.fleet import Fleet
+
+logger = logging.getLogger(__name__)
+
+
+class Parking(Connector):
+    """A Connector itself."""
+
+    def __init__(
+        self, inner: LocalConnector, fleet: Fleet, config: PlannerConfig, components: Sequence[Component]
+    ) -> None:
+        assert config.park_level is not None
+        self._inner, self._fleet, self._config, self._components = inner, fleet, config, components
+        self._level = config.park_level
+        self._parked: dict[str, tuple[str, str]] = {}  # model and role, by worker
+        self._placing = asyncio.Lock()
+        fleet.parked_ids = self._asleep
+
+    async def start(self) -> None:
+        """Workers that are taken over from a fleet that was killed may sleep."""
+        await self._inner.start()
+        self._parked = {worker_id: (model, role) for worker_id, model, role in self._inner.parked()}
+
+    def pending(self, model: str) -> int:
+        return self._inner.pending(model)
+
+    async def add(self, model: str, role: str) -> str:
+        """Wakes the worker that was parked last; starts one if none is, or if it does not wake."""
+        while parked := self._parked_of(model, role):
+            worker_id = parked[-1]
+            del self._parked[worker_id]  # first, so that another call at this time takes another one
+            try:
+                await self._wake(worker_id, component_of(self._components, model, role))
+            except ShoalError as error:
+                logger.warning("worker %s does not wake and ends: %s", worker_id, error)
+                await self._inner.end(worker_id)
+            else:
+                self._inner.note_parked(worker_id, False)
+                return worker_id
+        async with self._placing:  # so that another call counts this place
+            await self._make_room(role)
+            placement = await self._inner.place(model, role)
+        return await self._inner.begin(placement)
+
+    async def remove(self, model: str, role: str) -> str:
+        """Parks the worker that would end. Another engine's ends, as it knows no such sleep."""
+        awake = [name for name in self._inner.placed(model, role) if name not in self._asleep()]
+        if not awake:
+            raise UnavailableError(f"there is no {role} worker of {model} here that is awake")
+        worker = self._fleet.workers.get(awake[-1])
+        if worker is None or worker.info.is_foreign:
+            await self._inner.end(awake[-1])
+            return awake[-1]
+        self._inner.note_parked(worker.id, True)
+        try:
+            await self._command(Sleep(self._level), worker.id, GRACE_S)
+        except ShoalError:
+            if not worker.is_asleep:  # it may have fallen asleep all the same
+                self._inner.note_parked(worker.id, False)
+                raise
+        self._parked[worker.id] = (model, role)
+        logger.info("worker %s sleeps until it is needed", worker.id)
+        return worker.id
+
+    async def until_hopeless(self) -> None:
+        await self._inner.until_hopeless()
+
+    async def close(self, grace_s: float) -> None:
+        await self._inner.close(grace_s)
+
+    def _asleep(self) -> dict[str, tuple[str, str]]:
+        """What is parked. A worker that was woken by a person or a request, or that has died and was started
+        again, is parked no more."""
+        for worker_id in list(self._parked):
+            worker = self._fleet.workers.get(worker_id)
+            if worker is not None and worker.is_reached and not worker.is_asleep:
+                del self._parked[worker_id]
+                self._inner.note_parked(worker_id, False)
+        return self._parked
+
+    def _parked_of(self, model: str, role: str) -> list[str]:
+        return [worker_id for worker_id, kind in self._asleep().items() if kind == (model, role)]
+
+    async def _wake(self, worker_id: str, component: Component) -> None:
+        timeout_s = self._config.start_timeout
+        await self._command(WakeUp(), worker_id, timeout_s)
+        if self._level == 2:
+            await self._command(UpdateWeights(component.source), worker_id, timeout_s)
+
+    async def _command(self, command: Command[Any], worker_id: str, timeout_s: float) -> None:
+        """Raises the worker's error; UnavailableError if it has gone, or has not ended its requests and
+        carried this out in time."""
+        worker = self._fleet.workers.get(worker_id)
+        if worker is None:
+            raise UnavailableError(f"worker {worker_id} is not there")
+        try:
+            async with asyncio.timeout(timeout_s):
+                found = await self._fleet.command(command, [worker_id], model=None, rolling=True)
+        except TimeoutError:
+            raise UnavailableError(
+                f"worker {worker_id} has not come to {name_of(command)} within {timeout_s:g} s"
+            ) from None
+        for error in found.errors.values():
+            raise error
+
+    async def _make_room(self, role: str) -> None:
+        """Ends parked workers of other kinds until one more fits into the budget. Those that were parked
+        first go first."""
+        while self._parked and self._gpus() + self._config.gpus_of(role) > self._config.max_gpu_budget:
+            worker_id = next(iter(self._parked))
+            del self._parked[worker_id]
+            await self._inner.end(worker_id)
+
+    def _gpus(self) -> int:
+        return sum(self._config.gpus_of(role) for role in self._inner.roles())

@@ -1,0 +1,235 @@
+"""How long a simulated GPU takes for a step, and how many tokens its KV cache has room for.
+
+A step reads the weights once, or computes its tokens' products where that takes longer. It reads the keys and
+values of the sequences that decode, and computes the attention of the prompts' chunks. To that come the
+launches of every layer and the host's work for every sequence. The constants of a GPU are fitted to measured
+runs of Shoal; docs/simulator.md has the measured times beside those of the simulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from shoal.errors import ConfigError
+from shoal.fleet.planner.engine_profile import (
+    PROFILE_LENGTHS,
+    PROFILE_USAGES,
+    DecodePoint,
+    PrefillPoint,
+    ProfileData,
+)
+
+DTYPE_BYTES = 2  # bf16, for weights and for the KV cache
+# From so many decodes on, a prefix that several of them share is read once a step (attention/triton.py).
+SHARE_FROM = 9
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a dense model with gated feed-forward layers."""
+
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    tie_word_embeddings: bool = False
+
+    @property
+    def layer_weights(self) -> int:
+        """The weights of all layers that a token passes, without embedding and head."""
+        attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
+        return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
+
+    @property
+    def head_weights(self) -> int:
+        return self.hidden_size * self.vocab_size
+
+    @property
+    def weight_bytes(self) -> int:
+        """What the weights take of the GPU's memory."""
+        tables = 1 if self.tie_word_embeddings else 2
+        return DTYPE_BYTES * (self.layer_weights + tables * self.head_weights)
+
+    @property
+    def kv_bytes(self) -> int:
+        """The keys and values of one token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * DTYPE_BYTES
+
+    @property
+    def pair_operations(self) -> int:
+        """Floating-point operations for each pair of a query and a key that it sees."""
+        return 4 * self.num_layers * self.num_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU's memory in bytes, what it reaches in bytes and in floating-point operations a second, and the
+    overheads of a step in seconds."""
+
+    memory_bytes: float
+    reserved_bytes: float  # of the memory that may be used: for graphs, activations and workspaces
+    weight_bytes_per_s: float
+    kv_bytes_per_s: float
+    product_flops: float  # of the large products of a prefill
+    attention_flops: float  # of a prefill's attention
+    layer_s: float  # a layer of a step: launches, norms, writes into the cache
+    decode_s: float  # a sequence that decodes in a step: sampling, and the host's work
+    chunk_s: float  # a chunk of a prompt in a step
+    host_bytes_per_s: float  # from host memory, and to it
+
+
+SHAPES = {
+    "qwen3-0.6b": Shape(28, 1024, 3072, 16, 8, 128, 151936, tie_word_embeddings=True),
+    "qwen3-8b": Shape(36, 4096, 12288, 32, 8, 128, 151936),
+    "qwen3-32b": Shape(64, 5120, 25600, 64, 8, 128, 151936),
+}
+GPUS = {
+    "h200": Gpu(
+        memory_bytes=150.1e9,
+        reserved_bytes=2e9,
+        weight_bytes_per_s=4.2e12,
+        kv_bytes_per_s=4.33e12,
+        product_flops=620e12,
+        attention_flops=535e12,
+        layer_s=14.3e-6,
+        decode_s=4.6e-6,
+        chunk_s=34e-6,
+        host_bytes_per_s=54e9,
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StepTime:
+    """The seconds of one step, and by how much each later step is longer while all that it does is decode."""
+
+    first_s: float
+    growth_s: float
+
+    def of_steps(self, num_steps: int) -> float:
+        """The seconds of so many steps, one after the other."""
+        return num_steps * self.first_s + self.growth_s * (num_steps * (num_steps - 1) // 2)
+
+
+class StepWork(NamedTuple):
+    """What a step computes: `num_decodes` sequences decode, with contexts of `context_tokens` together, of
+    which `distinct_tokens` differ; and `num_chunks` chunks of prompts, with `chunk_tokens` tokens and
+    `chunk_pairs` pairs of a query and a key together, of which `num_first` are the last of their prompts."""
+
+    num_decodes: int = 0
+    context_tokens: int = 0
+    distinct_tokens: int = 0
+    num_chunks: int = 0
+    chunk_tokens: int = 0
+    chunk_pairs: int = 0
+    num_first: int = 0
+
+
+class StepTiming(Protocol):
+    """How long a worker's steps take."""
+
+    def step(self, work: StepWork) -> StepTime: ...
+
+
+class Timing:
+    """A StepTiming of one model on one GPU."""
+
+    def __init__(self, gpu: Gpu, shape: Shape) -> None:
+        self._gpu, self._shape = gpu, shape
+        self._layer_bytes_s = DTYPE_BYTES * shape.layer_weights / gpu.weight_bytes_per_s
+        self._layer_token_s = 2 * shape.layer_weights / gpu.product_flops
+        self._head_bytes_s = DTYPE_BYTES * shape.head_weights / gpu.weight_bytes_per_s
+        self._head_token_s = 2 * shape.head_weights / gpu.product_flops
+        self._kv_token_s = shape.kv_bytes / gpu.kv_bytes_per_s
+        self._pair_s = shape.pair_operations / gpu.attention_flops
+        self._fixed_s = shape.num_layers * gpu.layer_s
+
+    @property
+    def kv_bytes(self) -> int:
+        """The keys and values of one token."""
+        return self._shape.kv_bytes
+
+    @property
+    def host_token_s(self) -> float:
+        """How long a token's keys and values take from host memory."""
+        return self._shape.kv_bytes / self._gpu.host_bytes_per_s
+
+    def cache_tokens(self, gpu_memory_utilization: float) -> int:
+        """How many tokens the KV cache has room for. Raises ConfigError if there is no room."""
+        gpu, shape = self._gpu, self._shape
+        free = gpu.memory_bytes * gpu_memory_utilization - gpu.reserved_bytes - shape.weight_bytes
+        if free < shape.kv_bytes:
+            raise ConfigError(
+                f"gpu_memory_utilization {gpu_memory_utilization} leaves no room for a KV cache beside "
+                f"{shape.weight_bytes / 1e9:.1f} GB of weights in {gpu.memory_bytes / 1e9:.1f} GB; give more"
+            )
+        return int(free // shape.kv_bytes)
+
+    def step(self, work: StepWork) -> StepTime:
+        num_decodes = work.num_decodes
+        num_rows = num_decodes + work.num_first
+        num_tokens = num_decodes + work.chunk_tokens
+        num_read = work.distinct_tokens if num_decodes >= SHARE_FROM else work.context_tokens
+        seconds = (
+            self._fixed_s
+            + max(self._layer_bytes_s, num_tokens * self._layer_token_s)
+            + max(self._head_bytes_s, num_rows * self._head_token_s)
+            + num_read * self._kv_token_s
+            + work.chunk_pairs * self._pair_s
+            + num_decodes * self._gpu.decode_s
+            + work.num_chunks * self._gpu.chunk_s
+        )
+        return StepTime(seconds, num_decodes * self._kv_token_s)
+
+    def prompt_s(self, num_tokens: int, max_num_batched_tokens: int) -> float:
+        """Seconds until an idle worker has computed a prompt, in steps of so many tokens at most."""
+        seconds, done = 0.0, 0
+        while done < num_tokens:
+            count = min(max_num_batched_tokens, num_tokens - done)
+            pairs = count * done + count * (count + 1) // 2
+            done += count
+            work = StepWork(
+                num_chunks=1, chunk_tokens=count, chunk_pairs=pairs, num_first=int(done == num_tokens)
+            )
+            seconds += self.step(work).first_s
+        return seconds
+
+
+def profile_of(
+    gpu: str,
+    model: str,
+    max_num_seqs: int,
+    cache_tokens: int,
+    max_num_batched_tokens: int = 16384,
+    *,
+    input_lengths: Sequence[int] = PROFILE_LENGTHS,
+    context_lengths: Sequence[int] = PROFILE_LENGTHS,
+    kv_usages: Sequence[float] = PROFILE_USAGES,
+) -> ProfileData:
+    """What `shoal plan --profile` would measure of such a worker. Raises ConfigError for a GPU or a model
+    that has no figures."""
+    timing = find_timing(gpu, model)
+    prefill = [
+        PrefillPoint(length, timing.prompt_s(length, max_num_batched_tokens)) for length in input_lengths
+    ]
+    decode = []
+    for context in context_lengths:
+        for count in sorted({round(usage * cache_tokens / context) for usage in kv_usages}):
+            if 1 <= count <= max_num_seqs and count * context <= cache_tokens:
+                itl_s = timing.step(StepWork(count, count * context, count * context)).first_s
+                decode.append(DecodePoint(context, count * context / cache_tokens, itl_s, count / itl_s))
+    return ProfileData(model, f"simulated {gpu}", 1, cache_tokens, max_num_seqs, prefill, decode)
+
+
+def find_timing(gpu: str, model: str) -> Timing:
+    """Raises ConfigError for a GPU or a model that has no figures."""
+    if gpu not in GPUS:
+        raise ConfigError(f"cannot simulate gpu {gpu!r}; supported: {', '.join(GPUS)}")
+    if model not in SHAPES:
+        raise ConfigError(f"cannot simulate model {model!r}; supported: {', '.join(SHAPES)}")
+    return Timing(GPUS[gpu], SHAPES[model])

@@ -1,0 +1,51 @@
+"""Paged causal attention in plain PyTorch, which kernels/attention/paged_attention.py must equal.
+
+It computes one sequence at a time, in fp32 whatever the dtype. Shapes: T tokens, S sequences, R state rows, M
+blocks of a sequence, H query heads, G kv heads, N head size.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def gather_kv(kv_layer: torch.Tensor, block_table_M: torch.Tensor, kv_len: int) -> torch.Tensor:
+    """Returns the first `kv_len` keys and values of one sequence, [2, G, kv_len, N]. `kv_layer` is [blocks,
+    2, G, block_size, N]."""
+    block_size = kv_layer.shape[3]
+    num_blocks = -(-kv_len // block_size)
+    blocks = kv_layer[block_table_M[:num_blocks].long()]
+    return blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :kv_len]
+
+
+def paged_attention(
+    q_THN: torch.Tensor,
+    kv_layer: torch.Tensor,
+    query_starts_S: torch.Tensor,
+    kv_lens_S: torch.Tensor,
+    rows_S: torch.Tensor,
+    block_tables_RM: torch.Tensor,
+    scale: float,
+    window: int | None = None,
+) -> torch.Tensor:
+    """Returns [T, H, N]. A sequence's queries are the last of its kv_len positions. A sequence with row -1 or
+    kv_len 0 is padding, and its results are zeros."""
+    out_THN = torch.zeros_like(q_THN, memory_format=torch.contiguous_format)
+    group = q_THN.shape[1] // kv_layer.shape[2]
+    starts = query_starts_S.tolist()
+    for s, (row, kv_len) in enumerate(zip(rows_S.tolist(), kv_lens_S.tolist())):
+        first, last = starts[s], starts[s + 1]
+        if row < 0 or kv_len == 0 or first == last:
+            continue
+        k_HKN, v_HKN = (
+            gather_kv(kv_layer, block_tables_RM[row], kv_len).float().repeat_interleave(group, dim=1)
+        )
+        query_pos = torch.arange(kv_len - (last - first), kv_len, device=q_THN.device)[:, None]
+        key_pos = torch.arange(kv_len, device=q_THN.device)[None, :]
+        visible = key_pos <= query_pos
+        if window is not None:
+            visible &= key_pos > query_pos - window
+        scores = q_THN[first:last].float().transpose(0, 1) @ k_HKN.transpose(1, 2) * scale
+        weights = scores.masked_fill(~visible, float("-inf")).softmax(dim=-1)
+        out_THN[first:last] = (weights @ v_HKN).transpose(0, 1).to(q_THN.dtype)
+    return out_THN

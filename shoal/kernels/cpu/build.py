@@ -1,0 +1,191 @@
+"""The C library of the CPU's kernels (cpu_*.c): how it is built and loaded, and its structs.
+
+It is compiled for this very processor on first use, which takes a few seconds. A prebuilt library would have
+to choose among instruction sets at run time. Without a compiler `load` warns and returns None, and its
+callers take their PyTorch paths.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import platform
+from ctypes import c_float, c_int, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+
+from shoal.attention.step_input import StepInput
+from shoal.kernels import c_library
+
+logger = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parent
+SOURCES = (
+    "cpu_linear.c",
+    "cpu_fp8.c",
+    "cpu_ops.c",
+    "cpu_attention.c",
+    "cpu_layers.c",
+    "cpu_sample.c",
+    "cpu_threads.c",
+)
+HEADERS = ("cpu.h",)
+FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
+NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "shoal_packed_bytes": (c_int64, (c_int, c_int, c_int)),
+    "shoal_pack": (None, (c_void_p, c_void_p, c_int64, c_int, c_int, c_int)),
+    "shoal_linear": (c_int, (c_void_p, c_void_p, c_int, c_void_p, c_void_p)),
+    "shoal_fp8_linear": (None, (c_void_p, c_void_p, c_int, c_int, c_int, c_void_p, c_int, c_void_p)),
+    "shoal_embed": (None, (c_void_p, c_void_p, c_int, c_void_p)),
+    "shoal_rms_norm": (None, (c_void_p, c_void_p, c_void_p, c_float, c_int, c_int, c_void_p)),
+    "shoal_silu_mul": (None, (c_void_p, c_int, c_int, c_void_p)),
+    "shoal_qk_norm_rope_store": (
+        None,
+        (c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p, c_float),
+    ),
+    "shoal_attention": (c_int, (c_void_p, c_void_p, c_void_p, c_int64, c_int, c_float, c_void_p)),
+    "shoal_sample": (
+        c_int,
+        (c_void_p, c_int64, c_int, c_void_p, c_void_p, c_int, c_void_p, c_int64, c_void_p),
+    ),
+    "shoal_keep_bits": (None, (c_void_p, c_int64, c_int, c_void_p, c_int, c_void_p, c_int64)),
+    "shoal_begin_decode": (None, (c_void_p, c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p)),
+    "shoal_set_threads": (None, (c_int,)),
+    "shoal_layers": (
+        c_int,
+        (c_void_p, c_int, c_void_p, c_int64, c_void_p, c_void_p, c_void_p, c_void_p, c_void_p),
+    ),
+}
+
+
+def _fields(kinds: dict[type, str]) -> tuple[tuple[str, type], ...]:
+    return tuple((name, kind) for kind, names in kinds.items() for name in names.split())
+
+
+class Packed(ctypes.Structure):
+    """The struct of this name in cpu.h, as are the next two."""
+
+    _fields_ = _fields({c_void_p: "data", c_int32: "outs cols bits"})
+
+
+class Cache(ctypes.Structure):
+    _fields_ = _fields(
+        {
+            c_void_p: "data scales tables",
+            c_int64: "table_stride block_stride kv_stride head_stride",
+            c_int32: "block_size num_heads num_kv_heads head_dim",
+        }
+    )
+
+
+class Sequences(ctypes.Structure):
+    _fields_ = _fields({c_void_p: "rows query_starts kv_lens", c_int32: "num_seqs max_kv_len"})
+
+
+class Layer(ctypes.Structure):
+    """The struct of this name in cpu_layers.c, as is the next one."""
+
+    _fields_ = _fields(
+        {
+            c_void_p: (
+                "qkv o gate_up down qkv_bias o_bias gate_up_bias down_bias input_norm post_norm q_norm "
+                "k_norm scales"
+            ),
+            c_int64: "window",
+        }
+    )
+
+
+class Tokens(ctypes.Structure):
+    _fields_ = _fields({c_void_p: "positions rows cos_sin", c_int32: "tokens", c_float: "eps scale"})
+
+
+@functools.lru_cache(maxsize=4096)
+def cache_struct(
+    data: int,
+    scales: int | None,
+    strides: tuple[int, ...],
+    block_size: int,
+    tables: int,
+    table_stride: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+) -> Cache:
+    """Makes the struct. It is cached because filling it costs as much as a call does, and a layer has the
+    same struct in every step."""
+    return Cache(
+        data, scales, tables, table_stride, *strides[:3], block_size, num_heads, num_kv_heads, head_dim
+    )
+
+
+def describe_cache(
+    kv_layer: torch.Tensor,
+    block_tables_RM: torch.Tensor,
+    num_heads: int,
+    scales_2G: torch.Tensor | None = None,
+) -> Cache:
+    """Makes the struct that describes a layer's cache, [blocks, 2, G, block_size, N], and its block tables.
+    An fp8 cache has scales."""
+    strides, (_, _, num_kv_heads, block_size, head_dim) = kv_layer.stride(), kv_layer.shape
+    assert strides[3:] == (head_dim, 1)
+    if scales_2G is None:
+        assert kv_layer.dtype == torch.float32
+    else:
+        assert kv_layer.dtype == torch.float8_e4m3fn and scales_2G.dtype == torch.float32
+        assert scales_2G.shape == (2, num_kv_heads) and scales_2G.is_contiguous()
+    assert block_tables_RM.dtype == torch.int32 and block_tables_RM.stride(1) == 1
+    return cache_struct(
+        kv_layer.data_ptr(),
+        None if scales_2G is None else scales_2G.data_ptr(),
+        strides,
+        block_size,
+        block_tables_RM.data_ptr(),
+        block_tables_RM.stride(0),
+        num_heads,
+        num_kv_heads,
+        head_dim,
+    )
+
+
+def describe_sequences(step: StepInput) -> Sequences:
+    """Makes the struct that describes a step's sequences. It holds addresses only, so the step must outlive
+    it."""
+    for tensor in (step.rows_S, step.query_starts_S, step.kv_lens_S):
+        assert tensor.dtype == torch.int32 and tensor.is_contiguous()
+    return Sequences(
+        step.rows_S.data_ptr(),
+        step.query_starts_S.data_ptr(),
+        step.kv_lens_S.data_ptr(),
+        step.num_seqs,
+        step.max_kv_len,
+    )
+
+
+@functools.cache
+def load() -> ctypes.CDLL | None:
+    """Returns the library for this processor, and builds it if need be. Where that fails it returns None,
+    after one warning that says what mends that."""
+    try:
+        return open_library(build((*FLAGS, NATIVE)))
+    except (c_library.BuildError, OSError) as error:
+        logger.warning("no C kernels for the CPU, so slower PyTorch paths are used: %s", error)
+        return None
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """Loads the library, and gives it as many threads as PyTorch has."""
+    library = ctypes.CDLL(str(path))
+    for name, (result, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    library.shoal_set_threads(torch.get_num_threads())
+    return library
+
+
+def build(flags: tuple[str, ...]) -> Path:
+    """Compiles the library, if need be, and returns its path. Raises c_library.BuildError."""
+    return c_library.build(FOLDER, SOURCES, HEADERS, flags, ("-lm",))

@@ -1,0 +1,103 @@
+"""All layers of a dense decoder as one C call, for float32 on packed weights.
+
+It must equal the models' path, which calls one op after the other. Python's way into C for each op takes, at
+one stream of a small model, half as long as the arithmetic.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import torch
+
+from shoal.attention.step_input import StepInput
+from shoal.kernels.cpu import build as cpu_build
+from shoal.kernels.cpu.linear import PackedWeight
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWeights:
+    """The weights of one decoder layer. Norms and biases are float32."""
+
+    qkv: PackedWeight
+    o: PackedWeight
+    gate_up: PackedWeight
+    down: PackedWeight
+    qkv_bias: torch.Tensor | None
+    o_bias: torch.Tensor | None
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    input_norm: torch.Tensor
+    post_norm: torch.Tensor
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    scales_2G: torch.Tensor | None  # of an fp8 cache
+    window: int | None
+
+
+class CpuLayers:
+    """The layers of one model, ready to be run. It holds the weights that its structs point to."""
+
+    def __init__(self, layers: Sequence[LayerWeights], num_heads: int, eps: float, scale: float) -> None:
+        library = cpu_build.load()
+        assert library is not None  # Without the library there is no PackedWeight.
+        self._run = library.shoal_layers
+        self._layers, self._num_heads, self._eps, self._scale = tuple(layers), num_heads, eps, scale
+        names = [field.name for field in fields(LayerWeights)]
+        self._structs = (cpu_build.Layer * len(layers))(
+            *(cpu_build.Layer(*(_address(getattr(w, name)) for name in names)) for w in layers)
+        )
+        first = layers[0]
+        self._scratch_floats = (
+            first.qkv.header.outs + first.o.header.cols + first.gate_up.header.outs + first.down.header.cols
+        )
+
+    def __call__(
+        self, residual_TD: torch.Tensor, step: StepInput, kv: torch.Tensor, cos_sin: torch.Tensor
+    ) -> torch.Tensor:
+        """Runs all layers. `residual_TD` holds the embeddings, and all results but the last layer's are added
+        to it in place. That last result is returned, for the final norm to add. Raises MemoryError."""
+        tokens = residual_TD.shape[0]
+        x_TD, scratch = torch.empty_like(residual_TD), torch.empty(tokens * self._scratch_floats)
+        assert (
+            residual_TD.is_contiguous()
+            and residual_TD.dtype == cos_sin.dtype == torch.float32
+            and cos_sin.is_contiguous()
+        )
+        assert step.positions_T.dtype == step.rows_T.dtype == torch.int32
+        cache = cpu_build.describe_cache(
+            kv[:, 0], step.block_tables_RM, self._num_heads, self._layers[0].scales_2G
+        )
+        sequences = cpu_build.describe_sequences(step)
+        described = cpu_build.Tokens(
+            step.positions_T.data_ptr(),
+            step.rows_T.data_ptr(),
+            cos_sin.data_ptr(),
+            tokens,
+            self._eps,
+            self._scale,
+        )
+        if self._run(
+            ctypes.addressof(self._structs),
+            len(self._layers),
+            ctypes.addressof(cache),
+            kv.stride(1) * kv.itemsize,
+            ctypes.addressof(sequences),
+            ctypes.addressof(described),
+            residual_TD.data_ptr(),
+            x_TD.data_ptr(),
+            scratch.data_ptr(),
+        ):
+            raise MemoryError(f"no memory for a step of {tokens} tokens")
+        return x_TD
+
+
+def _address(value: PackedWeight | torch.Tensor | int | None) -> int | None:
+    if isinstance(value, PackedWeight):
+        return value.address
+    if isinstance(value, torch.Tensor):
+        assert value.dtype == torch.float32 and value.is_contiguous()
+        return value.data_ptr()
+    return value or 0

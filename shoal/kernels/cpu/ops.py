@@ -1,0 +1,226 @@
+"""The ops of kernels/ops.py for the CPU. The C kernels compute float32. reference.py computes other dtypes,
+and everything on a machine without a compiler."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from shoal.kernels import reference
+from shoal.kernels.cpu import build as cpu_build
+from shoal.kernels.reference import apply_updates, copy_ints, embed, linear, linear_add, linear_silu_mul, moe
+from shoal.kernels.sampling.split_sample import draw_parts, join_parts
+
+__all__ = [
+    "add_norm_linear",
+    "add_rms_norm",
+    "apply_updates",
+    "begin_decode",
+    "copy_ints",
+    "draw_parts",
+    "embed",
+    "join_parts",
+    "keep_bits",
+    "linear",
+    "linear_add",
+    "linear_silu_mul",
+    "moe",
+    "qk_norm_rope_store",
+    "rms_norm",
+    "sample",
+    "silu_mul",
+]
+
+LIBRARY = cpu_build.load()
+
+
+def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
+    if LIBRARY is None or x_TD.dtype != torch.float32:
+        return reference.rms_norm(x_TD, weight_D, eps)
+    assert x_TD.is_contiguous() and weight_D.dtype == torch.float32
+    out_TD = torch.empty_like(x_TD)
+    size = x_TD.shape[-1]
+    LIBRARY.shoal_rms_norm(
+        None, x_TD.data_ptr(), weight_D.data_ptr(), eps, x_TD.numel() // size, size, out_TD.data_ptr()
+    )
+    return out_TD
+
+
+def add_rms_norm(
+    x_TD: torch.Tensor, residual_TD: torch.Tensor, weight_D: torch.Tensor, eps: float
+) -> torch.Tensor:
+    if LIBRARY is None or x_TD.dtype != torch.float32:
+        return reference.add_rms_norm(x_TD, residual_TD, weight_D, eps)
+    assert (
+        x_TD.is_contiguous()
+        and residual_TD.is_contiguous()
+        and residual_TD.dtype == weight_D.dtype == torch.float32
+    )
+    out_TD = torch.empty_like(x_TD)
+    rows, size = x_TD.shape
+    LIBRARY.shoal_rms_norm(
+        x_TD.data_ptr(), residual_TD.data_ptr(), weight_D.data_ptr(), eps, rows, size, out_TD.data_ptr()
+    )
+    return out_TD
+
+
+def add_norm_linear(
+    x_TD: torch.Tensor | None,
+    residual_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    normed_TD = (
+        rms_norm(residual_TD, norm_weight_D, eps)
+        if x_TD is None
+        else add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
+    )
+    return (linear_silu_mul if gated else linear)(normed_TD, weight, bias), residual_TD
+
+
+def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
+    if LIBRARY is None or gate_up_T2F.dtype != torch.float32:
+        return reference.silu_mul(gate_up_T2F)
+    assert gate_up_T2F.is_contiguous()
+    rows, width = gate_up_T2F.shape
+    out_TF = torch.empty((rows, width // 2), dtype=torch.float32)
+    LIBRARY.shoal_silu_mul(gate_up_T2F.data_ptr(), rows, width // 2, out_TF.data_ptr())
+    return out_TF
+
+
+def qk_norm_rope_store(
+    qkv: torch.Tensor,
+    q_weight: torch.Tensor | None,
+    k_weight: torch.Tensor | None,
+    eps: float,
+    cos_sin: torch.Tensor,
+    positions_T: torch.Tensor,
+    rows_T: torch.Tensor,
+    block_tables_RM: torch.Tensor,
+    kv_layer: torch.Tensor,
+    num_heads: int,
+    num_kv_heads: int,
+    keep_k: bool = True,
+    scales_2G: torch.Tensor | None = None,
+) -> None:
+    if LIBRARY is None or qkv.dtype != torch.float32:
+        reference.qk_norm_rope_store(
+            qkv,
+            q_weight,
+            k_weight,
+            eps,
+            cos_sin,
+            positions_T,
+            rows_T,
+            block_tables_RM,
+            kv_layer,
+            num_heads,
+            num_kv_heads,
+            keep_k,
+            scales_2G,
+        )
+        return
+    assert (
+        qkv.is_contiguous()
+        and cos_sin.is_contiguous()
+        and positions_T.is_contiguous()
+        and rows_T.is_contiguous()
+    )
+    assert (
+        positions_T.dtype == rows_T.dtype == torch.int32
+        and cos_sin.dtype == torch.float32
+        and kv_layer.shape[2] == num_kv_heads
+    )
+    cache = cpu_build.describe_cache(kv_layer, block_tables_RM, num_heads, scales_2G)
+    LIBRARY.shoal_qk_norm_rope_store(
+        ctypes.addressof(cache),
+        qkv.data_ptr(),
+        qkv.shape[0],
+        positions_T.data_ptr(),
+        rows_T.data_ptr(),
+        cos_sin.data_ptr(),
+        None if q_weight is None else q_weight.data_ptr(),
+        None if k_weight is None else k_weight.data_ptr(),
+        eps,
+    )
+
+
+def begin_decode(
+    rows_B: torch.Tensor,
+    table: torch.Tensor,
+    tokens_B: torch.Tensor,
+    positions_B: torch.Tensor,
+    kv_lens_B: torch.Tensor,
+) -> None:
+    if LIBRARY is None:
+        reference.begin_decode(rows_B, table, tokens_B, positions_B, kv_lens_B)
+        return
+    _check_ints(rows_B, tokens_B, positions_B, kv_lens_B, table)
+    LIBRARY.shoal_begin_decode(
+        rows_B.data_ptr(),
+        rows_B.shape[0],
+        table.data_ptr(),
+        table.stride(0),
+        tokens_B.data_ptr(),
+        positions_B.data_ptr(),
+        kv_lens_B.data_ptr(),
+    )
+
+
+def keep_bits(logits_SV: torch.Tensor, rows_G: torch.Tensor, masks_GW: torch.Tensor) -> None:
+    if LIBRARY is None or logits_SV.dtype != torch.float32:
+        reference.keep_bits(logits_SV, rows_G, masks_GW)
+        return
+    vocab_size, words = logits_SV.shape[1], masks_GW.shape[1]
+    assert rows_G.dtype == torch.int64 and rows_G.is_contiguous() and logits_SV.stride(1) == 1
+    assert len(masks_GW) == len(rows_G) and 32 * words >= vocab_size
+    _check_ints(masks_GW)
+    LIBRARY.shoal_keep_bits(
+        logits_SV.data_ptr(),
+        logits_SV.stride(0),
+        vocab_size,
+        rows_G.data_ptr(),
+        len(rows_G),
+        masks_GW.data_ptr(),
+        masks_GW.stride(0),
+    )
+
+
+def sample(
+    logits_BV: torch.Tensor,
+    rows_S: torch.Tensor,
+    positions_S: torch.Tensor,
+    table: torch.Tensor,
+    out_tokens_S: torch.Tensor,
+) -> None:
+    if LIBRARY is None:
+        reference.sample(logits_BV, rows_S, positions_S, table, out_tokens_S)
+        return
+    logits = (
+        logits_BV
+        if logits_BV.dtype == torch.float32 and logits_BV.stride(1) == 1
+        else logits_BV.float().contiguous()
+    )
+    _check_ints(rows_S, positions_S, out_tokens_S, table)
+    count, vocab_size = rows_S.shape[0], logits.shape[1]
+    if LIBRARY.shoal_sample(
+        logits.data_ptr(),
+        logits.stride(0),
+        vocab_size,
+        rows_S.data_ptr(),
+        positions_S.data_ptr(),
+        count,
+        table.data_ptr(),
+        table.stride(0),
+        out_tokens_S.data_ptr(),
+    ):
+        raise MemoryError(f"no memory to sample {count} tokens")
+
+
+def _check_ints(*tensors: torch.Tensor) -> None:
+    for tensor in tensors:
+        assert tensor.dtype == torch.int32 and tensor.stride(-1) == 1

@@ -1,0 +1,580 @@
+"""Products with a weight in fp8 (e4m3), in Triton, for GPUs that know the type.
+
+Few rows take the time of reading the weight. There activations stay as they are and each weight is widened in
+registers, which e4m3 allows without rounding in bf16, float16 and float32: the results are those of the
+unpacked matrix, without its bytes. One row is multiplied elementwise in float32; more go to tensor cores with
+the weight as left operand. The inputs are split, so that all SMs read: the last program of a tile to arrive
+adds the parts in a fixed order.
+
+Many rows are bound by arithmetic. They come in fp8 (fp8_quantize.py), and tensor cores multiply fp8 with fp8,
+whose sums are promoted to float32 every 128 inputs. Scales of rows and outputs are applied to the sums at the
+end, those of groups of inputs to the sum of each group. torch has this product for Hopper and bf16; the
+kernel here is for other cards, types and sizes.
+
+GATED: the weight is gate over up, and silu(gate) * up leaves the kernel. ADD: the product, rounded as one of
+its own, is added to what the output holds, the residual. Which kernel is taken is said in products.py.
+
+T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows) · G groups of inputs. The
+oracle is the product with the unpacked matrix, and of rows in fp8 with what they stand for.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from shoal.kernels.activation import silu_mul
+from shoal.kernels.hopper import HAS_GLUON, empty_product_input
+from shoal.kernels.matmul.dispatch import After, Before, Fp8Tiles, Kernel, Shape, choose, gpu_of
+from shoal.kernels.matmul.linear import finish, fitting_stages
+from shoal.kernels.pdl import pdl_options, wait_for_inputs
+from shoal.kernels.quant.fp8_quantize import quantize, silu_mul_fp8
+from shoal.kernels.quant.fp8_rows import Fp8Rows
+from shoal.kernels.quant.widen import widened_words
+from shoal.kernels.rounding import cdiv
+
+if HAS_GLUON:
+    from shoal.kernels.matmul import hopper_fp8_row
+
+ROWS_ARE_FP8 = (Kernel.FP8_MANY, Kernel.FP8_TORCH)
+MAX_SPLIT_TILES = 4096  # tiles of a launch whose inputs are split; products.py stays below
+
+
+class Fp8Matrix(NamedTuple):
+    """data: float8_e4m3fn [O, I]. scales: float32 [G, O]. group: inputs that share a scale; 0: all."""
+
+    data: torch.Tensor
+    scales: torch.Tensor
+    group: int
+
+
+@triton.jit
+def _row_kernel(
+    x_ptr,
+    weight_ptr,
+    scales_ptr,
+    bias_ptr,
+    out_ptr,
+    O,
+    I,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row, elementwise. The first tile of the weight is on its way before the row is there."""
+    WIDE: tl.constexpr = (
+        GROUP if GROUP > 0 and GROUP < BLOCK_I else BLOCK_I
+    )  # columns of a tile with one scale
+    PARTS: tl.constexpr = BLOCK_I // WIDE
+    out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    part = tl.arange(0, PARTS)
+    column = part[None, :, None] * WIDE + tl.arange(0, WIDE)[None, None, :]
+    in_out = (out < O)[:, None, None]
+    num_outs = O * (1 + GATED)
+    weight_ptrs = weight_ptr + out.to(tl.int64)[:, None, None] * I + column
+    up_ptrs = weight_ptr + (out + O).to(tl.int64)[:, None, None] * I + column
+    in_tile = in_out if EVEN else in_out & (column < I)
+    weight = tl.load(weight_ptrs, mask=in_tile, other=0.0)
+    if GATED:
+        up_weight = tl.load(up_ptrs, mask=in_tile, other=0.0)
+    wait_for_inputs(PDL)
+
+    if ADD:
+        before = tl.load(out_ptr + out, mask=out < O, other=0.0)
+    sums = tl.zeros((BLOCK_O, PARTS, WIDE), tl.float32)
+    up_sums = tl.zeros((BLOCK_O, PARTS, WIDE), tl.float32)
+    for start in range(0, I, BLOCK_I):
+        next_start = start + BLOCK_I
+        x_ptrs = x_ptr + start + column
+        x = (tl.load(x_ptrs) if EVEN else tl.load(x_ptrs, mask=start + column < I, other=0.0)).to(tl.float32)
+        if GROUP > 0:
+            # The scale of a group is applied to its products, as another group may follow in the same sums.
+            group = (start + part * WIDE) // GROUP
+            inside = (out < O)[:, None] & (start + part * WIDE < I)[None, :]
+            at = group[None, :] * num_outs + out[:, None]
+            scale = tl.load(scales_ptr + at, mask=inside, other=0.0)
+            sums += weight.to(tl.float32) * x * scale[:, :, None]
+            if GATED:
+                up_scale = tl.load(scales_ptr + at + O, mask=inside, other=0.0)
+                up_sums += up_weight.to(tl.float32) * x * up_scale[:, :, None]
+        else:
+            sums += weight.to(tl.float32) * x
+            if GATED:
+                up_sums += up_weight.to(tl.float32) * x
+        in_tile = in_out & (next_start < I) if EVEN else in_out & (next_start + column < I)
+        weight = tl.load(weight_ptrs + next_start, mask=in_tile, other=0.0)
+        if GATED:
+            up_weight = tl.load(up_ptrs + next_start, mask=in_tile, other=0.0)
+    result, up = tl.sum(tl.sum(sums, axis=2), axis=1), tl.sum(tl.sum(up_sums, axis=2), axis=1)
+    if GROUP == 0:
+        result *= tl.load(scales_ptr + out, mask=out < O, other=0.0)
+        if GATED:
+            up *= tl.load(scales_ptr + O + out, mask=out < O, other=0.0)
+    result = finish(result, up, bias_ptr, out, O, out_ptr.dtype.element_ty, GATED)
+    if ADD:
+        result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
+    tl.store(out_ptr + out, result, mask=out < O)
+
+
+@triton.jit
+def operand(low_ptrs, high_ptrs, DTYPE: tl.constexpr):
+    """64 inputs of tiles of 16 outputs as tensor cores take them, [16 TILES, 64], in an order of their own.
+    Each thread reads 16 bytes of two outputs, [TILES, 32, 4] int32, and what it has read are the very weights
+    that it has to feed, so nothing moves between threads."""
+    TILES: tl.constexpr = low_ptrs.shape[0]
+    low = widened_words(tl.load(low_ptrs), DTYPE)
+    high = widened_words(tl.load(high_ptrs), DTYPE)
+    weights = tl.reshape(tl.join(low, high), (TILES, 8, 4, 4, 2, 2, 2))  # tile, g, c, word, u, e, h
+    return tl.reshape(tl.permute(weights, (0, 6, 1, 3, 4, 2, 5)), (TILES * 16, 64))
+
+
+@triton.jit
+def operand_order(x):
+    """Rows in the same order, [64, T]. A lane, 4 g + c, has outputs g and g + 8 and feeds inputs
+    8 u + 2 c + e of each 16. It has read inputs 16 c to 16 c + 15, of which 4 are of each word."""
+    ROWS: tl.constexpr = x.shape[0]
+    x = tl.permute(tl.reshape(x, (ROWS, 4, 4, 2, 2)), (0, 2, 3, 1, 4))  # row, word, u, c, e
+    return tl.trans(tl.reshape(x, (ROWS, 64)))
+
+
+@triton.jit(do_not_specialize=["T"])
+def _few_kernel(
+    x_ptr,
+    weight_ptr,
+    scales_ptr,
+    bias_ptr,
+    out_ptr,
+    parts_ptr,
+    arrived_ptr,
+    O,
+    I,
+    T,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    TILED: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The product of the rows of program 1 and the outputs of program 0 over the inputs of program 2, by
+    tensor cores: out^T = weight @ x^T. TILED: weights are read as `operand` says, for which all tiles are
+    whole and `weight_ptr` is of int32."""
+    out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    row = tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
+    column = tl.arange(0, BLOCK_I)
+    in_out, in_row = (out < O)[:, None], (row < T)[None, :]
+    num_outs = O * (1 + GATED)
+    weight_ptrs = weight_ptr + out.to(tl.int64)[:, None] * I + column[None, :]
+    up_ptrs = weight_ptr + (out + O).to(tl.int64)[:, None] * I + column[None, :]
+    x_ptrs = x_ptr + row[None, :] * I + column[:, None]
+    out_ptrs = out_ptr + row[None, :] * O + out[:, None]
+    if TILED:
+        lane = tl.arange(0, 32)[None, :, None]
+        tile = (tl.program_id(0) * (BLOCK_O // 16) + tl.arange(0, BLOCK_O // 16)).to(tl.int64)[:, None, None]
+        low_ptrs = weight_ptr + (tile * 16 + lane // 4) * (I // 4)
+        low_ptrs += lane % 4 * 4 + tl.arange(0, 4)[None, None, :]
+        x_ptrs = x_ptr + row[:, None] * I + tl.arange(0, 64)[None, :]
+    first, end = 0, I
+    if SPLITS > 1:
+        length = tl.cdiv(tl.cdiv(I, BLOCK_I), SPLITS) * BLOCK_I
+        first = tl.program_id(2) * length
+        end = tl.minimum(first + length, I)
+    wait_for_inputs(PDL)
+
+    if ADD:
+        before = tl.load(out_ptrs, mask=in_out & in_row, other=0.0)
+    sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+    up_sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+    for start in range(first, end, BLOCK_I):
+        if TILED:
+            part = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+            up_part = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+            for at in tl.static_range(0, BLOCK_I, 64):
+                x = operand_order(tl.load(x_ptrs + start + at, mask=(row < T)[:, None], other=0.0))
+                ptrs = low_ptrs + (start + at) // 4
+                weight = operand(ptrs, ptrs + 2 * I, x.dtype)
+                if GROUP > 0:
+                    part = tl.dot(weight, x, part)
+                else:
+                    sums = tl.dot(weight, x, sums)
+                if GATED:
+                    ptrs += O.to(tl.int64) * (I // 4)
+                    up_weight = operand(ptrs, ptrs + 2 * I, x.dtype)
+                    if GROUP > 0:
+                        up_part = tl.dot(up_weight, x, up_part)
+                    else:
+                        up_sums = tl.dot(up_weight, x, up_sums)
+            if GROUP > 0:
+                scale_ptrs = scales_ptr + start // GROUP * num_outs + out
+                sums += part * tl.load(scale_ptrs)[:, None]
+                if GATED:
+                    up_sums += up_part * tl.load(scale_ptrs + O)[:, None]
+        else:
+            in_x, in_tile = in_row, in_out
+            if not EVEN:
+                in_x = in_row & (start + column < I)[:, None]
+                in_tile = in_out & (start + column < I)[None, :]
+            x = tl.load(x_ptrs + start, mask=in_x, other=0.0)
+            weight = tl.load(weight_ptrs + start, mask=in_tile, other=0.0).to(x.dtype)
+            if GATED:
+                up_weight = tl.load(up_ptrs + start, mask=in_tile, other=0.0).to(x.dtype)
+            if GROUP > 0:
+                scale_ptrs = scales_ptr + start // GROUP * num_outs + out
+                scale = tl.load(scale_ptrs, mask=out < O, other=0.0)
+                sums += tl.dot(weight, x, input_precision="ieee") * scale[:, None]
+                if GATED:
+                    up_scale = tl.load(scale_ptrs + O, mask=out < O, other=0.0)
+                    up_sums += tl.dot(up_weight, x, input_precision="ieee") * up_scale[:, None]
+            else:
+                sums = tl.dot(weight, x, sums, input_precision="ieee")
+                if GATED:
+                    up_sums = tl.dot(up_weight, x, up_sums, input_precision="ieee")
+
+    if SPLITS > 1:
+        SIZE: tl.constexpr = BLOCK_O * BLOCK_T
+        tile = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
+        at = tl.arange(0, BLOCK_O)[:, None] * BLOCK_T + tl.arange(0, BLOCK_T)[None, :]
+        parts_ptr += tile.to(tl.int64) * (SPLITS * (1 + GATED) * SIZE)
+        mine = parts_ptr + tl.program_id(2) * ((1 + GATED) * SIZE) + at
+        tl.store(mine, sums)
+        if GATED:
+            tl.store(mine + SIZE, up_sums)
+        # All threads have stored before one of them says so, and it has heard of the others before any reads.
+        tl.debug_barrier()
+        if tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") < SPLITS - 1:
+            return
+        tl.store(arrived_ptr + tile, 0)
+        tl.debug_barrier()
+        sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+        up_sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+        for split in tl.static_range(SPLITS):
+            theirs = parts_ptr + split * ((1 + GATED) * SIZE) + at
+            sums += tl.load(theirs, cache_modifier=".cg")
+            if GATED:
+                up_sums += tl.load(theirs + SIZE, cache_modifier=".cg")
+
+    if GROUP == 0:
+        sums *= tl.load(scales_ptr + out, mask=out < O, other=0.0)[:, None]
+        if GATED:
+            up_sums *= tl.load(scales_ptr + O + out, mask=out < O, other=0.0)[:, None]
+    result = finish(sums, up_sums, bias_ptr, out[:, None], O, out_ptr.dtype.element_ty, GATED)
+    if ADD:
+        result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
+    tl.store(out_ptrs, result, mask=in_out & in_row)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _many_kernel(
+    x_ptr,
+    x_scales_ptr,
+    weight_ptr,
+    scales_ptr,
+    bias_ptr,
+    out_ptr,
+    O,
+    I,
+    T,
+    ADD: tl.constexpr,
+    EVEN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    BAND: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Rows in fp8. Programs go through bands of BAND tiles of rows, so that those which run at once share
+    what they read."""
+    program = tl.program_id(0)
+    row_tiles, out_tiles = tl.cdiv(T, BLOCK_T), tl.cdiv(O, BLOCK_O)
+    first_tile = program // (BAND * out_tiles) * BAND
+    height = tl.minimum(row_tiles - first_tile, BAND)
+    within = program % (BAND * out_tiles)
+    row = (first_tile + within % height) * BLOCK_T + tl.arange(0, BLOCK_T)
+    out = within // height * BLOCK_O + tl.arange(0, BLOCK_O)
+    column = tl.arange(0, BLOCK_I)
+    # Rows and outputs beyond the last are the last one again, and are not stored.
+    x_ptrs = x_ptr + tl.minimum(row, T - 1).to(tl.int64)[:, None] * I + column[None, :]
+    weight_ptrs = weight_ptr + tl.minimum(out, O - 1).to(tl.int64)[None, :] * I + column[:, None]
+    wait_for_inputs(PDL)
+
+    sums = tl.zeros((BLOCK_T, BLOCK_O), tl.float32)
+    for start in range(0, I, BLOCK_I):
+        if EVEN:
+            x, weight = tl.load(x_ptrs + start), tl.load(weight_ptrs + start)
+        else:
+            x = tl.load(x_ptrs + start, mask=(start + column < I)[None, :], other=0.0)
+            weight = tl.load(weight_ptrs + start, mask=(start + column < I)[:, None], other=0.0)
+        if GROUP > 0:
+            group = start // GROUP
+            x_scale = tl.load(x_scales_ptr + group * T + row, mask=row < T, other=0.0)
+            scale = tl.load(scales_ptr + group * O + out, mask=out < O, other=0.0)
+            sums += tl.dot(x, weight) * (x_scale[:, None] * scale[None, :])
+        else:
+            # Tensor cores of Hopper keep fewer bits than float32 of sums of fp8.
+            sums = tl.dot(x, weight, sums, max_num_imprecise_acc=BLOCK_I)
+    if GROUP == 0:
+        x_scale = tl.load(x_scales_ptr + row, mask=row < T, other=0.0)
+        scale = tl.load(scales_ptr + out, mask=out < O, other=0.0)
+        sums = sums * x_scale[:, None] * scale[None, :]
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + out, mask=out < O, other=0.0).to(tl.float32)[None, :]
+    out_ptrs = out_ptr + row.to(tl.int64)[:, None] * O + out[None, :]
+    inside = (row < T)[:, None] & (out < O)[None, :]
+    result = sums.to(out_ptr.dtype.element_ty)
+    if ADD:
+        before = tl.load(out_ptrs, mask=inside, other=0.0)
+        result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
+    tl.store(out_ptrs, result, mask=inside)
+
+
+def fp8_group(matrix: Fp8Matrix, rows: int) -> int | None:
+    """In which groups of columns the product of so many rows wants them in fp8; 0: each row is one. None: it
+    wants them as they are."""
+    outs, inputs = matrix.data.shape
+    shape = Shape(outs, inputs, group=matrix.group)
+    chosen = choose(shape, rows, torch.float8_e4m3fn, gpu_of(matrix.data.device))
+    return matrix.group if chosen.kernel in ROWS_ARE_FP8 else None
+
+
+def fp8_linear(
+    x_TI: torch.Tensor | Fp8Rows,
+    matrix: Fp8Matrix,
+    bias_O: torch.Tensor | None,
+    residual_TO: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """x W^T + bias in x's dtype. It is added to `residual_TO` in place, if there is one, which is then
+    returned. Rows in fp8 are those that `fp8_group` asked for."""
+    outs, inputs = matrix.data.shape
+    shape = Shape(
+        outs,
+        inputs,
+        after=After.NOTHING if residual_TO is None else After.ADD,
+        bias=bias_O is not None,
+        group=matrix.group,
+    )
+    return _run(x_TI, matrix, bias_O, shape, residual_TO)
+
+
+def fp8_linear_silu_mul(
+    x_TI: torch.Tensor | Fp8Rows, matrix: Fp8Matrix, bias_2F: torch.Tensor | None, group: int | None = None
+) -> torch.Tensor | Fp8Rows:
+    """silu(first half of the outputs) * second half. `group`: what the matrix that takes it next asked for by
+    `fp8_group`."""
+    if fp8_group(matrix, len(x_TI)) is not None:
+        gate_up_T2F = fp8_linear(x_TI, matrix, bias_2F)
+        return silu_mul(gate_up_T2F) if group is None else silu_mul_fp8(gate_up_T2F, group)
+    assert group is None  # Few rows are few for every matrix.
+    outs, inputs = matrix.data.shape
+    shape = Shape(outs // 2, inputs, after=After.SILU_MUL, bias=bias_2F is not None, group=matrix.group)
+    return _run(x_TI, matrix, bias_2F, shape, None)
+
+
+def fp8_linear_of_norm(
+    residual_TI: torch.Tensor,
+    norm_weight_I: torch.Tensor,
+    eps: float,
+    matrix: Fp8Matrix,
+    bias: torch.Tensor | None,
+    gated: bool,
+) -> torch.Tensor | None:
+    """The product of the residual's norm, gated or not, where one kernel makes both. None: none does."""
+    weight_rows, inputs = matrix.data.shape
+    outs, after = (weight_rows // 2, After.SILU_MUL) if gated else (weight_rows, After.NOTHING)
+    shape = Shape(outs, inputs, Before.NORM, after, bias is not None, group=matrix.group)
+    chosen = choose(shape, len(residual_TI), torch.float8_e4m3fn, gpu_of(matrix.data.device))
+    if not chosen.norms or residual_TI.dtype != torch.bfloat16:
+        return None
+    out_1O = empty_product_input(residual_TI, 1, outs)
+    _ring(residual_TI, matrix, bias, out_1O, shape, norm_weight_I, eps)
+    return out_1O
+
+
+def _run(
+    x_TI: torch.Tensor | Fp8Rows,
+    matrix: Fp8Matrix,
+    bias: torch.Tensor | None,
+    shape: Shape,
+    residual_TO: torch.Tensor | None,
+) -> torch.Tensor:
+    rows, device = len(x_TI), matrix.data.device
+    chosen = choose(shape, rows, torch.float8_e4m3fn, gpu_of(device))
+    out_TO = residual_TO
+    if out_TO is None:
+        like = matrix.scales.new_empty(0, dtype=x_TI.dtype)
+        out_TO = empty_product_input(like, rows, shape.outs)
+    assert out_TO.is_contiguous() and out_TO.shape == (rows, shape.outs) and out_TO.dtype == x_TI.dtype
+    if rows == 0:
+        return out_TO
+    assert chosen.fp8_tiles is not None
+    if chosen.kernel in ROWS_ARE_FP8:
+        if not isinstance(x_TI, Fp8Rows):
+            x_TI = quantize(x_TI, matrix.group)
+        if chosen.kernel is Kernel.FP8_TORCH and out_TO.dtype == torch.bfloat16:
+            _by_torch(x_TI, matrix, bias, out_TO, residual_TO is not None)
+        else:
+            _many(chosen.fp8_tiles, x_TI, matrix, bias, out_TO, residual_TO is not None)
+    else:
+        assert isinstance(x_TI, torch.Tensor)
+        if chosen.kernel is Kernel.HOPPER_FP8_ROW and x_TI.dtype == torch.bfloat16:
+            _ring(x_TI, matrix, bias, out_TO, shape)
+        else:
+            product = _few if chosen.kernel is Kernel.FP8_FEW else _row
+            product(chosen.fp8_tiles, x_TI, matrix, bias, out_TO, shape)
+    return out_TO
+
+
+def _ring(
+    x_1I: torch.Tensor,
+    matrix: Fp8Matrix,
+    bias: torch.Tensor | None,
+    out_1O: torch.Tensor,
+    shape: Shape,
+    norm_weight_I: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> None:
+    assert x_1I.is_contiguous()
+    hopper_fp8_row.hopper_fp8_row_product(
+        x_1I,
+        *matrix,
+        bias,
+        out_1O,
+        gated=shape.gated,
+        add=shape.after is After.ADD,
+        norm_weight_I=norm_weight_I,
+        eps=eps,
+    )
+
+
+def _row(
+    tiles: Fp8Tiles,
+    x_TI: torch.Tensor,
+    matrix: Fp8Matrix,
+    bias: torch.Tensor | None,
+    out_TO: torch.Tensor,
+    shape: Shape,
+) -> None:
+    assert x_TI.is_contiguous()
+    _row_kernel[(cdiv(shape.outs, tiles.outs),)](
+        x_TI,
+        matrix.data,
+        matrix.scales,
+        bias,
+        out_TO,
+        shape.outs,
+        shape.inputs,
+        GATED=shape.gated,
+        ADD=shape.after is After.ADD,
+        EVEN=shape.inputs % tiles.columns == 0,
+        GROUP=matrix.group,
+        BLOCK_O=tiles.outs,
+        BLOCK_I=tiles.columns,
+        num_warps=tiles.num_warps,
+        num_stages=1,
+        **pdl_options(),
+    )
+
+
+def _few(
+    tiles: Fp8Tiles,
+    x_TI: torch.Tensor,
+    matrix: Fp8Matrix,
+    bias: torch.Tensor | None,
+    out_TO: torch.Tensor,
+    shape: Shape,
+) -> None:
+    assert x_TI.is_contiguous()
+    rows = len(x_TI)
+    grid = (cdiv(shape.outs, tiles.outs), cdiv(rows, tiles.rows), tiles.splits)
+    parts, arrived = matrix.scales, matrix.scales
+    if tiles.splits > 1:
+        assert grid[0] * grid[1] <= MAX_SPLIT_TILES
+        size = tiles.rows * tiles.outs * (1 + shape.gated)
+        parts = x_TI.new_empty(grid[0] * grid[1] * grid[2] * size, dtype=torch.float32)
+        arrived = _arrived(x_TI.device)
+    stage_bytes = tiles.columns * (tiles.outs * (1 + shape.gated) + tiles.rows * x_TI.itemsize)
+    whole = tiles.columns % 64 == shape.inputs % tiles.columns == shape.outs % tiles.outs == 0
+    tiled = whole and x_TI.itemsize == 2
+    _few_kernel[grid](
+        x_TI,
+        matrix.data.view(torch.int32) if tiled else matrix.data,
+        matrix.scales,
+        bias,
+        out_TO,
+        parts,
+        arrived,
+        shape.outs,
+        shape.inputs,
+        rows,
+        GATED=shape.gated,
+        ADD=shape.after is After.ADD,
+        EVEN=shape.inputs % tiles.columns == 0,
+        GROUP=matrix.group,
+        TILED=tiled,
+        SPLITS=tiles.splits,
+        BLOCK_T=tiles.rows,
+        BLOCK_O=tiles.outs,
+        BLOCK_I=tiles.columns,
+        num_warps=tiles.num_warps,
+        num_stages=fitting_stages(tiles.num_stages, stage_bytes, x_TI.device),
+        **pdl_options(),
+    )
+
+
+def _many(
+    tiles: Fp8Tiles, x: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, out_TO: torch.Tensor, add: bool
+) -> None:
+    assert x.group == matrix.group and x.data.is_contiguous()
+    (rows, inputs), outs = x.data.shape, matrix.data.shape[0]
+    stage_bytes = tiles.columns * (tiles.outs + tiles.rows)
+    _many_kernel[(cdiv(rows, tiles.rows) * cdiv(outs, tiles.outs),)](
+        x.data,
+        x.scales,
+        matrix.data,
+        matrix.scales,
+        bias,
+        out_TO,
+        outs,
+        inputs,
+        rows,
+        ADD=add,
+        EVEN=inputs % tiles.columns == 0,
+        GROUP=matrix.group,
+        BLOCK_T=tiles.rows,
+        BLOCK_O=tiles.outs,
+        BLOCK_I=tiles.columns,
+        BAND=8,
+        num_warps=tiles.num_warps,
+        num_stages=fitting_stages(tiles.num_stages, stage_bytes, x.data.device),
+        **pdl_options(),
+    )
+
+
+def _by_torch(
+    x: Fp8Rows, matrix: Fp8Matrix, bias: torch.Tensor | None, out_TO: torch.Tensor, add: bool
+) -> None:
+    """CUTLASS or cuBLAS, which write bf16 alone. Without `use_fast_accum` their sums are promoted as ours."""
+    scales = x.scales.t(), matrix.scales  # [T, groups] and [groups, O], as both lie
+    product = out_TO.new_empty(out_TO.shape) if add else out_TO
+    torch._scaled_mm(x.data, matrix.data.t(), *scales, bias=bias, out_dtype=out_TO.dtype, out=product)
+    if add:
+        out_TO += product
+
+
+@functools.cache
+def _arrived(device: torch.device) -> torch.Tensor:
+    """How many parts of each tile are there. Every launch leaves zeros, which the next one counts on. So
+    launches on one device must follow each other."""
+    return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)

@@ -1,0 +1,410 @@
+"""Products of few rows with a weight matrix, in Triton. Their time is that of reading the weights.
+
+Which products come here, and which go to cuBLAS or to one of Hopper's kernels, is said in products.py.
+
+A few rows are multiplied elementwise in float32 with tiles of the weight, the first of which is loaded before
+the rows are there (pdl.py). More rows go to tensor cores. The weight is the left operand there, so that rows
+are padded to 16 only. No sum is split over programs, so each result is one sum in a fixed order.
+
+GATED: the weight is gate over up, and silu(gate) * up leaves the kernel instead of the two. ADD: the product,
+rounded as one of its own, is added to what the output holds, the residual, which is loaded before the
+product. RMSNorm before a product of one narrow row, and a residual sum before that, are part of the product,
+because w (g * x) / rms(x) needs rms(x) only at its end.
+
+T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows). The oracle is reference.py.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+from shoal.kernels.activation import silu, silu_mul
+from shoal.kernels.hopper import HAS_GLUON, empty_product_input
+from shoal.kernels.matmul import dispatch
+from shoal.kernels.matmul.dispatch import After, Before, Kernel, Product, Shape, Tiles, choose
+from shoal.kernels.norm import add_rms_norm, rms_norm
+from shoal.kernels.pdl import pdl_options, prefetch, wait_for_inputs
+from shoal.kernels.rounding import cdiv, next_power_of_2
+
+if HAS_GLUON:
+    from shoal.kernels.matmul import hopper_gated, hopper_linear, hopper_row
+
+PIECE = tl.constexpr(2048)  # bytes that a thread prefetches
+
+
+@triton.jit
+def _prefetch_rows(weight_ptr, first, end, I, PDL: tl.constexpr):
+    """Prefetches rows [first, end) of a weight, which lie in one piece."""
+    start = tl.arange(0, tl.extra.cuda.num_threads()) * PIECE
+    num_bytes = (end - first) * I * (weight_ptr.dtype.element_ty.primitive_bitwidth // 8)
+    ptr = (weight_ptr + first.to(tl.int64) * I).to(tl.pointer_type(tl.int8))
+    prefetch(ptr + start, tl.minimum(tl.maximum(num_bytes - start, 0), PIECE), PDL)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _vector_kernel(
+    x_ptr,
+    norm_ptr,
+    residual_ptr,
+    sum_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    eps,
+    O,
+    I,
+    T,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    EVEN: tl.constexpr,
+    WHOLE: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The product of T <= BLOCK_T rows, elementwise. EVEN: the inputs are whole tiles. WHOLE: they are one
+    tile. PREFETCH: the tiles after the first are brought into the L2 cache.
+
+    With `norm_ptr`, x is replaced by its RMSNorm, weighted by it. With `residual_ptr` too, x + residual takes
+    the place of x, and the first program leaves that sum in `sum_ptr`. (What ADD adds to is in `out_ptr`.)
+    """
+    first = tl.program_id(0) * BLOCK_O
+    out = first + tl.arange(0, BLOCK_O)
+    row = tl.arange(0, BLOCK_T)
+    column = tl.arange(0, BLOCK_I)[None, None, :]
+    in_out, in_row = (out < O)[None, :, None], (row < T)[:, None, None]
+    weight_ptrs = weight_ptr + out.to(tl.int64)[None, :, None] * I + column
+    up_ptrs = weight_ptr + (out + O).to(tl.int64)[None, :, None] * I + column
+    offsets = row[:, None, None] * I + column
+    in_tile = in_out if EVEN else in_out & (column < I)
+    weight = tl.load(weight_ptrs, mask=in_tile, other=0.0)
+    if GATED:
+        up_weight = tl.load(up_ptrs, mask=in_tile, other=0.0)
+    if norm_ptr is not None:
+        norm = tl.load(norm_ptr + column, mask=column < I, other=0.0)
+    if PREFETCH and PDL:
+        end = tl.minimum(first + BLOCK_O, O)
+        _prefetch_rows(weight_ptr, first, end, I, PDL)
+        if GATED:
+            _prefetch_rows(weight_ptr, first + O, end + O, I, PDL)
+    wait_for_inputs(PDL)
+
+    out_ptrs = out_ptr + row[:, None] * O + out[None, :]
+    inside = (row < T)[:, None] & (out < O)[None, :]
+    if ADD:
+        before = tl.load(out_ptrs, mask=inside, other=0.0)
+    sums = tl.zeros((BLOCK_T, BLOCK_O, BLOCK_I), tl.float32)
+    up_sums = tl.zeros((BLOCK_T, BLOCK_O, BLOCK_I), tl.float32)
+    squares = tl.zeros((BLOCK_T, 1, BLOCK_I), tl.float32)
+    for start in range(0, BLOCK_I if WHOLE else I, BLOCK_I):
+        next_start = start + BLOCK_I
+        in_x = in_row if EVEN else in_row & (start + column < I)
+        x = tl.load(x_ptr + offsets + start, mask=in_x, other=0.0)
+        if residual_ptr is not None:
+            x = (
+                x.to(tl.float32)
+                + tl.load(residual_ptr + offsets + start, mask=in_x, other=0.0).to(tl.float32)
+            ).to(x.dtype)
+            tl.store(sum_ptr + offsets + start, x, mask=in_x & (first == 0))
+        x32 = x.to(tl.float32)
+        if norm_ptr is not None:
+            squares += x32 * x32
+            x32 *= norm.to(tl.float32)
+            if not WHOLE:
+                norm = tl.load(norm_ptr + next_start + column, mask=next_start + column < I, other=0.0)
+        sums += weight.to(tl.float32) * x32
+        if GATED:
+            up_sums += up_weight.to(tl.float32) * x32
+        if not WHOLE:
+            in_tile = in_out & (next_start < I) if EVEN else in_out & (next_start + column < I)
+            weight = tl.load(weight_ptrs + next_start, mask=in_tile, other=0.0)
+            if GATED:
+                up_weight = tl.load(up_ptrs + next_start, mask=in_tile, other=0.0)
+    result, up = tl.sum(sums, axis=2), tl.sum(up_sums, axis=2)
+    if norm_ptr is not None:
+        scale = tl.rsqrt(tl.sum(squares, axis=2) / I + eps)
+        result *= scale
+        up *= scale
+    result = finish(result, up, bias_ptr, out[None, :], O, out_ptr.dtype.element_ty, GATED)
+    if ADD:
+        result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
+    tl.store(out_ptrs, result, mask=inside)
+
+
+@triton.jit
+def finish(sums, up_sums, bias_ptr, out, O, DTYPE: tl.constexpr, GATED: tl.constexpr):
+    """Bias and activation. Gate and up are rounded first, as two products would round them."""
+    if bias_ptr is not None:
+        sums += tl.load(bias_ptr + out, mask=out < O, other=0.0).to(tl.float32)
+        if GATED:
+            up_sums += tl.load(bias_ptr + O + out, mask=out < O, other=0.0).to(tl.float32)
+    result = sums.to(DTYPE)
+    if GATED:
+        result = (silu(result.to(tl.float32)) * up_sums.to(DTYPE).to(tl.float32)).to(DTYPE)
+    return result
+
+
+@triton.jit(do_not_specialize=["T"])
+def _matrix_kernel(
+    x_ptr,
+    weight_ptr,
+    bias_ptr,
+    out_ptr,
+    O,
+    I,
+    T,
+    GATED: tl.constexpr,
+    ADD: tl.constexpr,
+    EVEN: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_O: tl.constexpr,
+    BLOCK_I: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The product of T <= BLOCK_T rows, by tensor cores: out^T = weight @ x^T."""
+    out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
+    row = tl.arange(0, BLOCK_T)
+    column = tl.arange(0, BLOCK_I)
+    in_out, in_row = (out < O)[:, None], (row < T)[None, :]
+    weight_ptrs = weight_ptr + out.to(tl.int64)[:, None] * I + column[None, :]
+    up_ptrs = weight_ptr + (out + O).to(tl.int64)[:, None] * I + column[None, :]
+    x_ptrs = x_ptr + row[None, :] * I + column[:, None]
+    out_ptrs = out_ptr + row[None, :] * O + out[:, None]
+    wait_for_inputs(PDL)
+
+    if ADD:
+        before = tl.load(out_ptrs, mask=in_out & in_row, other=0.0)
+    sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+    up_sums = tl.zeros((BLOCK_O, BLOCK_T), tl.float32)
+    for start in range(0, I, BLOCK_I):
+        if EVEN:
+            x = tl.load(x_ptrs + start, mask=in_row, other=0.0)
+            in_tile = in_out
+        else:
+            x = tl.load(x_ptrs + start, mask=in_row & (start + column < I)[:, None], other=0.0)
+            in_tile = in_out & (start + column < I)[None, :]
+        sums = tl.dot(tl.load(weight_ptrs + start, mask=in_tile, other=0.0), x, sums)
+        if GATED:
+            up_sums = tl.dot(tl.load(up_ptrs + start, mask=in_tile, other=0.0), x, up_sums)
+    result = finish(sums, up_sums, bias_ptr, out[:, None], O, out_ptr.dtype.element_ty, GATED)
+    if ADD:
+        result = (before.to(tl.float32) + result.to(tl.float32)).to(result.dtype)
+    tl.store(out_ptrs, result, mask=in_out & in_row)
+
+
+@contextmanager
+def _exact_sums(num_outs: int) -> Iterator[None]:
+    """Inside this context cuBLAS adds the parts of a split sum in float32.
+
+    PyTorch lets it round each part to 16 bits. cuBLAS does so where outputs are not aligned to 16 bytes, and
+    the error is then three times that of one rounding. Other products are left alone: they have exact sums
+    anyway, and the switch is the process's.
+    """
+    if num_outs % 8 == 0:
+        yield
+        return
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction
+    flags.allow_bf16_reduced_precision_reduction = flags.allow_fp16_reduced_precision_reduction = False
+    try:
+        yield
+    finally:
+        flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction = before
+
+
+def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    return _run(_choose(x_TI, weight_OI, bias_O), x_TI, weight_OI, bias_O)
+
+
+def linear_add(
+    x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
+) -> torch.Tensor | None:
+    """residual += the product, in place, and returns None. A product that cuBLAS is slow to add is returned
+    instead, for the next norm to add."""
+    chosen = _choose(x_TI, weight_OI, bias_O, after=After.ADD)
+    if not chosen.adds:
+        return _run(chosen, x_TI, weight_OI, bias_O)
+    _run(chosen, x_TI, weight_OI, bias_O, residual_TO=residual_TO)
+    return None
+
+
+def linear_silu_mul(
+    x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None
+) -> torch.Tensor:
+    """silu(first half of the outputs) * second half."""
+    return _run(
+        _choose(x_TI, weight_2FI, bias_2F, after=After.SILU_MUL), x_TI, weight_2FI, bias_2F, gated=True
+    )
+
+
+def add_norm_linear(
+    x_TD: torch.Tensor | None,
+    residual_TD: torch.Tensor,
+    norm_weight_D: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product of the norm of x + residual, and that sum. x None: there is nothing to add.
+
+    Where the norm is part of the product, there is one kernel, and the sum is a tensor of its own, because no
+    program may write what others still read."""
+    before = Before.NORM if x_TD is None else Before.SUM_AND_NORM
+    chosen = _choose(residual_TD, weight, bias, before, After.SILU_MUL if gated else After.NOTHING)
+    if not chosen.norms:
+        normed_TD = (
+            rms_norm(residual_TD, norm_weight_D, eps)
+            if x_TD is None
+            else add_rms_norm(x_TD, residual_TD, norm_weight_D, eps)
+        )
+        return _run(chosen, normed_TD, weight, bias, gated), residual_TD
+    if chosen.kernel is Kernel.HOPPER_ROW:
+        return hopper_row.hopper_row_product(
+            residual_TD, weight, bias, gated, norm_weight_I=norm_weight_D, eps=eps
+        ), residual_TD
+    assert chosen.tiles is not None
+    if x_TD is None:
+        return product(
+            chosen.tiles, residual_TD, weight, bias, gated, norm=(norm_weight_D, None, None), eps=eps
+        ), residual_TD
+    assert residual_TD.is_contiguous()
+    sum_TD = torch.empty_like(residual_TD)
+    return product(
+        chosen.tiles, x_TD, weight, bias, gated, norm=(norm_weight_D, residual_TD, sum_TD), eps=eps
+    ), sum_TD
+
+
+def _choose(
+    x_TI: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    before: Before = Before.NOTHING,
+    after: After = After.NOTHING,
+) -> Product:
+    weight_rows, inputs = weight.shape
+    outs = weight_rows // 2 if after is After.SILU_MUL else weight_rows
+    shape = Shape(outs, inputs, before, after, bias is not None)
+    return choose(shape, x_TI.shape[0], x_TI.dtype, dispatch.gpu_of(x_TI.device))
+
+
+def _run(
+    chosen: Product,
+    x_TI: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool = False,
+    residual_TO: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The product by the kernel that was chosen. It is added to `residual_TO` in place, if there is one,
+    which is then returned."""
+    if chosen.kernel is Kernel.HOPPER_GATED:
+        return hopper_gated.hopper_gated_product(x_TI, weight)
+    if chosen.kernel is Kernel.HOPPER_ROW:
+        return hopper_row.hopper_row_product(x_TI, weight, bias, gated, residual_TO)
+    if chosen.hopper_tiles is not None:
+        return hopper_linear.hopper_product(chosen.hopper_tiles, x_TI, weight, bias, gated, residual_TO)
+    if chosen.tiles is not None:
+        return product(chosen.tiles, x_TI, weight, bias, gated, residual_TO)
+    if gated:
+        return silu_mul(F.linear(x_TI, weight, bias))
+    with _exact_sums(weight.shape[0]):
+        if residual_TO is None:
+            return F.linear(x_TI, weight, bias)
+        return residual_TO.addmm_(x_TI, weight.t())
+
+
+def product(
+    tiles: Tiles,
+    x_TI: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    gated: bool,
+    residual_TO: torch.Tensor | None = None,
+    *,
+    norm: tuple[torch.Tensor | None, ...] = (None, None, None),
+    eps: float = 0.0,
+) -> torch.Tensor:
+    """x @ weight^T + bias, cut as `tiles` say. The product is added to `residual_TO` in place, if there is
+    one, which is then returned. `norm`, for elementwise products alone: the norm's weight, the residual to
+    add to x before it (or None), and where that sum goes."""
+    assert x_TI.is_contiguous() and weight.is_contiguous()
+    (rows, columns), outs = x_TI.shape, weight.shape[0] // (1 + gated)
+    out_TO = empty_product_input(x_TI, rows, outs) if residual_TO is None else residual_TO
+    assert out_TO.is_contiguous() and out_TO.shape == (rows, outs) and out_TO.dtype == x_TI.dtype
+    add = residual_TO is not None
+    grid, even = (cdiv(outs, tiles.outs),), columns % tiles.columns == 0
+    if tiles.num_stages == 0:
+        whole = columns <= tiles.columns
+        _vector_kernel[grid](
+            x_TI,
+            *norm,
+            weight,
+            bias,
+            out_TO,
+            eps,
+            outs,
+            columns,
+            rows,
+            GATED=gated,
+            ADD=add,
+            EVEN=even,
+            WHOLE=whole,
+            PREFETCH=not whole
+            and columns % 8 == 0
+            and grid[0] * tiles.num_warps <= dispatch.gpu_of(x_TI.device).limits.prefetched_warps,
+            BLOCK_T=next_power_of_2(rows),
+            BLOCK_O=tiles.outs,
+            BLOCK_I=tiles.columns,
+            num_warps=tiles.num_warps,
+            num_stages=1,
+            **pdl_options(),
+        )
+    else:
+        block_t = max(16, next_power_of_2(rows))
+        stage_bytes = (tiles.outs * (1 + gated) + block_t) * tiles.columns * weight.itemsize
+        _matrix_kernel[grid](
+            x_TI,
+            weight,
+            bias,
+            out_TO,
+            outs,
+            columns,
+            rows,
+            GATED=gated,
+            ADD=add,
+            EVEN=even,
+            BLOCK_T=block_t,
+            BLOCK_O=tiles.outs,
+            BLOCK_I=tiles.columns,
+            num_warps=tiles.num_warps,
+            num_stages=fitting_stages(tiles.num_stages, stage_bytes, weight.device),
+            **pdl_options(),
+        )
+    return out_TO
+
+
+def fitting_stages(num_stages: int, stage_bytes: int, device: torch.device) -> int:
+    """How many stages of a pipeline there is room for. On many cards a program has no more than 99 KB of
+    shared memory. A pipeline buffers one stage less than it has."""
+    if device.type != "cuda":  # interpreted
+        return num_stages
+    return max(
+        1,
+        min(num_stages, 1 + _shared_memory(triton.runtime.driver.active.get_current_device()) // stage_bytes),
+    )
+
+
+@functools.cache
+def _shared_memory(device: int) -> int:
+    """The bytes of shared memory that a program can have, as Triton itself asks for them."""
+    return triton.runtime.driver.active.utils.get_device_properties(device)["max_shared_mem"]

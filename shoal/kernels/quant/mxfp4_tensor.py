@@ -1,0 +1,70 @@
+"""Mxfp4Tensor: a matrix of 4-bit floating-point weights (e2m1), 32 of which share a power of two (OCP's
+Microscaling Formats, MXFP4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from shoal.errors import CheckpointError
+from shoal.kernels.quant.quantized_tensor import QuantizedTensor
+
+GROUP = 32
+BIAS = 127  # of e8m0: a scale's exponent is its byte less this.
+NAN = 255  # the one byte that is no scale
+# The numbers by their bits: sign, two of exponent, one of mantissa
+VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+@dataclass(frozen=True)
+class Mxfp4Tensor(QuantizedTensor):
+    """quants: uint8 [O, I / 2], the input of even number in the low bits. scales: uint8 [O, I / 32], e8m0."""
+
+    shape: tuple[int, int]
+    quants: torch.Tensor
+    scales: torch.Tensor
+
+    @classmethod
+    def of(cls, quants: torch.Tensor, scales: torch.Tensor) -> Mxfp4Tensor:
+        """Raises CheckpointError for scales that are no numbers."""
+        if bool((scales == NAN).any()):
+            raise CheckpointError("there are scales that are no numbers; the file is damaged")
+        return cls((quants.shape[0], 2 * quants.shape[1]), quants.contiguous(), scales.contiguous())
+
+    @property
+    def group_size(self) -> int:
+        return GROUP
+
+    def unpacked(self) -> torch.Tensor:
+        """The quants, uint8 [O, I]."""
+        return torch.stack((self.quants & 15, self.quants >> 4), dim=2).flatten(1)
+
+    def dequantize(
+        self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        quants = replace(self, quants=self.quants.to(device)).unpacked()
+        values = torch.tensor(VALUES, device=device)[quants.int()]
+        exponents = self.scales.to(device).int().unsqueeze(2) - BIAS
+        return torch.ldexp(values.unflatten(1, (-1, GROUP)), exponents).flatten(1).to(dtype)
+
+    def rows(self, start: int, stop: int) -> Mxfp4Tensor:
+        return replace(
+            self,
+            shape=(stop - start, self.shape[1]),
+            quants=self.quants[start:stop],
+            scales=self.scales[start:stop],
+        )
+
+    def columns(self, start: int, stop: int) -> Mxfp4Tensor:
+        if start % GROUP or stop % GROUP:
+            raise CheckpointError(
+                f"columns {start} to {stop} of a matrix of shape {list(self.shape)} in mxfp4 cut through its "
+                f"groups of {GROUP}; choose a smaller tensor_parallel_size"
+            )
+        return replace(
+            self,
+            shape=(self.shape[0], stop - start),
+            quants=self.quants[:, start // 2 : stop // 2],
+            scales=self.scales[:, start // GROUP : stop // GROUP],
+        )

@@ -1,0 +1,376 @@
+"""What the engine tells of its KV blocks: a book of what is cached where, and the thread that publishes its
+changes as vLLM does.
+
+The engine's thread notes what happens and hands it over once a step. All else is done by one other thread:
+the book, encoding, sending, the last `buffer_steps` batches, and answers to listeners that have missed some:
+those batches, or, if they are gone, a snapshot. The wire format is in shoal/kv_events.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from array import array
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from itertools import islice
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
+
+import msgspec
+import zmq
+
+from shoal import kv_events as kv_events
+from shoal.config import KVEventsConfig
+from shoal.errors import UnavailableError
+from shoal.hashing import block_name
+from shoal.kv.events.endpoints import Keys, is_ours, load_keys, open_socket, with_rank
+from shoal.kv.events.replay import WINDOW, Replay
+from shoal.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvent
+
+logger = logging.getLogger(__name__)
+
+REPLAY_POLL_S = 0.1  # at most so long a request for a replay waits
+REPLAY_TURN_S = 0.001  # between turns of an answer that its client takes
+REPLAY_STALL_S = 0.02  # and of answers that nobody takes
+LAST_WORDS_MS = 1000  # for batches that are still to be sent when the engine ends
+
+
+class Stored(NamedTuple):
+    keys: Sequence[bytes]
+    parent: bytes | None
+    token_ids: Sequence[int]
+    adapter: str | None
+    cache_salt: str | None
+    tier: str
+
+
+class Removed(NamedTuple):
+    key: bytes
+    tier: str
+
+
+class Cleared(NamedTuple):
+    tier: str
+
+
+Change = Stored | Removed | Cleared
+
+
+class _Block(msgspec.Struct, gc=False):
+    """A Struct, as there are many, and neither making nor keeping them may take the interpreter from the
+    engine's thread for long."""
+
+    key: bytes
+    parent: int | None
+    token_ids: bytes  # uint32
+    adapter: str | None
+    cache_salt: str | None  # of a sequence's first block
+
+
+class Book:
+    """The blocks that have been told of and are there, by tier: name -> block. Two contents of one name
+    (2^-64) are told as the first."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.tiers: dict[str, dict[int, _Block]] = {}
+
+    def apply(self, changes: Sequence[Change]) -> list[KVEvent]:
+        """The events that tell of these changes, in their order. What is no news makes none: blocks stored
+        that were there, or removed that were not."""
+        events: list[KVEvent] = []
+        for change in changes:
+            if isinstance(change, Stored):
+                events += self._store(change)
+            elif isinstance(change, Removed):
+                name, tier = block_name(change.key), self.tiers.get(change.tier, {})
+                block = tier.get(name)
+                if block is not None and block.key == change.key:
+                    del tier[name]
+                    _remove(events, name, change.tier)
+            else:
+                self._clear(events, change.tier)
+        return events
+
+    def snapshot(self) -> list[KVEvent]:
+        """Events that make anyone's view this book: all cleared, then what is there, parents first."""
+        events: list[KVEvent] = [AllBlocksCleared()]
+        for tier, blocks in self.tiers.items():
+            run: list[tuple[int, _Block]] = []
+            for name, block in _parents_first(blocks):
+                if run and not (block.parent == run[-1][0] and block.adapter == run[-1][1].adapter):
+                    events.append(self._event(run, tier))
+                    run = []
+                run.append((name, block))
+            if run:
+                events.append(self._event(run, tier))
+        return events
+
+    def _store(self, stored: Stored) -> Iterator[BlockStored]:
+        tokens = array("I", stored.token_ids)
+        data, size = tokens.tobytes(), self.block_size * tokens.itemsize
+        blocks = self.tiers.setdefault(stored.tier, {})
+        parent = None if stored.parent is None else block_name(stored.parent)
+        adapter, salt = _text(stored.adapter), _text(stored.cache_salt) if parent is None else None
+        run: list[tuple[int, _Block]] = []
+        for i, key in enumerate(stored.keys):
+            name = block_name(key)
+            if name not in blocks:
+                blocks[name] = block = _Block(key, parent, data[i * size : (i + 1) * size], adapter, salt)
+                run.append((name, block))
+            elif run:
+                yield self._event(run, stored.tier)
+                run = []
+            parent, salt = name, None
+        if run:
+            yield self._event(run, stored.tier)
+
+    def _clear(self, events: list[KVEvent], tier: str) -> None:
+        """vLLM's event means every tier."""
+        gone = self.tiers.pop(tier, {})
+        if not any(self.tiers.values()):
+            events.append(AllBlocksCleared())
+        elif gone:
+            events.append(BlockRemoved(list(gone), tier))
+
+    def _event(self, run: list[tuple[int, _Block]], tier: str) -> BlockStored:
+        first, tokens = run[0][1], array("I", b"".join([block.token_ids for _, block in run]))
+        lora = [{"type": "lora", "name": first.adapter}] if first.adapter else []
+        salt = [{"type": "cache_salt", "salt": first.cache_salt}] if first.cache_salt else []
+        extra = [lora + salt or None, *[lora or None] * (len(run) - 1)] if lora or salt else None
+        return BlockStored(
+            [name for name, _ in run],
+            first.parent,
+            tokens.tolist(),
+            self.block_size,
+            None,
+            tier,
+            first.adapter,
+            extra,
+        )
+
+
+def _text(value: str | None) -> str | None:
+    """Replaces what UTF-8 cannot encode: a text that users send may hold halves of surrogate pairs."""
+    return value and value.encode("utf-8", "replace").decode()
+
+
+def _remove(events: list[KVEvent], name: int, tier: str) -> None:
+    last = events[-1] if events else None
+    if isinstance(last, BlockRemoved) and last.medium == tier:
+        last.block_hashes.append(name)
+    else:
+        events.append(BlockRemoved([name], tier))
+
+
+def _parents_first(blocks: dict[int, _Block]) -> Iterator[tuple[int, _Block]]:
+    """In the order stored, but that a parent which came back after its children is brought forward."""
+    told: set[int] = set()
+    for name in blocks:
+        chain: list[int] = []
+        at: int | None = name
+        while at is not None and at in blocks and at not in told:
+            chain.append(at)
+            told.add(at)
+            at = blocks[at].parent
+        for found in reversed(chain):
+            yield found, blocks[found]
+
+
+class KvEvents:
+    """The engine's events. The first methods are the engine thread's alone; the others may be called from
+    any.
+
+    Raises ConfigError if an endpoint cannot be had. A batch is numbered when it is published, and none is
+    dropped: when `max_queue_size` wait, which no listener can cause, the engine's thread waits.
+    """
+
+    def __init__(self, config: KVEventsConfig, block_size: int, data_parallel_rank: int = 0) -> None:
+        self.config, self.data_parallel_rank = config, data_parallel_rank
+        self._changes: list[Change] = []
+        self._queue: SimpleQueue[tuple[float, list[Change]] | Callable[[], None] | None] = SimpleQueue()
+        self._book = Book(block_size)
+        self._ring: deque[bytes] = deque(maxlen=config.buffer_steps)
+        self._next = 0  # the number of the next batch
+        self._drained = 0  # batches up to here were drained
+        self._topic = config.topic.encode()
+        self._in_process = config.endpoint.startswith("inproc://")  # known in one context
+        self._context = zmq.Context.instance() if self._in_process else zmq.Context()
+        self._pub: zmq.Socket[bytes] | None = None
+        self._replay: Replay | None = None
+        self._keys: Keys | None = None
+        try:
+            if config.publisher == "zmq":
+                self._open()
+        except BaseException:
+            self._close_sockets()
+            raise
+        self._thread = threading.Thread(target=self._run, name="shoal-kv-events", daemon=True)
+        self._thread.start()
+
+    # The engine's thread
+
+    def stored(
+        self,
+        keys: Sequence[bytes],
+        parent: bytes | None,
+        token_ids: Sequence[int],
+        adapter: str | None = None,
+        cache_salt: str | None = None,
+        tier: str = GPU,
+    ) -> None:
+        """A run of consecutive blocks and all their tokens. `parent`: the key of the block before; None at
+        the start of a sequence."""
+        self._changes.append(Stored(keys, parent, token_ids, adapter, cache_salt, tier))
+
+    def removed(self, key: bytes, block: int) -> None:
+        self.removed_below(key, GPU)
+
+    def removed_below(self, key: bytes, tier: str) -> None:
+        self._changes.append(Removed(key, tier))
+
+    def cleared(self, tier: str = GPU) -> None:
+        self._changes.append(Cleared(tier))
+
+    def flush(self) -> None:
+        """Publishes what has happened since the last call as one batch."""
+        if not self._changes:
+            return
+        changes, self._changes = self._changes, []
+        while self._queue.qsize() >= self.config.max_queue_size and self._thread.is_alive():
+            time.sleep(0.001)
+        if self._thread.is_alive():  # else nobody would take them away
+            self._queue.put((time.time(), changes))
+
+    def check(self, keys: Sequence[bytes]) -> None:
+        """Proves that listeners are told of these blocks, and of no others, as being on the device."""
+        self.flush()
+        told = self._ask(lambda: {block.key for block in self._book.tiers.get(GPU, {}).values()})
+        assert told == set(keys), f"{len(told)} blocks are told of, {len(keys)} are cached"
+
+    def close(self) -> None:
+        """Publishes what is left. Safe to call twice."""
+        self.flush()
+        self._queue.put(None)
+        self._thread.join()
+
+    # Any thread
+
+    def drain(self) -> list[EventBatch]:
+        """The batches published since the last call. If more than `buffer_steps` have been, a snapshot: one
+        batch that clears all and stores what is there."""
+
+        def drain() -> list[bytes]:
+            start, self._drained = self._drained, self._next
+            if start < self._next - len(self._ring):
+                return [self._encode_snapshot()]
+            return list(islice(self._ring, start - self._next + len(self._ring), None))
+
+        return [kv_events.decode(payload) for payload in self._ask(drain)]
+
+    def snapshot(self) -> EventBatch:
+        """All that is cached, as one batch: it clears all and stores what is there."""
+        return self._ask(lambda: EventBatch(time.time(), self._book.snapshot(), self.data_parallel_rank))
+
+    def _ask(self, function: Callable[[], Any]) -> Any:
+        """What the thread answers when it has published everything flushed so far."""
+        answer: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                answer.set_result(function())
+            except BaseException as error:  # noqa: BLE001 - it is raised where it was asked for
+                answer.set_exception(error)
+
+        self._queue.put(work)
+        while not answer.done() and self._thread.is_alive():
+            try:
+                return answer.result(timeout=1)
+            except TimeoutError:
+                pass
+        if not answer.done():
+            raise UnavailableError("KV events have ended with their engine; build a new one")
+        return answer.result()
+
+    # The publisher's thread
+
+    def _run(self) -> None:
+        moved = False  # whether the last turn of answers got on
+        try:
+            while True:
+                try:
+                    item = self._queue.get(timeout=self._patience_s(moved))
+                    if item is None:
+                        return
+                    if isinstance(item, tuple):
+                        self._publish(*item)
+                    else:
+                        item()
+                except Empty:
+                    pass
+                # What is to be published goes first, however many ask.
+                if self._replay is not None and self._queue.empty():
+                    moved = self._replay.turn()
+        except Exception:
+            logger.exception("KV events end here: what listeners know grows old")
+        finally:
+            self._close_sockets()
+
+    def _patience_s(self, moved: bool) -> float | None:
+        """How long to wait for what is to be published, before answers are looked after."""
+        if self._replay is None:
+            return None
+        if not self._replay.is_busy:
+            return REPLAY_POLL_S
+        return REPLAY_TURN_S if moved else REPLAY_STALL_S
+
+    def _publish(self, ts: float, changes: list[Change]) -> None:
+        events = self._book.apply(changes)
+        if not events:
+            return
+        payload = kv_events.encode(EventBatch(ts, events, self.data_parallel_rank))
+        self._ring.append(payload)
+        if self._pub is not None:
+            self._pub.send_multipart((self._topic, self._next.to_bytes(8, "big"), payload))
+        self._next += 1
+
+    def _batch(self, number: int) -> bytes | None:
+        index = number - self._next + len(self._ring)
+        return self._ring[index] if 0 <= index < len(self._ring) else None
+
+    def _encode_snapshot(self) -> bytes:
+        return kv_events.encode(EventBatch(time.time(), self._book.snapshot(), self.data_parallel_rank))
+
+    # Sockets
+
+    def _open(self) -> None:
+        config, rank = self.config, self.data_parallel_rank
+        self._keys = load_keys(self._context, config)
+        endpoint = with_rank(config.endpoint, rank)
+        self._pub = open_socket(
+            self._context, zmq.PUB, "endpoint", endpoint, self._keys, is_ours(endpoint), sndhwm=config.hwm
+        )
+        if config.replay_endpoint is not None:
+            router = open_socket(
+                self._context,
+                zmq.ROUTER,
+                "replay_endpoint",
+                with_rank(config.replay_endpoint, rank),
+                self._keys,
+                True,
+                sndhwm=WINDOW,
+                rcvhwm=WINDOW,
+            )
+            self._replay = Replay(router, self._topic, self._batch, lambda: self._next, self._encode_snapshot)
+
+    def _close_sockets(self) -> None:
+        for socket_ in (self._pub, self._replay.router if self._replay is not None else None):
+            if socket_ is not None:
+                socket_.close(linger=LAST_WORDS_MS)
+        if self._keys is not None:
+            self._keys.close()
+        if not self._in_process:
+            self._context.term()  # waits until the addresses are free again

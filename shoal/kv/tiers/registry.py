@@ -1,0 +1,83 @@
+"""The tiers that there are, in the order in which they are asked for a block, and how each is opened.
+
+Nothing else in the engine names a tier: a new one is an entry here, its options in config.py, and its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shoal.config import EngineConfig
+from shoal.kv.layout import CacheSpec
+from shoal.kv.tiers.disk import DiskTier
+from shoal.kv.tiers.store import StoreTier
+from shoal.kv.tiers.tier import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class TierPlace:
+    """Where a rank's tier belongs: the model that computed its blocks, and how their bytes are meant."""
+
+    fingerprint: bytes  # 16 bytes, of the weights' content
+    spec: CacheSpec
+    record_events: bool  # somebody will call take_events
+
+
+@dataclass(frozen=True, slots=True)
+class TierKind:
+    """`first_bytes_per_s` is what a rank is taken to read until something was read: so much that the tier is
+    tried. `open` raises ConfigError."""
+
+    name: str  # in logs, stats and metrics
+    is_on: Callable[[EngineConfig], bool]
+    open: Callable[[EngineConfig, TierPlace], Tier]
+    first_bytes_per_s: float
+
+
+def _open_disk(config: EngineConfig, place: TierPlace) -> Tier:
+    assert config.kv_disk_path is not None
+    return DiskTier(
+        config.kv_disk_path,
+        (config.kv_disk_bytes or 0) // place.spec.tp_size,
+        place.fingerprint,
+        place.spec,
+        config.kv_eviction_policy,
+        record_events=place.record_events,
+    )
+
+
+def _open_store(config: EngineConfig, place: TierPlace) -> Tier:
+    assert config.kv_store is not None
+    return StoreTier(config.kv_store, place.fingerprint, place.spec)
+
+
+TIERS = (
+    TierKind("disk", lambda config: config.kv_disk_path is not None, _open_disk, first_bytes_per_s=8e9),
+    TierKind("store", lambda config: config.kv_store is not None, _open_store, first_bytes_per_s=1e9),
+)
+
+
+def open_tiers(config: EngineConfig, place: TierPlace) -> dict[str, Tier]:
+    """The tiers that the options ask for, by name, in order. Raises ConfigError; then none is left open."""
+    tiers: dict[str, Tier] = {}
+    try:
+        for kind in TIERS:
+            if kind.is_on(config):
+                tiers[kind.name] = kind.open(config, place)
+    except BaseException:
+        for tier in tiers.values():
+            tier.close()
+        raise
+    return tiers
+
+
+def has_tiers(config: EngineConfig) -> bool:
+    """Whether the options ask for one of them."""
+    return any(kind.is_on(config) for kind in TIERS)
+
+
+def first_read_s(name: str, num_bytes: int) -> float:
+    """Seconds that reading so many bytes of one rank is taken to last until something was read."""
+    [kind] = [kind for kind in TIERS if kind.name == name]
+    return num_bytes / kind.first_bytes_per_s

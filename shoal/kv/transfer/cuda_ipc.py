@@ -1,0 +1,121 @@
+"""KV blocks between processes of one host whose caches lie on GPUs, by CUDA IPC: the reader maps the owner's
+device memory, and its own GPU copies out of it, over NVLink or PCIe.
+
+What the owner gives out is CUDA's handle of the allocation, which the kernel's driver made for this purpose.
+The memory must come from cudaMalloc, as torch's allocator gets it by default.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from shoal.kv.cuda_driver import (
+    HANDLE_BYTES,
+    DriverError,
+    allocation_of,
+    close_memory,
+    export_memory,
+    open_memory,
+)
+from shoal.kv.storage import Kind
+from shoal.kv.transfer.mapped import (
+    ForeignMemory,
+    MappedPeer,
+    boot_id,
+    check_fit,
+    decode,
+    foreign_view,
+    one_piece,
+)
+from shoal.kv.transfer.ticket import Failure, TransferError, WindowAddress
+from shoal.kv.transfer.transport import Reach, TransportError
+from shoal.kv.view import BlockView
+
+
+class _Address(msgspec.Struct, frozen=True, array_like=True):
+    host: str
+    gpu: str  # its UUID
+    handle: bytes  # of a whole allocation
+    offset: int  # of the cache in it, in bytes
+
+
+class CudaIpcWindow:
+    def __init__(self, view: BlockView) -> None:
+        if view.storage.kind is not Kind.DEVICE:
+            raise TransportError(
+                f"CUDA IPC shares GPUs' memory, and the cache is in {view.storage.kind} memory"
+            )
+        start, _ = one_piece(view)
+        device = view.storage.device.index or 0
+        try:
+            base, _ = allocation_of(device, start)
+            handle = export_memory(device, start)
+        except DriverError as error:
+            raise TransportError(
+                f"the cache's GPU memory can't be shared by CUDA IPC ({error}): it must come from "
+                "cudaMalloc, so leave out enable_sleep_mode and expandable_segments, or use NIXL"
+            ) from None
+        address = _Address(boot_id(), _uuid(device), handle, start - base)
+        self.address = WindowAddress(CudaIpc.name, view.spec, msgspec.msgpack.encode(address))
+
+    def close(self) -> None:
+        """The driver takes no handle back: the memory stays open to readers until it is freed."""
+
+
+class CudaIpc:
+    name = "cuda_ipc"
+    reach = Reach.HOST
+
+    def open_window(self, view: BlockView) -> CudaIpcWindow:
+        return CudaIpcWindow(view)
+
+    def connect(self, windows: Sequence[WindowAddress], into: BlockView) -> MappedPeer:
+        check_fit([window.spec for window in windows], into.spec)
+        addresses = [_decode(window) for window in windows]
+        if not torch.cuda.is_available():
+            raise TransferError(Failure.UNREACHABLE, "the blocks are on a GPU, and this worker has none")
+        on_device = into.storage.kind is Kind.DEVICE
+        index = torch.cuda.current_device()
+        if on_device and into.storage.device.index is not None:
+            index = into.storage.device.index
+        device = torch.device("cuda", index)
+        opened: list[int] = []
+        views = []
+        try:
+            for window, address in zip(windows, addresses):
+                start = open_memory(index, address.handle)
+                opened.append(start)
+                num_bytes = allocation_of(index, start)[1]
+                is_far = address.gpu != _uuid(index)
+                storage = ForeignMemory(Kind.DEVICE, num_bytes, device, start, is_far)
+                views.append(foreign_view(window, storage, address.offset))
+        except DriverError as error:
+            close_memory(index, opened)
+            raise TransferError(
+                Failure.UNREACHABLE,
+                f"GPU {index} can't map the memory of the blocks' owner ({error}); it must live, on this "
+                "host, and the two GPUs must reach each other",
+            ) from None
+        except TransferError:
+            close_memory(index, opened)
+            raise
+        return MappedPeer(views, into, functools.partial(close_memory, index, opened))
+
+
+def _decode(window: WindowAddress) -> _Address:
+    address = decode(window, _Address)
+    if len(address.handle) != HANDLE_BYTES or not 0 <= address.offset < 1 << 48:
+        raise TransferError(
+            Failure.DAMAGED, "no address of GPU memory: a handle of the wrong size, or an offset"
+        )
+    if address.host != boot_id():
+        raise TransferError(Failure.UNREACHABLE, "the blocks are on another host's GPU")
+    return address
+
+
+def _uuid(device: int) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)

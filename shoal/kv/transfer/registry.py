@@ -1,0 +1,91 @@
+"""The transports that there are, in the order in which readers try them, and the choice among them.
+
+Nothing else names a transport: a new one is an entry here, and its file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from shoal.kv.transfer.cuda_ipc import CudaIpc
+from shoal.kv.transfer.in_process import InProcess
+from shoal.kv.transfer.mapped import check_fit
+from shoal.kv.transfer.nixl import Nixl
+from shoal.kv.transfer.shared_memory import SharedMemory
+from shoal.kv.transfer.ticket import Failure, TransferError, WindowAddress
+from shoal.kv.transfer.transport import Peer, Reach, Transport, TransportError, Window
+from shoal.kv.view import BlockView
+
+WHERE = {Reach.PROCESS: "in this process", Reach.HOST: "on this host", Reach.NETWORK: "on other hosts"}
+TRANSPORTS: tuple[Callable[[], Transport], ...] = (InProcess, CudaIpc, SharedMemory, Nixl)
+
+
+class Windows:
+    """A cache's windows, one for each transport that can read it. `reasons` says why the others can't, by
+    name."""
+
+    def __init__(self, windows: Sequence[Window], reasons: dict[str, str]) -> None:
+        self._windows, self.reasons = windows, reasons
+        self.addresses: tuple[WindowAddress, ...] = tuple(window.address for window in windows)
+
+    def close(self) -> None:
+        """Nobody can connect any more. Safe to call twice."""
+        for window in self._windows:
+            window.close()
+
+
+class Transports:
+    """All transports, for the owners and the readers of one process. Thread-safe."""
+
+    def __init__(self, kinds: Sequence[Callable[[], Transport]] = TRANSPORTS) -> None:
+        self._transports = [make() for make in kinds]
+
+    def open_windows(self, view: BlockView, reach: Reach = Reach.HOST) -> Windows:
+        """Opens a window over a cache for each transport that can read it. Raises TransportError, with each
+        transport's reason, unless one of them reaches as far as `reach`."""
+        windows: list[Window] = []
+        reasons: dict[str, str] = {}
+        reached = 0
+        for transport in self._transports:
+            try:
+                windows.append(transport.open_window(view))
+                reached = max(reached, transport.reach)
+            except TransportError as error:
+                reasons[transport.name] = str(error)
+        if reached < reach:
+            for window in windows:
+                window.close()
+            told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise TransportError(f"no worker {WHERE[reach]} could read this cache's blocks: {told}")
+        return Windows(windows, reasons)
+
+    def connect(self, ranks: Sequence[Sequence[WindowAddress]], into: BlockView) -> tuple[str, Peer]:
+        """Connects a cache here to the ranks of another worker that have its heads, by the first transport
+        that leads there; returns the transport's name, too. Raises TransferError: INCOMPATIBLE, or
+        UNREACHABLE with each transport's reason."""
+        needed = _with_heads_of(ranks, into)
+        reasons = []
+        for transport in self._transports:
+            windows = [window for rank in needed for window in rank if window.transport == transport.name]
+            if len(windows) < len(needed):
+                reasons.append(f"{transport.name}: the owner has no such window")
+                continue
+            try:
+                return transport.name, transport.connect(windows, into)
+            except TransportError as error:  # the cache here is of no kind that this transport can fill
+                reasons.append(f"{transport.name}: {error}")
+            except TransferError as error:
+                if error.failure is not Failure.UNREACHABLE:
+                    raise
+                reasons.append(f"{transport.name}: {error}")
+        raise TransferError(
+            Failure.UNREACHABLE, f"no transport leads to the owner of the blocks: {'; '.join(reasons)}"
+        )
+
+
+def _with_heads_of(
+    ranks: Sequence[Sequence[WindowAddress]], into: BlockView
+) -> list[Sequence[WindowAddress]]:
+    """Those ranks whose heads a cache needs."""
+    shares = check_fit([rank[0].spec for rank in ranks], into.spec)
+    return [ranks[rank] for rank in sorted({share.src_rank for share in shares})]

@@ -1,0 +1,111 @@
+"""KV blocks between processes of one host, by shared memory: the reader maps the owner's cache and copies.
+
+The cache lies in anonymous memory (`shared_memory` in kv/storage.py) that has no name in any folder, so
+nothing is left behind however its owner ends. A reader opens it through /proc/<pid>/fd, which the kernel
+allows to processes of the same user, and maps it read-only. A random key behind the blocks tells that it is
+the window meant, and not another process's memory under the same number."""
+
+from __future__ import annotations
+
+import fcntl
+import hmac
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+import torch
+
+from shoal.kv.storage import KEY_BYTES, Kind
+from shoal.kv.transfer.mapped import (
+    ForeignMemory,
+    MappedPeer,
+    boot_id,
+    check_fit,
+    decode,
+    foreign_view,
+    one_piece,
+)
+from shoal.kv.transfer.ticket import Failure, TransferError, WindowAddress
+from shoal.kv.transfer.transport import Reach, TransportError
+from shoal.kv.view import BlockView
+
+
+class _Address(msgspec.Struct, frozen=True, array_like=True):
+    host: str
+    pid: int
+    fd: int
+    offset: int  # of the cache, in bytes
+    key_offset: int
+    key: bytes
+
+
+class SharedMemoryWindow:
+    def __init__(self, view: BlockView) -> None:
+        start, _ = one_piece(view)
+        shared = view.storage.shared
+        if shared is None:
+            raise TransportError(
+                f"a cache in {view.storage.kind} memory can't be mapped by other processes; on a CPU "
+                "allocate it with shared_memory()"
+            )
+        self._shared = shared
+        self._key = key = secrets.token_bytes(KEY_BYTES)
+        shared.write_key(key)
+        offset = start - view.storage.address
+        memory = _Address(boot_id(), os.getpid(), shared.fd, offset, shared.key_offset, key)
+        self.address = WindowAddress(SharedMemory.name, view.spec, msgspec.msgpack.encode(memory))
+
+    def close(self) -> None:
+        if self._shared.read_key() == self._key:  # and no later window's
+            self._shared.write_key(bytes(KEY_BYTES))
+
+
+class SharedMemory:
+    name = "shared_memory"
+    reach = Reach.HOST
+
+    def open_window(self, view: BlockView) -> SharedMemoryWindow:
+        return SharedMemoryWindow(view)
+
+    def connect(self, windows: Sequence[WindowAddress], into: BlockView) -> MappedPeer:
+        check_fit([window.spec for window in windows], into.spec)
+        maps: list[mmap.mmap] = []
+        views = []
+        for window in windows:
+            memory, address = _map(window)
+            maps.append(memory)
+            start = np.frombuffer(memory, np.uint8).ctypes.data
+            storage = ForeignMemory(Kind.HOST, address.key_offset, torch.device("cpu"), start)
+            views.append(foreign_view(window, storage, address.offset))
+        return MappedPeer(views, into, maps.clear)  # a map without users unmaps itself
+
+
+def _map(window: WindowAddress) -> tuple[mmap.mmap, _Address]:
+    """The owner's memory, and its address, whose key is the one that lies there."""
+    address = decode(window, _Address)
+    if address.host != boot_id():
+        raise TransferError(Failure.UNREACHABLE, "the blocks are in another host's memory")
+    try:
+        # The flags keep the opening without side effects, whatever the file is.
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
+        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", flags)
+        try:
+            # It must be memory that its owner cannot take away: reading what is gone would end this process.
+            if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+                raise OSError("it is not sealed against shrinking")
+            memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError, OverflowError) as error:
+        raise TransferError(
+            Failure.UNREACHABLE,
+            f"process {address.pid} has no such shared memory that this one may map ({error}); it must live, "
+            "on this host and under this user",
+        ) from None
+    key = memory[address.key_offset : address.key_offset + KEY_BYTES] if address.key_offset >= 0 else b""
+    if not any(key) or not hmac.compare_digest(key, address.key):
+        raise TransferError(Failure.UNREACHABLE, "the window over the blocks was closed, or is another one")
+    return memory, address

@@ -1,0 +1,379 @@
+"""/v1/chat/completions: a conversation in, the next message out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shoal.outputs import CompletionOutput
+from shoal.sampling_params import SamplingParams
+from shoal.server.apis.legacy_functions import as_tools
+from shoal.server.apis.params import (
+    check_stream_options,
+    filled,
+    names_by_ids,
+    num_kept,
+    shortened,
+    spare_grammar,
+    text_params,
+)
+from shoal.server.apis.parts import readable_message
+from shoal.server.apis.protocol import ChatCompletionRequest
+from shoal.server.apis.response_shapes import (
+    ABSENT_FROM_ANSWERS,
+    ABSENT_FROM_MESSAGES,
+    Chunks,
+    LogprobShapes,
+    encode,
+    prompt_logprobs_list,
+    usage_dict,
+)
+from shoal.server.apis.tools import (
+    AnswerFormat,
+    AnswerParser,
+    ToolPlan,
+    functions_among,
+    plan_tools,
+    template_variables,
+    whole,
+)
+from shoal.server.errors import ApiError
+from shoal.server.http.exchange import DONE, MAX_UNKNOWN, Exchange
+from shoal.server.served.generation import Generation
+from shoal.server.served.model import Prompt, ServedModel
+from shoal.text.answer import Delta
+from shoal.text.formats.tool_parsers import Part, TextDelta
+
+# Fields of OpenAI's messages and functions, with those that chat templates read beside them.
+MESSAGE_FIELDS = frozenset(
+    {
+        "role",
+        "content",
+        "name",
+        "tool_calls",
+        "tool_call_id",
+        "function_call",
+        "refusal",
+        "audio",
+        "annotations",
+        "reasoning",
+        "reasoning_content",
+        "thinking",
+        "prefix",
+    }
+)
+FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict", "return"})
+
+
+@dataclass(slots=True)
+class Conversation:
+    """What a request asks for, checked, with its prompt, and how the text of its answers is read."""
+
+    request: ChatCompletionRequest
+    model: ServedModel
+    params: SamplingParams
+    prompt: Prompt
+    form: AnswerFormat | None  # None: the text is the content
+
+
+async def conversation_of(exchange: Exchange, request: ChatCompletionRequest) -> Conversation:
+    """Raises ApiError and RequestError."""
+    exchange.names["prompt"] = "messages"
+    model = exchange.models.find(request.model)
+    _check(request, model)
+    as_tools(request, exchange.names)
+    _warn_unknown(exchange, request)
+    functions, left_out = functions_among(exchange, request.tools)
+    plan = plan_tools(
+        functions, request.tool_choice, request.parallel_tool_calls, model.tool_call_parser, left_out
+    )
+    if request.max_completion_tokens is not None:
+        exchange.names["max_tokens"] = "max_completion_tokens"
+        request.max_tokens = request.max_completion_tokens
+    max_tokens = filled(model, request.max_tokens)
+    params = text_params(
+        exchange,
+        model,
+        request,
+        max_tokens=max_tokens,
+        logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+    plan.constrain(params, model.tool_call_parser, exchange.names)
+    spare_grammar(params, request.repetition_penalty)
+    prompt = await _prompt(exchange, model, request, plan, params)
+    is_plain = plan.mode == "none" and model.reasoning_parser == "none"
+    form = (
+        None
+        if is_plain
+        else AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params)
+    )
+    return Conversation(request, model, params, prompt, form)
+
+
+def generation_of(exchange: Exchange, conversations: Sequence[Conversation]) -> Generation:
+    """The answers to conversations that differ in their prompts alone."""
+    first = conversations[0]
+    request_id = exchange.named(first.request.request_id)
+    generation = Generation(
+        first.model,
+        [one.prompt for one in conversations],
+        first.params,
+        exchange.begin_line(first.model.name),
+        request_id=f"chatcmpl-{request_id}",
+        priority=first.request.priority,
+        cache_salt=first.request.cache_salt,
+        timeout=first.request.timeout,
+        session=exchange.session(first.request.user),
+        tags=exchange.tags,
+        cuts_max_tokens=True,
+    )
+    exchange.begin(generation)
+    return generation
+
+
+async def create_chat_completion(exchange: Exchange) -> None:
+    request = exchange.decode(ChatCompletionRequest)
+    options = check_stream_options(request.stream, request.stream_options, exchange.port.config)
+    conversation = await conversation_of(exchange, request)
+    model = conversation.model
+    generation = generation_of(exchange, [conversation])
+    answer = ChatAnswer(conversation, generation, names_by_ids(exchange, request))
+    if request.stream:
+        usage = generation.usage if options.include_usage and options.continuous_usage_stats else None
+        chunks = Chunks(
+            answer.id,
+            "chat.completion.chunk",
+            answer.created,
+            model.name,
+            usage=usage,
+            ends_with_usage=bool(options.include_usage),
+        )
+        async with generation:
+            async for deltas in generation:
+                if events := b"".join([chunk for delta in deltas for chunk in answer.chunks(delta, chunks)]):
+                    await exchange.send(events)
+        await exchange.end((chunks.last(generation.usage) if options.include_usage else b"") + DONE)
+        return
+    async with generation:
+        wholes = await generation.collect()
+    await exchange.json(
+        {
+            "id": answer.id,
+            "object": "chat.completion",
+            "created": answer.created,
+            "model": model.name,
+            "choices": [answer.choice(w) for w in wholes],
+            **ABSENT_FROM_ANSWERS,
+            "usage": usage_dict(generation.usage),
+            "prompt_logprobs": prompt_logprobs_list(generation.prompt_logprobs[0]),
+            "prompt_token_ids": conversation.prompt.token_ids if request.return_token_ids else None,
+        }
+    )
+
+
+def _check(request: ChatCompletionRequest, model: ServedModel) -> None:
+    """Raises ApiError for a request that this server would answer wrongly."""
+    for i, message in enumerate(request.messages):
+        if not isinstance(role := message.get("role"), str):  # whether the model knows it, its template says
+            raise ApiError(
+                400,
+                f"messages[{i}].role must be a text such as 'user', got {role!r:.60}",
+                param=f"messages[{i}].role",
+            )
+        _check_calls(f"messages[{i}].tool_calls", message.get("tool_calls"))
+    if request.audio is not None or any(kind != "text" for kind in request.modalities or ()):
+        raise ApiError(
+            400, "modalities: answers here are text alone; leave modalities and audio out", param="modalities"
+        )
+    most, asked = model.max_logprobs, request.top_logprobs
+    if asked and not request.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs set to true", param="top_logprobs")
+    if asked is not None and most >= 0 and (model.vocab_size if asked < 0 else asked) > most:
+        raise ApiError(
+            400,
+            f"top_logprobs {asked} is more than {most}, the most that this server gives; ask for fewer, or "
+            "start it with a larger --max-logprobs",
+            param="top_logprobs",
+        )
+
+
+def _check_calls(field: str, calls: Any) -> None:
+    """Raises ApiError for calls that are not of OpenAI's shape, which templates read."""
+    if not isinstance(calls, list | None):
+        raise ApiError(400, f"{field} {calls!r:.60} is no list of calls", param=field)
+    for i, call in enumerate(calls or ()):
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(call, dict) and call.get("type") == "custom":
+            function = call.get("custom")
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise ApiError(
+                400,
+                f"{field}[{i}] {call!r:.80} is no call; give "
+                '{"type": "function", "function": {"name": ..., "arguments": "..."}}',
+                param=f"{field}[{i}]",
+            )
+
+
+def _warn_unknown(exchange: Exchange, request: ChatCompletionRequest) -> None:
+    """Tells the log of misspelt fields within messages and functions, which nobody reads but, of messages,
+    perhaps a chat template."""
+    found = {f"messages[].{name}" for message in request.messages for name in message.keys() - MESSAGE_FIELDS}
+    for tool in request.tools or ():
+        function = tool.get("function")
+        if isinstance(function, dict):
+            found |= {f"tools[].function.{name}" for name in function.keys() - FUNCTION_FIELDS}
+    for name in sorted(found)[:MAX_UNKNOWN]:
+        unless = ", unless the chat template reads it" if name.startswith("messages") else ""
+        message = f"{exchange.path} takes no field {name!r:.100}: it is ignored{unless}"
+        exchange.warn(f"{exchange.path} {name:.100}", message)
+
+
+async def _prompt(
+    exchange: Exchange,
+    model: ServedModel,
+    request: ChatCompletionRequest,
+    plan: ToolPlan,
+    params: SamplingParams,
+) -> Prompt:
+    variables = template_variables(
+        request.chat_template_kwargs, request.reasoning_effort, params, model.reasoning_parser
+    )
+    prompt = await model.chat_prompt(
+        [readable_message(exchange, message) for message in request.messages],
+        tools=plan.tools,
+        chat_template=request.chat_template,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=request.continue_final_message,
+        add_special_tokens=request.add_special_tokens,
+        documents=request.documents,
+        variables=variables,
+        must_fit=request.truncate_prompt_tokens is None,
+        needs_tools=not plan.is_enforced,
+    )
+    wanted = filled(model, request.max_tokens)
+    if wanted is not None and wanted >= model.max_model_len:
+        wanted = None  # the answer is cut to what the prompt leaves, so the prompt need not be cut
+    return shortened(prompt, num_kept(model, request.truncate_prompt_tokens, wanted))
+
+
+class ChatAnswer:
+    """Shapes the choices of one conversation. If there may be reasoning or calls in the text, `form` reads
+    it."""
+
+    def __init__(self, conversation: Conversation, generation: Generation, by_ids: bool) -> None:
+        """by_ids: log-probabilities name tokens by their ids."""
+        request, model, form = conversation.request, conversation.model, conversation.form
+        self.request, self.generation, self.form = request, generation, form
+        self.id, self.created = generation.request_id, int(time.time())
+        self.shapes = LogprobShapes(model, request.top_logprobs or 0, by_ids)
+        self._parsers: dict[int, AnswerParser] = {}
+        self._begun: set[int] = set()
+        self._is_legacy = request.functions is not None  # the answer's calls have the older shape
+        self._is_plain = form is None and not request.logprobs and not request.return_token_ids
+
+    def choice(self, answer: CompletionOutput) -> dict[str, Any]:
+        request, reason = self.request, answer.finish_reason or "stop"
+        message: dict[str, Any] = {"role": "assistant", "content": answer.text, **ABSENT_FROM_MESSAGES}
+        if self.form is not None:
+            parser = self.form.parser(is_whole=True)
+            read = whole(parser.push(answer.text, last=True))
+            message["content"] = read.content if read.content or not (read.calls or read.reasoning) else None
+            if read.reasoning and request.include_reasoning is not False:
+                # vLLM's name, and its older one
+                message["reasoning"] = message["reasoning_content"] = read.reasoning
+            if read.calls and self._is_legacy:
+                message["function_call"] = {"name": read.calls[0].name, "arguments": read.calls[0].arguments}
+            elif read.calls:
+                message["tool_calls"] = [
+                    {"id": c.id, "type": "function", "function": {"name": c.name, "arguments": c.arguments}}
+                    for c in read.calls
+                ]
+            reason = self._finish_reason(parser, reason)
+        logprobs = None if answer.logprobs is None else self.shapes.chat(answer.token_ids, answer.logprobs)
+        return {
+            "index": answer.index,
+            "message": message,
+            "logprobs": logprobs,
+            "finish_reason": reason,
+            "stop_reason": answer.stop_reason,
+            "token_ids": answer.token_ids if request.return_token_ids else None,
+        }
+
+    def chunks(self, delta: Delta, chunks: Chunks) -> list[bytes]:
+        """The chunks of a delta: the role if the choice begins, then one, or one for each part that tools and
+        reasoning make of it."""
+        found = []
+        if delta.index not in self._begun:
+            self._begun.add(delta.index)
+            more = b""
+            if self.request.return_token_ids:
+                more = b',"prompt_token_ids":' + encode(self.generation.prompts[0].token_ids)
+            if delta.prompt_logprobs is not None:
+                more += b',"prompt_logprobs":' + encode(prompt_logprobs_list(delta.prompt_logprobs))
+            role = (
+                b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
+                % delta.index
+            )
+            found.append(chunks.chunk(role, more))
+        chunks.num_sent += len(delta.token_ids)
+        if self._is_plain and delta.finish_reason is None:
+            if delta.text:  # half a character or the start of a stop string shows nothing yet
+                content = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}' % (
+                    delta.index,
+                    encode(delta.text),
+                )
+                found.append(chunks.chunk(content))
+            return found
+        reason, parts = delta.finish_reason, [{"content": delta.text}] if delta.text else []
+        if self.form is not None:
+            parser = self._parsers.get(delta.index)
+            if parser is None:
+                parser = self._parsers[delta.index] = self.form.parser(is_whole=False)
+            parts = [
+                p for part in parser.push(delta.text, last=reason is not None) if (p := self._part(part))
+            ]
+            reason = None if reason is None else self._finish_reason(parser, reason)
+        if not parts and reason is None and delta.logprobs is None and not self.request.return_token_ids:
+            return found
+        parts = parts or [{}]
+        for i, part in enumerate(parts):
+            is_last = i == len(parts) - 1  # it carries what belongs to the delta as a whole
+            choice = {
+                "index": delta.index,
+                "delta": part,
+                "logprobs": None,
+                "finish_reason": reason if is_last else None,
+            }
+            if is_last and delta.logprobs is not None:
+                choice["logprobs"] = self.shapes.chat(delta.token_ids, delta.logprobs)
+            if is_last and self.request.return_token_ids:
+                choice["token_ids"] = delta.token_ids
+            if is_last and reason is not None:
+                choice["stop_reason"] = delta.stop_reason
+            found.append(chunks.chunk(encode(choice)))
+        return found
+
+    def _finish_reason(self, parser: AnswerParser, reason: str) -> str:
+        found = parser.finish_reason(reason)
+        return "function_call" if self._is_legacy and found == "tool_calls" else found
+
+    def _part(self, part: Part) -> dict[str, Any] | None:
+        if isinstance(part, TextDelta):
+            if part.reasoning:
+                return (
+                    {"reasoning": part.text, "reasoning_content": part.text}
+                    if self.request.include_reasoning is not False
+                    else None
+                )
+            return {"content": part.text}
+        function = (
+            {"arguments": part.arguments}
+            if part.name is None
+            else {"name": part.name, "arguments": part.arguments}
+        )
+        if self._is_legacy:
+            return {"function_call": function}
+        begin = {} if part.id is None else {"id": part.id, "type": "function"}
+        return {"tool_calls": [{"index": part.index, **begin, "function": function}]}

@@ -1,0 +1,188 @@
+"""Pieces of answers that chat and completions share: usage, log-probabilities, and the chunks of streams."""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any
+
+import msgspec
+
+from shoal.api import Logprob, TokenLogprobs
+from shoal.outputs import CompletionOutput
+from shoal.server.served.generation import Usage
+from shoal.server.served.model import ServedModel
+from shoal.text.answer import Delta
+
+encode = msgspec.json.Encoder().encode
+# Fields that vLLM's whole answers and messages always have, and that mean nothing here. Programs read them
+# without a look whether they are there.
+ABSENT_FROM_ANSWERS = {"service_tier": None, "system_fingerprint": None, "kv_transfer_params": None}
+ABSENT_FROM_MESSAGES = {
+    "refusal": None,
+    "annotations": None,
+    "audio": None,
+    "function_call": None,
+    "reasoning": None,
+}
+LOWEST = -9999.0  # in place of minus infinity, which JSON does not have; as vLLM
+
+
+def usage_dict(usage: Usage, num_sent: int | None = None) -> dict[str, Any]:
+    """num_sent: the tokens of answers that count. None: all that there are."""
+    num_completed = usage.completion_tokens if num_sent is None else num_sent
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "total_tokens": usage.prompt_tokens + num_completed,
+        "completion_tokens": num_completed,
+        "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+    }
+
+
+class TextPlace:
+    """Where the next token begins in a text, in characters. Tokens that share a character begin where it
+    does."""
+
+    def __init__(self, errors: str = "replace") -> None:
+        """errors: how the tokenizer shows bytes that are no text."""
+        self.offset = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
+
+    def move(self, data: bytes) -> None:
+        self.offset += len(self._decoder.decode(data))
+
+
+class LogprobShapes:
+    """Log-probabilities as chat and as completions show them, `count` of the most likely beside each
+    token."""
+
+    def __init__(self, model: ServedModel, count: int, as_ids: bool) -> None:
+        self.model, self.count, self.as_ids = model, count, as_ids
+
+    def name(self, token_id: int, entry: Logprob) -> str:
+        return f"token_id:{token_id}" if self.as_ids or entry.decoded_token is None else entry.decoded_token
+
+    def chat(self, token_ids: Sequence[int], steps: Sequence[TokenLogprobs]) -> dict[str, Any]:
+        content = []
+        for token_id, step in zip(token_ids, steps):
+            content.append(
+                {
+                    **self._entry(token_id, step[token_id]),
+                    "top_logprobs": [self._entry(i, e) for i, e in self._best(step)],
+                }
+            )
+        return {"content": content}
+
+    def of_text(self, answer: Delta | CompletionOutput) -> list[dict[str, Any]]:
+        """Returns the entries of the tokens that an answer's text was made of: not of the one that ended
+        it."""
+        rows = self.chat(answer.token_ids, answer.logprobs or ())["content"]
+        is_ended = answer.finish_reason == "stop" and not isinstance(answer.stop_reason, str)
+        return rows[:-1] if is_ended else rows
+
+    def completion(
+        self,
+        token_ids: Sequence[int],
+        steps: Sequence[TokenLogprobs | None],
+        spelt: Sequence[bytes],
+        place: TextPlace,
+    ) -> dict[str, Any]:
+        """spelt: what each token adds to the text. place: of the first of them in the text. It is moved
+        behind the last one."""
+        shown: dict[str, list[Any]] = {
+            "text_offset": [],
+            "token_logprobs": [],
+            "tokens": [],
+            "top_logprobs": [],
+        }
+        for token_id, step, data in zip(token_ids, steps, spelt):
+            own = step[token_id] if step else Logprob(0.0, decoded_token=self._text(token_id))
+            name = self.name(token_id, own)
+            shown["text_offset"].append(place.offset)
+            shown["tokens"].append(name)
+            shown["token_logprobs"].append(max(own.logprob, LOWEST) if step else None)
+            shown["top_logprobs"].append(self._by_name(token_id, step) if step else None)
+            place.move(data)
+        return shown
+
+    def _by_name(self, token_id: int, step: TokenLogprobs) -> dict[str, float]:
+        """Among tokens with one text (parts of characters are all U+FFFD) the drawn one is shown, else the
+        likeliest."""
+        shown: dict[str, float] = {}
+        for i, entry in [(token_id, step[token_id]), *self._best(step)]:
+            shown.setdefault(self.name(i, entry), max(entry.logprob, LOWEST))
+        return shown
+
+    def _best(self, step: TokenLogprobs) -> list[tuple[int, Logprob]]:
+        """The most likely tokens, best first."""
+        count = len(step) if self.count < 0 else self.count
+        return list(islice(sorted(step.items(), key=lambda item: -item[1].logprob), count))
+
+    def _entry(self, token_id: int, entry: Logprob) -> dict[str, Any]:
+        tokenizer = self.model.tokenizer
+        return {
+            "token": self.name(token_id, entry),
+            "logprob": max(entry.logprob, LOWEST),
+            "bytes": list(tokenizer.token_bytes[token_id]) if tokenizer is not None else None,
+        }
+
+    def _text(self, token_id: int) -> str | None:
+        return self.model.tokenizer.token_text(token_id) if self.model.tokenizer is not None else None
+
+
+def prompt_logprobs_list(steps: Sequence[TokenLogprobs | None] | None) -> list[Any] | None:
+    """vLLM's shape: for each token of the prompt a map from id to its Logprob, None for the first."""
+    if steps is None:
+        return None
+    return [
+        None
+        if step is None
+        else {
+            i: {"logprob": max(e.logprob, LOWEST), "rank": e.rank, "decoded_token": e.decoded_token}
+            for i, e in step.items()
+        }
+        for step in steps
+    ]
+
+
+class Chunks:
+    """The chunks of one stream. What never changes is serialized once, and what varies is put between."""
+
+    def __init__(
+        self,
+        answer_id: str,
+        kind: str,
+        created: int,
+        model: str,
+        *,
+        usage: Usage | None,
+        ends_with_usage: bool,
+    ) -> None:
+        """usage: shown in every chunk (continuous_usage_stats). ends_with_usage: a null stands in all but the
+        last."""
+        self.head = (
+            b"data: "
+            + encode({"id": answer_id, "object": kind, "created": created, "model": model})[:-1]
+            + b',"choices":['
+        )
+        self.usage = usage
+        self.num_sent = 0  # tokens of answers up to the next chunk, which the caller counts
+        self.tail = b'],"usage":null}\n\n' if ends_with_usage else b"]}\n\n"
+
+    def chunk(self, choice: bytes, more: bytes = b"") -> bytes:
+        """`choice`: JSON of the one choice. `more`: JSON members of the chunk itself, each behind a comma."""
+        if self.usage is not None:
+            return (
+                self.head
+                + choice
+                + b"]"
+                + more
+                + b',"usage":'
+                + encode(usage_dict(self.usage, self.num_sent))
+                + b"}\n\n"
+            )
+        return self.head + choice + (b"]" + more + self.tail[1:] if more else self.tail)
+
+    def last(self, usage: Usage) -> bytes:
+        return self.head + b'],"usage":' + encode(usage_dict(usage)) + b"}\n\n"

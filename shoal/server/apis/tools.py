@@ -1,0 +1,448 @@
+"""Tools of a request: checked, put into the prompt, enforced by a grammar where the request says so, and
+found again in the answer.
+
+`tool_choice` means the same as in OpenAI's API and vLLM:
+
+- "auto": the model decides. Calls are found in its text, in the format of the model's chat template.
+- "none": there are no calls. The tools are left out of the prompt, so that nothing invites one.
+- "required": the answer is a list of one or more calls, by a JSON schema.
+- a function: the answer is this function's arguments, by its schema. The finish reason stays "stop", where
+  the others say "tool_calls".
+- allowed_tools: "auto" or "required" with some of the tools. All are in the prompt, and a call of another one
+  is text like any other.
+
+The request may also ask for a format (response_format and the like). With "none" the answer is in this
+format, with "auto" it is in this format or a call, and with the others it is the call. A format that is no
+JSON (a regex, a choice, a grammar) leaves "auto" no calls.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from shoal.errors import RequestError
+from shoal.sampling_params import SamplingParams, StructuredOutputsParams
+from shoal.server.errors import ApiError
+from shoal.server.http.exchange import Exchange
+from shoal.text.formats.reasoning import ThinkParser, continues_thought, opens_thinking
+from shoal.text.formats.registry import BY_NAME, DEFAULT, choose
+from shoal.text.formats.tool_parsers import CallDelta, ListedCalls, NamedCall, Parser, Part, TextDelta
+from shoal.text.grammar.closed_schema import DEFINITIONS, IDENTITY, OF_KEYS, VALUES
+
+logger = logging.getLogger(__name__)
+
+NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
+CHOICES = ("auto", "none", "required")
+
+
+def choose_tool_call_parser(setting: str, chat_template: str | None) -> str:
+    """Resolves ServerConfig.tool_call_parser for a model: a name of the registry, or "none". "auto" is
+    decided by the text of the chat template; the log says so if its form of calls is not read."""
+    if setting != "auto":
+        return setting
+    name, problem = choose(chat_template or "")
+    if problem is not None:
+        logger.warning(
+            "%s: with tool_choice auto they stay text; use tool_choice required or a function, or choose "
+            "a parser by --tool-call-parser",
+            problem,
+        )
+    return name
+
+
+def choose_reasoning_parser(setting: str, chat_template: str | None) -> str:
+    """Resolves ServerConfig.reasoning_parser for a model: "qwen3" if the chat template knows <think>, else
+    "none"."""
+    if setting != "auto":
+        return setting
+    return "qwen3" if "<think>" in (chat_template or "") or "</think>" in (chat_template or "") else "none"
+
+
+@dataclass(slots=True)
+class ToolPlan:
+    """How one request uses tools: which ones the model may call, whether a grammar enforces a call, and how
+    calls are found in the answer."""
+
+    mode: str = "none"  # "none" | "auto" | "required" | "named"
+    tools: list[dict[str, Any]] | None = None  # for the prompt
+    name: str = ""  # the tool's name, if the mode is "named"
+    parallel: bool = True  # more calls than one may be made
+    # The arguments' schema of each tool that may be called, by the tool's name.
+    schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
+    is_limited: bool = False  # a call of any other tool counts as text
+    structured: StructuredOutputsParams | None = None  # what enforces "required" and "named"
+
+    @property
+    def is_enforced(self) -> bool:
+        """Whether a grammar makes the answer a call, whether or not the model knows of the tools."""
+        return self.mode in ("required", "named")
+
+    def constrain(self, params: SamplingParams, parser: str, names: dict[str, str]) -> None:
+        """Makes the request's grammar that of the plan, together with the format that it has already. parser:
+        the model's. names: see Exchange."""
+        form = params.structured_outputs
+        if self.mode == "auto":
+            params.skip_special_tokens = False  # some models mark the tags of calls as special
+            if self.schemas and form is not None and (form.json is not None or form.json_object):
+                params.structured_outputs = self._call_or(form, parser)
+        elif self.structured is not None:
+            closes = form.disable_additional_properties if form is not None else None
+            params.structured_outputs = replace(self.structured, disable_additional_properties=closes)
+            names["structured_outputs"] = names.get("tools", "tools")
+
+    def _call_or(self, form: StructuredOutputsParams, parser: str) -> StructuredOutputsParams:
+        """A grammar for either calls in the parser's format or JSON of `form`."""
+        written = BY_NAME.get(parser, BY_NAME[DEFAULT])
+        call = _json_part(_call_schema(self.schemas, written.arguments))
+        calls = {
+            "type": "tags_with_separator",
+            "tags": [{"type": "tag", "begin": written.begin, "content": call, "end": written.end}],
+            "separator": written.separator,
+            "at_least_one": True,
+            "stop_after_first": not self.parallel,
+        }
+        either = {
+            "type": "or",
+            "elements": [calls, _json_part({"type": "object"} if form.json_object else form.json)],
+        }
+        return replace(
+            form, json=None, json_object=None, structural_tag={"type": "structural_tag", "format": either}
+        )
+
+
+def plan_tools(
+    tools: list[dict[str, Any]] | None,
+    tool_choice: str | dict[str, Any] | None,
+    parallel: bool | None,
+    parser: str,
+    left_out: Sequence[str] = (),
+) -> ToolPlan:
+    """Checks `tools` and `tool_choice`, which mean what they mean in OpenAI's chat API. `parser` is the
+    model's. `left_out` has the tools that this server does not have and the request named, by name or type.
+    Raises RequestError."""
+    schemas, is_limited = _check_tools(tools), False
+    tools = [_without_nulls(tool) for tool in tools] if tools is not None else None
+    choice = tool_choice if tool_choice is not None else ("auto" if schemas else "none")
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        choice, names = _allowed(choice, schemas, left_out)
+        schemas = {name: schemas[name] for name in names}
+        is_limited = True
+    if isinstance(choice, dict):
+        name = _function_name(choice)
+        if choice.get("type") != "function" or not isinstance(name, str):
+            raise RequestError(
+                f"tool_choice {choice!r:.100} names no function; give "
+                '{"type": "function", "function": {"name": ...}}, "auto", "none" or "required"'
+            )
+        if name in left_out:
+            raise RequestError(
+                f"tool_choice names {name!r:.100}, a tool that this server does not have; "
+                f"choose another, or 'auto'"
+            )
+        if name not in schemas:
+            raise RequestError(
+                f"tool_choice names {name!r:.100}, which is not among the tools: "
+                f"{', '.join(schemas) or 'there are none'}"
+            )
+        return ToolPlan("named", tools, name, structured=StructuredOutputsParams(json=schemas[name]))
+    if choice not in CHOICES:
+        raise RequestError(f"tool_choice {choice!r:.100} is none of {', '.join(CHOICES)} and no function")
+    if choice == "none":
+        return ToolPlan()
+    if not schemas and choice == "required":
+        why = "there are none; send some"
+        if left_out:
+            why = f"this server has none of those sent ({', '.join(left_out):.200}); send functions"
+        raise RequestError(f"tool_choice 'required' needs tools, and {why}")
+    if not tools:
+        return ToolPlan()
+    many = parallel is not False
+    if choice == "required":
+        return ToolPlan(
+            "required",
+            tools,
+            parallel=many,
+            schemas=schemas,
+            structured=StructuredOutputsParams(json=_calls_schema(schemas, many)),
+        )
+    if parser == "none":
+        raise RequestError(
+            "tool_choice 'auto' needs a parser of calls, and this server runs with --tool-call-parser none; "
+            "choose a function, 'required' or 'none'"
+        )
+    return ToolPlan("auto", tools, parallel=many, schemas=schemas, is_limited=is_limited)
+
+
+def _allowed(
+    choice: dict[str, Any], schemas: dict[str, Any], left_out: Sequence[str]
+) -> tuple[str, list[str]]:
+    """The mode and the names of a tool_choice of the type allowed_tools. A tool that was left out may be
+    named there and has no effect."""
+    given = choice.get("allowed_tools")
+    mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, dict) else (None, None)
+    names = [_function_name(tool) for tool in tools] if isinstance(tools, list) else []
+    if mode not in ("auto", "required") or not names or not all(isinstance(name, str) for name in names):
+        raise RequestError(
+            f"tool_choice {choice!r:.200} allows no functions; give it the mode 'auto' or "
+            f"'required' and a list of tools, "
+            '{"type": "function", "function": {"name": ...}}'
+        )
+    if unknown := [str(name) for name in names if name not in schemas and name not in left_out]:
+        raise RequestError(
+            f"tool_choice allows {', '.join(unknown):.200}, not among the tools: "
+            f"{', '.join(schemas) or 'there are none'}"
+        )
+    return mode, [str(name) for name in dict.fromkeys(names) if name in schemas]
+
+
+def _function_name(tool: Any) -> Any:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    return function.get("name") if isinstance(function, dict) else None
+
+
+def warn_left_out(exchange: Exchange, kind: Any) -> None:
+    """Tells the log, once a client, of a tool whose type only other servers have."""
+    exchange.warn(
+        f"tool {kind!r:.60}",
+        f"this server has no tools of the type {kind!r:.60}: they are left out of {exchange.path}",
+    )
+
+
+def template_variables(
+    given: dict[str, Any] | None, effort: str | None, params: SamplingParams, reasoning_parser: str
+) -> dict[str, Any]:
+    """The chat template's variables: the request's own, and what its reasoning effort means.
+
+    A grammar holds from the first token on, so a model that would think before it is told not to.
+    """
+    variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
+    if reasoning_parser != "none" and (effort == "none" or params.structured_outputs is not None):
+        variables["enable_thinking"] = False
+    return {**variables, **(given or {})}
+
+
+def check_finish(reason: str | None) -> str:
+    """Returns the finish reason. Raises ApiError for an answer that the server took back, because these APIs
+    have no word for that."""
+    if reason not in ("stop", "length"):
+        raise ApiError(503, "the answer was given up: the engine was put to sleep or is ending; try again")
+    return reason
+
+
+class AnswerFormat:
+    """How the text of a request's answers is read: first reasoning, then content and calls."""
+
+    def __init__(
+        self,
+        plan: ToolPlan,
+        tool_call_parser: str,
+        reasoning_parser: str,
+        prompt: str,
+        params: SamplingParams,
+    ) -> None:
+        """An answer with a grammar has no reasoning: the grammar holds from the first token on."""
+        self.plan = plan
+        self._tool_call_parser = tool_call_parser
+        self._reasons = reasoning_parser == "qwen3" and params.structured_outputs is None
+        self._thinking = self._reasons and opens_thinking(prompt)
+        self._is_amid_thought = self._reasons and continues_thought(prompt)
+
+    def parser(self, is_whole: bool) -> AnswerParser:
+        """Returns a new parser for one answer, whose text comes whole or as a stream."""
+        reasoning = ThinkParser(self._thinking, self._is_amid_thought) if self._reasons else None
+        return AnswerParser(reasoning, self._calls(is_whole), self.plan)
+
+    def _calls(self, is_whole: bool) -> Parser | None:
+        plan = self.plan
+        if plan.mode == "named":
+            return NamedCall(plan.name)
+        if plan.mode == "required":
+            return ListedCalls(is_whole)
+        if plan.mode == "none":
+            return None
+        names = plan.schemas if plan.is_limited else None
+        return BY_NAME[self._tool_call_parser].reader(plan.schemas, names, is_whole)
+
+
+class AnswerParser:
+    """Cuts the text of one answer, as it comes, into reasoning, content and calls."""
+
+    def __init__(self, reasoning: ThinkParser | None, calls: Parser | None, plan: ToolPlan) -> None:
+        self._reasoning, self._calls = reasoning, calls
+        self._mode, self._parallel = plan.mode, plan.parallel
+        self._num_calls = 0
+
+    def push(self, text: str, *, last: bool = False) -> list[Part]:
+        """Returns the parts of `text`, in their order. With `last`, nothing follows, so nothing is held
+        back."""
+        if self._reasoning is None:
+            parts: list[Part] = [TextDelta(text)] if text else []
+        else:
+            parts = self._reasoning.push(text) + (self._reasoning.finish() if last else [])
+        if self._calls is not None:
+            found: list[Part] = []
+            for part in parts:
+                if isinstance(part, TextDelta) and not part.reasoning:
+                    found += self._calls.push(part.text)
+                else:
+                    found.append(part)
+            parts = found + (self._calls.finish() if last else [])
+        if not self._parallel:
+            parts = [p for p in parts if not isinstance(p, CallDelta) or p.index == 0]
+        self._num_calls += sum(isinstance(p, CallDelta) and p.name is not None for p in parts)
+        return parts
+
+    def finish_reason(self, reason: str) -> str:
+        """Returns OpenAI's finish reason for an answer that the engine ended with this reason."""
+        return "tool_calls" if reason == "stop" and self._num_calls and self._mode != "named" else reason
+
+
+@dataclass(slots=True)
+class Call:
+    id: str
+    name: str
+    arguments: str  # JSON text; not whole if the answer was cut short
+
+
+@dataclass(slots=True)
+class Answer:
+    """The parts of a whole answer."""
+
+    reasoning: str
+    content: str
+    calls: list[Call]
+
+
+def whole(parts: list[Part]) -> Answer:
+    answer = Answer("", "", [])
+    for part in parts:
+        if isinstance(part, CallDelta):
+            if part.name is not None:
+                answer.calls.append(Call(part.id or "", part.name, part.arguments))
+            else:
+                answer.calls[part.index].arguments += part.arguments
+        elif part.reasoning:
+            answer.reasoning += part.text
+        else:
+            answer.content += part.text
+    return answer
+
+
+def functions_among(
+    exchange: Exchange, tools: list[dict[str, Any]] | None
+) -> tuple[list[dict[str, Any]] | None, list[str]]:
+    """Returns the functions among the tools of a request, and the names of the others, which are left out
+    with a warning: clients send all that they have with every request."""
+    functions, left_out = [], []
+    for tool in tools or ():
+        kind = tool.get("type", "function")
+        if kind == "function" or not isinstance(kind, str):
+            functions.append(tool)
+        else:
+            own = tool.get(kind)
+            left_out.append(str((own if isinstance(own, dict) else tool).get("name") or kind))
+            warn_left_out(exchange, kind)
+    return (None if tools is None else functions), left_out
+
+
+def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
+    """Returns the tool without fields that are null, which count as absent; within its schema, null is a
+    value."""
+    function = {name: value for name, value in tool["function"].items() if value is not None}
+    return {**{name: value for name, value in tool.items() if value is not None}, "function": function}
+
+
+def _check_tools(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, Any]]:
+    """The schema of each tool's parameters, by the tool's name."""
+    schemas: dict[str, dict[str, Any]] = {}
+    for i, tool in enumerate(tools or ()):
+        function = tool.get("function")
+        if (tool.get("type") or "function") != "function" or not isinstance(function, dict):
+            raise RequestError(
+                f"tools[{i}] {tool!r:.100} is no function; give "
+                '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
+            )
+        name, schema = function.get("name"), function.get("parameters")
+        if name is None:
+            raise RequestError(f"tools[{i}] has no name; give one of letters, digits and any of _ . : -")
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            raise RequestError(
+                f"tools[{i}] has the name {name!r:.100}; names are 1 to 128 letters, digits and any of _ . "
+                ": -"
+            )
+        if name in schemas:
+            raise RequestError(f"tools has {name!r} twice; give each tool a name of its own")
+        if not isinstance(function.get("description", ""), str | None):
+            raise RequestError(
+                f"tools[{i}], {name}: the description {function['description']!r:.100} is no text"
+            )
+        if schema is not None and (not isinstance(schema, dict) or schema.get("type", "object") != "object"):
+            raise RequestError(
+                f"tools[{i}], {name}: the parameters {schema!r:.100} are no JSON schema of an object; give "
+                '{"type": "object", "properties": {...}}'
+            )
+        schemas[name] = {**(schema or {"properties": {}}), "type": "object"}
+    return schemas
+
+
+def _calls_schema(schemas: dict[str, dict[str, Any]], many: bool) -> dict[str, Any]:
+    """A list of calls."""
+    call = _call_schema(schemas, "parameters")
+    return {
+        "type": "array",
+        "minItems": 1,
+        **({} if many else {"maxItems": 1}),
+        "items": {"anyOf": call["anyOf"]},
+        "$defs": call["$defs"],
+    }
+
+
+def _call_schema(schemas: dict[str, dict[str, Any]], arguments: str) -> dict[str, Any]:
+    """One call, its arguments under this key. Each tool's schema becomes a definition, and what it refers to
+    within itself is looked for there, whatever address the schema gave itself."""
+    calls = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, arguments: {"$ref": f"#/$defs/{name}"}},
+            "required": ["name", arguments],
+            "additionalProperties": False,
+        }
+        for name in schemas
+    ]
+    return {
+        "anyOf": calls,
+        "$defs": {
+            name: _moved(
+                {key: value for key, value in schema.items() if key not in IDENTITY}, f"#/$defs/{name}"
+            )
+            for name, schema in schemas.items()
+        },
+    }
+
+
+def _json_part(schema: Any) -> dict[str, Any]:
+    """A structural tag's part that holds JSON of this schema."""
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _moved(schema: Any, root: str, are_names: bool = False) -> Any:
+    """A copy of a schema whose references to itself lead to `root`. `are_names`: the keys here are names that
+    the schema's writer chose."""
+    if isinstance(schema, list):
+        return [_moved(part, root) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if are_names:
+        return {name: _moved(part, root) for name, part in schema.items()}
+    return {
+        key: root + value[1:]
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/"))
+        else value
+        if key in VALUES
+        else _moved(value, root, key in (*OF_KEYS, *DEFINITIONS))
+        for key, value in schema.items()
+    }

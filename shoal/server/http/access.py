@@ -1,0 +1,86 @@
+"""Who may come in: keys, the pages that a browser has open, and the names under which a port answers."""
+
+from __future__ import annotations
+
+import urllib.parse
+
+from shoal.config import ServerConfig
+from shoal.server.errors import ApiError
+from shoal.server.http.cors import Cors
+from shoal.server.http.exchange import Exchange
+from shoal.server.http.keys import Keys, is_address
+
+
+class Doors:
+    """Those of one port."""
+
+    def __init__(self, config: ServerConfig, keys: Keys, cors: Cors, *, is_admin: bool) -> None:
+        """is_admin: a page that some browser on this machine has open must not put models to sleep, so pages
+        are refused unless --allowed-origins names their site."""
+        self._config, self._keys, self._cors, self._is_admin = config, keys, cors, is_admin
+
+    def check(self, exchange: Exchange, *, is_public: bool) -> None:
+        """is_public: the route asks for no key. Raises ApiError (401, 403)."""
+        if exchange.method == "POST":
+            self._check_origin(exchange)
+        if is_public:
+            return
+        if self._keys:
+            self._check_key(exchange)
+        elif self._is_admin:
+            self._check_host(exchange)
+
+    def _check_origin(self, exchange: Exchange) -> None:
+        """Some browser on this machine may have the page of a stranger open. It must not operate the server,
+        nor have it compute: a key would keep it out, and where there is none, its origin tells. Programs send
+        no Origin."""
+        origin = exchange.headers.get(b"origin", b"").decode("latin-1")
+        if not origin or self._cors.allowed_origin(exchange) is not None:
+            return
+        if not self._is_admin and (self._keys or self._is_own_page(exchange, origin)):
+            return
+        raise ApiError(
+            403,
+            f"pages of {origin!r:.100} may not use this server, unless --allowed-origins names their site",
+        )
+
+    @staticmethod
+    def _is_own_page(exchange: Exchange, origin: str) -> bool:
+        """Whether the page comes from this server, or is none: an editor's view and an extension are
+        installed programs."""
+        scheme, _, site = origin.partition("://")
+        if scheme not in ("http", "https", "null"):
+            return True
+        # A proxy may tell us its own name for this server. The browser knows better than we do whether the
+        # page and the request have one address, and no page can write this header itself.
+        if exchange.headers.get(b"sec-fetch-site") == b"same-origin":
+            return True
+        own = [exchange.headers.get(name, b"") for name in (b"host", b"x-forwarded-host")]
+        return bool(site) and site.lower() in [name.decode("latin-1").lower() for name in own]
+
+    def _check_host(self, exchange: Exchange) -> None:
+        """A page of a stranger whose name has come to mean this machine's address (DNS rebinding) still sends
+        its own name as Host."""
+        host = exchange.headers.get(b"host", b"").decode("latin-1")
+        try:
+            name = urllib.parse.urlsplit("//" + host).hostname or ""
+        except ValueError:  # half an IPv6 address
+            name = host
+        if name not in ("", "localhost", self._config.admin_host.lower()) and not is_address(name):
+            raise ApiError(
+                403,
+                f"this port is asked as {host!r:.100}, and without keys it answers to addresses, "
+                "localhost and --admin-host alone; set --api-key to have it answer under other names",
+            )
+
+    def _check_key(self, exchange: Exchange) -> None:
+        scheme, _, value = exchange.headers.get(b"authorization", b"").partition(b" ")
+        bearer = value.strip() if scheme.lower() == b"bearer" else b""
+        # some clients send both
+        if not self._keys.hold([exchange.headers.get(b"x-api-key", b""), bearer]):
+            raise ApiError(
+                401,
+                "the API key is missing or wrong; send it as `Authorization: Bearer KEY`",
+                code="invalid_api_key",
+                headers={"www-authenticate": "Bearer"},
+            )

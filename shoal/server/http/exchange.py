@@ -1,0 +1,382 @@
+"""One HTTP request and its answer, straight on ASGI: reading the body within limits, answering, streaming,
+and noticing who leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import secrets
+import time
+import urllib.parse
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import msgspec
+
+from shoal.api import FinishReason, Span
+from shoal.fleet_api import tags_of
+from shoal.server.apis.protocol import check_size, decode, unknown_fields
+from shoal.server.apis.shapes import ErrorResponse
+from shoal.server.errors import ApiError
+from shoal.server.http.arrival_log import log_arrival
+from shoal.server.http.context import Port
+from shoal.server.http.request_fields import refuse, why_ignored
+from shoal.server.served.generation import Generation
+from shoal.telemetry.timeline import Timeline
+from shoal.telemetry.tracing import TRACE_HEADERS, Trace
+
+T = TypeVar("T")
+Scope = dict[str, Any]
+Message = dict[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+
+JSON = b"application/json"
+DONE = b"data: [DONE]\n\n"
+ALWAYS_SEARCHED = 1 << 12  # bytes: a body that is no larger is always searched for unknown fields
+MAX_SESSION = 256  # characters
+MAX_ID = 256  # characters
+MAX_UNKNOWN = 20  # unknown fields of one request that the log tells of
+LINGER_SECONDS = 2.0  # a client that is still sending when it is refused gets so long to see why
+# In a request's scope: what the connection calls when the client leaves. ASGI's own way, a task beside each
+# handler that waits for the message http.disconnect, costs more than reading the request does.
+ON_LEAVE = "shoal.on_leave"
+
+
+@dataclass(frozen=True, slots=True)
+class Dialect:
+    """How one of the APIs that this server speaks says what all of them say: errors and streams."""
+
+    name: str  # whose API it is
+    error: type  # the Struct of an error, for the OpenAPI document
+    error_body: Callable[[ApiError], bytes]
+    error_event: Callable[[ApiError], bytes]  # what a stream says when it fails midway
+    stream_type: str = "text/event-stream; charset=utf-8"
+    id_headers: tuple[str, ...] = ("x-request-id",)  # each holds the request's id
+
+
+def openai_error_event(error: ApiError) -> bytes:
+    return b"data: " + error.body() + b"\n\n" + DONE
+
+
+OPENAI = Dialect("OpenAI", ErrorResponse, ApiError.body, openai_error_event)
+
+
+class ClientGone(Exception):
+    """The client left before its request was whole."""
+
+
+class Exchange:
+    """Handlers get one, read `body` through `decode`, and answer with `json`, `respond`, or `send` as often
+    as they like and `end`."""
+
+    def __init__(
+        self, port: Port, scope: Scope, receive: Receive, send: Send, before_end: Callable[[Exchange], None]
+    ) -> None:
+        """before_end: called once, before the answer's last bytes go out."""
+        self.port, self.models, self.scope = port, port.models, scope
+        self._receive, self._send, self._before_end = receive, send, before_end
+        self.method: str = scope["method"]
+        self.path: str = scope["path"]
+        # By lower-case name. Of headers that are repeated this is the last.
+        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.body = b""
+        self.size = 0  # bytes of the body so far
+        self.more_headers: list[tuple[bytes, bytes]] = []  # go out with the answer, whatever it is
+        self.arrival = time.perf_counter()
+        # What its route says, once there is one.
+        self.handler = "none"  # the route's path
+        self.is_quiet = False
+        self.dialect = OPENAI
+        # How the client calls what messages of errors call otherwise: the handler says it.
+        self.names: dict[str, str] = {}
+        self.generation: Generation | None = None  # see begin
+        self._last = b""  # of a stream, what its end takes along
+        self.line: Timeline | None = None  # see begin_line
+        self._trace: Trace | None = None
+        self._read_at = self.arrival  # when the body was in
+        self.status: int | None = None  # None: no byte of the answer is out
+        self.error: ApiError | None = None  # the client was told of it, maybe in the middle of a stream
+        self.ended = False
+        self.read_all = False  # nothing of the body is left in the socket
+        self.is_gone = False
+        self.end_error: ApiError | None = None  # why the server ended it
+        self.error_event: Callable[[ApiError], bytes] | None = None  # instead of the dialect's
+        self._task = asyncio.current_task()
+        given = self.headers.get(b"x-request-id", b"").decode("latin-1")
+        self._is_named = _is_id(given)
+        self.request_id = given if self._is_named else secrets.token_hex(16)
+
+    # What the client sent
+
+    async def read(self) -> None:
+        """Takes in the body. Raises ApiError: 413 if it is too large, 408 if it is too slow, 429 if the
+        bodies of all requests are too large together. Raises ClientGone."""
+        config = self.port.config
+        limit, seconds = config.max_body_bytes, config.read_timeout
+        try:
+            length = int(self.headers.get(b"content-length", b"0"))
+        except ValueError:
+            raise ApiError(400, "the header Content-Length is no number") from None
+        encoding = self.headers.get(b"content-encoding", b"identity").decode("latin-1").strip()
+        if encoding.lower() not in ("", "identity"):
+            raise ApiError(
+                415,
+                f"the header Content-Encoding must be absent or identity, got {encoding!r:.100}; send the "
+                "body uncompressed",
+                headers={"accept-encoding": "identity"},  # RFC 9110, 12.5.3: what the client may send
+            )
+        if length > limit:
+            raise too_large(limit)
+        parts = []
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGone
+                    part = message.get("body", b"")
+                    self.size += len(part)
+                    self.port.body_bytes += len(part)
+                    if self.size > limit:
+                        raise too_large(limit)
+                    if self.port.body_bytes > config.max_total_body_bytes:
+                        raise ApiError(
+                            429,
+                            f"the requests under way have more than {config.max_total_body_bytes} bytes "
+                            "together, the most this server takes (--max-total-body-bytes); try again later",
+                        )
+                    parts.append(part)
+                    if not message.get("more_body"):
+                        break
+        except TimeoutError:
+            raise ApiError(
+                408, f"the request did not arrive within {seconds:g} s; send its body at once"
+            ) from None
+        self.scope[ON_LEAVE] = self._leave
+        self.read_all, self._read_at = True, time.perf_counter()
+        # PowerShell 5.1 begins a body with a byte order mark.
+        self.body = b"".join(parts).removeprefix(codecs.BOM_UTF8)
+
+    def decode(self, kind: type[T]) -> T:
+        """The body as this Struct. Fields that the Struct does not have are told in the log. Raises ApiError
+        (400) that names a field that is wrong."""
+        check_size(self.body, self.models.most_tokens)
+        request = decode(kind, self.body)
+        refuse(kind, self.body)
+        # The search costs a third of what decoding costs. Large bodies of the same client are much alike, so
+        # the first is searched.
+        is_small = len(self.body) <= ALWAYS_SEARCHED
+        if is_small or self.port.notices.is_new(self.client, f"large {kind.__name__}"):
+            for name in unknown_fields(kind, self.body)[:MAX_UNKNOWN]:
+                why = why_ignored(kind, name)
+                message = f"{self.path} takes no field {name!r:.100}: it is ignored{why}"
+                self.warn(f"{self.path} {name:.100}", message)
+        return request
+
+    def warn(self, what: str, message: str) -> None:
+        """Writes `message` into the log, once for this client and `what`."""
+        self.port.notices.tell(self.client, what, message)
+
+    @property
+    def client(self) -> str:
+        """The name of the client's program, or its address where it does not say."""
+        address = (self.scope.get("client") or ("unknown",))[0]
+        return self.headers.get(b"user-agent", b"").decode("latin-1")[:200] or str(address)
+
+    def named(self, given: str | None) -> str:
+        """The id of the answer, which a request's body may give. All logs know the request by that id, too,
+        unless the header X-Request-Id names another, or it is none that a header could hold."""
+        if given is not None and not self._is_named and _is_id(given):
+            self.request_id, self._is_named = given, True
+        return given or self.request_id
+
+    def begin_line(self, model: str, *, is_listed: bool = True) -> Timeline:
+        """The timeline of a request for answers of this model, whose prompt has become tokens by now."""
+        line = self.line = Timeline(self.request_id, model, self.handler, self.arrival)
+        now = time.perf_counter()
+        line.add([Span("tokenize", now - self._read_at, now - self._read_at)], now)
+        given = {name: self._joined(name.encode()) for name in TRACE_HEADERS}
+        headers = {name: value for name, value in given.items() if value}
+        if self.port.tracing is not None:
+            self._trace = self.port.tracing.begin(line, headers)
+            headers = self._trace.headers
+        line.trace_headers = headers or None
+        if is_listed:
+            self.port.timelines.add(line)
+        return line
+
+    def begin(self, generation: Generation) -> None:
+        """From now on the exchange is about these answers."""
+        self.generation = generation
+        if self.port.config.enable_log_requests:
+            log_arrival(self.request_id, self.handler, generation, self.port.config)
+
+    def _joined(self, name: bytes) -> str:
+        """A header that may be cut into several, as HTTP puts them together."""
+        values = [value for found, value in self.scope["headers"] if found == name]
+        return b",".join(values).decode("latin-1")
+
+    def end_line(self) -> None:
+        """The exchange has ended."""
+        if self.line is None:
+            return
+        if self.is_gone:
+            self.line.reasons.add(FinishReason.ABORT)
+        # A foreign worker's refusal is passed on as it is, and is no error of this server's own.
+        status = self.error.status if self.error is not None else self.status or 0
+        self.line.end(has_failed=status >= 400)
+        if self._trace is not None:
+            self._trace.end(self.line, str(status) if status >= 400 else None)
+        self.line.params = None  # a grammar may be long
+
+    def session(self, user: Any = None) -> str | None:
+        """What keeps requests together at one worker of a fleet: the header X-Session-ID, else the body's
+        `user`, if that is a text."""
+        given = self.headers.get(b"x-session-id", b"").decode("latin-1")
+        return (given or (user if isinstance(user, str) else ""))[:MAX_SESSION] or None
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Those that the worker of a fleet must have."""
+        return tags_of(self.headers)
+
+    def query(self) -> dict[str, list[str]]:
+        """The parameters of the URL: all values of each name. Raises ApiError (400) for invalid UTF-8."""
+        try:
+            return urllib.parse.parse_qs(
+                self.scope["query_string"].decode("ascii"), keep_blank_values=True, errors="strict"
+            )
+        except ValueError:
+            raise ApiError(400, "the URL's query is no valid UTF-8, percent-encoded") from None
+
+    def _leave(self) -> None:
+        """Cancels the handler, as the client has left."""
+        if self._may_be_cancelled and self._task is not None:
+            self.is_gone = True
+            self._task.cancel()
+
+    def stop(self, error: ApiError) -> None:
+        """Ends the exchange from outside: its handler is cancelled, its client told `error`."""
+        if self._may_be_cancelled and self._task is not None:
+            self.end_error = error
+            self._task.cancel()
+
+    @property
+    def _may_be_cancelled(self) -> bool:
+        """Whether the handler still works. Once it has answered or failed, it only waits for the client to
+        read."""
+        return not self.ended and self.error is None
+
+    # What the client gets
+
+    async def json(self, value: Any, status: int = 200) -> None:
+        await self.respond(value if isinstance(value, bytes) else msgspec.json.encode(value), status)
+
+    async def respond(
+        self,
+        body: bytes,
+        status: int = 200,
+        content_type: bytes = JSON,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        await self._start(status, content_type, [(b"content-length", b"%d" % len(body))], headers)
+        self._end()
+        await self._send({"type": "http.response.body", "body": body})
+
+    async def send(self, events: bytes) -> None:
+        """The next piece of a stream, begun by the first. Waits while the client is slow to read. What comes
+        when all answers have ended goes out with the stream's end, which is next."""
+        if self.generation is not None and self.generation.has_ended:
+            self._last += events
+            return
+        await self._begin_stream()
+        await self._send({"type": "http.response.body", "body": events, "more_body": True})
+
+    async def end(self, events: bytes = DONE) -> None:
+        """The last piece of a stream. Begins it, if nothing was sent yet."""
+        await self._begin_stream()
+        self._end()
+        await self._send({"type": "http.response.body", "body": self._last + events})
+
+    async def _begin_stream(self) -> None:
+        if self.status is None:
+            await self._start(
+                200,
+                self.dialect.stream_type.encode("ascii"),
+                [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")],
+            )
+
+    async def fail(self, error: ApiError) -> None:
+        """Tells the client of an error: as an answer, or as a stream's last event."""
+        if self.ended:
+            return
+        self.error = error
+        if self.status is not None:
+            await self.end((self.error_event or self.dialect.error_event)(error))
+            return
+        body = self.dialect.error_body(error)
+        if self.read_all:
+            await self.respond(body, error.status, headers=error.headers)
+            return
+        await self._start(
+            error.status,
+            JSON,
+            [(b"content-length", b"%d" % len(body)), (b"connection", b"close")],
+            error.headers,
+        )
+        self._end()
+        await self._send({"type": "http.response.body", "body": body, "more_body": True})
+        await self._linger()
+        await self._send({"type": "http.response.body", "body": b""})
+
+    def _end(self) -> None:
+        """Called before the last bytes go out, so that a client with its answer finds it in the log."""
+        self.ended = True
+        self._before_end(self)
+
+    async def _start(
+        self,
+        status: int,
+        content_type: bytes,
+        headers: list[tuple[bytes, bytes]],
+        more: Mapping[str, str] | None = None,
+    ) -> None:
+        self.status = status
+        headers = [
+            (b"content-type", content_type),
+            *headers,
+            *((name.encode("ascii"), self.request_id.encode("ascii")) for name in self.dialect.id_headers),
+            *self.more_headers,
+        ]
+        if self.generation is not None and (worker := self.generation.worker):
+            headers.append((b"x-shoal-worker", worker.encode("ascii")))
+            if prefill_worker := self.generation.prefill_worker:
+                headers.append((b"x-shoal-prefill-worker", prefill_worker.encode("ascii")))
+        headers += [(name.encode("ascii"), value.encode("ascii")) for name, value in (more or {}).items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": headers})
+
+    async def _linger(self) -> None:
+        """Throws away some of what the client still sends. A socket that is closed with data unread is reset,
+        and then the client never sees the answer."""
+        left = self.port.config.max_body_bytes
+        try:
+            async with asyncio.timeout(LINGER_SECONDS):
+                while left > 0:
+                    message = await self._receive()
+                    left -= len(message.get("body", b""))
+                    if message["type"] == "http.disconnect" or not message.get("more_body"):
+                        return
+        except TimeoutError:
+            pass
+
+
+def _is_id(text: str) -> bool:
+    return 0 < len(text) <= MAX_ID and text.isascii() and text.isprintable()
+
+
+def too_large(limit: int) -> ApiError:
+    return ApiError(
+        413, f"the body has more than {limit} bytes, the most this server takes (--max-body-bytes); send less"
+    )

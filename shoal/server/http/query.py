@@ -1,0 +1,38 @@
+"""The parameters of a URL's query, read and checked. Mistakes in them are an ApiError (400) that names the
+parameter."""
+
+from __future__ import annotations
+
+from shoal.server.errors import ApiError
+from shoal.server.http.exchange import Exchange
+
+Query = dict[str, list[str]]
+
+
+def query_of(exchange: Exchange, known: tuple[str, ...]) -> Query:
+    """The URL's parameters. An unknown one is refused: a misspelt `tag=` would put everything to sleep."""
+    query = exchange.query()
+    if unknown := [name for name in query if name not in known]:
+        raise ApiError(
+            400,
+            f"unknown parameter {unknown[0]!r:.40}; {exchange.path} takes {', '.join(known)}",
+            param=unknown[0][:40],
+        )
+    return query
+
+
+def one_of(query: Query, name: str, default: str = "") -> str:
+    """The value of a parameter that is given once at most."""
+    values = query.get(name, [default])
+    if len(values) > 1:
+        raise ApiError(400, f"{name} is given {len(values)} times; give it once", param=name)
+    return values[0]
+
+
+def count_of(query: Query, name: str, most: int) -> int:
+    """A number from 1 to `most`, which is also what counts where the parameter is not given."""
+    text = one_of(query, name, str(most))
+    number = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(most)) else 0
+    if not 1 <= number <= most:
+        raise ApiError(400, f"{name} {text!r:.40} is no number from 1 to {most}", param=name)
+    return number

@@ -1,0 +1,135 @@
+"""Requests for foreign models: the public routes with those requests passed on, everything else as it was."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from shoal.fleet_api import ForeignCall
+from shoal.server.apis.protocol import Seconds, decode
+from shoal.server.errors import ApiError
+from shoal.server.http.exchange import Exchange
+from shoal.server.http.route import Handler, Route
+from shoal.server.served.external_model import ForeignModel
+
+# Those that ask for no answer of the model.
+UNLISTED = frozenset(
+    {
+        "/v1/messages/count_tokens",
+        "/v1/responses/input_tokens",
+        "/tokenize",
+        "/detokenize",
+        "/tokenizer_info",
+        "/api/show",
+    }
+)
+STREAMS = (b"text/event-stream", b"application/x-ndjson")
+# Those whose body, or query, names a model, and that a server of this model could answer.
+PASSED_ON = frozenset(
+    {
+        "/tokenizer_info",
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/completions",
+        "/v1/responses",
+        "/v1/responses/input_tokens",
+        "/v1/messages",
+        "/v1/messages/count_tokens",
+        "/v1/embeddings",
+        "/tokenize",
+        "/detokenize",
+        "/inference/v1/generate",
+        "/api/chat",
+        "/api/generate",
+        "/api/embed",
+        "/api/embeddings",
+        "/api/show",
+    }
+)
+
+
+class _Asked(msgspec.Struct):
+    """All that the router reads of a body by itself."""
+
+    model: str | None = None
+    name: str | None = None  # the model, in older requests of Ollama
+    timeout: Seconds | None = None
+
+
+def with_foreign_models(routes: Sequence[Route]) -> list[Route]:
+    """The routes, which pass requests for foreign models on."""
+    return [
+        replace(route, handler=_passing_on(route.handler)) if route.path in PASSED_ON else route
+        for route in routes
+    ]
+
+
+def _passing_on(handler: Handler) -> Handler:
+    async def handle(exchange: Exchange) -> None:
+        if not exchange.models.foreign:
+            return await handler(exchange)
+        if exchange.method in ("GET", "HEAD"):
+            asked = _Asked(next(iter(exchange.query().get("model", ())), None))
+        else:
+            asked = decode(_Asked, exchange.body)
+        model = exchange.models.find_foreign(asked.model or asked.name)
+        if model is None:
+            return await handler(exchange)
+        return await _pass_on(exchange, model, asked)
+
+    return handle
+
+
+async def _pass_on(exchange: Exchange, model: ForeignModel, asked: _Asked) -> None:
+    limits = [t for t in (asked.timeout, model.request_timeout) if t is not None]
+    seconds = min(limits) if limits else None
+    query = exchange.scope["query_string"].decode("latin-1")
+    call = ForeignCall(
+        exchange.begin_line(model.name, is_listed=exchange.path not in UNLISTED),
+        exchange.method,
+        f"{exchange.path}?{query}" if query else exchange.path,
+        exchange.headers,
+        _as_operated(exchange),
+    )
+    model.admission.enter(1)
+    try:
+        async with asyncio.timeout(seconds):
+            await _answer(exchange, model, call)
+    except TimeoutError:
+        raise ApiError(504, f"the request took longer than its {seconds:g} s") from None
+    finally:
+        model.admission.leave(1)
+
+
+def _as_operated(exchange: Exchange) -> bytes:
+    """The body, with what the router's options say for every request of OpenAI's older APIs."""
+    config = exchange.port.config
+    if exchange.path not in ("/v1/chat/completions", "/v1/completions") or not (
+        config.enable_force_include_usage or config.return_tokens_as_token_ids
+    ):
+        return exchange.body
+    body = decode(dict[str, Any], exchange.body)
+    if config.enable_force_include_usage and body.get("stream"):
+        given = body.get("stream_options")
+        body["stream_options"] = {**(given if isinstance(given, dict) else {}), "include_usage": True}
+    if config.return_tokens_as_token_ids and body.get("return_tokens_as_token_ids") is None:
+        body["return_tokens_as_token_ids"] = True
+    return msgspec.json.encode(body)
+
+
+async def _answer(exchange: Exchange, model: ForeignModel, call: ForeignCall) -> None:
+    answer = await model.forwarder.forward(call)
+    exchange.more_headers += answer.headers
+    async with aclosing(answer.chunks) as chunks:
+        if answer.content_type.startswith(STREAMS):
+            async for chunk in chunks:
+                await exchange.send(chunk)
+            await exchange.end(b"")
+        else:
+            body = b"".join([chunk async for chunk in chunks])
+            await exchange.respond(body, answer.status, answer.content_type)

@@ -1,0 +1,35 @@
+"""What one sees of a server and its fleet: the data, and the page that shows it."""
+
+from __future__ import annotations
+
+import math
+
+from shoal.fleet_views import FleetView
+from shoal.server.errors import ApiError
+from shoal.server.http.exchange import Exchange
+from shoal.server.http.query import one_of, query_of
+from shoal.server.http.route import Route
+from shoal.server.operator.web_page import web_page
+
+
+async def _fleet(exchange: Exchange) -> None:
+    query = query_of(exchange, ("since", "worker"))
+    since = None
+    if "since" in query:
+        text = one_of(query, "since")
+        try:
+            since = float(text)
+        except ValueError:
+            since = math.nan
+        if not math.isfinite(since):
+            raise ApiError(400, f"since {text!r:.100} is no number; give seconds since 1970", param="since")
+    await exchange.json(await exchange.port.watch.view(since, one_of(query, "worker") or None))
+
+
+async def _dashboard(exchange: Exchange) -> None:
+    body, headers = web_page("dashboard.html")
+    await exchange.respond(body, content_type=b"text/html; charset=utf-8", headers=headers)
+
+
+FLEET = Route("GET", "/fleet", _fleet, "The workers, and what they do", response=FleetView, quiet=True)
+DASHBOARD = Route("GET", "/dashboard", _dashboard, "The dashboard", content_type="text/html", public=True)

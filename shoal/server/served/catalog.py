@@ -1,0 +1,98 @@
+"""The models of a server by name. All its ports share one catalog. In a router it changes while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TypeVar
+
+from shoal.server.errors import ApiError
+from shoal.server.served.admission import Admission
+from shoal.server.served.external_model import ForeignModel
+from shoal.server.served.model import ServedModel
+
+LATEST = ":latest"
+
+
+class Catalog:
+    """Iterating gives the models that are served here or by our workers; `foreign` are those of others."""
+
+    def __init__(self, models: Sequence[ServedModel], foreign: Sequence[ForeignModel] = ()) -> None:
+        """The first model answers requests that name none."""
+        self._models = list(models)
+        self.foreign = list(foreign)
+        self.awaited: list[str] = []  # workers that were not reached yet: they may bring further models
+        self.draining = False  # the server is shutting down
+
+    def __iter__(self) -> Iterator[ServedModel]:
+        return iter(self._models)
+
+    def add(self, model: ServedModel | ForeignModel) -> None:
+        if self.draining:
+            model.admission.drain()
+        if isinstance(model, ForeignModel):
+            self.foreign.append(model)
+        else:
+            self._models.append(model)
+
+    def remove(self, model: ServedModel | ForeignModel) -> None:
+        if isinstance(model, ForeignModel):
+            self.foreign.remove(model)
+        else:
+            self._models.remove(model)
+
+    @property
+    def names(self) -> list[str]:
+        return [model.name for model in self._models] + [model.name for model in self.foreign]
+
+    @property
+    def most_tokens(self) -> int:
+        """The longest context of all models."""
+        return max((model.max_model_len for model in self._models), default=0)
+
+    def find(self, name: str | None) -> ServedModel:
+        """The model of a request; the first if it names none. As in Ollama, a name may have the tag `:latest`
+        or do without. Raises ApiError for a name that no model has: 404, or 503 while it may still come."""
+        if name is None and self._models:
+            return self._models[0]
+        found = _find(self._models, name)
+        if found is not None:
+            return found
+        if (foreign := self.find_foreign(name)) is not None:
+            raise ApiError(404, f"the workers of {foreign.name!r:.100} have no such route", param="model")
+        if self.awaited or not self.names:
+            awaited = f" ({', '.join(self.awaited)})" if self.awaited else ""
+            asked = "no model" if name is None else f"no model {name!r:.100}"
+            raise ApiError(503, f"there is {asked} yet: workers were not reached{awaited}; try again later")
+        there_are = f"there are {', '.join(self.names)}"
+        raise ApiError(
+            404, f"the model {name!r:.100} does not exist; {there_are}", param="model", code="model_not_found"
+        )
+
+    def find_foreign(self, name: str | None) -> ForeignModel | None:
+        """The same among foreign models; None if the name is of none of them."""
+        if name is None:
+            return self.foreign[0] if self.foreign and not self._models else None
+        return None if _find(self._models, name) is not None else _find(self.foreign, name)
+
+    @property
+    def admissions(self) -> list[Admission]:
+        return [model.admission for model in self._models] + [model.admission for model in self.foreign]
+
+    def drain(self) -> None:
+        """Nobody gets in any more, whatever model comes."""
+        self.draining = True
+        for admission in self.admissions:
+            admission.drain()
+
+
+M = TypeVar("M", ServedModel, ForeignModel)
+
+
+def _find(models: Sequence[M], name: str | None) -> M | None:
+    if name is None:
+        return None
+    for each in (name, name.removesuffix(LATEST), name + LATEST):
+        for model in models:
+            if each in model.names:
+                return model
+    return None

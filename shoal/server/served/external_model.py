@@ -1,0 +1,34 @@
+"""ForeignModel: a model whose workers speak HTTP themselves. Requests for it go on as they came."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shoal.fleet_api import Forwarder
+from shoal.server.served.admission import Admission
+
+UNBOUNDED = 1 << 40  # the workers and the queue of the fleet say how much is too much
+
+
+class ForeignModel:
+    """`names` and `max_model_len` are what its workers said last; they may change while it is served."""
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        forwarder: Forwarder,
+        *,
+        max_model_len: int | None = None,
+        request_timeout: float | None = None,
+    ) -> None:
+        """names: clients may use any; adapters are further names. max_model_len None: not known.
+        request_timeout: seconds that a request may take at most."""
+        self.names = list(names)
+        self.forwarder = forwarder
+        self.max_model_len = max_model_len
+        self.request_timeout = request_timeout
+        self.admission = Admission(UNBOUNDED, 0)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]

@@ -1,0 +1,312 @@
+"""ServedModel: an engine with what the server must know of its model to speak text to it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from shoal.api import ModelSummary
+from shoal.config import ServerConfig
+from shoal.control import ServedEngine
+from shoal.errors import RequestError
+from shoal.model_card import ModelCard
+from shoal.sampling_params import sampling_defaults
+from shoal.server.errors import ApiError, context_overflow
+from shoal.server.served.admission import Admission
+from shoal.server.served.text_threads import TextThreads
+from shoal.stats import SleepState, Stats
+from shoal.telemetry.metrics import ModelMetrics
+from shoal.text.request_builder import RequestBuilder
+from shoal.text.tokenizer import LONG_TEXT, Tokenizer
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+# Texts of so many characters are tokenized one at a time, as each may take 200 bytes of memory a character.
+HUGE_TEXT = 1 << 20
+# So many characters of a long text, for each token that fits, are tokenized first, to see if it can fit.
+HEAD_CHARACTERS = 8
+HEAD_SLACK = 64  # tokens that the cut through a word may add
+TEMPLATE_SECONDS = 10.0  # the time that a chat template may take
+TEMPLATE_NAMES = frozenset(
+    {
+        "self",
+        "messages",
+        "tools",
+        "chat_template",
+        "add_generation_prompt",
+        "continue_final_message",
+        "tokenize",
+        "tool_call_parser",
+    }
+)
+
+# An engine that does not answer in this time is busy, not dead: its figures are the last ones known.
+PATIENCE_SECONDS = 5.0
+
+# The attributes of a ServedModel that change when its engine becomes another model.
+OF_THE_MODEL = (
+    "card",
+    "tokenizer",
+    "max_model_len",
+    "vocab_size",
+    "eos_token_ids",
+    "max_num_seqs",
+    "generation_config",
+    "tool_call_parser",
+    "reasoning_parser",
+    "cache_config",
+    "summary",
+    "builder",
+    "default_params",
+    "default_max_tokens",
+    "most_new_tokens",
+)
+
+
+@dataclass(slots=True)
+class Prompt:
+    token_ids: list[int]
+    text: str | None = None
+
+
+@dataclass(eq=False)
+class ServedModel:
+    """Built before the server, in the running loop; `admission` and `metrics` are the server's view of it."""
+
+    names: list[str]  # clients may use any; the first is the one answered with
+    engine: ServedEngine
+    tokenizer: Tokenizer | None  # None: token ids only
+    max_model_len: int
+    vocab_size: int  # the ids of a prompt must be smaller
+    eos_token_ids: tuple[int, ...]
+    max_num_seqs: int
+    # the model's defaults of sampling parameters
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    most_new_tokens: int | None = None  # that an answer may have, whatever its request says
+    seed: int = 0  # where the seeds of requests without one come from
+    max_queued_requests: int = 1024
+    request_timeout: float | None = None  # seconds
+    tool_call_parser: str = "none"  # a name of tool_formats/registry.py, or "none"
+    reasoning_parser: str = "none"  # "qwen3" | "none"
+    trust_request_chat_template: bool = False
+    cache_config: dict[str, str] = field(default_factory=dict)  # for vllm:cache_config_info
+    on_gpu: bool = False
+    summary: ModelSummary = field(default_factory=ModelSummary)
+    max_logprobs: int = 20  # the most that a request may ask for; -1: no limit
+    template_defaults: dict[str, Any] = field(default_factory=dict)  # variables that requests do not give
+    closes_objects: bool = True  # a JSON schema's objects have no other keys, unless it says so
+    card: ModelCard | None = None  # what it was made from
+
+    def __post_init__(self) -> None:
+        self.name = self.names[0]
+        self.admission = Admission(self.max_num_seqs, self.max_queued_requests)
+        self.metrics = ModelMetrics(self.name, self.max_model_len, self.cache_config)
+        self.numbers = itertools.count()
+        self.builder = RequestBuilder(
+            self.tokenizer,
+            self.vocab_size,
+            self.eos_token_ids,
+            seed=self.seed,
+            closes_objects=self.closes_objects,
+        )
+        self.default_params = sampling_defaults(self.generation_config)
+        self.default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
+        self.last_stats = Stats()
+        self.last_sleep_state = SleepState()
+        self._threads = TextThreads()
+        self._one_huge_text = asyncio.Semaphore(1)
+        self.changed = asyncio.Event()  # set when it has become another model
+
+    def become(self, other: ServedModel) -> None:
+        """From now on this speaks for the model of `other`, which nobody serves. The names, the queue and the
+        counts stay as they are."""
+        for name in OF_THE_MODEL:
+            setattr(self, name, getattr(other, name))
+        self.admission.limit = other.admission.limit
+        self.metrics.cache_config = other.metrics.cache_config
+        other.close()
+        self.changed.set()
+
+    async def stats(self) -> Stats:
+        """The figures of its engine, now or as they were last known. Raises EngineDeadError."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                self.last_stats = await self.engine.stats()
+        return self.last_stats
+
+    async def sleep_state(self) -> SleepState:
+        """What sleeps, now or as it was last known: an engine that falls asleep or wakes up answers
+        afterwards. Raises EngineDeadError."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(PATIENCE_SECONDS):
+                self.last_sleep_state = await self.engine.sleep_state()
+        return self.last_sleep_state
+
+    def need_tokenizer(self) -> Tokenizer:
+        if self.tokenizer is None:
+            raise RequestError(
+                f"the model {self.name} is served without a tokenizer (skip_tokenizer_init): send token ids"
+            )
+        return self.tokenizer
+
+    async def encode(
+        self, texts: Sequence[str], add_special_tokens: bool = True, *, must_fit: bool = True
+    ) -> list[list[int]]:
+        """The token ids of each text. must_fit: a text that the model's context cannot hold is refused, if
+        possible before all of it is tokenized. Raises RequestError."""
+        self.need_tokenizer()
+        size = text_size(texts, enough=HUGE_TEXT)
+        return await self.for_text(
+            size, lambda: [self._encode(text, add_special_tokens, must_fit) for text in texts]
+        )
+
+    def _encode(self, text: str, add_special_tokens: bool, must_fit: bool) -> list[int]:
+        """Runs in a thread if the text is long."""
+        tokenizer, most = self.need_tokenizer(), self.max_model_len
+        if must_fit and len(text) > most:
+            if (fewest := -(-len(text) // tokenizer.longest_token)) > most:
+                raise context_overflow(most, fewest)
+            head = text[: HEAD_CHARACTERS * most]
+            if len(head) < len(text) and len(tokenizer.encode(head, add_special_tokens)) > most + HEAD_SLACK:
+                raise context_overflow(most, most + 1)
+        return tokenizer.encode(text, add_special_tokens)
+
+    async def chat_prompt(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template: str | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool | None = None,
+        add_special_tokens: bool | None = None,
+        documents: list[dict[str, Any]] | None = None,
+        variables: dict[str, Any] | None = None,
+        must_fit: bool = True,
+        needs_tools: bool = True,
+    ) -> Prompt:
+        """A conversation through the model's chat template. Raises RequestError with the template's own words
+        where it refuses.
+
+        must_fit: as in `encode`. needs_tools: False where a grammar enforces the call. The description of
+        tools is then left out, with a warning, if the template has no place and the context no room for it.
+        """
+        tokenizer = self.need_tokenizer()
+        if (
+            chat_template is not None
+            and not self.trust_request_chat_template
+            and chat_template not in tokenizer.chat_templates
+        ):
+            raise ApiError(
+                400,
+                "chat_template: this server takes no templates from requests, as one may run for ever; start "
+                "it with --trust-request-chat-template",
+                param="chat_template",
+            )
+        if len(messages) > self.max_model_len:
+            raise context_overflow(self.max_model_len, len(messages))
+        variables = self.template_defaults | (variables or {})
+        if taken := TEMPLATE_NAMES & variables.keys():
+            raise ApiError(
+                400,
+                f"chat_template_kwargs: {sorted(taken)} cannot be set here; use the request's own fields",
+                param="chat_template_kwargs",
+            )
+        if documents is not None:
+            variables["documents"] = documents
+        generates = not continue_final_message if add_generation_prompt is None else add_generation_prompt
+
+        def render(tools: list[dict[str, Any]] | None) -> str:
+            return tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=chat_template,
+                add_generation_prompt=generates,
+                continue_final_message=bool(continue_final_message),
+                tokenize=False,
+                tool_call_parser=self.tool_call_parser,
+                **variables,
+            )
+
+        # A template is a program and may not end, so it always runs beside the loop, for a limited time.
+        async def rendered(tools: list[dict[str, Any]] | None, must_fit: bool) -> Prompt:
+            text = await self._threads.run_bounded(
+                lambda: render(tools), TEMPLATE_SECONDS, "messages: the chat template"
+            )
+            [ids] = await self.encode([text], bool(add_special_tokens), must_fit=must_fit)
+            return Prompt(ids, text)
+
+        may_drop = bool(tools) and not needs_tools and not tokenizer.has_place_for_tools(chat_template)
+        prompt = await rendered(tools, must_fit and not may_drop)
+        if may_drop and len(prompt.token_ids) >= self.max_model_len:
+            logger.warning(
+                "the description of %d tools makes a prompt of %d tokens, and the model's context has %d: "
+                "it is left out, and the grammar alone makes the call",
+                len(tools or ()),
+                len(prompt.token_ids),
+                self.max_model_len,
+            )
+            prompt = await rendered(None, must_fit)
+        return prompt
+
+    async def for_text(self, size: int, work: Callable[[], T]) -> T:
+        """Returns `work()`, which handles `size` characters. It runs in a thread if they are many."""
+        if size < LONG_TEXT:
+            return work()
+        if size < HUGE_TEXT:
+            return await self.in_thread(work)
+        async with self._one_huge_text:
+            return await self.in_thread(work)
+
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        return await self._threads.run(work)
+
+    def close(self) -> None:
+        self._threads.close()
+
+
+def served_model(
+    card: ModelCard, engine: ServedEngine, tokenizer: Tokenizer | None, config: ServerConfig
+) -> ServedModel:
+    """The model of this card, behind this engine."""
+    info = card.info
+    return ServedModel(
+        card.names,
+        engine,
+        tokenizer,
+        max_model_len=info.max_model_len,
+        vocab_size=info.vocab_size,
+        eos_token_ids=card.eos_token_ids,
+        max_num_seqs=info.max_num_seqs,
+        generation_config=info.generation_config,
+        most_new_tokens=info.most_new_tokens,
+        seed=card.seed,
+        max_queued_requests=config.max_queued_requests,
+        request_timeout=config.request_timeout,
+        tool_call_parser=card.tool_call_parser,
+        reasoning_parser=card.reasoning_parser,
+        trust_request_chat_template=config.trust_request_chat_template,
+        max_logprobs=card.max_logprobs,
+        closes_objects=card.closes_objects,
+        template_defaults=card.template_defaults,
+        cache_config=card.cache_config,
+        card=card,
+        on_gpu=info.device != "cpu",
+        summary=card.summary,
+    )
+
+
+def text_size(values: Sequence[str], enough: int) -> int:
+    """The number of characters of the texts, and a few for each text. Counts until there are `enough`."""
+    size = 0
+    for value in values:
+        size += 8 + len(value)
+        if size >= enough:
+            break
+    return size

@@ -1,0 +1,516 @@
+"""The metrics that Prometheus reads. They have vLLM's names, labels and buckets, as far as these mean
+something here.
+
+Tokens are counted by plain additions, because this is done for every chunk of every stream. prometheus_client
+only writes the sums at a scrape.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import time
+from collections.abc import Iterable, Mapping, Sequence
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.exposition import generate_latest
+from prometheus_client.gc_collector import GCCollector
+from prometheus_client.platform_collector import PlatformCollector
+from prometheus_client.process_collector import ProcessCollector
+
+from shoal.api import FinishReason, Request
+from shoal.stats import STEP_TOKENS, Stats
+
+
+def _bounds(text: str) -> tuple[float, ...]:
+    """Upper bounds of a histogram's buckets, in seconds, from their text."""
+    return tuple(map(float, text.split()))
+
+
+FIRST_TOKEN_SECONDS = _bounds(
+    "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0 160.0 "
+    "640.0 2560.0"
+)
+TOKEN_SECONDS = _bounds(
+    "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1.0 2.5 5.0 7.5 10.0 20.0 40.0 80.0"
+)
+REQUEST_SECONDS = _bounds(
+    "0.3 0.5 0.8 1.0 1.5 2.0 2.5 5.0 10.0 15.0 20.0 30.0 40.0 50.0 60.0 120.0 240.0 480.0 960.0 1920.0 7680.0"
+)
+# Times are counted finely, 20 buckets a decade, for quantiles of the last minute. Prometheus
+# sees vLLM's bounds alone, which are among these.
+LATENCY_SECONDS = tuple(
+    sorted({*(float(f"{10 ** (n / 20):.3g}") for n in range(-80, 61)), *FIRST_TOKEN_SECONDS, *TOKEN_SECONDS})
+)
+ANSWERS = (1, 2, 5, 10, 20)
+LABELS = ("model_name", "engine")
+# The methods and buckets of prometheus-fastapi-instrumentator, which vLLM's server uses.
+HTTP_METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS")
+HTTP_SECONDS = (0.1, 0.5, 1.0)
+HTTP_SECONDS_FINE = _bounds(
+    "0.01 0.025 0.05 0.075 0.1 0.25 0.5 0.75 1.0 1.5 2.0 2.5 3.0 3.5 4.0 4.5 5.0 7.5 10.0 30.0 60.0"
+)
+
+
+class Histogram:
+    """Counts of observed values by bucket, and their sum. `buckets` are the upper bounds that Prometheus
+    sees; values are counted by `bounds`, which has all of them."""
+
+    def __init__(
+        self,
+        name: str,
+        text: str,
+        buckets: Sequence[float],
+        label_names: Sequence[str] = LABELS,
+        prefix: str = "vllm:",
+        bounds: Sequence[float] | None = None,
+    ) -> None:
+        self.name, self.text, self.buckets, self.label_names = prefix + name, text, buckets, label_names
+        self.bounds = buckets if bounds is None else bounds
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+
+    def family(self, labels: Sequence[str]) -> HistogramMetricFamily:
+        family = HistogramMetricFamily(self.name, self.text, labels=self.label_names)
+        self.add_to(family, labels)
+        return family
+
+    def add_to(self, family: HistogramMetricFamily, labels: Sequence[str]) -> None:
+        sums, shown = list(itertools.accumulate(self.counts)), set(self.buckets)
+        pairs = [(repr(float(bound)), total) for bound, total in zip(self.bounds, sums) if bound in shown]
+        family.add_metric(labels, [*pairs, ("+Inf", sums[-1])], self.sum)
+
+
+class ModelMetrics:
+    """The metrics of one model. `begin` gives each sequence its RequestTimes."""
+
+    def __init__(self, model_name: str, max_model_len: int, cache_config: Mapping[str, str]) -> None:
+        """`cache_config` has the labels of vllm:cache_config_info and their values."""
+        self.labels, self.cache_config = (model_name, "0"), dict(cache_config)
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generation_tokens = 0
+        self.finished = dict.fromkeys(FinishReason, 0)
+        sizes = _one_two_five(max_model_len)
+        self.first_token = Histogram(
+            "time_to_first_token_seconds",
+            "Seconds from arrival to the first token.",
+            FIRST_TOKEN_SECONDS,
+            bounds=LATENCY_SECONDS,
+        )
+        self.between_tokens = Histogram(
+            "inter_token_latency_seconds",
+            "Seconds between tokens of an answer.",
+            TOKEN_SECONDS,
+            bounds=LATENCY_SECONDS,
+        )
+        self.per_token = Histogram(
+            "request_time_per_output_token_seconds", "Mean seconds a token after the first.", TOKEN_SECONDS
+        )
+        self.whole = Histogram(
+            "e2e_request_latency_seconds", "Seconds from arrival to the last token.", REQUEST_SECONDS
+        )
+        self.queue = Histogram(
+            "request_queue_time_seconds", "Seconds a request waited for its first step.", REQUEST_SECONDS
+        )
+        self.prefill = Histogram(
+            "request_prefill_time_seconds", "Seconds from the first step to the first token.", REQUEST_SECONDS
+        )
+        self.inference = Histogram(
+            "request_inference_time_seconds",
+            "Seconds from the first step to the last token.",
+            REQUEST_SECONDS,
+        )
+        self.decode = Histogram(
+            "request_decode_time_seconds", "Seconds from the first to the last token.", REQUEST_SECONDS
+        )
+        self.prompt_sizes = Histogram("request_prompt_tokens", "Prompt tokens, by request.", sizes)
+        self.answer_sizes = Histogram("request_generation_tokens", "Generated tokens, by request.", sizes)
+        self.max_tokens = Histogram("request_params_max_tokens", "max_tokens, by request.", sizes)
+        self.answers = Histogram("request_params_n", "n, by request.", ANSWERS)
+        self.longest = Histogram(
+            "request_max_num_generation_tokens", "Tokens of the longest of n answers, by prompt.", sizes
+        )
+        self.histograms = (
+            self.first_token,
+            self.between_tokens,
+            self.per_token,
+            self.whole,
+            self.queue,
+            self.prefill,
+            self.inference,
+            self.decode,
+            self.prompt_sizes,
+            self.answer_sizes,
+            self.max_tokens,
+            self.answers,
+            self.longest,
+        )
+
+    def begin(self, request: Request) -> RequestTimes:
+        return RequestTimes(self, request)
+
+    def end(self, answers: Sequence[RequestTimes]) -> None:
+        """To be called when all answers to one prompt have ended."""
+        if all(one.reason in (FinishReason.STOP, FinishReason.LENGTH) for one in answers):
+            self.longest.observe(max(one.count for one in answers))
+
+    def collect(
+        self, stats: Stats, sleeping_level: int | None, refused: int, is_up: bool = True
+    ) -> Iterable[Metric]:
+        """Yields the metrics of a scrape. `sleeping_level` is None while the engine is awake. `refused`
+        counts requests that found the queue full. `is_up`: the engine lives."""
+        up = GaugeMetricFamily("shoal:engine_up", "1 while the engine lives, 0 once it died.", labels=LABELS)
+        yield self._one(up, float(is_up))
+        for name, text, value in (
+            ("num_requests_running", "Requests that are being computed.", stats.num_running),
+            ("num_requests_waiting", "Requests that wait for their turn.", stats.num_waiting),
+            ("kv_cache_usage_perc", "Share of the KV cache in use; 1 is all of it.", stats.kv_cache_usage),
+        ):
+            yield self._one(GaugeMetricFamily("vllm:" + name, text, labels=LABELS), value)
+        waiting = GaugeMetricFamily(
+            "vllm:num_requests_waiting_by_reason",
+            "Requests that wait for room (capacity), or for a grammar, a store or a "
+            "model that sleeps (deferred).",
+            labels=(*LABELS, "reason"),
+        )
+        waiting.add_metric((*self.labels, "capacity"), stats.num_waiting - stats.num_deferred)
+        waiting.add_metric((*self.labels, "deferred"), stats.num_deferred)
+        yield waiting
+        cache = GaugeMetricFamily(
+            "vllm:cache_config_info",
+            "The KV cache's settings, in labels.",
+            labels=(*LABELS, *self.cache_config),
+        )
+        cache.add_metric((*self.labels, *self.cache_config.values()), 1.0)
+        yield cache
+        for name, text, value in (
+            (
+                "decode_step_seconds_estimate",
+                "Seconds a step with the decodes of now takes, as measured; 0: no target_itl_ms.",
+                stats.decode_step_s,
+            ),
+            (
+                "prompt_token_seconds_estimate",
+                "Seconds a prompt token adds to such a step, as measured; 0: no target_itl_ms.",
+                stats.prompt_token_s,
+            ),
+        ):
+            yield self._one(GaugeMetricFamily("shoal:" + name, text, labels=LABELS), value)
+        state = GaugeMetricFamily(
+            "vllm:engine_sleep_state",
+            "Whether the engine is awake, or asleep at level 1 or 2.",
+            labels=(*LABELS, "sleep_state"),
+        )
+        for name, levels in (("awake", (None, 0)), ("weights_offloaded", (1,)), ("discard_all", (2,))):
+            state.add_metric((*self.labels, name), int(sleeping_level in levels))
+        yield state
+        for name, text, value in (
+            (
+                "num_preemptions",
+                "Sequences that lost their blocks and were computed again.",
+                stats.num_preemptions,
+            ),
+            (
+                "prefix_cache_queries",
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_cache_queries,
+            ),
+            ("prefix_cache_hits", "Prompt tokens found there.", stats.prefix_cache_hits),
+            ("prompt_tokens", "Prompt tokens taken in.", self.prompt_tokens),
+            (
+                "prompt_tokens_cached",
+                "Prompt tokens taken in that the prefix cache held.",
+                self.cached_tokens,
+            ),
+            (
+                "external_prefix_cache_queries",
+                "Prompt tokens looked up in the tiers below the device.",
+                stats.external_prefix_cache_queries,
+            ),
+            (
+                "external_prefix_cache_hits",
+                "Prompt tokens fetched from there.",
+                stats.external_prefix_cache_hits,
+            ),
+            ("generation_tokens", "Tokens generated.", self.generation_tokens),
+            ("admission_rejections", "Requests refused as the queue was full.", refused),
+        ):
+            yield self._one(CounterMetricFamily("vllm:" + name, text, labels=LABELS), value)
+        if stats.kv_tiers:
+            yield from self._tiers(stats)
+        yield from self._peers(stats)
+        ended = CounterMetricFamily(
+            "vllm:request_success", "Requests that ended, by reason.", labels=(*LABELS, "finished_reason")
+        )
+        for reason, count in self.finished.items():
+            ended.add_metric((*self.labels, str(reason)), count)
+        yield ended
+        for histogram in self.histograms:
+            yield histogram.family(self.labels)
+        steps = Histogram("iteration_tokens_total", "Tokens computed in a step.", STEP_TOKENS)
+        steps.counts, steps.sum = stats.steps_by_tokens, stats.step_tokens
+        yield steps.family(self.labels)
+
+    def _tiers(self, stats: Stats) -> Iterable[Metric]:
+        """Yields the metrics of KV blocks below the device."""
+        dropped = CounterMetricFamily(
+            "shoal:kv_dropped_blocks", "KV blocks that left the device and are kept nowhere.", labels=LABELS
+        )
+        yield self._one(dropped, stats.kv_dropped_blocks)
+        compute = GaugeMetricFamily(
+            "shoal:kv_compute_seconds_per_block",
+            "Seconds to compute a KV block of a prompt, as measured lately.",
+            labels=LABELS,
+        )
+        yield self._one(compute, stats.kv_compute_seconds_per_block)
+        labels, tiers = (*LABELS, "tier"), stats.kv_tiers
+        for name, text, values in (
+            (
+                "used_bytes",
+                "Bytes of the tier that are in use.",
+                {tier: one.used_bytes for tier, one in tiers.items()},
+            ),
+            (
+                "capacity_bytes",
+                "Bytes that the tier has room for; 0: unknown.",
+                {tier: one.capacity_bytes for tier, one in tiers.items()},
+            ),
+            (
+                "fetch_seconds_per_block",
+                "Seconds to fetch a KV block to the device, as measured lately.",
+                {tier: one.fetch_seconds_per_block for tier, one in tiers.items()},
+            ),
+            (
+                "store_seconds_per_block",
+                "Seconds to store a KV block, as measured lately; 0: nothing was stored yet.",
+                {tier: one.store_seconds_per_block for tier, one in tiers.items()},
+            ),
+        ):
+            gauge = GaugeMetricFamily("shoal:kv_tier_" + name, text, labels=labels)
+            for tier, value in values.items():
+                gauge.add_metric((*self.labels, tier), value)
+            yield gauge
+        for name, text, values in (
+            (
+                "stored_blocks",
+                "KV blocks that came from above.",
+                {tier: one.stored_blocks for tier, one in tiers.items()},
+            ),
+            (
+                "stored_bytes",
+                "Bytes of KV blocks that came from above.",
+                {tier: one.stored_bytes for tier, one in tiers.items()},
+            ),
+            (
+                "fetched_blocks",
+                "KV blocks brought back to the device.",
+                {tier: one.fetched_blocks for tier, one in tiers.items()},
+            ),
+            (
+                "fetched_bytes",
+                "Bytes of KV blocks brought back to the device.",
+                {tier: one.fetched_bytes for tier, one in tiers.items()},
+            ),
+            (
+                "failed_blocks",
+                "KV blocks whose transfer failed.",
+                {tier: one.failed_blocks for tier, one in tiers.items()},
+            ),
+            (
+                "trial_fetches",
+                "Fetches of a few blocks to measure a tier that looked slower than computing.",
+                {tier: one.trial_fetches for tier, one in tiers.items()},
+            ),
+        ):
+            counter = CounterMetricFamily("shoal:kv_tier_" + name, text, labels=labels)
+            for tier, value in values.items():
+                counter.add_metric((*self.labels, tier), value)
+            yield counter
+
+    def _peers(self, stats: Stats) -> Iterable[Metric]:
+        """Yields the metrics of KV blocks that are exchanged with other workers, if any are."""
+        loans, reads = stats.kv_loans, stats.kv_transfers
+        if loans is not None:
+            for name, text, value in (
+                ("offers", "Prompts whose KV blocks are held for other workers.", loans.offers),
+                ("held_blocks", "KV blocks that are held for other workers.", loans.held_blocks),
+            ):
+                yield self._one(GaugeMetricFamily("shoal:kv_loan_" + name, text, labels=LABELS), value)
+            for name, text, value in (
+                ("blocks_out", "KV blocks that other workers have read here.", loans.blocks_out),
+                ("bytes_out", "Bytes of KV blocks that other workers have read here.", loans.bytes_out),
+            ):
+                yield self._one(CounterMetricFamily("shoal:kv_loan_" + name, text, labels=LABELS), value)
+            yield self._by(
+                "kv_loan_ended", "Prompts no longer held for other workers, by how.", "how", loans.ended
+            )
+        if reads:
+            for name, text, values in (
+                ("blocks", "KV blocks read from other workers.", {k: one.blocks for k, one in reads.items()}),
+                ("bytes", "Bytes of these.", {k: one.num_bytes for k, one in reads.items()}),
+                ("seconds", "Seconds that the reads took.", {k: one.seconds for k, one in reads.items()}),
+            ):
+                yield self._by("kv_transfer_" + name, text, "transport", values)
+        if stats.kv_transfer_failures:
+            text = "Requests that computed KV blocks which another worker had, by what went wrong."
+            yield self._by("kv_transfer_failures", text, "kind", stats.kv_transfer_failures)
+
+    def _by(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
+        """A counter for each value of a label."""
+        family = CounterMetricFamily("shoal:" + name, text, labels=(*LABELS, label))
+        for key, value in values.items():
+            family.add_metric((*self.labels, key), value)
+        return family
+
+    def _one(self, family: GaugeMetricFamily | CounterMetricFamily, value: float) -> Metric:
+        family.add_metric(self.labels, value)
+        return family
+
+
+class RequestTimes:
+    """The times of one sequence: arrival, first token, last token."""
+
+    __slots__ = ("arrival", "count", "ended", "first", "last", "metrics", "queued", "reason", "request")
+
+    def __init__(self, metrics: ModelMetrics, request: Request) -> None:
+        self.metrics, self.request = metrics, request
+        self.arrival = time.perf_counter()
+        self.first = self.last = self.queued = 0.0
+        self.count = 0
+        self.ended = False
+        self.reason: FinishReason | None = None  # None: it runs, or the engine refused it
+
+    def tokens(self, count: int, num_cached: int, queued: float) -> None:
+        """Notes that `count` tokens, maybe none, came now. `queued`: the seconds that the request waited for
+        its first step; only the first call reads it."""
+        now, metrics = time.perf_counter(), self.metrics
+        if not self.first:
+            self.first, self.queued = now, queued
+            metrics.first_token.observe(now - self.arrival)
+            metrics.prompt_tokens += len(self.request.prompt_token_ids)
+            metrics.cached_tokens += num_cached
+        elif count:
+            metrics.between_tokens.observe((now - self.last) / count, count)
+        self.last = now
+        self.count += count
+        metrics.generation_tokens += count
+
+    def forget(self) -> None:
+        """The engine refused the request, so it counts nowhere."""
+        self.ended = True
+
+    def finish(self, reason: FinishReason) -> None:
+        """Notes the end of the sequence. Only the first call counts."""
+        if self.ended:
+            return
+        self.ended = True
+        self.reason = reason
+        metrics = self.metrics
+        metrics.finished[reason] += 1
+        if not self.first or reason in (FinishReason.ABORT, FinishReason.ERROR):
+            return
+        metrics.whole.observe(self.last - self.arrival)
+        metrics.queue.observe(self.queued)
+        metrics.prefill.observe(self.first - self.arrival - self.queued)
+        metrics.inference.observe(self.last - self.arrival - self.queued)
+        metrics.decode.observe(self.last - self.first)
+        metrics.prompt_sizes.observe(len(self.request.prompt_token_ids))
+        metrics.answer_sizes.observe(self.count)
+        if self.request.params.max_tokens is not None:
+            metrics.max_tokens.observe(self.request.params.max_tokens)
+        if self.count > 1:
+            metrics.per_token.observe((self.last - self.first) / (self.count - 1))
+
+
+class HttpMetrics:
+    """The metrics of one port. They have the names and labels of prometheus-fastapi-instrumentator, which
+    vLLM's server uses.
+
+    There are few labels, whatever clients send: a handler is a route's path or "none", and a status is "2xx"
+    or the like.
+    """
+
+    def __init__(self) -> None:
+        self._requests: dict[tuple[str, str, str], int] = {}  # by method, status and handler
+        self._by_handler: dict[tuple[str, str], Histogram] = {}  # by method and handler
+        self._all = Histogram(
+            "http_request_duration_highr_seconds",
+            "Seconds a request took, with many buckets.",
+            HTTP_SECONDS_FINE,
+            (),
+            prefix="",
+        )
+
+    def observe(self, method: str, handler: str, status: int, seconds: float) -> None:
+        method = method if method in HTTP_METHODS else "none"
+        key = (method, f"{status // 100}xx", handler)
+        self._requests[key] = self._requests.get(key, 0) + 1
+        if (method, handler) not in self._by_handler:
+            self._by_handler[method, handler] = Histogram("", "", HTTP_SECONDS)
+        self._by_handler[method, handler].observe(seconds)
+        self._all.observe(seconds)
+
+    def collect(self) -> Iterable[Metric]:
+        requests = CounterMetricFamily(
+            "http_requests",
+            "Requests, by method, status and handler.",
+            labels=("method", "status", "handler"),
+        )
+        for key, count in self._requests.items():
+            requests.add_metric(key, count)
+        yield requests
+        durations = HistogramMetricFamily(
+            "http_request_duration_seconds",
+            "Seconds a request took, by method and handler.",
+            labels=("method", "handler"),
+        )
+        for labels, histogram in self._by_handler.items():
+            histogram.add_to(durations, labels)
+        yield durations
+        yield self._all.family(())
+
+
+class Snapshot:
+    """A collector of metrics that exist already. prometheus_client collects in one go, and engines are asked
+    asynchronously, so their metrics are made before."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self.families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self.families
+
+    def describe(self) -> Iterable[Metric]:
+        return []
+
+
+def exposition(families: Iterable[Metric]) -> bytes:
+    """Returns the metrics in Prometheus' text format, together with those of the process (memory, file
+    descriptors, Python)."""
+    merged: dict[str, Metric] = {}
+    for family in families:  # With several models, each family comes once and has the samples of all.
+        if family.name in merged:
+            merged[family.name].samples += family.samples
+        else:
+            merged[family.name] = family
+    registry = CollectorRegistry(auto_describe=False)
+    ProcessCollector(registry=registry)
+    PlatformCollector(registry=registry)
+    GCCollector(registry=registry)
+    registry.register(Snapshot(list(merged.values())))
+    return generate_latest(registry)
+
+
+def _one_two_five(most: int) -> list[int]:
+    """Returns 1, 2, 5, 10, 20, 50, ... up to `most`."""
+    found, power = [], 1
+    while power <= most:
+        found += [power * m for m in (1, 2, 5) if power * m <= most]
+        power *= 10
+    return found

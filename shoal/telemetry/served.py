@@ -1,0 +1,142 @@
+"""What was served: sums that only grow, as a worker tells them, and what of it came lately."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from shoal.api import FinishReason
+from shoal.telemetry.metrics import LATENCY_SECONDS, ModelMetrics
+
+
+class Quantiles(msgspec.Struct, frozen=True):
+    """Quantiles of times, in seconds."""
+
+    p50: float
+    p99: float
+
+
+class RecentRates(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What came lately. None: nothing did, or nobody has measured it."""
+
+    prompt_tokens_s: float = 0.0  # tokens a second
+    output_tokens_s: float = 0.0
+    hit_rate: float | None = None  # the share of prompt tokens that were cached
+    ttft: Quantiles | None = None  # from a request's arrival to its first token
+    itl: Quantiles | None = None  # between two tokens
+
+
+class ServedTotals(msgspec.Struct, omit_defaults=True):
+    """Sums since the start. Times are counted by LATENCY_SECONDS, with one more count for what is beyond."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens that were cached
+    output_tokens: int = 0
+    failed: int = 0  # requests that ended with an error
+    first_token: list[int] = []  # [] is all zeros
+    between_tokens: list[int] = []
+
+    @classmethod
+    def counting(cls) -> ServedTotals:
+        """One whose times can be counted."""
+        size = len(LATENCY_SECONDS) + 1
+        return cls(first_token=[0] * size, between_tokens=[0] * size)
+
+    def add_first(self, ttft_s: float, num_tokens: int) -> None:
+        """A request has its first tokens, so long after it came."""
+        self.first_token[bisect.bisect_left(LATENCY_SECONDS, ttft_s)] += 1
+        self.output_tokens += num_tokens
+
+    def add_further(self, seconds: float, num_tokens: int) -> None:
+        """A request has further tokens, so long after those before."""
+        self.between_tokens[bisect.bisect_left(LATENCY_SECONDS, seconds / num_tokens)] += num_tokens
+        self.output_tokens += num_tokens
+
+    def since(self, before: ServedTotals) -> ServedTotals:
+        """What came after `before`. All that is counted, if the counting began anew meanwhile, as it does
+        with a process that starts again: then some count is lower than it was."""
+        first_token = _minus(self.first_token, before.first_token)
+        between_tokens = _minus(self.between_tokens, before.between_tokens)
+        output_tokens, failed = self.output_tokens - before.output_tokens, self.failed - before.failed
+        if min(output_tokens, failed, *first_token, *between_tokens) < 0:
+            return self
+        return ServedTotals(
+            max(0, self.prompt_tokens - before.prompt_tokens),
+            max(0, self.cached_tokens - before.cached_tokens),
+            output_tokens,
+            failed,
+            first_token,
+            between_tokens,
+        )
+
+
+def totals_of(metrics: ModelMetrics) -> ServedTotals:
+    return ServedTotals(
+        metrics.prompt_tokens,
+        metrics.cached_tokens,
+        metrics.generation_tokens,
+        metrics.finished[FinishReason.ERROR],
+        list(metrics.first_token.counts),
+        list(metrics.between_tokens.counts),
+    )
+
+
+def sum_totals(parts: Iterable[ServedTotals]) -> ServedTotals:
+    total = ServedTotals()
+    for one in parts:
+        total.prompt_tokens += one.prompt_tokens
+        total.cached_tokens += one.cached_tokens
+        total.output_tokens += one.output_tokens
+        total.failed += one.failed
+        total.first_token = _plus(total.first_token, one.first_token)
+        total.between_tokens = _plus(total.between_tokens, one.between_tokens)
+    return total
+
+
+def recent_rates(
+    now: ServedTotals, before: ServedTotals, seconds: float, earlier: ServedTotals
+) -> RecentRates:
+    """Rates since `before`, so many seconds ago; shares and times since `earlier`."""
+    has_restarted = now.output_tokens < before.output_tokens
+    base, lately = ServedTotals() if has_restarted else before, now.since(earlier)
+    prompt = lately.prompt_tokens
+    return RecentRates(
+        prompt_tokens_s=round(max(0, now.prompt_tokens - base.prompt_tokens) / seconds, 1),
+        output_tokens_s=round((now.output_tokens - base.output_tokens) / seconds, 1),
+        hit_rate=round(min(1.0, lately.cached_tokens / prompt), 4) if prompt else None,
+        ttft=quantiles_of(lately.first_token),
+        itl=quantiles_of(lately.between_tokens),
+    )
+
+
+def quantiles_of(counts: Sequence[int]) -> Quantiles | None:
+    """The quantiles of times that are counted by LATENCY_SECONDS, each to within a bucket, which is a twelfth
+    wide. None where there is none."""
+    sums = list(itertools.accumulate(counts))
+    if not sums or not sums[-1]:
+        return None
+    return Quantiles(_quantile(counts, sums, 0.5), _quantile(counts, sums, 0.99))
+
+
+def _quantile(counts: Sequence[int], sums: Sequence[int], share: float) -> float:
+    rank = share * sums[-1]
+    bucket = bisect.bisect_left(sums, rank)
+    if bucket >= len(LATENCY_SECONDS):
+        return LATENCY_SECONDS[-1]
+    low, high = LATENCY_SECONDS[bucket - 1] if bucket else 0.0, LATENCY_SECONDS[bucket]
+    part = (rank - sums[bucket] + counts[bucket]) / counts[bucket]
+    return float(f"{low + part * (high - low):.3g}")
+
+
+def _minus(now: Sequence[int], before: Sequence[int]) -> list[int]:
+    """[] where nothing came."""
+    if now == before:
+        return []
+    return [a - b for a, b in zip(now, before)] if before else list(now)
+
+
+def _plus(a: Sequence[int], b: Sequence[int]) -> list[int]:
+    return [x + y for x, y in zip(a, b)] if a and b else list(a or b)

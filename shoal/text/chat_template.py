@@ -1,0 +1,477 @@
+"""Chat templates turn messages into prompt text, through Jinja in a sandbox, with the names and rules that
+`transformers` gives to templates.
+
+A template comes with a checkpoint, so it is not trusted: it sees plain JSON values only. tokenizer.py turns
+the text into tokens.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.parser
+import jinja2.runtime
+from jinja2 import nodes
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from shoal.errors import RequestError
+from shoal.text import conversation, tool_prompt
+from shoal.text.template_traits import TemplateTraits
+
+TEXT_PARTS = ("text", "input_text", "output_text")
+# This text marks where a continued message ends. Its last character, a space, shows whether the template
+# trims messages.
+CONTINUE = "<|continue here|> "
+# Claude Code begins its system prompt with this line, whose value changes with each request. Left in, no
+# later block of the prompt would be found in the prefix cache.
+BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
+# The roles of OpenAI's API. A template may know others.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+# Names under which clients send thoughts. Templates read the first, but gpt-oss' and LFM2's the second.
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+PLAIN_TYPES = frozenset({int, float, bool, type(None)})
+MOST_REPEATED = 10_000_000  # a template's `*` may make so many characters or items
+MOST_BITS = 100_000  # a template's `**` may make a number of so many bits
+# A template's own code may raise these.
+FAILURES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
+
+
+class ChatTemplate:
+    """One compiled template. Raises RequestError if the source is not valid Jinja."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        """`special_tokens`: variables of every conversation, such as bos_token."""
+        environment = _Environment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        try:
+            tree = environment.parse(source)
+            self._template = environment.from_string(tree)
+        except jinja2.TemplateError as error:
+            line = getattr(error, "lineno", "?")
+            raise RequestError(
+                f"the chat template is not valid Jinja: {error} (line {line}); give another as chat_template"
+            ) from None
+        self._source = source
+        self._reads_parts = _loops_over_content(tree)
+        self.reads_tools = "tools" in jinja2.meta.find_undeclared_variables(tree)
+        self._reads_calls = _names(tree, "tool_calls")
+        self._knows_developer = _names(tree, "developer")
+        self._special_tokens = dict(special_tokens or {})
+        self._traits = TemplateTraits(self._probe)
+
+    def render(
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        tool_call_parser: str = "hermes",
+        **variables: Any,
+    ) -> str:
+        """Returns the prompt's text. Raises RequestError for malformed messages, and with the template's own
+        words if it refuses them.
+
+        If the template does not write tools or calls itself, they are written in the format of
+        `tool_call_parser` (tool_prompt.py).
+        """
+        if continue_final_message and add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other; switch one of them off"
+            )
+        variables = {
+            "documents": None,
+            **self._special_tokens,
+            **_plain(variables, "the chat template's variables"),
+        }
+        messages = [self._prepare(i, message) for i, message in enumerate(_checked(messages))]
+        tools = _plain(tools, "tools")
+        if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
+            raise RequestError(
+                f"tools {tools!r:.80} is no list of tools; a tool is "
+                "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
+            )
+        own_roles = [i for i, message in enumerate(messages) if _has_own_role(message)]
+        if self._reads_calls:
+            messages = self._with_calls(messages)
+        else:
+            messages = tool_prompt.with_calls_as_text(messages, tool_call_parser)
+        if tools and not self.reads_tools:
+            messages = tool_prompt.with_tools(messages, tool_prompt.describe(tools, tool_call_parser))
+        if continue_final_message:
+            _mark_end(messages[-1])
+
+        def write(messages: list[dict[str, Any]]) -> str:
+            return self._template.render(
+                {
+                    **variables,
+                    "messages": messages,
+                    "tools": tools,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+
+        text = _with_all_instructions(write, messages, self._source)
+        if own_roles:
+            marked = [
+                _marked(k, message) if _has_own_role(message) else message
+                for k, message in enumerate(messages)
+            ]
+            written = _with_all_instructions(write, marked, self._source)
+            for i, message in zip(own_roles, filter(_has_own_role, marked)):
+                if conversation.as_text(message["content"]) not in written:
+                    raise RequestError(
+                        f"messages[{i}].role must be one that the chat template writes, got "
+                        f"{message['role']!r:.60}; send {', '.join(ROLES)}"
+                    )
+        return _cut_at_mark(text) if continue_final_message else text
+
+    def _probe(self, messages: list[dict[str, Any]]) -> str | None:
+        given = {"messages": messages, "tools": None, "add_generation_prompt": False}
+        try:
+            return self._template.render({**self._special_tokens, **given})
+        except (jinja2.TemplateError, *FAILURES):
+            return None
+
+    def _with_calls(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Returns the conversation with calls, their ids and arguments as the template takes them."""
+        num_calls = [len(message.get("tool_calls") or ()) for message in messages]
+        if max(num_calls) > 1 and not self._traits.takes_several_calls:
+            messages = conversation.with_one_call_each(messages)
+        if any(num_calls):
+            if self._traits.wants_null_beside_calls:
+                messages = conversation.with_calls_alone(messages)
+            if not self._traits.takes_words_after_results:
+                messages = conversation.with_words_in_results(messages)
+            if self._traits.wants_short_ids:
+                messages = conversation.with_short_ids(messages)
+            messages = [
+                {**message, "tool_calls": [self._with_arguments(call) for call in message["tool_calls"]]}
+                if message.get("tool_calls")
+                else message
+                for message in messages
+            ]
+        return messages
+
+    def _with_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Returns the call with its arguments as the template takes them. A list or text is put into an
+        object if the template takes neither its own type nor text."""
+        function = call.get("function", {})
+        if "arguments" not in function:
+            return call
+        given = function["arguments"]
+        value = conversation.parsed_arguments(given)
+        if not self._traits.takes_arguments(value):
+            if self._traits.takes_arguments(""):
+                value = given if isinstance(given, str) else json.dumps(value, ensure_ascii=False)
+            elif not isinstance(value, dict):
+                value = {"arguments": value}
+        return {**call, "function": {**function, "arguments": value}}
+
+    def _prepare(self, i: int, message: Any) -> dict[str, Any]:
+        """Returns a plain copy of messages[i]. Its content is as this template expects it: a list of text
+        parts if the template loops over them, otherwise text."""
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise RequestError(
+                f"messages[{i}] {message!r:.80} is no object with a role; a message is "
+                f"{{'role': 'user', 'content': 'text'}}"
+            )
+        # As in OpenAI's API, a field that is None counts as absent.
+        plain = _plain(message, f"messages[{i}]")
+        message = {key: value for key, value in plain.items() if value is not None}
+        if message["role"] == "developer" and not (self._knows_developer and self._traits.writes_developer):
+            message["role"] = "system"  # its older name
+        content = message.get("content", "")
+        is_system = message["role"] in ("system", "developer")
+        if is_system and isinstance(content, str):
+            content = without_billing_line(content)
+        if isinstance(content, list):
+            texts = [_part_text(f"messages[{i}].content", part) for part in content]
+            if is_system:
+                texts = without_billing_lines(texts)
+            content = [{"type": "text", "text": t} for t in texts] if self._reads_parts else "\n".join(texts)
+        elif not isinstance(content, str):
+            raise RequestError(
+                f"messages[{i}].content {content!r:.80} is neither text nor a list of text parts"
+            )
+        calls = message.get("tool_calls", [])
+        if calls == []:  # some clients send it with each answer, and some templates count calls by the key
+            message.pop("tool_calls", None)
+        if not isinstance(calls, list):
+            raise RequestError(f"messages[{i}].tool_calls {calls!r:.80} are no list of calls")
+        for k, call in enumerate(calls):
+            if not isinstance(call, dict) or not isinstance(call.get("function", {}), dict):
+                raise RequestError(
+                    f"messages[{i}].tool_calls[{k}] {call!r:.80} is no call; a call is "
+                    f"{{'type': 'function', 'function': {{'name': ..., 'arguments': ...}}}}"
+                )
+        if message["role"] == "assistant" and "content" not in message:
+            content = (
+                None if (self._traits.takes_null_beside_calls if calls else self._traits.takes_null) else ""
+            )
+        if (
+            message["role"] == "assistant"
+            and content == ""
+            and not calls
+            and not self._traits.takes_empty_answers
+        ):
+            content = " "
+        thoughts = next((message[n] for n in THOUGHTS if isinstance(message.get(n), str)), None)
+        if thoughts is not None:
+            message["reasoning_content"] = thoughts
+            if not (calls and content) or self._traits.takes_thoughts_beside_words:
+                message.setdefault("thinking", thoughts)
+        return {**message, "content": content}
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """Jinja's sandbox with bounds on `*` and `**`, so that one operator cannot take all memory or all
+    time."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        for one, other in ((left, right), (right, left)):
+            if (
+                operator == "*"
+                and isinstance(one, (str, list, tuple))
+                and isinstance(other, int)
+                and len(one) * other > MOST_REPEATED
+            ):
+                raise ValueError(
+                    f"a text or list of {len(one)} times {other} is more than {MOST_REPEATED} long"
+                )
+        if (
+            operator == "**"
+            and isinstance(left, int)
+            and isinstance(right, int)
+            and left.bit_length() * right > MOST_BITS
+        ):
+            raise ValueError(f"{left} ** {right} has more than {MOST_BITS} bits")
+        return super().call_binop(context, operator, left, right)
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tag {% generation %} marks what a model wrote, for training. Here only its body counts."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _checked(messages: Any) -> Sequence[Any]:
+    if not isinstance(messages, (list, tuple)) or not messages:
+        raise RequestError(
+            f"messages {messages!r:.80} is no list of messages; give [{{'role': 'user', 'content': 'text'}}]"
+        )
+    return messages
+
+
+def _plain(value: Any, what: str) -> Any:
+    """Returns a copy that holds JSON values alone. An object with methods of its own would be a way out of
+    the sandbox. `what` names the value in errors."""
+    try:
+        return _copied(value)
+    except (TypeError, RecursionError) as error:
+        raise RequestError(f"{what}: {error}; only what JSON can express may be in a conversation") from None
+
+
+def _copied(value: Any) -> Any:
+    kind = type(value)
+    if kind is str:
+        return conversation.with_whole_characters(value)
+    if kind in PLAIN_TYPES:
+        return value
+    if isinstance(value, dict):
+        return {key if type(key) is str else _key(key): _copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_copied(item) for item in value]
+    for plain in (str, bool, int, float):  # a subclass may have methods of its own
+        if isinstance(value, plain):
+            return plain(value)
+    raise TypeError(f"a {kind.__name__} is no value of JSON")
+
+
+def _key(key: Any) -> str:
+    """Returns a key as text. Keys that are no text become what JSON writes for them."""
+    if isinstance(key, str):
+        return str(key)
+    if key is None or isinstance(key, (bool, int, float)):
+        return json.dumps(key)
+    raise TypeError(f"keys must be texts, and {key!r:.80} is none")
+
+
+def without_billing_line(text: str) -> str:
+    """Returns a system text without Claude Code's billing line, if the text begins with it."""
+    found = BILLING_LINE.match(text)
+    return text if found is None else text[found.end() :]
+
+
+def without_billing_lines(texts: Sequence[str]) -> list[str]:
+    """Returns the blocks of a system prompt without billing lines; a block that holds nothing else is left
+    out."""
+    return [kept for text in texts if (kept := without_billing_line(text)) or not text]
+
+
+def _part_text(field: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    if (
+        isinstance(part, dict)
+        and part.get("type", "text") in TEXT_PARTS
+        and isinstance(part.get("text"), str)
+    ):
+        return part["text"]
+    raise RequestError(
+        f"{field} must be text, got the part {part!r:.80}; send {{'type': 'text', 'text': ...}}"
+    )
+
+
+def _with_all_instructions(
+    write: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]], source: str
+) -> str:
+    """Returns the prompt's text in the first of three forms in which the template writes all system and
+    developer messages: as they come, joined into one that leads, before the user's first words. If it changes
+    their text, so that they are not found in any, the first form that it takes counts. Raises RequestError
+    with the template's own words if it takes none.
+
+    A text that stands elsewhere, too, proves nothing: then marks are written in place of the instructions."""
+    texts = conversation.instructions(messages)
+    others = [conversation.as_text(m["content"]) for m in messages if not _is_instruction(m)]
+    is_doubtful = any(text.strip() in other for text in texts for other in (source, *others))
+    is_doubtful = is_doubtful or len(set(texts)) < len(texts)
+    marked = [_marked(k, m) if _is_instruction(m) else m for k, m in enumerate(messages)]
+    marks = conversation.instructions(marked)
+    forms: list[Callable[[Sequence[dict[str, Any]]], list[dict[str, Any]]]] = [list]
+    if any(map(_is_instruction, messages)):
+        forms += [conversation.with_one_instruction, conversation.with_instructions_of_user]
+    taken: str | None = None
+    refusal: Exception | None = None
+    for form in forms:
+        try:
+            text = write(form(messages))
+            is_whole = all(_appears(one, text) for one in texts)
+            if is_whole and is_doubtful:
+                written = write(form(marked))
+                is_whole = all(mark in written for mark in marks)
+        except (jinja2.TemplateError, *FAILURES) as error:
+            refusal = refusal or error
+            continue
+        if is_whole:
+            return text
+        taken = text if taken is None else taken
+    if taken is None:
+        raise RequestError(f"messages: the chat template does not take them: {refusal}") from None
+    return taken
+
+
+def _is_instruction(message: dict[str, Any]) -> bool:
+    return message["role"] in conversation.INSTRUCTIONS
+
+
+def _has_own_role(message: dict[str, Any]) -> bool:
+    return message["role"] not in ROLES
+
+
+def _marked(number: int, message: dict[str, Any]) -> dict[str, Any]:
+    """Returns the message with words by which it is found in a prompt; one that says nothing stays."""
+    content = message["content"]
+    if _is_instruction(message) and not conversation.as_text(content).strip():
+        return message
+    mark = f"Does message {number} appear?"
+    return {**message, "content": [{"type": "text", "text": mark}] if isinstance(content, list) else mark}
+
+
+def _appears(text: str, prompt: str) -> bool:
+    """Whether a template has written `text`: it may have changed the white space."""
+    return text.strip() in prompt or "".join(text.split()) in "".join(prompt.split())
+
+
+def _mark_end(message: dict[str, Any]) -> None:
+    if isinstance(message["content"], str | None):
+        message["content"] = (message["content"] or "") + CONTINUE
+    elif message["content"]:
+        message["content"][-1]["text"] += CONTINUE
+
+
+def _cut_at_mark(text: str) -> str:
+    end = text.rfind(CONTINUE.strip())
+    if end < 0:
+        raise RequestError(
+            "the chat template does not write the final message's content, so nothing can continue it; "
+            "drop continue_final_message"
+        )
+    return text[:end] if text.startswith(CONTINUE, end) else text[:end].rstrip()
+
+
+def _loops_over_content(tree: nodes.Template) -> bool:
+    """Whether the template loops over a message's content, or maps it, directly or through a variable that is
+    set from it."""
+    names = {"content"}
+
+    def is_content(node: nodes.Node | None) -> bool:
+        while isinstance(node, nodes.Filter) or (
+            isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)
+        ):
+            node = node.node
+        key: nodes.Node | None = None
+        if isinstance(node, nodes.Getitem):
+            key = node.arg
+        elif (
+            isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "get"
+        ):
+            key = node.args[0] if node.args else None
+        return (
+            (isinstance(node, nodes.Name) and node.name in names)
+            or (isinstance(node, nodes.Getattr) and node.attr == "content")
+            or (isinstance(key, nodes.Const) and key.value == "content")
+        )
+
+    names |= {
+        a.target.name
+        for a in tree.find_all(nodes.Assign)
+        if isinstance(a.target, nodes.Name) and is_content(a.node)
+    }
+    maps = (each for each in tree.find_all(nodes.Filter) if each.name == "map")
+    return any(is_content(loop.iter) for loop in tree.find_all(nodes.For)) or any(map(is_content, maps))
+
+
+def _names(tree: nodes.Template, name: str) -> bool:
+    """Whether the template reads an attribute of this name, or has this text as a constant."""
+    return any(node.attr == name for node in tree.find_all(nodes.Getattr)) or any(
+        node.value == name for node in tree.find_all(nodes.Const)
+    )
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """The filter `tojson`. Jinja's own filter escapes HTML, and no model was trained on that."""
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    return datetime.datetime.now().strftime(pattern)

@@ -1,0 +1,35 @@
+"""Calls as Llama 3 writes them: {"name": ..., "parameters": {...}}; ... at the start of the answer, or behind
+<|python_tag|>. As nothing else tells it from an answer in JSON, it has to name one of the tools."""
+
+from __future__ import annotations
+
+from shoal.text.formats.tool_format import ToolFormat
+from shoal.text.formats.tool_parsers import SPACE, Malformed, MarkedCalls, Steps
+
+
+class Llama3Calls(MarkedCalls):
+    openings = ("<|python_tag|>",)
+    bare = "{"
+
+    def _calls(self, markup: str) -> Steps:
+        while True:
+            try:
+                yield from self._call(self._names, is_strict=True)
+            except Malformed as error:
+                self._give_up(markup, error)
+                return
+            yield from self._skip(SPACE + ";")
+            if (yield from self._ahead(1)) != "{":
+                return
+            markup = ""
+
+
+FORMAT = ToolFormat(
+    "llama3_json",
+    lambda template: "<|python_tag|>" in template or "ipython" in template,
+    lambda schemas, names, is_whole: Llama3Calls(names if names is not None else schemas, is_whole),
+    begin="",
+    end="",
+    separator="; ",
+    arguments="parameters",
+)

@@ -1,0 +1,98 @@
+"""Turns grammars as people write them (Lark, GBNF) into the Lark that llguidance compiles."""
+
+from __future__ import annotations
+
+import json
+import re
+
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
+
+from shoal.errors import RequestError
+from shoal.text.grammar.json_schema import SchemaWriter, check_nesting
+
+MAX_RULES = 1000  # in a grammar
+GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+LARK_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(\.-?\d+)?(\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
+DIRECTIVE = re.compile(r"^[ \t]*%(\w*)|%(regex|lark)\b", re.MULTILINE)
+# Texts, comments and regexes of Lark: what looks like a directive or a rule within them means nothing.
+LITERAL = re.compile(r""""(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])+/""")
+UNICODE_ESCAPE = re.compile(r"(\\\\)|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})")
+
+
+def lark_text(text: str) -> str:
+    """Returns a Lark string literal. A text with control characters, for which Lark has no escape, becomes a
+    regex."""
+    if text.isprintable():
+        return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return "/" + "".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text) + "/"
+
+
+def lark_of(grammar: str, schemas: SchemaWriter) -> str:
+    """Returns the grammar as Lark. One with rules `name ::= ...` is GBNF and is converted."""
+    if GBNF_RULE.search(grammar):
+        if (count := grammar.count("::=")) > MAX_RULES:
+            raise RequestError(
+                f"structured_outputs.grammar has {count} rules, more than {MAX_RULES}; make it smaller"
+            )
+        try:
+            return gbnf_to_lark(UNICODE_ESCAPE.sub(_character, grammar))
+        except RecursionError:
+            raise RequestError("structured_outputs.grammar is nested too deep; split it into rules") from None
+        except (GbnfToLarkError, IndexError, ValueError) as error:
+            raise RequestError(f"structured_outputs.grammar is no GBNF: {error}; mend it") from None
+        except Exception as error:  # noqa: BLE001 - the converter raises nothing narrower for a rule that is missing
+            raise RequestError(f"structured_outputs.grammar is no GBNF: {error}; mend it") from None
+    grammar, num_rules = _with_schemas(grammar, schemas)
+    if num_rules > MAX_RULES:
+        raise RequestError(
+            f"structured_outputs.grammar has {num_rules} rules, more than {MAX_RULES}; make it smaller"
+        )
+    return grammar
+
+
+def _with_schemas(grammar: str, schemas: SchemaWriter) -> tuple[str, int]:
+    """Returns the grammar with each schema behind %json as Shoal writes it, and the number of its rules and
+    schemas. Other directives than %json, %ignore and %llguidance are refused."""
+    parts: list[str] = []
+    bare = LITERAL.sub(lambda found: " " * len(found[0]), grammar)
+    at = num_rules = 0
+    while True:
+        start = bare.find("%json", at)
+        end = len(bare) if start < 0 else start
+        rest = bare[at:end]
+        num_rules += len(LARK_RULE.findall(rest)) + 1
+        for found in DIRECTIVE.finditer(rest):
+            if (name := found[1] if found[1] is not None else found[2]) not in ("ignore", "llguidance"):
+                raise RequestError(
+                    f"structured_outputs.grammar uses %{name}; of directives only %json and %ignore are "
+                    "supported, leave it out"
+                )
+        parts.append(grammar[at:end])
+        if start < 0:
+            return "".join(parts), num_rules - 1
+        at = start + len("%json")
+        at += len(grammar[at:]) - len(grammar[at:].lstrip())
+        try:
+            schema, at = json.JSONDecoder().raw_decode(grammar, at)
+        except (ValueError, RecursionError) as error:
+            raise RequestError(
+                f"structured_outputs.grammar has %json without a JSON schema: {error}; give the schema "
+                "behind it"
+            ) from None
+        check_nesting("grammar", schema)
+        parts.append(f"%json {schemas.text(schema)}")
+
+
+def _character(found: re.Match[str]) -> str:
+    """Returns the character of an escape such as \\u0041, which the converter would misread. It stays escaped
+    if it has a meaning in a GBNF text or class."""
+    if found[1] is not None:
+        return found[1]
+    code = int(found[2] or found[3], 16)
+    if code < 256 and not chr(code).isalnum():
+        return f"\\x{code:02x}"
+    if code > 0x10FFFF or 0xD800 <= code < 0xE000:
+        raise RequestError(
+            f"structured_outputs.grammar has the escape {found[0]}, which is no character; mend it"
+        )
+    return chr(code)

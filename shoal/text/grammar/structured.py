@@ -1,0 +1,174 @@
+"""Turns what a request says about the form of its answer into a grammar for llguidance. This file needs no
+torch, because the server checks a request here before it admits it.
+
+`grammar_of` translates, and `check` also proves that llguidance takes the result.
+engine/scheduling/grammar.py compiles a grammar for a tokenizer. A grammar is a program that a stranger sends,
+so its size, its nesting and llguidance's own limits bound what it may cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from llguidance import LLMatcher, LLParserLimits
+
+from shoal.errors import RequestError
+from shoal.sampling_params import STRUCTURED_KINDS, StructuredOutputsParams
+from shoal.text.grammar.javascript_regex import ascii_classes
+from shoal.text.grammar.json_schema import SchemaWriter, bounded, check_nesting, parsed
+from shoal.text.grammar.lark import lark_of, lark_text
+from shoal.text.grammar.structural_tag import tag_grammar
+
+logger = logging.getLogger(__name__)
+
+LIMITS = LLParserLimits(
+    max_lexer_states=50_000,
+    max_grammar_size=100_000,
+    initial_lexer_fuel=500_000,
+    step_max_items=20_000,
+    verbose_errors=False,
+)
+# llguidance recurses along rules and needs up to 40 MiB of stack for MAX_BYTES. Pages that are not touched
+# cost nothing.
+STACK_BYTES = 256 << 20
+
+T = TypeVar("T")
+
+
+def check(params: StructuredOutputsParams, closes_objects: bool = True) -> None:
+    """Raises RequestError that names what is wrong with the specification and where. It takes a millisecond,
+    and half a second at worst. What a grammar cannot say is left out of it, and the log says so once."""
+    left_out: list[str] = []
+    message, approximated = _judged(grammar_of(params, closes_objects, left_out=left_out))
+    if message is not None:
+        raise RequestError(
+            f"structured_outputs.{_kind(params)} is not usable: {message}; mend or simplify it"
+        )
+    for what in (*left_out, *approximated):
+        _report(what)
+
+
+def grammar_of(
+    params: StructuredOutputsParams,
+    closes_objects: bool = True,
+    is_dense: bool = False,
+    left_out: list[str] | None = None,
+) -> str:
+    """Returns the specification in llguidance's form, within bounds, and not yet compiled, and adds to
+    `left_out` what the grammar does not say. Raises RequestError.
+
+    With `closes_objects`, an object of a JSON schema has no other keys than the schema names. With
+    `is_dense`, JSON has no white space between its tokens. `params` may say otherwise.
+    """
+    kind = _kind(params)
+    if is_dense and params.disable_any_whitespace is None and params.whitespace_pattern is None:
+        params = dataclasses.replace(params, disable_any_whitespace=True)
+    if params.disable_additional_properties is not None:
+        closes_objects = params.disable_additional_properties
+    schemas = SchemaWriter(params, "json" if kind == "json_object" else kind, closes_objects)
+    try:
+        grammar = _written(params, kind, schemas)
+    except UnicodeEncodeError:
+        raise RequestError(
+            f"structured_outputs.{kind} holds half a character (a lone surrogate); send whole ones"
+        ) from None
+    if left_out is not None:
+        left_out += schemas.left_out
+    return grammar
+
+
+def _written(params: StructuredOutputsParams, kind: str, schemas: SchemaWriter) -> str:
+    if kind in ("json", "json_object"):
+        return _json_grammar(params, schemas)
+    if kind == "structural_tag":
+        return tag_grammar(params.structural_tag, schemas)
+    if params.whitespace_pattern is not None:
+        raise RequestError(
+            f"structured_outputs.whitespace_pattern belongs to json and json_object, not to {kind}; "
+            "leave it out"
+        )
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(ascii_classes(bounded(kind, params.regex or "")))
+    if kind == "choice":
+        return _choice_grammar(params.choice or [])
+    return LLMatcher.grammar_from_lark(lark_of(bounded(kind, params.grammar or ""), schemas))
+
+
+def in_deep_thread(call: Callable[[], T]) -> Future[T]:
+    """Runs a call of llguidance's compiler in the thread whose stack is deep enough for it. Calls run one
+    after the other."""
+    return _deep_thread().submit(call)
+
+
+@functools.lru_cache(maxsize=512)
+def _judged(grammar: str) -> tuple[str | None, list[str]]:
+    """Returns llguidance's message about a grammar that it does not take, and its warnings about one that it
+    takes."""
+    failed, messages = in_deep_thread(
+        lambda: LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
+    ).result()
+    return (short(messages[0]), []) if failed else (None, [short(message) for message in messages])
+
+
+@functools.lru_cache(maxsize=512)
+def _report(what: str) -> None:
+    """Writes into the log, once, what the grammar of a JSON schema does not say."""
+    logger.warning("a JSON schema has a limit that its grammar leaves out: %.300s", what)
+
+
+def short(message: str) -> str:
+    """Returns an error of llguidance without the parts of a user's grammar that would fill a page."""
+    message = " ".join(message.split("<non-verbose/>")[0].split())
+    if (unsupported := re.search(r"Unimplemented keys: \[(.*?)\]", message)) is not None:
+        return f"the JSON schema keywords {unsupported[1]} are not supported"
+    if "NoExtensionBias" in message:
+        return "no text fits it"
+    return message if len(message) <= 300 else f"{message[:200]} ... {message[-90:]}"
+
+
+def _kind(params: StructuredOutputsParams) -> str:
+    return next(name for name in STRUCTURED_KINDS if getattr(params, name) not in (None, False))
+
+
+def _json_grammar(params: StructuredOutputsParams, schemas: SchemaWriter) -> str:
+    schema = {"type": "object"} if params.json_object else params.json
+    if isinstance(schema, str):
+        schema = parsed("json", schema)
+    check_nesting("json", schema)
+    text = schemas.text(schema)
+    try:
+        return LLMatcher.grammar_from_json_schema(text)
+    except ValueError as error:
+        raise RequestError(f"structured_outputs.json is not usable: {short(str(error))}; mend it") from None
+
+
+def _choice_grammar(choice: list[str]) -> str:
+    """Returns a grammar of one terminal. As alternatives of a rule, each choice would be an item of the
+    parser's row, whose length is bounded."""
+    texts = dict.fromkeys(choice)
+    bounded("choice", "".join(texts))
+    return LLMatcher.grammar_from_lark(
+        "start: CHOICE\nCHOICE: " + " | ".join(lark_text(text) for text in texts)
+    )
+
+
+@functools.cache
+def _deep_thread() -> ThreadPoolExecutor:
+    pool = ThreadPoolExecutor(1, "shoal-grammar")
+    with _start_lock:
+        before = threading.stack_size(STACK_BYTES)
+        try:
+            pool.submit(int).result()  # threads take the size that holds when they start
+        finally:
+            threading.stack_size(before)
+    return pool
+
+
+_start_lock = threading.Lock()

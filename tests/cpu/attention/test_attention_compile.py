@@ -1,0 +1,193 @@
+"""The attention kernels compile for sm_80 and sm_90 as their wrappers launch them, fit in shared memory and
+keep to their registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+import triton
+from triton_compile import Compiled, check_kernels
+
+from shoal.attention.step_input import HostView, SharedPrefixes, StepInput
+from shoal.attention.triton import TritonBackend
+from shoal.kernels.attention.fp8_cache import unpack_blocks
+from shoal.kernels.attention.hopper_attention import hopper_prefill_attention
+from shoal.kernels.state import StateLayout
+
+FP8 = torch.float8_e4m3fn
+
+
+def unpack() -> None:
+    """The blocks of a large prefill over an fp8 cache."""
+    if converts_fp8():
+        blocks = torch.zeros(2, dtype=torch.int32)
+        unpack_blocks(cache(8, 16, 128, FP8), torch.ones(2, 8), blocks, torch.bfloat16)
+
+
+def converts_fp8() -> bool:
+    """Whether the target has instructions for it; an engine refuses an fp8 cache where it has none."""
+    return triton.runtime.driver.active.get_current_target().arch >= 89
+
+
+def cache(num_kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
+    """One layer's, of two blocks."""
+    shape = (2, 2, 2, num_kv_heads, block_size, head_dim)
+    num_bytes = 8 * num_kv_heads * block_size * head_dim * dtype.itemsize
+    return torch.zeros(num_bytes, dtype=torch.uint8).view(dtype).view(shape)[:, 1]
+
+
+def attend(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    block_size: int = 16,
+    window: int | None = None,
+    fresh: bool = False,
+    fp8: bool = False,
+) -> None:
+    """One layer of a step of two decodes and one prefill."""
+    if fp8 and not converts_fp8():
+        return
+    backend = TritonBackend(
+        num_heads, num_kv_heads, head_dim, block_size, 8, 4096, torch.device("cpu"), dtype, fp8_cache=fp8
+    )
+    qkv = torch.zeros(34, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)
+    q, k, v = (
+        x.unflatten(1, (-1, head_dim))
+        for x in qkv.split([n * head_dim for n in (num_heads, num_kv_heads, num_kv_heads)], dim=1)
+    )
+    kv_layer = cache(num_kv_heads, block_size, head_dim, FP8 if fp8 else dtype)
+    ints = torch.zeros(64, dtype=torch.int32)
+    step = StepInput.mixed(
+        token_ids_T=ints[:34],
+        positions_T=ints[:34],
+        rows_T=ints[:34],
+        rows_S=ints[:3],
+        query_starts_S=ints[:4],
+        kv_lens_S=ints[:3],
+        block_tables_RM=torch.zeros(4, 48, dtype=torch.int32)[:, 16:],
+        num_decodes=2,
+        max_kv_len=4096,
+        fresh_prefills=fresh,
+        host=HostView((0, 1, 2, 34), (1, 1, 32)),
+    )
+    scales_2G = torch.ones(2, num_kv_heads) if fp8 else None
+    backend.attend(q, k, v, kv_layer, step, window, scales_2G=scales_2G)
+
+
+def cascade(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    num_seqs: int,
+    block_size: int = 16,
+    window: int | None = None,
+    fp8: bool = False,
+) -> None:
+    """One layer of a captured decode step, which looks for shared prefixes, unless it has a window."""
+    if fp8 and not converts_fp8():
+        return
+    backend = TritonBackend(
+        num_heads,
+        num_kv_heads,
+        head_dim,
+        block_size,
+        num_seqs,
+        4096,
+        torch.device("cpu"),
+        dtype,
+        fp8_cache=fp8,
+    )
+    q = torch.zeros(num_seqs, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)[
+        :, : num_heads * head_dim
+    ].unflatten(1, (-1, head_dim))
+    kv_layer = cache(num_kv_heads, block_size, head_dim, FP8 if fp8 else dtype)
+    layout = StateLayout(num_seqs, 20)
+    state = torch.zeros(layout.size, dtype=torch.int32)
+    ints = state[:num_seqs]
+    step = StepInput.decode(
+        token_ids_B=ints,
+        positions_B=ints,
+        rows_B=ints,
+        query_starts_B=state[: num_seqs + 1],
+        kv_lens_B=ints,
+        block_tables_RM=layout.block_tables(state),
+        max_kv_len=4096,
+        prefixes=SharedPrefixes(*layout.prefixes(state)),
+    )
+    scales_2G = torch.ones(2, num_kv_heads) if fp8 else None
+    backend.attend(q, q, q, kv_layer, step, window, scales_2G=scales_2G)
+
+
+def hopper(
+    num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, block_size: int = 16
+) -> None:
+    """A large prefill, on the one target that the kernel is for."""
+    if triton.runtime.driver.active.get_current_target().arch != 90:
+        return
+    q = torch.zeros(34, (num_heads + 2 * num_kv_heads) * head_dim, dtype=dtype)[
+        :, : num_heads * head_dim
+    ].unflatten(1, (-1, head_dim))
+    kv_layer = torch.zeros(2, 2, 2, num_kv_heads, block_size, head_dim, dtype=dtype)[:, 1]
+    ints = torch.zeros(64, dtype=torch.int32)
+    hopper_prefill_attention(
+        q,
+        kv_layer,
+        torch.empty_like(q).contiguous(),
+        ints[:8].view(2, 4),
+        ints[:1],
+        ints[:3],
+        torch.zeros(4, 48, dtype=torch.int32)[:, 16:],
+        0.1,
+        132,
+    )
+
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LAUNCHES: dict[str, Callable[[], None]] = {
+    "qwen3-8b": partial(attend, 32, 8, 128, BF16),
+    "qwen3-0.6b fresh": partial(attend, 16, 8, 128, BF16, fresh=True),
+    "qwen3-8b fp32": partial(attend, 32, 8, 128, FP32),
+    "mistral": partial(attend, 32, 8, 128, BF16, window=4096),
+    "head size 16, tiny blocks": partial(attend, 4, 4, 16, FP32, 1),
+    "head size 80, large blocks": partial(attend, 9, 3, 80, FP16, 256),
+    "head size 256": partial(attend, 8, 2, 256, BF16),
+    "71 heads on one": partial(attend, 71, 1, 64, BF16),
+    "qwen3-8b cascade": partial(cascade, 32, 8, 128, BF16, 256),
+    "mistral, a large batch": partial(cascade, 32, 8, 128, BF16, 128, window=4096),
+    "qwen3-0.6b cascade of 16": partial(cascade, 16, 8, 128, BF16, 16),
+    "fp32 cascade": partial(cascade, 16, 8, 128, FP32, 16),
+    "head size 80, cascade": partial(cascade, 9, 3, 80, FP16, 64, 256),
+    "head size 256, cascade": partial(cascade, 8, 2, 256, BF16, 64),
+    "qwen3-8b on Hopper": partial(hopper, 32, 8, 128, BF16),
+    "head size 64 on Hopper, tiny blocks": partial(hopper, 9, 3, 64, FP16, 8),
+    "71 heads on one, cascade": partial(cascade, 71, 1, 64, BF16, 16),
+    "blocks of an fp8 cache": unpack,
+    "qwen3-8b, fp8 cache": partial(attend, 32, 8, 128, BF16, fp8=True),
+    "mistral, fp8 cache": partial(attend, 32, 8, 128, BF16, window=4096, fp8=True),
+    "head size 80, large blocks, fp8 cache": partial(attend, 9, 3, 80, FP16, 256, fp8=True),
+    "qwen3-8b cascade, fp8 cache": partial(cascade, 32, 8, 128, BF16, 256, fp8=True),
+    "head size 256, cascade, fp8 cache": partial(cascade, 8, 2, 256, BF16, 64, fp8=True),
+}
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+@pytest.mark.slow
+def test_compiles_and_fits(compiled: dict[str, list[Compiled]], case: str) -> None:
+    # some constants of a window or of a group outside the loops; the loops have none
+    check_kernels(compiled[case], max_spilled=192 if "cascade" in case else 64)
+
+
+@pytest.mark.slow
+def test_three_decode_programs_fit_on_an_sm(compiled: dict[str, list[Compiled]]) -> None:
+    for kernel in [*compiled["qwen3-8b"], *compiled["qwen3-8b cascade"], *compiled["qwen3-8b, fp8 cache"]]:
+        if kernel.name == "decode_kernel" and kernel.capability == 90:
+            assert (
+                3 * (kernel.shared + 1024) <= 228 * 1024
+                and 3 * kernel.num_warps * 32 * kernel.registers <= 65536
+            )

@@ -1,0 +1,83 @@
+"""The floor is the one by which the peers were measured; small cases are reckoned by hand."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+from shoal.bench.floor import Ceilings, Floor
+from shoal.model_config import ModelConfig
+from shoal.models.config_json import config_from_json
+
+spec = importlib.util.spec_from_file_location(
+    "workloads", Path(__file__).parents[3] / "benchmarks" / "workloads.py"
+)
+workloads = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(workloads)
+
+H200 = Ceilings(4.28e12, 680e12)
+
+
+def model(shape: str) -> ModelConfig:
+    return config_from_json(
+        dict(architectures=["Qwen3ForCausalLM"], vocab_size=151936, **workloads.SHAPES[shape]), shape
+    )
+
+
+@pytest.mark.parametrize(
+    ("shape", "workload", "seconds"),
+    [
+        ("qwen3-0.6b", "nano", 3.77),
+        ("qwen3-0.6b", "single", 0.159),
+        ("qwen3-0.6b", "prefill", 0.2606),
+        ("qwen3-0.6b", "decode", 2.11),
+        ("qwen3-0.6b", "shared", 0.17),
+        ("qwen3-8b", "nano", 11.25),
+        ("qwen3-8b", "single", 1.843),
+        ("qwen3-8b", "prefill", 2.913),
+        ("qwen3-8b", "decode", 6.57),
+        ("qwen3-8b", "shared", 1.23),
+    ],
+)
+def test_floors_are_those_of_the_comparison(shape, workload, seconds):
+    prompts, outputs = workloads.workload(workload)
+    floor = (
+        Floor(model(shape), H200)
+        .run([len(p) for p in prompts], outputs, 256, 2048 if workload == "shared" else 0)
+        .seconds
+    )
+    assert floor == pytest.approx(seconds, rel=0.02)
+
+
+TINY = dict(
+    architectures=["Qwen3MoeForCausalLM"],
+    vocab_size=10,
+    hidden_size=4,
+    intermediate_size=8,
+    num_hidden_layers=1,
+    head_dim=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+)
+
+
+def test_experts_are_read_when_tokens_choose_them():
+    config = config_from_json(
+        dict(TINY, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=4), "tiny"
+    )
+    floor = Floor(config, Ceilings(1.0, 1e30))
+    dense, expert = 2 * (4 * 2 * 2 * 3 + 4 * 8 + 4 * 10), 2 * 3 * 4 * 4
+    assert floor.decode(1, 0).seconds == dense + 2 * expert
+    assert floor.decode(100, 0).seconds == dense + 8 * expert
+
+
+def test_requests_wait_for_a_place():
+    floor = Floor(model("qwen3-0.6b"), H200)
+    together, in_turn = floor.run([100] * 4, [50] * 4, 4).seconds, floor.run([100] * 4, [50] * 4, 1).seconds
+    assert in_turn == pytest.approx(4 * floor.run([100], [50], 1).seconds) and together < in_turn / 3
+
+
+def test_a_prefill_after_cached_tokens_is_the_rest_of_the_whole():
+    floor = Floor(model("qwen3-0.6b"), H200)
+    parts = floor.prefill(2000) + floor.prefill(1000, 2000)
+    assert floor.prefill(3000).seconds + floor.prefill(0).seconds == pytest.approx(parts.seconds)

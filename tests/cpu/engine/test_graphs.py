@@ -1,0 +1,281 @@
+"""A rehearsal launches every variant of a kernel that captures launch after it: what is first compiled or
+loaded in a capture breaks it.
+
+In a process of its own, in which Triton does not interpret; nothing is compiled or runs: a launch only tells
+its variant, and products that are torch's give zeros.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LAYER = dict(
+    vocab_size=999,
+    hidden_size=512,
+    intermediate_size=768,
+    num_attention_heads=8,
+    num_key_value_heads=4,
+    head_dim=64,
+)
+MODELS = {
+    "dense": ("Qwen3Config", dict(num_hidden_layers=3), {}),
+    "one layer": ("Qwen3Config", dict(num_hidden_layers=1), dict(max_num_seqs=1)),
+    "odd heads, float16": (
+        "Qwen3Config",
+        dict(num_hidden_layers=2, head_dim=80, num_attention_heads=7, num_key_value_heads=1),
+        dict(dtype="float16", block_size=64),
+    ),
+    "multipliers": ("GraniteConfig", dict(num_hidden_layers=2, residual_multiplier=0.2), {}),
+    "norms behind": ("Olmo2Config", dict(num_hidden_layers=2), {}),
+    "windows": ("MistralConfig", dict(num_hidden_layers=2, sliding_window=100), {}),
+    "every other layer of experts": (
+        "Qwen3MoeConfig",
+        dict(
+            num_hidden_layers=3,
+            num_experts=6,
+            num_experts_per_tok=2,
+            decoder_sparse_step=2,
+            moe_intermediate_size=64,
+        ),
+        {},
+    ),
+    "experts at the end": (
+        "Qwen3MoeConfig",
+        dict(
+            num_hidden_layers=4,
+            num_experts=16,
+            num_experts_per_tok=2,
+            decoder_sparse_step=2,
+            # a router's product of one row
+            moe_intermediate_size=64,
+        ),
+        dict(max_num_seqs=1),
+    ),
+    "many sequences": (
+        "Qwen3Config",
+        dict(num_hidden_layers=2),
+        dict(max_num_seqs=600, max_num_batched_tokens=9000),
+    ),
+    "wide, on another GPU": (
+        "Qwen3Config",
+        dict(num_hidden_layers=2, hidden_size=2560, num_attention_heads=32, head_dim=128),
+        {},
+    ),
+}
+WITHOUT_HOPPER = ("wide, on another GPU",)
+
+
+@pytest.fixture(scope="module")
+def variants(tmp_path_factory):
+    root = Path(__file__).parents[3]
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "PYTHONPATH": os.pathsep.join((str(root), str(Path(__file__).parents[1]))),
+    }
+    done = subprocess.run(
+        [sys.executable, __file__, tmp_path_factory.mktemp("models")],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_captures_launch_what_was_rehearsed(name, variants):
+    for rehearsed, captured in variants[name]["graphs"]:
+        assert captured and set(captured) <= set(rehearsed)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_steps_launch_what_the_start_has_launched(name, variants):
+    started, launched = variants[name]["steps"]
+    assert launched and set(launched) <= set(started)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_the_start_launches_was_compiled_ahead(name, variants):
+    assert set(variants[name]["steps"][0]) <= set(variants[name]["ahead"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_start_that_finds_its_kernels_on_disk_looks_at_few(name, variants):
+    assert 0 < len(variants[name]["probed"]) < len(variants[name]["ahead"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_no_kernel_overlaps_with_what_is_before_the_embedding(name, variants):
+    """kernels/pdl.py, rule 3: what was prepared before the embedding is a constant to all kernels after
+    it."""
+    assert variants[name]["orders"]
+    for order in variants[name]["orders"]:
+        overlapping = [kernel.endswith("+") for kernel in order]
+        assert not any(overlapping[: order.index("_embed_kernel") + 1])
+        assert any(overlapping)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_decodes_follow_the_kernel_of_their_shared_prefixes_at_once(name, variants):
+    """They read their queries before they wait, and count on that kernel's wait."""
+    for order in variants[name]["orders"]:
+        for kernel, following in itertools.pairwise(order):
+            assert kernel != "prefix_kernel+" or following == "decode_kernel+"
+
+
+def test_some_decodes_shared_prefixes(variants):
+    assert any("prefix_kernel+" in order for order in variants["dense"]["orders"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_inputs_of_a_decodes_products_have_memory_for_all_rows_that_tiles_read(name, variants):
+    """Else the copy engine fills in zeros, which is slow (kernels/hopper.py)."""
+    inputs = variants[name]["inputs"]
+    assert inputs or name in (*WITHOUT_HOPPER, "one layer", "experts at the end")
+    assert all(described == read for described, read in inputs)
+
+
+def launched_variants(folder: Path, name: str) -> dict:
+    from contextlib import contextmanager, nullcontext
+
+    import torch
+    import transformers
+    import triton
+    from triton.runtime.jit import JITFunction
+    from triton_compile import _NoDriver
+
+    from shoal.attention.triton import TritonBackend
+    from shoal.engine.runner import runner as runner_module
+    from shoal.engine.runner.graphs import DecodeGraphs, StepGraphs
+    from shoal.engine.runner.steps import Steps
+    from shoal.kernels import triton_ops
+    from shoal.kernels.matmul import dispatch, hopper_linear
+    from tests import tiny
+    from tests.cpu.engine.test_runner import Rank
+
+    small = dispatch.Limits(ring_side=32)  # these models are small
+    gpu = dispatch.GPU(132, name not in WITHOUT_HOPPER, small)
+    dispatch.gpu_of = lambda _: gpu
+    seen: list[str] = []
+    graphs = []
+    triton.runtime.driver.set_active(_NoDriver())
+    # True: no need to compile
+    triton.knobs.runtime.jit_cache_hook = lambda *, key, fn, **_: seen.append(f"{fn.name} {key}") or True
+
+    def take() -> list[str]:
+        taken = sorted(set(seen))
+        seen.clear()
+        return taken
+
+    orders: list[list[str]] = []  # the kernels of each step as they were launched; "+": it may overlap
+    inputs: list[tuple[int, int]] = []  # rows that TMA is told of, and that it reads, of a decode's products
+    noting: list[str] = []  # the kind of step that is launched now, if any
+    run, describe, launch_step = JITFunction.run, hopper_linear.descriptor, Steps.launch
+
+    @contextmanager
+    def step(kind: str):
+        orders.append([])
+        noting.append(kind)
+        yield
+        noting.clear()
+
+    def noting_run(self, *args, **options):
+        if noting:
+            orders[-1].append(self.__name__ + "+" * options.get("launch_pdl", False))
+        return run(self, *args, **options)
+
+    def noting_describe(matrix, rows, columns, rows_read=0):
+        described = describe(matrix, rows, columns, rows_read)
+        if noting == ["captured decode"] and rows_read > matrix.shape[0]:
+            inputs.append((described.shape[0], rows_read))
+        return described
+
+    def noting_launch(self, *args):
+        with step("eager"):
+            return launch_step(self, *args)
+
+    JITFunction.run, hopper_linear.descriptor, Steps.launch = noting_run, noting_describe, noting_launch
+
+    def capture(self, pool) -> None:
+        take()
+        with self.rehearsal():
+            for key in self.keys:
+                self.launch(key)
+        rehearsed = take()
+        for key in self.keys:
+            with step("captured decode" if isinstance(self, DecodeGraphs) else "captured mixed"):
+                self.launch(key)
+        graphs.append((rehearsed, take()))
+
+    # In bf16 they take minutes on a processor that has no instructions for it.
+    torch.nn.functional.linear = lambda x, weight, bias=None: x.new_zeros(*x.shape[:-1], len(weight))
+    torch.Tensor.addmm_ = lambda self, *_, **__: self
+    StepGraphs.capture = capture
+    torch.cuda.graph_pool_handle = torch.cuda.synchronize = lambda: None
+    runner_module.compiling_ahead = lambda: nullcontext(["a kernel that was not on disk"])
+    runner_module.select_ops = lambda _: triton_ops
+    runner_module.select_backend = lambda config, device, dtype, scale, holding, **heads: TritonBackend(
+        *heads.values(), config.block_size, config.max_num_seqs, config.max_model_len, device, dtype, scale
+    )
+    kind, changes, options = MODELS[name]
+    model = getattr(transformers, kind)(
+        **LAYER | changes, architectures=[kind.replace("Config", "ForCausalLM")]
+    )
+    model.save_pretrained(folder)
+    tiny.write_tokenizer(folder)
+    rank = Rank(
+        folder,
+        num_blocks=2000,
+        **dict(dtype="bfloat16", max_num_seqs=48, max_num_batched_tokens=320) | options,
+        load_format="dummy",
+        max_model_len=1024,
+    )
+    runner = rank.runner
+    take()
+    blocks = runner.cache.blocks
+    runner.cache.allocate(1)
+    runner.compile_ahead()
+    ahead = take()
+    runner_module.compiling_ahead = lambda: nullcontext([])
+    runner.compile_ahead()
+    probed, runner.cache.blocks = take(), blocks
+    with torch.inference_mode():
+        runner._prepare_steps()
+    started = [*(variant for pair in graphs for variants in pair for variant in variants), *take()]
+    runner.drop_graphs()  # eager steps, but none of fewer tokens than are ever captured
+    rank.builder.mixed_shapes = ()
+    several = [[i] * n for i, n in enumerate((40, 300, 600, 33, *[20] * 9))]
+    # a step that ends three prompts
+    three = [[20 + i] * (100 + i) for i in range(3)]
+    # thousands of short requests in small: most steps hold many decodes and many prompts
+    short = [
+        [i] * (8 + i % 33) for i in range(2 * rank.config.max_num_seqs if name == "many sequences" else 0)
+    ]
+    for prompts in (several, three, short):
+        for i, prompt in enumerate(prompts):
+            rank.add(prompt, temperature=1.0, max_tokens=4 + i % 9)
+        rank.run()
+    return {
+        "graphs": graphs,
+        "steps": (started, take()),
+        "ahead": ahead,
+        "probed": probed,
+        "orders": orders,
+        "inputs": inputs,
+    }
+
+
+if __name__ == "__main__":
+    print(
+        json.dumps(
+            {name: launched_variants(Path(sys.argv[1]) / str(i), name) for i, name in enumerate(MODELS)}
+        )
+    )

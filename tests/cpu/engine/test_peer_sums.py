@@ -1,0 +1,29 @@
+"""Where sums over peer memory can't be had, all ranks leave them to the group, and rank 0 says why. (Gloo, in
+threads of one process.)"""
+
+import pytest
+import torch
+
+from shoal.engine.ranks import peer_sums
+from tests.cpu.layers.test_parallel import ranks, together
+
+
+@pytest.mark.parametrize(
+    "far, words",
+    [
+        ((0, 1), "GPU 0 has no access to the memory of GPU 1"),
+        ((1, 0), "another rank has no way to its peers"),
+    ],
+)
+def test_gpus_without_access_to_each_other_leave_all_sums_to_the_group(far, words, monkeypatch, caplog):
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != far)
+    monkeypatch.setattr(peer_sums, "_allocate", lambda *args: pytest.fail("nothing is to be allocated"))
+    tps = ranks(2)
+    assert together([lambda tp=tp: peer_sums.connect(tp, 64, torch.float32) for tp in tps]) == [None, None]
+    assert [record.getMessage() for record in caplog.records] == [f"all sums over GPUs go by NCCL: {words}"]
+
+
+def test_more_ranks_than_the_kernels_are_for_leave_all_sums_to_the_group(monkeypatch, caplog):
+    monkeypatch.setattr("shoal.kernels.all_reduce.MAX_RANKS", 1)
+    assert together([lambda tp=tp: peer_sums.connect(tp, 64, torch.float32) for tp in ranks(2)]) == [None] * 2
+    assert "there are 2 ranks, and the kernels are for at most 1" in caplog.text

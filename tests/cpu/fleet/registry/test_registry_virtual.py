@@ -1,0 +1,154 @@
+"""The embedded plane inside one process, on virtual time: leases to the tenth of a second, the same
+in every run."""
+
+import asyncio
+from random import Random
+
+import msgspec
+import pytest
+
+from shoal.fleet.clock import LoopClock, run_virtual
+from shoal.fleet.registry import embedded
+from shoal.fleet.registry import hub as plane_hub
+from shoal.fleet.registry.embedded import EmbeddedPlane, Host
+from shoal.fleet.registry.registry import Member
+
+LEASE_S = 6.0
+
+
+class Note(msgspec.Struct):
+    n: int
+
+
+def member(member_id: str) -> Member:
+    return Member(id=member_id, role="both", address="http://127.0.0.1:9001")
+
+
+class Fleet:
+    """A hub and planes of this process. `kill` stops one without a word."""
+
+    def __init__(self, lease_s: float = LEASE_S) -> None:
+        self.clock, self.lease_s = LoopClock(), lease_s
+        self.host, self.random = Host(self.clock, lease_s), Random(0)
+
+    def plane(self) -> EmbeddedPlane:
+        return EmbeddedPlane.of_host(self.host, self.clock, self.random, self.lease_s)
+
+    def kill(self, plane: EmbeddedPlane) -> None:
+        for task in plane._tasks:
+            task.cancel()
+
+
+async def when(plane, ids: set[str]) -> float:
+    async for members in plane.watch():
+        if set(members) == ids:
+            return plane.clock.now()
+    raise AssertionError
+
+
+def test_a_plane_that_never_answers_is_told_once_and_waited_for(caplog):
+    class Nobody:
+        def try_send(self, payload):
+            return True
+
+        async def receive(self):
+            await asyncio.Event().wait()
+
+        def close(self):
+            pass
+
+    async def main():
+        plane = EmbeddedPlane(LoopClock(), Random(0), LEASE_S, lambda name: Nobody())
+        registering = asyncio.create_task(plane.register(member("w")))
+        await asyncio.sleep(LEASE_S - 1)
+        assert not caplog.records
+        await asyncio.sleep(100)
+        assert [record.message for record in caplog.records] == [
+            "the plane has not answered yet; waiting for the router that keeps it"
+        ]
+        assert not registering.done()
+        registering.cancel()
+        for task in plane._tasks:
+            task.cancel()
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("lease_s", [1.0, 6.0, 60.0])
+@pytest.mark.parametrize("lived_s", [0.0, 1.3, 100.0])
+def test_a_dead_process_is_gone_within_its_lease_and_not_at_once(lease_s, lived_s):
+    async def main():
+        fleet = Fleet(lease_s)
+        watcher, dying = fleet.plane(), fleet.plane()
+        await dying.register(member("w"))
+        await when(watcher, {"w"})
+        await asyncio.sleep(lived_s)
+        died_at = fleet.clock.now()
+        fleet.kill(dying)
+        return await when(watcher, set()) - died_at
+
+    assert lease_s / 2 < run_virtual(main()) <= lease_s
+
+
+def test_an_hour_of_leases_takes_no_time_and_loses_nobody():
+    async def main():
+        fleet = Fleet()
+        watcher, workers = fleet.plane(), [fleet.plane() for _ in range(8)]
+        for i, plane in enumerate(workers):
+            await plane.register(member(f"w{i}"))
+        await when(watcher, {f"w{i}" for i in range(8)})
+        changes = []
+
+        async def watch():
+            async for members in watcher.watch():
+                changes.append(len(members))
+
+        watching = asyncio.create_task(watch())
+        await asyncio.sleep(3600)
+        watching.cancel()
+        return changes, fleet.clock.now()
+
+    changes, now = run_virtual(main())
+    assert changes == [8] and now >= 3600
+
+
+def test_a_hub_that_stood_still_blames_nobody_for_the_time():
+    """A suspended process, or a clock that jumped: what the others said meanwhile is not read yet."""
+    hub = plane_hub.Hub(now=0.0, lease_s=LEASE_S)
+    encode = msgspec.msgpack.encode
+    hub.take("w", encode(plane_hub.Hello(LEASE_S, [])), 0.0)
+    hub.take("w", encode(plane_hub.Register(1, member("w"))), 0.0)
+    hub.take("v", encode(plane_hub.Hello(LEASE_S, [])), 0.0)
+    hub.tick(0.1)
+    list(hub.sends())
+    hub.tick(1000.0)
+    assert all(message.members for _, message in hub.sends()), "w is there"
+    for tenth in range(70):
+        hub.take("v", encode(plane_hub.Beat(2)), 1000.0 + tenth / 10)
+        hub.tick(1000.0 + tenth / 10)
+    told = [message for _, message in hub.sends() if isinstance(message, plane_hub.Members)]
+    assert [message.members for message in told][-1] == {}, "w has said nothing for a lease since"
+
+
+def test_a_process_that_reads_nothing_costs_the_hub_a_bounded_memory(monkeypatch):
+    monkeypatch.setattr(embedded, "HIGH_WATER", 100)
+
+    async def main():
+        fleet = Fleet()
+        publisher, stopped = fleet.plane(), fleet.plane()
+        await stopped.subscribe("events", Note)
+        fleet.kill(stopped)
+        for n in range(500):
+            await publisher.publish("events", Note(n))
+        await asyncio.sleep(1)
+        return fleet.host.num_dropped
+
+    assert run_virtual(main()) >= 400
+
+
+def test_virtual_time_reports_a_deadlock_instead_of_hanging():
+    async def main():
+        await asyncio.Event().wait()
+
+    with pytest.raises(RuntimeError, match="deadlock"):
+        run_virtual(main())

@@ -1,0 +1,123 @@
+"""Attention on the CPU, both ways, against one softmax a sequence."""
+
+import itertools
+
+import pytest
+import torch
+
+from shoal.attention.cpu import CpuBackend
+from shoal.attention.step_input import HostView, StepInput
+from shoal.kernels.cpu import build as cpu_build
+
+
+def make_step(
+    sequences: list[tuple[int, int]], heads: int, kv_heads: int, head_dim: int, block_size: int
+) -> tuple[torch.Tensor, ...]:
+    """qkv heads, cache and step of (query tokens, cached tokens) sequences, decodes first; (1, 0) is
+    padding."""
+    lens, queries = [kv for _, kv in sequences], [q for q, _ in sequences]
+    width = max(1, *(-(-kv // block_size) for kv in lens)) + 1
+    num_blocks, size = len(sequences) * width + 3, len(sequences)
+    # what is past a sequence's end must not be read
+    state = torch.full((size + 2, 16 + width), -1 << 30, dtype=torch.int32)
+    rows = torch.randperm(size + 2)[:size].int()
+    free = iter(torch.randperm(num_blocks).tolist())
+    cache = torch.full((num_blocks, 2, 2, kv_heads, block_size, head_dim), float("nan"))
+    starts = [0, *itertools.accumulate(queries)]
+    qkv = torch.randn(starts[-1], heads + 2 * kv_heads, head_dim)
+    for i, (query_len, kv_len) in enumerate(sequences):
+        for position in range(kv_len):
+            if position % block_size == 0:
+                state[rows[i], 16 + position // block_size] = next(free)
+            kv = torch.randn(2 * kv_heads, head_dim)
+            if position >= kv_len - query_len:
+                kv = qkv[starts[i] + position - kv_len + query_len, heads:]
+            block = int(state[rows[i], 16 + position // block_size])
+            cache[block, 1, :, :, position % block_size] = kv.view(2, kv_heads, head_dim)
+        if kv_len == 0:
+            rows[i] = -1
+    num_decodes = next((i for i, (q, _) in enumerate(sequences) if q > 1), size)
+    tokens = torch.zeros(starts[-1], dtype=torch.int32)
+    step = StepInput.mixed(
+        token_ids_T=tokens,
+        positions_T=tokens,
+        rows_T=tokens,
+        rows_S=rows,
+        query_starts_S=torch.tensor(starts, dtype=torch.int32),
+        kv_lens_S=torch.tensor(lens, dtype=torch.int32),
+        block_tables_RM=state[:, 16:],
+        num_decodes=num_decodes,
+        max_kv_len=max(lens),
+        fresh_prefills=False,
+        host=HostView(tuple(starts), tuple(lens)),
+    )
+    return qkv, cache[:, 1], step
+
+
+def expected(q_THN, kv_layer, step: StepInput, window: int | None) -> torch.Tensor:
+    out = torch.zeros_like(q_THN)
+    block_size, repeat = kv_layer.shape[3], q_THN.shape[1] // kv_layer.shape[2]
+    for i, (start, end) in enumerate(itertools.pairwise(step.host.query_starts)):
+        keys = torch.arange(step.host.kv_lens[i])
+        positions = keys[start - end :]
+        if not len(keys):
+            continue
+        kv = kv_layer[
+            step.block_tables_RM[step.rows_S[i], keys // block_size].long(), :, :, keys % block_size
+        ]
+        k, v = kv.repeat_interleave(repeat, dim=2).double().unbind(1)
+        scores = torch.einsum("thn,lhn->htl", q_THN[start:end].double() * q_THN.shape[2] ** -0.5, k)
+        seen = (keys <= positions[:, None]) & (keys > positions[:, None] - (window or len(keys)))
+        out[start:end] = torch.einsum(
+            "htl,lhn->thn", scores.masked_fill(~seen, -torch.inf).softmax(-1), v
+        ).to(out.dtype)
+    return out
+
+
+STEPS = {
+    "decodes": [(1, 1), (1, 17), (1, 300)],
+    "padded decodes": [(1, 5), (1, 0), (1, 33), (1, 0)],
+    "one long decode": [(1, 1500)],
+    "fresh prefills": [(7, 7), (130, 130)],
+    "chunks": [(3, 40), (100, 260), (2, 3)],
+    "mixed": [(1, 70), (1, 2), (9, 9), (50, 90)],
+}
+
+
+@pytest.mark.parametrize(("window", "threads"), [(None, 1), (None, 2), (1, 2), (20, 1)])
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size"), [(9, 3, 64, 16), (2, 2, 6, 1), (70, 1, 24, 256)]
+)
+def test_attention_is_softmax_over_the_paged_cache(
+    monkeypatch, window, threads, name, heads, kv_heads, head_dim, block_size
+):
+    torch.manual_seed(0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    qkv, kv_layer, step = make_step(STEPS[name], heads, kv_heads, head_dim, block_size)
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    backend = CpuBackend(head_dim)
+    backend.begin(step)
+    want = expected(q, kv_layer, step, window)
+    if cpu_build.load() is not None:
+        torch.testing.assert_close(
+            backend.attend(q, k, v, kv_layer, step, window), want, rtol=1e-5, atol=1e-5
+        )
+    monkeypatch.setattr(backend, "_library", None)
+    clean = kv_layer.nan_to_num()  # a masked key's weight is zero in PyTorch, and zero times nan is nan
+    torch.testing.assert_close(backend.attend(q, k, v, clean, step, window), want, rtol=1e-5, atol=1e-5)
+    torch.set_num_threads(before)
+
+
+def test_other_dtypes_take_the_pytorch_path():
+    torch.manual_seed(0)
+    qkv, kv_layer, step = make_step(STEPS["mixed"], 4, 2, 32, 16)
+    half, cache = qkv.bfloat16(), kv_layer.nan_to_num().bfloat16()
+    q, k, v = half.split((4, 2, 2), dim=1)
+    got = CpuBackend(32).attend(q, k, v, cache, step, None)
+    assert got.dtype == torch.bfloat16
+    # bf16: 8 bits
+    torch.testing.assert_close(
+        got.float(), expected(q.float(), cache.float(), step, None), rtol=2e-2, atol=2e-2
+    )

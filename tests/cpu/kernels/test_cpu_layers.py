@@ -1,0 +1,86 @@
+"""All layers in one call against the same layers op by op: the same functions in the same order, so equal to
+the bit."""
+
+import pytest
+import torch
+
+from shoal.attention.cpu import CpuBackend
+from shoal.kernels.cpu import build as cpu_build
+from shoal.kernels.cpu import linear as cpu_linear
+from shoal.kernels.cpu import ops as cpu_ops
+from shoal.kernels.cpu.layers import CpuLayers, LayerWeights
+from tests.cpu.kernels.test_cpu_attention import make_step
+from tests.cpu.kernels.test_cpu_linear import random_tensor
+
+pytestmark = pytest.mark.skipif(cpu_build.load() is None, reason="needs a C compiler")
+HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, EPS = 6, 2, 32, 64, 96, 1e-5
+
+
+def layer_weights(
+    seed: int, window: int | None, bias: bool, qk_norm: bool, scales_2G: torch.Tensor | None = None
+) -> LayerWeights:
+    width = (HEADS + 2 * KV_HEADS) * HEAD_DIM
+    shapes = ((width, HIDDEN), (HIDDEN, HEADS * HEAD_DIM), (2 * INNER, HIDDEN), (HIDDEN, INNER))
+    packed = (cpu_linear.pack([random_tensor("Q4_1", *shape, seed=seed)]) for shape in shapes)
+    biases = (torch.randn(outs) if bias else None for outs, _ in shapes)
+    norms = (
+        torch.rand(HIDDEN),
+        torch.rand(HIDDEN),
+        *(torch.rand(HEAD_DIM) if qk_norm else None for _ in range(2)),
+    )
+    return LayerWeights(*packed, *biases, *norms, scales_2G, window)
+
+
+def op_by_op(weights, residual, step, kv, cos_sin):
+    backend, x = CpuBackend(HEAD_DIM), None
+    for i, w in enumerate(weights):
+        x = (
+            cpu_ops.rms_norm(residual, w.input_norm, EPS)
+            if x is None
+            else cpu_ops.add_rms_norm(x, residual, w.input_norm, EPS)
+        )
+        qkv = w.qkv.linear(x, w.qkv_bias)
+        cpu_ops.qk_norm_rope_store(
+            qkv,
+            w.q_norm,
+            w.k_norm,
+            EPS,
+            cos_sin,
+            step.positions_T,
+            step.rows_T,
+            step.block_tables_RM,
+            kv[:, i],
+            HEADS,
+            KV_HEADS,
+            scales_2G=w.scales_2G,
+        )
+        q, k, v = qkv.view(len(qkv), -1, HEAD_DIM).split((HEADS, KV_HEADS, KV_HEADS), dim=1)
+        heads = backend.attend(q, k, v, kv[:, i], step, w.window, scales_2G=w.scales_2G)
+        x = cpu_ops.add_rms_norm(w.o.linear(heads.flatten(1), w.o_bias), residual, w.post_norm, EPS)
+        x = w.down.linear(cpu_ops.silu_mul(w.gate_up.linear(x, w.gate_up_bias)), w.down_bias)
+    return x
+
+
+@pytest.mark.parametrize("options", [(None, False, False), (8, True, True)])
+@pytest.mark.parametrize("sequences", [[(1, 20)], [(1, 9), (1, 0), (7, 30), (40, 40)]])
+def test_one_call_does_what_the_ops_do(sequences, options):
+    torch.manual_seed(0)
+    weights = [layer_weights(seed, *options) for seed in range(3)]
+    _, _, step = make_step(sequences, HEADS, KV_HEADS, HEAD_DIM, 16)
+    rows = torch.cat([step.rows_S[i : i + 1].repeat(q) for i, (q, _) in enumerate(sequences)])
+    # padding: 0 - 1
+    positions = torch.cat([torch.arange(kv - q, kv, dtype=torch.int32) for q, kv in sequences])
+    step = type(step)(
+        **{name: getattr(step, name) for name in step.__slots__} | {"rows_T": rows, "positions_T": positions}
+    )
+    kv = torch.randn(int(step.block_tables_RM.max()) + 1, 3, 2, KV_HEADS, 16, HEAD_DIM)
+    residual, cos_sin = torch.randn(len(rows), HIDDEN), torch.randn(64, HEAD_DIM)
+    want_residual, want_kv = residual.clone(), kv.clone()
+    want = op_by_op(weights, want_residual, step, want_kv, cos_sin)
+    got = CpuLayers(weights, HEADS, EPS, HEAD_DIM**-0.5)(residual, step, kv, cos_sin)
+    real = positions >= 0
+    assert (
+        torch.equal(got[real], want[real])
+        and torch.equal(residual[real], want_residual[real])
+        and torch.equal(kv, want_kv)
+    )

@@ -1,0 +1,151 @@
+"""Which product multiplies: the table of the H200, and what other GPUs make of it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from shoal.kernels.matmul import dispatch
+from shoal.kernels.matmul.dispatch import (
+    GPU,
+    MEASURED,
+    After,
+    Before,
+    Blocks,
+    HopperTiles,
+    Kernel,
+    Limits,
+    Product,
+    Shape,
+    Tiles,
+    choose,
+    choose_blocks,
+    derived_limits,
+)
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+H200 = GPU(132, True, MEASURED["NVIDIA H200"])
+NOTHING, NORM, SUM_AND_NORM = Before
+PLAIN, GATED, ADD = After
+CUBLAS = Product(Kernel.CUBLAS)
+RING, RING_WITH_NORM = Product(Kernel.HOPPER_ROW), Product(Kernel.HOPPER_ROW, norms=True)
+MANY_GATED = Product(Kernel.HOPPER_GATED)
+
+
+def triton(*tiles: int, norms: bool = False) -> Product:
+    return Product(Kernel.TRITON, Tiles(*tiles), norms=norms)
+
+
+def hopper(*tiles: int) -> Product:
+    return Product(Kernel.HOPPER, hopper_tiles=HopperTiles(*tiles))
+
+
+# outs, inputs, before, after; then what multiplies how many rows. qwen3-0.6b's shapes come first, then 8b's.
+H200_TABLE = [
+    ((4096, 1024, SUM_AND_NORM, PLAIN), {1: triton(4, 1024, 4, norms=True), 2: hopper(8, 64)}),
+    ((4096, 1024, NORM, PLAIN), {1: triton(4, 1024, 4, norms=True), 33: hopper(64, 32), 257: CUBLAS}),
+    ((1024, 2048, NOTHING, ADD), {0: CUBLAS, 1: triton(2, 2048, 8), 256: hopper(64, 32)}),
+    ((3072, 1024, NORM, GATED), {1: triton(8, 512, 4, norms=True), 64: hopper(64, 32), 4096: MANY_GATED}),
+    ((1024, 3072, NOTHING, ADD), {1: triton(2, 1024, 4), 8: hopper(8, 64, 3), 4096: CUBLAS}),
+    ((151936, 1024, NOTHING, PLAIN), {1: triton(8, 512, 4), 4: triton(64, 128, 4, 5), 64: CUBLAS}),
+    ((6144, 4096, NORM, PLAIN), {1: RING_WITH_NORM, 2: hopper(8, 64), 128: hopper(128, 64, 1, 64)}),
+    ((6144, 4096, SUM_AND_NORM, PLAIN), {1: RING, 129: CUBLAS}),
+    ((4096, 2048, SUM_AND_NORM, PLAIN), {1: triton(2, 2048, 4, norms=True)}),
+    ((12288, 4096, NORM, GATED), {1: RING_WITH_NORM, 16: hopper(16, 128, 1, 64), 4095: CUBLAS}),
+    ((4096, 12288, NOTHING, ADD), {1: RING, 300: Product(Kernel.CUBLAS, adds=False)}),
+    ((1536, 4096, NOTHING, GATED), {1: triton(1, 4096, 4), 8: CUBLAS}),  # one of 8 ranks'
+    ((2048, 32784, NOTHING, PLAIN), {1: triton(2, 1024, 4)}),
+    ((2048, 4104, NOTHING, PLAIN), {1: triton(2, 1024, 4)}),
+    ((100, 500, NOTHING, PLAIN), {2: triton(4, 256, 1), 16: triton(64, 128, 4, 5), 17: CUBLAS}),
+]
+
+
+@pytest.mark.parametrize(("shape", "expected"), H200_TABLE, ids=lambda value: str(value)[:60])
+def test_choices_on_an_h200(shape, expected):
+    found = {rows: choose(Shape(*shape), rows, BF16, H200) for rows in expected}
+    assert found == expected
+    assert found == {rows: choose(Shape(*shape), rows, FP16, H200) for rows in expected}
+
+
+def test_float32_is_cublass_and_its_norm_is_apart():
+    for rows in (1, 8, 5000):
+        for after in After:
+            chosen = choose(Shape(4096, 4096, NORM, after), rows, FP32, H200)
+            assert chosen == CUBLAS
+
+
+def test_a_bias_keeps_cublas_from_adding_and_gate_and_up_of_many_rows_from_hoppers_kernel():
+    assert not choose(Shape(4096, 4096, after=ADD, bias=True), 1000, BF16, H200).adds
+    assert choose(Shape(4096, 4096, after=ADD), 1000, BF16, H200).adds
+    assert choose(Shape(3072, 1024, after=GATED, bias=True), 5000, BF16, H200).kernel is Kernel.CUBLAS
+
+
+@pytest.mark.parametrize(("name", "sms"), [("A100", 108), ("L40S", 142), ("RTX 4090", 128), ("T4", 40)])
+def test_other_gpus_have_no_kernel_of_hoppers_and_limits_of_their_own_size(name, sms):
+    gpu = GPU(sms, False, derived_limits(sms))
+    for shape, expected in H200_TABLE:
+        for rows in expected:
+            assert choose(Shape(*shape), rows, BF16, gpu).kernel in (Kernel.TRITON, Kernel.CUBLAS)
+    # A wave is a wave on each GPU: as many programs an SM.
+    edge = gpu.limits.many_weight_rows
+    assert edge // sms == H200.limits.many_weight_rows // 132
+    assert choose(Shape(edge, 4096), 32, BF16, gpu).kernel is Kernel.TRITON
+    assert choose(Shape(edge - 1, 4096), 32, BF16, gpu).kernel is Kernel.CUBLAS
+
+
+def test_limits_derived_for_the_reference_are_its_own():
+    assert derived_limits(132) == MEASURED["NVIDIA H200"] == Limits()
+
+
+def test_a_gpu_is_looked_at_once_and_one_that_is_measured_has_its_own_limits(monkeypatch):
+    class Properties:
+        name, multi_processor_count = "Some GPU", 20
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
+    device = torch.device("cuda", 7)
+    try:
+        assert dispatch.gpu_of(device) == GPU(20, False, derived_limits(20))
+        dispatch.gpu_of.cache_clear()
+        monkeypatch.setitem(MEASURED, "Some GPU", Limits(normed_inputs=5))
+        assert dispatch.gpu_of(device).limits.normed_inputs == 5
+        Properties.multi_processor_count = 21
+        assert dispatch.gpu_of(device).sms == 20
+    finally:
+        dispatch.gpu_of.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("slots", "experts", "dtype", "blocks"),
+    [
+        (8, 128, BF16, Blocks(16, 64, 128, 4, 4)),
+        (16 * 128 + 1, 128, BF16, Blocks(64, 64, 64, 4, 4)),
+        (65 * 128, 128, FP16, Blocks(128, 64, 64, 8, 3)),
+        (8, 4, FP32, Blocks(16, 32, 32, 4, 2)),
+        (800, 4, FP32, Blocks(32, 32, 32, 4, 2)),
+    ],
+)
+def test_experts_tiles_grow_with_their_rows(slots, experts, dtype, blocks):
+    assert choose_blocks(slots, experts, dtype) == blocks
+
+
+def test_the_benchmark_finds_the_limits_of_a_gpu_from_its_times():
+    """A made-up GPU, on which cuBLAS is slow below 9,000 inputs, the ring at once, and nothing else matters."""
+    path = Path(__file__).parents[3] / "benchmarks/products.py"
+    spec = importlib.util.spec_from_file_location("benchmark_products", path)
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+
+    def measure(shape: Shape, rows: int, chosen: Product, limits: Limits) -> float:
+        slow = chosen.kernel is Kernel.CUBLAS and shape.inputs < 9000
+        return 1.0 + slow + (chosen.kernel is Kernel.HOPPER_ROW)
+
+    gpu = GPU(100, True, derived_limits(100))
+    shapes = [shape for shape in benchmark.shapes() if shape.inputs % 16 == 0]
+    limits = benchmark.fit(gpu, [(shape, rows) for shape in shapes for rows in (1, 16)], measure)
+    chosen = [choose(shape, 1, BF16, gpu._replace(limits=limits)) for shape in shapes]
+    assert all(product.kernel is not Kernel.HOPPER_ROW for product in chosen)
+    assert limits.prefetched_warps == gpu.limits.prefetched_warps  # no time depends on it

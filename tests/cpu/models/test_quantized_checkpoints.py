@@ -1,0 +1,505 @@
+"""Checkpoints whose matrices are quantized, made by their own tools, against what those tools unpack from
+them."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from shoal import LLM, SamplingParams
+from shoal.config import EngineConfig
+from shoal.engine.resolve import resolve_config
+from shoal.engine.runner.graphs import most_captured_tokens
+from shoal.errors import CheckpointError
+from shoal.kernels import reference
+from shoal.kernels.cpu import fp8 as cpu_fp8
+from shoal.kernels.cpu import int4 as cpu_int4
+from shoal.kernels.cpu import linear as cpu_linear
+from shoal.kernels.cpu import ops as cpu_ops
+from shoal.kernels.quant.fp8_tensor import Fp8Tensor
+from shoal.kernels.quant.int4_tensor import Int4Tensor
+from shoal.kernels.quant.quantized_tensor import QuantizedTensor
+from shoal.layers.matrix import MatrixLayer
+from shoal.layers.mlp import Experts
+from shoal.layers.parallel import TensorParallel
+from shoal.layers.weight_format import PackedWeight
+from shoal.model_config import Quantization
+from shoal.models import decoder
+from shoal.models.config_json import config_from_json
+from shoal.models.layouts.registry import BY_NAME
+from shoal.weights.loader import check_shapes, checkpoint_tensors
+from shoal.weights.source import CheckpointFiles
+from shoal.weights.summary import summarize
+from shoal.weights.update import packing_difference
+from tests import quantized
+
+KINDS = [*quantized.SCHEMES, *quantized.BY_INPUTS, "fp8-blocks"]
+PROMPT = list(range(40, 80))
+# Matrices packed by GPTQModel 7.7.0's own code, and what it unpacks from them in float16.
+GPTQMODEL = load_file(Path(__file__).parents[1] / "data/gptqmodel.safetensors")
+MATRICES = {
+    "awq": Quantization("awq", 4, (1, 128), zero_points=True),
+    "gptq": Quantization("gptq", 4, (1, 128), zero_points=True, zeros_minus_one=True),
+    "gptq_act_order": Quantization("gptq", 4, (1, 128), True, act_order=True, zeros_minus_one=True),
+}
+
+
+def error(got: torch.Tensor, want: torch.Tensor) -> float:
+    return ((got - want).norm() / want.norm()).item()
+
+
+def joined(name: str) -> tuple[QuantizedTensor, torch.Tensor]:
+    stored = {
+        key.removeprefix(f"{name}."): tensor
+        for key, tensor in GPTQMODEL.items()
+        if key.startswith(f"{name}.")
+    }
+    expected = stored.pop("expected")
+    return BY_NAME[MATRICES[name].layout].join(stored, MATRICES[name]), expected
+
+
+@pytest.mark.parametrize("name", MATRICES)
+def test_a_matrix_of_gptqmodel_is_what_gptqmodel_unpacks(name):
+    tensor, expected = joined(name)
+    assert torch.equal(tensor.dequantize(torch.float16), expected)
+    assert (tensor.groups is not None) == (name == "gptq_act_order")
+    assert torch.equal(tensor.rows(3, 10).dequantize(torch.float16), expected[3:10])
+    assert torch.equal(tensor.columns(128, 256).dequantize(torch.float16), expected[:, 128:])
+
+
+def words(numbers: torch.Tensor) -> torch.Tensor:
+    """Eight 4-bit numbers of a row in an int32, the first one in its low bits."""
+    places = 16 ** torch.arange(8)
+    return (numbers.long().unflatten(1, (-1, 8)) * places).sum(2).to(torch.uint32).view(torch.int32)
+
+
+def test_gptq_s_zero_points_of_0_come_back_as_they_were():
+    """GPTQModel subtracts one from all zero points of an int32 at once, and adds it so when it reads."""
+    zeros = torch.tensor([[0, 3, 15, 0, 0, 8, 0, 1], [0, 0, 0, 0, 0, 0, 0, 0]])
+    quants = torch.randint(0, 16, (8, 16), generator=torch.Generator().manual_seed(4))
+    expected = (quants - zeros.T.repeat_interleave(8, 1)) * 0.5
+    stored = dict(
+        qweight=words(quants).T.contiguous(), scales=torch.full((2, 8), 0.5), g_idx=torch.arange(16) // 8
+    )
+    for minus_one in (False, True):
+        quantization = Quantization("gptq", 4, (1, 8), zero_points=True, zeros_minus_one=minus_one)
+        qzeros = words(zeros) - (0x11111111 if minus_one else 0)
+        found = BY_NAME["gptq"].join(stored | {"qzeros": qzeros}, quantization)
+        assert torch.equal(found.dequantize(), expected)
+
+
+def test_groups_out_of_order_contradict_a_config_without_act_order():
+    stored = {key.rpartition(".")[2]: t for key, t in GPTQMODEL.items() if key.startswith("gptq_act_order.")}
+    with pytest.raises(CheckpointError, match="desc_act is false"):
+        BY_NAME["gptq"].join(stored, MATRICES["gptq"])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 17])
+@pytest.mark.parametrize("name", MATRICES)
+def test_products_in_4_bits_are_those_of_the_unpacked_matrix(name, tokens):
+    """Minima are rounded to 11 bits, activations to 16."""
+    print("seed", torch.manual_seed(1).initial_seed())
+    tensor, expected = joined(name)
+    x, bias = torch.randn(tokens, 256), torch.randn(32 + 7)
+    packed = cpu_int4.pack([tensor, tensor.rows(5, 12)])
+    want = torch.cat((expected, expected[5:12])).float()
+    assert error(packed.linear(x, bias), x @ want.T + bias) < 1e-3
+    assert error(cpu_int4.pack([tensor]).embed(torch.tensor([4, 0, 31])), expected[[4, 0, 31]].float()) < 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_checkpoint_is_what_its_tool_unpacks(kind, tmp_path):
+    unpacked = quantized.write(tmp_path, kind)
+    files = CheckpointFiles(tmp_path)
+    check_shapes(files)
+    found = dict(checkpoint_tensors(files))
+    assert found.keys() == unpacked.keys()
+    for name, tensor in found.items():
+        assert isinstance(tensor, QuantizedTensor) == ("_proj." in name)
+        if isinstance(tensor, QuantizedTensor):
+            tensor = tensor.dequantize()
+        assert torch.equal(tensor.to(unpacked[name].dtype), unpacked[name]), name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["auto", "float32"])
+def test_an_engine_computes_what_transformers_computes_with_the_unpacked_weights(kind, dtype, tmp_path):
+    """`auto` keeps the weights as they are; a dtype unpacks them. In 4 bits, scales in float32 and
+    minima are rounded to float16, and activations to 16 bits."""
+    unpacked = quantized.write(tmp_path, kind)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    del config.quantization_config
+    oracle = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    oracle.load_state_dict(unpacked)
+    with torch.no_grad():
+        expected = oracle(torch.tensor([PROMPT])).logits[0].log_softmax(-1)
+    params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+    with LLM(str(tmp_path), device="cpu", dtype=dtype, max_model_len=64) as llm:
+        assert llm.config.keep_quantized == (dtype == "auto")
+        # With act-order the parts of a merge have each their own.
+        names = [name for name in llm.check_weights() if name.endswith(".packed")]
+        packed = {re.sub(r"\.\d+\.packed", "", name) for name in names}
+        output = llm.generate([PROMPT], params, use_tqdm=False)[0]
+    assert len(packed) == (8 if dtype == "auto" else 0)  # four a layer
+    rounded = dtype == "auto" and kind.startswith(("int4", *quantized.BY_INPUTS))
+    close = 3e-2 if rounded else 2e-3
+    for i, position in enumerate(output.prompt_logprobs[1:]):
+        for token, found in position.items():
+            want = expected[i, token].item()
+            assert abs(found.logprob - want) < close * (1 - want / 4)
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8-blocks"])
+def test_experts_stay_packed_and_are_mixed_as_plain_ones(kind, tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        **quantized.SIZES,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        mlp_only_layers=[],
+        tie_word_embeddings=False,
+    )
+    unpacked = quantized.write(tmp_path / "quantized", kind, config)
+    plain = tmp_path / "plain"
+    plain.mkdir()
+    save_file(unpacked, plain / "model.safetensors", metadata={"format": "pt"})
+    written = json.loads((tmp_path / "quantized/config.json").read_text())
+    del written["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(written))
+    params, found = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0), {}
+    for folder, dtype in ((tmp_path / "quantized", "auto"), (plain, "float32")):
+        options = dict(device="cpu", dtype=dtype, max_model_len=64, skip_tokenizer_init=True)
+        with LLM(str(folder), **options) as llm:
+            packed = [name for name in llm.check_weights() if name.endswith(".packed")]
+            output = llm.generate([{"prompt_token_ids": PROMPT}], params, use_tqdm=False)[0]
+        # Two layers hold each: q, k, v as one and o; gate, up as one and down of four experts.
+        assert len(packed) == (2 * (2 + 8) if dtype == "auto" else 0)
+        positions = zip(PROMPT[1:], output.prompt_logprobs[1:])
+        found[dtype] = torch.tensor([position[token].logprob for token, position in positions])
+    torch.testing.assert_close(found["auto"], found["float32"], rtol=5e-3, atol=2e-2)
+
+
+def test_experts_that_come_plain_stand_beside_packed_ones():
+    print("seed", torch.manual_seed(7).initial_seed())
+    config = SimpleNamespace(num_experts=3, hidden_size=64, moe_intermediate_size=32)
+    experts = Experts(config, TensorParallel.single(), cpu_ops)
+    experts.divide()
+    layers = {path: layer for path, layer in experts.named_modules() if isinstance(layer, MatrixLayer)}
+    oracle = {}
+    for layer in layers.values():
+        layer.keep(torch.device("cpu"))
+    for name, shape, load in decoder.checkpoint_tensors(experts, "mlp.experts."):
+        expert, kind = name.split(".")[2:4]
+        weight = torch.randn(shape) / 8
+        # The first is packed, the second plain, and of the third the parts of a merge differ.
+        if expert == "0" or (expert, kind) == ("2", "gate_proj"):
+            tensor = Fp8Tensor.of(weight.to(torch.float8_e4m3fn), torch.rand(shape[0], 1), (1, 0))
+            load(tensor, name)
+            weight = tensor.dequantize()
+        else:
+            load(weight, name)
+        oracle[expert, kind] = weight
+    for layer in layers.values():
+        layer.finish()
+    packed = {path for path, layer in layers.items() if isinstance(layer.format, PackedWeight)}
+    assert packed == {"groups.0.w13", "groups.0.w2"}
+    w13 = torch.stack([torch.cat((oracle[e, "gate_proj"], oracle[e, "up_proj"])) for e in "012"])
+    w2 = torch.stack([oracle[e, "down_proj"] for e in "012"])
+    x, logits = torch.randn(9, 64), torch.randn(9, 3)
+    for residual in (None, torch.randn(9, 64)):
+        want = reference.moe(x, logits, w13, w2, 2, True, None if residual is None else residual.clone())
+        got = experts.mix(x, logits, 2, True, residual)
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+        assert residual is None or got is residual
+
+
+@pytest.mark.parametrize("inputs", [8, 128, 300, 512])
+@pytest.mark.parametrize("tokens", [0, 1, 4, 7])
+@pytest.mark.parametrize("block", [(1, 0), (0, 0), (128, 128)], ids=str)
+def test_fp8_products_are_those_of_the_unpacked_matrix(inputs, tokens, block, monkeypatch):
+    print("seed", torch.manual_seed(2).initial_seed())
+    outs = 37
+    data = (torch.randn(outs, inputs) * 60).to(torch.float8_e4m3fn)
+    data.view(torch.uint8)[0, :8] = torch.tensor([0, 1, 7, 0x80, 0x87, 0x7E, 0xFE, 8], dtype=torch.uint8)
+    tall, wide = block[0] or outs, block[1] or inputs
+    tensor = Fp8Tensor.of(data, torch.rand(-(-outs // tall), -(-inputs // wide)) + 0.1, block)
+    x, bias = torch.randn(tokens, inputs), torch.randn(2 * outs)
+    matrix = torch.cat((tensor.dequantize(), tensor.dequantize()))
+    packed = cpu_fp8.pack([tensor, tensor])
+    want = x @ matrix.T + bias
+    torch.testing.assert_close(packed.linear(x, bias), want, rtol=1e-5, atol=2e-5 * matrix.abs().max().item())
+    ids = torch.tensor([36, 0])
+    assert torch.equal(packed.embed(ids), matrix[ids])
+    monkeypatch.setattr(cpu_fp8, "LIBRARY", None)
+    slow = cpu_fp8.pack([tensor, tensor]).linear(x, bias)
+    torch.testing.assert_close(slow, want, rtol=1e-5, atol=2e-5 * matrix.abs().max().item())
+
+
+def test_every_fp8_number_is_multiplied_as_what_it_is():
+    every = torch.arange(256, dtype=torch.uint8)
+    every = every[(every & 0x7F) != 0x7F].view(torch.float8_e4m3fn)
+    tensor = Fp8Tensor.of(every.view(-1, 1).expand(-1, 16).contiguous(), torch.ones(254, 1), (1, 0))
+    x = torch.zeros(1, 16)
+    x[0, 5] = 1.0
+    assert torch.equal(cpu_fp8.pack([tensor]).linear(x, None)[0], every.float())
+
+
+def test_new_weights_lie_where_the_old_ones_lay():
+    tensor, _ = joined("gptq")
+    first = cpu_int4.pack([tensor])
+    assert isinstance(first, cpu_linear.PackedWeight | cpu_linear.TorchWeight)
+    again = cpu_int4.pack([tensor], first)
+    if isinstance(first, cpu_linear.PackedWeight):
+        assert again.data.data_ptr() == first.data.data_ptr()
+    fp8 = Fp8Tensor.of(torch.ones(4, 8).to(torch.float8_e4m3fn), torch.ones(1), (0, 0))
+    before = cpu_fp8.pack([fp8])
+    assert cpu_fp8.pack([fp8], before).tensor.data.data_ptr() == before.tensor.data.data_ptr()
+
+
+# Bad input
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """What torch says where there is an A100."""
+    properties = SimpleNamespace(total_memory=80 << 30)
+    for name, value in (
+        ("is_available", True),
+        ("device_count", 1),
+        ("mem_get_info", (70 << 30, 80 << 30)),
+        ("get_device_properties", properties),
+        ("get_device_capability", (8, 0)),
+        ("get_device_name", "A100"),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+
+
+@pytest.mark.parametrize("kind", ["int4", "awq", "gptq-act-order", "mxfp4"])
+def test_a_gpu_keeps_weights_of_4_bits_unless_a_dtype_is_named(kind, tmp_path, a_gpu):
+    quantized.write(tmp_path, kind)
+    model = CheckpointFiles(tmp_path).config
+    assert resolve_config(EngineConfig(model="m", device="cuda"), model, 1000).keep_quantized
+    named = EngineConfig(model="m", device="cuda", dtype="bfloat16")
+    assert not resolve_config(named, model, 1000).keep_quantized
+
+
+def scheme(**fields: object) -> dict:
+    """A change of the only group of a config."""
+    weights = quantized.SCHEMES["int4"][1]
+    return dict(config_groups=dict(group_0=dict(targets=["Linear"], weights=weights, **fields)))
+
+
+CHANGES = [
+    (dict(quant_method="bitsandbytes"), "bitsandbytes.*awq, gptq, compressed-tensors, fp8"),
+    (dict(quant_method=None), "None"),
+    (dict(format="marlin-24"), "format 'marlin-24'.*pack-quantized"),
+    (dict(config_groups={}), "config_groups"),
+    (dict(kv_cache_scheme=dict(num_bits=8)), "kv_cache_scheme"),
+    (scheme(input_activations="fp8"), "input_activations 'fp8' is not an object"),
+    (scheme(input_activations=dict(quantized.TOKEN, num_bits=4)), "input_activations: num_bits 4"),
+    (scheme(output_activations=quantized.TOKEN), "output_activations"),
+    (scheme(format="nvfp4-pack-quantized"), "group_0: format 'nvfp4-pack-quantized'"),
+]
+
+
+@pytest.mark.parametrize(("change", "says"), CHANGES, ids=lambda value: str(value)[:40])
+def test_a_config_that_is_not_supported_is_refused_by_name(change, says, tmp_path):
+    quantized.write(tmp_path, "int4")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] |= change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=says):
+        _ = CheckpointFiles(tmp_path).config
+
+
+METHODS = [
+    (dict(quant_method="gptq", bits=8, group_size=128), "bits 8"),
+    (dict(quant_method="gptq", bits=4, group_size=0), "group_size 0"),
+    (dict(quant_method="gptq", bits=4, group_size=128, checkpoint_format="marlin"), "marlin"),
+    (
+        dict(quant_method="gptq", bits=4, group_size=128, checkpoint_format="gptq", format="gptq_v2"),
+        "contradict",
+    ),
+    (dict(quant_method="awq", bits=4, group_size=128, version="gemv"), "gemv"),
+    (dict(quant_method="awq", bits=4, group_size=128, format="gemv"), "format 'gemv'"),
+    (dict(quant_method="fp8", weight_block_size=[128]), r"weight_block_size \[128\]"),
+    (dict(quant_method="fp8"), "weight_block_size None"),
+    (dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="static"), "static"),
+]
+
+
+@pytest.mark.parametrize(("given", "says"), METHODS, ids=lambda value: str(value)[:60])
+def test_each_methods_options_are_checked(given, says, tmp_path):
+    quantized.write(tmp_path, "int4")
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | dict(quantization_config=given)))
+    with pytest.raises(CheckpointError, match=says):
+        _ = CheckpointFiles(tmp_path).config
+
+
+@pytest.mark.parametrize("name", [None, False, "weight", "static", True, "group", "dynamic"])
+def test_act_order_has_many_names(name, tmp_path):
+    quantized.write(tmp_path, "int4")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = name
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert CheckpointFiles(tmp_path).config.quantization.act_order == (name in (True, "group", "dynamic"))
+
+
+def test_a_version_of_gptq_stands_under_either_name(tmp_path):
+    quantized.write(tmp_path, "int4")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key in ("checkpoint_format", "format"):
+        config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": 128, key: "gptq_v2"}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert not CheckpointFiles(tmp_path).config.quantization.zeros_minus_one
+
+
+def test_two_configs_contradict_each_other(tmp_path):
+    quantized.write(tmp_path, "int4")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["compression_config"] = config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="both given"):
+        _ = CheckpointFiles(tmp_path).config
+
+
+NAME = "model.layers.0.mlp.up_proj"
+DAMAGES = [
+    ("int4", lambda t: t.pop(f"{NAME}.weight_scale"), f"lacks {NAME}.weight_scale"),
+    ("int4", lambda t: t.update({f"{NAME}.weight_scale": torch.ones(384, 3)}), r"\[384, 3\].*\[384, 2\]"),
+    ("int4-zero-points", lambda t: t.pop(f"{NAME}.weight_zero_point"), "weight_zero_point"),
+    ("fp8-channel", lambda t: t.pop(f"{NAME}.weight_scale"), "F8_E4M3.*scales are missing"),
+    ("fp8-blocks", lambda t: t.update({f"{NAME}.weight": torch.ones(384, 256)}), "F32.*F8_E4M3"),
+    ("fp8-blocks", lambda t: t.update({f"{NAME}.weight_scale_inv": torch.ones(3, 1)}), r"\[3, 1\].*\[3, 2\]"),
+]
+
+
+@pytest.mark.parametrize(("kind", "damage", "says"), DAMAGES, ids=range(len(DAMAGES)))
+def test_missing_scales_and_wrong_shapes_are_refused_before_anything_is_loaded(kind, damage, says, tmp_path):
+    quantized.write(tmp_path, kind)
+    tensors = load_file(tmp_path / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=says):
+        check_shapes(CheckpointFiles(tmp_path))
+
+
+def test_a_matrix_that_is_plain_and_quantized_is_refused(tmp_path):
+    unpacked = quantized.write(tmp_path, "int4")
+    tensors = load_file(tmp_path / "model.safetensors") | {f"{NAME}.weight": unpacked[f"{NAME}.weight"]}
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{NAME}.weight twice"):
+        check_shapes(CheckpointFiles(tmp_path))
+
+
+def test_weights_of_which_others_are_quantized_do_not_fit_into_the_old_ones_memory(tmp_path):
+    unpacked = quantized.write(tmp_path / "ours", "int4")
+    quantized.write(tmp_path / "theirs", "int4")
+    tensors = load_file(tmp_path / "theirs/model.safetensors")
+    plain = {name: tensor for name, tensor in tensors.items() if not name.startswith(f"{NAME}.")}
+    plain[f"{NAME}.weight"] = unpacked[f"{NAME}.weight"]
+    save_file(plain, tmp_path / "theirs/model.safetensors", metadata={"format": "pt"})
+    ours, theirs = CheckpointFiles(tmp_path / "ours"), CheckpointFiles(tmp_path / "theirs")
+    assert packing_difference(ours, ours) is None
+    assert packing_difference(ours, theirs) == (
+        f"its tensor {NAME}.weight is F32, and the engine's is packed from pack-quantized"
+    )
+    with LLM(str(ours.folder), device="cpu", max_model_len=64) as llm:
+        before = llm.check_weights()
+        with pytest.raises(CheckpointError, match=f"{NAME}.weight is F32"):
+            llm.update_weights(str(theirs.folder))
+        assert llm.check_weights() == before
+
+
+@pytest.mark.parametrize("kind", ["int4", "fp8-blocks"])
+def test_a_summary_counts_weights_and_not_what_they_are_packed_in(kind, tmp_path):
+    unpacked = quantized.write(tmp_path, kind)
+    summary = summarize(CheckpointFiles(tmp_path))
+    assert summary.num_parameters == sum(tensor.numel() for tensor in unpacked.values())
+    assert summary.quantization == {"int4": "pack-quantized", "fp8-blocks": "fp8-blocks"}[kind]
+
+
+def test_plain_weights_under_a_quantized_config_are_refused(tmp_path):
+    unpacked = quantized.write(tmp_path, "int4")
+    save_file(unpacked, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"no tensor that ends in \.weight_packed"):
+        check_shapes(CheckpointFiles(tmp_path))
+
+
+def test_scales_that_are_no_numbers_are_refused_with_the_matrix_s_name(tmp_path):
+    quantized.write(tmp_path, "fp8-channel")
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors[f"{NAME}.weight_scale"][3] = float("nan")
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=f"{NAME}.weight: .*no numbers"):
+        dict(checkpoint_tensors(CheckpointFiles(tmp_path)))
+
+
+def test_groups_that_a_shard_cuts_and_scales_beyond_float16_have_no_product_on_a_cpu():
+    tensor, _ = joined("gptq_act_order")
+    with pytest.raises(CheckpointError, match="tensor_parallel_size"):
+        cpu_int4.pack([tensor.columns(0, 64)])
+    quants = torch.zeros(4, 64, dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match="a scale of 70000, which float16"):
+        cpu_int4.pack([Int4Tensor.of(quants, torch.full((4, 2), 7e4), None)])
+    quants = torch.zeros(4, 40, dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match="multiples of 32"):
+        cpu_int4.pack([Int4Tensor.of(quants, torch.ones(4, 1), None)])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dummy_weights_lie_as_the_config_says_without_a_file(kind, tmp_path):
+    """Each layer's matrices are packed ones of finite numbers, as those of such a checkpoint are."""
+    quantized.write(tmp_path, kind)
+    with LLM(str(tmp_path), device="cpu", max_model_len=64, kv_cache_memory_bytes=16 << 20) as llm:
+        lies = {name.partition("/")[0] for name in llm.check_weights()}
+    (tmp_path / "model.safetensors").unlink()
+    with LLM(
+        str(tmp_path), load_format="dummy", device="cpu", max_model_len=64, kv_cache_memory_bytes=16 << 20
+    ) as llm:
+        assert {name.partition("/")[0] for name in llm.check_weights()} == lies
+        (output,) = llm.generate(
+            [{"prompt_token_ids": [1, 2, 3]}], SamplingParams(max_tokens=4, logprobs=1, ignore_eos=True)
+        )
+    found = [one.logprob for place in output.outputs[0].logprobs for one in place.values()]
+    assert len(output.outputs[0].token_ids) == 4 and all(math.isfinite(value) for value in found)
+
+
+@pytest.mark.parametrize("experts", [0, 4])
+def test_matrices_of_fewer_bits_count_for_captured_tokens_before_they_have_memory(experts):
+    config = config_from_json(
+        dict(
+            architectures=["Qwen3MoeForCausalLM" if experts else "Qwen3ForCausalLM"],
+            vocab_size=96,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            rms_norm_eps=1e-6,
+            rope_theta=1e4,
+            max_position_embeddings=64,
+            num_experts=experts,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            tie_word_embeddings=True,
+            norm_topk_prob=True,
+        ),
+        "config.json",
+    )
+    built = [
+        decoder.Decoder(config, TensorParallel.single(), cpu_ops, None, 0, keep_quantized=kept)
+        for kept in (False, True)
+    ]
+    plain, packed = (most_captured_tokens(model) for model in built)
+    assert plain == packed < 1 << 40

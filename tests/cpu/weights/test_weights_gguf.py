@@ -1,0 +1,276 @@
+"""GGUF files: written by the gguf package, read back under Hugging Face names. Damage:
+test_checkpoint_fuzz.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from shoal.errors import CheckpointError
+from shoal.kernels.quant.gguf_tensor import GGUFTensor
+from shoal.model_config import ModelConfig
+from shoal.models.config_gguf import config_from_gguf
+from shoal.models.registry import BY_GGUF
+from shoal.weights.gguf import gguf_tensors
+from shoal.weights.gguf_header import read_header, read_rope_factors
+from tests.cpu.weights.test_weights_quantized import random_rows
+
+SIZES = dict(
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+)
+# every architecture that has a GGUF name, with sizes of its own where it needs some; then variants
+CHANGES = {
+    "qwen3": dict(head_dim=32),
+    "qwen3moe": dict(head_dim=32, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32),
+    "granite": dict(
+        embedding_multiplier=3.0,
+        attention_multiplier=0.2,
+        residual_multiplier=0.4,
+        logits_scaling=2.0,
+        mlp_bias=True,
+    ),
+}
+MODELS = {
+    name: (architecture.hf_class.removesuffix("ForCausalLM"), CHANGES.get(name, {}))
+    for name, architecture in BY_GGUF.items()
+} | {"llama-biases": ("Llama", dict(attention_bias=True, mlp_bias=True, tie_word_embeddings=True))}
+NUMBERS = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+# llama.cpp's converters of these are LlamaModel and classes under it, which permute q and k
+PERMUTED = ("llama", "granite")
+
+
+def permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
+    """What llama.cpp's converter of Llama does to q and k: the two halves of each head's rows are
+    interleaved."""
+    return weight.reshape(num_heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(path: Path, name: str, kind: str, seed: int = 0) -> dict[str, np.ndarray]:
+    """Writes a random model as llama.cpp's converter does; returns what its tensors, dequantized, should be
+    by Hugging Face name."""
+    config_class, changes = MODELS[name]
+    architecture = name.partition("-")[0]
+    config = getattr(transformers, f"{config_class}Config")(**SIZES | changes)
+    torch.manual_seed(seed)
+    state = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+    writer = gguf.GGUFWriter(path, architecture)
+    write_metadata(writer, config)
+    names = gguf.get_tensor_name_map(NUMBERS[architecture], config.num_hidden_layers)
+    expected = {}
+    for key, tensor in state.items():
+        if key == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        weight = torch.randn_like(tensor).numpy()
+        # transformers 5 stacks and merges what checkpoints hold one by one
+        if ".experts.gate_up_proj" in key:
+            prefix = key.removesuffix("gate_up_proj")
+            half = weight.shape[1] // 2
+            parts = {
+                f"{prefix}gate_proj.weight": weight[:, :half],
+                f"{prefix}up_proj.weight": weight[:, half:],
+            }
+        elif ".experts.down_proj" in key:
+            parts = {f"{key}.weight": weight}
+        else:
+            parts = {key: weight}
+        for hf_name, part in parts.items():
+            write_tensor(
+                writer, names, architecture, config, hf_name, np.ascontiguousarray(part), kind, expected
+            )
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return expected
+
+
+def write_metadata(writer: gguf.GGUFWriter, config: transformers.PreTrainedConfig) -> None:
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    writer.add_key_length(head_dim)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_token_list([f"token {i} \u00e9" for i in range(config.vocab_size)])
+    writer.add_token_scores([float(i) for i in range(config.vocab_size)])
+    writer.add_eos_token_id(5)
+    if hasattr(config, "num_experts"):
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+    if hasattr(config, "logits_scaling"):
+        writer.add_embedding_scale(config.embedding_multiplier)
+        writer.add_attention_scale(config.attention_multiplier)
+        writer.add_residual_scale(config.residual_multiplier)
+        writer.add_logit_scale(config.logits_scaling)
+
+
+def write_tensor(writer, names, architecture, config, hf_name, weight, kind, expected) -> None:
+    stored = weight
+    if architecture in PERMUTED and ("q_proj" in hf_name or "k_proj" in hf_name):
+        stored = permute(
+            weight, config.num_attention_heads if "q_proj" in hf_name else config.num_key_value_heads
+        )
+    number = gguf.GGMLQuantizationType["F32" if weight.ndim == 1 else kind]
+    gguf_name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+    assert gguf_name, hf_name
+    writer.add_tensor(gguf_name, gguf.quants.quantize(stored, number), raw_dtype=number)
+    rounded = gguf.quants.dequantize(gguf.quants.quantize(weight, number), number)
+    if ".experts." in hf_name:
+        stem, _, projection = hf_name.partition(".experts.")
+        expected |= {f"{stem}.experts.{e}.{projection}": rounded[e] for e in range(len(rounded))}
+    else:
+        expected[hf_name] = rounded
+
+
+def read(path: Path) -> tuple[ModelConfig, dict[str, torch.Tensor | GGUFTensor]]:
+    header = read_header(path)
+    config = config_from_gguf(header.metadata, header.shapes, str(path), read_rope_factors(header))
+    return config, dict(gguf_tensors(header, config))
+
+
+@pytest.mark.parametrize("kind", ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"])
+@pytest.mark.parametrize("name", MODELS)
+def test_tensors_come_under_their_names_with_q_and_k_unpermuted(name, kind, tmp_path):
+    expected = write_gguf(tmp_path / "m.gguf", name, kind)
+    config, tensors = read(tmp_path / "m.gguf")
+    assert tensors.keys() == expected.keys()
+    for key, tensor in tensors.items():
+        quantized = kind.startswith("Q") and tensor.shape[-1:] != tensor.shape
+        assert isinstance(tensor, GGUFTensor) == quantized, key
+        plain = tensor.dequantize() if isinstance(tensor, GGUFTensor) else tensor.float()
+        assert tuple(tensor.shape) == expected[key].shape and np.array_equal(plain.numpy(), expected[key]), (
+            key
+        )
+    assert config.tie_word_embeddings == ("lm_head.weight" not in expected) and config.vocab_size == 96
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_a_small_model_equals_what_transformers_makes_of_the_file(name, tmp_path):
+    write_gguf(tmp_path / "m.gguf", name, "Q8_0")
+    state = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, gguf_file="m.gguf", dtype=torch.float32
+    ).state_dict()
+    _, tensors = read(tmp_path / "m.gguf")
+    assert tensors.keys() == state.keys()
+    for key, tensor in tensors.items():
+        assert torch.equal(tensor.dequantize() if isinstance(tensor, GGUFTensor) else tensor, state[key]), key
+
+
+def test_metadata_reads_as_the_gguf_package_reads_it(tmp_path):
+    path = tmp_path / "m.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_bool("some.bool", True)
+    writer.add_int8("some.int8", -3)
+    writer.add_uint64("some.uint64", 2**63)
+    writer.add_float64("some.float64", 0.1)
+    writer.add_float32("some.float32", 0.1)
+    writer.add_string("some.string", "naïve 東京")
+    writer.add_array("some.strings", ["", "a", "é\n"])
+    writer.add_array("some.ints", [1, -2, 3])
+    writer.add_array("some.floats", [0.5, 1.25])
+    writer.add_array("some.bools", [True, False])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    fields = {k: f.contents() for k, f in gguf.GGUFReader(path).fields.items() if not k.startswith("GGUF.")}
+    assert read_header(path).metadata == fields
+
+
+@pytest.mark.parametrize("kind", ["Q4_K", "Q5_K", "Q6_K"])
+def test_k_quants_are_read_as_the_gguf_package_reads_them(kind, tmp_path):
+    data = random_rows(kind, 64, 512)
+    path = with_tensor(tmp_path / "m.gguf", "blk.0.ffn_down.weight", data, gguf.GGMLQuantizationType[kind])
+    tensor = read(path)[1]["model.layers.0.mlp.down_proj.weight"]
+    assert isinstance(tensor, GGUFTensor) and tensor.kind == kind and tensor.shape == (64, 512)
+    assert np.array_equal(
+        tensor.dequantize().numpy(), gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+    )
+
+
+def test_rope_factors_of_a_llama3_file_become_its_config(tmp_path):
+    factors = np.linspace(1, 8, 8, dtype=np.float32)
+    header = with_tensor(tmp_path / "m.gguf", "rope_freqs.weight", factors)
+    assert read_rope_factors(read_header(header)) == tuple(factors.tolist())
+    config, tensors = read(header)
+    assert config.rope.kind == "factors" and config.rope.factors == tuple(factors.tolist())
+    assert "rope_freqs.weight" not in tensors and not any("rope" in name for name in tensors)
+
+
+def with_tensor(path: Path, name: str, data: np.ndarray, number: int | None = None) -> Path:
+    """A llama file of two tensors: embeddings and this one."""
+    writer = gguf.GGUFWriter(path, "llama")
+    write_metadata(writer, transformers.LlamaConfig(**SIZES))
+    writer.add_tensor("token_embd.weight", np.zeros((96, 64), dtype=np.float32))
+    writer.add_tensor(name, data, raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"GG",
+        b"GGUF",
+        b"GGUF" + bytes(50),
+        b"GGUF" + bytes([3, 0, 0, 0]) + b"\xff" * 40,
+        b"PK\x03\x04" + bytes(99),
+    ],
+)
+def test_a_foreign_file_is_refused_by_name(content, tmp_path):
+    path = tmp_path / "foreign.gguf"
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"foreign\.gguf"):
+        read_header(path)
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path):
+    with pytest.raises(CheckpointError, match=r"nowhere\.gguf"):
+        read_header(tmp_path / "nowhere.gguf")
+
+
+def test_a_truncated_file_is_refused_with_the_first_tensor_that_is_cut(tmp_path):
+    path = with_tensor(tmp_path / "m.gguf", "output_norm.weight", np.ones(64, dtype=np.float32))
+    path.write_bytes(path.read_bytes()[:-5])
+    with pytest.raises(CheckpointError, match=r"m\.gguf is truncated: the tensor output_norm\.weight"):
+        read_header(path)
+
+
+def test_an_unsupported_quantization_is_refused_with_tensor_and_type(tmp_path):
+    data = np.zeros((64, 84), dtype=np.uint8)
+    path = with_tensor(tmp_path / "m.gguf", "blk.0.ffn_up.weight", data, gguf.GGMLQuantizationType.Q2_K)
+    with pytest.raises(CheckpointError, match=r"m\.gguf.*blk\.0\.ffn_up\.weight has type Q2_K.*Q6_K"):
+        read_header(path)
+
+
+def test_a_tensor_without_a_place_is_refused_by_name(tmp_path):
+    path = with_tensor(tmp_path / "m.gguf", "blk.0.attn_sinks.weight", np.ones(4, dtype=np.float32))
+    with pytest.raises(CheckpointError, match=r"m\.gguf.*attn_sinks"):
+        read(path)
+
+
+def test_q_of_a_wrong_height_is_refused_with_its_shape(tmp_path):
+    path = with_tensor(tmp_path / "m.gguf", "blk.0.attn_q.weight", np.ones((48, 64), dtype=np.float32))
+    with pytest.raises(CheckpointError, match=r"attn_q\.weight has shape \[48, 64\].*64 rows"):
+        read(path)

@@ -1,0 +1,88 @@
+"""GGUFTensor against the gguf package's own dequantization, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from shoal.errors import CheckpointError
+from shoal.kernels.quant.ggml_types import GROUPS, TYPES
+from shoal.kernels.quant.gguf_tensor import UNPACK, GGUFTensor
+
+KINDS = list(GROUPS)
+# at which bytes of a group its float16s begin
+SCALES = {
+    "Q4_0": (0,),
+    "Q4_1": (0, 2),
+    "Q5_0": (0,),
+    "Q5_1": (0, 2),
+    "Q8_0": (0,),
+    "Q4_K": (0, 2),
+    "Q5_K": (0, 2),
+    "Q6_K": (208,),
+}
+
+
+def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
+    """Every byte random but for the scales, which are sane numbers: all values of all bit fields occur."""
+    print("seed", seed)
+    random = np.random.default_rng(seed)
+    group_size, group_bytes = GROUPS[kind]
+    groups = random.integers(0, 256, (rows * columns // group_size, group_bytes), dtype=np.uint8)
+    for start in SCALES[kind]:
+        groups[:, start : start + 2] = random.normal(size=(len(groups), 1)).astype(np.float16).view(np.uint8)
+    return groups.reshape(rows, -1)
+
+
+def random_tensor(kind: str, rows: int = 37, columns: int = 768) -> tuple[GGUFTensor, torch.Tensor]:
+    data = random_rows(kind, rows, columns)
+    expected = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
+    return GGUFTensor(kind, (rows, columns), data), torch.from_numpy(expected)
+
+
+def test_types_and_their_group_sizes_are_those_of_ggml():
+    for number, (name, *sizes) in TYPES.items():
+        assert gguf.GGMLQuantizationType(number).name == name
+        assert gguf.GGML_QUANT_SIZES[number] == tuple(sizes)
+
+
+def test_every_type_of_groups_has_a_formula_and_a_line_in_the_docs():
+    assert UNPACK.keys() == GROUPS.keys()
+    listed = (Path(__file__).parents[3] / "docs/compatibility.md").read_text()
+    for name in GROUPS:
+        assert f"`{name}`" in listed, f"add {name} to docs/compatibility.md"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dequantized_values_equal_those_of_the_gguf_package(kind):
+    tensor, expected = random_tensor(kind)
+    assert torch.equal(tensor.dequantize(), expected)
+    assert torch.equal(tensor.dequantize(torch.bfloat16), expected.bfloat16())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_tensor_of_many_chunks_dequantizes_whole(kind):
+    tensor, expected = random_tensor(kind, rows=530, columns=1024)
+    assert torch.equal(tensor.dequantize(), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_columns_and_permutations_are_cut_without_unpacking(kind):
+    tensor, expected = random_tensor(kind)
+    assert tensor.rows(5, 9).shape == (4, 768) and torch.equal(tensor.rows(5, 9).dequantize(), expected[5:9])
+    assert tensor.columns(256, 768).shape == (37, 512) and torch.equal(
+        tensor.columns(256, 768).dequantize(), expected[:, 256:]
+    )
+    order = np.random.default_rng(1).permutation(37)
+    assert torch.equal(tensor.take_rows(order).dequantize(), expected[torch.from_numpy(order)])
+    assert torch.equal(tensor.columns(512, 768).rows(30, 37).dequantize(), expected[30:, 512:])
+
+
+def test_columns_inside_a_group_are_refused_with_its_size():
+    tensor, _ = random_tensor("Q4_K")
+    with pytest.raises(CheckpointError, match="256"):
+        tensor.columns(0, 384)
