@@ -1,4 +1,5 @@
-"""Measures the limits by which `shoal.kernels.matmul.dispatch` chooses, on the GPU at hand, and prints its line for
+"""Measures the limits by which `shoal.kernels.matmul.dispatch` chooses, on the GPU at hand, and prints its
+line for
 MEASURED.
 
     python benchmarks/products.py [--quick] [--fp8 | --packed] [--sweep] [--products qkv,down]

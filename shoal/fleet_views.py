@@ -1,4 +1,5 @@
-"""How a fleet looks from outside: views of workers, models, queues and planners, for pages, `shoal top` and the admin API."""
+"""How a fleet looks from outside: views of workers, models, queues and planners, for pages, `shoal top`
+and the admin API."""
 
 from __future__ import annotations
 

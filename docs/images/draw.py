@@ -131,47 +131,45 @@ def walk(
 
 
 def rooms() -> str:
-    """Who may import whom: what lies lower. As tests/cpu/test_import_rules.py has it."""
+    """Rooms, each above the rooms that it may import. As tests/cpu/test_import_rules.py has it."""
     parts = [
-        box(40, 20, 640, 56, "cli · bench · doctor", "the commands, and what measures; they see both towers"),
-        box(40, 120, 200, 56, "server", "HTTP; without torch"),
-        box(290, 120, 390, 56, "engine", "schedules, steps, starts ranks, sleeps, offloads"),
-        box(290, 206, 390, 44, "kv", "blocks, tiers, events"),
-        box(290, 264, 390, 44, "memory", "device memory that can be given back"),
-        box(290, 322, 390, 44, "weights", "checkpoints"),
-        box(290, 380, 390, 44, "models", "the decoder"),
-        box(290, 438, 390, 44, "layers", "linear, norm, attention, mlp"),
-        box(290, 496, 390, 44, "attention", "backends"),
-        box(290, 554, 390, 44, "kernels", "Triton, C, and the plain PyTorch of each"),
-        box(
-            40,
-            640,
-            640,
-            56,
-            "shoal/*.py, the vocabulary",
-            "requests, options, errors, messages, tokenizer; without torch",
-            "base",
-        ),
+        box(40, 20, 640, 44, "cli · doctor · bench", "the command, checks of a machine, measurements"),
+        box(40, 84, 640, 44, "apps", "what a command puts together: serve, join, route, fleet, plan"),
+        box(40, 160, 110, 56, "server", "HTTP"),
+        box(165, 160, 110, 56, "fleet", "many workers"),
+        box(290, 160, 390, 44, "engine", "schedules, steps, starts ranks, sleeps, offloads"),
+        box(290, 218, 390, 44, "kv", "blocks, tiers, transfer, events"),
+        box(290, 276, 390, 44, "memory", "device memory that can be released and restored"),
+        box(290, 334, 390, 44, "weights", "checkpoints"),
+        box(290, 392, 390, 44, "models", "the decoder"),
+        box(290, 450, 390, 44, "layers", "linear, norm, attention, mlp"),
+        box(290, 508, 390, 44, "attention", "backends"),
+        box(290, 566, 390, 44, "kernels", "Triton, C, and the plain PyTorch of each"),
+        box(40, 642, 640, 44, "text · telemetry · files", "tokenizer, formats, grammars; metrics; stores", "base"),
+        box(40, 704, 640, 44, "shoal/*.py", "requests, engines, options, errors, messages", "base"),
     ]
     for x, start, end in [
-        (140, 76, 118),
-        (485, 76, 118),
-        (485, 176, 204),
-        (485, 250, 262),
-        (485, 308, 320),
-        (485, 366, 378),
-        (485, 424, 436),
-        (485, 482, 494),
-        (485, 540, 552),
-        (485, 598, 638),
-        (140, 176, 638),
+        (360, 64, 82),
+        (95, 128, 158),
+        (220, 128, 158),
+        (485, 128, 158),
+        (485, 204, 216),
+        (485, 262, 274),
+        (485, 320, 332),
+        (485, 378, 390),
+        (485, 436, 448),
+        (485, 494, 506),
+        (485, 552, 564),
+        (485, 610, 640),
+        (95, 216, 640),
+        (220, 216, 640),
     ]:
         parts.append(f'<path class="arrow" d="M{x},{start} V{end}" marker-end="url(#to)"/>')
-    parts.append(text(140, 400, "nothing but the vocabulary", "small halo", "middle"))
+    parts.append(text(158, 420, "nothing but the rooms below", "small halo", "middle"))
     parts.append(text(700, 360, "each may", "small"))
     parts.append(text(700, 375, "import all", "small"))
     parts.append(text(700, 390, "below it", "small"))
-    return svg(780, 716, "Rooms of Shoal, and who may import whom", parts)
+    return svg(780, 768, "Rooms of Shoal, and who may import whom", parts)
 
 
 def offline() -> str:

@@ -1,6 +1,7 @@
 """`shoal plan FILE`: the planner of a running fleet, as a process of its own. Torch-free.
 
-It sees and sizes the fleet over the plane (fleet/scaling/scaled_fleet.py), so the fleet serves on when it ends, and
+It sees and sizes the fleet over the plane (fleet/scaling/scaled_fleet.py), so the fleet serves on when it
+ends, and
 another one takes its place. A signal ends it; what it has begun goes on.
 """
 

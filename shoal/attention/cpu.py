@@ -33,7 +33,10 @@ class CpuBackend:
     def begin(self, step: StepInput) -> None:
         """Fills in the struct that all layers of the step share. The step is held because the struct points
         into its tensors."""
-        self._step, self._sequences = step, cpu_build.describe_sequences(step)
+        self._step = step
+        self._sequences = cpu_build.describe_sequences(
+            step.rows_S, step.query_starts_S, step.kv_lens_S, step.max_kv_len
+        )
         if self._library is not None:
             self._library.shoal_set_threads(torch.get_num_threads())
 

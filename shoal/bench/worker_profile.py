@@ -1,4 +1,5 @@
-"""`shoal plan --profile`: what one worker can do, measured for the planner (shoal/fleet/planner/engine_profile.py).
+"""`shoal plan --profile`: what one worker can do, measured for the planner
+(shoal/fleet/planner/engine_profile.py).
 
 Prompts are random tokens, so that nothing is cached. The time to a first token is that of a request alone.
 For the time between tokens, as many requests of one context length as make the cache as full as is asked

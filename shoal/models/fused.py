@@ -1,12 +1,12 @@
-"""A decoder's layers as one C call (kernels/cpu/layers.py), where they are such that it can run them."""
+"""A decoder's layers as one C call (layers/cpu_layers.py), where they are such that it can run them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
 from shoal.attention.step_input import AttentionBackend
-from shoal.kernels.cpu.layers import CpuLayers, LayerWeights
 from shoal.kernels.cpu.linear import PackedWeight
+from shoal.layers.cpu_layers import CpuLayers, LayerWeights
 from shoal.layers.mlp import MLP
 from shoal.model_config import ModelConfig
 from shoal.models.layer import DecoderLayer

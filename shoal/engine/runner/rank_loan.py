@@ -1,7 +1,8 @@
 """One rank's weights in the memory of another worker's rank that starts with the same ones: how they are
 offered, and how they are read. engine/lifecycle/weight_loans.py commands the owner's side.
 
-The ways are those of KV blocks (kv/transfer/transport.py), for tensors of any size: shared memory and CUDA IPC on one
+The ways are those of KV blocks (kv/transfer/transport.py), for tensors of any size: shared memory and CUDA
+IPC on one
 host, NIXL between hosts. The reader pulls, and the owner does nothing meanwhile. A reader believes its own
 checksums alone, so an owner may end, sleep or take new weights whenever it likes.
 """

@@ -89,7 +89,8 @@ class Sampler:
     """Ends every step of one rank, with the same tokens on all ranks.
 
     Each rank has the logits of its own tokens. Where parts of them suffice for a draw
-    (kernels/sampling/split_sample.py), the ranks exchange these, and each joins the same parts to the same token.
+    (kernels/sampling/split_sample.py), the ranks exchange these, and each joins the same parts to the same
+    token.
     Otherwise rank 0 draws from whole rows, and tells the others."""
 
     def __init__(

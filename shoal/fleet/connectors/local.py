@@ -1,4 +1,5 @@
-"""Workers whose places are kept in a file of this host (fleet/connectors/state_file.py). What makes them run is a
+"""Workers whose places are kept in a file of this host (fleet/connectors/state_file.py). What makes them
+run is a
 Supervisor: this process (fleet/connectors/processes.py), another one, or the actors of a Ray cluster
 (fleet/connectors/ray.py).
 """

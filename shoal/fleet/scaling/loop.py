@@ -1,4 +1,5 @@
-"""The planner at work: it looks at a fleet, decides (fleet/planner/planner.py), and has workers added and removed.
+"""The planner at work: it looks at a fleet, decides (fleet/planner/planner.py), and has workers added and
+removed.
 
 What it saw and decided can be recorded as JSON lines, from which `shoal plan --replay` decides again.
 """

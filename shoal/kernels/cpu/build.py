@@ -16,21 +16,12 @@ from pathlib import Path
 
 import torch
 
-from shoal.attention.step_input import StepInput
 from shoal.kernels import c_library
 
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SOURCES = (
-    "cpu_linear.c",
-    "cpu_fp8.c",
-    "cpu_ops.c",
-    "cpu_attention.c",
-    "cpu_layers.c",
-    "cpu_sample.c",
-    "cpu_threads.c",
-)
+SOURCES = ("linear.c", "fp8.c", "ops.c", "attention.c", "layers.c", "sample.c", "threads.c")
 HEADERS = ("cpu.h",)
 FLAGS = ("-O3", "-std=gnu11", "-fPIC", "-pthread", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
 NATIVE = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
@@ -151,17 +142,15 @@ def describe_cache(
     )
 
 
-def describe_sequences(step: StepInput) -> Sequences:
-    """Makes the struct that describes a step's sequences. It holds addresses only, so the step must outlive
-    it."""
-    for tensor in (step.rows_S, step.query_starts_S, step.kv_lens_S):
+def describe_sequences(
+    rows_S: torch.Tensor, query_starts_S: torch.Tensor, kv_lens_S: torch.Tensor, max_kv_len: int
+) -> Sequences:
+    """Makes the struct that describes a step's sequences. It holds addresses only, so the tensors must
+    outlive it."""
+    for tensor in (rows_S, query_starts_S, kv_lens_S):
         assert tensor.dtype == torch.int32 and tensor.is_contiguous()
     return Sequences(
-        step.rows_S.data_ptr(),
-        step.query_starts_S.data_ptr(),
-        step.kv_lens_S.data_ptr(),
-        step.num_seqs,
-        step.max_kv_len,
+        rows_S.data_ptr(), query_starts_S.data_ptr(), kv_lens_S.data_ptr(), rows_S.shape[0], max_kv_len
     )
 
 

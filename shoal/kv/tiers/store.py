@@ -63,7 +63,8 @@ class Call(Generic[T]):
 
 
 class StoreTier:
-    """A Tier (kv/tiers/tier.py) under an fsspec URL. Raises ConfigError, from its constructor alone, if fsspec or
+    """A Tier (kv/tiers/tier.py) under an fsspec URL. Raises ConfigError, from its constructor alone, if
+    fsspec or
     the URL's backend is missing or nothing can be written there. Futures are done after `timeout_s` seconds
     at the latest.
     """

@@ -1,6 +1,7 @@
 """What a tier below host memory is: the protocol through which engines reach every one of them.
 
-Two exist, a folder on disk (kv/tiers/disk.py) and a store that engines share (kv/tiers/store.py). Which are open, and in
+Two exist, a folder on disk (kv/tiers/disk.py) and a store that engines share (kv/tiers/store.py). Which
+are open, and in
 which order they are asked, says kv/tiers/registry.py. How to add one: docs/howto/tier.md.
 """
 

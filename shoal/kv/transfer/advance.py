@@ -1,7 +1,8 @@
 """Tells readers of offered blocks what the device has computed, without a wait of the steps that compute it.
 
 A step records an event behind a layer and goes on. A thread waits for the events, in order, and advances the
-offers (kv/transfer/offers.py). With several ranks rank 0 does this alone: its event lies behind the layer's last
+offers (kv/transfer/offers.py). With several ranks rank 0 does this alone: its event lies behind the
+layer's last
 all-reduce, which no rank enters before it has written its keys and values.
 """
 

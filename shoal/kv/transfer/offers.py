@@ -1,9 +1,11 @@
 """The owner's books of the KV blocks that other workers may read: who may, how much is there, and for how
 long the blocks are held. No I/O, and no torch.
 
-An offer begins with a ticket (kv/transfer/ticket.py). It ends when a reader is done, when all its readers have left,
+An offer begins with a ticket (kv/transfer/ticket.py). It ends when a reader is done, when all its readers
+have left,
 when nobody renewed it in time, or when the owner takes it back. The blocks must be held for it from the
-beginning until `take_ended` tells of its end. Readers' calls come from other threads (kv/transfer/offer_server.py).
+beginning until `take_ended` tells of its end. Readers' calls come from other threads
+(kv/transfer/offer_server.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """How one worker reads the KV blocks of another: the protocol of all ways there are.
 
-The owner opens a window over its cache and gives out the window's address, in tickets (kv/transfer/ticket.py). A
+The owner opens a window over its cache and gives out the window's address, in tickets
+(kv/transfer/ticket.py). A
 reader connects its own cache to windows of the owner, and pulls blocks, layer by layer if it likes. Readers
 pull and owners never push, so whoever has memory is the only one who writes it (docs/decisions/fleet.md).
 Which ways there are, and in which order they are tried, says kv/transfer/registry.py."""

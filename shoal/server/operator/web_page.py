@@ -15,6 +15,7 @@ import hashlib
 import re
 from importlib import resources
 
+PAGES = resources.files("shoal.server") / "pages"
 PART = re.compile(r"<!-- (\w+\.html) -->\n")
 ASSET = re.compile(r'<script src="([\w.]+)"></script>|<link rel="stylesheet" href="([\w./-]+)">')
 LIBRARY = re.compile(r'<script src="vendor/([\w.-]+)"></script>')
@@ -55,7 +56,7 @@ def web_page(name: str) -> tuple[bytes, dict[str, str]]:
 @functools.cache
 def vendored(name: str) -> tuple[bytes, bytes, dict[str, str]] | None:
     """(a file of vendor/, its content type, the headers to send beside it); None if no page needs it."""
-    folder = resources.files("shoal.server") / "vendor"
+    folder = PAGES / "vendor"
     names = {f"{place}{file.name}" for place in ("", "fonts/") for file in (folder / place).iterdir()}
     content_type = VENDORED.get(name[name.rfind(".") :])
     if name not in names or content_type is None:
@@ -65,7 +66,7 @@ def vendored(name: str) -> tuple[bytes, bytes, dict[str, str]] | None:
 
 
 def _file(name: str) -> bytes:
-    return resources.files("shoal.server").joinpath(name).read_bytes()
+    return PAGES.joinpath(name).read_bytes()
 
 
 def _read(name: str) -> str:

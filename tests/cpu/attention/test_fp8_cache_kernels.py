@@ -19,13 +19,13 @@ from shoal.kernels.attention.paged_attention import PrefillWorkspace
 from shoal.kernels.attention.reference import paged_attention
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.cpu import ops as cpu_ops
-from shoal.kernels.cpu.layers import CpuLayers
 from shoal.kernels.reference import to_fp8
 from shoal.kernels.state import FIELDS
+from shoal.layers.cpu_layers import CpuLayers
 from tests.cpu.attention.test_attention_kernels import Case
 from tests.cpu.attention.test_prefix_attention import MIXED, cascade
 from tests.cpu.kernels.test_cpu_attention import STEPS, expected, make_step
-from tests.cpu.kernels.test_cpu_layers import EPS, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, layer_weights, op_by_op
+from tests.cpu.layers.test_cpu_layers import EPS, HEAD_DIM, HEADS, HIDDEN, KV_HEADS, layer_weights, op_by_op
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered")
 FP8 = torch.float8_e4m3fn

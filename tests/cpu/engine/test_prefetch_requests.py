@@ -13,7 +13,7 @@ from shoal.errors import RequestError
 from shoal.kv.transfer.mapped import MappedPeer
 from shoal.sampling_params import StructuredOutputsParams
 from tests import tiny
-from tests.cpu.engine.test_handover import (
+from tests.cpu.engine.test_handover import (  # noqa: F401 (fixtures)
     BLOCKS,
     DEADLINE_S,
     PROMPT,
@@ -21,10 +21,13 @@ from tests.cpu.engine.test_handover import (
     FakeSource,
     all_is_given_back,
     blocks_in,
+    build,
     core_of,
+    cores,
     failures,
     request,
     run,
+    trio,
 )
 
 CHUNKS = {"max_num_batched_tokens": 16}  # a prompt is computed in five steps

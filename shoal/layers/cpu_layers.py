@@ -70,7 +70,9 @@ class CpuLayers:
         cache = cpu_build.describe_cache(
             kv[:, 0], step.block_tables_RM, self._num_heads, self._layers[0].scales_2G
         )
-        sequences = cpu_build.describe_sequences(step)
+        sequences = cpu_build.describe_sequences(
+            step.rows_S, step.query_starts_S, step.kv_lens_S, step.max_kv_len
+        )
         described = cpu_build.Tokens(
             step.positions_T.data_ptr(),
             step.rows_T.data_ptr(),

@@ -8,7 +8,7 @@ from shoal.attention.cpu import CpuBackend
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.cpu import linear as cpu_linear
 from shoal.kernels.cpu import ops as cpu_ops
-from shoal.kernels.cpu.layers import CpuLayers, LayerWeights
+from shoal.layers.cpu_layers import CpuLayers, LayerWeights
 from tests.cpu.kernels.test_cpu_attention import make_step
 from tests.cpu.kernels.test_cpu_linear import random_tensor
 
