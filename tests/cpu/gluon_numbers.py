@@ -20,12 +20,7 @@ import shoal.kernels
 FOLDER = Path(next(iter(shoal.kernels.__path__)))
 FP8 = torch.float8_e4m3fn
 # Imports whose names `load` gives a file instead.
-REPLACED = (
-    "from triton",
-    "from shoal.kernels.hopper",
-    "from shoal.kernels.pdl",
-    "from shoal.kernels import products",
-)
+REPLACED = ("from triton", "from shoal.kernels.hopper", "from shoal.kernels.pdl", "from shoal.kernels.matmul")
 
 
 class Pointer:
@@ -309,7 +304,7 @@ def warpgroup_mma(a: object, b: Shared, sums: Value, use_acc: bool, is_async: bo
 def load(machine: Machine, name: str, others: dict[str, object]) -> types.SimpleNamespace:
     """The names of a kernel's file, with Gluon's functions replaced. `others`: those of another file of this
     kind."""
-    text = (FOLDER / f"{name}.py").read_text()
+    text = (FOLDER / "matmul" / f"{name}.py").read_text()
     lines, skipping = [], False
     for line in text.split("\n"):
         if line.startswith(REPLACED):

@@ -19,7 +19,7 @@ LEAVES_EARLY = {"decode_kernel"}
 def kernels() -> dict[str, ast.FunctionDef]:
     """The kernels that take part: they have a parameter PDL, and ask which program they are."""
     found = {}
-    for path in sorted(FOLDER.glob("*.py")):
+    for path in sorted(FOLDER.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.FunctionDef):
                 parameters = {arg.arg for arg in node.args.args}

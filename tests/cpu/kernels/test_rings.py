@@ -35,7 +35,7 @@ def finish(result, up, bias_ptr, out, O, dtype, GATED):
 
 def rings(sms: int) -> tuple[types.SimpleNamespace, types.SimpleNamespace]:
     machine = Machine()
-    names = dict(finish=finish, products=types.SimpleNamespace(gpu_of=lambda _: GPU(sms)))
+    names = dict(finish=finish, dispatch=types.SimpleNamespace(gpu_of=lambda _: GPU(sms)))
     fp8 = load(machine, "hopper_fp8_row", names)
     for name in ("OUTS", "PART", "following", "normed", "outputs", "put_row"):
         names[name] = getattr(fp8, name)
