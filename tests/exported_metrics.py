@@ -8,8 +8,9 @@ from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.config import FleetConfig
 from shoal.fleet.planner.observation import DecodeLoad, Observation
 from shoal.fleet.pool.fleet import Fleet
+from shoal.fleet.pool.metrics import of_planner
 from shoal.fleet.pool.model_pool import ModelFleet
-from shoal.fleet.scaling.counts import PlannerCounts, of_planner
+from shoal.fleet.scaling.counts import PlannerCounts
 from shoal.fleet_views import PlannerView
 from shoal.stats import KvLoans, KvTierStats, KvTransferStats, Stats
 from shoal.telemetry.metrics import HttpMetrics, ModelMetrics

@@ -22,6 +22,7 @@ from shoal.apps.route import check_router, run_router
 from shoal.apps.serve import plan
 from shoal.config import OF_WORKERS, ServerConfig
 from shoal.errors import ConfigError, ShoalError, UnavailableError, UserError
+from shoal.files.toml_file import keys_of
 from shoal.fleet.config import FleetConfig
 from shoal.fleet.connectors.by_name import connector_named
 from shoal.fleet.connectors.connector import GRACE_S, Component, Connector, Setting
@@ -30,7 +31,6 @@ from shoal.fleet.connectors.process_log import ProcessLog
 from shoal.fleet.connectors.state_file import digest_of, fleet_folder, holding, socket_in
 from shoal.fleet.file.components import check_gpus, components_of, components_of_pods
 from shoal.fleet.file.fleet_file import FleetFile, ForeignWorkers, OwnWorkers, read_fleet_file
-from shoal.fleet.file.toml_file import keys_of
 from shoal.fleet.planner.config import ON_THIS_HOST, PlannerConfig
 from shoal.fleet.planner.engine_profile import EngineProfile
 from shoal.fleet.pool.fleet import Fleet

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shoal.errors import ConfigError
-from shoal.fleet.file.toml_file import check_keys
+from shoal.files.toml_file import check_keys
 from shoal.fleet.worker import WorkerInfo
 
 KEYS = ("id", "tag", "kv_events", "replay", "topic", "block_size", "dp_size", "api_key_file")

@@ -15,9 +15,9 @@ from typing import Any
 from shoal.argument_parser import flag_of
 from shoal.config import EngineConfig, ServerConfig
 from shoal.errors import ConfigError
+from shoal.files.toml_file import keys_of
 from shoal.fleet.connectors.connector import Component
 from shoal.fleet.file.fleet_file import ForeignWorkers, OwnWorkers
-from shoal.fleet.file.toml_file import keys_of
 from shoal.fleet.registry.open import NATS
 
 GPU = re.compile(r"nvidia\d+")

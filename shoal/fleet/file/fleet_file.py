@@ -30,9 +30,9 @@ from typing import Any
 
 from shoal.config import DEFAULT_MODEL, EngineConfig, KVTransferConfig, ServerConfig, check_lends
 from shoal.errors import ConfigError
+from shoal.files.toml_file import build, check_keys, keys_of, read_document, table, tables
 from shoal.fleet.config import NOT_OF_A_ROUTER, REMOVED_OPTIONS, FleetConfig
 from shoal.fleet.connectors.state_file import PORTS
-from shoal.fleet.file.toml_file import build, check_keys, keys_of, read_document, table, tables
 from shoal.fleet.planner.config import PlannerConfig
 from shoal.fleet.planner.engine_profile import EngineProfile
 from shoal.fleet.planner.planner import read_profiles

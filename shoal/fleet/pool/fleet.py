@@ -25,12 +25,12 @@ from shoal.fleet.planner.observation import DecodeLoad, Observation
 from shoal.fleet.pool import metrics as fleet_metrics
 from shoal.fleet.pool.commands import command_workers
 from shoal.fleet.pool.health import Prober
+from shoal.fleet.pool.metrics import of_planner
 from shoal.fleet.pool.model_pool import ModelFleet
 from shoal.fleet.pool.replica_sync import SharedBooks
 from shoal.fleet.registry.registry import Plane
 from shoal.fleet.routing.dispatcher import Wanted
 from shoal.fleet.routing.kv_router import KvRouter
-from shoal.fleet.scaling.counts import of_planner
 from shoal.fleet.tasks import start, stop
 from shoal.fleet.worker import Link, Worker, WorkerInfo, WorkerLoad
 from shoal.fleet.worker_spec import WorkerSpec, check_distinct, parse_worker

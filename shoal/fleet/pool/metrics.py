@@ -14,7 +14,7 @@ from shoal.fleet.external.forwarder import ForeignForwarder
 from shoal.fleet.index.event_feed import EventFeed
 from shoal.fleet.pool.model_pool import ModelFleet
 from shoal.fleet.worker import Worker
-from shoal.fleet_views import WorkerState, WorkerView
+from shoal.fleet_views import PlannerView, WorkerState, WorkerView
 
 OF_MODEL = ("model_name",)
 OF_WORKER = ("worker_id", "model_name")
@@ -239,3 +239,36 @@ def counter(name: str, text: str, labels: Sequence[str], rows: Iterable[Row]) ->
     for values, number in rows:
         family.add_metric(values, number)
     return family
+
+
+def of_planner(view: PlannerView) -> Iterable[Metric]:
+    models = view.models.items()
+
+    def by(label: str, field: str) -> tuple[tuple[str, str], list[Row]]:
+        rows: list[Row] = [
+            ([name, key], n) for name, found in models for key, n in getattr(found, field).items()
+        ]
+        return (*OF_MODEL, label), rows
+
+    yield gauge("shoal:planner_workers", "Workers that are ready.", *by("role", "workers"))
+    yield gauge("shoal:planner_desired_workers", "Workers as last decided.", *by("role", "desired"))
+    yield gauge(
+        "shoal:planner_pending_workers",
+        "Workers that are starting or ending, or have died and come again.",
+        OF_MODEL,
+        [([name], found.pending) for name, found in models],
+    )
+    yield counter(
+        "shoal:planner_decisions",
+        "Decisions: to add, remove or move (to another role) workers, none, or held as workers came or went.",
+        *by("kind", "decisions"),
+    )
+    yield counter(
+        "shoal:planner_changes",
+        "Workers that the planner has added, removed or moved.",
+        *by("kind", "changes"),
+    )
+    yield counter(
+        "shoal:planner_failures", "Workers that it could not add, remove or move.", *by("kind", "failures")
+    )
+    yield one_gauge("shoal:planner_max_gpus", "GPUs that all workers may have together.", view.max_gpus)

@@ -3,13 +3,8 @@ exports it, also where the planner is another process."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from prometheus_client.core import Metric
-
 from shoal.fleet.planner.observation import Decision, Observation, counts_of
-from shoal.fleet.pool.metrics import OF_MODEL, Row, counter, gauge, one_gauge
-from shoal.fleet_views import PlannedModel, PlannerView
+from shoal.fleet_views import PlannedModel
 
 CHANGES = ("add", "remove", "move")  # move: a worker changes its role
 
@@ -47,36 +42,3 @@ class PlannerCounts:
         """One worker has come, gone, or changed its role, or should have."""
         found = self.models[model]
         (found.failures if has_failed else found.changes)[kind] += 1
-
-
-def of_planner(view: PlannerView) -> Iterable[Metric]:
-    models = view.models.items()
-
-    def by(label: str, field: str) -> tuple[tuple[str, str], list[Row]]:
-        rows: list[Row] = [
-            ([name, key], n) for name, found in models for key, n in getattr(found, field).items()
-        ]
-        return (*OF_MODEL, label), rows
-
-    yield gauge("shoal:planner_workers", "Workers that are ready.", *by("role", "workers"))
-    yield gauge("shoal:planner_desired_workers", "Workers as last decided.", *by("role", "desired"))
-    yield gauge(
-        "shoal:planner_pending_workers",
-        "Workers that are starting or ending, or have died and come again.",
-        OF_MODEL,
-        [([name], found.pending) for name, found in models],
-    )
-    yield counter(
-        "shoal:planner_decisions",
-        "Decisions: to add, remove or move (to another role) workers, none, or held as workers came or went.",
-        *by("kind", "decisions"),
-    )
-    yield counter(
-        "shoal:planner_changes",
-        "Workers that the planner has added, removed or moved.",
-        *by("kind", "changes"),
-    )
-    yield counter(
-        "shoal:planner_failures", "Workers that it could not add, remove or move.", *by("kind", "failures")
-    )
-    yield one_gauge("shoal:planner_max_gpus", "GPUs that all workers may have together.", view.max_gpus)

@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 
 from shoal.errors import ConfigError
+from shoal.files.toml_file import build, check_keys, keys_of, read_document, table, tables
 from shoal.fleet.config import REMOVED_OPTIONS, FleetConfig
 from shoal.fleet.file.fleet_file import ROUTER_OPTIONS, TOP_KEYS, WORKER_OPTIONS, OwnWorkers
-from shoal.fleet.file.toml_file import build, check_keys, keys_of, read_document, table, tables
 from shoal.fleet.planner.config import PlannerConfig
 from shoal.fleet.planner.engine_profile import read_profile
 from shoal.fleet.registry.registry import ROLES

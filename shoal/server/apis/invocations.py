@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from shoal.server.apis.protocol import Struct, decode
+from shoal.server.apis.protocol import Struct
 from shoal.server.errors import ApiError
+from shoal.server.http.decode import decode
 from shoal.server.http.exchange import Exchange
 from shoal.server.http.route import Handler, Route
 

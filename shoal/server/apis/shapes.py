@@ -10,17 +10,6 @@ from msgspec import Struct
 FinishReason = Literal["stop", "length", "tool_calls", "abort"] | None
 
 
-class Error(Struct):
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(Struct):
-    error: Error
-
-
 class AnthropicErrorDetails(Struct):
     error_code: str
 

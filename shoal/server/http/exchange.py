@@ -16,11 +16,11 @@ import msgspec
 
 from shoal.api import FinishReason, Span
 from shoal.fleet_api import tags_of
-from shoal.server.apis.protocol import check_size, decode, unknown_fields
-from shoal.server.apis.shapes import ErrorResponse
 from shoal.server.errors import ApiError
 from shoal.server.http.arrival_log import log_arrival
 from shoal.server.http.context import Port
+from shoal.server.http.decode import check_size, decode, unknown_fields
+from shoal.server.http.error_shapes import ErrorResponse
 from shoal.server.http.request_fields import refuse, why_ignored
 from shoal.server.served.generation import Generation
 from shoal.telemetry.timeline import Timeline

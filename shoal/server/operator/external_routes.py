@@ -11,8 +11,9 @@ from typing import Any
 import msgspec
 
 from shoal.fleet_api import ForeignCall
-from shoal.server.apis.protocol import Seconds, decode
+from shoal.server.apis.protocol import Seconds
 from shoal.server.errors import ApiError
+from shoal.server.http.decode import decode
 from shoal.server.http.exchange import Exchange
 from shoal.server.http.route import Handler, Route
 from shoal.server.served.external_model import ForeignModel

@@ -8,8 +8,8 @@ import msgspec
 
 from shoal.fleet_api import FleetControl
 from shoal.fleet_views import Selected
-from shoal.server.apis.protocol import decode
 from shoal.server.errors import ApiError
+from shoal.server.http.decode import decode
 from shoal.server.http.exchange import Exchange
 from shoal.server.http.route import Route
 from shoal.server.operator import system

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from shoal.errors import RequestError
-from shoal.server.apis import protocol
+from shoal.server.http import exchange
 from shoal.server.served import model as server_model
 from shoal.server.served.text_threads import Overtime, TextThreads, _Job
 from tests.fake_server import FakeServer, byte_tokenizer
@@ -94,7 +94,7 @@ def test_more_messages_than_tokens_are_refused(server):
     ids=["lists", "values"],
 )
 def test_json_of_too_many_values_is_not_read(body, server, monkeypatch):
-    monkeypatch.setattr(protocol, "decode", lambda *_: pytest.fail("it was read"))
+    monkeypatch.setattr(exchange, "decode", lambda *_: pytest.fail("it was read"))
     code, answer = server.json(COMPLETE, body)
     assert code == 413 and "more than" in answer["error"]["message"]
 

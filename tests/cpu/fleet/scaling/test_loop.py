@@ -17,7 +17,7 @@ from shoal.fleet.planner.config import PlannerConfig
 from shoal.fleet.planner.engine_profile import write_profile
 from shoal.fleet.planner.observation import DecodeLoad, Observation
 from shoal.fleet.planner.planner import Recorded, replay
-from shoal.fleet.scaling.counts import of_planner
+from shoal.fleet.pool.metrics import of_planner
 from shoal.fleet.scaling.loop import PlannerLoop
 from shoal.fleet.scaling.scaled_fleet import OwnFleet
 from shoal.fleet.simulator.timing import profile_of
