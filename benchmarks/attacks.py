@@ -6,7 +6,7 @@
 Starts `shoal serve` with the default model and talks to 127.0.0.1 alone. Every attack is bounded in number
 and time, and runs in a process of its own at a low priority, as a real one would not sit on the server's
 cores. The stream is measured alone just before each attack: where others use the machine, both figures are
-slow. Believe their difference, and the ratio. The first two rows are no attacks: they tell what proper
+slow. Believe their difference, and the ratio. The first two rows show what well-behaved
 clients add. Needs psutil.
 """
 
@@ -349,7 +349,7 @@ def one_each(port: int, begin: Callable[[], None], requests: list[bytes]) -> col
 def together(
     begin: Callable[[], None], clients: list[Callable[[], Any]], at_once: int = 2000
 ) -> collections.Counter[str]:
-    """The counted results of so many coroutines, `at_once` of them side by side. Stops in time."""
+    """Runs the clients, `at_once` of them side by side, and counts their results. Stops in time."""
 
     async def main() -> collections.Counter[str]:
         found: collections.Counter[str] = collections.Counter()

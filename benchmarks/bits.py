@@ -1,4 +1,4 @@
-"""What fewer bits bring on one GPU: seconds of each workload in bf16, with weights and cache in fp8, and
+"""Gains of fewer bits on one GPU: seconds of each workload in bf16, with weights and cache in fp8, and
 with weights in int4 as `shoal quantize` writes them, in one run, and the weights' memory.
 
     python benchmarks/bits.py [--shape qwen3-8b] [--workloads single,nano] [--formats "bf16;fp8"]

@@ -97,7 +97,8 @@ class Fleet:
         return json.loads(answer) if answer else None
 
     def stream(self, prompt: list[int], max_tokens: int) -> tuple[list[float], str, str]:
-        """When each token came, in ms since the request was sent; the worker, and the prefill worker."""
+        """Returns the arrival of each token in ms since the request was sent, the worker and the prefill
+        worker."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=120)
         body = {
             "prompt": prompt,

@@ -35,7 +35,7 @@ PEERS = {
 COMPARED = ["nano", "single", "prefill", "decode", "shared"]
 OTHERS = ["four", "service", "tiny", "long", "tree"]
 SHARED = {"shared": 2048}  # tokens that all prompts begin with
-CEILINGS = 4.28e12, 680e12  # of an H200: bytes a second of a copy, operations a second of a product
+CEILINGS = 4.28e12, 680e12  # An H200: bytes copied and bf16 operations per second.
 
 
 def other_workload(name: str) -> tuple[list[list[int]], list[int]]:

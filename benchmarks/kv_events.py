@@ -1,4 +1,4 @@
-"""What KV events cost the thread that schedules: 256 decoding sequences, with and without events, in turns.
+"""Cost of KV events for the thread that schedules: 256 decoding sequences, with and without events, in turns.
 
     python benchmarks/kv_events.py --steps 1500
 

@@ -1,11 +1,11 @@
-"""What it costs to tell the end of each layer of a prompt's step, and how early the first layer is told.
+"""Cost of an event at the end of each layer of a prefill step, and how early the first one arrives.
 
     python benchmarks/layer_events.py [--model qwen3-8b] [--tokens 64,256,512,1024,3000] [--json PATH]
 
-A prompt of so many tokens is computed alone, with nothing cached. `ms` is the whole request of one output
+Each prompt is computed alone, with nothing cached. `ms` is the whole request of one output
 token on the host's clock, the median of 30. `first` and `last` are when the first and the last layer ended on
 the device, and `copied` when the last layer's blocks were in pinned host memory, all counted from the
-request's start. Steps beyond the captured sizes are eager, and tell each layer by itself. Random weights.
+request's start. Steps beyond the captured sizes are eager and have an event for each layer. Random weights.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def request_ms(llm: LLM, watch: Watch, way: str, num_tokens: int) -> float:
 
 
 def times_of_layers(llm: LLM, watch: Watch, num_tokens: int) -> tuple[float, float, float]:
-    """When the first and the last layer ended, and when the last one had been copied."""
+    """Returns when the first and the last layer ended, and when the last one had been copied."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
     num_blocks = num_tokens // llm.core.config.block_size
     watching, ends = torch.cuda.Stream(), []

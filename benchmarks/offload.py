@@ -1,4 +1,4 @@
-"""What the tiers below the device give and cost on one GPU, with random weights of a published shape.
+"""Gains and costs of the tiers below the device on one GPU, with random weights of a published shape.
 
     python benchmarks/offload.py conversations [--conversations 64] [--turns 8] [--prefix 8000] [--json FILE]
     python benchmarks/offload.py second-turn   ten engines just started: is the host tier used at once?
@@ -144,7 +144,7 @@ def conversations(model: str, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 class FetchTimes:
-    """When a core's fetches begin and end, by request."""
+    """Begin and end of a core's fetches, by request."""
 
     def __init__(self, core: Any) -> None:
         self.begun: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""What fewer bits do to SmolLM2 on the CPU: its weights as bfloat16, in fp8 and in int4 as `shoal quantize`
+"""SmolLM2 in fewer bits on the CPU: its weights as bfloat16, in fp8 and in int4 as `shoal quantize`
 writes them, with activations in float32; its KV cache in float32 and in fp8. Perplexity and drift over a
 text, bytes on disk, and tokens a second at one stream.
 

@@ -1,13 +1,14 @@
-"""What a request of our own workers costs the router without a socket: the same code, from the bytes that a
-client sends to the bytes that it gets, in one process.
+"""CPU time of a request to a native worker in the router, without sockets: the same code, from the bytes
+that a client sends to the bytes that it gets, in one process.
 
     python benchmarks/request_cost.py [--requests 600] [--tokens 4000] [--model FOLDER]
 
 CPU times of routing_cost.py differ by half between runs on a machine with other work. Here each part of a
-request is timed some hundred times, and the tenth percentile told, which such work changes least. The parts:
-from a request's bytes to the message to its worker; from the message with its first token to the client; one
-token more; the last token and the end. "warm" is one request after the other; for "cold" the processor's
-caches are used for something else before each part, as they are in a router that waits most of the time.
+request is timed some hundred times, and the tenth percentile is reported, which other work changes least.
+The parts: from a request's bytes to the message to its worker; from the message with its first token to the
+client; one token more; the last token and the end. "warm" is one request after the other; for "cold" the
+processor's caches are used for something else before each part, as they are in a router that waits most of
+the time.
 """
 
 from __future__ import annotations
@@ -52,11 +53,11 @@ from shoal.weights.source import resolve
 from shoal.wire import Add, ModelInfo, Outputs
 
 NUM_WORKERS = 16
-SHARED_SHARE = 0.75  # of a prompt is one of CONTEXTS beginnings
+SHARED_SHARE = 0.75  # the part of a prompt that is one of CONTEXTS beginnings
 CONTEXTS = 48
 CACHE_BYTES = 64 << 20  # read between cold requests
 WORD = 28
-PASSES = 12  # of the event loop, after which nothing is left to do; what they take when idle is taken off
+PASSES = 12  # After 12 passes the event loop has nothing left to do. The time of idle passes is subtracted.
 PARTS = ("begin", "first token", "token", "end")
 
 
@@ -153,7 +154,7 @@ class Site:
         return tuple(seconds)
 
     async def timed(self, begin: Any, is_cold: bool) -> float:
-        """How long the loop works on this until nothing is left to do."""
+        """Returns the seconds that the event loop works on `begin` and all that follows it."""
         if is_cold:
             SWEPT.sum()
         started = time.thread_time()

@@ -1,4 +1,4 @@
-"""How quick the router's index is: queries and events, beside NVIDIA Dynamo's own where it is installed.
+"""Speed of the router's index: queries and events, beside NVIDIA Dynamo's own where it is installed.
 
     python benchmarks/router_index.py [--trace conversation_trace.jsonl] [--json FILE]
 

@@ -1,17 +1,16 @@
-"""What the router's and the planner's own code cost as a fleet grows. The table is in
-benchmarks/results/routing.md.
+"""CPU time of the router and the planner as a fleet grows. The table is in benchmarks/results/routing.md.
 
     python benchmarks/router_scale.py [--json benchmarks/results/router-scale.json]
 
 Each fleet gets 10 requests/s for each worker, so 1,000 workers get 10,000 a second: customers with contexts
 of 1,920 tokens, asked again and again, with fresh questions of 240. The workers themselves are not simulated:
 a request's first token comes, eight times sixteen tokens, KV events for what it computed, and its end, by a
-clock that is not that of the wall. What is timed is CPU time: of the choice (index, predictions, policy,
-books), of what follows it, and of a decision of the planner over an interval of ten looks at all workers.
+virtual clock. Timed is the CPU time of the choice (index, predictions, policy, active requests), of the
+events after it, and of a decision of the planner over an interval of ten looks at all workers.
 
-Then several routers share the largest fleet: what one of them does for a request of another one is timed too
-(the books' changes told and heard, the KV events heard), and from these each router's cores follow. They are
-not run beside each other, and sockets have no part in it.
+Then several routers share the largest fleet: the work of a router for another router's request is timed too
+(its active requests sent and received, its KV events received), from which each router's cores follow. They
+are not run beside each other, and sockets have no part in it.
 """
 
 from __future__ import annotations
@@ -221,7 +220,8 @@ def measure(num_workers: int) -> dict[str, Any]:
 
 
 def measure_sharing(num_workers: int) -> dict[str, Any]:
-    """Microseconds of CPU for a request, by what is done; and the cores of each of so many routers."""
+    """Returns microseconds of CPU per request, by kind of work, and the cores of each router, by their
+    number."""
     fleet = Fleet(num_workers)
     fleet.share()
     row = fleet.measure()

@@ -1,23 +1,23 @@
-"""What a router costs: latency that it adds, its CPU time for each request and each streamed token, beside
+"""Cost of a router: the latency that it adds, its CPU time for each request and each streamed token, beside
 other routers in one run.
 
     python benchmarks/routing_cost.py [--peers ENVIRONMENT] [--model FOLDER] [--only NAME ...] [--json FILE]
         [--rate 100] [--requests 1000] [--tokens 65] [--processes 1]
 
 Every router stands before the same workers, which do no work: the first token comes after a fixed time, and
-the others in steps, as an engine's do. So what a first token takes beyond that time is the router's. Proxies
-(and our router with foreign workers) get workers that speak OpenAI's API; our router with our workers, and
-Dynamo's frontend with its mocker, speak their own protocols. The mocker has a pace of its own, so its first
-token tells the frontend's time and the mocker's together.
+the others in steps, as an engine's do. The rest of the time to a first token is the router's. Proxies
+(and Shoal's router with external workers) get workers that speak OpenAI's API; Shoal's router with native
+workers, and Dynamo's frontend with its mocker, speak their own protocols. The mocker has a pace of its own,
+so its first token includes the mocker's time.
 
 Prompts are token ids: 3,000 that many requests share, and 1,000 of their own. Two routers refuse token ids
 and get as many words. Each router runs alone, on one core; workers and clients share the others. The CPU time
-of a request is that of answers of one token; that of a token is the difference to answers of many, divided by
-their number. What a router does without requests (probes, leases, reports) is measured before, and taken off
-both. CPU time is that of /proc, over the router's process and its children.
+per request is measured with answers of one token; the CPU time per token is the difference to answers of many
+tokens, divided by their number. Work without requests (probes, leases, reports) is measured before and
+subtracted from both. CPU time is read from /proc, for the router's process and its children.
 
 `--peers`: a virtual environment with `vllm-router`, `sglang-router`, `smg`, `ai-dynamo` and
-`ai-dynamo-runtime` in it, or some of them. `--model`: a folder with a tokenizer, for Dynamo and for our own
+`ai-dynamo-runtime` in it, or some of them. `--model`: a folder with a tokenizer, for Dynamo and for native
 workers, which have SmolLM2's without it.
 """
 
@@ -197,7 +197,7 @@ async def serve_workers(ports: Sequence[int]) -> None:
 
 
 class SteppingEngine(FakeEngine):
-    """An engine of ours at that pace."""
+    """A native engine with the same pace."""
 
     def __init__(self) -> None:
         super().__init__(VOCAB_SIZE)
@@ -253,7 +253,7 @@ async def serve_own_workers(url: str, model: str, first: int, count: int) -> Non
 
 @dataclass
 class Setting:
-    """What a router is started with."""
+    """Programs and limits with which a router is started."""
 
     peers: Path | None
     model: Path | None
@@ -559,13 +559,13 @@ async def measure(name: str, setting: Setting, given: argparse.Namespace) -> dic
 
 
 def first_tokens(seconds: list[float]) -> dict[str, float]:
-    """What they take beyond the worker's own time."""
+    """Returns the latency that is added to the worker's own time, in ms, by percentile."""
     parts = statistics.quantiles(seconds, n=100)
     return {f"added_p{part}_ms": (parts[part - 1] - FIRST_S) * 1e3 for part in (50, 99)}
 
 
 def cores() -> tuple[set[int], set[int]]:
-    """That of the router, and those of all others."""
+    """Returns the router's core and the cores of all others."""
     first, *others = sorted(ALL_CORES)
     return {first}, set(others)
 

@@ -4,8 +4,8 @@
 
 A worker of a tiny random model on the CPU is measured (`shoal plan --profile`), then a fleet of one or two of
 them answers requests whose rate rises and falls, while its planner follows by load. The same requests, the
-same planner and the profile go through the simulator; what it is told beside them is how long the worker that
-was added took to start.
+same planner and the profile go through the simulator; its only other input is how long the added worker
+took to start.
 
 In the cases with steps of 20 ms and more the workers are the same, but each step of their engines sleeps for
 as long as SLOW_STEPS says, before it ends: so long do steps of a large model take on a GPU, and the two cores
@@ -46,7 +46,7 @@ TRIES = 5
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A sine of `low` to `high` requests a second, for so many periods."""
+    """A sine of `low` to `high` requests a second, for `num_periods` periods."""
 
     low: float
     high: float
@@ -195,7 +195,7 @@ def mean_size(sizes: list[tuple[float, int]], end_s: float) -> float:
 
 
 def compare(case: Case, folder: Path) -> dict[str, Any]:
-    """What was measured and what was simulated, by name; and how much was asked."""
+    """Returns measured and simulated figures by name, and the number of requests."""
     trace = make_sine(
         case.num_periods * PERIOD_S,
         low_rate=case.low,
@@ -221,7 +221,7 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
     )
     simulation = Simulation(config, trace)
     result = simulation.run()
-    # With those that start.
+    # Workers that are starting count as well.
     sizes = [(at, max(count, 1 + changing)) for at, count, changing in real.sizes]
     begun = [(at, sum(found.values())) for at, found in simulation.sizes if at <= simulation.now]
     grown = [at for at, count in begun if count == 2]
@@ -230,7 +230,7 @@ def compare(case: Case, folder: Path) -> dict[str, Any]:
         "first token, median, s": (median(real.first_s), result.ttft_p50),
         "time between tokens, mean, s": (fmean(real.gaps_s), fmean(gaps)),
         "the planner adds a worker at, s": (asked[0] if asked else 0.0, grown[0] if grown else 0.0),
-        "workers in the mean, with those that start": (
+        "mean number of workers, starting ones included": (
             mean_size(sizes, real.seconds),
             mean_size(begun, simulation.now),
         ),
@@ -260,7 +260,7 @@ def main() -> None:
     arguments = parser.parse_args()
     for name in arguments.cases:
         if name not in CASES:
-            parser.error(f"case {name!r} is none of {', '.join(CASES)}")
+            parser.error(f"case must be one of {', '.join(CASES)}, got {name!r}")
     for name in arguments.cases or CASES:
         with tempfile.TemporaryDirectory() as folder:
             figures = compare(CASES[name], Path(folder))

@@ -1,10 +1,9 @@
-"""What planners, roles and a host tier do for simulated fleets: tables and plots of
-benchmarks/results/simulated.md.
+"""Planners, roles and a host tier in simulated fleets: tables and plots of benchmarks/results/simulated.md.
 
     python benchmarks/sim_planner.py [--json benchmarks/results/sim-planner.json] [--images docs/images]
 
 "Sine" is the load of NVIDIA Dynamo's planner benchmark (prompts of 3,000 tokens, answers of 150, 5 to 20
-requests/s, a period of 150 s) over ten periods, on H200s with qwen3-32b, of which a peak takes nine.
+requests/s, a period of 150 s) over ten periods, on H200s with qwen3-32b; a peak needs nine of them.
 Fixed fleets stand beside planners whose workers start within 30 s (a process) or 2 s (one that wakes up).
 "Fleets" are questions of 1,200 tokens behind 60 customers' contexts of 6,000, as eight workers serve them, of
 one role or of two, with and without host memory behind caches of 80,000 tokens. Targets are 1 s to the first

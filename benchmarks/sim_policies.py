@@ -1,4 +1,4 @@
-"""What each routing policy does with a fleet of eight simulated H200s: figures and plots of
+"""Routing policies on a fleet of eight simulated H200s: figures and plots of
 benchmarks/results/simulated.md.
 
     python benchmarks/sim_policies.py [--trace conversation_trace.jsonl] [--json FILE] [--images docs/images]
@@ -31,11 +31,11 @@ from shoal.fleet.simulator.trace import Trace, make_customers, read_trace
 
 MODEL, NUM_WORKERS = "qwen3-8b", 8
 CUSTOMERS, CONTEXT, QUESTION, OPEN_QUESTIONS, ANSWER = 150, 6000, 1200, 5, 200
-DEMAND = 0.73  # of the fleet's cache
+DEMAND = 0.73  # tokens of all conversations, as a share of the fleet's cache
 CACHE_TOKENS = round(CUSTOMERS * (CONTEXT + OPEN_QUESTIONS * QUESTION) / DEMAND / NUM_WORKERS)
 RATES = (20, 25, 30, 35, 40, 45, 50, 55, 60, 70, 80, 90, 100, 110, 120)  # requests a second
 SHOWN_RATE = 60
-SECONDS = 40  # of requests at each rate
+SECONDS = 40  # at each rate
 SLO_TTFT_P90_S = 1.0
 BEYOND_S = 5.0  # a TTFT p90 at which a policy's sweep ends
 DYNAMO = RouterWeights(prefill_load_scale=1, overlap_score_credit=1, recent_prefill_weight=0.1)

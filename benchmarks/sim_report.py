@@ -1,4 +1,4 @@
-"""What benchmarks of the simulator have in common: the load that planners are tried on, tables and plots."""
+"""Shared parts of the simulator's benchmarks: the load that planners are tried on, tables and plots."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUDGET = 12  # GPUs
 
 
 def sized_fleet(count: int, start_s: float, planner: dict[str, Any]) -> SimConfig:
-    """So many H200s with qwen3-32b, which a planner with these options sizes."""
+    """Returns a fleet of `count` H200s with qwen3-32b, which a planner with these options scales."""
     return SimConfig(
         "qwen3-32b",
         workers=[SimWorkers(count)],
@@ -36,7 +36,7 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
 
 
 def write(file: Path | None, figures: Any) -> None:
-    """Where a file is given."""
+    """Writes the figures if a file is given."""
     if file is not None:
         file.write_text(json.dumps(figures, indent=1) + "\n")
 

@@ -24,7 +24,7 @@ from shoal.fleet.simulator.trace import Trace, make_sine, merge_traces
 
 WAKE_S = 2.0
 UP = (0.05, 0.1, 0.15, 0.2, 0.3, 0.5)
-DOWN = (0.3, 0.6)  # of the threshold above which a worker is added
+DOWN = (0.3, 0.6)  # as shares of the threshold above which a worker is added
 REFERENCE = (0.9, 0.5)
 FIXED = (7, 8)
 INTERVAL_S = 5.0

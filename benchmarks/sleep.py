@@ -1,4 +1,4 @@
-"""What sleep mode costs and gives on one GPU (or several), with random weights of a published shape; and a
+"""Costs and gains of sleep mode on one GPU (or several), with random weights of a published shape; and a
 swap between two models.
 
     python benchmarks/sleep.py [--model qwen3-8b] [--tp 1] [--cycles 5] [--swap] [--json out.json]

@@ -1,12 +1,12 @@
-"""How long `shoal serve` takes to be ready: with nothing compiled, with kernels that another machine has
+"""Time until `shoal serve` is ready: with nothing compiled, with kernels that another machine has
 compiled, and a second time; with weights from files in memory, from the disk, and from another worker.
 
     python benchmarks/starts.py [--shape qwen3-8b] [--rounds 3]
 
 The checkpoint has random weights, which are written first. Each start is a process of its own, and a cache
-folder of its own makes it a machine's first. Files leave the memory by posix_fadvise, so a disk's time is
-that of this machine's disk. Prints a line for each start with what its log says of the weights, and then the
-median of each kind.
+folder of its own makes it a machine's first. Files are dropped from the page cache by posix_fadvise, so
+that reading them takes this machine's disk. Prints a line for each start with its log's line about the
+weights, and then the median of each kind.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from random_checkpoint import write_checkpoint
 from tests.serving import Route, Serve, free_port
 
 OPTIONS = ("--max-model-len", "4096", "--skip-tokenizer-init", "--kv-cache-memory-bytes", str(4 << 30))
-HALF = ("--gpu-memory-utilization", "0.45")  # of two workers on one card
+HALF = ("--gpu-memory-utilization", "0.45")  # for two workers on one card
 
 
 class Starts:

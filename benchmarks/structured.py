@@ -1,4 +1,4 @@
-"""What structured outputs cost a step: generation of the same shape with and without a grammar, in turns, as
+"""Cost of structured outputs per step: generation of the same shape with and without a grammar, in turns, as
 a ratio.
 
     python -m benchmarks.structured [--model smollm2] [--streams 1 8 32] [--repeat 5] [--beside 2]

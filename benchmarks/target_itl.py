@@ -1,4 +1,4 @@
-"""What `--target-itl-ms` gives and costs: gap between tokens, first token and throughput of a served load, by
+"""Gains and costs of `--target-itl-ms`: gap between tokens, first token and throughput of a served load, by
 target.
 
     python benchmarks/target_itl.py --json target.json --plot target.png       # SmolLM2: minutes on a CPU

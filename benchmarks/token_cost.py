@@ -1,5 +1,5 @@
-"""What a streamed token of our own workers costs the router and the worker's port, and what it costs `shoal
-serve` up to the same point.
+"""CPU time of a streamed token in the router and in a native worker, and in `shoal serve` up to the same
+point.
 
     python benchmarks/token_cost.py [--streams 64] [--tokens 400]
 
@@ -62,7 +62,7 @@ def step(number: int, tokens: int, names: list[str]) -> list[Output]:
 
 
 async def worker(streams: int, tokens: int) -> None:
-    """Serves for ever; tells the cost of each round."""
+    """Serves until it is ended, and reports the cost of each round."""
     engine, collectors = FakeEngine(vocab_size=512), dict[str, Collector]()
 
     async def generate(request: Request) -> AsyncGenerator[Output, None]:
@@ -126,7 +126,7 @@ async def server(streams: int, tokens: int) -> None:
 
 
 def timelines(streams: int, tokens: int) -> None:
-    """What a server and a router keep of each token."""
+    """Measures what a server and a router record about each token."""
     output, now = Output("r", [1]), time.perf_counter()
     answers = [Timeline("r", "fake", "/v1/completions", now).answer() for _ in range(streams)]
     started = time.process_time()

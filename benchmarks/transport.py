@@ -3,7 +3,7 @@ many bytes reaches in the same run.
 
     python benchmarks/transport.py [--device cpu|cuda] [--transports NAME ...] [--blocks N] [--json PATH]
 
-Blocks of qwen3-8b at scattered ids: all layers at once, layer by layer as a prefill tells of them, and
+Blocks of qwen3-8b at scattered ids: all layers at once, layer by layer as a prefill reports them, and
 between tensor-parallel sizes. The owner is a process of its own, but for in_process. With --device cuda its
 cache is on the last GPU and the reader's on the first; with one GPU both are on that one. The best of several
 runs."""

@@ -1,4 +1,4 @@
-"""What it costs a server to be watched: decode throughput and CPU time a token, watched and not, in one run.
+"""Cost of monitoring for a server: decode throughput and CPU time a token, watched and not, in one run.
 
     python benchmarks/watching.py                  # `shoal serve` with the small default model
     python benchmarks/watching.py --workers 2      # a router and workers, all on this host
@@ -6,8 +6,8 @@
 
 A few answers stream all the time. Meanwhile windows of some seconds take turns, in a random order in each
 pair: in the one a dashboard, a `shoal top` and a Prometheus look on, in the other nobody does. They are
-clients in this process that ask for what the real ones do, as often: a browser's own work is none of the
-server's. That the server samples itself at an interval belongs to both. On a machine that others use, believe
+clients in this process that send the requests of the real ones, as often; a browser's own work is not
+measured. That the server samples itself at an interval belongs to both. On a machine that others use, believe
 the CPU time of the server's processes for a token more than the tokens a second. Intervals are bootstrapped
 over pairs.
 """
@@ -47,7 +47,7 @@ RANDOM = ("--max-model-len", "2048", "--load-format", "dummy", "--skip-tokenizer
 @dataclass
 class Window:
     tokens: float  # a second
-    cpu_ms: float  # of all the server's processes, for a token
+    cpu_ms: float  # all the server's processes together, per token
 
 
 class Load:
@@ -75,7 +75,7 @@ class Load:
 
 
 class Watchers:
-    """Who looks on, until it is ended."""
+    """Clients that poll as a dashboard, `shoal top` and Prometheus do, until they are ended."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session, self._url = session, url

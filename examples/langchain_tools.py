@@ -23,7 +23,7 @@ class City(BaseModel):
 
 @tool
 def get_weather(city: str) -> str:
-    """Tells the weather in a city."""
+    """Reports the weather in a city."""
     return f"It is sunny in {city}."
 
 

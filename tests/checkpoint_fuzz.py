@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 KINDS = ("gguf", "safetensors", "config", "tokenizer")
-CASE_S = 20.0  # of a watchdog: what hangs, hangs for longer even beside other work
-MORE_BYTES = 3 << 30  # of address space, beyond what an idle process has
+CASE_S = 20.0  # until a watchdog ends a case: a hang lasts longer even on a busy machine
+MORE_BYTES = 3 << 30  # address space beyond that of an idle process
 INTEGERS = [
     0,
     1,
@@ -90,7 +90,7 @@ STRING, ARRAY = 8, 9
 
 
 class Gguf:
-    """What a GGUF file says, field by field, so that each may lie."""
+    """Fields of a GGUF file, and a test may falsify each."""
 
     def __init__(self, metadata: dict[str, Any], tensors: list[dict[str, Any]], data: bytes) -> None:
         self.version, self.metadata, self.tensors, self.data = (

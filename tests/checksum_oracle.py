@@ -1,4 +1,4 @@
-"""What kernels/copy/checksum.py computes, in Python's own integers."""
+"""The checksum of kernels/copy/checksum.py, in Python's own integers."""
 
 import torch
 

@@ -27,7 +27,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_garbage_collections():
-    """What is there before a module's first test is left out of collections. An engine collects at its end,
+    """Freezes the objects that exist before a module's first test, so that collections leave them out. An engine
+    collects at its end,
     and to look at all that torch and transformers have made takes it a hundred times as long as a tiny
     engine's whole life else."""
     gc.collect()
@@ -36,7 +37,7 @@ def quick_garbage_collections():
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Where checkpoints are written."""
+    """Returns the folder in which checkpoints are written."""
     return tmp_path_factory.mktemp("models")
 
 
@@ -50,7 +51,7 @@ def folder(root):
 
 @pytest.fixture
 def engine_options():
-    """What `build` takes when a test says nothing else; modules override it."""
+    """Default arguments of `build`; modules override it."""
     return {"dtype": "float32", "max_model_len": 256, "device": "cpu"}
 
 

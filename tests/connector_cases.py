@@ -1,4 +1,4 @@
-"""What the tests of connectors start: small programs that register as a file of their name in a folder, and take it
+"""Programs that the tests of connectors start: they register as a file of their name in a folder, and take it
 away when they have drained."""
 
 import contextlib
@@ -51,7 +51,7 @@ class Folder:
         return WorkerState.READY if lives(self.pid(worker_id)) else None
 
     def role_of(self, worker_id):
-        """That of its file `ID.role`, if there is one; else nobody knows."""
+        """Returns the role in its file `ID.role`, or None without such a file."""
         with contextlib.suppress(FileNotFoundError):
             return (self.path / f"{worker_id}.role").read_text()
 
@@ -72,7 +72,7 @@ class Folder:
 
 
 def lives(pid):
-    """Whether the process is there, and is more than its exit code."""
+    """Returns True if the process exists and is not a zombie."""
     if pid is None or not psutil.pid_exists(pid):
         return False
     with contextlib.suppress(psutil.NoSuchProcess):

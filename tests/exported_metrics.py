@@ -65,7 +65,7 @@ def families():
 
 
 def names():
-    """All names of series: those of histograms with their endings, and what Prometheus adds."""
+    """Returns the names of all series, with the endings of histograms and what Prometheus adds."""
     found = {"up"}
     for _, name, family in families():
         found |= {name + ending for ending in OF_HISTOGRAMS} if family.type == "histogram" else {name}
@@ -76,7 +76,7 @@ METRIC = re.compile(r"\b(?:(?:vllm|shoal):\w+|(?:dynamo|http)_\w+)")
 
 
 def named_in(expression):
-    """The metrics of ours that an expression of PromQL names."""
+    """Returns the metrics of Shoal that an expression of PromQL names."""
     return set(METRIC.findall(expression))
 
 

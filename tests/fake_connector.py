@@ -61,7 +61,7 @@ class FakeConnector:
         self.states.clear()
 
     def kill(self, worker_id):
-        """It is ready again after the time of a start."""
+        """Replaces a worker, which is ready again after the time of a start."""
         self.states[worker_id] = WorkerState.BROKEN
         [component] = [one for one in self.components if worker_id in self.of(one)]
         self._later(self._get_ready(worker_id, component.model))

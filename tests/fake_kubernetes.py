@@ -66,8 +66,8 @@ class FakeKubernetes:
         self.replicas: dict[str, int] = {}
         self.pods: dict[str, Pod] = {}
         self.has_room = True  # on a node, for further pods
-        self.conflicts = 0  # so many patches find that somebody else was first
-        self.status = 200  # of all answers
+        self.conflicts = 0  # patches that will find a newer version of the object
+        self.status = 200  # the status of every answer
         self.version = 1
         self.requests: list[str] = []
         self._numbers = itertools.count(1)

@@ -133,7 +133,7 @@ class FakeServer:
         self.loop.call_soon_threadsafe(function)
 
     def say(self, text: str, token_seconds: float = 0.0) -> None:
-        """From now on every answer is `text`, a token (a byte) every so many seconds."""
+        """Makes `text` the answer to all requests from now on, a token (a byte) every `interval_s` seconds."""
         self.engine.reply, self.engine.token_seconds = ids_of(text), token_seconds
 
     def last_request(self) -> Request:
@@ -221,7 +221,7 @@ def post(path: str, body: object, *, more_headers: str = "") -> bytes:
 
 
 def read_until(connection: socket.socket, marker: bytes = b"") -> bytes:
-    """What arrives up to `marker`; to the end without one."""
+    """Returns what arrives up to `marker`; without one, up to the end."""
     found = b""
     while not marker or marker not in found:
         part = connection.recv(1 << 16)

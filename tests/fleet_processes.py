@@ -51,7 +51,7 @@ class Asked(threading.Thread):
         return self.headers.get("x-shoal-worker")
 
     def answer(self):
-        """What the client has in the end, in a form that compares. The error is part of it."""
+        """Returns the client's answer, its error included, in a form that can be compared."""
         self.join(PATIENCE_S)
         assert not self.is_alive(), "the stream does not end"
         choices, usage, error = {}, None, self.error

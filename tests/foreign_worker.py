@@ -51,7 +51,7 @@ def next_tokens(tokens: list[int], alphabet: str):
 
 
 def written(prompt: str | list[int], count: int, alphabet: str = "letters", stop: str | None = None) -> str:
-    """What one worker writes behind the prompt."""
+    """Returns a worker's answer to the prompt."""
     source = next_tokens(ids_of(prompt), alphabet)
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     text = decoder.decode(bytes(next(source) for _ in range(count)))
@@ -74,8 +74,8 @@ class Received:
 
 @dataclass
 class Fault:
-    """`kind`: "break", "hang", "garble", "error" (an event), or a status. After so many tokens, for so many
-    requests."""
+    """`kind`: "break", "hang", "garble", "error" (an event), or a status. It strikes after `after` tokens, for
+    `times` requests."""
 
     kind: str | int
     after: int = 0
@@ -200,7 +200,7 @@ class ForeignWorker:
         if fault is not None:
             fault.times -= 1
             if isinstance(fault.kind, int):
-                error = {"error": {"message": "as it is told", "code": fault.kind}}
+                error = {"error": {"message": "a fault on demand", "code": fault.kind}}
                 return web.json_response(error, status=fault.kind, headers=fault.headers)
         if request.path not in ("/v1/completions", "/v1/chat/completions"):
             return web.json_response({"path": request.path, "given": body})

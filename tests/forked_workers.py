@@ -72,7 +72,7 @@ class ForkedProcesses(Processes):
 
 
 class Forked:
-    """A process that is no child of ours."""
+    """A process that was not started by this one."""
 
     def __init__(self, pid):
         self.pid, self.fd = pid, os.pidfd_open(pid)
@@ -153,7 +153,7 @@ class Core:
 
 
 def run(order):
-    """In a new process: the command, to its end, or to that of who has forked it."""
+    """Runs the command in a new process until it ends, or until its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     os.setsid()
     log = os.open(order["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -121,7 +121,7 @@ def check_random_copies(
 
 
 def check_ids_are_honoured(layout: Layout, allocate_src: Allocate, allocate_dst: Allocate) -> None:
-    """A duplicate source, a destination order of its own, values that tell where they come from."""
+    """A duplicate source, a destination order of its own, values that show where they come from."""
     spec = CacheSpec(layout, 2, 2, 4, "float32", 2)
     src, dst = (
         new_cache(spec, 6, allocate_src, random.Random(1)),

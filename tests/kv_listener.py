@@ -18,8 +18,8 @@ STORED = {
 
 
 class View:
-    """What events make of nothing. No mercy for what makes no sense, but `reachable` False: parents may lie
-    in another tier."""
+    """A cache as its events describe it, built from nothing. Events that make no sense fail. `reachable` False:
+    parents may be in another tier."""
 
     def __init__(self, block_size, reachable=True):
         self.block_size, self.reachable = block_size, reachable
@@ -111,7 +111,7 @@ class Follower:
         return self
 
     def newest(self):
-        """The number of the newest batch; -1 if there is none. Whoever asks for a batch that is not there yet
+        """Returns the number of the newest batch, -1 without one. A request for a batch that does not exist yet
         gets a snapshot with this number."""
         batches = self.listener.replay(2**64 - 1)
         return batches[-1][0] if batches else -1

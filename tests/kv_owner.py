@@ -37,7 +37,7 @@ ALLOCATE = {
 
 
 def logical(spec: CacheSpec, seed: int) -> torch.Tensor:
-    """What all ranks' caches hold together: random bytes, [layers, blocks, 2, tokens, heads, bytes of a
+    """Content of all ranks' caches together: random bytes, [layers, blocks, 2, tokens, heads, bytes of a
     head]."""
     shape = (spec.num_layers, spec.num_blocks, 2, spec.block_size, spec.num_heads)
     rng = np.random.default_rng(seed)
@@ -112,7 +112,7 @@ class Owner:
         return self.offers.offer(blocks, whole), blocks
 
     def let_go(self) -> list[tuple[str | None, int]]:
-        """What a worker does between steps. Returns why offers ended, and how many blocks they had."""
+        """Does a worker's work between steps. Returns why offers ended, and how many blocks they had."""
         self.offers.expire()
         ended = self.offers.take_ended()
         for one in ended:

@@ -12,7 +12,7 @@ BINARY = "usr/sbin/nats-server"
 
 
 def find() -> str:
-    """The program's path. Skips the test where there is none and apt-get cannot fetch it."""
+    """The program's path. Skips the test if it is missing and apt-get cannot fetch it."""
     found = _find()
     if not Path(found).exists():
         pytest.skip(f"no nats-server, and apt-get cannot download it ({found}): apt-get install nats-server")
@@ -21,7 +21,7 @@ def find() -> str:
 
 @functools.cache
 def _find() -> str:
-    """The path, or why there is none."""
+    """Returns the path, or the reason why it is missing."""
     found = shutil.which("nats-server")
     if found:
         return found

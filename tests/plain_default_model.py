@@ -16,7 +16,7 @@ from shoal.weights.source import CheckpointFiles
 
 ROOT = Path(__file__).parents[1]
 WINDOW = 512
-GROUP = 64  # SmolLM2's 576 inputs are no whole groups of 128
+GROUP = 64  # SmolLM2's 576 inputs are not a multiple of 128
 
 
 def write_plain(folder: Path) -> Path:

@@ -11,7 +11,7 @@ CACHE = Path.home() / ".cache/shoal/prometheus"
 
 
 def find(name):
-    """The path of `prometheus` or `promtool`. Skips the test where there is none and apt-get cannot fetch it."""
+    """The path of `prometheus` or `promtool`. Skips the test if it is missing and apt-get cannot fetch it."""
     found = shutil.which(name)
     if found:
         return found

@@ -22,7 +22,7 @@ HEALTH = {
 
 @contextlib.contextmanager
 def started(cpus):
-    """Yields a `ray.cluster_utils.Cluster` whose nodes have so many CPUs each; the first one is the head. All
+    """Yields a `ray.cluster_utils.Cluster` whose nodes have `cpus` CPUs each; the first one is the head. All
     of its processes end with the block."""
     pytest.importorskip("ray", reason="pip install ray")
     from ray.cluster_utils import Cluster
@@ -55,7 +55,7 @@ def joined(cpus):
 
 
 def fill(cluster, cpus, count):
-    """Adds nodes until there are so many."""
+    """Adds nodes until there are `count`."""
     while len(cluster.list_all_nodes()) < count:
         cluster.add_node(num_cpus=cpus, **NODE)
 

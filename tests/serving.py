@@ -31,7 +31,7 @@ TINY = (
 )
 
 
-# Below those that the kernel gives to outgoing connections: such a connection of some other test could have the
+# Below the range that the kernel gives to outgoing connections: such a connection of some other test could have the
 # port of a server by the time that it starts, or starts again.
 PORTS = range(12_000, 32_000)
 _given = set()

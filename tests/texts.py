@@ -1,4 +1,4 @@
-"""Texts that tell tokenizers apart, and small vocabularies trained on the spot: a byte-level and a
+"""Texts on which tokenizers differ, and small vocabularies trained on the spot: a byte-level and a
 SentencePiece one."""
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def byte_level_vocabulary() -> tuple[list[str], list[tuple[str, str]]]:
 def byte_level_metadata(
     pre: str, control: tuple[str, ...] = (), user_defined: tuple[str, ...] = (), unused: int = 0, **more: Any
 ) -> dict[str, Any]:
-    """What a GGUF file would say of `byte_level_vocabulary` with these tokens after it."""
+    """Returns a GGUF file's fields for `byte_level_vocabulary` with these tokens after it."""
     tokens, merges = byte_level_vocabulary()
     added = [*control, *user_defined, *(f"[PAD{i}]" for i in range(unused))]
     types = [1] * len(tokens) + [3] * len(control) + [4] * len(user_defined) + [5] * unused

@@ -43,7 +43,7 @@ def start(
 
 
 def shared_handles(process: subprocess.Popen[str]) -> list[Handle]:
-    """What a trainer with the mode "share" has printed."""
+    """Output of a trainer with the mode "share"."""
     assert process.stdout is not None
     return msgspec.msgpack.decode(bytes.fromhex(process.stdout.readline()))
 

@@ -1,4 +1,4 @@
-"""What every transport does, on the CPU and on GPUs. Slices of random bytes are the oracle."""
+"""The contract of every transport, on the CPU and on GPUs. Slices of random bytes are the oracle."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def why_not(name: str) -> str | None:
 
 
 def transports_here(names: Sequence[str] = NAMES) -> list:
-    """The parameters of a test, those that can't run here marked as skipped, with the reason."""
+    """The parameters of a test, with a skip and its reason where the machine can't run one."""
     found = []
     for name in names:
         reason = why_not(name)

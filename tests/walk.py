@@ -37,7 +37,7 @@ class Step:
 
 
 def sections(page: Path) -> dict[str, list[Step]]:
-    """By title, those that have steps."""
+    """Returns the sections that have steps, by title."""
     found = {}
     for section in re.split(r"^## ", page.read_text(), flags=re.MULTILINE)[1:]:
         title, _, body = section.partition("\n")

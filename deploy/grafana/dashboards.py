@@ -14,7 +14,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
-WIDTH, HEIGHT = 24, 8  # of Grafana's grid, and of a panel in it
+WIDTH, HEIGHT = 24, 8  # the columns of Grafana's grid, and the rows of a panel
 QUANTILES = (0.5, 0.95, 0.99)
 OF_SERVER = 'instance=~"$instance", model_name=~"$model"'
 SERVER = "instance, model_name"
@@ -82,7 +82,7 @@ def mean(histogram: str, by: str = "model_name") -> str:
 
 
 def lately(counter: str, by: str) -> str:
-    """How much it grew in five minutes."""
+    """Returns the expression for the growth of a counter in five minutes."""
     return f"sum by ({by}) (increase({counter}{{{OF_SERVER}}}[5m]))"
 
 

@@ -51,7 +51,7 @@ def test_a_tool_beside_an_output_type(llm, settings):
 
     @agent.tool_plain
     def get_population(city: str) -> int:
-        """How many live in a city."""
+        """Returns the population of a city."""
         called.append(city)
         return 2_100_000
 

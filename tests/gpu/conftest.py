@@ -9,7 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def others_on_the_card(uuid):
-    """How many other processes hold memory of this GPU. None: nobody can tell, as NVML is missing."""
+    """Returns the number of other processes with memory on this GPU, or None without NVML."""
     try:
         import pynvml
     except ImportError:

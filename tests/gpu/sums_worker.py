@@ -1,4 +1,4 @@
-"""What the ranks of test_all_reduce_gpu.py and benchmarks/all_reduce.py serve: sums over peer memory,
+"""Commands of the ranks of test_all_reduce_gpu.py and benchmarks/all_reduce.py: sums over peer memory,
 compared with NCCL's or timed."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Sums:
         return {"pid": os.getpid(), "connected": self.sums is not None}
 
     def differences(self, rows: int, columns: int, dtype: str, way: str, turns: int) -> list[int]:
-        """How many numbers of each kind differ from NCCL's, and from torch's norm, over `turns` turns."""
+        """Returns how many numbers of each kind differ from NCCL's and torch's norm in `turns` turns."""
         from shoal.kernels.all_reduce import Way, all_reduce, all_reduce_add_rms_norm
         from shoal.kernels.reference import rms_norm
 
@@ -137,7 +137,7 @@ class Sums:
 
 
 def factory(rank: int, world_size: int, port: int, hidden: int) -> dict[str, Any]:
-    """What a WorkerGroup is given."""
+    """Arguments of a WorkerGroup."""
     from shoal.layers.parallel import TensorParallel
 
     torch.cuda.set_device(rank)

@@ -296,7 +296,7 @@ def test_large_prefills_answer_the_same_bits_every_time() -> None:
 @pytest.mark.parametrize("heads", [(32, 8, 128), (16, 8, 128), (7, 1, 80), (8, 2, 256)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_short_chunks_after_long_prefixes(heads: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Several programs share the keys of a tile, and whoever ends last combines their results."""
+    """Several programs share the keys of a tile, and the last one to end combines their results."""
     for sequences in ([(48, 9040)], [(1, 1)] * 3 + [(33, 5000), (2, 3000), (20, 20), (9, 600)]):
         case = Case(sequences, *heads, dtype=dtype, num_decodes=3 if len(sequences) > 1 else 0)
         first = case.attend()

@@ -44,7 +44,7 @@ def operands(rows: int, outs: int, inputs: int, group: int):
 
 
 def taken(weight, x: torch.Tensor) -> torch.Tensor:
-    """What the product multiplies: the rows, or what their fp8 numbers stand for."""
+    """Returns the inputs of the matmul: the rows, or the values of their fp8 numbers."""
     group = weight.fp8_group(len(x))
     return x.float() if group is None else quantize_rows(x, group).dequantize()
 

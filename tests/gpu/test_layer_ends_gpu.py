@@ -1,4 +1,4 @@
-"""The ends of layers on a GPU, told by eager steps and behind graphs: what leaves at a layer's end is what its
+"""Events at the ends of layers on a GPU, of eager steps and of graphs: what leaves at a layer's end is what its
 step has computed."""
 
 import random

@@ -110,14 +110,14 @@ def start(folder):
 
 
 def answers(rank):
-    """What the rank answers to all prompts, computed together."""
+    """Returns the rank's answers to all prompts, computed together."""
     seqs = [rank.add(prompt, max_tokens=COUNT) for prompt in PROMPTS]
     rank.run()
     return [seq.token_ids[seq.num_prompt_tokens :] for seq in seqs]
 
 
 def fill_the_card():
-    """What is free is overwritten, and free again."""
+    """Overwrites the free memory and frees it again."""
     filler = torch.full((free_bytes() // 2,), 255, dtype=torch.uint8, device="cuda")
     del filler
     torch.cuda.empty_cache()

@@ -29,7 +29,7 @@ BIG = replace(SPEC, num_layers=8, num_heads=8, head_dim=128, block_size=16, num_
 
 @pytest.fixture(params=["device", "last device"])
 def source(request, monkeypatch):
-    """Where the owner's cache lies: on the reader's GPU, and on another one."""
+    """Returns the devices of the owner's cache: the reader's GPU, and another one."""
     if request.param == "last device" and torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     for name in ("in_process", "cuda_ipc", "nixl"):
@@ -91,8 +91,8 @@ def test_the_reader_s_gpu_outlives_a_killed_owner(source):
 
 
 def test_connections_give_their_memory_back(source):
-    """Opening and closing a window a hundred times takes nothing for good, but for the streams of torch's pool,
-    of which each connection takes two of 32."""
+    """Opening and closing a window a hundred times keeps no memory, except for streams of torch's pool:
+    each connection takes two of 32."""
     owner = owner_process().become([BIG], 1, source, ["cuda_ipc"])
     into = BlockView.over(BIG, device_memory(BIG.num_bytes))
     ranks, free = owner.addresses(), []

@@ -23,7 +23,7 @@ BORROWED, FROM_FILES = "has its weights from another worker, by", "reads the wei
 
 @pytest.fixture
 def said(caplog, capfd):
-    """What this process and its ranks have logged."""
+    """Returns the log of this process and its ranks."""
     caplog.set_level(logging.INFO)
     return lambda: caplog.text + capfd.readouterr().err
 
