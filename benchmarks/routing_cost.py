@@ -53,7 +53,7 @@ from shoal.fake_engine import FakeEngine
 from shoal.fleet.clock import LoopClock
 from shoal.fleet.native.membership import member_of
 from shoal.fleet.native.worker_server import WorkerPort
-from shoal.fleet.registry.open import open_plane
+from shoal.fleet.registry.open import open_registry
 from shoal.model_card import ModelCard
 from shoal.server.served.admission import Admission
 from shoal.telemetry.metrics import ModelMetrics
@@ -227,7 +227,7 @@ class SteppingEngine(FakeEngine):
 
 
 async def serve_own_workers(url: str, model: str, first: int, count: int) -> None:
-    plane = open_plane(url)
+    plane = open_registry(url)
     card = ModelCard(
         info=ModelInfo(
             model, os.getpid(), 32768, VOCAB_SIZE, 576, (), {}, 100_000, 16, 256, "cpu", "float32"

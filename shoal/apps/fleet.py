@@ -35,7 +35,7 @@ from shoal.fleet.planner.config import ON_THIS_HOST, PlannerConfig
 from shoal.fleet.planner.engine_profile import EngineProfile
 from shoal.fleet.pool.fleet import Fleet
 from shoal.fleet.registry.open import NATS
-from shoal.fleet.registry.registry import Plane
+from shoal.fleet.registry.registry import Registry
 from shoal.fleet.scaling.loop import PlannerLoop
 from shoal.fleet.scaling.parking import Parking
 from shoal.fleet.scaling.scaled_fleet import OwnFleet, PlannerPort, become_planner
@@ -180,7 +180,7 @@ class FleetSupervisor:
             connector = Parking(connector, fleet, self._planner, self._components)
         try:
             if self._planner.enabled:
-                await become_planner(_plane(fleet), self._name)
+                await become_planner(_registry_of(fleet), self._name)
             self._connector = connector  # which `end` closes
             await connector.start()
             await self._size(drain, fleet, connector)
@@ -201,7 +201,7 @@ class FleetSupervisor:
         if self._planner.enabled:
             sizing = PlannerLoop(self._planner, planned, fleet.clock, self._record, self._profiles).run()
         else:
-            sizing = PlannerPort(planned, _plane(fleet), self._name).run()
+            sizing = PlannerPort(planned, _registry_of(fleet), self._name).run()
         tasks = [asyncio.create_task(drain.wait()), hopeless, asyncio.create_task(sizing)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -227,9 +227,9 @@ class FleetSupervisor:
         await closing
 
 
-def _plane(fleet: Fleet) -> Plane:
-    assert fleet.plane is not None, "workers join on it"
-    return fleet.plane
+def _registry_of(fleet: Fleet) -> Registry:
+    assert fleet.registry is not None, "workers join on it"
+    return fleet.registry
 
 
 @contextmanager

@@ -27,8 +27,8 @@ from shoal.fleet.key import FleetKey
 from shoal.fleet.native.membership import member_of
 from shoal.fleet.native.weight_peers import borrowed_weights
 from shoal.fleet.native.worker_server import EventEndpoints, WorkerPort, check_host
-from shoal.fleet.registry.open import check_plane, open_plane
-from shoal.fleet.registry.registry import ROLES, Member, Plane, check_name
+from shoal.fleet.registry.open import check_plane, open_registry
+from shoal.fleet.registry.registry import ROLES, Member, Registry, check_name
 from shoal.fleet.tasks import start
 from shoal.server.served.model import ServedModel
 from shoal.telemetry.tracing import Tracing
@@ -123,12 +123,12 @@ async def weights_of_peers(
         return
     assert config.plane is not None
     key, name = FleetKey.read(config.fleet_key_file), functools.partial(tensors_fingerprint, planned.files)
-    plane = open_plane(config.plane, key=key, clock=LoopClock())
+    registry = open_registry(config.plane, key=key, clock=LoopClock())
     try:
-        async with borrowed_weights(plane, key, planned.names[0], name, worker_id) as asking:
+        async with borrowed_weights(registry, key, planned.names[0], name, worker_id) as asking:
             yield asking
     finally:
-        await plane.close()
+        await registry.close()
 
 
 def with_events(planned: Planned, events: EventEndpoints) -> Planned:
@@ -171,7 +171,7 @@ async def joined(
         tracing=tracing,
     )
     try:
-        plane = open_plane(config.plane, key=key, clock=clock)
+        registry = open_registry(config.plane, key=key, clock=clock)
         address = port.address_seen_from(urlsplit(config.plane.partition(",")[0]).hostname)
         role, shown_plane = config.role, shown(config.plane)
 
@@ -186,7 +186,7 @@ async def joined(
                 tags=config.worker_tags or (),
                 is_draining=model.admission.draining,
             )
-            await _register(plane, member)
+            await _register(registry, member)
 
         async def change_role(new: str) -> None:
             nonlocal role
@@ -219,7 +219,7 @@ async def joined(
             for task in (staying, leaving):
                 task.cancel()
             await asyncio.gather(staying, leaving, return_exceptions=True)
-            await plane.close()
+            await registry.close()
     finally:
         await port.close()
 
@@ -242,12 +242,12 @@ def _check_role(role: str, info: ModelInfo) -> None:
         )
 
 
-async def _register(plane: Plane, member: Member) -> None:
+async def _register(registry: Registry, member: Member) -> None:
     """Waits for a plane that is not there yet, and for the end of another process that has this id."""
     while True:
         try:
-            await plane.register(member)
+            await registry.register(member)
             return
         except ConfigError as error:
             logger.error("this worker is not in its fleet: %s; give it another --worker-id. Trying on", error)
-            await plane.clock.sleep(plane.lease_s)
+            await registry.clock.sleep(registry.lease_s)

@@ -19,8 +19,8 @@ from shoal.fleet.clock import LoopClock
 from shoal.fleet.connectors.state_file import fleet_folder
 from shoal.fleet.file.fleet_file import FleetFile
 from shoal.fleet.key import FleetKey
-from shoal.fleet.registry.open import open_plane
-from shoal.fleet.registry.registry import Plane
+from shoal.fleet.registry.open import open_registry
+from shoal.fleet.registry.registry import Registry
 from shoal.fleet.scaling.loop import PlannerLoop
 from shoal.fleet.scaling.scaled_fleet import RemoteFleet, become_planner, find_fleet
 from shoal.fleet.tasks import stop
@@ -58,8 +58,8 @@ async def _until_signal(file: FleetFile, url: str, name: str, record: IO[bytes] 
     drain, force = asyncio.Event(), asyncio.Event()
     key = FleetKey.read(file.router.fleet_key_file)
     with heeding_signals(drain, force):
-        plane = open_plane(url, lease_s=file.router.lease, key=key)
-        planning = asyncio.create_task(_plan(file, plane, name, record))
+        registry = open_registry(url, lease_s=file.router.lease, key=key)
+        planning = asyncio.create_task(_plan(file, registry, name, record))
         waiting = asyncio.create_task(drain.wait())
         try:
             await asyncio.wait([planning, waiting], return_when=asyncio.FIRST_COMPLETED)
@@ -67,13 +67,13 @@ async def _until_signal(file: FleetFile, url: str, name: str, record: IO[bytes] 
                 planning.result()
         finally:
             await stop([planning, waiting])
-            await plane.close()
+            await registry.close()
     return 0
 
 
-async def _plan(file: FleetFile, plane: Plane, own: str, record: IO[bytes] | None) -> None:
+async def _plan(file: FleetFile, registry: Registry, own: str, record: IO[bytes] | None) -> None:
     logger.info("the planner looks for its fleet on the plane")
-    name = await find_fleet(plane, own)
-    await become_planner(plane, name)
+    name = await find_fleet(registry, own)
+    await become_planner(registry, name)
     logger.info("planning for the fleet %s, mode %s", name, file.planner.mode)
-    await PlannerLoop(file.planner, RemoteFleet(plane, name), LoopClock(), record).run()
+    await PlannerLoop(file.planner, RemoteFleet(registry, name), LoopClock(), record).run()

@@ -19,10 +19,10 @@ from shoal.fleet.clock import LoopClock
 from shoal.fleet.config import FleetConfig
 from shoal.fleet.external.link import ForeignLink, new_session
 from shoal.fleet.key import FleetKey
-from shoal.fleet.native.membership import watch_plane
+from shoal.fleet.native.membership import watch_workers
 from shoal.fleet.native.remote_engine import RemoteEngine
 from shoal.fleet.pool.fleet import Fleet
-from shoal.fleet.registry.open import check_plane, open_plane
+from shoal.fleet.registry.open import check_plane, open_registry
 from shoal.fleet.tasks import start, stop
 from shoal.fleet.worker import Worker
 from shoal.server.app import Server
@@ -91,13 +91,13 @@ async def run_router(
     async with AsyncExitStack() as stack:
         for port in ports:
             stack.enter_context(port)
-        clock, key, plane = LoopClock(), FleetKey.read(config.fleet_key_file), None
+        clock, key, registry = LoopClock(), FleetKey.read(config.fleet_key_file), None
         if config.plane is not None:
-            plane = open_plane(config.plane, may_host=True, lease_s=config.lease, key=key, clock=clock)
-            stack.push_async_callback(plane.close)
+            registry = open_registry(config.plane, may_host=True, lease_s=config.lease, key=key, clock=clock)
+            stack.push_async_callback(registry.close)
         tracing = await stack.enter_async_context(opened_tracing(server.otlp_traces_endpoint, "router"))
         session = await stack.enter_async_context(new_session())
-        fleet = Fleet(config, clock, plane, connect=lambda spec: ForeignLink(spec, session))
+        fleet = Fleet(config, clock, registry, connect=lambda spec: ForeignLink(spec, session))
         stack.push_async_callback(fleet.close)
         catalog, routes = Catalog([]), FleetRoutes(fleet)
         public = [route for route in PUBLIC_ROUTES if route.path != routes.metrics.path]
@@ -133,9 +133,9 @@ async def run_router(
         if at_end is not None:
             stack.push_async_callback(at_end)
         tasks = [start(ModelCatalogSync(fleet, catalog, config, server).run())]
-        if plane is not None:
+        if registry is not None:
             joined = partial(_join, fleet)
-            watching = watch_plane(plane, key, joined, fleet.leave, fleet.assume, fleet.published)
+            watching = watch_workers(registry, key, joined, fleet.leave, fleet.assume, fleet.published)
             tasks.append(start(watching))
         if beside is not None:
             tasks.append(start(beside(fleet)))

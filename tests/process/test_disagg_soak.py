@@ -12,8 +12,8 @@ import time
 
 import pytest
 
-from shoal.fleet.native.membership import watch_plane
-from shoal.fleet.registry.open import open_plane
+from shoal.fleet.native.membership import watch_workers
+from shoal.fleet.registry.open import open_registry
 from shoal.wire import CheckIntegrity
 from tests.fleet_processes import wait_for
 from tests.forked_workers import ForkedProcesses
@@ -148,9 +148,9 @@ class Soak:
 
     async def books(self):
         workers = {}
-        plane = open_plane(self.fleet.plane)
+        plane = open_registry(self.fleet.plane)
         watching = asyncio.create_task(
-            watch_plane(
+            watch_workers(
                 plane,
                 None,
                 lambda worker: workers.update({worker.id: worker}),

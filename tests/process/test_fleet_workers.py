@@ -14,8 +14,8 @@ from shoal.api import Request
 from shoal.fleet.index.event_feed import EventFeed
 from shoal.fleet.index.indexer import KvIndexer, WorkerRank
 from shoal.fleet.key import FleetKey
-from shoal.fleet.native.membership import watch_plane
-from shoal.fleet.registry.open import open_plane
+from shoal.fleet.native.membership import watch_workers
+from shoal.fleet.registry.open import open_registry
 from shoal.sampling_params import SamplingParams
 from tests import nats_server
 from tests.asynchronous import within
@@ -58,9 +58,11 @@ async def test_a_worker_joins_answers_tells_of_its_blocks_and_leaves(tmp_path):
     key = FleetKey.read(str(key_file))
     workers, left = {}, []
     with Processes(tmp_path) as fleet:
-        plane = open_plane(fleet.plane, may_host=True, key=key)
+        plane = open_registry(fleet.plane, may_host=True, key=key)
         watching = asyncio.create_task(
-            watch_plane(plane, key, lambda worker: workers.update({worker.id: worker}), left.append, no_role)
+            watch_workers(
+                plane, key, lambda worker: workers.update({worker.id: worker}), left.append, no_role
+            )
         )
         fleet.serve("a", "--fleet-key-file", key_file)
         await eventually(lambda: "a" in workers or fleet.running["a"].poll() is not None)
@@ -99,9 +101,11 @@ async def test_a_worker_that_becomes_another_model_leaves_and_joins_as_that_one(
     models = [write_model(tmp_path, name) for name in ("qwen3", "llama")]
     prompt, workers, left = list(range(40)), {}, []
     with Processes(tmp_path) as fleet:
-        plane = open_plane(fleet.plane, may_host=True)
+        plane = open_registry(fleet.plane, may_host=True)
         watching = asyncio.create_task(
-            watch_plane(plane, None, lambda worker: workers.update({worker.id: worker}), left.append, no_role)
+            watch_workers(
+                plane, None, lambda worker: workers.update({worker.id: worker}), left.append, no_role
+            )
         )
         fleet.serve("a", "--enable-sleep-mode", "--served-model-name", "m", *TINY, model=models[0])
         await eventually(lambda: "a" in workers or fleet.running["a"].poll() is not None)

@@ -1,4 +1,4 @@
-"""The fleet key on both planes: who has it meets the others, and who does not is neither heard nor told."""
+"""The fleet key in both registries: processes with it meet each other, and others can neither send nor receive."""
 
 import asyncio
 import subprocess
@@ -7,7 +7,7 @@ import pytest
 
 from shoal.errors import ConfigError
 from shoal.fleet.key import FleetKey
-from shoal.fleet.registry.open import check_plane, open_plane
+from shoal.fleet.registry.open import check_plane, open_registry
 from shoal.fleet.registry.registry import Member
 from tests import nats_server
 from tests.asynchronous import within
@@ -36,21 +36,21 @@ def url(request, tmp_path):
 
 
 def open_with(url, key, may_host=False):
-    return open_plane(url, lease_s=LEASE_S, key=key, may_host=may_host)
+    return open_registry(url, lease_s=LEASE_S, key=key, may_host=may_host)
 
 
 def member(name):
     return Member(id=name, role="both", address="http://127.0.0.1:1")
 
 
-async def until(plane, *ids):
-    async for members in plane.watch():
+async def until(registry, *ids):
+    async for members in registry.watch():
         if set(members) == set(ids):
             return
 
 
 @asynchronous
-async def test_who_has_the_key_finds_everything_on_the_plane(url):
+async def test_a_process_with_the_key_can_use_the_whole_registry(url):
     first, second = open_with(url, KEY, may_host=True), open_with(url, KEY)
     await second.register(member("w"))
     await until(first, "w")
@@ -58,40 +58,39 @@ async def test_who_has_the_key_finds_everything_on_the_plane(url):
     await second.publish("notes", Note(1))
     assert (await anext(notes)).n == 1
 
-    async def count(asked):
-        for n in range(asked.n):
-            yield Note(n)
+    async def square(note):
+        return Note(note.n * note.n)
 
-    await second.serve("count", Note, count)
-    assert [note.n async for note in await first.request("count", Note(3), Note)] == [0, 1, 2]
+    async with second.serving("w", Note, square):
+        assert (await first.request("w", Note(3), Note)).n == 9
     await second.unregister("w")
     await until(first)
-    for plane in (second, first):
-        await plane.close()
+    for registry in (second, first):
+        await registry.close()
 
 
 @pytest.mark.parametrize("key", [None, OTHER_KEY], ids=["none", "another"])
 @asynchronous
-async def test_who_has_another_key_or_none_changes_nothing(url, key):
-    plane, stranger = open_with(url, KEY, may_host=True), open_with(url, key)
-    await plane.register(member("w"))
-    notes = await plane.subscribe("notes", Note)
+async def test_a_process_with_another_key_or_without_one_changes_nothing(url, key):
+    registry, stranger = open_with(url, KEY, may_host=True), open_with(url, key)
+    await registry.register(member("w"))
+    notes = await registry.subscribe("notes", Note)
     attempts = [
         asyncio.create_task(stranger.register(member("impostor"))),
         asyncio.create_task(stranger.publish("notes", Note(666))),
     ]
     await asyncio.sleep(LEASE_S / 2)
-    await plane.publish("notes", Note(1))
+    await registry.publish("notes", Note(1))
     assert (await anext(notes)).n == 1, "a stranger's note is not among them"
-    assert set(plane.members) == {"w"} and "w" not in stranger.members
+    assert set(registry.members) == {"w"} and "w" not in stranger.members
     for task in attempts:
         task.cancel()
     await asyncio.gather(*attempts, return_exceptions=True)
-    for one in (stranger, plane):
+    for one in (stranger, registry):
         await one.close()
 
 
-def test_a_seal_counts_for_its_subject_alone():
+def test_a_seal_is_valid_for_its_subject_alone():
     sealed = KEY.seal("a", b"payload")
     assert KEY.unseal("a", sealed) == b"payload"
     assert KEY.unseal("b", sealed) is None and OTHER_KEY.unseal("a", sealed) is None
@@ -109,12 +108,12 @@ def test_nats_beyond_this_machine_needs_a_key(url):
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["without a key", "with one"])
-def test_an_embedded_plane_beyond_this_machine_is_refused_and_says_what_is_needed(key):
+def test_an_embedded_registry_beyond_this_machine_is_refused_with_the_way_out(key):
     with pytest.raises(ConfigError, match=r"one host.*nats://.*--fleet-key-file"):
         check_plane("tcp://0.0.0.0:5600", key)
 
 
-def test_a_key_file_that_cannot_serve_is_named(tmp_path):
+def test_an_unusable_key_file_is_named(tmp_path):
     assert FleetKey.read(None) is None
     with pytest.raises(ConfigError, match=r"cannot be read.*openssl rand"):
         FleetKey.read(str(tmp_path / "none"))

@@ -1,5 +1,4 @@
-"""What a router makes of the members of a plane: workers that come, change, leave, and those that cannot be
-read."""
+"""A router follows the members of a registry: workers that join, change and leave, and unreadable ones."""
 
 import asyncio
 import logging
@@ -13,8 +12,8 @@ from shoal.apps import join
 from shoal.config import ServerConfig
 from shoal.fake_engine import FakeEngine
 from shoal.fleet.clock import LoopClock
-from shoal.fleet.native.membership import member_of, watch_plane
-from shoal.fleet.registry.embedded import EmbeddedPlane, Host
+from shoal.fleet.native.membership import member_of, watch_workers
+from shoal.fleet.registry.embedded import EmbeddedRegistry, Host
 from shoal.fleet.registry.registry import Member
 from shoal.model_card import ModelCard
 from shoal.server.served.admission import Admission
@@ -51,19 +50,19 @@ class Router:
 async def watched():
     clock, router = LoopClock(), Router()
     host = Host(clock)
-    planes = [EmbeddedPlane.of_host(host, clock, random.Random(i)) for i in range(2)]
+    registries = [EmbeddedRegistry.of_host(host, clock, random.Random(i)) for i in range(2)]
     watching = asyncio.create_task(
-        watch_plane(planes[0], None, router.on_join, router.on_leave, router.on_role)
+        watch_workers(registries[0], None, router.on_join, router.on_leave, router.on_role)
     )
     try:
-        yield planes[1], router
+        yield registries[1], router
         assert not watching.done(), "whatever members say, the watch goes on"
     finally:
         watching.cancel()
         for name in list(router.workers):
             router.on_leave(name)
-        for plane in planes:
-            await plane.close()
+        for registry in registries:
+            await registry.close()
         host.close()
         await asyncio.sleep(0)
 
@@ -80,64 +79,64 @@ def worker(name="w", port=None, role="both", **changes):
 
 
 @asynchronous
-async def test_a_worker_is_what_it_says_and_leaves_with_its_member(caplog):
+async def test_a_worker_has_the_fields_of_its_member_and_leaves_with_it(caplog):
     caplog.set_level(logging.INFO, "shoal.fleet.native.membership")
-    async with watched() as (plane, router):
-        await plane.register(worker(role="decode", tags=["x", "y"]))
+    async with watched() as (registry, router):
+        await registry.register(worker(role="decode", tags=["x", "y"]))
         await until(lambda: router.workers)
         info, link = router.workers["w"].info, router.workers["w"].link
         assert info.models == ("fake", "alias") and info.role == "decode" and info.pid is not None
         assert info.tags == {"x", "y"}
         assert (info.block_size, info.total_blocks, info.max_running) == (16, 1024, 4)
         assert link.card == CARD and info.identity["vocabulary size"] == 512
-        await plane.unregister("w")
+        await registry.unregister("w")
         await until(lambda: router.left == ["w"])
-        assert "worker w is gone from the plane" in caplog.messages
+        assert "worker w has left the plane" in caplog.messages
 
 
 @asynchronous
-async def test_one_that_drains_stays_and_one_that_changes_joins_anew():
-    async with watched() as (plane, router):
+async def test_a_worker_that_drains_stays_and_one_that_changes_joins_again():
+    async with watched() as (registry, router):
         port = f"tcp://127.0.0.1:{free_port()}"
-        await plane.register(worker(port=port))
+        await registry.register(worker(port=port))
         await until(lambda: router.workers)
         first = router.workers["w"]
-        await plane.register(worker(port=port, is_draining=True))
+        await registry.register(worker(port=port, is_draining=True))
         await until(lambda: first.is_draining)
         assert router.workers["w"] is first and not router.left
         changes = []
         first.on_change.add(lambda: changes.append(first.is_draining))
-        await plane.register(worker(port=port))
+        await registry.register(worker(port=port))
         await until(lambda: changes)
-        assert changes == [False], "whoever waits for it is told"
-        await plane.register(worker())
+        assert changes == [False], "watchers of the worker are notified"
+        await registry.register(worker())
         await until(lambda: router.left == ["w"] and "w" in router.workers)
         second = router.workers["w"]
         assert second is not first and not second.is_draining
 
 
 @asynchronous
-async def test_one_that_changes_its_role_stays_and_drains_on_if_an_operator_drains_it():
-    async with watched() as (plane, router):
+async def test_a_worker_that_changes_its_role_stays_and_keeps_an_operators_draining():
+    async with watched() as (registry, router):
         port = f"tcp://127.0.0.1:{free_port()}"
-        await plane.register(worker(port=port))
+        await registry.register(worker(port=port))
         await until(lambda: router.workers)
         there = router.workers["w"]
         there.drain(True)
-        await plane.register(worker(port=port, role="prefill"))
+        await registry.register(worker(port=port, role="prefill"))
         await until(lambda: router.roles == ["prefill"])
         assert router.workers["w"] is there and not router.left
-        assert there.is_draining, "the operator's word stands until the worker says something else itself"
-        await plane.register(worker(port=port, role="decode", is_draining=True))
+        assert there.is_draining, "the operator's choice holds until the worker itself changes it"
+        await registry.register(worker(port=port, role="decode", is_draining=True))
         await until(lambda: router.roles == ["prefill", "decode"])
-        await plane.register(worker(port=port, role="decode"))
+        await registry.register(worker(port=port, role="decode"))
         await until(lambda: not there.is_draining)
 
 
 @asynchronous
-async def test_a_worker_that_ends_says_so_on_when_it_is_given_another_role(monkeypatch):
-    async with watched() as (plane, router):
-        monkeypatch.setattr(join, "open_plane", lambda *_, **__: plane)
+async def test_a_worker_that_ends_keeps_draining_when_its_role_changes(monkeypatch):
+    async with watched() as (registry, router):
+        monkeypatch.setattr(join, "open_registry", lambda *_, **__: registry)
         model = SimpleNamespace(
             engine=FakeEngine(vocab_size=512),
             admission=Admission(4, 4),
@@ -158,19 +157,19 @@ async def test_a_worker_that_ends_says_so_on_when_it_is_given_another_role(monke
 
 
 @asynchronous
-async def test_members_that_are_no_workers_of_ours_are_passed_over(caplog):
-    async with watched() as (plane, router):
+async def test_members_that_are_not_native_workers_are_ignored(caplog):
+    async with watched() as (registry, router):
         good = worker("good")
-        await plane.register(Member(id="router", role="router", address="http://127.0.0.1:1"))
-        await plane.register(Member(id="empty", role="both", address="http://127.0.0.1:1", model="fake"))
+        await registry.register(Member(id="router", role="router", address="http://127.0.0.1:1"))
+        await registry.register(Member(id="empty", role="both", address="http://127.0.0.1:1", model="fake"))
         wrong = msgspec.structs.replace(good, id="wrong", details={**good.details, "card": 3})
-        await plane.register(wrong)
-        await plane.register(worker("nowhere", port="garbage"))
-        await plane.register(good)
+        await registry.register(wrong)
+        await registry.register(worker("nowhere", port="garbage"))
+        await registry.register(good)
         await until(lambda: router.workers)
         assert set(router.workers) == {"good"}
         for name in ("empty", "wrong", "nowhere"):
-            assert f"worker {name} is set aside" in caplog.text
+            assert f"worker {name} is ignored" in caplog.text
         assert "router" not in caplog.text
-        await plane.register(msgspec.structs.replace(good, id="wrong"))
+        await registry.register(msgspec.structs.replace(good, id="wrong"))
         await until(lambda: set(router.workers) == {"good", "wrong"})

@@ -14,7 +14,7 @@ from shoal.fleet.native import weight_peers
 from shoal.fleet.native.membership import member_of
 from shoal.fleet.native.weight_peers import borrowed_weights
 from shoal.fleet.native.worker_server import WorkerPort
-from shoal.fleet.registry.open import open_plane
+from shoal.fleet.registry.open import open_registry
 from shoal.model_card import ModelCard
 from shoal.server.served.admission import Admission
 from shoal.telemetry.metrics import ModelMetrics
@@ -70,7 +70,7 @@ async def on_a_plane(**lenders):
     async with AsyncExitStack() as stack:
 
         def plane(may_host=False):
-            opened = open_plane(url, may_host=may_host)
+            opened = open_registry(url, may_host=may_host)
             stack.push_async_callback(opened.close)
             return opened
 
@@ -103,7 +103,7 @@ async def test_where_nobody_has_the_weights_the_search_ends_by_itself(monkeypatc
     monkeypatch.setattr(weight_peers, "SEARCH_S", 0.3)
     async with on_a_plane(other=Lender()) as plane, searching(plane()) as asking:
         assert await asking is None
-    nowhere = open_plane(f"tcp://127.0.0.1:{free_port()}")
+    nowhere = open_registry(f"tcp://127.0.0.1:{free_port()}")
     async with searching(nowhere) as asking:
         assert await asking is None
     await nowhere.close()

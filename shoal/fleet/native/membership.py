@@ -1,4 +1,4 @@
-"""Our own workers on the plane: how one joins, and how a router sees them come and go."""
+"""Native workers in the registry: the member of a worker, and how a router follows the members."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal.errors import ConfigError
 from shoal.fleet.key import FleetKey
 from shoal.fleet.native.remote_engine import RemoteEngine
 from shoal.fleet.native.worker_wire import Report
-from shoal.fleet.registry.registry import ROLES, Member, Plane
+from shoal.fleet.registry.registry import ROLES, Member, Registry
 from shoal.fleet.worker import Worker, WorkerInfo, WorkerLoad
 from shoal.hashing import WIRE_SEED
 from shoal.model_card import ModelCard
@@ -23,12 +23,12 @@ logger = logging.getLogger(__name__)
 
 
 class WorkerDetails(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says on the plane beside its Member's own fields."""
+    """The details of a worker's Member."""
 
     card: ModelCard
-    port: str  # of its tokens: tcp://HOST:PORT
+    port: str  # where it serves tokens: tcp://HOST:PORT
     pid: int
-    host: str  # the name of its machine
+    host: str  # name of its machine
     hash_seed: int = WIRE_SEED
     is_draining: bool = False
     tags: list[str] = []
@@ -44,7 +44,7 @@ def member_of(
     tags: Sequence[str] = (),
     is_draining: bool = False,
 ) -> Member:
-    """This process as a worker on the plane. url: of its HTTP server."""
+    """Returns this process as a worker's member. `url`: its HTTP server's."""
     details = WorkerDetails(
         card=card,
         port=port,
@@ -58,30 +58,30 @@ def member_of(
     )
 
 
-async def watch_plane(
-    plane: Plane,
+async def watch_workers(
+    registry: Registry,
     key: FleetKey | None,
     on_join: Callable[[Worker[RemoteEngine]], None],
     on_leave: Callable[[str], None],
     on_role: Callable[[Worker[RemoteEngine], str], None],
     on_load: Callable[[str, list[WorkerLoad]], None] = lambda worker_id, loads: None,
 ) -> None:
-    """Calls `on_join` for each worker that comes, with a link that connects by itself, and `on_leave` with
-    the id of one that has left or died; whoever is called closes the link. `on_role` is called when a worker
-    does another role, to write that down in its info, and `on_load` gets what workers report. Runs until it
-    is cancelled.
+    """Calls `on_join` for each worker that joins, with a link that connects by itself, and `on_leave` with
+    the id of one that has left or died; the callbacks close the link. `on_role` is called when a worker has
+    changed its role, and updates its info; `on_load` gets the loads that workers report. Runs until it is
+    cancelled.
 
-    A worker that changes something else leaves and joins, but for draining, which shows in its Worker. What
-    cannot be read is set aside, and the log names it."""
+    A worker whose other fields change leaves and joins again, except for draining, which its Worker shows. A
+    member that cannot be read is ignored, and the log names it."""
     known: dict[str, Member] = {}
     workers: dict[str, Worker[RemoteEngine]] = {}
-    draining: dict[str, bool] = {}  # what each says of itself; an operator may drain it here, too
-    async for members in plane.watch():
+    draining: dict[str, bool] = {}  # as each worker reports it; an operator may drain it here, too
+    async for members in registry.watch():
         current = {name: member for name, member in members.items() if member.role in ROLES}
         for worker_id in [name for name in known if name not in current]:
             del known[worker_id]
             if workers.pop(worker_id, None) is not None:
-                logger.info("worker %s is gone from the plane", worker_id)
+                logger.info("worker %s has left the plane", worker_id)
                 on_leave(worker_id)
         for worker_id, member in current.items():
             if known.get(worker_id) == member:
@@ -101,19 +101,19 @@ async def watch_plane(
                 del workers[worker_id]
                 on_leave(worker_id)
             if details is not None:
-                found = _worker_of(member, details, key, plane.clock.now, on_load)
+                found = _worker_of(member, details, key, registry.clock.now, on_load)
             if found is not None:
                 workers[worker_id], draining[worker_id] = found, found.is_draining
                 on_join(found)
 
 
 def read_details(member: Member) -> WorkerDetails | None:
-    """None, with a line in the log, for what cannot be read."""
+    """Returns None, and logs it, for details that cannot be read."""
     try:
         return msgspec.convert(member.details, WorkerDetails)
     except msgspec.ValidationError as error:
         logger.warning(
-            "worker %s is set aside: what it says on the plane cannot be read (%s); is its version another?",
+            "worker %s is ignored: its details on the plane cannot be read (%s); is its version another?",
             member.id,
             error,
         )
@@ -129,7 +129,7 @@ def _is_same(worker: Worker[RemoteEngine], member: Member, details: WorkerDetail
 
 
 def link_to(member: Member, details: WorkerDetails, key: FleetKey | None) -> RemoteEngine | None:
-    """A link that connects by itself. None, with a line in the log, for an address that is none."""
+    """Returns a link that connects by itself; None, and logs it, for an invalid address."""
     card = details.card
     info = WorkerInfo(
         id=member.id,
@@ -149,7 +149,7 @@ def link_to(member: Member, details: WorkerDetails, key: FleetKey | None) -> Rem
     try:
         return RemoteEngine(info, card, details.port, key)
     except ConfigError as error:
-        logger.warning("worker %s is set aside: %s", member.id, error)
+        logger.warning("worker %s is ignored: %s", member.id, error)
         return None
 
 
@@ -160,7 +160,7 @@ def _worker_of(
     clock: Callable[[], float],
     on_load: Callable[[str, list[WorkerLoad]], None],
 ) -> Worker[RemoteEngine] | None:
-    """None for an address that is none."""
+    """Returns None for an invalid address."""
     link = link_to(member, details, key)
     if link is None:
         return None

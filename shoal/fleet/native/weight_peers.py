@@ -13,7 +13,7 @@ from shoal.errors import ShoalError
 from shoal.fleet.key import FleetKey
 from shoal.fleet.native.membership import link_to, read_details
 from shoal.fleet.native.remote_engine import RemoteEngine
-from shoal.fleet.registry.registry import ROLES, Member, Plane
+from shoal.fleet.registry.registry import ROLES, Member, Registry
 from shoal.wire import LendWeights, TakeBackWeights
 
 logger = logging.getLogger(__name__)
@@ -25,13 +25,13 @@ ANSWER_S = 60.0  # for all their answers: one that lends computes checksums of i
 
 @contextlib.asynccontextmanager
 async def borrowed_weights(
-    plane: Plane, key: FleetKey | None, model: str, name: Callable[[], bytes], borrower: str
+    registry: Registry, key: FleetKey | None, model: str, name: Callable[[], bytes], borrower: str
 ) -> AsyncIterator[Awaitable[bytes | None]]:
     """Looks for weights among the workers that serve `model`, while the block runs: what the block gets is
     awaited for their loan, None where nobody has any. `name()`: the weights' (weights/fingerprint.py); it
     reads files, and is called in a thread if anybody is there. `borrower`: this process's id. The loan ends
     with the block."""
-    search = _Search(plane, key, model, name, borrower)
+    search = _Search(registry, key, model, name, borrower)
     asking = asyncio.create_task(search.run())
     try:
         yield asking
@@ -43,9 +43,9 @@ async def borrowed_weights(
 
 class _Search:
     def __init__(
-        self, plane: Plane, key: FleetKey | None, model: str, name: Callable[[], bytes], borrower: str
+        self, registry: Registry, key: FleetKey | None, model: str, name: Callable[[], bytes], borrower: str
     ) -> None:
-        self._plane, self._key, self._model = plane, key, model
+        self._registry, self._key, self._model = registry, key, model
         self._name, self._borrower = name, borrower
         self._lender: RemoteEngine | None = None
 
@@ -71,7 +71,7 @@ class _Search:
     async def _candidates(self) -> list[Member]:
         """As soon as there is one."""
         host = socket.gethostname()
-        async with aclosing(self._plane.watch()) as views:
+        async with aclosing(self._registry.watch()) as views:
             async for members in views:
                 found = [
                     member

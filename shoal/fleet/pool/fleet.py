@@ -28,7 +28,7 @@ from shoal.fleet.pool.health import Prober
 from shoal.fleet.pool.metrics import of_planner
 from shoal.fleet.pool.model_pool import ModelFleet
 from shoal.fleet.pool.replica_sync import SharedBooks
-from shoal.fleet.registry.registry import Plane
+from shoal.fleet.registry.registry import Registry
 from shoal.fleet.routing.dispatcher import Wanted
 from shoal.fleet.routing.kv_router import KvRouter
 from shoal.fleet.tasks import start, stop
@@ -68,11 +68,11 @@ class Fleet:
         self,
         config: FleetConfig,
         clock: Clock,
-        plane: Plane | None = None,
+        registry: Registry | None = None,
         connect: Callable[[WorkerSpec], Link] | None = None,
     ) -> None:
         """`connect` makes the link to a foreign worker."""
-        self.config, self.clock, self.plane = config, clock, plane
+        self.config, self.clock, self.registry = config, clock, registry
         self.models: dict[str, ModelFleet] = {}  # by each of their names
         self._all: list[ModelFleet] = []
         self.workers: dict[str, Worker[Any]] = {}
@@ -86,7 +86,7 @@ class Fleet:
             checked=self._checked,
             loaded=lambda worker, loads: self.published(worker.id, loads),
         )
-        self.shared = None if plane is None else SharedBooks(plane, lambda: self._all)
+        self.shared = None if registry is None else SharedBooks(registry, lambda: self._all)
         self._connect = connect
         self._settings: dict[str, Any] = {name: getattr(config, name) for name in SETTINGS}
         self._listening: dict[str, Sequence[Listening]] = {}  # by worker, for each rank

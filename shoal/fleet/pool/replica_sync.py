@@ -15,7 +15,7 @@ import msgspec
 
 from shoal.errors import ShoalError
 from shoal.fleet.pool.model_pool import ModelFleet
-from shoal.fleet.registry.registry import Member, Plane
+from shoal.fleet.registry.registry import Member, Registry
 from shoal.fleet.routing.active_requests import AnyChange, Begun, Ended
 from shoal.fleet.tasks import start, stop
 
@@ -42,10 +42,10 @@ class News(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SharedBooks:
-    def __init__(self, plane: Plane, models: Callable[[], Iterable[ModelFleet]]) -> None:
+    def __init__(self, registry: Registry, models: Callable[[], Iterable[ModelFleet]]) -> None:
         """`models`: those of this router now."""
         self.num_told = self.num_heard = 0  # changes
-        self._plane, self._models = plane, models
+        self._registry, self._models = registry, models
         self._changes: dict[str, list[AnyChange]] = {}  # by model, not told yet
         self._is_roll_due = False
         self._has_changes = asyncio.Event()  # or the roll is due
@@ -93,11 +93,11 @@ class SharedBooks:
                     present = each.router.books.own_requests()
                     if len(present) <= MOST_PRESENT:
                         await self._publish(each.name, [], present)
-            await self._plane.clock.sleep(FLUSH_S)
+            await self._registry.clock.sleep(FLUSH_S)
 
     async def _call_the_roll(self) -> None:
         while True:
-            await self._plane.clock.sleep(ROLL_CALL_S)
+            await self._registry.clock.sleep(ROLL_CALL_S)
             if self._routers:
                 self._is_roll_due = True
                 self._has_changes.set()
@@ -105,7 +105,7 @@ class SharedBooks:
     async def _publish(self, model: str, changes: list[AnyChange], present: list[str] | None = None) -> None:
         self.num_told += len(changes)
         try:
-            await self._plane.publish(SUBJECT, News(self._plane.name, model, changes, present))
+            await self._registry.publish(SUBJECT, News(self._registry.name, model, changes, present))
         except ShoalError as error:
             logger.warning("%d changes of books are not told: %s", len(changes), error)
 
@@ -120,9 +120,9 @@ class SharedBooks:
     # Hearing
 
     async def _hear(self) -> None:
-        subscription = await self._plane.subscribe(SUBJECT, News)
+        subscription = await self._registry.subscribe(SUBJECT, News)
         # Whoever sees this router tells it all, so it must listen before.
-        await self._plane.register(Member(id=f"router-{self._plane.name}", role=ROUTER, address=""))
+        await self._registry.register(Member(id=f"router-{self._registry.name}", role=ROUTER, address=""))
         async for news in subscription:
             self._take(news)
 
@@ -149,11 +149,11 @@ class SharedBooks:
         model.changed()
 
     async def _watch(self) -> None:
-        async for members in self._plane.watch():
+        async for members in self._registry.watch():
             routers = {
                 member.id.removeprefix("router-")
                 for member in members.values()
-                if member.role == ROUTER and member.id != f"router-{self._plane.name}"
+                if member.role == ROUTER and member.id != f"router-{self._registry.name}"
             }
             came, went = routers - self._routers, self._routers - routers
             self._routers = routers

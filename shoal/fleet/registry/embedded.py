@@ -1,9 +1,9 @@
-"""The plane of one host, without a server: ZMQ, inside of one of its processes (the router's).
+"""The registry of one host, without a server: ZMQ, inside one of its processes (the router's).
 
-The first process that may host it binds the address and keeps the books (`plane_hub`); all others connect,
+The first process that may host it binds the address and holds the state (`plane_hub`); all others connect,
 and join again when it comes back. It takes loopback addresses and Unix sockets alone, and with the fleet key
-nobody joins who does not have it: a fleet of many hosts needs NATS. A `Host` without an address serves planes
-of its own process alone, on any clock: the simulator's way.
+only processes that have the key join: a fleet of many hosts needs NATS. A `Host` without an address serves
+registries of its own process alone, on any clock: the simulator uses that.
 """
 
 from __future__ import annotations
@@ -27,28 +27,52 @@ from zmq.auth.thread import ThreadAuthenticator
 from shoal.errors import ConfigError
 from shoal.fleet.clock import Clock
 from shoal.fleet.key import FleetKey, is_loopback
-from shoal.fleet.registry import hub as wire
+from shoal.fleet.registry.hub import (
+    Answered,
+    Ask,
+    Asked,
+    Bye,
+    Delivery,
+    FromHub,
+    Hello,
+    Hub,
+    HubMessage,
+    Members,
+    Publish,
+    Register,
+    Renew,
+    Reply,
+    Respond,
+    Subscribe,
+    Unregister,
+    Unsubscribe,
+    Welcome,
+    WhoAreYou,
+)
 from shoal.fleet.registry.registry import (
     LEASE_S,
     MAX_PAYLOAD_BYTES,
     TICK_S,
+    Answer,
     Member,
-    Plane,
+    Registry,
+    SendAnswer,
+    check_size,
     has_left,
-    too_large,
+    was_away,
 )
 from shoal.fleet.registry.subscription import encode
 from shoal.fleet.tasks import start, stop
 
 logger = logging.getLogger(__name__)
 
-HIGH_WATER = 16_384  # messages to one process that waits; beyond it, those for its subscriptions are lost
-MAX_OUT = 1024  # messages that wait to leave a process; beyond them `publish` waits
-RETRY_S = 0.005  # until the socket is tried again that takes nothing
-ROOM_FOR_HEAD = 4096  # bytes of a message beside its payload
+HIGH_WATER = 16_384  # messages that wait for one process; further ones for its subscriptions are lost
+MAX_OUT = 1024  # messages that wait to leave a process; `publish` waits beyond them
+RETRY_S = 0.005  # a full socket is tried again after this time
+ROOM_FOR_HEAD = 4096  # bytes of a message in addition to its payload
 
 
-class Link(Protocol):
+class Connection(Protocol):
     """One process's connection to the hub."""
 
     def try_send(self, payload: bytes) -> bool:
@@ -64,8 +88,8 @@ class Host:
 
     def __init__(self, clock: Clock, lease_s: float = LEASE_S) -> None:
         self._clock = clock
-        self._hub = wire.Hub(clock.now(), lease_s)
-        self.num_dropped = 0  # messages to processes that took none
+        self._hub = Hub(clock.now(), lease_s)
+        self.num_dropped = 0  # messages to processes whose queue was full
         self._local: dict[str, asyncio.Queue[bytes]] = {}
         self._context: zmq.asyncio.Context | None = None
         self._socket: zmq.asyncio.Socket | None = None
@@ -78,13 +102,13 @@ class Host:
         return self._hub.reader.num_unreadable.total()
 
     def bind(self, address: str, key: FleetKey | None = None) -> None:
-        """Raises BlockingIOError where another process hosts the plane at this address. `key`: who does not
-        have it is not let in."""
+        """Raises BlockingIOError where another process hosts the registry at this address. `key`: processes
+        without it cannot connect."""
         if address.startswith("ipc://"):
-            # libzmq would take the socket file away from who has it, so a lock file says whose it is.
+            # libzmq would take the socket file away from the process that has it, so a lock file guards it.
             self._lock = os.open(address.removeprefix("ipc://") + ".lock", os.O_CREAT | os.O_RDWR, 0o600)
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        context = self._context = zmq.asyncio.Context()  # its own: libzmq asks one authenticator a context
+        context = self._context = zmq.asyncio.Context()  # its own: libzmq asks one authenticator per context
         socket = self._socket = context.socket(zmq.ROUTER)
         if key is not None:
             self._authenticator = key.let_in(context)
@@ -106,7 +130,7 @@ class Host:
         self._tasks.append(start(self._read(socket)))
 
     def attach(self, name: str) -> asyncio.Queue[bytes]:
-        """A process that is this one."""
+        """Connects the process of the host itself."""
         queue = self._local[name] = asyncio.Queue(HIGH_WATER)
         return queue
 
@@ -140,7 +164,7 @@ class Host:
             frames = await socket.recv_multipart()
             name = frames[0].decode("latin-1")
             self.take(name, frames[1] if len(frames) == 2 else b"")
-            await asyncio.sleep(0)  # a received message is no reason for asyncio to look at others
+            await asyncio.sleep(0)  # asyncio runs no other task for a message that was there already
 
     def _flush(self) -> None:
         encoded: tuple[object, bytes] = (None, b"")
@@ -162,7 +186,7 @@ class Host:
         return _is_sent(self._socket.send_multipart([name.encode("latin-1"), payload], zmq.NOBLOCK))
 
 
-class _LocalLink:
+class _LocalConnection:
     def __init__(self, host: Host, name: str) -> None:
         self._host, self._name = host, name
         self._queue = host.attach(name)
@@ -178,13 +202,13 @@ class _LocalLink:
         self._host.detach(self._name)
 
 
-class _ZmqLink:
+class _ZmqConnection:
     def __init__(self, address: str, name: str, key: FleetKey | None) -> None:
         self._socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         if key is not None:
             key.protect_client(self._socket)
         self._socket.routing_id = name.encode()
-        self._socket.immediate = True  # nothing is kept for a hub that is not there
+        self._socket.immediate = True  # libzmq keeps no messages for a hub that is away
         self._socket.sndhwm = self._socket.rcvhwm = HIGH_WATER
         self._socket.linger = 100
         self._socket.ipv6 = "[" in address
@@ -200,28 +224,30 @@ class _ZmqLink:
         self._socket.close()
 
 
-class EmbeddedPlane(Plane):
-    """A process's end of the embedded plane."""
+class EmbeddedRegistry(Registry):
+    """The connection of one process to the embedded registry."""
 
     def __init__(
-        self, clock: Clock, random: Random, lease_s: float, make_link: Callable[[str], Link]
+        self, clock: Clock, random: Random, lease_s: float, connect: Callable[[str], Connection]
     ) -> None:
-        """`make_link` is given this process's name."""
+        """`connect` gets the name of this process."""
         super().__init__(clock, random, lease_s)
-        self._link = make_link(self.name)
+        self._connection = connect(self.name)
         self._owned_host: Host | None = None
         self._is_joined = False
         self._was_joined = asyncio.Event()
         self._heard_at = clock.now()
-        self._version = 0  # of the list of members that came last
-        self._known_before: dict[str, Member] = {}  # members that a hub which has just started may yet meet
+        self._version = 0  # the version of the last list of members
+        self._known_before: dict[str, Member] = {}  # members that may yet join a hub that has just started
         self._out: deque[bytes] = deque()
         self._has_out, self._has_room = asyncio.Event(), asyncio.Event()
         self._ids = itertools.count(1)
-        self._calls: dict[int, tuple[wire._Message, asyncio.Future[wire.Reply]]] = {}
+        self._calls: dict[int, tuple[Register | Subscribe, asyncio.Future[Reply]]] = {}
+        self._asks: dict[int, tuple[Ask, asyncio.Future[Answer | None]]] = {}
         self._registered: dict[str, Member] = {}
         self._listeners: dict[str, list[Callable[[bytes], None]]] = {}
-        self._tasks = [start(loop()) for loop in (self._read, self._write, self._beat)]
+        self._takers: dict[str, Callable[[bytes, SendAnswer], None]] = {}  # by the id of the member
+        self._tasks = [start(loop()) for loop in (self._read, self._write, self._renew)]
 
     @classmethod
     def open(
@@ -232,9 +258,9 @@ class EmbeddedPlane(Plane):
         lease_s: float = LEASE_S,
         may_host: bool = False,
         key: FleetKey | None = None,
-    ) -> EmbeddedPlane:
-        """`may_host`: keeps the books itself, unless another process does at this address. Everybody else
-        waits for that process, so only who lives as long as the plane should host it. `key`: of the fleet."""
+    ) -> EmbeddedRegistry:
+        """`may_host`: hosts the registry itself, unless another process does so at this address. All other
+        processes wait for the host, so its process must live as long as the registry. `key`: the fleet's."""
         if may_host:
             host = Host(clock, lease_s)
             try:
@@ -243,30 +269,36 @@ class EmbeddedPlane(Plane):
                 host.close()
             except (OSError, zmq.ZMQError) as error:
                 host.close()
-                raise ConfigError(f"the plane cannot listen at {url!r}: {error}") from None
+                raise ConfigError(
+                    f"plane must be an address to listen at, got {url!r} ({error}); choose another"
+                ) from None
             else:
-                plane = cls(clock, random, lease_s, lambda name: _LocalLink(host, name))
-                plane._owned_host = host
-                return plane
+                registry = cls(clock, random, lease_s, lambda name: _LocalConnection(host, name))
+                registry._owned_host = host
+                return registry
         try:
-            return cls(clock, random, lease_s, lambda name: _ZmqLink(url, name, key))
+            return cls(clock, random, lease_s, lambda name: _ZmqConnection(url, name, key))
         except zmq.ZMQError as error:
-            raise ConfigError(f"there can be no plane at {url!r}: {error}") from None
+            raise ConfigError(
+                f"plane must be an address to connect to, got {url!r} ({error}); choose another"
+            ) from None
 
     @classmethod
-    def of_host(cls, host: Host, clock: Clock, random: Random, lease_s: float = LEASE_S) -> EmbeddedPlane:
-        """A plane of the host's own process."""
-        return cls(clock, random, lease_s, lambda name: _LocalLink(host, name))
+    def of_host(cls, host: Host, clock: Clock, random: Random, lease_s: float = LEASE_S) -> EmbeddedRegistry:
+        """Returns a registry in the host's own process."""
+        return cls(clock, random, lease_s, lambda name: _LocalConnection(host, name))
 
     @property
     def host(self) -> Host | None:
-        """The books, if this process keeps them."""
+        """The host, if this process is the one."""
         return self._owned_host
+
+    # Members
 
     async def register(self, member: Member) -> None:
         patience = self.clock.now() + self.lease_s
         while True:
-            reply = await self._call(lambda call_id: wire.Register(call_id, member))
+            reply = await self._call(lambda call_id: Register(call_id, member))
             if reply.failure is None:
                 self._registered[member.id] = member
                 return
@@ -276,53 +308,89 @@ class EmbeddedPlane(Plane):
 
     async def unregister(self, member_id: str) -> None:
         self._registered.pop(member_id, None)
-        self._post(wire.Unregister(member_id))
+        self._post(Unregister(member_id))
+
+    # Broadcast
 
     async def send(self, subject: str, payload: bytes) -> None:
-        if len(payload) > MAX_PAYLOAD_BYTES:
-            raise too_large(len(payload), MAX_PAYLOAD_BYTES, "send less at once")
+        check_size(len(payload), MAX_PAYLOAD_BYTES, "send smaller messages")
         if not self._is_closed:
             await self._was_joined.wait()
         while self._is_joined and len(self._out) >= MAX_OUT:
             self._has_room.clear()
             await self._has_room.wait()
-        if not self._is_joined:
-            self.num_unsent += 1
-        self._post(wire.Publish(subject, payload))
-        await asyncio.sleep(0)  # who publishes in a loop leaves time for who reads
+        self._post(Publish(subject, payload))
+        await asyncio.sleep(0)  # a loop that publishes leaves time to tasks that read
 
     async def listen(self, subject: str, take: Callable[[bytes], None]) -> Callable[[], None]:
         listeners = self._listeners.setdefault(subject, [])
         listeners.append(take)
-        await self._call(lambda call_id: wire.Subscribe(call_id, subject))
+        await self._call(lambda call_id: Subscribe(call_id, subject))
 
         def stop_listening() -> None:
             listeners.remove(take)
             if not listeners and self._listeners.get(subject) is listeners:
                 del self._listeners[subject]
-                self._post(wire.Unsubscribe(subject))
+                self._post(Unsubscribe(subject))
 
         return stop_listening
 
+    # Requests
+
+    async def _ask(self, member_id: str, payload: bytes) -> Answer | None:
+        check_size(len(payload), MAX_PAYLOAD_BYTES, "send a smaller request")
+        if self._is_closed:
+            raise has_left()
+        ask = Ask(next(self._ids), member_id, payload)
+        future: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+        self._asks[ask.call_id] = (ask, future)
+        self._post(ask)
+        try:
+            return await future
+        finally:
+            del self._asks[ask.call_id]
+
+    async def _take_requests(
+        self, member_id: str, take: Callable[[bytes, SendAnswer], None]
+    ) -> Callable[[], None]:
+        self._takers[member_id] = take
+
+        def stop_taking() -> None:
+            self._takers.pop(member_id, None)
+
+        return stop_taking
+
+    def _asked(self, asked: Asked) -> None:
+        async def send_answer(answer: Answer) -> None:
+            check_size(len(answer.payload), MAX_PAYLOAD_BYTES, "reply with less")
+            self._post(Respond(asked.asker, asked.call_id, answer))
+
+        take = self._takers.get(asked.member_id)
+        if take is None:
+            self._post(Respond(asked.asker, asked.call_id, None))
+        else:
+            take(asked.payload, send_answer)
+
     async def _leave(self) -> None:
-        self._post(wire.Bye())
+        self._post(Bye())
         while self._is_joined and self._out:
             await self.clock.sleep(RETRY_S)
         await stop(self._tasks)
         waiting: list[asyncio.Future[Any]] = [future for _, future in self._calls.values()]
+        waiting += [future for _, future in self._asks.values()]
         for future in waiting:
             if not future.done():
                 future.set_exception(has_left())
-        self._link.close()
+        self._connection.close()
         if self._owned_host:
             self._owned_host.close()
 
     # Messages to and from the hub
 
-    async def _call(self, build: Callable[[int], wire._Message]) -> wire.Reply:
-        """Waits for the reply, and for the plane where it is away."""
+    async def _call(self, build: Callable[[int], Register | Subscribe]) -> Reply:
+        """Waits for the reply, and for the hub while it is away."""
         call_id = next(self._ids)
-        future: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         message = build(call_id)
         self._calls[call_id] = (message, future)
         self._post(message)
@@ -331,8 +399,8 @@ class EmbeddedPlane(Plane):
         finally:
             del self._calls[call_id]
 
-    def _post(self, message: wire._Message) -> None:
-        """While the plane is away nothing is kept here: `_rejoin` says all that still matters."""
+    def _post(self, message: HubMessage) -> None:
+        """Drops the message while the hub is away: `_rejoin` repeats everything that still matters."""
         if self._is_joined:
             self._out.append(encode(message))
             self._has_out.set()
@@ -341,24 +409,30 @@ class EmbeddedPlane(Plane):
         self._is_joined = False
         self._out.clear()
         self._has_room.set()
+        for _, future in self._asks.values():  # a request that was sent must not be sent again
+            if not future.done():
+                future.set_exception(was_away())
 
     def _say_hello(self) -> None:
-        self._link.try_send(encode(wire.Hello(self.lease_s, list(self._registered))))
+        self._connection.try_send(encode(Hello(self.lease_s, list(self._registered))))
 
     def _rejoin(self) -> None:
         self._is_joined = True
         self._was_joined.set()
         for subject in self._listeners:
-            self._post(wire.Subscribe(0, subject))
-        for message, _ in list(self._calls.values()):
+            self._post(Subscribe(0, subject))
+        for message, _ in self._calls.values():
             self._post(message)
+        for ask, future in self._asks.values():
+            if not future.done():
+                self._post(ask)
         for member in self._registered.values():
-            self._post(wire.Register(0, member))
+            self._post(Register(0, member))
 
     async def _write(self) -> None:
         while True:
             while self._out:
-                if self._link.try_send(self._out[0]):
+                if self._connection.try_send(self._out[0]):
                     self._out.popleft()
                     self._has_room.set()
                 else:
@@ -366,49 +440,60 @@ class EmbeddedPlane(Plane):
             self._has_out.clear()
             await self._has_out.wait()
 
-    async def _beat(self) -> None:
-        told_at = self.clock.now() + self.lease_s
+    async def _renew(self) -> None:
+        """Renews the lease three times in its time, or says Hello until the hub answers."""
+        warns_at = self.clock.now() + self.lease_s
         while True:
-            if not self._was_joined.is_set() and self.clock.now() >= told_at:
-                told_at = math.inf
-                logger.warning("the plane has not answered yet; waiting for the router that keeps it")
+            if not self._was_joined.is_set() and self.clock.now() >= warns_at:
+                warns_at = math.inf
+                logger.warning("no router hosts the plane yet; still waiting")
             if self._is_joined and self.clock.now() - self._heard_at >= self.lease_s:
                 logger.warning("the plane does not answer; waiting for it to come back")
                 self._lose_hub()
             if self._is_joined:
-                self._post(wire.Beat(self._version))
+                self._post(Renew(self._version))
             else:
                 self._say_hello()
             await self.clock.sleep(self.lease_s / 3 if self._is_joined else TICK_S)
 
     async def _read(self) -> None:
         while True:
-            message = self.reader.read("the hub", await self._link.receive(), wire.FromHub)  # type: ignore
+            payload = await self._connection.receive()
+            message: HubMessage | None = self.reader.read("the hub", payload, FromHub)  # type: ignore[arg-type]
             self._heard_at = self.clock.now()
-            if isinstance(message, wire.Delivery):
-                for take in self._listeners.get(message.subject, ()):
-                    take(message.payload)
-            elif message is not None:
+            if message is not None:
                 self._take(message)
             await asyncio.sleep(0)
 
-    def _take(self, message: wire._Message) -> None:
-        if isinstance(message, wire.Welcome) and not self._is_joined:
-            self._known_before = dict(self.members)
-            self._rejoin()
-        elif isinstance(message, wire.WhoAreYou) and self._is_joined:
-            self._lose_hub()
-            self._say_hello()
-        elif isinstance(message, wire.Members):
-            self._version = message.version
-            for member_id in list(self._known_before):
-                if message.is_whole or member_id in message.members:
-                    del self._known_before[member_id]
-            self._view.replace(self._known_before | message.members)
-        elif isinstance(message, wire.Reply):
-            self._take_reply(message)
+    def _take(self, message: HubMessage) -> None:
+        match message:
+            case Delivery():
+                for take in self._listeners.get(message.subject, ()):
+                    take(message.payload)
+            case Welcome():
+                if not self._is_joined:
+                    self._known_before = dict(self.members)
+                    self._rejoin()
+            case WhoAreYou():
+                if self._is_joined:
+                    self._lose_hub()
+                    self._say_hello()
+            case Members():
+                self._version = message.version
+                for member_id in list(self._known_before):
+                    if message.is_whole or member_id in message.members:
+                        del self._known_before[member_id]
+                self._view.replace(self._known_before | message.members)
+            case Reply():
+                self._replied(message)
+            case Asked():
+                self._asked(message)
+            case Answered():
+                _, answered = self._asks.get(message.call_id, (None, None))
+                if answered and not answered.done():
+                    answered.set_result(message.answer)
 
-    def _take_reply(self, reply: wire.Reply) -> None:
+    def _replied(self, reply: Reply) -> None:
         _, future = self._calls.get(reply.call_id, (None, None))
         if future and not future.done():
             future.set_result(reply)
@@ -423,7 +508,7 @@ def _is_sent(sending: Awaitable[object]) -> bool:
 
 
 def check_address(url: str) -> None:
-    """Raises ConfigError for what is no address of this host alone."""
+    """Raises ConfigError for an address that other hosts could reach."""
     if url.startswith("ipc:///"):
         return
     try:
@@ -433,6 +518,6 @@ def check_address(url: str) -> None:
         is_local = False
     if not is_local:
         raise ConfigError(
-            f"plane {url!r}: the embedded plane is for one host, at tcp://127.0.0.1:PORT or ipc:///PATH. "
-            "Many hosts need a NATS server, nats://HOST:4222, and a key (--fleet-key-file)"
+            "plane must be tcp://127.0.0.1:PORT or ipc:///PATH, as the embedded plane is for one host, got "
+            f"{url!r}; many hosts need a NATS server, nats://HOST:4222, and a key (--fleet-key-file)"
         )

@@ -1,8 +1,8 @@
-"""The plane of many hosts, on a NATS server: core NATS for messages, and a bucket of keys and values (which
-JetStream has) for members.
+"""The registry of many hosts, on a NATS server: core NATS for broadcast and requests, and a key-value bucket
+of JetStream for members.
 
-A member is a key that its process writes three times a lease. Watchers see each write as a message, and one
-that is silent for its lease is gone. nats-py is imported here alone.
+A member is a key that its process writes three times a lease. Watchers see each write as a message, and a
+member whose key is not written for its lease is gone. nats-py is imported here alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from random import Random
 from typing import Any, TypeVar
 
@@ -25,10 +26,21 @@ from nats.js.client import JetStreamContext
 from nats.js.errors import APIError, KeyNotFoundError, KeyValueError, KeyWrongLastSequenceError, NotFoundError
 from nats.js.kv import KeyValue
 
-from shoal.errors import ConfigError
+from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet.clock import Clock
 from shoal.fleet.key import FleetKey
-from shoal.fleet.registry.registry import TICK_S, Member, Plane, check_name, has_left, too_large
+from shoal.fleet.registry.registry import (
+    TICK_S,
+    Answer,
+    Member,
+    Registry,
+    SendAnswer,
+    check_name,
+    check_size,
+    has_left,
+    is_taken,
+    was_away,
+)
 from shoal.fleet.registry.subscription import encode
 from shoal.fleet.tasks import start, stop
 
@@ -39,23 +51,23 @@ T = TypeVar("T")
 PREFIX = "shoal"
 MEMBERS = "shoal_members"  # the bucket
 STREAM_OF_MEMBERS = f"KV_{MEMBERS}"
-MEMBERS_TTL_S = 60.0  # until the server forgets a key; the lease that counts is in the value
-MAX_DEAD = 1000  # ids whose lease has run out, of which we know whose they were
-AGAIN_S = 0.2  # until what failed is tried again, while the server is away
-ROUND_TRIP_S = 10.0  # for the server to have taken in what it was sent
-PONG_S = 120  # a ping is given up by then; a connection that gives no pong has ended before
-MAX_PAUSE_S = 0.5  # between two looks at the leases; a longer one was no life of this process
-ROOM_FOR_HEAD = 4096  # bytes of a message beside its payload
+MEMBERS_TTL_S = 60.0  # the server keeps a key this long; the lease that counts is in the value
+MAX_DEAD = 1000  # ids whose lease has run out, with their owners
+AGAIN_S = 0.2  # a failed action is tried again after this time while the server is away
+ROUND_TRIP_S = 10.0  # the server has processed the messages of this process within this time
+PONG_S = 120  # a ping is abandoned then; a connection without a pong has ended before
+MAX_PAUSE_S = 0.5  # between two checks of the leases; the process was suspended in a longer pause
+ROOM_FOR_HEAD = 4096  # bytes of a message in addition to its payload
 MAY_PASS = (404, 408, 503)  # no stream (yet), no answer in time, no JetStream (yet)
 STREAM_EXISTS = 10058
-UNUSABLE = "the NATS server cannot be used; trying on"
+UNUSABLE = "the NATS server cannot be used; still trying"
 
 
 class _Lease(msgspec.Struct, array_like=True, frozen=True):
-    """A member as it lies in the bucket."""
+    """A member as it is stored in the bucket."""
 
     member: Member
-    owner: str  # the name of the process
+    owner: str  # name of the process
     lease_s: float
 
 
@@ -64,14 +76,16 @@ class _Seen:
         self.lease, self.renewed_at = lease, renewed_at
 
 
-class NatsPlane(Plane):
-    """A process's end of the plane."""
+class NatsRegistry(Registry):
+    """The connection of one process to the registry."""
 
     def __init__(self, clock: Clock, random: Random, lease_s: float, key: FleetKey | None) -> None:
         super().__init__(clock, random, lease_s)
         self._key = key
         if lease_s > MEMBERS_TTL_S:
-            raise ConfigError(f"a lease of {lease_s:g} s is longer than NATS keeps it: {MEMBERS_TTL_S:g} s")
+            raise ConfigError(
+                f"lease must be at most {MEMBERS_TTL_S:g} s on NATS, got {lease_s:g}; choose a shorter one"
+            )
         self._client = Client()
         self._js: JetStreamContext = self._client.jetstream(timeout=max(0.5, lease_s / 3))
         self._members_bucket: KeyValue | None = None
@@ -80,13 +94,14 @@ class NatsPlane(Plane):
         self._was_joined = asyncio.Event()
         self._heard_at = clock.now()
         self._registered: dict[str, Member] = {}
-        self._revisions: dict[str, int] = {}  # of our keys
-        self._writing = asyncio.Lock()  # keys of members
+        self._revisions: dict[str, int] = {}  # by id, of this process's keys
+        self._writing = asyncio.Lock()  # held while keys of members are written
         self._seen: dict[str, _Seen] = {}  # by id
-        self._dead: dict[str, str] = {}  # by id, the owner whose lease has run out
+        self._dead: dict[str, str] = {}  # by id: the owner whose lease has run out
         self._background_tasks: set[asyncio.Task[None]] = set()
-        self._pings: set[asyncio.Task[None]] = set()  # under way; the connection outlives them
-        self._hints: dict[str, None] = {}  # subjects of keys that have changed, in order
+        self._asking: set[asyncio.Task[Msg]] = set()
+        self._pings: set[asyncio.Task[None]] = set()  # the connection must outlive them
+        self._hints: dict[str, None] = {}  # subjects whose key has changed, in order
         self._has_hints = asyncio.Event()
         self._logged: set[str] = set()
         self._tasks: list[asyncio.Task[None]] = []
@@ -100,9 +115,9 @@ class NatsPlane(Plane):
         lease_s: float,
         credentials_file: str | None,
         key: FleetKey | None = None,
-    ) -> NatsPlane:
-        """It connects in the background, for ever: a server that is not there may come yet. `key`: of the
-        fleet; what others than its holders write is passed over."""
+    ) -> NatsRegistry:
+        """Connects in the background, and tries for ever, as the server may start later. `key`: the fleet's;
+        messages of processes without it are ignored."""
         if credentials_file:
             _check_credentials(credentials_file)
         plane = cls(clock, random, lease_s, key)
@@ -126,7 +141,7 @@ class NatsPlane(Plane):
 
         while not await self._insist(claim):
             if self.clock.now() > patience:
-                raise ConfigError(f"member {member.id!r} is there already")
+                raise is_taken(member.id)
             await self.clock.sleep(TICK_S)
 
     async def unregister(self, member_id: str) -> None:
@@ -144,7 +159,7 @@ class NatsPlane(Plane):
         return self._members_bucket
 
     async def _claim(self, member: Member) -> bool:
-        """Writes our key. False: another process that may be alive has it."""
+        """Writes the key of this process. False: another process, which may be alive, has it."""
         key = _member_key(member.id)
         value = self._seal(key, encode(_Lease(member, self.name, self.lease_s)))
         last = self._revisions.get(member.id)
@@ -168,7 +183,7 @@ class NatsPlane(Plane):
         return True
 
     async def _renew(self) -> None:
-        """Three times a lease."""
+        """Renews the leases three times in their time."""
         while True:
             await self.clock.sleep(self.lease_s / 3)
             try:
@@ -182,13 +197,13 @@ class NatsPlane(Plane):
         for member_id in list(self._registered):
             async with self._writing:
                 member = self._registered.get(member_id)
-                # A key that the server has forgotten is refused once, then made anew.
+                # The first claim of a key that the server has forgotten fails, the second creates it.
                 if member and not (await self._claim(member) or await self._claim(member)):
                     del self._registered[member_id]
                     logger.error("member %r: another process has the id now", member_id)
 
     async def _expire(self) -> None:
-        """Time in which the server or this process stood still does not count."""
+        """Ends leases. Time in which the server was away or this process was suspended does not count."""
         ticked_at = self.clock.now()
         while True:
             await self.clock.sleep(TICK_S / 2)
@@ -208,7 +223,7 @@ class NatsPlane(Plane):
         self._show()
 
     def _bury(self, lease: _Lease) -> None:
-        """Its id is free, although its key lies in the bucket for a while yet."""
+        """Frees the id, although its key stays in the bucket for a while."""
         self._dead[lease.member.id] = lease.owner
         while len(self._dead) > MAX_DEAD:
             del self._dead[next(iter(self._dead))]
@@ -221,8 +236,8 @@ class NatsPlane(Plane):
         self._view.replace({member_id: seen.lease.member for member_id, seen in self._seen.items()})
 
     async def _hear_member(self, message: Msg) -> None:
-        """A renewal is taken as it is. A change is read from the bucket, as the message may be a write that
-        the bucket has refused."""
+        """Takes a renewal as it is. A change is read from the bucket, as the message may be a write that the
+        bucket has refused."""
         lease = self._read_lease(_key_of(message.subject), message.data) if message.data else None
         seen = self._seen.get(lease.member.id) if lease else None
         if seen and seen.lease == lease:
@@ -242,11 +257,11 @@ class NatsPlane(Plane):
             self._see(lease, self.clock.now())
 
     async def _read_all_members(self) -> None:
-        """What was known has two leases to join as well and to renew. The age of the rest is told by the
-        server's clock: a key that we write now has its time.
+        """Members that were known get two leases to join and renew in. The age of the others is read off the
+        server's clock: a key that this process writes now has the server's time.
 
-        Each key is asked for, as a watcher of the bucket can miss keys that were there before it
-        (nats-server 2.9, while others write)."""
+        Each key is fetched, as a watcher of the bucket can miss keys that are older than it (nats-server 2.9,
+        while other processes write)."""
         now = self.clock.now()
         for seen in self._seen.values():
             seen.renewed_at = now + self.lease_s
@@ -269,46 +284,107 @@ class NatsPlane(Plane):
             else:
                 self._bury(lease)
 
-    # Messages
+    # Broadcast
 
     async def send(self, subject: str, payload: bytes) -> None:
         if not self._is_closed:
             await self._was_joined.wait()
-        if not self._joined.is_set():
-            self.num_unsent += 1
-        else:
+        if self._joined.is_set():
             self._check_size(payload)
             try:
                 await self._client.publish(f"{PREFIX}.subject.{subject}", self._seal(subject, payload))
             except nats.errors.Error as error:
-                self.num_unsent += 1
                 self._log_once("messages cannot be sent", error)
-        await asyncio.sleep(0)  # who publishes in a loop leaves time for who reads
+        await asyncio.sleep(0)  # a loop that publishes leaves time to tasks that read
 
     async def listen(self, subject: str, take: Callable[[bytes], None]) -> Callable[[], None]:
         async def hear(message: Msg) -> None:
             take(self._unseal(subject, message.data))
 
-        async def subscribe() -> Any:
-            subscription = await self._client.subscribe(f"{PREFIX}.subject.{subject}", cb=hear)
+        return await self._subscribe(f"{PREFIX}.subject.{subject}", hear)
+
+    # Requests
+
+    async def _ask(self, member_id: str, payload: bytes) -> Answer | None:
+        await self._joined.wait()
+        if self._is_closed:
+            raise has_left()
+        self._check_size(payload)
+        subject = f"{PREFIX}.request.{member_id}"
+        data = self._seal(subject, payload)
+        asking = asyncio.create_task(self._client.request(subject, data, timeout=None))  # type: ignore[arg-type]
+        self._asking.add(asking)
+        try:
+            await asyncio.wait([asking])
+            if asking.cancelled():
+                raise has_left() if self._is_closed else was_away()
+            message = asking.result()
+        except nats.errors.NoRespondersError:
+            return None
+        except nats.errors.Error as error:
+            raise UnavailableError(f"the NATS server has not passed on a request: {error}") from None
+        finally:
+            self._asking.discard(asking)
+            await stop([asking])
+        answer = self.reader.read("answer", self._unseal(message.subject, message.data), Answer)
+        if answer is None:
+            raise UnavailableError(
+                f"the answer of member {member_id!r} cannot be read; is its version another?"
+            )
+        return answer
+
+    async def _take_requests(
+        self, member_id: str, take: Callable[[bytes, SendAnswer], None]
+    ) -> Callable[[], None]:
+        subject = f"{PREFIX}.request.{member_id}"
+
+        async def hear(message: Msg) -> None:
+            payload = self._unseal(subject, message.data)
+            if payload:
+                take(payload, partial(self._send_answer, message.reply))
+
+        return await self._subscribe(subject, hear)
+
+    async def _send_answer(self, inbox: str, answer: Answer) -> None:
+        """Repeats the answer until the server has it, as the requester waits for it. A second copy is
+        ignored."""
+        self._check_size(data := self._seal(inbox, encode(answer)))
+
+        async def publish() -> None:
+            await self._client.publish(inbox, data)
             await self._round_trip()
+
+        await self._insist(publish)
+
+    async def _subscribe(self, subject: str, hear: Callable[[Msg], Awaitable[None]]) -> Callable[[], None]:
+        """Returns when the server has the subscription; the result ends it."""
+
+        async def subscribe() -> Any:
+            subscription = await self._client.subscribe(subject, cb=hear)
+            try:
+                await self._round_trip()
+            except nats.errors.Error:  # the next attempt must not make a second one
+                self._background(subscription.unsubscribe())
+                raise
             return subscription
 
         subscription = await self._insist(subscribe)
         return lambda: self._background(subscription.unsubscribe())
 
+    # Payloads
+
     def _seal(self, where: str, payload: bytes) -> bytes:
-        """`where` is the subject or the key: nobody can bring it elsewhere."""
+        """`where`: the subject or the key; the seal is valid there alone."""
         return payload if self._key is None else self._key.seal(where, payload)
 
     def _unseal(self, where: str, data: bytes) -> bytes:
-        """The payload; an empty one, which is no message, if it has no valid seal."""
+        """Returns the payload; an empty one, which no message has, if it lacks a valid seal."""
         if self._key is None or not data:
             return data
         payload = self._key.unseal(where, data)
         if payload is None:
             self._log_once(
-                "what has no seal of this key is passed over", ConfigError(f"something on {where!r}")
+                "a message without a seal of this fleet's key is ignored", ConfigError(f"at {where!r}")
             )
         return payload or b""
 
@@ -317,8 +393,7 @@ class NatsPlane(Plane):
 
     def _check_size(self, payload: bytes) -> None:
         limit = self._client.max_payload - ROOM_FOR_HEAD
-        if len(payload) > limit:
-            raise too_large(len(payload), limit, "raise max_payload in the NATS server's configuration")
+        check_size(len(payload), limit, "raise max_payload in the NATS server's configuration")
 
     # The connection
 
@@ -330,6 +405,8 @@ class NatsPlane(Plane):
 
         async def lost() -> None:
             self._joined.clear()
+            for asking in self._asking:
+                asking.cancel()
 
         async def failed(error: Exception) -> None:
             self._log_once(UNUSABLE, error)
@@ -348,7 +425,7 @@ class NatsPlane(Plane):
         self._connected.set()
 
     async def _keep_joined(self) -> None:
-        """After each connect the server is given what it lacks: it may be another one, or have lost all."""
+        """Joins after each connect: the server may be another one, or have lost everything."""
         listening = False
         while True:
             await self._connected.wait()
@@ -372,16 +449,16 @@ class NatsPlane(Plane):
                 self._was_joined.set()
 
     async def _round_trip(self, timeout_s: float = ROUND_TRIP_S) -> None:
-        """Returns when the server has taken in all that it was sent before. Raises an error of nats.errors.
+        """Returns when the server has processed everything sent before. Raises an error of nats.errors.
 
-        nats-py writes a ping past what waits to be written, so that only a second ping comes behind it. And
-        it stops reading at a pong whose ping was given up, so that none is given up before its connection."""
+        nats-py writes a ping ahead of buffered messages, so that only a second ping follows them. And it
+        stops reading at a pong whose ping was abandoned, so no ping is abandoned before its connection."""
 
         async def ping_twice() -> None:
             await self._client.flush(PONG_S)
             await self._client.flush(PONG_S)
 
-        if not self._client.is_connected:  # flush would return all the same
+        if not self._client.is_connected:  # flush would return without an error
             raise nats.errors.ConnectionReconnectingError
         pings = asyncio.create_task(ping_twice())
         self._pings.add(pings)
@@ -394,10 +471,10 @@ class NatsPlane(Plane):
     def _ended(self, pings: asyncio.Task[None]) -> None:
         self._pings.discard(pings)
         if not pings.cancelled():
-            pings.exception()  # who waits for it no more need not know
+            pings.exception()  # retrieved, as asyncio logs it otherwise
 
     async def _add_bucket(self) -> None:
-        """A bucket that is there already stays as it is: its operator may have given it replicas."""
+        """Creates the bucket. An existing one stays as it is: its operator may have given it replicas."""
         try:
             await self._js.create_key_value(
                 bucket=MEMBERS, ttl=MEMBERS_TTL_S, history=1, storage=api.StorageType.MEMORY
@@ -421,12 +498,12 @@ class NatsPlane(Plane):
             key = _key_of(subject)
             try:
                 await self._read_member(key.removeprefix("member."))
-            except nats.errors.Error as error:  # joining again reads all
+            except nats.errors.Error as error:  # joining again reads every key
                 self._log_once("a change cannot be read", error)
                 self._connected.set()
 
     async def _insist(self, act: Callable[[], Awaitable[T]]) -> T:
-        """Acts, and again until the server answers. What it answers with a refusal is raised."""
+        """Acts, again and again until the server answers. Its refusals are raised."""
         while True:
             await self._joined.wait()
             if self._is_closed:
@@ -441,7 +518,7 @@ class NatsPlane(Plane):
                 raise
             except nats.errors.Error as error:
                 failure = error
-            self._log_once("the NATS server does not answer; trying on", failure)
+            self._log_once("the NATS server does not answer; still trying", failure)
             self._connected.set()  # joins again: it may have lost its streams
             await self.clock.sleep(AGAIN_S)
 
@@ -461,25 +538,27 @@ class NatsPlane(Plane):
             logger.warning("%s: %s", what, error or type(error).__name__)
 
     async def _leave(self) -> None:
-        await stop([*self._tasks, *self._background_tasks])
+        await stop([*self._tasks, *self._background_tasks, *self._asking])
         for member_id in self._registered if self._joined.is_set() else ():
             with suppress(nats.errors.Error):
                 await self._bucket.delete(_member_key(member_id))
         with suppress(nats.errors.Error):
             await self._client.close()
         await stop(list(self._pings))
-        self._joined.set()  # who waits for it learns that it is over
+        self._joined.set()  # calls that wait for it raise an error now
 
 
 def _check_credentials(path: str) -> None:
     if not os.access(path, os.R_OK):
-        raise ConfigError(f"credentials_file {path!r} cannot be read")
+        raise ConfigError(
+            f"credentials_file must be a file that can be read, got {path!r}; check its path and mode"
+        )
     if importlib.util.find_spec("nkeys") is None:
         raise ConfigError("a credentials_file needs the package nkeys: pip install 'nats-py[nkeys]'")
 
 
 def _key_of(subject: str) -> str:
-    """The key that a message of a bucket is about: $KV.BUCKET.KEY."""
+    """Returns the key in the subject of a bucket's message, $KV.BUCKET.KEY."""
     return subject.split(".", 2)[2]
 
 

@@ -1,4 +1,4 @@
-"""How the plane's messages are read: typed, bounded, and never the end of a task for one that is garbage."""
+"""How messages of the registry are read: typed and bounded; garbage is counted and skipped."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ encode = msgspec.msgpack.Encoder().encode
 
 
 class Reader:
-    """Decodes what others sent. What cannot be read is counted by kind, and logged once a kind."""
+    """Decodes payloads of other processes. Unreadable ones are counted by kind, and logged once per kind."""
 
     def __init__(self) -> None:
         self.num_unreadable: Counter[str] = Counter()
         self._decoders: dict[object, msgspec.msgpack.Decoder[object]] = {}
 
     def read(self, kind: str, payload: bytes, type_: type[T]) -> T | None:
-        """Returns None for what is not a message of this type. `kind` is its name in counts and log."""
+        """Returns None for a payload that is not a message of this type. `kind`: its name in counts and
+        log."""
         decoder = self._decoders.get(type_)
         if decoder is None:
             decoder = self._decoders[type_] = msgspec.msgpack.Decoder(type_)
@@ -35,8 +36,8 @@ class Reader:
             self.num_unreadable[kind] += 1
             if self.num_unreadable[kind] == 1:
                 logger.warning(
-                    "the plane skips a message of %s that cannot be read, and will skip others without a "
-                    "word: %s (%d bytes, %r)",
+                    "unreadable message of %s skipped; further ones are skipped without a warning: %s "
+                    "(%d bytes, %r)",
                     kind,
                     error,
                     len(payload),
@@ -46,10 +47,10 @@ class Reader:
 
 
 class Subscription(Generic[T]):
-    """The messages of a subject, in the order in which each publisher sent them. It is read by `async for`.
+    """The messages of a subject, in the order in which each publisher sent them, read by `async for`.
 
     A reader that is slower than its publishers loses the oldest messages beyond `max_buffered`. `num_lost`
-    counts them, and nobody else is slowed down.
+    counts them, and other readers are not slowed down.
     """
 
     def __init__(self, subject: str, type_: type[T], reader: Reader, max_buffered: int) -> None:
@@ -66,7 +67,7 @@ class Subscription(Generic[T]):
         self._arrived.set()
 
     def close(self) -> None:
-        """Ends the reader's loop after what is buffered."""
+        """Ends the reader's loop after the buffered messages."""
         if not self._is_closed:
             self._is_closed = True
             self._arrived.set()

@@ -1,11 +1,11 @@
-"""A fleet as its planner has it: what it sees of the workers, and how it has them come and go.
+"""A fleet as its planner sees and changes it.
 
     OwnFleet       the planner is in the process that runs the fleet
-    RemoteFleet    the planner is a process of its own (`shoal plan`), and asks that one on the plane
+    RemoteFleet    the planner is a process of its own (`shoal plan`), which sends requests by the registry
 
-Workers belong to the process that runs the fleet, so the death of a planner changes nothing for them: what it
-had begun goes on, and the next planner sees it as pending. A planner is a member of the plane, whose id no
-second one gets.
+Workers belong to the process that runs the fleet, so the death of a planner changes nothing for them: its
+changes continue, and the next planner sees them as pending. A planner is a member of the registry; its id is
+the lock that keeps a second planner out.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 import msgspec
@@ -22,28 +22,28 @@ from shoal.errors import ConfigError, ShoalError, UnavailableError
 from shoal.fleet.connectors.connector import LOOK_S, Component, Connector, UnderWay
 from shoal.fleet.planner.observation import Observation
 from shoal.fleet.pool.fleet import Fleet
-from shoal.fleet.registry.registry import Member, Plane
-from shoal.fleet.registry.streams import Handler
-from shoal.fleet.tasks import stop
+from shoal.fleet.registry.registry import Member, Registry
 from shoal.fleet_views import PlannerView
 
 logger = logging.getLogger(__name__)
 
-SUPERVISOR, PLANNER = "supervisor", "planner"  # roles on the plane
+SUPERVISOR, PLANNER = "supervisor", "planner"  # roles of members
 
-ROLE_S = 30.0  # for a worker to change its role, and to say so on the plane
+ROLE_S = 30.0  # a worker changes its role, and registers it, within this time
+OBSERVE_S = 10.0  # limit for an observation
+CHANGE_S = 3600.0  # limit for a change: a reply that was lost must not hold up the planner for ever
 
 A = TypeVar("A")
-T = TypeVar("T")
 
 
 class PlannedFleet(Protocol):
     def show(self, view: Callable[[], PlannerView]) -> None:
-        """The fleet shows this as its planner from now on."""
+        """Makes the fleet show this as its planner from now on."""
         ...
 
     async def observe(self) -> Mapping[str, Observation]:
-        """What each model's workers do now. Raises UnavailableError where the fleet does not answer."""
+        """Returns an observation of each model's workers. Raises UnavailableError where the fleet does not
+        answer."""
         ...
 
     async def add(self, model: str, role: str) -> str:
@@ -55,8 +55,8 @@ class PlannedFleet(Protocol):
         ...
 
     async def change_role(self, model: str, role: str, to: str) -> str:
-        """A worker of the role `role` has the role `to` from now on. Returns its id when that is so. Raises
-        UnavailableError if there is none, and ConfigError if it cannot."""
+        """Changes the role of one worker from `role` to `to`. Returns its id when it has the new role. Raises
+        UnavailableError if no worker has the role, and ConfigError if the worker cannot change it."""
         ...
 
 
@@ -66,7 +66,9 @@ class OwnFleet:
     def __init__(self, fleet: Fleet, connector: Connector, components: Sequence[Component]) -> None:
         self._fleet, self._connector = fleet, connector
         self._changes: dict[str, UnderWay] = collections.defaultdict(UnderWay)  # by model
-        self._removals: dict[str, UnderWay] = collections.defaultdict(UnderWay)  # those among them
+        self._removals: dict[str, UnderWay] = collections.defaultdict(
+            UnderWay
+        )  # by model; included in _changes
         self._decode_roles: dict[str, str] = {}  # by model
         for component in components:
             if component.role == "decode":
@@ -81,7 +83,7 @@ class OwnFleet:
         for model, role in self._decode_roles.items():
             seen = self._fleet.observe(model, role)
             pending = max(seen.pending + self._connector.pending(model), self._changes[model].count)
-            leaving = self._removals[model].count  # they drain, or fall asleep, by the planner's word
+            leaving = self._removals[model].count  # the planner has them drain or fall asleep
             found[model] = msgspec.structs.replace(
                 seen,
                 pending=pending,
@@ -99,7 +101,7 @@ class OwnFleet:
             return await self._connector.remove(model, role)
 
     async def change_role(self, model: str, role: str, to: str) -> str:
-        """The one with the fewest requests, which go on."""
+        """Changes the worker with the fewest requests, which continue."""
         with self._changes[model].one_more():
             worker_id = self._fleet.idlest(model, role)
             if worker_id is None:
@@ -116,32 +118,42 @@ class OwnFleet:
             return worker_id
 
 
-# On the plane: services of the process that runs the fleet, NAME.look, NAME.add, NAME.remove and NAME.role
+# Requests of a planner in a process of its own to the process that runs the fleet
 
 
-class Look(msgspec.Struct, frozen=True):
-    """`view`: what the fleet shows of its planner."""
+class _PlannerMessage(msgspec.Struct, tag=True, frozen=True):
+    """Base of the requests below."""
+
+
+class Observe(_PlannerMessage, frozen=True):
+    """Asks for Observed. `view`: the fleet shows it as its planner's."""
 
     view: PlannerView
 
 
-class Seen(msgspec.Struct, frozen=True):
-    models: dict[str, Observation]
-
-
-class Wanted(msgspec.Struct, frozen=True):
-    """One worker more, or less."""
-
+class AddWorker(_PlannerMessage, frozen=True):
     model: str
     role: str
 
 
-class NewRole(msgspec.Struct, frozen=True):
-    """For one worker."""
+class RemoveWorker(_PlannerMessage, frozen=True):
+    model: str
+    role: str
+
+
+class ChangeRole(_PlannerMessage, frozen=True):
+    """Changes the role of one worker."""
 
     model: str
     role: str
     to: str
+
+
+PlannerRequest = Observe | AddWorker | RemoveWorker | ChangeRole
+
+
+class Observed(msgspec.Struct, frozen=True):
+    models: dict[str, Observation]
 
 
 class Changed(msgspec.Struct, frozen=True):
@@ -149,65 +161,45 @@ class Changed(msgspec.Struct, frozen=True):
 
 
 class PlannerPort:
-    """How a planner in a process of its own reaches this fleet. `name`: of the fleet, on its plane."""
+    """Serves a planner in another process. `name`: the fleet's member id in the registry."""
 
-    def __init__(self, fleet: OwnFleet, plane: Plane, name: str) -> None:
-        self._fleet, self._plane, self._name = fleet, plane, name
-        self._changes: set[asyncio.Task[str]] = set()
+    def __init__(self, fleet: OwnFleet, registry: Registry, name: str) -> None:
+        self._fleet, self._registry, self._name = fleet, registry, name
 
     async def run(self) -> None:
-        """Until it is cancelled, and all that a planner has begun with it."""
-        serve = self._plane.serve
-        closing = [
-            await serve(f"{self._name}.look", Look, self._look),
-            await serve(f"{self._name}.add", Wanted, self._changing_by(self._add)),
-            await serve(f"{self._name}.remove", Wanted, self._changing_by(self._remove)),
-            await serve(f"{self._name}.role", NewRole, self._changing_by(self._change_role)),
-        ]
-        try:
-            await self._plane.register(Member(id=self._name, role=SUPERVISOR, address=""))
-            async for members in self._plane.watch():
+        """Serves until it is cancelled, which also cancels the changes under way."""
+        requests: Any = PlannerRequest  # a union, which msgspec decodes by its tags
+        async with self._registry.serving(self._name, requests, self._answer):
+            await self._registry.register(Member(id=self._name, role=SUPERVISOR, address=""))
+            async for members in self._registry.watch():
                 if _planner_of(self._name) not in members:
                     self._fleet.show(None)
-        finally:
-            for close in closing:
-                close()
-            await stop(self._changes)
 
-    async def _look(self, look: Look) -> AsyncGenerator[msgspec.Struct, None]:
-        self._fleet.show(lambda: look.view)
-        yield Seen(await self._fleet.observe())
+    async def _answer(self, request: PlannerRequest) -> msgspec.Struct:
+        if isinstance(request, Observe):
+            self._fleet.show(lambda: request.view)
+            return Observed(await self._fleet.observe())
+        try:
+            return Changed(await self._change(request))
+        except ShoalError as error:  # in this log, too, as the planner may have died meanwhile
+            logger.error("a change requested by the planner failed: %s", error)
+            raise
 
-    async def _add(self, wanted: Wanted) -> str:
-        return await self._fleet.add(wanted.model, wanted.role)
-
-    async def _remove(self, wanted: Wanted) -> str:
-        return await self._fleet.remove(wanted.model, wanted.role)
-
-    async def _change_role(self, new: NewRole) -> str:
-        return await self._fleet.change_role(new.model, new.role, new.to)
-
-    def _changing_by(self, change: Callable[[T], Coroutine[Any, Any, str]]) -> Handler[T]:
-        async def answer(wanted: T) -> AsyncGenerator[msgspec.Struct, None]:
-            task = asyncio.create_task(change(wanted))
-            self._changes.add(task)
-            task.add_done_callback(self._ended)
-            yield Changed(await asyncio.shield(task))  # it goes on when the planner dies
-
-        return answer
-
-    def _ended(self, change: asyncio.Task[str]) -> None:
-        """Says in this log, too, why a change failed: its planner may be gone by now."""
-        self._changes.discard(change)
-        if not change.cancelled() and (error := change.exception()) is not None:
-            logger.error("a change that the planner asked for failed: %s", error)
+    async def _change(self, request: AddWorker | RemoveWorker | ChangeRole) -> str:
+        match request:
+            case AddWorker():
+                return await self._fleet.add(request.model, request.role)
+            case RemoveWorker():
+                return await self._fleet.remove(request.model, request.role)
+            case ChangeRole():
+                return await self._fleet.change_role(request.model, request.role, request.to)
 
 
 class RemoteFleet:
-    """The fleet `name` of another process on this plane."""
+    """The fleet `name` of another process in this registry."""
 
-    def __init__(self, plane: Plane, name: str) -> None:
-        self._plane, self._name = plane, name
+    def __init__(self, registry: Registry, name: str) -> None:
+        self._registry, self._name = registry, name
         self._view: Callable[[], PlannerView] | None = None
 
     def show(self, view: Callable[[], PlannerView]) -> None:
@@ -216,49 +208,48 @@ class RemoteFleet:
     async def observe(self) -> Mapping[str, Observation]:
         assert self._view is not None, "a planner shows itself first"
         try:
-            return (await self._ask("look", Look(self._view()), Seen)).models
-        except ShoalError as error:  # a stream that was lost, say: the next look may succeed
-            raise UnavailableError(f"the fleet {self._name} does not tell of its workers: {error}") from None
+            return (await self._request(Observe(self._view()), Observed, OBSERVE_S)).models
+        except ShoalError as error:  # a lost reply, say: the next request may succeed
+            raise UnavailableError(f"fleet {self._name} does not report its workers: {error}") from None
 
     async def add(self, model: str, role: str) -> str:
-        return (await self._ask("add", Wanted(model, role), Changed)).worker_id
+        return (await self._request(AddWorker(model, role), Changed, CHANGE_S)).worker_id
 
     async def remove(self, model: str, role: str) -> str:
-        return (await self._ask("remove", Wanted(model, role), Changed)).worker_id
+        return (await self._request(RemoveWorker(model, role), Changed, CHANGE_S)).worker_id
 
     async def change_role(self, model: str, role: str, to: str) -> str:
-        return (await self._ask("role", NewRole(model, role, to), Changed)).worker_id
+        return (await self._request(ChangeRole(model, role, to), Changed, CHANGE_S)).worker_id
 
-    async def _ask(self, what: str, request: msgspec.Struct, answer: type[A]) -> A:
-        stream = await self._plane.request(f"{self._name}.{what}", request, answer)
+    async def _request(self, request: PlannerRequest, type_: type[A], timeout_s: float) -> A:
         try:
-            async for found in stream:
-                return found
-        finally:
-            stream.close()
-        raise UnavailableError(f"the fleet {self._name} has no answer to {request}")
+            async with asyncio.timeout(timeout_s):
+                return await self._registry.request(self._name, request, type_)
+        except TimeoutError:
+            raise UnavailableError(f"fleet {self._name} has not replied within {timeout_s:g} s") from None
 
 
-async def find_fleet(plane: Plane, own: str) -> str:
-    """The name of the fleet that runs on this plane; waits for one. `own`: that which a command with the same
-    file would have here, where there are several. Raises ConfigError if it is none of these."""
-    async for members in plane.watch():
+async def find_fleet(registry: Registry, own: str) -> str:
+    """Waits for a fleet in this registry and returns its name. `own`: the name of a fleet that is started
+    here from the same file, which is taken among several. Raises ConfigError if several fleets have other
+    names."""
+    async for members in registry.watch():
         names = [name for name, member in members.items() if member.role == SUPERVISOR]
         if own in names or len(names) == 1:
             return own if own in names else names[0]
         if names:
             raise ConfigError(
-                f"several fleets share this plane, {', '.join(names)}, and none of them was started here "
-                "from this file; start the planner on that fleet's host"
+                "plane must have one fleet, or one that was started here from this file, got "
+                f"{', '.join(names)}; start the planner on the host of its fleet"
             )
-    raise UnavailableError("the plane has ended")
+    raise UnavailableError("the plane was closed")
 
 
-async def become_planner(plane: Plane, name: str) -> None:
-    """This process alone plans for the fleet until it leaves the plane. Raises ConfigError if another one
-    does, which is known after the time of a lease."""
+async def become_planner(registry: Registry, name: str) -> None:
+    """Makes this process the only planner of the fleet until it leaves the registry. Raises ConfigError if
+    another process is the planner, which is certain after the time of a lease."""
     try:
-        await plane.register(Member(id=_planner_of(name), role=PLANNER, address=""))
+        await registry.register(Member(id=_planner_of(name), role=PLANNER, address=""))
     except ConfigError:
         raise ConfigError(
             f"another process is the planner of the fleet {name} already (shoal plan, or a fleet with "

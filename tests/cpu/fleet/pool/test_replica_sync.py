@@ -1,4 +1,4 @@
-"""Routers that share their books, on a plane of this process and on virtual time."""
+"""Routers that share their books, on a registry of this process and on virtual time."""
 
 import asyncio
 from collections import Counter
@@ -8,7 +8,7 @@ from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.config import FleetConfig
 from shoal.fleet.index.indexer import WorkerRank
 from shoal.fleet.pool.fleet import Fleet
-from shoal.fleet.registry.embedded import EmbeddedPlane, Host
+from shoal.fleet.registry.embedded import EmbeddedRegistry, Host
 from shoal.fleet.routing.active_requests import Ended
 from shoal.fleet.routing.dispatcher import Wanted
 from shoal.fleet.worker import Worker, WorkerInfo
@@ -46,8 +46,8 @@ class Routers:
         self.fleets = []
 
     async def add(self, **more):
-        plane = EmbeddedPlane.of_host(self.host, self.clock, self.random, LEASE_S)
-        fleet = Fleet(FleetConfig(**self.options), self.clock, plane)
+        registry = EmbeddedRegistry.of_host(self.host, self.clock, self.random, LEASE_S)
+        fleet = Fleet(FleetConfig(**self.options), self.clock, registry)
         self.fleets.append(fleet)
         await fleet.start()
         for name in self.workers:
@@ -58,14 +58,14 @@ class Routers:
 
     def kill(self, fleet):
         """As by kill -9."""
-        for task in fleet.plane._tasks:
+        for task in fleet.registry._tasks:
             task.cancel()
         self.fleets.remove(fleet)
 
     async def close(self):
         for fleet in self.fleets:
             await fleet.close()
-            await fleet.plane.close()
+            await fleet.registry.close()
         self.host.close()
 
 

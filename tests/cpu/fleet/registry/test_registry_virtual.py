@@ -1,4 +1,4 @@
-"""The embedded plane inside one process, on virtual time: leases to the tenth of a second, the same
+"""The embedded registry inside one process, on virtual time: leases to the tenth of a second, the same
 in every run."""
 
 import asyncio
@@ -10,7 +10,7 @@ import pytest
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.registry import embedded
 from shoal.fleet.registry import hub as plane_hub
-from shoal.fleet.registry.embedded import EmbeddedPlane, Host
+from shoal.fleet.registry.embedded import EmbeddedRegistry, Host
 from shoal.fleet.registry.registry import Member
 
 LEASE_S = 6.0
@@ -25,28 +25,28 @@ def member(member_id: str) -> Member:
 
 
 class Fleet:
-    """A hub and planes of this process. `kill` stops one without a word."""
+    """A hub and registries of this process. `kill` stops one without a Bye."""
 
     def __init__(self, lease_s: float = LEASE_S) -> None:
         self.clock, self.lease_s = LoopClock(), lease_s
         self.host, self.random = Host(self.clock, lease_s), Random(0)
 
-    def plane(self) -> EmbeddedPlane:
-        return EmbeddedPlane.of_host(self.host, self.clock, self.random, self.lease_s)
+    def registry(self) -> EmbeddedRegistry:
+        return EmbeddedRegistry.of_host(self.host, self.clock, self.random, self.lease_s)
 
-    def kill(self, plane: EmbeddedPlane) -> None:
-        for task in plane._tasks:
+    def kill(self, registry: EmbeddedRegistry) -> None:
+        for task in registry._tasks:
             task.cancel()
 
 
-async def when(plane, ids: set[str]) -> float:
-    async for members in plane.watch():
+async def when(registry, ids: set[str]) -> float:
+    async for members in registry.watch():
         if set(members) == ids:
-            return plane.clock.now()
+            return registry.clock.now()
     raise AssertionError
 
 
-def test_a_plane_that_never_answers_is_told_once_and_waited_for(caplog):
+def test_a_registry_that_never_answers_is_logged_once_and_awaited(caplog):
     class Nobody:
         def try_send(self, payload):
             return True
@@ -58,17 +58,17 @@ def test_a_plane_that_never_answers_is_told_once_and_waited_for(caplog):
             pass
 
     async def main():
-        plane = EmbeddedPlane(LoopClock(), Random(0), LEASE_S, lambda name: Nobody())
-        registering = asyncio.create_task(plane.register(member("w")))
+        registry = EmbeddedRegistry(LoopClock(), Random(0), LEASE_S, lambda name: Nobody())
+        registering = asyncio.create_task(registry.register(member("w")))
         await asyncio.sleep(LEASE_S - 1)
         assert not caplog.records
         await asyncio.sleep(100)
         assert [record.message for record in caplog.records] == [
-            "the plane has not answered yet; waiting for the router that keeps it"
+            "no router hosts the plane yet; still waiting"
         ]
         assert not registering.done()
         registering.cancel()
-        for task in plane._tasks:
+        for task in registry._tasks:
             task.cancel()
 
     run_virtual(main())
@@ -79,7 +79,7 @@ def test_a_plane_that_never_answers_is_told_once_and_waited_for(caplog):
 def test_a_dead_process_is_gone_within_its_lease_and_not_at_once(lease_s, lived_s):
     async def main():
         fleet = Fleet(lease_s)
-        watcher, dying = fleet.plane(), fleet.plane()
+        watcher, dying = fleet.registry(), fleet.registry()
         await dying.register(member("w"))
         await when(watcher, {"w"})
         await asyncio.sleep(lived_s)
@@ -93,9 +93,9 @@ def test_a_dead_process_is_gone_within_its_lease_and_not_at_once(lease_s, lived_
 def test_an_hour_of_leases_takes_no_time_and_loses_nobody():
     async def main():
         fleet = Fleet()
-        watcher, workers = fleet.plane(), [fleet.plane() for _ in range(8)]
-        for i, plane in enumerate(workers):
-            await plane.register(member(f"w{i}"))
+        watcher, workers = fleet.registry(), [fleet.registry() for _ in range(8)]
+        for i, registry in enumerate(workers):
+            await registry.register(member(f"w{i}"))
         await when(watcher, {f"w{i}" for i in range(8)})
         changes = []
 
@@ -112,8 +112,8 @@ def test_an_hour_of_leases_takes_no_time_and_loses_nobody():
     assert changes == [8] and now >= 3600
 
 
-def test_a_hub_that_stood_still_blames_nobody_for_the_time():
-    """A suspended process, or a clock that jumped: what the others said meanwhile is not read yet."""
+def test_the_time_in_which_a_hub_stood_still_ends_no_lease():
+    """A suspended process, or a clock that jumped: the messages of that time are not read yet."""
     hub = plane_hub.Hub(now=0.0, lease_s=LEASE_S)
     encode = msgspec.msgpack.encode
     hub.take("w", encode(plane_hub.Hello(LEASE_S, [])), 0.0)
@@ -124,10 +124,10 @@ def test_a_hub_that_stood_still_blames_nobody_for_the_time():
     hub.tick(1000.0)
     assert all(message.members for _, message in hub.sends()), "w is there"
     for tenth in range(70):
-        hub.take("v", encode(plane_hub.Beat(2)), 1000.0 + tenth / 10)
+        hub.take("v", encode(plane_hub.Renew(2)), 1000.0 + tenth / 10)
         hub.tick(1000.0 + tenth / 10)
-    told = [message for _, message in hub.sends() if isinstance(message, plane_hub.Members)]
-    assert [message.members for message in told][-1] == {}, "w has said nothing for a lease since"
+    lists = [message for _, message in hub.sends() if isinstance(message, plane_hub.Members)]
+    assert [message.members for message in lists][-1] == {}, "w has said nothing for a lease since"
 
 
 def test_a_process_that_reads_nothing_costs_the_hub_a_bounded_memory(monkeypatch):
@@ -135,7 +135,7 @@ def test_a_process_that_reads_nothing_costs_the_hub_a_bounded_memory(monkeypatch
 
     async def main():
         fleet = Fleet()
-        publisher, stopped = fleet.plane(), fleet.plane()
+        publisher, stopped = fleet.registry(), fleet.registry()
         await stopped.subscribe("events", Note)
         fleet.kill(stopped)
         for n in range(500):
