@@ -227,7 +227,7 @@ class SteppingEngine(FakeEngine):
 
 
 async def serve_own_workers(url: str, model: str, first: int, count: int) -> None:
-    plane = open_registry(url)
+    registry = open_registry(url)
     card = ModelCard(
         info=ModelInfo(
             model, os.getpid(), 32768, VOCAB_SIZE, 576, (), {}, 100_000, 16, 256, "cpu", "float32"
@@ -244,7 +244,7 @@ async def serve_own_workers(url: str, model: str, first: int, count: int) -> Non
             ModelMetrics(MODEL, 32768, {}),
             LoopClock(),
         )
-        await plane.register(member_of(f"worker-{number}", "both", "http://127.0.0.1:1", port.address, card))
+        await registry.register(member_of(f"worker-{number}", "both", "http://127.0.0.1:1", port.address, card))
     await asyncio.Event().wait()
 
 

@@ -148,10 +148,10 @@ class Soak:
 
     async def books(self):
         workers = {}
-        plane = open_registry(self.fleet.plane)
+        registry = open_registry(self.fleet.plane)
         watching = asyncio.create_task(
             watch_workers(
-                plane,
+                registry,
                 None,
                 lambda worker: workers.update({worker.id: worker}),
                 workers.pop,
@@ -173,7 +173,7 @@ class Soak:
         await asyncio.gather(watching, return_exceptions=True)
         for worker in workers.values():
             await worker.link.close()
-        await plane.close()
+        await registry.close()
 
 
 def is_idle(stats):

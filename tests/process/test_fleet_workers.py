@@ -58,10 +58,10 @@ async def test_a_worker_joins_answers_tells_of_its_blocks_and_leaves(tmp_path):
     key = FleetKey.read(str(key_file))
     workers, left = {}, []
     with Processes(tmp_path) as fleet:
-        plane = open_registry(fleet.plane, may_host=True, key=key)
+        registry = open_registry(fleet.plane, may_host=True, key=key)
         watching = asyncio.create_task(
             watch_workers(
-                plane, key, lambda worker: workers.update({worker.id: worker}), left.append, no_role
+                registry, key, lambda worker: workers.update({worker.id: worker}), left.append, no_role
             )
         )
         fleet.serve("a", "--fleet-key-file", key_file)
@@ -93,7 +93,7 @@ async def test_a_worker_joins_answers_tells_of_its_blocks_and_leaves(tmp_path):
         following.cancel()
         watching.cancel()
         await worker.link.close()
-        await plane.close()
+        await registry.close()
 
 
 @asynchronous
@@ -101,10 +101,10 @@ async def test_a_worker_that_becomes_another_model_leaves_and_joins_as_that_one(
     models = [write_model(tmp_path, name) for name in ("qwen3", "llama")]
     prompt, workers, left = list(range(40)), {}, []
     with Processes(tmp_path) as fleet:
-        plane = open_registry(fleet.plane, may_host=True)
+        registry = open_registry(fleet.plane, may_host=True)
         watching = asyncio.create_task(
             watch_workers(
-                plane, None, lambda worker: workers.update({worker.id: worker}), left.append, no_role
+                registry, None, lambda worker: workers.update({worker.id: worker}), left.append, no_role
             )
         )
         fleet.serve("a", "--enable-sleep-mode", "--served-model-name", "m", *TINY, model=models[0])
@@ -124,7 +124,7 @@ async def test_a_worker_that_becomes_another_model_leaves_and_joins_as_that_one(
         watching.cancel()
         await first.link.close()
         await second.link.close()
-        await plane.close()
+        await registry.close()
 
 
 # What becomes of answers

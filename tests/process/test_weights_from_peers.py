@@ -1,4 +1,4 @@
-"""Workers that take their weights out of the memory of others: the search on the plane, and real workers."""
+"""Workers that take their weights out of the memory of others: the search in the registry, and real workers."""
 
 import asyncio
 import json
@@ -64,35 +64,35 @@ class Lender(FakeEngine):
 
 
 @asynccontextmanager
-async def on_a_plane(**lenders):
-    """A plane with these workers. Gives a function that opens another end of it."""
+async def in_a_registry(**lenders):
+    """Opens a registry with these workers. Yields a function that opens it again."""
     url = f"tcp://127.0.0.1:{free_port()}"
     async with AsyncExitStack() as stack:
 
-        def plane(may_host=False):
+        def registry(may_host=False):
             opened = open_registry(url, may_host=may_host)
             stack.push_async_callback(opened.close)
             return opened
 
-        own = plane(may_host=True)
+        own = registry(may_host=True)
         for name, lender in lenders.items():
             port = WorkerPort.open(name, lender, Admission(4, 4), ModelMetrics("fake", 4096, {}), LoopClock())
             stack.push_async_callback(port.close)
             model = "other" if name == "other" else "fake"
             card = ModelCard(info=INFO, names=[model], model=model, eos_token_ids=(2,))
             await own.register(member_of(name, "both", "http://127.0.0.1:1", port.address, card))
-        yield plane
+        yield registry
 
 
-def searching(plane, name=lambda: b"name"):
-    return borrowed_weights(plane, None, "fake", name, "me")
+def searching(registry, name=lambda: b"name"):
+    return borrowed_weights(registry, None, "fake", name, "me")
 
 
 @asynchronous
 async def test_the_first_worker_that_has_the_weights_lends_them_until_the_block_ends():
     other, wrong, lender = Lender(), Lender(b"its own"), Lender()
-    async with on_a_plane(other=other, wrong=wrong, lender=lender) as plane:
-        async with searching(plane()) as asking:
+    async with in_a_registry(other=other, wrong=wrong, lender=lender) as registry:
+        async with searching(registry()) as asking:
             assert await asking == b"loan"
             assert lender.borrowers == ["me"] and not other.borrowers
         await lender.given_back.wait()
@@ -101,7 +101,7 @@ async def test_the_first_worker_that_has_the_weights_lends_them_until_the_block_
 @asynchronous
 async def test_where_nobody_has_the_weights_the_search_ends_by_itself(monkeypatch):
     monkeypatch.setattr(weight_peers, "SEARCH_S", 0.3)
-    async with on_a_plane(other=Lender()) as plane, searching(plane()) as asking:
+    async with in_a_registry(other=Lender()) as registry, searching(registry()) as asking:
         assert await asking is None
     nowhere = open_registry(f"tcp://127.0.0.1:{free_port()}")
     async with searching(nowhere) as asking:
@@ -114,7 +114,7 @@ async def test_files_that_cannot_be_read_are_the_engines_business():
     def name():
         raise OSError("no such file")
 
-    async with on_a_plane(lender=Lender()) as plane, searching(plane(), name) as asking:
+    async with in_a_registry(lender=Lender()) as registry, searching(registry(), name) as asking:
         assert await asking is None
 
 
@@ -125,8 +125,8 @@ async def test_what_a_slow_worker_lends_too_late_is_given_back(monkeypatch, end)
     slow.pauses_s = 1.0
     if end == "patience":
         monkeypatch.setattr(weight_peers, "ANSWER_S", 0.5)
-    async with on_a_plane(slow=slow) as plane:
-        async with searching(plane()) as asking:
+    async with in_a_registry(slow=slow) as registry:
+        async with searching(registry()) as asking:
             if end == "patience":
                 assert await asking is None
             else:

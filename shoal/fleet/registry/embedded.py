@@ -1,6 +1,6 @@
 """The registry of one host, without a server: ZMQ, inside one of its processes (the router's).
 
-The first process that may host it binds the address and holds the state (`plane_hub`); all others connect,
+The first process that may host it binds the address and holds the state (`hub`); all others connect,
 and join again when it comes back. It takes loopback addresses and Unix sockets alone, and with the fleet key
 only processes that have the key join: a fleet of many hosts needs NATS. A `Host` without an address serves
 registries of its own process alone, on any clock: the simulator uses that.

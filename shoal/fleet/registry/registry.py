@@ -4,7 +4,7 @@
     broadcast   `publish` and `subscribe`: at most once, in order for each publisher
     requests    `request` and `serving`: one message to the process of a member, and one reply
 
-`plane_embedded` implements it for one host, without a server, and `plane_nats` for many hosts. Users call it
+`embedded` implements it for one host, without a server, and `nats` for many hosts. Users call it
 the plane (`--plane URL`). While it is away (it restarts, say), published messages are lost, calls wait for
 it, no lease runs out, and members and subscriptions come back with it. Messages are msgspec structs.
 """

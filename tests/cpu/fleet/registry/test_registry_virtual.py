@@ -9,8 +9,8 @@ import pytest
 
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.registry import embedded
-from shoal.fleet.registry import hub as plane_hub
 from shoal.fleet.registry.embedded import EmbeddedRegistry, Host
+from shoal.fleet.registry.hub import Hello, Hub, Members, Register, Renew
 from shoal.fleet.registry.registry import Member
 
 LEASE_S = 6.0
@@ -114,19 +114,19 @@ def test_an_hour_of_leases_takes_no_time_and_loses_nobody():
 
 def test_the_time_in_which_a_hub_stood_still_ends_no_lease():
     """A suspended process, or a clock that jumped: the messages of that time are not read yet."""
-    hub = plane_hub.Hub(now=0.0, lease_s=LEASE_S)
+    hub = Hub(now=0.0, lease_s=LEASE_S)
     encode = msgspec.msgpack.encode
-    hub.take("w", encode(plane_hub.Hello(LEASE_S, [])), 0.0)
-    hub.take("w", encode(plane_hub.Register(1, member("w"))), 0.0)
-    hub.take("v", encode(plane_hub.Hello(LEASE_S, [])), 0.0)
+    hub.take("w", encode(Hello(LEASE_S, [])), 0.0)
+    hub.take("w", encode(Register(1, member("w"))), 0.0)
+    hub.take("v", encode(Hello(LEASE_S, [])), 0.0)
     hub.tick(0.1)
     list(hub.sends())
     hub.tick(1000.0)
     assert all(message.members for _, message in hub.sends()), "w is there"
     for tenth in range(70):
-        hub.take("v", encode(plane_hub.Renew(2)), 1000.0 + tenth / 10)
+        hub.take("v", encode(Renew(2)), 1000.0 + tenth / 10)
         hub.tick(1000.0 + tenth / 10)
-    lists = [message for _, message in hub.sends() if isinstance(message, plane_hub.Members)]
+    lists = [message for _, message in hub.sends() if isinstance(message, Members)]
     assert [message.members for message in lists][-1] == {}, "w has said nothing for a lease since"
 
 
