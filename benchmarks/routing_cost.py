@@ -244,7 +244,8 @@ async def serve_own_workers(url: str, model: str, first: int, count: int) -> Non
             ModelMetrics(MODEL, 32768, {}),
             LoopClock(),
         )
-        await registry.register(member_of(f"worker-{number}", "both", "http://127.0.0.1:1", port.address, card))
+        member = member_of(f"worker-{number}", "both", "http://127.0.0.1:1", port.address, card)
+        await registry.register(member)
     await asyncio.Event().wait()
 
 

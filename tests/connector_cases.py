@@ -42,7 +42,7 @@ def two_components(folder):
 
 
 class Folder:
-    """A Registry: a worker is there while its file is, and its process lives."""
+    """A RouterView: a worker is there while its file is, and its process lives."""
 
     def __init__(self, path):
         self.path = path

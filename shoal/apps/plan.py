@@ -1,8 +1,7 @@
 """`shoal plan FILE`: the planner of a running fleet, as a process of its own. Torch-free.
 
-It sees and sizes the fleet over the plane (fleet/scaling/scaled_fleet.py), so the fleet serves on when it
-ends, and
-another one takes its place. A signal ends it; what it has begun goes on.
+It observes and sizes the fleet by requests in the registry (fleet/scaling/scaled_fleet.py), so the fleet
+continues when it ends, and another planner can take its place. A signal ends it; its changes continue.
 """
 
 from __future__ import annotations
@@ -33,15 +32,16 @@ logger = logging.getLogger(__name__)
 def plan_fleet(
     path: str, state_dir: str | None = None, verbose: bool = False, *, no_operation: bool = False
 ) -> int:
-    """Plans until a signal; returns the exit code. `state_dir`: that of shoal fleet up. `no_operation`: it
-    only advises, whatever the file says. Raises ShoalError for a fleet that cannot be planned, or has another
-    planner."""
+    """Plans until a signal; returns the exit code. `state_dir`: the one of `shoal fleet up`. `no_operation`:
+    it only advises, whatever the file says. Raises ShoalError for a fleet that cannot be planned, or has
+    another planner."""
     file = read_fleet(path)
     if no_operation:
         file = dataclasses.replace(file, planner=dataclasses.replace(file.planner, no_operation=True))
     if file.planner.enabled:
         raise ConfigError(
-            f"{path}: [planner] enabled has shoal fleet up plan itself; leave it out for a planner beside it"
+            f"{path}: [planner] enabled must be left out for `shoal plan`, got true; remove it, as "
+            "`shoal fleet up` plans itself with it"
         )
     try:
         file.check_planner()

@@ -20,7 +20,7 @@ TWO_MODELS = (COMPONENTS[0], Component("n", (), "n"))
 
 
 class Cluster:
-    """A Registry whose workers are there as soon as the orchestrator has said so."""
+    """A RouterView whose workers are there as soon as the orchestrator has said so."""
 
     def __init__(self):
         self.counts = {"decode": 0, "prefill": 0}

@@ -80,7 +80,7 @@ def is_missing(state: WorkerState | None) -> bool:
     return state in (None, WorkerState.BROKEN, WorkerState.GONE)
 
 
-class Registry(Protocol):
+class RouterView(Protocol):
     """What a connector asks of the router: whether a worker is there."""
 
     def state_of(self, worker_id: str) -> WorkerState | None:
@@ -115,7 +115,7 @@ class Setting:
     when it starts anew."""
 
     components: Sequence[Component]
-    registry: Registry
+    registry: RouterView
     clock: Clock
     start_timeout_s: float
     log: ProcessLog

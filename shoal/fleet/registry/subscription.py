@@ -1,4 +1,4 @@
-"""How messages of the registry are read: typed and bounded; garbage is counted and skipped."""
+"""Messages of the registry as they are read: typed and bounded; garbage is counted and skipped."""
 
 from __future__ import annotations
 

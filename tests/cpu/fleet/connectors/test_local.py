@@ -20,7 +20,7 @@ ONE_GPU = Component("m", ("run",), "m", devices=("0",), count=0)
 
 class Slow:
     """A Supervisor whose answers take a second. `is_away`: it answers to nobody. `given_up`: workers that are not
-    started again; `is_bad`: so is each that starts. It is the Registry, too, where each worker has requests for
+    started again; `is_bad`: so is each that starts. It is the RouterView, too, where each worker has requests for
     `busy_s` seconds."""
 
     def __init__(self):
