@@ -41,7 +41,7 @@ from shoal.fleet.planner.planner import PlannerState, decide
 from shoal.fleet.pool.replica_sync import News
 from shoal.fleet.registry.subscription import encode
 from shoal.fleet.routing.active_requests import AnyChange
-from shoal.fleet.routing.dispatcher import Dispatcher, Wanted
+from shoal.fleet.routing.dispatcher import Dispatcher, RoutingRequest
 from shoal.fleet.routing.kv_router import KvRouter
 from shoal.fleet.simulator.timing import profile_of
 from shoal.fleet.traffic import Traffic
@@ -96,7 +96,7 @@ class Fleet:
     def share(self) -> None:
         """A second router hears of all requests from now on."""
         self.other = Fleet(len(self.dispatcher.workers))
-        self.router.books.on_change = self.untold.append
+        self.router.active_requests.on_change = self.untold.append
 
     def _tell(self, other: Fleet, stored: tuple[Any, ...] | None) -> None:
         """One message for each request, which is the most that there are: under load many go in one."""
@@ -122,26 +122,26 @@ class Fleet:
         self.fresh += QUESTION
         self.number += 1
         chain = sequence_hashes(names)
-        wanted = Wanted(f"r{self.number}", range(len(chain) * BLOCK))
+        request = RoutingRequest(f"r{self.number}", range(len(chain) * BLOCK))
         begun = time.process_time()
-        found = self.dispatcher._pick(wanted, {BLOCK: chain})
+        found = self.dispatcher._pick(request, {BLOCK: chain})
         chosen = time.process_time()
         assert found is not None
         _, choice = found
-        books, index, rank = self.router.books, self.router.indexer, choice.rank
+        active_requests, index, rank = self.router.active_requests, self.router.indexer, choice.rank
         start = choice.overlap.total
         self.hits += start
         stored = None
         if start < len(chain):
             stored = rank, DEVICE, chain[start:], names[start:], chain[start - 1] if start else None
             index.store(*stored)
-        books.first_token(wanted.request_id)
+        active_requests.first_token(request.request_id)
         for _ in range(OUTPUT // 16):
-            books.generated(wanted.request_id, 16)
-        self.running.append((self.clock.time + REQUEST_S, wanted.request_id, rank))
+            active_requests.generated(request.request_id, 16)
+        self.running.append((self.clock.time + REQUEST_S, request.request_id, rank))
         while self.running[0][0] <= self.clock.time:
             _, request_id, ended_at = self.running.popleft()
-            books.end(request_id)
+            active_requests.end(request_id)
             self.dispatcher.workers[ended_at.worker].active -= 1
         self.router.published(rank, 0.5, 0, 20, 100_000)
         followed = time.process_time()

@@ -52,7 +52,7 @@ from shoal.collector import Collector
 from shoal.fake_engine import FakeEngine
 from shoal.fleet.clock import LoopClock
 from shoal.fleet.native.membership import member_of
-from shoal.fleet.native.worker_server import WorkerPort
+from shoal.fleet.native.worker_server import WorkerServer
 from shoal.fleet.registry.open import open_registry
 from shoal.model_card import ModelCard
 from shoal.server.served.admission import Admission
@@ -237,7 +237,7 @@ async def serve_own_workers(url: str, model: str, first: int, count: int) -> Non
         eos_token_ids=(2,),
     )
     for number in range(first, first + count):
-        port = WorkerPort.open(
+        port = WorkerServer.open(
             f"worker-{number}",
             SteppingEngine(),
             Admission(256, 1024),

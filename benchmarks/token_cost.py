@@ -28,7 +28,7 @@ from shoal.fleet.clock import LoopClock
 from shoal.fleet.index.indexer import KvIndexer
 from shoal.fleet.native.fleet_engine import FleetEngine
 from shoal.fleet.native.remote_engine import RemoteEngine
-from shoal.fleet.native.worker_server import WorkerPort
+from shoal.fleet.native.worker_server import WorkerServer
 from shoal.fleet.routing.dispatcher import Dispatcher
 from shoal.fleet.routing.kv_router import KvRouter
 from shoal.fleet.worker import Worker, WorkerInfo
@@ -71,7 +71,7 @@ async def worker(streams: int, tokens: int) -> None:
             yield output
 
     engine.generate = generate  # type: ignore[method-assign]
-    port = WorkerPort.open("w", engine, Admission(1 << 20, 0), ModelMetrics("fake", 4096, {}), LoopClock())
+    port = WorkerServer.open("w", engine, Admission(1 << 20, 0), ModelMetrics("fake", 4096, {}), LoopClock())
     print(port.address, flush=True)
     while True:
         while len(collectors) < streams:

@@ -9,7 +9,7 @@ from shoal.fleet.config import FleetConfig
 from shoal.fleet.planner.observation import DecodeLoad, Observation
 from shoal.fleet.pool.fleet import Fleet
 from shoal.fleet.pool.metrics import of_planner
-from shoal.fleet.pool.model_pool import ModelFleet
+from shoal.fleet.pool.model_pool import ModelPool
 from shoal.fleet.scaling.counts import PlannerCounts
 from shoal.fleet_views import PlannerView
 from shoal.stats import KvLoans, KvTierStats, KvTransferStats, Stats
@@ -40,7 +40,7 @@ def of_a_server():
 def of_a_router():
     async def collected():
         fleet = Fleet(FleetConfig(), LoopClock())
-        fleet._all.append(ModelFleet("m", True, FleetConfig(), fleet.clock))
+        fleet._all.append(ModelPool("m", True, FleetConfig(), fleet.clock))
         fleet.shared = _NoPeers()
         return list(fleet.metrics())
 

@@ -26,7 +26,7 @@ from shoal.fleet.clock import LoopClock
 from shoal.fleet.key import FleetKey
 from shoal.fleet.native.membership import member_of
 from shoal.fleet.native.weight_peers import borrowed_weights
-from shoal.fleet.native.worker_server import EventEndpoints, WorkerPort, check_host
+from shoal.fleet.native.worker_server import EventEndpoints, WorkerServer, check_host
 from shoal.fleet.registry.open import check_plane, open_registry
 from shoal.fleet.registry.registry import ROLES, Member, Registry, check_name
 from shoal.fleet.tasks import start
@@ -158,7 +158,7 @@ async def joined(
     had."""
     assert config.plane is not None
     key, clock = FleetKey.read(config.fleet_key_file), LoopClock()
-    port = WorkerPort.open(
+    port = WorkerServer.open(
         worker_id,
         model.engine,
         model.admission,

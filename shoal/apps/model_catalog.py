@@ -15,7 +15,7 @@ from shoal.fleet.external.forwarder import ForeignForwarder
 from shoal.fleet.external.prompt_tokens import PromptTokens
 from shoal.fleet.native.fleet_engine import FleetEngine
 from shoal.fleet.pool.fleet import Fleet
-from shoal.fleet.pool.model_pool import ModelFleet
+from shoal.fleet.pool.model_pool import ModelPool
 from shoal.fleet.tasks import start, stop
 from shoal.model_card import ModelCard
 from shoal.server.served.catalog import Catalog
@@ -42,8 +42,8 @@ class ModelCatalogSync:
         self._server = dataclasses.replace(server, max_queued_requests=UNBOUNDED)
         self._tokenizer = None if config.tokenizer is None else read_tokenizer(config.tokenizer)
         self._clock: Clock = fleet.clock
-        self._served: dict[ModelFleet, ServedModel | ForeignModel] = {}
-        self._loading: dict[ModelFleet, asyncio.Task[None]] = {}
+        self._served: dict[ModelPool, ServedModel | ForeignModel] = {}
+        self._loading: dict[ModelPool, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Runs until it is cancelled."""
@@ -67,7 +67,7 @@ class ModelCatalogSync:
             if model.is_foreign:
                 self._add(model, self._external(model))
             else:
-                model.hinder("its tokenizer is being read")
+                model.block("its tokenizer is being read")
                 self._loading[model] = start(self._load(model))
         for model, served in self._served.items():
             served.names[:] = model.names
@@ -76,7 +76,7 @@ class ModelCatalogSync:
         loading = [worker_id for model in self._loading for worker_id in model.workers]
         self._catalog.awaited = self._fleet.unknown + loading
 
-    async def _load(self, model: ModelFleet) -> None:
+    async def _load(self, model: ModelPool) -> None:
         """Adds a model of native workers as soon as its files can be read here."""
         while True:
             try:
@@ -87,35 +87,35 @@ class ModelCatalogSync:
                     logger.error("the model %s cannot be served: %s", model.name, error)
                 else:
                     logger.exception("the model %s cannot be served", model.name)
-                model.hinder(f"the model cannot be served: {error}")
+                model.block(f"the model cannot be served: {error}")
                 await self._clock.sleep(RETRY_S)
                 continue
             del self._loading[model]
             self._add(model, served)
-            model.hinder("")
+            model.block("")
             self._fleet.changed.set()
             return
 
-    def _add(self, model: ModelFleet, served: ServedModel | ForeignModel) -> None:
+    def _add(self, model: ModelPool, served: ServedModel | ForeignModel) -> None:
         self._served[model] = served
         self._catalog.add(served)
         logger.info("the model %s is served", model.name)
 
-    def _remove(self, model: ModelFleet) -> None:
+    def _remove(self, model: ModelPool) -> None:
         served = self._served.pop(model)
         self._catalog.remove(served)
         if isinstance(served, ServedModel):
             served.close()
         logger.info("the model %s is not served any more: its last worker has left", model.name)
 
-    def _external(self, model: ModelFleet) -> ForeignModel:
+    def _external(self, model: ModelPool) -> ForeignModel:
         tokens = model.tokens = PromptTokens(model.dispatcher, self._tokenizer)
-        model.streams = ForeignForwarder(
+        model.sender = ForeignForwarder(
             model.dispatcher, tokens, migration_limit=self._config.migration_limit
         )
-        return ForeignModel(model.names, model.streams, request_timeout=self._server.request_timeout)
+        return ForeignModel(model.names, model.sender, request_timeout=self._server.request_timeout)
 
-    async def _native(self, model: ModelFleet) -> ServedModel:
+    async def _native(self, model: ModelPool) -> ServedModel:
         """Raises ShoalError where the model's files cannot be read here."""
         workers = list(model.workers.values())
         if not workers:
@@ -123,8 +123,10 @@ class ModelCatalogSync:
         card: ModelCard = workers[0].link.card
         tokenizer = await asyncio.to_thread(_tokenizer_of, card)
         limit = self._config.migration_limit
-        model.streams = FleetEngine(model.dispatcher, model.prefills, model.moves, migration_limit=limit)
-        return served_model(card, model.streams, tokenizer, self._server)
+        model.sender = FleetEngine(
+            model.dispatcher, model.prefills, model.kv_transfers, migration_limit=limit
+        )
+        return served_model(card, model.sender, tokenizer, self._server)
 
 
 def _tokenizer_of(card: ModelCard) -> Tokenizer | None:
@@ -136,7 +138,7 @@ def _tokenizer_of(card: ModelCard) -> Tokenizer | None:
     return load_tokenizer(files, card.tokenizer, card.chat_template)
 
 
-def _shortest(model: ModelFleet) -> int | None:
+def _shortest(model: ModelPool) -> int | None:
     """Returns the smallest context length among the workers of an external model."""
     lengths = [worker.link.max_model_len(model.name) for worker in model.dispatcher.workers.values()]
     return min((length for length in lengths if length is not None), default=None)

@@ -135,7 +135,7 @@ async def run_router(
         tasks = [start(ModelCatalogSync(fleet, catalog, config, server).run())]
         if registry is not None:
             joined = partial(_join, fleet)
-            watching = watch_workers(registry, key, joined, fleet.leave, fleet.assume, fleet.published)
+            watching = watch_workers(registry, key, joined, fleet.leave, fleet.set_role, fleet.published)
             tasks.append(start(watching))
         if beside is not None:
             tasks.append(start(beside(fleet)))

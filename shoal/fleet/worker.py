@@ -105,7 +105,7 @@ class Worker(Generic[L]):
         self.is_reached = False  # a probe has succeeded since it came, or since it broke
         self.is_gone = False
         self.why = "it was not reached yet"  # it gets nothing; "" while it is well
-        self.set_aside = ""  # why it cannot serve with its peers, whatever its health
+        self.excluded_reason = ""  # why it cannot serve with its peers, whatever its health
         self.needs_canary = False  # a check alone does not show that it is well again
         self.active = 0  # requests of this router that it has now
         # What this router has counted of it, and of those that had its id before.
@@ -129,14 +129,14 @@ class Worker(Generic[L]):
     def state(self) -> WorkerState:
         if self.is_gone:
             return WorkerState.GONE
-        if not self.is_reached or self.set_aside:
+        if not self.is_reached or self.excluded_reason:
             return WorkerState.BROKEN
         return WorkerState.DRAINING if self.is_draining or self.num_holds else WorkerState.READY
 
     @property
     def takes_requests(self) -> bool:
         """Whether it may be chosen: it is ready and awake. Each request asks all workers."""
-        if self.is_draining or self.num_holds or self.set_aside or self.is_gone:
+        if self.is_draining or self.num_holds or self.excluded_reason or self.is_gone:
             return False
         return self.is_reached and self.sleep_level is None
 

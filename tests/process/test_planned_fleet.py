@@ -30,7 +30,7 @@ class Router:
         self.connector, self.load, self.planner_view = connector, 0.0, None
         self.roles = {"m-1": "both"}
 
-    def idlest(self, model, role):
+    def least_loaded(self, model, role):
         return next((name for name, found in self.roles.items() if found == role), None)
 
     async def change_role(self, worker_id, role):

@@ -13,7 +13,7 @@ from shoal.fleet.clock import LoopClock
 from shoal.fleet.native import weight_peers
 from shoal.fleet.native.membership import member_of
 from shoal.fleet.native.weight_peers import borrowed_weights
-from shoal.fleet.native.worker_server import WorkerPort
+from shoal.fleet.native.worker_server import WorkerServer
 from shoal.fleet.registry.open import open_registry
 from shoal.model_card import ModelCard
 from shoal.server.served.admission import Admission
@@ -76,7 +76,9 @@ async def in_a_registry(**lenders):
 
         own = registry(may_host=True)
         for name, lender in lenders.items():
-            port = WorkerPort.open(name, lender, Admission(4, 4), ModelMetrics("fake", 4096, {}), LoopClock())
+            port = WorkerServer.open(
+                name, lender, Admission(4, 4), ModelMetrics("fake", 4096, {}), LoopClock()
+            )
             stack.push_async_callback(port.close)
             model = "other" if name == "other" else "fake"
             card = ModelCard(info=INFO, names=[model], model=model, eos_token_ids=(2,))

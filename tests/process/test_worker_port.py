@@ -26,7 +26,7 @@ from shoal.fleet.clock import LoopClock
 from shoal.fleet.key import FleetKey
 from shoal.fleet.native import worker_server
 from shoal.fleet.native.remote_engine import RemoteEngine
-from shoal.fleet.native.worker_server import EventEndpoints, WorkerPort
+from shoal.fleet.native.worker_server import EventEndpoints, WorkerServer
 from shoal.fleet.native.worker_wire import AskEvents, Hello, encode
 from shoal.fleet.worker import WorkerInfo
 from shoal.kv_events import END
@@ -50,7 +50,7 @@ class Site:
         self.key = key
 
     def open(self, port=0, events=None):
-        self.port = WorkerPort.open(
+        self.port = WorkerServer.open(
             "w", self.engine, self.gate, self.metrics, LoopClock(), port=port, key=self.key, events=events
         )
         return self.port
@@ -323,7 +323,7 @@ async def test_a_router_with_a_key_speaks_to_no_worker_without_it():
 async def test_a_port_beyond_this_machine_needs_a_key():
     site = Site(FakeEngine(vocab_size=512))
     with pytest.raises(ConfigError, match="--fleet-key-file"):
-        WorkerPort.open("w", site.engine, site.gate, site.metrics, LoopClock(), host="0.0.0.0")
+        WorkerServer.open("w", site.engine, site.gate, site.metrics, LoopClock(), host="0.0.0.0")
 
 
 @asynchronous

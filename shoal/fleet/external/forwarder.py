@@ -24,7 +24,7 @@ from shoal.fleet.external.prompt_tokens import PROMPT_FIELDS, PromptTokens, text
 from shoal.fleet.external.request import CHAT, COMPLETIONS, ForeignRequest
 from shoal.fleet.external.sse import SseReader
 from shoal.fleet.external.stream import ForeignStream, TokenCounts, reasons_of
-from shoal.fleet.routing.dispatcher import Dispatcher, Place, Wanted
+from shoal.fleet.routing.dispatcher import Assignment, Dispatcher, RoutingRequest
 from shoal.fleet.worker import MovedError
 from shoal.fleet_api import ForeignAnswer, ForeignCall, tags_of
 from shoal.telemetry.logs import about
@@ -74,10 +74,10 @@ class _Told:
         self._sent_at = 0.0
         self._left: tuple[float, Span] | None = None
 
-    def arrived(self, place: Place[ForeignLink]) -> None:
+    def arrived(self, assignment: Assignment[ForeignLink]) -> None:
         """It has a place at a worker."""
-        self._sent_at, self._worker = time.perf_counter(), place.worker.id
-        self._line.add(place.take_spans(), self._sent_at)
+        self._sent_at, self._worker = time.perf_counter(), assignment.worker.id
+        self._line.add(assignment.take_spans(), self._sent_at)
         logger.debug(about(self._line.id, f"goes to worker {self._worker}", worker=self._worker))
 
     def tokens(self, count: int) -> None:
@@ -96,9 +96,9 @@ class _Told:
         if count:
             self._answer.tokens(count, now, self._worker)
 
-    def left(self, place: Place[ForeignLink], why: str) -> None:
+    def left(self, assignment: Assignment[ForeignLink], why: str) -> None:
         """It goes on at another worker."""
-        worker_id, num_tokens = place.worker.id, self._line.output_tokens
+        worker_id, num_tokens = assignment.worker.id, self._line.output_tokens
         move: dict[str, str | int | float] = {"from": worker_id, "why": why, "output_tokens": num_tokens}
         self._left = time.perf_counter(), Span("migration", 0.0, 0.0, attributes=move)
         text = f"leaves worker {worker_id} after {num_tokens} tokens: {why}"
@@ -142,31 +142,31 @@ class ForeignForwarder:
 
     async def _chunks(self, request: ForeignRequest, head: _Head) -> AsyncGenerator[bytes]:
         """Yields an empty piece once `head` is filled, and then the answer's bytes."""
-        wanted = await self._wanted(request)
+        routing = await self._routing_request(request)
         stream = ForeignStream(request)
         told = _Told(request.call.line)
         num_failures = num_migrations = 0
         try:
             while True:
-                place: Place[ForeignLink] | None = None
+                assignment: Assignment[ForeignLink] | None = None
                 try:
                     async with (
-                        self._dispatcher.place(wanted) as place,
-                        aclosing(self._ask(place, stream, head, told)) as pieces,
+                        self._dispatcher.assign(routing) as assignment,
+                        aclosing(self._ask(assignment, stream, head, told)) as pieces,
                     ):
                         async for piece in pieces:
                             yield piece
                     return
                 except MovedError:
-                    assert place is not None, "only a worker's request moves"
-                    told.left(place, "it waits there, and another worker would run it at once")
+                    assert assignment is not None, "only a worker's request moves"
+                    told.left(assignment, "it waits there, and another worker would run it at once")
                 except BusyError:
-                    if place is None:  # the router's own queue is full
+                    if assignment is None:  # the router's own queue is full
                         raise
-                    told.left(place, "it is full")
+                    told.left(assignment, "it is full")
                 except WorkerFailedError as error:
-                    if place is not None:
-                        told.left(place, "it is not reached" if error.is_absent else "it failed")
+                    if assignment is not None:
+                        told.left(assignment, "it is not reached" if error.is_absent else "it failed")
                     stream.break_off()
                     if stream.has_begun and not stream.has_finished and stream.obstacle() is None:
                         await self._settle(stream)
@@ -176,14 +176,14 @@ class ForeignForwarder:
                     if stream.has_begun:
                         num_migrations += 1
                         self._check_migration(stream, num_migrations, error)
-                        wanted.token_ids = stream.go_on()
+                        routing.token_ids = stream.go_on()
                     else:
                         num_failures += 1
-                        if num_failures >= MIN_TRIES and not self._has_fresh_worker(wanted):
+                        if num_failures >= MIN_TRIES and not self._has_fresh_worker(routing):
                             raise
                         self.num_retries += 1
         finally:
-            self._dispatcher.end(wanted)
+            self._dispatcher.end(routing)
             counts = stream.counts
             told.counted(counts.prompt, counts.cached)
             told.finished(stream.finish_reasons)
@@ -191,21 +191,21 @@ class ForeignForwarder:
                 self.token_counts.add(stream.counts)
 
     async def _ask(
-        self, place: Place[ForeignLink], stream: ForeignStream, head: _Head, told: _Told
+        self, assignment: Assignment[ForeignLink], stream: ForeignStream, head: _Head, told: _Told
     ) -> AsyncGenerator[bytes]:
         """Sends the request to a worker and yields what the client gets of its answer. Raises BusyError if
         the worker is full, MovedError if another one would run the request at once, and WorkerFailedError."""
-        link, request = place.worker.link, stream.request
-        told.arrived(place)
+        link, request = assignment.worker.link, stream.request
+        told.arrived(assignment)
         headers = request.headers()
-        if len(place.worker.ranks) > 1:  # vLLM's header
-            headers["X-data-parallel-rank"] = str(place.choice.rank.rank)
+        if len(assignment.worker.ranks) > 1:  # vLLM's header
+            headers["X-data-parallel-rank"] = str(assignment.choice.rank.rank)
         while True:
             is_as_it_came, path, body = self._to_send(stream, link)
             exchange = link.exchange(request.call.method, path, body, headers)
-            place.on_broken = exchange.abort
+            assignment.on_broken = exchange.abort
             if request.has_chunks and not stream.has_begun:  # no token shows that another answer began
-                place.on_moving = functools.partial(_move, exchange, stream)
+                assignment.on_moving = functools.partial(_move, exchange, stream)
             async with exchange:
                 error = await self._refusal(exchange, link)
                 if error is not None and not is_as_it_came and _is_about_our_fields(exchange, error):
@@ -218,20 +218,20 @@ class ForeignForwarder:
                 if error is not None:
                     pieces = _once(error)
                 elif request.has_chunks and _content_type(exchange) in STREAMS:
-                    pieces = self._read_chunks(exchange, place, stream, told)
+                    pieces = self._read_chunks(exchange, assignment, stream, told)
                 elif _content_type(exchange) in STREAMS:
-                    pieces = self._read_stream(exchange, place, told)
+                    pieces = self._read_stream(exchange, assignment, told)
                 else:
-                    pieces = self._read_whole(exchange, place, told)
+                    pieces = self._read_whole(exchange, assignment, told)
                 async with aclosing(pieces):
                     async for piece in pieces:
                         if not head.headers:
-                            head.fill(exchange, place.worker.id)
+                            head.fill(exchange, assignment.worker.id)
                             yield b""
                         stream.has_begun = True
                         yield piece
                 if not head.headers:  # an answer without a byte
-                    head.fill(exchange, place.worker.id)
+                    head.fill(exchange, assignment.worker.id)
                     yield b""
                 return
 
@@ -261,7 +261,11 @@ class ForeignForwarder:
         return body
 
     async def _read_chunks(
-        self, exchange: ForeignExchange, place: Place[ForeignLink], stream: ForeignStream, told: _Told
+        self,
+        exchange: ForeignExchange,
+        assignment: Assignment[ForeignLink],
+        stream: ForeignStream,
+        told: _Told,
     ) -> AsyncGenerator[bytes]:
         reader = SseReader()
         failure: WorkerFailedError | None = None
@@ -279,10 +283,10 @@ class ForeignForwarder:
                 except WorkerFailedError as error:
                     failure = error
                 if num_tokens:
-                    place.streamed(num_tokens)
+                    assignment.streamed(num_tokens)
                     told.tokens(num_tokens)
                 if stream.is_done and stream.cached_tokens is not None:
-                    _tell_cached(place, *stream.cached_tokens)
+                    _tell_cached(assignment, *stream.cached_tokens)
                 if shown := b"".join(events):  # what came before a failure counts as sent
                     yield shown
                 if failure is not None:
@@ -294,24 +298,24 @@ class ForeignForwarder:
                 await exchange.read_end()
             return
         if not stream.has_finished:
-            raise WorkerFailedError(f"the worker {place.worker.id} ended its stream before the end")
+            raise WorkerFailedError(f"the worker {assignment.worker.id} ended its stream before the end")
         yield stream.finish()  # some servers send no [DONE]
 
     async def _read_stream(
-        self, exchange: ForeignExchange, place: Place[ForeignLink], told: _Told
+        self, exchange: ForeignExchange, assignment: Assignment[ForeignLink], told: _Told
     ) -> AsyncGenerator[bytes]:
         """Any other stream, as it is."""
         async with aclosing(exchange.pieces()) as pieces:
             async for piece in pieces:
-                place.generated(1)
+                assignment.generated(1)
                 told.tokens(1)
                 yield piece
 
     async def _read_whole(
-        self, exchange: ForeignExchange, place: Place[ForeignLink], told: _Told
+        self, exchange: ForeignExchange, assignment: Assignment[ForeignLink], told: _Told
     ) -> AsyncGenerator[bytes]:
         body = await exchange.whole()
-        place.generated(1)
+        assignment.generated(1)
         try:
             whole = msgspec.json.decode(body, type=_Whole)
         except ValueError:
@@ -321,11 +325,11 @@ class ForeignForwarder:
             counts = TokenCounts.of(usage)
             num_tokens = counts.generated
             self.token_counts.add(counts)
-            if place.worker.served is not None:
-                place.worker.served.output_tokens += counts.generated
+            if assignment.worker.served is not None:
+                assignment.worker.served.output_tokens += counts.generated
             told.counted(counts.prompt, counts.cached)
             if counts.prompt and usage.get("prompt_tokens_details"):
-                _tell_cached(place, counts.cached, counts.prompt)
+                _tell_cached(assignment, counts.cached, counts.prompt)
         told.finished(reasons_of(whole.choices))
         told.tokens(num_tokens)
         yield body
@@ -364,18 +368,18 @@ class ForeignForwarder:
             ) from None
         self.num_migrations += 1
 
-    def _has_fresh_worker(self, wanted: Wanted) -> bool:
+    def _has_fresh_worker(self, routing: RoutingRequest) -> bool:
         """Whether there is a worker that could take the request, and has not failed at it."""
-        return any(worker.id not in wanted.tried for worker in self._dispatcher.ready_for(wanted))
+        return any(worker.id not in routing.tried for worker in self._dispatcher.ready_for(routing))
 
-    async def _wanted(self, request: ForeignRequest) -> Wanted:
+    async def _routing_request(self, request: ForeignRequest) -> RoutingRequest:
         headers, model = request.call.headers, request.model
         priority, session, salt = request.get("priority"), request.get("user"), request.get("cache_salt")
         if b"x-session-id" in headers:
             session = headers[b"x-session-id"].decode("latin-1")
         adapters = [worker.info.adapters for worker in self._dispatcher.workers.values()]
         is_adapter = any(model in names for names in adapters)
-        return Wanted(
+        return RoutingRequest(
             # Clients may send one request id twice.
             f"{request.call.line.id}-{next(self._numbers)}",
             await self._prompt_tokens(request),
@@ -400,10 +404,10 @@ class ForeignForwarder:
             return text_numbers(body)
 
 
-def _tell_cached(place: Place[ForeignLink], num_cached: int, num_tokens: int) -> None:
+def _tell_cached(assignment: Assignment[ForeignLink], num_cached: int, num_tokens: int) -> None:
     """Tells the books how many of the prompt's `num_tokens` tokens were cached. The router may have counted
     others, where numbers stand for the text."""
-    place.cached(num_cached * place.num_prompt_tokens // max(1, num_tokens))
+    assignment.cached(num_cached * assignment.num_prompt_tokens // max(1, num_tokens))
 
 
 def _move(exchange: ForeignExchange, stream: ForeignStream) -> bool:

@@ -20,9 +20,9 @@ from shoal.collector import merge
 from shoal.errors import ShoalError, WorkerFailedError
 from shoal.fleet.clock import Clock
 from shoal.fleet.config import FleetConfig
-from shoal.fleet.native.kv_transfers import KvLoan
+from shoal.fleet.native.kv_transfers import KvLease
 from shoal.fleet.native.remote_engine import RemoteEngine
-from shoal.fleet.routing.dispatcher import Dispatcher, Place, Wanted
+from shoal.fleet.routing.dispatcher import Assignment, Dispatcher, RoutingRequest
 from shoal.fleet.routing.kv_router import KvRouter
 from shoal.fleet.worker import Worker, at_worker, errors_of
 from shoal.telemetry.logs import about
@@ -66,54 +66,60 @@ class PrefillPool:
         self.dispatcher.look_ahead = LOOK_AHEAD
         self._timeout_s = config.prefill_timeout
 
-    def takes(self, request: Request, place: Place[RemoteEngine]) -> bool:
+    def takes(self, request: Request, assignment: Assignment[RemoteEngine]) -> bool:
         """Whether the prompt is to be computed here. place: at the decode worker."""
         dispatcher = self.dispatcher
-        if place.num_prompt_tokens <= self.max_local_prefill_length:  # the common case is cheap
+        if assignment.num_prompt_tokens <= self.max_local_prefill_length:  # the common case is cheap
             return False
-        if not place.worker.info.reads_kv:
+        if not assignment.worker.info.reads_kv:
             return False
         if request.embed or request.output_token_ids or request.params.skip_reading_prefix_cache:
             return False
-        if not any(self._others(place)):
+        if not any(self._others(assignment)):
             return False
         # Behind the first token the decode worker must have room for one more.
-        if place.num_prompt_tokens + 2 > _most_tokens(place):
+        if assignment.num_prompt_tokens + 2 > _most_tokens(assignment):
             return False
         if not is_remote(
-            place.num_prompt_tokens,
-            place.num_stored_tokens,
+            assignment.num_prompt_tokens,
+            assignment.num_stored_tokens,
             dispatcher.queue.length,
             max_local_prefill_length=self.max_local_prefill_length,
             max_prefill_queue_size=dispatcher.max_queued,
         ):
             return False
-        return place.worker.info.role == "decode" or self._has_cheaper(place)
+        return assignment.worker.info.role == "decode" or self._has_cheaper(assignment)
 
-    def _others(self, place: Place[RemoteEngine]) -> Iterator[Worker[RemoteEngine]]:
+    def _others(self, assignment: Assignment[RemoteEngine]) -> Iterator[Worker[RemoteEngine]]:
         """Who could compute the prompt for the worker of `place` now."""
         for worker in self.dispatcher.workers.values():
-            if worker is not place.worker and worker.takes_requests and place.wanted.fits(worker.info):
+            if (
+                worker is not assignment.worker
+                and worker.takes_requests
+                and assignment.request.fits(worker.info)
+            ):
                 yield worker
 
-    def _has_cheaper(self, place: Place[RemoteEngine]) -> bool:
+    def _has_cheaper(self, assignment: Assignment[RemoteEngine]) -> bool:
         """Whether a prompt of a worker that could compute it, too, costs less elsewhere. Where it costs as
         much it stays: nothing needs to travel then."""
         router = self.dispatcher.router
-        found = router.books.chain_of(place.request_id)
+        found = router.active_requests.chain_of(assignment.request_id)
         if not router.weighs_blocks or found is None:
             return False
         _, chain, block_size = found
         chains = {block_size: list(chain)}
-        ranks = [rank for worker in self._others(place) for rank in worker.ranks]
-        costs = router.choose_among(router.find(chains), place.num_prompt_tokens, chains, among=ranks).costs
-        return min(costs.values()) < place.choice.costs[place.choice.rank]
+        ranks = [rank for worker in self._others(assignment) for rank in worker.ranks]
+        costs = router.choose_among(
+            router.find(chains), assignment.num_prompt_tokens, chains, among=ranks
+        ).costs
+        return min(costs.values()) < assignment.choice.costs[assignment.choice.rank]
 
     async def first_token(
         self,
         request: Request,
-        wanted: Wanted,
-        place: Place[RemoteEngine],
+        routing: RoutingRequest,
+        assignment: Assignment[RemoteEngine],
         sent: Callable[[RemoteEngine, str], None],
         begun: Callable[[bytes], None],
     ) -> tuple[str, Output] | None:
@@ -124,33 +130,33 @@ class PrefillPool:
         wanted: how the worker of `place` was asked for, which decodes. sent: called with each worker that
         gets the request, and with the request's id there. begun: called with the ticket when a worker begins
         with the prompt."""
-        own = Wanted(
+        own = RoutingRequest(
             f"{request.request_id}.prefill",
-            wanted.token_ids,
-            priority=wanted.priority,
-            session=wanted.session,
-            cache_salt=wanted.cache_salt,
-            lora_name=wanted.lora_name,
-            tags=wanted.tags,
-            not_at=place.worker.id if place.worker.id in self.dispatcher.workers else None,
+            routing.token_ids,
+            priority=routing.priority,
+            session=routing.session,
+            cache_salt=routing.cache_salt,
+            lora_name=routing.lora_name,
+            tags=routing.tags,
+            excluded_worker=assignment.worker.id if assignment.worker.id in self.dispatcher.workers else None,
         )
         try:
             async with asyncio.timeout(self._timeout_s):
                 worker_id, output = await self._from_any(request, own, sent, begun)
         except TimeoutError:
-            self._fall_back(request, place, "late")
+            self._fall_back(request, assignment, "late")
             return None
         except WorkerFailedError:
-            self._fall_back(request, place, "failed")
+            self._fall_back(request, assignment, "failed")
             return None
         except ShoalError:  # it is full or asleep, or the request is one that the decode worker refuses too
-            self._fall_back(request, place, "refused")
+            self._fall_back(request, assignment, "refused")
             return None
         finally:
             self.dispatcher.forget(own)
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
             kind = "failed" if output.finish_reason == FinishReason.ERROR else "aborted"
-            self._fall_back(request, place, kind)
+            self._fall_back(request, assignment, kind)
             return None
         self.num_done += 1
         if output.finish_reason == FinishReason.LENGTH and request.params.max_tokens != 1:
@@ -159,16 +165,16 @@ class PrefillPool:
             self.fall_backs["no_ticket"] += 1
         return worker_id, output
 
-    def _fall_back(self, request: Request, place: Place[RemoteEngine], kind: str) -> None:
+    def _fall_back(self, request: Request, assignment: Assignment[RemoteEngine], kind: str) -> None:
         """The worker of `place` computes the prompt after all."""
         self.fall_backs[kind] += 1
-        text = f"is computed by worker {place.worker.id}: no prefill worker has done it ({kind})"
-        logger.info(about(request.log_id, text, worker=place.worker.id, kind=kind))
+        text = f"is computed by worker {assignment.worker.id}: no prefill worker has done it ({kind})"
+        logger.info(about(request.log_id, text, worker=assignment.worker.id, kind=kind))
 
     async def _from_any(
         self,
         request: Request,
-        wanted: Wanted,
+        routing: RoutingRequest,
         sent: Callable[[RemoteEngine, str], None],
         begun: Callable[[bytes], None],
     ) -> tuple[str, Output]:
@@ -176,31 +182,31 @@ class PrefillPool:
         attempt = 0
         while True:
             attempt += 1
-            asked = _for_prefill(request, f"{wanted.request_id}{attempt}")
+            asked = _for_prefill(request, f"{routing.request_id}{attempt}")
             try:
-                return await self._from_one(asked, wanted, sent, begun)
+                return await self._from_one(asked, routing, sent, begun)
             except WorkerFailedError:
-                if attempt >= PREFILL_WORKERS or not self._has_fresh_worker(wanted):
+                if attempt >= PREFILL_WORKERS or not self._has_fresh_worker(routing):
                     raise
 
-    def _has_fresh_worker(self, wanted: Wanted) -> bool:
+    def _has_fresh_worker(self, routing: RoutingRequest) -> bool:
         workers = self.dispatcher.workers.values()
         return any(
-            worker.takes_requests and worker.id not in wanted.tried and wanted.fits(worker.info)
+            worker.takes_requests and worker.id not in routing.tried and routing.fits(worker.info)
             for worker in workers
         )
 
     async def _from_one(
         self,
         asked: Request,
-        wanted: Wanted,
+        routing: RoutingRequest,
         sent: Callable[[RemoteEngine, str], None],
         begun: Callable[[bytes], None],
     ) -> tuple[str, Output]:
-        async with self.dispatcher.place(wanted) as place:
-            self.dispatcher.forget(wanted)  # it waits no longer
-            worker, link = place.worker, place.worker.link
-            place.on_broken = lambda: link.break_off(
+        async with self.dispatcher.assign(routing) as assignment:
+            self.dispatcher.forget(routing)  # it waits no longer
+            worker, link = assignment.worker, assignment.worker.link
+            assignment.on_broken = lambda: link.break_off(
                 asked.request_id, WorkerFailedError(f"worker {worker.id} was given up: {worker.why}")
             )
             logger.debug(about(asked.log_id, f"goes to prefill worker {worker.id}", worker=worker.id))
@@ -214,12 +220,12 @@ class PrefillPool:
                         merge(output, await stream.get())
                 except BaseException:  # the client has left, say: nobody will read the blocks
                     if output.kv_ticket is not None:
-                        KvLoan(link, output.kv_ticket).give_back()
+                        KvLease(link, output.kv_ticket).release()
                     raise
-            output.spans = [*place.take_spans(), *at_worker(output.spans, worker.id)]
+            output.spans = [*assignment.take_spans(), *at_worker(output.spans, worker.id)]
             if output.token_ids:
-                place.cached(output.num_cached_tokens)
-                place.generated(len(output.token_ids))
+                assignment.cached(output.num_cached_tokens)
+                assignment.generated(len(output.token_ids))
                 worker.num_prefills += 1
             return worker.id, output
 
@@ -232,7 +238,7 @@ def _for_prefill(request: Request, request_id: str) -> Request:
     return dataclasses.replace(request, request_id=request_id, params=params, offers_kv=offers_kv)
 
 
-def _most_tokens(place: Place[RemoteEngine]) -> int:
+def _most_tokens(assignment: Assignment[RemoteEngine]) -> int:
     """The most tokens that a request may have there."""
-    info = place.worker.link.card.info
+    info = assignment.worker.link.card.info
     return min(info.max_model_len, info.num_blocks * info.block_size)

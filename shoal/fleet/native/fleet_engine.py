@@ -21,10 +21,10 @@ from shoal.api import FinishReason, Output, Request, Span
 from shoal.control import Command, Control, ReadSleepState
 from shoal.errors import BusyError, ConfigError, RequestError, ShoalError, UnavailableError, WorkerFailedError
 from shoal.fleet.native.disagg import PrefillPool
-from shoal.fleet.native.kv_transfers import KvLoan, KvMoves
+from shoal.fleet.native.kv_transfers import KvLease, KvTransfers
 from shoal.fleet.native.remote_engine import RemoteEngine, RemoteStream
-from shoal.fleet.native.summed_stats import WorkerSums
-from shoal.fleet.routing.dispatcher import Dispatcher, Place, Wanted
+from shoal.fleet.native.summed_stats import SummedStats
+from shoal.fleet.routing.dispatcher import Assignment, Dispatcher, RoutingRequest
 from shoal.fleet.tasks import start
 from shoal.fleet.worker import MovedError, RefusedError, at_worker, errors_of
 from shoal.sampling_params import SamplingParams
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_TRIES = 4  # workers that may fail a request before its first token, whatever the limit of migrations
-BOOKED_TOKENS = 8  # of a stream are told to the router's books at a time, which count in blocks
+RECORDED_TOKENS = 8  # of a stream are told to the router's books at a time, which count in blocks
 MAX_REFUSALS = 10  # by workers that take nothing just now, until the request is told so
 
 
@@ -46,7 +46,7 @@ class FleetEngine(Control):
         self,
         dispatcher: Dispatcher[RemoteEngine],
         prefills: PrefillPool | None = None,
-        moves: KvMoves | None = None,
+        transfers: KvTransfers | None = None,
         *,
         migration_limit: int,
     ) -> None:
@@ -56,9 +56,9 @@ class FleetEngine(Control):
         self.num_migrations = 0  # of streams that went on at another worker
         self.num_retries = 0  # of requests without a token
         self.num_drained = 0  # of streams that left a worker which drains
-        self._dispatcher, self._prefills, self._moves = dispatcher, prefills, moves
+        self._dispatcher, self._prefills, self._transfers = dispatcher, prefills, transfers
         self._migration_limit = migration_limit
-        self._sums = WorkerSums()
+        self._sums = SummedStats()
         self._running: dict[str, _Progress] = {}
         self._leaving: set[_Progress] = set()  # those that leave a worker and have no other place yet
 
@@ -72,7 +72,7 @@ class FleetEngine(Control):
                 f"request_id {request.request_id!r} is that of a request that runs; choose another"
             )
         progress = self._running[request.request_id] = _Progress(request)
-        wanted = Wanted(
+        routing = RoutingRequest(
             request.request_id,
             progress.token_ids,
             priority=request.priority,
@@ -83,54 +83,54 @@ class FleetEngine(Control):
         )
         try:
             while not progress.has_ended:
-                place: Place[RemoteEngine] | None = None
+                assignment: Assignment[RemoteEngine] | None = None
                 try:
-                    async with self._dispatcher.place(wanted) as place:
+                    async with self._dispatcher.assign(routing) as assignment:
                         self._leaving.discard(progress)
-                        progress.arrived(place)
-                        first = await self._first_token(progress, wanted, place)
-                        if first is not None and not progress.has_forerunner:
+                        progress.arrived(assignment)
+                        first = await self._first_token(progress, routing, assignment)
+                        if first is not None and not progress.has_prefetch:
                             yield first
                             if progress.has_ended:
                                 return
                             first = None
-                        await self._bring_blocks(progress, wanted, place)
-                        with errors_of(place.worker.id), contextlib.ExitStack() as stack:
+                        await self._bring_blocks(progress, routing, assignment)
+                        with errors_of(assignment.worker.id), contextlib.ExitStack() as stack:
                             try:
-                                stream = stack.enter_context(closing(progress.begin(place)))
+                                stream = stack.enter_context(closing(progress.begin(assignment)))
                             except ShoalError:
                                 if first is not None:
                                     yield first
                                 raise
-                            self._may_leave(progress, wanted, place)
+                            self._may_leave(progress, routing, assignment)
                             if first is not None:  # The worker has begun while this one is read.
                                 yield first
                             while not progress.has_ended:
-                                output = progress.take(await stream.get(), place)
+                                output = progress.take(await stream.get(), assignment)
                                 if output.token_ids or progress.has_ended:
                                     yield output
                                 if progress.must_move:
                                     raise RefusedError("it has ended its requests, to sleep or to stop")
                 except MovedError as error:
-                    progress.left(place, error)
+                    progress.left(assignment, error)
                 except RefusedError as error:
-                    progress.left(place, error)
+                    progress.left(assignment, error)
                     progress.refused(error)
                 except BusyError as error:
-                    if place is None:  # the queue is full
+                    if assignment is None:  # the queue is full
                         raise
-                    progress.left(place, error)
+                    progress.left(assignment, error)
                     progress.was_not_taken()
                 except WorkerFailedError as error:
-                    progress.left(place, error)
+                    progress.left(assignment, error)
                     self._count(progress, error)
-                wanted.token_ids = progress.token_ids
+                routing.token_ids = progress.token_ids
         finally:
             del self._running[request.request_id]
             self._leaving.discard(progress)
             # The router's books are told of tokens several at a time, and not of the last ones.
-            wanted.num_generated = len(progress.output_ids) - len(request.output_token_ids)
-            self._dispatcher.end(wanted)
+            routing.num_generated = len(progress.output_ids) - len(request.output_token_ids)
+            self._dispatcher.end(routing)
             progress.end()
 
     async def abort(self, request_id: str) -> None:
@@ -167,70 +167,82 @@ class FleetEngine(Control):
     # Inside
 
     async def _first_token(
-        self, progress: _Progress, wanted: Wanted, place: Place[RemoteEngine]
+        self, progress: _Progress, routing: RoutingRequest, assignment: Assignment[RemoteEngine]
     ) -> Output | None:
         """From a prefill worker, if the prompt is to be computed by one; it is tried once. None: the worker
         of `place` does all."""
         prefills = self._prefills
         if prefills is None or progress.is_local or progress.has_tokens:
             return None
-        if not prefills.takes(progress.request, place):
+        if not prefills.takes(progress.request, assignment):
             return None
         progress.is_local = True
-        place.prefilled_elsewhere()
+        assignment.prefill_remotely()
         found = await prefills.first_token(
-            progress.request, wanted, place, progress.sent, functools.partial(progress.fetch_ahead, place)
+            progress.request,
+            routing,
+            assignment,
+            progress.sent,
+            functools.partial(progress.prefetch, assignment),
         )
         if found is None:
-            progress.drop_forerunner()
-            place.prefilled_here()
+            progress.drop_prefetch()
+            assignment.prefill_locally()
             return None
         worker_id, output = found
         if output.token_ids:
-            self._dispatcher.began(wanted)
-        output = progress.take_first(output, worker_id, place)
-        wanted.token_ids = progress.token_ids
+            self._dispatcher.began(routing)
+        output = progress.take_first(output, worker_id, assignment)
+        routing.token_ids = progress.token_ids
         return output
 
-    async def _bring_blocks(self, progress: _Progress, wanted: Wanted, place: Place[RemoteEngine]) -> None:
+    async def _bring_blocks(
+        self, progress: _Progress, routing: RoutingRequest, assignment: Assignment[RemoteEngine]
+    ) -> None:
         """Another worker's KV blocks for the worker of `place`, where that is quicker than computing."""
-        progress.drop_spent_loan(place.worker.link)
-        if self._moves is not None and progress.loan is None and progress.reads_cache:
-            progress.take_loan(await self._moves.loan_for(wanted, place))
+        progress.drop_spent_lease(assignment.worker.link)
+        if self._transfers is not None and progress.lease is None and progress.reads_cache:
+            progress.take_lease(await self._transfers.lease_for(routing, assignment))
 
-    def _may_leave(self, progress: _Progress, wanted: Wanted, place: Place[RemoteEngine]) -> None:
+    def _may_leave(
+        self, progress: _Progress, routing: RoutingRequest, assignment: Assignment[RemoteEngine]
+    ) -> None:
         """From now on the request leaves the worker of `place` when that drains, if others have room, and if
         it can take its blocks along sooner than they are computed anew. Else it ends there."""
-        moves = self._moves
-        if moves is None:
+        transfers = self._transfers
+        if transfers is None:
             return
 
         def leave() -> None:
-            if not progress.has_tokens or progress.loan is not None or progress in self._leaving:
+            if not progress.has_tokens or progress.lease is not None or progress in self._leaving:
                 return
-            others = self._dispatcher.others(place.worker, wanted)
+            others = self._dispatcher.others(assignment.worker, routing)
             requests, tokens = self._dispatcher.room_at(others)
             tokens -= sum(one.num_tokens for one in self._leaving)
             if len(self._leaving) >= requests or progress.num_tokens > tokens:
                 return
-            if moves.may_leave(place.worker, progress.num_tokens, others):
+            if transfers.is_worth_moving(assignment.worker, progress.num_tokens, others):
                 self._leaving.add(progress)
-                start(self._leave(moves, progress, wanted, place))
+                start(self._leave(transfers, progress, routing, assignment))
 
-        place.on_draining = leave
+        assignment.on_draining = leave
 
     async def _leave(
-        self, moves: KvMoves, progress: _Progress, wanted: Wanted, place: Place[RemoteEngine]
+        self,
+        transfers: KvTransfers,
+        progress: _Progress,
+        routing: RoutingRequest,
+        assignment: Assignment[RemoteEngine],
     ) -> None:
         """The worker goes on with the request until it has promised its blocks."""
-        worker, attempt_id = place.worker, progress.attempt_id
-        loan = await moves.borrow(worker, progress.token_ids, wanted)
-        if loan is None:
+        worker, attempt_id = assignment.worker, progress.attempt_id
+        lease = await transfers.request_lease(worker, progress.token_ids, routing)
+        if lease is None:
             self._leaving.discard(progress)
         elif progress.has_ended or progress.attempt_id != attempt_id:
-            loan.give_back()
+            lease.release()
         else:
-            progress.take_loan(loan)
+            progress.take_lease(lease)
             self.num_drained += 1
             worker.link.break_off(attempt_id, RefusedError(f"worker {worker.id} drains"))
 
@@ -271,73 +283,78 @@ class _Progress:
         self.attempt_id = request.request_id
         self._num_attempts = 0
         self._is_told = False  # what this worker had cached
-        self._num_unbooked = 0
+        self._num_unrecorded = 0
         self._num_cached = 0  # what the worker of the first token had cached
         self._has_prompt_logprobs = False
-        self.loan: KvLoan | None = None  # for the worker that goes on, until it has read the blocks
+        self.lease: KvLease | None = None  # for the worker that goes on, until it has read the blocks
         self._reader: RemoteEngine | None = None  # who was given its ticket
         # What brings those blocks in there, while they are computed
-        self._forerunner: RemoteStream | None = None
-        self._forerunner_link: RemoteEngine | None = None
-        self._num_forerunners = 0
+        self._prefetch: RemoteStream | None = None
+        self._prefetch_link: RemoteEngine | None = None
+        self._num_prefetches = 0
         self._departure: tuple[float, Span] | None = None  # when it left its worker, and the move that began
-        self._moves: list[tuple[float, Span]] = []  # that are to be told, with the times of their ends
+        self._migrations: list[tuple[float, Span]] = []  # that are to be told, with the times of their ends
 
-    def arrived(self, place: Place[RemoteEngine]) -> None:
+    def arrived(self, assignment: Assignment[RemoteEngine]) -> None:
         """It has a place at a worker."""
-        logger.debug(about(self.request.log_id, f"goes to worker {place.worker.id}", worker=place.worker.id))
+        logger.debug(
+            about(self.request.log_id, f"goes to worker {assignment.worker.id}", worker=assignment.worker.id)
+        )
 
-    def left(self, place: Place[RemoteEngine] | None, error: ShoalError) -> None:
+    def left(self, assignment: Assignment[RemoteEngine] | None, error: ShoalError) -> None:
         """It goes on at another worker."""
-        if place is None:
+        if assignment is None:
             return
-        num_tokens, worker_id = len(self.output_ids) - len(self.request.output_token_ids), place.worker.id
-        self._end_move(place)
+        num_tokens, worker_id = (
+            len(self.output_ids) - len(self.request.output_token_ids),
+            assignment.worker.id,
+        )
+        self._end_move(assignment)
         move: dict[str, str | int | float] = {
             "from": worker_id,
             "why": str(error),
             "output_tokens": num_tokens,
         }
-        self._departure = place.now, Span("migration", 0.0, 0.0, attributes=move)
+        self._departure = assignment.now, Span("migration", 0.0, 0.0, attributes=move)
         text = f"leaves worker {worker_id} after {num_tokens} tokens: {error}"
         logger.info(about(self.request.log_id, text, worker=worker_id))
 
-    def _end_move(self, place: Place[RemoteEngine]) -> None:
+    def _end_move(self, assignment: Assignment[RemoteEngine]) -> None:
         if self._departure is not None:
             then, span = self._departure
-            span.seconds, span.worker = place.now - then, place.worker.id
-            self._moves.append((then, span))
+            span.seconds, span.worker = assignment.now - then, assignment.worker.id
+            self._migrations.append((then, span))
             self._departure = None
 
-    def _spans(self, output: Output, place: Place[RemoteEngine], told: list[Span]) -> None:
+    def _spans(self, output: Output, assignment: Assignment[RemoteEngine], told: list[Span]) -> None:
         """Tells with this output how the request came to `place`, and then what is told of it there."""
-        self._end_move(place)
-        for then, span in self._moves:
-            span.ago_s = place.now - then
-        output.spans = [*[span for _, span in self._moves], *place.take_spans(), *told]
-        self._moves.clear()
+        self._end_move(assignment)
+        for then, span in self._migrations:
+            span.ago_s = assignment.now - then
+        output.spans = [*[span for _, span in self._migrations], *assignment.take_spans(), *told]
+        self._migrations.clear()
 
     def end(self) -> None:
         """Nobody reads the answer any more."""
         self.has_ended = True
-        self.drop_forerunner()
-        if self.loan is not None:
-            self.loan.give_back()
+        self.drop_prefetch()
+        if self.lease is not None:
+            self.lease.release()
 
-    def take_loan(self, loan: KvLoan | None) -> None:
+    def take_lease(self, lease: KvLease | None) -> None:
         """For the next worker, in place of one that it may have by now."""
-        if self.loan is not None:
-            self.loan.give_back()
-        self.loan, self._reader = loan, None
+        if self.lease is not None:
+            self.lease.release()
+        self.lease, self._reader = lease, None
 
     def was_not_taken(self) -> None:
         """The worker had no room, and has read nothing."""
         self._reader = None
 
-    def drop_spent_loan(self, link: RemoteEngine) -> None:
+    def drop_spent_lease(self, link: RemoteEngine) -> None:
         """A ticket ends with the worker that has begun to read by it. `link`: where the request goes on."""
         if self._reader not in (None, link):
-            self.take_loan(None)
+            self.take_lease(None)
 
     @property
     def reads_cache(self) -> bool:
@@ -361,64 +378,64 @@ class _Progress:
         if self.is_aborted:
             link.tell_abort(attempt_id)
 
-    def fetch_ahead(self, place: Place[RemoteEngine], ticket: bytes) -> None:
+    def prefetch(self, assignment: Assignment[RemoteEngine], ticket: bytes) -> None:
         """A prefill worker has begun with the prompt: the worker of `place` begins to read its blocks."""
-        self.drop_forerunner()
-        self._num_forerunners += 1
-        forerunner = dataclasses.replace(
+        self.drop_prefetch()
+        self._num_prefetches += 1
+        prefetch = dataclasses.replace(
             self.request,
-            request_id=f"{self.request.request_id}.kv{self._num_forerunners}",
+            request_id=f"{self.request.request_id}.kv{self._num_prefetches}",
             params=SamplingParams(max_tokens=1),
             bad_word_ids=(),
             kv_ticket=ticket,
             fetches_only=True,
         )
-        link = place.worker.link
+        link = assignment.worker.link
         with contextlib.suppress(WorkerFailedError):  # `begin` notices
-            self._forerunner, self._forerunner_link = link.open(forerunner), link
+            self._prefetch, self._prefetch_link = link.open(prefetch), link
             self._reader = link
 
     @property
-    def has_forerunner(self) -> bool:
+    def has_prefetch(self) -> bool:
         """Whether its blocks are in place, or on their way, where it goes on with the next token."""
-        return self._forerunner is not None and self.loan is not None and not self.has_ended
+        return self._prefetch is not None and self.lease is not None and not self.has_ended
 
-    def drop_forerunner(self) -> None:
+    def drop_prefetch(self) -> None:
         """It has a successor by now, or nobody needs the blocks."""
-        if self._forerunner is not None:
-            self._forerunner.close()
-            self._forerunner = self._forerunner_link = None
+        if self._prefetch is not None:
+            self._prefetch.close()
+            self._prefetch = self._prefetch_link = None
 
-    def take_first(self, output: Output, prefill_worker: str, place: Place[RemoteEngine]) -> Output:
+    def take_first(self, output: Output, prefill_worker: str, assignment: Assignment[RemoteEngine]) -> Output:
         """What the reader gets of a prefill worker's answer. place: where the request goes on."""
         self._num_attempts += 1
-        self._spans(output, place, output.spans or [])
+        self._spans(output, assignment, output.spans or [])
         self.has_ended = output.finish_reason is not None
         if output.kv_ticket is not None:
             assert self.link is not None
-            self.loan, output.kv_ticket = KvLoan(self.link, output.kv_ticket), None
+            self.lease, output.kv_ticket = KvLease(self.link, output.kv_ticket), None
         self._has_prompt_logprobs = output.prompt_logprobs is not None
         self.output_ids += output.token_ids
         if output.token_ids:
             self.has_tokens, self._num_cached = True, output.num_cached_tokens
-            self.request.worker, self.request.prefill_worker = place.worker.id, prefill_worker
+            self.request.worker, self.request.prefill_worker = assignment.worker.id, prefill_worker
         output.request_id = self.request.request_id
         return output
 
-    def begin(self, place: Place[RemoteEngine]) -> RemoteStream:
+    def begin(self, assignment: Assignment[RemoteEngine]) -> RemoteStream:
         """Sends the request to the worker. Every attempt has an id of its own, as the worker may be one that
         still has the attempt before. Raises what RemoteEngine.open raises."""
-        worker, link = place.worker, place.worker.link
+        worker, link = assignment.worker, assignment.worker.link
         self.link, self.was_sent, self.must_move = link, link.is_connected and worker.is_reached, False
-        self._is_told, self._num_unbooked, self._num_attempts = False, 0, self._num_attempts + 1
+        self._is_told, self._num_unrecorded, self._num_attempts = False, 0, self._num_attempts + 1
         if not worker.is_reached:  # it broke while another one computed the prompt
             raise WorkerFailedError(f"worker {worker.id}: {worker.why}")
         request, params = self.request, self.request.params
         if not self.has_tokens:
             request.worker = worker.id
-        if self._forerunner_link is not link:
-            self.drop_forerunner()
-        if self._num_attempts > 1 or self.loan is not None:
+        if self._prefetch_link is not link:
+            self.drop_prefetch()
+        if self._num_attempts > 1 or self.lease is not None:
             if self._has_prompt_logprobs:
                 params = copy_params(params)
                 params.prompt_logprobs = None
@@ -427,12 +444,12 @@ class _Progress:
                 request_id=f"{request.request_id}.{self._num_attempts}",
                 params=params,
                 output_token_ids=list(self.output_ids),
-                kv_ticket=None if self.loan is None else self.loan.ticket,
+                kv_ticket=None if self.lease is None else self.lease.ticket,
             )
-            if self._forerunner is not None and self._forerunner.is_under_way:
-                request.kv_ticket, request.continues = None, self._forerunner.request_id
+            if self._prefetch is not None and self._prefetch.is_under_way:
+                request.kv_ticket, request.continues = None, self._prefetch.request_id
         attempt_id = self.attempt_id = request.request_id
-        place.on_broken = lambda: link.break_off(
+        assignment.on_broken = lambda: link.break_off(
             attempt_id, WorkerFailedError(f"worker {worker.id} was given up: {worker.why}")
         )
 
@@ -444,28 +461,28 @@ class _Progress:
             )
             return True
 
-        if not self.has_tokens and self.loan is None and self._forerunner is None:
-            place.on_moving = move
+        if not self.has_tokens and self.lease is None and self._prefetch is None:
+            assignment.on_moving = move
         stream = link.open(request)
         self._reader = link
         if self.is_aborted:
             link.tell_abort(attempt_id)
         return stream
 
-    def take(self, output: Output, place: Place[RemoteEngine]) -> Output:
+    def take(self, output: Output, assignment: Assignment[RemoteEngine]) -> Output:
         """What the reader gets. The prompt and its cached tokens are told once, whoever computes it again.
         `must_move` is set where the worker has aborted what nobody asked it to."""
-        self._num_unbooked += len(output.token_ids)
+        self._num_unrecorded += len(output.token_ids)
         if not self._is_told:
             self._is_told = True
-            self._spans(output, place, at_worker(output.spans, place.worker.id))
+            self._spans(output, assignment, at_worker(output.spans, assignment.worker.id))
             if self._reader is not None:  # else the ticket came since, and is for the next worker
-                self.loan = None
-            self.drop_forerunner()
-            place.cached(output.num_cached_tokens)
-            self._book(place)
-        elif self._num_unbooked >= BOOKED_TOKENS:
-            self._book(place)
+                self.lease = None
+            self.drop_prefetch()
+            assignment.cached(output.num_cached_tokens)
+            self._record(assignment)
+        elif self._num_unrecorded >= RECORDED_TOKENS:
+            self._record(assignment)
         if self.has_tokens:
             output.num_cached_tokens = self._num_cached
         elif output.token_ids:
@@ -481,9 +498,9 @@ class _Progress:
                 output.finish_reason = None
         return output
 
-    def _book(self, place: Place[RemoteEngine]) -> None:
-        place.generated(self._num_unbooked)
-        self._num_unbooked = 0
+    def _record(self, assignment: Assignment[RemoteEngine]) -> None:
+        assignment.generated(self._num_unrecorded)
+        self._num_unrecorded = 0
 
     def refused(self, error: RefusedError) -> None:
         """Raises UnavailableError if that was often enough."""

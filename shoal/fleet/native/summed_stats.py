@@ -15,7 +15,7 @@ from shoal.stats import Stats
 MAX_GONE = 16  # workers that are remembered one by one, as they may come back with what they had
 
 
-class WorkerSums:
+class SummedStats:
     def __init__(self) -> None:
         self._past = Stats()  # what engines have counted that do not come back
         self._seen: dict[str, Stats] = {}  # the last stats by address, those of workers that are gone first

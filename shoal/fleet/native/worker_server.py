@@ -92,7 +92,7 @@ class _Router:
     follows_events: bool = False
 
 
-class WorkerPort:
+class WorkerServer:
     """Built by `open`. `address` is where routers reach it."""
 
     def __init__(
@@ -138,7 +138,7 @@ class WorkerPort:
         key: FleetKey | None = None,
         events: EventEndpoints | None = None,
         tracing: Tracing | None = None,
-    ) -> WorkerPort:
+    ) -> WorkerServer:
         """Listens. port: 0 is any that is free. tracing: where the worker's part of a request's trace
         goes. Raises ConfigError for an address that cannot be had, or that lies beyond this machine,
         without a key."""

@@ -24,12 +24,12 @@ from shoal.fleet.index.indexer import WorkerRank
 from shoal.fleet.planner.observation import DecodeLoad, Observation
 from shoal.fleet.pool import metrics as fleet_metrics
 from shoal.fleet.pool.commands import command_workers
-from shoal.fleet.pool.health import Prober
+from shoal.fleet.pool.health import HealthChecks
 from shoal.fleet.pool.metrics import of_planner
-from shoal.fleet.pool.model_pool import ModelFleet
-from shoal.fleet.pool.replica_sync import SharedBooks
+from shoal.fleet.pool.model_pool import ModelPool
+from shoal.fleet.pool.replica_sync import ReplicaSync
 from shoal.fleet.registry.registry import Registry
-from shoal.fleet.routing.dispatcher import Wanted
+from shoal.fleet.routing.dispatcher import RoutingRequest
 from shoal.fleet.routing.kv_router import KvRouter
 from shoal.fleet.tasks import start, stop
 from shoal.fleet.worker import Link, Worker, WorkerInfo, WorkerLoad
@@ -73,20 +73,20 @@ class Fleet:
     ) -> None:
         """`connect` makes the link to a foreign worker."""
         self.config, self.clock, self.registry = config, clock, registry
-        self.models: dict[str, ModelFleet] = {}  # by each of their names
-        self._all: list[ModelFleet] = []
+        self.models: dict[str, ModelPool] = {}  # by each of their names
+        self._all: list[ModelPool] = []
         self.workers: dict[str, Worker[Any]] = {}
         self.changed = asyncio.Event()
         self.planner_view: Callable[[], PlannerView] | None = None  # where a planner is at work
         self.parked_ids: Callable[[], Container[str]] = tuple  # workers that sleep by the planner's word
-        self.prober = Prober(
+        self.health_checks = HealthChecks(
             clock,
             interval_s=config.check_interval,
             hang_timeout_s=config.hang_timeout,
             checked=self._checked,
             loaded=lambda worker, loads: self.published(worker.id, loads),
         )
-        self.shared = None if registry is None else SharedBooks(registry, lambda: self._all)
+        self.replica_sync = None if registry is None else ReplicaSync(registry, lambda: self._all)
         self._connect = connect
         self._settings: dict[str, Any] = {name: getattr(config, name) for name in SETTINGS}
         self._listening: dict[str, Sequence[Listening]] = {}  # by worker, for each rank
@@ -101,16 +101,16 @@ class Fleet:
     async def start(self) -> None:
         """Begins with the foreign workers of the configuration."""
         self._tasks.append(start(self._keep_house()))
-        if self.shared is not None:
-            self.shared.open()
+        if self.replica_sync is not None:
+            self.replica_sync.open()
         for spec in self.config.workers:
             self._add(spec)
 
     async def close(self) -> None:
         await stop([*self._tasks, *self._waking.values()])
-        await self.prober.close()
-        if self.shared is not None:
-            await self.shared.close()
+        await self.health_checks.close()
+        if self.replica_sync is not None:
+            await self.replica_sync.close()
         for worker_id in list(self.workers):
             self.leave(worker_id)
         if self._leaving:
@@ -140,9 +140,9 @@ class Fleet:
         if worker.info.models:
             self._place(worker)
         self.changed.set()
-        self.prober.watch(worker)
+        self.health_checks.watch(worker)
 
-    def assume(self, worker: Worker[Any], role: str) -> None:
+    def set_role(self, worker: Worker[Any], role: str) -> None:
         """A worker has another role from now on. What it has goes on."""
         worker.link.info = worker.info = msgspec.structs.replace(worker.info, role=role)
         for model in self._models_of(worker):
@@ -164,7 +164,7 @@ class Fleet:
             del self._counts[next(iter(self._counts))]
         self._await_at_end(asyncio.create_task(self._part_from(worker)))
 
-    def model(self, name: str | None) -> ModelFleet | None:
+    def model(self, name: str | None) -> ModelPool | None:
         """The model of a request; the first if it names none. None if no worker has offered it."""
         if name is None:
             return next(iter(self.models.values()), None)
@@ -188,7 +188,7 @@ class Fleet:
         )
 
     async def _part_from(self, worker: Worker[Any]) -> None:
-        await self.prober.forget(worker)
+        await self.health_checks.forget(worker)
         try:
             await worker.link.close()
         except (ShoalError, OSError) as error:
@@ -231,41 +231,41 @@ class Fleet:
                     kv_tokens,
                 )
 
-    def _models_of(self, worker: Worker[Any]) -> list[ModelFleet]:
+    def _models_of(self, worker: Worker[Any]) -> list[ModelPool]:
         return [model for model in self._all if model.workers.get(worker.id) is worker]
 
     def _place(self, worker: Worker[Any]) -> None:
         """Gives the worker to the models that it serves, if it fits their other workers."""
-        info, misfit = worker.info, ""
+        info, incompatibility = worker.info, ""
         # Names of one of ours are names of one model; a foreign worker may have several models.
         for names in [(name,) for name in info.models] if info.is_foreign else [info.models]:
             model = next((self.models[name] for name in names if name in self.models), None)
-            why = "" if model is None else model.misfit(info, names)
+            why = "" if model is None else model.incompatibility(info, names)
             if why and model is not None and model.workers:
-                misfit = f"it cannot serve {names[0]!r}: {why}"
+                incompatibility = f"it cannot serve {names[0]!r}: {why}"
                 continue
             if model is None or why:
                 model = self._replace(model, names[0], info.is_foreign)
-            worker.set_aside = model.obstacle
+            worker.excluded_reason = model.blocked_reason
             model.add(worker)
             self._name_models()
             if names[0] == info.models[0]:
                 self._begin_feeds(worker, model)
-        if misfit and not self._models_of(worker) and worker.set_aside != misfit:
-            worker.set_aside = misfit
-            logger.warning("worker %s is set aside: %s", worker.id, misfit)
+        if incompatibility and not self._models_of(worker) and worker.excluded_reason != incompatibility:
+            worker.excluded_reason = incompatibility
+            logger.warning("worker %s is set aside: %s", worker.id, incompatibility)
 
-    def _replace(self, old: ModelFleet | None, name: str, is_foreign: bool) -> ModelFleet:
+    def _replace(self, old: ModelPool | None, name: str, is_foreign: bool) -> ModelPool:
         """A model, in place of one of this name that has no workers any more."""
         if old is not None:
             self._all.remove(old)
-        model = ModelFleet(name, is_foreign, self.config, self.clock)
+        model = ModelPool(name, is_foreign, self.config, self.clock)
         for setting, value in self._settings.items():
             model.configure(setting, value)
         if self.config.wake_on_request:
             model.dispatcher.wake = self._wake
-        if self.shared is not None:
-            self.shared.follow(model)
+        if self.replica_sync is not None:
+            self.replica_sync.follow(model)
         self._all.append(model)
         return model
 
@@ -281,7 +281,7 @@ class Fleet:
             self._await_at_end(task)
         self._name_models()
         for other in list(self.workers.values()):
-            if other is not worker and other.set_aside and not self._models_of(other):
+            if other is not worker and other.excluded_reason and not self._models_of(other):
                 self._place(other)
 
     def _await_at_end(self, task: asyncio.Task[None]) -> None:
@@ -292,7 +292,7 @@ class Fleet:
         self.models = {name: model for model in self._all for name in model.current_names()}
         self.changed.set()
 
-    def _begin_feeds(self, worker: Worker[Any], model: ModelFleet) -> None:
+    def _begin_feeds(self, worker: Worker[Any], model: ModelPool) -> None:
         if not worker.has_events:
             return
         feeds = []
@@ -315,9 +315,9 @@ class Fleet:
             await self.clock.sleep(TICK_S)
             now = self.clock.now()
             for model in list(self._all):
-                model.dispatcher.relieve()
+                model.dispatcher.rebalance()
                 model.router.predictions.expire()
-                model.router.books.expire()
+                model.router.active_requests.expire()
                 if model.empty_since is not None and now - model.empty_since > MODEL_MEMORY_S:
                     self._all.remove(model)
                     self._name_models()
@@ -342,7 +342,7 @@ class Fleet:
         worker = self.workers.get(worker_id)
         return None if worker is None else worker.info.role
 
-    def idlest(self, model: str, role: str) -> str | None:
+    def least_loaded(self, model: str, role: str) -> str | None:
         """The model's worker of this role with the fewest requests; None if there is none that takes any."""
         found = [
             worker
@@ -394,7 +394,7 @@ class Fleet:
             role=info.role,
             model=info.models[0] if info.models else "",
             state=worker.state,
-            why=worker.set_aside or worker.why,
+            why=worker.excluded_reason or worker.why,
             pid=info.pid,
             tags=sorted(info.tags),
             total_blocks=info.total_blocks,
@@ -415,7 +415,7 @@ class Fleet:
             view.failed += worker.served.failed
         for model in self._models_of(worker):
             for rank in worker.ranks:
-                load = model.router.books.load(rank)
+                load = model.router.active_requests.load(rank)
                 view.active_requests += load.active_requests
                 view.active_blocks += math.ceil(load.active_tokens / model.index.block_size_of(rank))
                 view.cached_blocks += model.router.num_cached_blocks(rank)
@@ -433,7 +433,7 @@ class Fleet:
             if found.tokens is None:
                 raise RequestError("token_ids are missing")
             token_ids = await found.tokens.tokens_of(body)
-        wanted = Wanted(
+        request = RoutingRequest(
             "",
             token_ids,
             session=body.get("session"),
@@ -441,9 +441,9 @@ class Fleet:
             lora_name=found.adapter_of(model),
             tags=frozenset(body.get("tags") or ()),
         )
-        return await found.select(wanted)
+        return await found.select(request)
 
-    def _known(self, model: str | None) -> ModelFleet:
+    def _known(self, model: str | None) -> ModelPool:
         found = self.model(model)
         if found is None:
             raise UnavailableError(f"no worker offers the model {model!r:.100}; there are {self._names()}")
@@ -529,27 +529,37 @@ class Fleet:
             (worker_id, feed) for worker_id, feeds in self._feeds.items() for feed, _ in feeds
         )
         yield fleet_metrics.one_counter(
-            "shoal:router_canaries", "Probes of one token, sent to silent workers.", self.prober.num_canaries
+            "shoal:router_canaries",
+            "Probes of one token, sent to silent workers.",
+            self.health_checks.num_canaries,
         )
         if self.planner_view is not None:
             yield from of_planner(self.planner_view())
-        if self.shared is not None:
-            shared = self.shared
+        if self.replica_sync is not None:
+            replica_sync = self.replica_sync
             yield fleet_metrics.one_gauge(
                 "shoal:router_peers",
                 "Other routers that share their books with this one.",
-                shared.num_routers,
+                replica_sync.num_routers,
             )
             yield fleet_metrics.one_counter(
-                "shoal:router_book_changes_told", "Changes of books told to other routers.", shared.num_told
+                "shoal:router_book_changes_told",
+                "Changes of books told to other routers.",
+                replica_sync.num_told,
             )
             yield fleet_metrics.one_counter(
-                "shoal:router_book_changes_heard", "Changes of books heard from others.", shared.num_heard
+                "shoal:router_book_changes_heard",
+                "Changes of books heard from others.",
+                replica_sync.num_heard,
             )
 
     def _prefill_tokens(self, worker: Worker[Any]) -> int:
         models = self._models_of(worker)
-        return sum(model.router.books.load(rank).prefill_tokens for model in models for rank in worker.ranks)
+        return sum(
+            model.router.active_requests.load(rank).prefill_tokens
+            for model in models
+            for rank in worker.ranks
+        )
 
     async def command(
         self, command: Command[Any], worker_ids: Sequence[str] | None, *, model: str | None, rolling: bool

@@ -32,7 +32,7 @@ TICKS = 4  # looks at a worker's silence in that share
 SUSPECT_S = 1.0  # a token so young clears a worker of suspicion; also the time between two canaries
 
 
-class Prober:
+class HealthChecks:
     """`checked` gets what a worker said of itself, before the worker counts as reached; `loaded` its load."""
 
     def __init__(

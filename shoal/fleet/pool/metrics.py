@@ -12,7 +12,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from shoal.fleet.external.forwarder import ForeignForwarder
 from shoal.fleet.index.event_feed import EventFeed
-from shoal.fleet.pool.model_pool import ModelFleet
+from shoal.fleet.pool.model_pool import ModelPool
 from shoal.fleet.worker import Worker
 from shoal.fleet_views import PlannerView, WorkerState, WorkerView
 
@@ -21,7 +21,7 @@ OF_WORKER = ("worker_id", "model_name")
 Row = tuple[Sequence[str], float]
 
 
-def of_models(models: Iterable[ModelFleet]) -> Iterable[Metric]:
+def of_models(models: Iterable[ModelPool]) -> Iterable[Metric]:
     models = list(models)
     for number, _ in enumerate(models[0].dispatcher.times.histograms if models else ()):
         first = models[0].dispatcher.times.histograms[number].family([models[0].name])
@@ -57,9 +57,9 @@ def of_models(models: Iterable[ModelFleet]) -> Iterable[Metric]:
     )
     migrations: list[Row] = []
     for model in models:
-        if model.streams is not None:
-            migrations.append(([model.name, "ongoing_request"], model.streams.num_migrations))
-            migrations.append(([model.name, "new_request"], model.streams.num_retries))
+        if model.sender is not None:
+            migrations.append(([model.name, "ongoing_request"], model.sender.num_migrations))
+            migrations.append(([model.name, "new_request"], model.sender.num_retries))
     yield counter(
         "dynamo_frontend_model_migration",
         "Requests that went on at another worker, with tokens (ongoing) or without (new).",
@@ -90,14 +90,14 @@ def of_models(models: Iterable[ModelFleet]) -> Iterable[Metric]:
         [
             ([model.name, reason], count)
             for model in models
-            for reason, count in model.moves.num_loans.items()
+            for reason, count in model.kv_transfers.num_leases.items()
         ],
     )
     yield counter(
         "shoal:router_kv_loan_refusals",
         "Workers that were asked for KV blocks and gave no ticket.",
         OF_MODEL,
-        [([model.name], model.moves.num_refusals) for model in models],
+        [([model.name], model.kv_transfers.num_refusals) for model in models],
     )
     yield gauge(
         "shoal:router_prefill_queue",
@@ -130,9 +130,9 @@ def of_models(models: Iterable[ModelFleet]) -> Iterable[Metric]:
         [([model.name, "0"], model.dispatcher.queue.length) for model in foreign],
     )
     counts = [
-        (model.name, model.streams.token_counts)
+        (model.name, model.sender.token_counts)
         for model in foreign
-        if isinstance(model.streams, ForeignForwarder)
+        if isinstance(model.sender, ForeignForwarder)
     ]
     for name, text, field in (
         ("vllm:prompt_tokens", "Prompt tokens taken in.", "prompt"),

@@ -9,8 +9,8 @@ from shoal.fleet.clock import Clock
 from shoal.fleet.config import FleetConfig
 from shoal.fleet.index.indexer import KvIndexer
 from shoal.fleet.native.disagg import PrefillPool
-from shoal.fleet.native.kv_transfers import KvMoves
-from shoal.fleet.routing.dispatcher import NOBODY, Dispatcher, Wanted
+from shoal.fleet.native.kv_transfers import KvTransfers
+from shoal.fleet.routing.dispatcher import NO_WORKER, Dispatcher, RoutingRequest
 from shoal.fleet.routing.kv_router import KvRouter
 from shoal.fleet.worker import Worker, WorkerInfo
 from shoal.fleet_views import Selected
@@ -28,14 +28,14 @@ class TokenSource(Protocol):
         ...
 
 
-class Streams(Protocol):
+class RequestSender(Protocol):
     """A FleetEngine, a ForeignForwarder."""
 
     num_migrations: int  # streams that went on at another worker
     num_retries: int  # requests without a token that were sent to another worker
 
 
-class ModelFleet:
+class ModelPool:
     """`name`: the first name of the model. All its workers are ours, or all are foreign (`is_foreign`).
     `dispatcher` has those that generate, `prefills` those that compute prompts for them; a worker of the role
     `both` is in either if others may read its KV blocks."""
@@ -51,11 +51,11 @@ class ModelFleet:
             self.router, max_queued=config.max_queued_requests, clock=clock
         )
         self.prefills = PrefillPool(self.router, config, clock)
-        self.moves = KvMoves(lambda: self.workers, self.router, enable_p2p=config.enable_p2p)
+        self.kv_transfers = KvTransfers(lambda: self.workers, self.router, enable_p2p=config.enable_p2p)
         self.tokens: TokenSource | None = None  # of foreign workers, for `Fleet.select`
         self._identity: dict[str, Any] = {}  # what all its workers have in common
-        self.streams: Streams | None = None  # what sends requests to the workers
-        self.obstacle = ""  # why its workers get nothing, whatever their health
+        self.sender: RequestSender | None = None  # what sends requests to the workers
+        self.blocked_reason = ""  # why its workers get nothing, whatever their health
         self.empty_since: float | None = None  # seconds of the clock; None while it has a worker
 
     def add(self, worker: Worker[Any]) -> None:
@@ -95,13 +95,13 @@ class ModelFleet:
     def _explain(self) -> None:
         """Says what is missing, for requests that find no worker."""
         is_prefill_alone = self.prefills.dispatcher.workers and not self.dispatcher.workers
-        self.dispatcher.why_nobody = NO_DECODE if is_prefill_alone else NOBODY
+        self.dispatcher.unavailable_reason = NO_DECODE if is_prefill_alone else NO_WORKER
 
-    def hinder(self, why: str) -> None:
+    def block(self, why: str) -> None:
         """Its workers are not ready because of this; "": nothing is in their way."""
-        self.obstacle = why
+        self.blocked_reason = why
         for worker in self.workers.values():
-            worker.set_aside = why
+            worker.excluded_reason = why
         self.changed()
 
     def configure(self, setting: str, value: Any) -> None:
@@ -130,7 +130,7 @@ class ModelFleet:
         workers = self.dispatcher.workers.values()
         return name if any(name in worker.info.adapters for worker in workers) else None
 
-    def misfit(self, info: WorkerInfo, names: Sequence[str]) -> str:
+    def incompatibility(self, info: WorkerInfo, names: Sequence[str]) -> str:
         """Why a worker cannot serve its model of these names as those do that are here, or were here last; ""
         if it can."""
         if info.is_foreign != self.is_foreign:
@@ -142,12 +142,12 @@ class ModelFleet:
                 return f"its {key} is {info.identity[key]!r:.80}, and that of the others is {value!r:.80}"
         return ""
 
-    async def select(self, wanted: Wanted) -> Selected:
+    async def select(self, request: RoutingRequest) -> Selected:
         """Where the request would go now, full or not. Raises UnavailableError."""
-        ranks = [rank for worker in self.dispatcher.ready_for(wanted) for rank in worker.ranks]
-        chains = await self.dispatcher.chains_of(wanted)
+        ranks = [rank for worker in self.dispatcher.ready_for(request) for rank in worker.ranks]
+        chains = await self.dispatcher.chains_of(request)
         choice = self.router.schedule_chains(
-            len(wanted.token_ids), chains, session=wanted.session, among=ranks
+            len(request.token_ids), chains, session=request.session, among=ranks
         )
         costs: dict[str, float] = {}
         for rank, cost in choice.costs.items():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 import msgspec
 
 from shoal.errors import ShoalError
-from shoal.fleet.pool.model_pool import ModelFleet
+from shoal.fleet.pool.model_pool import ModelPool
 from shoal.fleet.registry.registry import Member, Registry
 from shoal.fleet.routing.active_requests import AnyChange, Begun, Ended
 from shoal.fleet.tasks import start, stop
@@ -41,8 +41,8 @@ class News(msgspec.Struct, array_like=True, frozen=True):
     present: list[str] | None = None
 
 
-class SharedBooks:
-    def __init__(self, registry: Registry, models: Callable[[], Iterable[ModelFleet]]) -> None:
+class ReplicaSync:
+    def __init__(self, registry: Registry, models: Callable[[], Iterable[ModelPool]]) -> None:
         """`models`: those of this router now."""
         self.num_told = self.num_heard = 0  # changes
         self._registry, self._models = registry, models
@@ -61,9 +61,9 @@ class SharedBooks:
     async def close(self) -> None:
         await stop(self._tasks)
 
-    def follow(self, model: ModelFleet) -> None:
+    def follow(self, model: ModelPool) -> None:
         """What changes in this model's books is told from now on."""
-        model.router.books.on_change = lambda change: self._changed(model.name, change)
+        model.router.active_requests.on_change = lambda change: self._changed(model.name, change)
 
     @property
     def num_routers(self) -> int:
@@ -90,7 +90,7 @@ class SharedBooks:
             if self._is_roll_due:  # sent from here too, so that it comes behind what has been told
                 self._is_roll_due = False
                 for each in self._models():
-                    present = each.router.books.own_requests()
+                    present = each.router.active_requests.own_requests()
                     if len(present) <= MOST_PRESENT:
                         await self._publish(each.name, [], present)
             await self._registry.clock.sleep(FLUSH_S)
@@ -112,9 +112,9 @@ class SharedBooks:
     async def _tell_all(self) -> None:
         """For a router that has just come."""
         for model in self._models():
-            books = model.router.books
-            for request_id in books.own_requests():
-                for change in books.story_of(request_id):
+            active_requests = model.router.active_requests
+            for request_id in active_requests.own_requests():
+                for change in active_requests.changes_of(request_id):
                     self._changed(model.name, change)
 
     # Hearing
@@ -145,7 +145,7 @@ class SharedBooks:
                 known.discard(own_id)
                 model.router.take(Ended(own_id), own_id)
             for own_id in known:  # however long they run
-                model.router.books.runs_on(own_id)
+                model.router.active_requests.touch(own_id)
         model.changed()
 
     async def _watch(self) -> None:

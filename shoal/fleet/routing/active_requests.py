@@ -66,7 +66,7 @@ class _Request:
     heard_at: float
     num_tokens: int
     is_own: bool  # this router's, and no other's
-    elsewhere_tokens: int = 0  # of the prompt, that another worker computes
+    remote_prefill_tokens: int = 0  # of the prompt, that another worker computes
 
 
 @dataclass(slots=True)
@@ -80,7 +80,7 @@ class _Worker:
     recent_at: float = 0.0
 
 
-class Books:
+class ActiveRequests:
     """`on_change` is called with what this router's own requests change here."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -129,21 +129,21 @@ class Books:
             if request.is_own and self.on_change is not None:
                 self.on_change(FirstToken(request_id))
 
-    def prefill_elsewhere(self, request_id: str) -> None:
+    def prefill_remotely(self, request_id: str) -> None:
         """Another worker computes its prompt: that is no work of this one, and was none lately."""
         found = self._find(request_id)
         if found is not None:
             worker, request = found
-            request.elsewhere_tokens = request.prefill_tokens
+            request.remote_prefill_tokens = request.prefill_tokens
             self._add_recent(worker, -request.prefill_tokens)
             self.first_token(request_id)
 
-    def prefill_here(self, request_id: str) -> None:
+    def prefill_locally(self, request_id: str) -> None:
         """The other worker has not computed the prompt, and this one does."""
         found = self._find(request_id)
         if found is not None:
             worker, request = found
-            request.prefill_tokens, request.elsewhere_tokens = request.elsewhere_tokens, 0
+            request.prefill_tokens, request.remote_prefill_tokens = request.remote_prefill_tokens, 0
             worker.prefill_tokens += request.prefill_tokens
             self._add_recent(worker, request.prefill_tokens)
             if request.is_own and self.on_change is not None:
@@ -157,7 +157,7 @@ class Books:
             request.tail_tokens += num_tokens
             worker.tail_tokens += num_tokens
 
-    def runs_on(self, request_id: str) -> None:
+    def touch(self, request_id: str) -> None:
         """It is known to run, whatever it has generated."""
         self._find(request_id)  # which notes the time
 
@@ -190,7 +190,7 @@ class Books:
             if request.is_own
         ]
 
-    def story_of(self, request_id: str) -> list[AnyChange]:
+    def changes_of(self, request_id: str) -> list[AnyChange]:
         """What has been written of a request that runs."""
         rank = self._ranks.get(request_id)
         if rank is None:

@@ -25,7 +25,7 @@ from shoal.api import Span
 from shoal.errors import BusyError, UnavailableError, WorkerFailedError
 from shoal.fleet.clock import Clock
 from shoal.fleet.index.indexer import Overlap, WorkerRank
-from shoal.fleet.routing.kv_router import MANY, KvRouter
+from shoal.fleet.routing.kv_router import SAMPLE_ABOVE, KvRouter
 from shoal.fleet.routing.policy import Choice
 from shoal.fleet.routing.timings import RouteTimes
 from shoal.fleet.traffic import Traffic
@@ -37,17 +37,17 @@ LONG_PROMPT = 16_384  # tokens, from which on a prompt is hashed in a thread
 MOVE_AFTER_S = 1.0  # a request that has waited so long at a worker may move to an idle one
 MAX_BLOCKED = 64  # requests that need certain workers, past which others in the queue are looked at
 
-NOBODY = "no worker is ready for this model; start one, or try again later"
+NO_WORKER = "no worker is ready for this model; start one, or try again later"
 
 Chains = dict[int, list[int]]  # the chain hashes of a prompt, by block size
 
 
 # priority, number, request, the prompt's chains, and what it gets
-Waiting = tuple[int, int, "Wanted", Chains, asyncio.Future[tuple[Worker[L], Choice]]]
+Waiting = tuple[int, int, "RoutingRequest", Chains, asyncio.Future[tuple[Worker[L], Choice]]]
 
 
 @dataclass(slots=True, eq=False)
-class Wanted:
+class RoutingRequest:
     """A request, as far as choosing a worker for it goes. The same object asks again after a failure: it
     keeps its place in the queue."""
 
@@ -58,10 +58,10 @@ class Wanted:
     cache_salt: str | None = None
     lora_name: str | None = None  # only workers that offer this adapter
     tags: frozenset[str] = frozenset()  # only workers that have all of them
-    not_at: str | None = None  # the id of a worker that is not to get it
+    excluded_worker: str | None = None  # the id of a worker that is not to get it
     tried: set[str] = field(default_factory=set)  # ids of workers that failed at it: others come first
     # The dispatcher's own:
-    moves_to: str | None = None  # the id of the worker that would run it at once
+    next_worker: str | None = None  # the id of the worker that would run it at once
     num_passed: int = 0  # requests that went ahead of it while it was the oldest
     number: int = -1
     hash_s: float = 0.0  # seconds that hashing took
@@ -75,18 +75,18 @@ class Wanted:
     num_generated: int = 0
 
     @property
-    def is_choosy(self) -> bool:
+    def is_restricted(self) -> bool:
         """Whether only some of the workers can take it."""
-        return bool(self.tags or self.lora_name or self.tried or self.not_at)
+        return bool(self.tags or self.lora_name or self.tried or self.excluded_worker)
 
     def fits(self, worker: WorkerInfo) -> bool:
         """Whether the request may go there at all."""
-        if worker.id == self.not_at or not self.tags <= worker.tags:
+        if worker.id == self.excluded_worker or not self.tags <= worker.tags:
             return False
         return self.lora_name is None or self.lora_name in worker.adapters
 
 
-class Place(Generic[L]):
+class Assignment(Generic[L]):
     """What a request holds at its worker.
 
     `on_broken` is called when the worker breaks while the request is there, and when it is removed. Whoever
@@ -96,27 +96,32 @@ class Place(Generic[L]):
     """
 
     def __init__(
-        self, worker: Worker[L], choice: Choice, wanted: Wanted, dispatcher: Dispatcher[L], asked_at: float
+        self,
+        worker: Worker[L],
+        choice: Choice,
+        request: RoutingRequest,
+        dispatcher: Dispatcher[L],
+        asked_at: float,
     ) -> None:
         self.worker, self.choice = worker, choice
-        self._asked_at, self._placed_at = asked_at, dispatcher.clock.now()
+        self._asked_at, self._assigned_at = asked_at, dispatcher.clock.now()
         self._is_told = False  # how it came to this place
         self.on_broken: Callable[[], None] = lambda: None
         self.on_draining: Callable[[], None] = lambda: None
         self.on_moving: Callable[[], bool] = lambda: False
-        self.wanted, self._dispatcher = wanted, dispatcher
+        self.request, self._dispatcher = request, dispatcher
         self._has_token = False
         self._last_at = 0.0  # when the last tokens of a foreign stream came
-        self._cached_tokens = min(len(wanted.token_ids), dispatcher.router.num_cached_tokens(choice))
+        self._cached_tokens = min(len(request.token_ids), dispatcher.router.num_cached_tokens(choice))
         self._expected_tokens = self._cached_tokens
-        worker.prompt_tokens += len(wanted.token_ids)
+        worker.prompt_tokens += len(request.token_ids)
         worker.cached_tokens += self._cached_tokens
         worker.on_broken.add(self.interrupt)
-        worker.on_draining.add(self.let_go)
+        worker.on_draining.add(self.notify_draining)
 
     @property
     def request_id(self) -> str:
-        return self.wanted.request_id
+        return self.request.request_id
 
     @property
     def now(self) -> float:
@@ -128,8 +133,8 @@ class Place(Generic[L]):
         if self._is_told:
             return []
         self._is_told = True
-        ago_s, waited_s = self.now - self._placed_at, self._placed_at - self._asked_at
-        routing_s = min(self.wanted.routing_s, waited_s)
+        ago_s, waited_s = self.now - self._assigned_at, self._assigned_at - self._asked_at
+        routing_s = min(self.request.routing_s, waited_s)
         attributes: dict[str, str | int | float] = {
             "cached_tokens": self._expected_tokens,
             "cost": self.choice.costs.get(self.choice.rank, 0.0),
@@ -142,59 +147,59 @@ class Place(Generic[L]):
     @property
     def may_move(self) -> bool:
         """Whether the request has no token and has been here for a while."""
-        return not self.wanted.has_begun and self.now - self._placed_at >= MOVE_AFTER_S
+        return not self.request.has_begun and self.now - self._assigned_at >= MOVE_AFTER_S
 
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of the prompt, as they were counted for the choice."""
-        return len(self.wanted.token_ids)
+        return len(self.request.token_ids)
 
     @property
     def num_stored_tokens(self) -> int:
         """Tokens of the prompt that the worker has now, and will not only have soon, as far as is known."""
-        return self._dispatcher.router.num_stored_tokens(self.choice, self.wanted.request_id)
+        return self._dispatcher.router.num_stored_tokens(self.choice, self.request.request_id)
 
-    def prefilled_elsewhere(self) -> None:
+    def prefill_remotely(self) -> None:
         """Another worker computes the prompt."""
-        self._dispatcher.router.books.prefill_elsewhere(self.wanted.request_id)
+        self._dispatcher.router.active_requests.prefill_remotely(self.request.request_id)
 
-    def prefilled_here(self) -> None:
+    def prefill_locally(self) -> None:
         """That other worker has not done it: this one computes the prompt after all."""
-        self._dispatcher.router.books.prefill_here(self.wanted.request_id)
+        self._dispatcher.router.active_requests.prefill_locally(self.request.request_id)
 
     def interrupt(self) -> None:
         self.on_broken()
 
-    def let_go(self) -> None:
+    def notify_draining(self) -> None:
         self.on_draining()
 
     def move(self, worker_id: str) -> bool:
         """Has the request leave for that worker. False if it is too late for that."""
         is_leaving = self.on_moving()
         if is_leaving:
-            self.wanted.moves_to = worker_id
+            self.request.next_worker = worker_id
         return is_leaving
 
     def leave(self) -> None:
         """The request has ended here. A prompt of which nothing came is no hit and no miss."""
         self.worker.on_broken.discard(self.interrupt)
-        self.worker.on_draining.discard(self.let_go)
+        self.worker.on_draining.discard(self.notify_draining)
         if not self._has_token:
-            self.worker.prompt_tokens -= len(self.wanted.token_ids)
+            self.worker.prompt_tokens -= len(self.request.token_ids)
             self.worker.cached_tokens -= self._cached_tokens
 
     def generated(self, num_tokens: int) -> None:
         """The worker has sent so many tokens."""
         self.worker.delivered()
-        books = self._dispatcher.router.books
+        active_requests = self._dispatcher.router.active_requests
         if not self._has_token:
             self._has_token = True
-            self._dispatcher.began(self.wanted)
-            self.wanted.has_failed, self.wanted.blamed = False, None
-            self._dispatcher.forget(self.wanted)
-            books.first_token(self.wanted.request_id)
-        self.wanted.num_generated += num_tokens
-        books.generated(self.wanted.request_id, num_tokens)
+            self._dispatcher.began(self.request)
+            self.request.has_failed, self.request.blamed = False, None
+            self._dispatcher.forget(self.request)
+            active_requests.first_token(self.request.request_id)
+        self.request.num_generated += num_tokens
+        active_requests.generated(self.request.request_id, num_tokens)
 
     def streamed(self, num_tokens: int) -> None:
         """As `generated`, and notes when tokens of a foreign worker came: ours count and report that
@@ -204,7 +209,7 @@ class Place(Generic[L]):
         if self._has_token:
             served.add_further(now - self._last_at, num_tokens)
         else:
-            served.add_first(now - self.wanted.asked_at, num_tokens)
+            served.add_first(now - self.request.asked_at, num_tokens)
         self._last_at = now
         self.generated(num_tokens)
 
@@ -213,7 +218,7 @@ class Place(Generic[L]):
         stands."""
         num_expected, self._cached_tokens = self._cached_tokens, num_tokens
         self.worker.cached_tokens += num_tokens - num_expected
-        self._dispatcher.router.was_cached(self.wanted.request_id, num_tokens, num_expected)
+        self._dispatcher.router.correct_cached(self.request.request_id, num_tokens, num_expected)
 
 
 class Dispatcher(Generic[L]):
@@ -231,14 +236,14 @@ class Dispatcher(Generic[L]):
         self.times = RouteTimes()
         self.traffic = Traffic()
         self.workers: dict[str, Worker[L]] = {}
-        self.why_nobody = NOBODY  # what requests are told while no worker is ready
-        self._places: dict[Place[L], None] = {}  # all that requests hold, the oldest first
-        self._num_placed = 0
+        self.unavailable_reason = NO_WORKER  # what requests are told while no worker is ready
+        self._assignments: dict[Assignment[L], None] = {}  # all that requests hold, the oldest first
+        self._num_assigned = 0
         self._ranks: list[WorkerRank] = []  # of all workers
         self.clock = clock
         self._numbers = itertools.count()
         self._waiting: list[Waiting[L]] = []  # a heap
-        self._queued: set[Wanted] = set()  # those that had to wait, until their first token
+        self._queued: set[RoutingRequest] = set()  # those that had to wait, until their first token
 
     def add(self, worker: Worker[L]) -> None:
         self.workers[worker.id] = worker
@@ -275,41 +280,41 @@ class Dispatcher(Generic[L]):
 
     @property
     def queue(self) -> QueueView:
-        since = [wanted.queued_at for wanted in self._queued if wanted.queued_at is not None]
+        since = [request.queued_at for request in self._queued if request.queued_at is not None]
         return QueueView(len(since), max(0.0, self.clock.now() - min(since)) if since else 0.0)
 
-    def forget(self, wanted: Wanted) -> None:
+    def forget(self, request: RoutingRequest) -> None:
         """The request waits no longer: it has its first token, or its caller gives it up after a failure."""
-        self._queued.discard(wanted)
-        wanted.queued_at = None
+        self._queued.discard(request)
+        request.queued_at = None
 
-    def end(self, wanted: Wanted) -> None:
+    def end(self, request: RoutingRequest) -> None:
         """The request has ended, whichever way."""
-        self.forget(wanted)
-        if wanted.num_generated:
-            self.traffic.ended(wanted.num_generated, self.clock.now() - wanted.began_at)
+        self.forget(request)
+        if request.num_generated:
+            self.traffic.ended(request.num_generated, self.clock.now() - request.began_at)
 
-    def began(self, wanted: Wanted) -> None:
+    def began(self, request: RoutingRequest) -> None:
         """The request has a token, of whichever worker."""
-        if not wanted.has_begun:
-            wanted.has_begun, wanted.began_at = True, self.clock.now()
-            self.traffic.began(wanted.began_at - wanted.asked_at)
+        if not request.has_begun:
+            request.has_begun, request.began_at = True, self.clock.now()
+            self.traffic.began(request.began_at - request.asked_at)
 
     @asynccontextmanager
-    async def place(self, wanted: Wanted) -> AsyncIterator[Place[L]]:
+    async def assign(self, request: RoutingRequest) -> AsyncIterator[Assignment[L]]:
         """Raises BusyError if the request would have to wait and the queue is full, UnavailableError if no
         worker can take it."""
         asked_at = self.clock.now()
         try:
-            worker, choice = await self._find(wanted)
+            worker, choice = await self._find(request)
         except BaseException:
-            self._queued.discard(wanted)
+            self._queued.discard(request)
             raise
-        place = Place(worker, choice, wanted, self, asked_at)
-        self._places[place] = None
+        assignment = Assignment(worker, choice, request, self, asked_at)
+        self._assignments[assignment] = None
         is_again = False  # the caller comes back with this request
         try:
-            yield place
+            yield assignment
         except BusyError as error:
             is_again = True
             worker.full_until = self.clock.now() + error.retry_after_s
@@ -317,45 +322,45 @@ class Dispatcher(Generic[L]):
             raise
         except WorkerFailedError as error:
             is_again = True
-            self._blame(worker, wanted, error)
+            self._blame(worker, request, error)
             raise
         finally:
-            place.leave()
-            del self._places[place]
+            assignment.leave()
+            del self._assignments[assignment]
             worker.active -= 1
-            self.router.books.end(wanted.request_id)
+            self.router.active_requests.end(request.request_id)
             if not is_again:
-                self._queued.discard(wanted)
+                self._queued.discard(request)
             worker.changed()
 
-    def _blame(self, worker: Worker[L], wanted: Wanted, error: WorkerFailedError) -> None:
+    def _blame(self, worker: Worker[L], request: RoutingRequest, error: WorkerFailedError) -> None:
         """A request failed at the worker. If it fails at another one too, before it has a token, it may be
         what they fail at: it counts against neither, unless nobody was there. A probe of each tells whether
         it is the workers that fail."""
-        wanted.tried.add(worker.id)
+        request.tried.add(worker.id)
         worker.num_failed += 1
         if error.is_absent:
             worker.failed(error)
-        elif not wanted.has_failed:
-            wanted.has_failed, wanted.blamed = True, worker
+        elif not request.has_failed:
+            request.has_failed, request.blamed = True, worker
             worker.failed(error)
-        elif wanted.blamed is not worker:
+        elif request.blamed is not worker:
             worker.suspected.set()
-            if wanted.blamed is not None:
-                wanted.blamed.forgive()
-                wanted.blamed.suspected.set()
-                wanted.blamed = None
+            if request.blamed is not None:
+                request.blamed.forgive()
+                request.blamed.suspected.set()
+                request.blamed = None
 
     def changed(self) -> None:
         """A worker came, went, or has room: whoever waits may go on."""
         blocked = []
         while self._waiting:
             entry = self._take_next()
-            _, _, wanted, chains, future = entry
+            _, _, request, chains, future = entry
             if future.done():
                 continue
             try:
-                found = self._pick(wanted, chains)
+                found = self._pick(request, chains)
             except UnavailableError as error:
                 future.set_exception(error)
                 continue
@@ -363,12 +368,12 @@ class Dispatcher(Generic[L]):
                 future.set_result(found)
                 continue
             blocked.append(entry)
-            if not wanted.is_choosy or len(blocked) >= MAX_BLOCKED:
+            if not request.is_restricted or len(blocked) >= MAX_BLOCKED:
                 break  # there is no room at all, or hardly any
         for entry in blocked:
             heapq.heappush(self._waiting, entry)
 
-    def relieve(self) -> None:
+    def rebalance(self) -> None:
         """Requests that wait at a worker, which have computed nothing, leave for workers that would run them
         at once: nothing waits there, and they have fewer requests than the first worker runs.
 
@@ -383,21 +388,21 @@ class Dispatcher(Generic[L]):
             for worker in self.workers.values()
             if worker.takes_requests and not num_waiting[worker.id] and self._ranks_with_room([worker])
         }
-        places: dict[str, list[Place[L]]] = {}
-        for place in self._places if idle else ():
-            if num_waiting.get(place.worker.id) and place.may_move:
-                places.setdefault(place.worker.id, []).append(place)
-        for worker_id, found in places.items():
+        assignments: dict[str, list[Assignment[L]]] = {}
+        for assignment in self._assignments if idle else ():
+            if num_waiting.get(assignment.worker.id) and assignment.may_move:
+                assignments.setdefault(assignment.worker.id, []).append(assignment)
+        for worker_id, found in assignments.items():
             num_running = sum(load.num_running for load in self.workers[worker_id].loads)
-            found.sort(key=lambda place: (place.wanted.priority, place.wanted.number))
-            for place in found[-num_waiting[worker_id] :]:
+            found.sort(key=lambda assignment: (assignment.request.priority, assignment.request.number))
+            for assignment in found[-num_waiting[worker_id] :]:
                 quick = [
                     one
                     for one, num_active in idle.items()
-                    if num_active < num_running and place.wanted.fits(self.workers[one].info)
+                    if num_active < num_running and assignment.request.fits(self.workers[one].info)
                 ]
                 target = min(quick, key=lambda one: idle[one], default=None)
-                if target is not None and place.move(target):
+                if target is not None and assignment.move(target):
                     idle[target] += 1
 
     def _take_next(self) -> Waiting[L]:
@@ -421,27 +426,27 @@ class Dispatcher(Generic[L]):
         found, block_size_of = self.router.find(chains), self.router.indexer.block_size_of
         return max((found[rank].total * block_size_of(rank) for rank in ranks if rank in found), default=0)
 
-    async def _find(self, wanted: Wanted) -> tuple[Worker[L], Choice]:
-        chains = await self.chains_of(wanted)
-        if wanted.number < 0:
-            wanted.number, wanted.asked_at = next(self._numbers), self.clock.now()
-            self.traffic.arrived(len(wanted.token_ids))
-        if not self._waiting or (wanted.priority, wanted.number) < self._waiting[0][:2]:
-            found = self._pick(wanted, chains)
+    async def _find(self, request: RoutingRequest) -> tuple[Worker[L], Choice]:
+        chains = await self.chains_of(request)
+        if request.number < 0:
+            request.number, request.asked_at = next(self._numbers), self.clock.now()
+            self.traffic.arrived(len(request.token_ids))
+        if not self._waiting or (request.priority, request.number) < self._waiting[0][:2]:
+            found = self._pick(request, chains)
             if found is not None:
                 return found
-        if wanted not in self._queued:
-            if len(self._queued) >= self.max_queued and not wanted.has_begun:
+        if request not in self._queued:
+            if len(self._queued) >= self.max_queued and not request.has_begun:
                 self.num_refused += 1
                 raise BusyError(
                     f"all workers are full, and the queue has {len(self._queued)} of {self.max_queued} "
                     "requests (--max-queued-requests); try again later"
                 )
-            self._queued.add(wanted)
+            self._queued.add(request)
             self.num_queued += 1
-        wanted.queued_at = wanted.queued_at or self.clock.now()
+        request.queued_at = request.queued_at or self.clock.now()
         future: asyncio.Future[tuple[Worker[L], Choice]] = asyncio.get_running_loop().create_future()
-        entry = (wanted.priority, wanted.number, wanted, chains, future)
+        entry = (request.priority, request.number, request, chains, future)
         heapq.heappush(self._waiting, entry)
         self.changed()  # those ahead may wait for workers that this request does not need
         try:
@@ -453,72 +458,72 @@ class Dispatcher(Generic[L]):
             elif future.done() and not future.cancelled() and future.exception() is None:
                 worker, _ = future.result()  # it was given a place just now
                 worker.active -= 1
-                self.router.books.end(wanted.request_id)
+                self.router.active_requests.end(request.request_id)
                 worker.changed()  # others may wait for it: those of its other models, and an operator
             future.cancel()
             self.changed()
             raise
 
-    def _pick(self, wanted: Wanted, chains: Chains) -> tuple[Worker[L], Choice] | None:
+    def _pick(self, request: RoutingRequest, chains: Chains) -> tuple[Worker[L], Choice] | None:
         """A worker with room, written into the books; None if all are full. Raises UnavailableError if none
         is ready."""
         begun = time.perf_counter()
         found = self.router.find(chains)
         looked_up = time.perf_counter()
-        ranks = self._next_with_room(wanted)
-        ranks = ranks or self._some_with_room(wanted, found) or self._all_with_room(wanted)
+        ranks = self._next_with_room(request)
+        ranks = ranks or self._some_with_room(request, found) or self._all_with_room(request)
         if not ranks:
             return None
         choice = self.router.choose_among(
             found,
-            len(wanted.token_ids),
+            len(request.token_ids),
             chains,
-            request_id=wanted.request_id,
-            session=wanted.session,
+            request_id=request.request_id,
+            session=request.session,
             among=ranks,
-            turn=self._num_placed,
+            turn=self._num_assigned,
         )
-        self._num_placed += 1
+        self._num_assigned += 1
         chosen = time.perf_counter()
-        self.times.observe(wanted.hash_s, looked_up - begun, chosen - looked_up)
-        wanted.routing_s = wanted.hash_s + chosen - begun
+        self.times.observe(request.hash_s, looked_up - begun, chosen - looked_up)
+        request.routing_s = request.hash_s + chosen - begun
         worker = self.workers[choice.rank.worker]
         self.times.overlap.observe(
-            min(1.0, self.router.num_cached_tokens(choice) / max(1, len(wanted.token_ids)))
+            min(1.0, self.router.num_cached_tokens(choice) / max(1, len(request.token_ids)))
         )
-        waited_s = 0.0 if wanted.queued_at is None else self.clock.now() - wanted.queued_at
+        waited_s = 0.0 if request.queued_at is None else self.clock.now() - request.queued_at
         self.times.queue.observe(waited_s)
         worker.active += 1
         worker.num_requests += 1
         return worker, choice
 
-    def _next_with_room(self, wanted: Wanted) -> list[WorkerRank]:
+    def _next_with_room(self, request: RoutingRequest) -> list[WorkerRank]:
         """Returns the ranks of the worker for which the request left another one; it may be full by now."""
-        worker = None if wanted.moves_to is None else self.workers.get(wanted.moves_to)
-        wanted.moves_to = None
-        is_ready = worker is not None and worker.takes_requests and wanted.fits(worker.info)
+        worker = None if request.next_worker is None else self.workers.get(request.next_worker)
+        request.next_worker = None
+        is_ready = worker is not None and worker.takes_requests and request.fits(worker.info)
         return self._ranks_with_room([worker]) if worker is not None and is_ready else []
 
-    def _some_with_room(self, wanted: Wanted, found: dict[WorkerRank, Overlap]) -> list[WorkerRank]:
+    def _some_with_room(self, request: RoutingRequest, found: dict[WorkerRank, Overlap]) -> list[WorkerRank]:
         """In a large fleet, those of a few workers to which the request could go now; in a small one none."""
-        if len(self._ranks) <= MANY:
+        if len(self._ranks) <= SAMPLE_ABOVE:
             return []
-        ranks = self.router.worth_a_look(found, self._ranks)
+        ranks = self.router.sample(found, self._ranks)
         if len(ranks) == len(self._ranks):
             return []
         some = {rank.worker: self.workers[rank.worker] for rank in ranks}
-        ready = [worker for worker in some.values() if worker.takes_requests and wanted.fits(worker.info)]
-        return self._ranks_with_room(worker for worker in ready if worker.id not in wanted.tried)
+        ready = [worker for worker in some.values() if worker.takes_requests and request.fits(worker.info)]
+        return self._ranks_with_room(worker for worker in ready if worker.id not in request.tried)
 
-    def _all_with_room(self, wanted: Wanted) -> list[WorkerRank]:
+    def _all_with_room(self, request: RoutingRequest) -> list[WorkerRank]:
         """Raises UnavailableError if no worker is ready."""
         try:
-            ready = self.ready_for(wanted)
+            ready = self.ready_for(request)
         except UnavailableError:
-            if self._is_one_coming_back():
+            if self._has_returning_worker():
                 return []
             raise
-        return self._ranks_with_room([one for one in ready if one.id not in wanted.tried] or ready)
+        return self._ranks_with_room([one for one in ready if one.id not in request.tried] or ready)
 
     def _ranks_with_room(self, workers: Iterable[Worker[L]]) -> list[WorkerRank]:
         """Those of these workers to which a request could go now."""
@@ -528,7 +533,7 @@ class Dispatcher(Generic[L]):
             ranks = [rank for rank in ranks if not self._is_busy(rank)]
         return ranks
 
-    def ready_for(self, wanted: Wanted) -> list[Worker[L]]:
+    def ready_for(self, request: RoutingRequest) -> list[Worker[L]]:
         """The workers that may get the request, full or not. Raises UnavailableError if there is none."""
         ready = [worker for worker in self.workers.values() if worker.takes_requests]
         if not ready and self._is_paused:
@@ -541,27 +546,29 @@ class Dispatcher(Generic[L]):
                 "requests do that (wake_on_request)"
             )
         if not ready:
-            raise UnavailableError(self.why_nobody)
-        if not wanted.tags and wanted.lora_name is None and wanted.not_at is None:
+            raise UnavailableError(self.unavailable_reason)
+        if not request.tags and request.lora_name is None and request.excluded_worker is None:
             return ready
-        fit = [worker for worker in ready if wanted.fits(worker.info)]
-        if not fit and wanted.not_at is not None:
+        fit = [worker for worker in ready if request.fits(worker.info)]
+        if not fit and request.excluded_worker is not None:
             raise UnavailableError(
-                f"no worker but {wanted.not_at} is ready; start another, or try again later"
+                f"no worker but {request.excluded_worker} is ready; start another, or try again later"
             )
         if not fit:
-            lacks = f"the tags {', '.join(sorted(wanted.tags))}" if wanted.tags else f"{wanted.lora_name!r}"
+            lacks = (
+                f"the tags {', '.join(sorted(request.tags))}" if request.tags else f"{request.lora_name!r}"
+            )
             raise UnavailableError(f"no worker that is ready has {lacks}; ask for others, or try again later")
         return fit
 
-    def others(self, worker: Worker[L], wanted: Wanted) -> list[Worker[L]]:
+    def others(self, worker: Worker[L], request: RoutingRequest) -> list[Worker[L]]:
         """The workers beside this one that would take the request now."""
         return [
             other
             for other in self.workers.values()
             if other is not worker
             and other.takes_requests
-            and wanted.fits(other.info)
+            and request.fits(other.info)
             and other.has_room(self._num_active(other), self.clock.now())
         ]
 
@@ -571,7 +578,7 @@ class Dispatcher(Generic[L]):
         for worker in workers:
             info = worker.info
             requests += info.max_running - self._num_active(worker) if info.max_running else math.inf
-            held = sum(self.router.books.load(rank).active_tokens for rank in worker.ranks)
+            held = sum(self.router.active_requests.load(rank).active_tokens for rank in worker.ranks)
             tokens += max(0, info.total_blocks * info.block_size - held) if info.total_blocks else math.inf
         return requests, tokens
 
@@ -579,9 +586,9 @@ class Dispatcher(Generic[L]):
         """The requests that it has of this router, or for this model of all routers."""
         if not worker.info.max_running:
             return worker.active
-        return max(worker.active, sum(map(self.router.books.num_active, worker.ranks)))
+        return max(worker.active, sum(map(self.router.active_requests.num_active, worker.ranks)))
 
-    def _is_one_coming_back(self) -> bool:
+    def _has_returning_worker(self) -> bool:
         """Whether a worker that gets nothing now soon will: an operator's command ends there, or it is woken
         now."""
         if any(worker.num_holds for worker in self.workers.values()):
@@ -604,20 +611,20 @@ class Dispatcher(Generic[L]):
         if self.busy_kv_usage is not None and self.router.kv_usage(rank) > self.busy_kv_usage:
             return True
         most = self.busy_prefill_tokens
-        return most is not None and self.router.books.load(rank).prefill_tokens > most
+        return most is not None and self.router.active_requests.load(rank).prefill_tokens > most
 
-    async def chains_of(self, wanted: Wanted) -> Chains:
+    async def chains_of(self, request: RoutingRequest) -> Chains:
         """Hashing never holds the loop up for long."""
         sizes = self.router.block_sizes()
-        if len(wanted.token_ids) < LONG_PROMPT:
-            return _hashed(wanted, sizes)
-        return await asyncio.to_thread(_hashed, wanted, sizes)
+        if len(request.token_ids) < LONG_PROMPT:
+            return _hashed(request, sizes)
+        return await asyncio.to_thread(_hashed, request, sizes)
 
 
-def _hashed(wanted: Wanted, block_sizes: set[int]) -> Chains:
+def _hashed(request: RoutingRequest, block_sizes: set[int]) -> Chains:
     begun = time.perf_counter()
     chains = chains_by_size(
-        wanted.token_ids, block_sizes, adapter=wanted.lora_name, cache_salt=wanted.cache_salt
+        request.token_ids, block_sizes, adapter=request.lora_name, cache_salt=request.cache_salt
     )
-    wanted.hash_s = time.perf_counter() - begun
+    request.hash_s = time.perf_counter() - begun
     return chains

@@ -4,8 +4,8 @@ busy, a policy chooses, and the books are written with the choice.
     index = KvIndexer(block_size=16)
     router = KvRouter(index, workers=["a", "b"])
     choice = router.schedule(token_ids, request_id="1")     # -> Choice(rank, overlap, costs)
-    router.books.first_token("1")
-    router.books.end("1")
+    router.active_requests.first_token("1")
+    router.active_requests.end("1")
 
 No socket and no clock but the one that is given: the simulator and the served router run this same code.
 """
@@ -26,7 +26,7 @@ import msgspec
 
 from shoal.errors import UnavailableError
 from shoal.fleet.index.indexer import KvIndexer, Overlap, WorkerRank
-from shoal.fleet.routing.active_requests import AnyChange, Books, Ended, FirstToken, Load
+from shoal.fleet.routing.active_requests import ActiveRequests, AnyChange, Ended, FirstToken, Load
 from shoal.fleet.routing.policy import Ask, Candidate, Choice, RouterWeights, check_policy, choose
 from shoal.hashing import chains_by_size
 from shoal.kv_events import AllBlocksCleared, BlockRemoved, KVEvent
@@ -36,9 +36,9 @@ PREDICTED_TTL_S = 5.0  # how long they stand until the event comes
 LOAD_TTL_S = 10.0  # how long a worker's published load counts
 PREDICTS = ("kv", "kv_approx")  # policies that count blocks before their events come
 
-# A choice among more workers than MANY looks at NUM_BEST of those that have a part of the prompt, and at
-# NUM_DRAWN others, with these policies.
-MANY, NUM_BEST, NUM_DRAWN = 64, 16, 32
+# Among more workers than SAMPLE_ABOVE, a choice looks at NUM_BEST of those that have a part of the prompt,
+# and at NUM_SAMPLED others, with these policies.
+SAMPLE_ABOVE, NUM_BEST, NUM_SAMPLED = 64, 16, 32
 SAMPLED = ("kv", "kv_approx", "kv_logit", "random", "least_loaded", "power_of_two")
 
 NOTHING = Overlap()
@@ -206,7 +206,7 @@ class KvRouter:
         ConfigError for an unknown policy."""
         check_policy(policy)
         self.indexer = indexer
-        self.books = Books(clock)
+        self.active_requests = ActiveRequests(clock)
         self.candidates: dict[WorkerRank, Candidate] = {}
         self.predictions = Predictions(clock)
         self._clock = clock
@@ -233,7 +233,7 @@ class KvRouter:
         self._published.pop(rank, None)
         self._without_events.discard(rank)
         self.forget_blocks(rank)
-        return self.books.remove_worker(rank)
+        return self.active_requests.remove_worker(rank)
 
     def forget_blocks(self, rank: WorkerRank) -> None:
         """Nothing of this worker is cached any more, as far as is known."""
@@ -251,10 +251,10 @@ class KvRouter:
             self.predictions.remove_worker(rank)
         self.indexer.apply(rank, event)
 
-    def was_cached(self, request_id: str, num_tokens: int, num_expected: int) -> None:
+    def correct_cached(self, request_id: str, num_tokens: int, num_expected: int) -> None:
         """The worker says how many tokens of a running request's prompt it had cached, where `num_expected`
         were expected. If it had fewer, this corrects what was predicted of a worker without events."""
-        found = self.books.chain_of(request_id)
+        found = self.active_requests.chain_of(request_id)
         if found is not None:
             rank, chain, block_size = found
             num_cached = num_tokens // block_size
@@ -270,7 +270,7 @@ class KvRouter:
     def num_stored_tokens(self, choice: Choice, request_id: str) -> int:
         """How many tokens of a running request's prompt the chosen worker has now. What it will have soon by
         what it was sent does not count, unless it tells nothing of its cache."""
-        found = self.books.chain_of(request_id)
+        found = self.active_requests.chain_of(request_id)
         if found is None or choice.rank in self._without_events:
             return self.num_cached_tokens(choice)
         rank, chain, block_size = found
@@ -294,7 +294,7 @@ class KvRouter:
         if candidate is None or not math.isfinite(kv_usage):
             return
         candidate.kv_usage, candidate.num_waiting = kv_usage, num_waiting
-        own = self.books.load(rank)
+        own = self.active_requests.load(rank)
         self._published[rank] = _Published(
             self._clock() + LOAD_TTL_S,
             max(0, num_running + num_waiting - own.active_requests),
@@ -311,7 +311,7 @@ class KvRouter:
 
     def _load_of(self, candidate: Candidate, now: float) -> Load:
         """By the books, and what of its load they do not know of."""
-        load = self.books.load(candidate.rank, now)
+        load = self.active_requests.load(candidate.rank, now)
         published = self._published.get(candidate.rank)
         if published is None:
             return load
@@ -359,24 +359,19 @@ class KvRouter:
         found = self.find(chains)
         ranks = list(self.candidates if among is None else among)
         return self.choose_among(
-            found,
-            num_tokens,
-            chains,
-            request_id=request_id,
-            session=session,
-            among=self.worth_a_look(found, ranks),
+            found, num_tokens, chains, request_id=request_id, session=session, among=self.sample(found, ranks)
         )
 
-    def worth_a_look(self, found: dict[WorkerRank, Overlap], ranks: Sequence[WorkerRank]) -> list[WorkerRank]:
+    def sample(self, found: dict[WorkerRank, Overlap], ranks: Sequence[WorkerRank]) -> list[WorkerRank]:
         """All of these workers where they are few. Of many, those that have most of the prompt, and some that
         are drawn: the best of a sample is nearly the best of all (Mitzenmacher 2001), and a choice costs
         hardly more in a large fleet. Policies that count on seeing all workers do."""
-        if len(ranks) <= MANY or self._policy not in SAMPLED or self._selector != self._choose:
+        if len(ranks) <= SAMPLE_ABOVE or self._policy not in SAMPLED or self._selector != self._choose:
             return list(ranks)
         own = set(ranks)
         best = heapq.nlargest(NUM_BEST, found.items(), key=lambda item: item[1].total)
         chosen = [rank for rank, _ in best if rank in own]
-        return list(dict.fromkeys([*chosen, *self._rng.sample(ranks, NUM_DRAWN)]))
+        return list(dict.fromkeys([*chosen, *self._rng.sample(ranks, NUM_SAMPLED)]))
 
     def find(self, chains: dict[int, list[int]]) -> dict[WorkerRank, Overlap]:
         """Who has how much of the prompt, told or predicted."""
@@ -425,20 +420,22 @@ class KvRouter:
         size = self.indexer.block_size_of(choice.rank)
         chain = chains.get(size, [])  # a size that came after the prompt was hashed
         self._turn += 1
-        self.books.begin(request_id, choice.rank, num_tokens, choice.overlap.total * size, chain, size)
+        self.active_requests.begin(
+            request_id, choice.rank, num_tokens, choice.overlap.total * size, chain, size
+        )
         self._predict(choice.rank, chain)
 
     def take(self, change: AnyChange, own_id: str) -> None:
         """What another router has written. `own_id`: the request's id here."""
         if isinstance(change, Ended):
-            self.books.end(own_id)
+            self.active_requests.end(own_id)
         elif isinstance(change, FirstToken):
-            self.books.first_token(own_id)
+            self.active_requests.first_token(own_id)
         else:
             rank, chain = WorkerRank(change.worker, change.rank), change.chain
             if rank in self.candidates:
                 size = change.block_size
-                self.books.begin(
+                self.active_requests.begin(
                     own_id, rank, change.num_tokens, change.cached_tokens, chain, size, is_own=False
                 )
                 self._predict(rank, chain)

@@ -103,7 +103,7 @@ class OwnFleet:
     async def change_role(self, model: str, role: str, to: str) -> str:
         """Changes the worker with the fewest requests, which continue."""
         with self._changes[model].one_more():
-            worker_id = self._fleet.idlest(model, role)
+            worker_id = self._fleet.least_loaded(model, role)
             if worker_id is None:
                 raise UnavailableError(f"there is no {role} worker of {model} that could change its role")
             try:

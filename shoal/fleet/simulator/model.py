@@ -154,7 +154,7 @@ class SimModel:
         if rank not in role.leaving or not role.workers[rank].is_idle:
             return False
         # The requests whose prompts are computed elsewhere are its own already.
-        return not self.router.books.load(rank).active_requests
+        return not self.router.active_requests.load(rank).active_requests
 
     def leave(self, rank: WorkerRank) -> None:
         role = self._role_of(rank)
@@ -201,7 +201,7 @@ class SimModel:
         choice = self._choose(request, request.id, self.roles[self.decode_role].ready)
         rank = choice.rank
         if self._is_remote(request, choice):
-            self.router.books.prefill_elsewhere(request.id)
+            self.router.active_requests.prefill_remotely(request.id)
             self._waiting.append((request, rank))
             return self.send_prompts()
         self._add(rank, request)
@@ -232,11 +232,11 @@ class SimModel:
         while self._waiting:
             if not self.roles["prefill"].ready:
                 request, decode_rank = self._waiting.popleft()
-                self.router.books.prefill_here(request.id)
+                self.router.active_requests.prefill_locally(request.id)
                 self._add(decode_rank, request)
                 got.append(decode_rank)
                 continue
-            load = self.router.books.load
+            load = self.router.active_requests.load
             free = [r for r in self.roles["prefill"].ready if load(r).prefill_tokens <= TOKENS_AHEAD]
             if not free:
                 break
@@ -260,16 +260,16 @@ class SimModel:
 
     def keep_books(self, progress: Progress) -> tuple[list[SimRequest], list[WorkerRank]]:
         """Returns the requests that have ended, and workers that have got something."""
-        books = self.router.books
+        active_requests = self.router.active_requests
         ended, got = [], []
         for request in progress.first:
-            books.first_token(request.id)
+            active_requests.first_token(request.id)
             if request.id not in self._decoding_at:
                 self.traffic.began(request.first_token_s - request.arrival_s)
         for request in progress.decoded:
-            books.generated(request.id, progress.num_steps)
+            active_requests.generated(request.id, progress.num_steps)
         for request in progress.ended:
-            books.end(request.id)
+            active_requests.end(request.id)
             if request.id in self._decoding_at:
                 request, rank = self._prefilled(request)
                 if request.end_s < 0:
@@ -291,7 +291,7 @@ class SimModel:
         self.traffic.began(request.first_token_s - request.arrival_s)
         if request.output_length == 1:
             request.end_s = prompt.end_s
-            self.router.books.end(request.id)
+            self.router.active_requests.end(request.id)
         else:
             request.is_remote = True
             self._add(rank, request)

@@ -14,10 +14,10 @@ class Model:
     """A model of the fleet of native workers."""
 
     is_foreign, name, names, workers = False, "m", ["m"], {"a": None}
-    obstacle = None
+    blocked_reason = None
 
-    def hinder(self, why):
-        self.obstacle = why
+    def block(self, why):
+        self.blocked_reason = why
 
 
 def test_a_model_whose_files_fail_in_any_way_is_tried_again(monkeypatch):
@@ -39,9 +39,9 @@ def test_a_model_whose_files_fail_in_any_way_is_tried_again(monkeypatch):
         catalog = SimpleNamespace(add=added.append)
         following = asyncio.create_task(ModelCatalogSync(fleet, catalog, FleetConfig(), ServerConfig()).run())
         await asyncio.sleep(1.5 * RETRY_S)
-        assert "no JSON" in model.obstacle and catalog.awaited == ["a"] and not added
+        assert "no JSON" in model.blocked_reason and catalog.awaited == ["a"] and not added
         await asyncio.sleep(RETRY_S)
-        assert model.obstacle == "" and added == [served]
+        assert model.blocked_reason == "" and added == [served]
         following.cancel()
 
     run_virtual(run())

@@ -6,7 +6,7 @@ from shoal.errors import ConfigError
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.config import FleetConfig
 from shoal.fleet.index.indexer import WorkerRank
-from shoal.fleet.pool.model_pool import ModelFleet
+from shoal.fleet.pool.model_pool import ModelPool
 from shoal.fleet.routing.policy import RouterWeights
 from shoal.fleet.worker_spec import parse_worker
 from shoal.kv_events import GPU, BlockStored
@@ -70,7 +70,7 @@ def test_the_weights_of_the_cost_are_options():
     ids = list(range(64))
 
     async def ask(**options):
-        model = ModelFleet("m", True, FleetConfig(**options), LoopClock())
+        model = ModelPool("m", True, FleetConfig(**options), LoopClock())
         for name in "ab":
             model.router.add_worker(WorkerRank(name))
         model.router.apply(WorkerRank("a"), BlockStored([1, 2], None, ids[:32], 16, None, GPU, None))

@@ -544,7 +544,7 @@ async def test_a_stream_that_waits_at_a_worker_moves_to_one_that_is_idle(stream)
                 await asyncio.sleep(0.01)
             await asyncio.sleep(1.1)
             waited.loads = [WorkerLoad(num_running=3, num_waiting=1)]
-            router.dispatcher.relieve()
+            router.dispatcher.rebalance()
             await asyncio.sleep(0.5)
             if not stream:
                 assert not b.received

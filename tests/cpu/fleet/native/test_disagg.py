@@ -21,8 +21,8 @@ from shoal.fleet.index.indexer import WorkerRank
 from shoal.fleet.native.disagg import LOOK_AHEAD, PREFILL_WORKERS, is_remote
 from shoal.fleet.native.fleet_engine import FleetEngine
 from shoal.fleet.pool.fleet import Fleet
-from shoal.fleet.pool.model_pool import ModelFleet
-from shoal.fleet.routing.dispatcher import Wanted
+from shoal.fleet.pool.model_pool import ModelPool
+from shoal.fleet.routing.dispatcher import RoutingRequest
 from shoal.fleet.worker import Worker, WorkerInfo
 from shoal.kv_events import GPU, BlockStored
 from shoal.stats import Stats
@@ -92,10 +92,10 @@ class Site:
             "seed": 0,
             **options,
         }
-        self.model = ModelFleet("m", False, FleetConfig(**options), self.clock)
+        self.model = ModelPool("m", False, FleetConfig(**options), self.clock)
         self.prefills = self.model.prefills
         self.engine = FleetEngine(
-            self.model.dispatcher, self.prefills, self.model.moves, migration_limit=limit
+            self.model.dispatcher, self.prefills, self.model.kv_transfers, migration_limit=limit
         )
         self.max_running, self.links, self.counts = max_running, {}, Counter()
         for _ in range(num_prefill):
@@ -148,7 +148,7 @@ class Site:
         assert unused <= {ticket for link in links for ticket in link.returned}, "blocks are held for nobody"
         for worker in self.model.workers.values():
             assert worker.active == 0 and not worker.on_broken and not worker.on_draining
-        assert not self.model.router.books._ranks and not self.engine._running
+        assert not self.model.router.active_requests._ranks and not self.engine._running
         assert not self.engine._leaving
         for dispatcher in (self.model.dispatcher, self.prefills.dispatcher):
             assert dispatcher.queue.length == 0 and not [e for e in dispatcher._waiting if not e[-1].done()]
@@ -423,7 +423,7 @@ async def test_the_books_say_who_computes_the_prompt():
         link.engine.prefill_seconds = 1.0
 
     def loads():
-        found = {name: site.model.router.books.load(WorkerRank(name)) for name in ("p0", "d0")}
+        found = {name: site.model.router.active_requests.load(WorkerRank(name)) for name in ("p0", "d0")}
         return {name: (load.prefill_tokens, load.recent_tokens > 150) for name, load in found.items()}
 
     running = asyncio.create_task(answer(site.engine, request(prompt=LONG)))
@@ -661,8 +661,8 @@ async def test_what_waits_for_prefill_workers_is_told():
     fleet._place(worker)
     worker.reached()
     dispatcher = fleet.models["m"].prefills.dispatcher
-    async with dispatcher.place(Wanted("a", list(range(9000)))):
-        waiting = asyncio.create_task(dispatcher.place(Wanted("b", LONG)).__aenter__())
+    async with dispatcher.assign(RoutingRequest("a", list(range(9000)))):
+        waiting = asyncio.create_task(dispatcher.assign(RoutingRequest("b", LONG)).__aenter__())
         await fleet.clock.sleep(3)
         queue, seen = fleet.view().prefill_queue, fleet.observe("m", "decode")
         told = {sample.name: sample.value for family in fleet.metrics() for sample in family.samples}

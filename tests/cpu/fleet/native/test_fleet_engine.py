@@ -168,7 +168,7 @@ class Site:
         await asyncio.sleep(0)
         assert all(link.running == 0 and not link.engine._running for link in self.links)
         assert all(worker.active == 0 for worker in self.dispatcher.workers.values())
-        assert not self.router.books._ranks and self.dispatcher.queue.length == 0
+        assert not self.router.active_requests._ranks and self.dispatcher.queue.length == 0
         assert not self.engine._running
 
 
@@ -567,14 +567,14 @@ def test_requests_that_wait_at_a_worker_move_to_one_that_joins():
         await site.clock.sleep(0.9)
         site.worker(0).loads = [WorkerLoad(num_running=2, num_waiting=5)]
         site.add()
-        site.dispatcher.relieve()
+        site.dispatcher.rebalance()
         await site.clock.sleep(0.2)
         assert not site.links[1].received, "a wait so short is not worth a move"
-        site.dispatcher.relieve()
+        site.dispatcher.rebalance()
         await site.clock.sleep(0.05)
         moved = [one.request_id for one in site.links[1].received]
         assert moved == ["r2.2", "r3.2"], "the first that wait, as many as the other worker runs"
-        site.dispatcher.relieve()
+        site.dispatcher.rebalance()
         assert await asyncio.gather(*asked) == [WHOLE] * 7
         assert len(site.links[1].received) == 2 and len(site.links[0].received) == 7
         assert (site.engine.num_migrations, site.engine.num_retries) == (0, 0)
@@ -598,7 +598,7 @@ def test_a_request_stays_where_it_waits_if_no_other_worker_would_run_it_at_once(
         busy = site.add(("x",))
         busy.loads = [WorkerLoad(num_running=3, num_waiting=1)]
         site.worker(0).loads = [WorkerLoad(num_running=1, num_waiting=2)]
-        site.dispatcher.relieve()
+        site.dispatcher.rebalance()
         asked[2].cancel()  # its client leaves
         await asyncio.gather(*asked[:2])
         assert [len(link.received) for link in site.links] == [3, 0, 0]
@@ -662,7 +662,7 @@ def test_in_a_storm_every_request_ends_once_with_the_right_tokens(seed):
                 worker.loads = [
                     WorkerLoad(num_running=random.randint(0, 9), num_waiting=random.randint(0, 9))
                 ]
-                site.dispatcher.relieve()
+                site.dispatcher.rebalance()
             elif kind == "abort":
                 for one in link.received[-3:]:
                     link.tell_abort(one.request_id)

@@ -11,7 +11,7 @@ from shoal.api import Output
 from shoal.errors import BusyError, WorkerFailedError
 from shoal.fleet.index.indexer import WorkerRank
 from shoal.fleet.native.fleet_engine import _Progress
-from shoal.fleet.native.kv_transfers import LEND_S, KvLoan, is_move_quicker
+from shoal.fleet.native.kv_transfers import LEASE_TIMEOUT_S, KvLease, is_transfer_faster
 from shoal.fleet.native.worker_wire import Report
 from shoal.fleet.worker import RefusedError
 from shoal.kv_events import GPU, BlockStored
@@ -56,13 +56,13 @@ def test_blocks_move_where_that_is_quicker_than_computing(
     num_tokens, num_bytes, bytes_per_s, prompt_token_s, quicker
 ):
     rates = {"bytes_per_s": bytes_per_s, "prompt_token_s": prompt_token_s}
-    assert is_move_quicker(num_tokens, num_bytes, **rates) is quicker
+    assert is_transfer_faster(num_tokens, num_bytes, **rates) is quicker
 
 
 @virtual
 async def test_what_was_not_measured_yet_is_tried_and_what_was_slow_is_not_tried_again():
     site = Site(0, 2)
-    worker, moves = site.model.workers["d1"], site.model.moves
+    worker, moves = site.model.workers["d1"], site.model.kv_transfers
     worker.info = replace(worker.info, kv_block_bytes=144_000 * 16)  # an 8B model in bf16
     for measured, quicker in (
         (None, True),
@@ -72,7 +72,7 @@ async def test_what_was_not_measured_yet_is_tried_and_what_was_slow_is_not_tried
         (Stats(prompt_token_s=25e-6, kv_transfers={"cuda_ipc": KvTransferStats(10, 10**9, 0.01)}), True),
     ):
         worker.stats = measured
-        assert moves.is_quicker(3_000, worker) is quicker
+        assert moves.is_faster(3_000, worker) is quicker
 
 
 # A worker that drains
@@ -131,7 +131,7 @@ def it_gives_no_ticket(site):
 
 
 @pytest.mark.parametrize(
-    "obstacle",
+    "prevent",
     [
         computing_is_quicker,
         transfers_are_slow,
@@ -145,9 +145,9 @@ def it_gives_no_ticket(site):
     ],
 )
 @virtual
-async def test_else_it_ends_where_it_is(obstacle):
+async def test_else_it_ends_where_it_is(prevent):
     site = Site(0, 2)
-    obstacle(site)
+    prevent(site)
     running = await begun(site, tags=sorted(site.model.workers["d0"].info.tags))
     site.model.workers["d0"].drain(True)
     assert await running == WHOLE
@@ -171,11 +171,11 @@ async def test_no_more_leave_than_others_have_room_for():
 @virtual
 async def test_a_request_that_ends_before_the_ticket_comes_gives_it_back():
     site = Site(0, 2)
-    site.links["d0"].lend_s = LEND_S / 2
+    site.links["d0"].lend_s = LEASE_TIMEOUT_S / 2
     running = await begun(site, tokens=18)
     site.model.workers["d0"].drain(True)
     assert await running == WHOLE
-    await site.clock.sleep(LEND_S)
+    await site.clock.sleep(LEASE_TIMEOUT_S)
     assert len(site.links["d0"].lent) == 1 and site.received("d1") == 0
     await site.assert_idle()
 
@@ -183,7 +183,7 @@ async def test_a_request_that_ends_before_the_ticket_comes_gives_it_back():
 @virtual
 async def test_a_ticket_that_comes_too_late_is_given_back():
     site = Site(0, 2)
-    site.links["d0"].lend_s = LEND_S + 0.1
+    site.links["d0"].lend_s = LEASE_TIMEOUT_S + 0.1
     running = await begun(site)
     site.model.workers["d0"].drain(True)
     assert await running == WHOLE
@@ -201,7 +201,7 @@ async def test_a_client_that_leaves_during_the_move_leaves_nothing_held(after_s)
     await site.clock.sleep(after_s)
     running.cancel()
     await asyncio.gather(running, return_exceptions=True)
-    await site.clock.sleep(LEND_S)
+    await site.clock.sleep(LEASE_TIMEOUT_S)
     await site.assert_idle()
 
 
@@ -235,17 +235,17 @@ async def test_a_worker_that_breaks_off_while_it_makes_a_ticket_may_make_two():
 
 def test_a_ticket_that_comes_before_the_first_output_is_for_the_next_worker():
     """The worker drains at once, and its first output comes all the same."""
-    place = SimpleNamespace(
+    assignment = SimpleNamespace(
         worker=SimpleNamespace(id="w"),
         now=0.0,
         take_spans=list,
         cached=lambda num_tokens: None,
         generated=lambda num_tokens: None,
     )
-    progress, loan = _Progress(request()), KvLoan(None, b"ticket")
-    progress.take_loan(loan)
-    progress.take(Output("r", [1]), place)
-    assert progress.loan is loan
+    progress, lease = _Progress(request()), KvLease(None, b"ticket")
+    progress.take_lease(lease)
+    progress.take(Output("r", [1]), assignment)
+    assert progress.lease is lease
 
 
 @virtual
@@ -330,7 +330,7 @@ async def test_a_new_request_gets_a_prefix_from_another_worker_if_that_is_enable
     assert await answer(site.engine, request(prompt=LONG)) == WHOLE
     [asked] = site.links["d0"].received
     assert asked.kv_ticket == (site.links["d1"].lent[0] if enable_p2p else None)
-    assert site.model.moves.num_loans == ({"prefix": 1} if enable_p2p else {})
+    assert site.model.kv_transfers.num_leases == ({"prefix": 1} if enable_p2p else {})
     await site.assert_idle()
 
 

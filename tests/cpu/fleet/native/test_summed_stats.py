@@ -2,7 +2,7 @@
 
 import random
 
-from shoal.fleet.native.summed_stats import MAX_GONE, WorkerSums, counted, sum_of
+from shoal.fleet.native.summed_stats import MAX_GONE, SummedStats, counted, sum_of
 from shoal.stats import KvLoans, KvTierStats, KvTransferStats, Stats
 from shoal.telemetry.metrics import ModelMetrics
 
@@ -49,7 +49,7 @@ def test_what_is_counted_leaves_out_what_is_now():
 
 
 def test_a_worker_that_is_gone_takes_nothing_of_its_counts_along():
-    sums = WorkerSums()
+    sums = SummedStats()
     sums.of({"a": worker(100), "b": worker(10)})
     alone = sums.of({"b": worker(11)})
     assert (alone.step_tokens, alone.num_blocks, alone.num_running) == (111, 10, 1)
@@ -58,14 +58,14 @@ def test_a_worker_that_is_gone_takes_nothing_of_its_counts_along():
 
 
 def test_an_engine_that_began_anew_and_has_done_more_since_is_told_by_any_count_that_fell():
-    sums = WorkerSums()
+    sums = SummedStats()
     sums.of({"a": Stats(step_tokens=100, prefix_cache_hits=50)})
     after = sums.of({"a": Stats(step_tokens=150, prefix_cache_hits=10)})
     assert (after.step_tokens, after.prefix_cache_hits) == (250, 60)
 
 
 def test_a_worker_that_comes_back_is_not_counted_twice_unless_its_engine_began_anew():
-    sums = WorkerSums()
+    sums = SummedStats()
     sums.of({"a": worker(100)})
     assert sums.of({}).step_tokens == 100
     assert sums.of({"a": worker(120)}).step_tokens == 120  # it was cut off for a while
@@ -76,7 +76,7 @@ def test_every_counter_of_a_router_rises_whatever_its_workers_do():
     seed = random.randrange(1 << 30)
     print("seed", seed)
     draw = random.Random(seed)
-    sums, metrics, now, last = WorkerSums(), ModelMetrics("m", 1024, {}), {}, {}
+    sums, metrics, now, last = SummedStats(), ModelMetrics("m", 1024, {}), {}, {}
     for turn in range(400):
         for name in list(now):
             now[name] = sum_of(

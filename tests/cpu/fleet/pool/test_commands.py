@@ -9,7 +9,7 @@ from shoal.errors import CheckpointError, ConfigError, UnavailableError, WorkerF
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.index.indexer import KvIndexer
 from shoal.fleet.pool.commands import command_workers
-from shoal.fleet.routing.dispatcher import Dispatcher, Wanted
+from shoal.fleet.routing.dispatcher import Dispatcher, RoutingRequest
 from shoal.fleet.routing.kv_router import KvRouter
 from shoal.fleet.worker import Worker, WorkerInfo
 from shoal.fleet_views import WorkerState
@@ -56,8 +56,8 @@ class Rig:
         self.served = []
 
     async def ask(self, number, seconds=2.0):
-        async with self.dispatcher.place(Wanted(str(number), [number] * 20)) as place:
-            worker = place.worker
+        async with self.dispatcher.assign(RoutingRequest(str(number), [number] * 20)) as assignment:
+            worker = assignment.worker
             assert not worker.num_holds and not worker.is_asleep
             worker.link.running += 1
             await asyncio.sleep(seconds)

@@ -11,7 +11,7 @@ from shoal.fleet.config import FleetConfig
 from shoal.fleet.index.indexer import WorkerRank
 from shoal.fleet.planner.observation import DecodeLoad
 from shoal.fleet.pool.fleet import MAX_GONE, Fleet
-from shoal.fleet.routing.dispatcher import Wanted
+from shoal.fleet.routing.dispatcher import RoutingRequest
 from shoal.fleet.worker import Worker, WorkerInfo, WorkerLoad
 from shoal.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, encode
 from shoal.stats import Stats
@@ -76,9 +76,11 @@ class Scene:
 
     async def went(self, tokens=PROMPT, **more):
         """The worker that a request goes to, which ends at once."""
-        async with self.fleet.models["m"].dispatcher.place(Wanted(str(id(more)), tokens, **more)) as place:
-            place.generated(1)
-            return place.worker.id
+        async with self.fleet.models["m"].dispatcher.assign(
+            RoutingRequest(str(id(more)), tokens, **more)
+        ) as assignment:
+            assignment.generated(1)
+            return assignment.worker.id
 
 
 def scene(run, **options):
@@ -239,7 +241,7 @@ def test_a_refused_connection_breaks_at_once_and_is_probed_soon():
         await asyncio.sleep(1)
         link.is_dead = True
         with pytest.raises(WorkerFailedError):
-            async with s.fleet.models["m"].dispatcher.place(Wanted("1", PROMPT)):
+            async with s.fleet.models["m"].dispatcher.assign(RoutingRequest("1", PROMPT)):
                 raise WorkerFailedError("connection refused", is_absent=True)
         assert s.state("a") == "broken"
         link.is_dead = False
@@ -256,9 +258,9 @@ def test_a_worker_that_delivers_nothing_is_noticed_within_thirty_seconds(kind):
         link = s.add("a")
         await asyncio.sleep(1)
         told = []
-        async with s.fleet.models["m"].dispatcher.place(Wanted("1", PROMPT)) as place:
-            place.on_broken = lambda: told.append(now())
-            place.generated(1)
+        async with s.fleet.models["m"].dispatcher.assign(RoutingRequest("1", PROMPT)) as assignment:
+            assignment.on_broken = lambda: told.append(now())
+            assignment.generated(1)
             last = now()
             setattr(link, kind, True)
             await until(lambda: s.state("a") == "broken")
@@ -277,10 +279,10 @@ def test_a_probe_never_breaks_a_worker_that_still_delivers():
     async def run(s):
         link = s.add("a")
         await asyncio.sleep(1)
-        async with s.fleet.models["m"].dispatcher.place(Wanted("1", PROMPT)) as place:
+        async with s.fleet.models["m"].dispatcher.assign(RoutingRequest("1", PROMPT)) as assignment:
             link.is_hung = link.is_frozen = True
             for _ in range(200):
-                place.generated(1)
+                assignment.generated(1)
                 await asyncio.sleep(1)
                 assert s.state("a") == "ready"
 
@@ -292,7 +294,7 @@ def test_a_worker_with_nothing_to_do_is_left_alone_if_a_probe_could_cost_it_its_
         small, large = s.add("a"), s.add("b", [Publisher().listen])
         await asyncio.sleep(100)
         assert small.num_canaries == 0 and large.num_canaries > 2
-        async with s.fleet.models["m"].dispatcher.place(Wanted("1", PROMPT)):
+        async with s.fleet.models["m"].dispatcher.assign(RoutingRequest("1", PROMPT)):
             await asyncio.sleep(20)
         assert small.num_canaries + large.num_canaries > 2
 
@@ -317,7 +319,7 @@ def test_three_failures_in_succession_break_the_circuit_and_a_token_between_them
 
         async def fail():
             with pytest.raises(WorkerFailedError):
-                async with dispatcher.place(Wanted("1", PROMPT)):
+                async with dispatcher.assign(RoutingRequest("1", PROMPT)):
                     raise WorkerFailedError("broke off")
 
         for _ in range(5):
@@ -339,17 +341,17 @@ def test_a_request_that_fails_at_every_worker_counts_against_none():
         await asyncio.sleep(1)
         dispatcher = s.fleet.models["m"].dispatcher
 
-        async def fail(wanted, **more):
+        async def fail(request, **more):
             with pytest.raises(WorkerFailedError):
-                async with dispatcher.place(wanted) as place:
+                async with dispatcher.assign(request) as assignment:
                     raise WorkerFailedError("it answers 500", **more)
-            return place.worker.id
+            return assignment.worker.id
 
         for number in range(20):
-            poison = Wanted(str(number), PROMPT)
+            poison = RoutingRequest(str(number), PROMPT)
             assert {await fail(poison), await fail(poison)} == {"a", "b"}
         assert s.state("a") == s.state("b") == "ready"
-        poison = Wanted("another", PROMPT)
+        poison = RoutingRequest("another", PROMPT)
         first = await fail(poison)
         assert s.state(await fail(poison, is_absent=True)) == "broken" and s.state(first) == "ready"
 
@@ -363,10 +365,10 @@ def test_a_request_that_fails_at_every_worker_has_them_probed_at_once(fails):
         await asyncio.sleep(1)
         for link in links:
             link.fails = fails
-        wanted = Wanted("1", PROMPT)
+        request = RoutingRequest("1", PROMPT)
         for _ in links:
             with pytest.raises(WorkerFailedError):
-                async with s.fleet.models["m"].dispatcher.place(wanted):
+                async with s.fleet.models["m"].dispatcher.assign(request):
                     raise WorkerFailedError("it answers 500")
         await asyncio.sleep(0.1)
         assert {s.state(name) for name in "abc"} == {"broken" if fails else "ready"}
@@ -386,12 +388,12 @@ def test_who_delivers_to_others_is_not_probed_for_a_request_that_fails():
     async def run(s):
         links = [s.add(name) for name in "ab"]
         await asyncio.sleep(1)
-        wanted = Wanted("1", PROMPT)
+        request = RoutingRequest("1", PROMPT)
         for worker in s.fleet.workers.values():
             worker.delivered()
         for _ in links:
             with pytest.raises(WorkerFailedError):
-                async with s.fleet.models["m"].dispatcher.place(wanted):
+                async with s.fleet.models["m"].dispatcher.assign(request):
                     raise WorkerFailedError("it answers 500")
         await asyncio.sleep(5)
         assert [link.num_canaries for link in links] == [0, 0]
@@ -470,7 +472,7 @@ def test_a_removed_worker_makes_room_for_one_that_was_set_aside():
         s.add("a", identity={"weights": "1"})
         await until(lambda: s.state("a") == "ready")
         s.add("b", identity={"weights": "2"})
-        await until(lambda: s.fleet.workers["b"].set_aside)
+        await until(lambda: s.fleet.workers["b"].excluded_reason)
         await s.fleet.change_workers([], ["a"])
         await until(lambda: s.state("b") == "ready")
         assert await s.went() == "b"
@@ -564,8 +566,8 @@ def test_a_removed_worker_gives_its_requests_up():
         await asyncio.sleep(1)
         told = []
         with pytest.raises(WorkerFailedError):
-            async with s.fleet.models["m"].dispatcher.place(Wanted("1", PROMPT)) as place:
-                place.on_broken = lambda: told.append(1)
+            async with s.fleet.models["m"].dispatcher.assign(RoutingRequest("1", PROMPT)) as assignment:
+                assignment.on_broken = lambda: told.append(1)
                 await s.fleet.change_workers([], ["a"])
                 assert told == [1]
                 raise WorkerFailedError("the link was closed")
@@ -640,12 +642,15 @@ def test_a_worker_that_joins_gets_what_waits_at_another():
         await until(lambda: s.state("a") == "ready")
         dispatcher, moved = s.fleet.models["m"].dispatcher, []
         async with AsyncExitStack() as stack:
-            places = [
-                await stack.enter_async_context(dispatcher.place(Wanted(str(i), PROMPT))) for i in range(3)
+            assignments = [
+                await stack.enter_async_context(dispatcher.assign(RoutingRequest(str(i), PROMPT)))
+                for i in range(3)
             ]
-            for place in places:
-                place.on_moving = lambda place=place: moved.append(place.request_id) or True
-            places[0].generated(1)
+            for assignment in assignments:
+                assignment.on_moving = lambda assignment=assignment: (
+                    moved.append(assignment.request_id) or True
+                )
+            assignments[0].generated(1)
             s.fleet.published("a", [WorkerLoad(num_running=1, num_waiting=2)])
             await asyncio.sleep(3)
             assert not moved
@@ -675,8 +680,8 @@ def test_ranks_that_events_name_are_kept_apart_without_a_dp_size():
         publisher.tell(BlockRemoved(names, GPU), rank=2)
         assert set(index.find_matches(PROMPT)) == {one} and set(index.find_matches(other)) == {two}
         for tokens, rank in ((PROMPT, one), (other, two)):
-            async with s.fleet.models["m"].dispatcher.place(Wanted("x", tokens)) as place:
-                assert place.choice.rank == rank and place.choice.overlap.total == 4
+            async with s.fleet.models["m"].dispatcher.assign(RoutingRequest("x", tokens)) as assignment:
+                assert assignment.choice.rank == rank and assignment.choice.overlap.total == 4
         s.fleet.leave("a")
         assert not index.ranks and await s.went() == "b"
 
@@ -692,12 +697,12 @@ def test_the_only_rank_of_a_worker_may_have_a_number_of_its_own(dp_size):
         s.add("a", [publisher.listen], dp_size=dp_size)
         s.add("b")
         await until(lambda: s.state("a") == s.state("b") == "ready")
-        async with s.fleet.models["m"].dispatcher.place(Wanted("early", [1])) as early:
+        async with s.fleet.models["m"].dispatcher.assign(RoutingRequest("early", [1])) as early:
             publisher.store(rank=5)
             assert len(s.fleet.workers["a"].ranks) == 1
             early.generated(1)
-        async with s.fleet.models["m"].dispatcher.place(Wanted("x", PROMPT)) as place:
-            assert place.worker.id == "a" and place.choice.overlap.total == 4
+        async with s.fleet.models["m"].dispatcher.assign(RoutingRequest("x", PROMPT)) as assignment:
+            assert assignment.worker.id == "a" and assignment.choice.overlap.total == 4
         assert [view.active_requests for view in s.fleet.view().workers] == [0, 0]
 
     scene(run)
@@ -769,9 +774,9 @@ def test_without_events_decisions_stand_in_and_the_answers_correct_them():
         await s.went(longer)
         await asyncio.sleep(30)
         assert router.schedule(longer).overlap.total == 8
-        async with s.fleet.models["m"].dispatcher.place(Wanted("1", PROMPT)) as place:
-            place.cached(16)
-            place.generated(1)
+        async with s.fleet.models["m"].dispatcher.assign(RoutingRequest("1", PROMPT)) as assignment:
+            assignment.cached(16)
+            assignment.generated(1)
         assert router.schedule(longer).overlap.total == 4, "it has dropped what lay behind the first block"
         assert s.fleet.view().workers[0].hit_rate == pytest.approx(16 / 198)
         await asyncio.sleep(121)
@@ -789,8 +794,8 @@ def test_load_from_elsewhere_counts_and_our_own_does_not_count_twice():
         assert {await s.went() for _ in range(9)} == {"b"}
         links["a"].load = [WorkerLoad()]
         await asyncio.sleep(6)
-        async with s.fleet.models["m"].dispatcher.place(Wanted("1", PROMPT)) as place:
-            links[place.worker.id].load = [WorkerLoad(num_running=1)]
+        async with s.fleet.models["m"].dispatcher.assign(RoutingRequest("1", PROMPT)) as assignment:
+            links[assignment.worker.id].load = [WorkerLoad(num_running=1)]
             await asyncio.sleep(6)
         assert {await s.went() for _ in range(20)} == {"a", "b"}
 
@@ -807,11 +812,11 @@ def test_a_request_that_only_a_full_worker_can_take_does_not_hold_up_others():
         order = []
 
         async def ask(name, seconds, **more):
-            async with dispatcher.place(Wanted(name, PROMPT, **more)) as place:
-                order.append((name, place.worker.id))
+            async with dispatcher.assign(RoutingRequest(name, PROMPT, **more)) as assignment:
+                order.append((name, assignment.worker.id))
                 await asyncio.sleep(seconds)
 
-        async with dispatcher.place(Wanted("1", PROMPT, tags=big)), asyncio.TaskGroup() as tasks:
+        async with dispatcher.assign(RoutingRequest("1", PROMPT, tags=big)), asyncio.TaskGroup() as tasks:
             tasks.create_task(ask("on b", 5))
             await asyncio.sleep(1)
             waiting = tasks.create_task(ask("big", 0, tags=big))
@@ -834,14 +839,14 @@ def test_what_is_known_of_a_foreign_worker_is_shown_and_counted():
         await until(lambda: s.state("a") == "ready")
         await until(lambda: s.fleet.view().workers[0].running)
         dispatcher = s.fleet.models["m"].dispatcher
-        async with dispatcher.place(Wanted("1", PROMPT)) as place:
+        async with dispatcher.assign(RoutingRequest("1", PROMPT)) as assignment:
             await asyncio.sleep(0.2)
-            place.streamed(1)
+            assignment.streamed(1)
             for _ in range(3):
                 await asyncio.sleep(0.05)
-                place.streamed(2)
+                assignment.streamed(2)
         with pytest.raises(WorkerFailedError):
-            async with dispatcher.place(Wanted("2", PROMPT)):
+            async with dispatcher.assign(RoutingRequest("2", PROMPT)):
                 raise WorkerFailedError("broke off")
         [view], served = s.fleet.view().workers, s.fleet.served()["a"]
         assert (view.running, view.waiting, view.kv["device"].usage, view.failed) == (2, 1, 0.25, 1)

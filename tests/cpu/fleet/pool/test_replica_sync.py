@@ -10,7 +10,7 @@ from shoal.fleet.index.indexer import WorkerRank
 from shoal.fleet.pool.fleet import Fleet
 from shoal.fleet.registry.embedded import EmbeddedRegistry, Host
 from shoal.fleet.routing.active_requests import Ended
-from shoal.fleet.routing.dispatcher import Wanted
+from shoal.fleet.routing.dispatcher import RoutingRequest
 from shoal.fleet.worker import Worker, WorkerInfo
 
 PROMPT = list(range(100, 170))
@@ -70,11 +70,11 @@ class Routers:
 
 
 def load(fleet, name):
-    return fleet.models["m"].router.books.load(WorkerRank(name))
+    return fleet.models["m"].router.active_requests.load(WorkerRank(name))
 
 
-def place(fleet, request_id, **more):
-    return fleet.models["m"].dispatcher.place(Wanted(request_id, PROMPT, **more))
+def assign(fleet, request_id, **more):
+    return fleet.models["m"].dispatcher.assign(RoutingRequest(request_id, PROMPT, **more))
 
 
 def scene(run, **options):
@@ -91,12 +91,12 @@ def scene(run, **options):
 def test_each_router_knows_what_the_other_has_sent():
     async def run(routers):
         one, other = await routers.add(), await routers.add()
-        async with place(one, "1") as mine:
+        async with assign(one, "1") as mine:
             await asyncio.sleep(0.1)
             there = mine.worker.id
             assert load(other, there).active_requests == 1 and load(other, there).prefill_tokens == 70
             for number in range(6):
-                async with place(other, f"o{number}") as theirs:
+                async with assign(other, f"o{number}") as theirs:
                     assert theirs.worker.id != there
             mine.generated(1)
             await asyncio.sleep(0.1)
@@ -110,7 +110,7 @@ def test_each_router_knows_what_the_other_has_sent():
 def test_a_router_that_comes_late_is_told_what_runs():
     async def run(routers):
         one = await routers.add()
-        async with place(one, "1") as mine, place(one, "2") as second:
+        async with assign(one, "1") as mine, assign(one, "2") as second:
             mine.generated(1)
             late = await routers.add()
             assert load(late, mine.worker.id).active_requests == 1
@@ -123,12 +123,12 @@ def test_a_router_that_comes_late_is_told_what_runs():
 def test_what_a_router_had_is_forgotten_within_its_lease_when_it_dies():
     async def run(routers):
         one, other = await routers.add(), await routers.add()
-        async with place(one, "1") as mine:
+        async with assign(one, "1") as mine:
             await asyncio.sleep(0.1)
             routers.kill(one)
             await asyncio.sleep(LEASE_S + 0.2)
             assert load(other, mine.worker.id).active_requests == 0
-            assert other.shared.num_routers == 0
+            assert other.replica_sync.num_routers == 0
 
     scene(run)
 
@@ -136,10 +136,10 @@ def test_what_a_router_had_is_forgotten_within_its_lease_when_it_dies():
 def test_an_end_that_was_not_heard_is_made_good_by_the_next_roll_call():
     async def run(routers):
         one, other = await routers.add(), await routers.add()
-        async with place(one, "1") as mine:
+        async with assign(one, "1") as mine:
             await asyncio.sleep(0.1)
-            heard = one.models["m"].router.books.on_change
-            one.models["m"].router.books.on_change = lambda change: (
+            heard = one.models["m"].router.active_requests.on_change
+            one.models["m"].router.active_requests.on_change = lambda change: (
                 None if isinstance(change, Ended) else heard(change)
             )
         await asyncio.sleep(1)
@@ -153,7 +153,7 @@ def test_an_end_that_was_not_heard_is_made_good_by_the_next_roll_call():
 def test_a_stream_of_hours_stays_in_the_books_of_other_routers():
     async def run(routers):
         one, other = await routers.add(), await routers.add()
-        async with place(one, "1") as mine:
+        async with assign(one, "1") as mine:
             mine.generated(1)
             for _ in range(240):
                 await asyncio.sleep(60)
@@ -169,9 +169,9 @@ def test_a_stream_of_hours_stays_in_the_books_of_other_routers():
 def test_two_routers_do_not_fill_a_worker_beyond_its_room():
     async def run(routers):
         one, other = await routers.add(max_running=1), await routers.add(max_running=1)
-        async with place(one, "1"), place(one, "2"):
+        async with assign(one, "1"), assign(one, "2"):
             await asyncio.sleep(0.1)
-            waiting = asyncio.create_task(place(other, "3").__aenter__())
+            waiting = asyncio.create_task(assign(other, "3").__aenter__())
             await asyncio.sleep(10)
             assert not waiting.done() and other.view().queue.length == 1
         await asyncio.sleep(0.1)
@@ -183,7 +183,7 @@ def test_two_routers_do_not_fill_a_worker_beyond_its_room():
 def test_without_events_what_the_other_router_sent_is_taken_for_cached():
     async def run(routers):
         one, other = await routers.add(), await routers.add()
-        async with place(one, "1") as mine:
+        async with assign(one, "1") as mine:
             mine.generated(1)
         await asyncio.sleep(1)
         choice = other.models["m"].router.schedule(PROMPT)
@@ -204,12 +204,12 @@ def busiest(num_routers, num_sites):
 
         async def ask(number):
             dispatcher = fleets[number % num_routers].models["m"].dispatcher
-            async with dispatcher.place(Wanted(str(number), [number] * 20)) as place:
-                active[place.worker.id] += 1
+            async with dispatcher.assign(RoutingRequest(str(number), [number] * 20)) as assignment:
+                active[assignment.worker.id] += 1
                 seen.append(max(active.values()))
-                place.generated(1)
+                assignment.generated(1)
                 await asyncio.sleep(rng.expovariate(1 / seconds))
-                active[place.worker.id] -= 1
+                active[assignment.worker.id] -= 1
 
         async with asyncio.TaskGroup() as asked:
             for number in range(num_requests):

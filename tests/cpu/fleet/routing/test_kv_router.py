@@ -12,7 +12,7 @@ import pytest
 from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet.index.indexer import KvIndexer, Overlap, WorkerRank
 from shoal.fleet.index.recorder import EventPublisher, Recorder, apply_router_event, read
-from shoal.fleet.routing.kv_router import NUM_BEST, NUM_DRAWN, KvRouter, Predictions
+from shoal.fleet.routing.kv_router import NUM_BEST, NUM_SAMPLED, KvRouter, Predictions
 from shoal.fleet.routing.policy import Choice
 from shoal.kv_events import GPU, AllBlocksCleared, BlockStored
 
@@ -45,14 +45,14 @@ def test_the_longest_prefix_wins_and_asking_changes_nothing():
     for _ in range(5):
         choice = r.schedule([*PROMPT, 1, 2])
         assert choice.rank == B and choice.overlap == Overlap(4) and choice.costs[A] > choice.costs[B]
-    assert r.books.load(B).active_requests == 0
+    assert r.active_requests.load(B).active_requests == 0
 
 
 def test_a_choice_is_in_the_books_before_the_next_one():
     r = router()
     ranks = [r.schedule([n] * 64, request_id=str(n)).rank for n in range(10)]
     assert collections.Counter(ranks) == {A: 5, B: 5}
-    assert r.books.load(A).prefill_tokens == 5 * 64
+    assert r.active_requests.load(A).prefill_tokens == 5 * 64
 
 
 def test_workers_of_several_block_sizes_find_the_same_prefix():
@@ -67,7 +67,7 @@ def test_without_events_decisions_count_until_they_are_old():
     clock = Clock()
     r = router("kv_approx", clock)
     first = r.schedule(PROMPT, request_id="1").rank
-    r.books.end("1")
+    r.active_requests.end("1")
     clock.now = 60.0  # what was done lately has faded
     assert r.schedule(PROMPT).rank == first and r.schedule(PROMPT).overlap == Overlap(4)
     clock.now = 121.0
@@ -78,7 +78,7 @@ def test_a_predicted_block_counts_until_the_event_comes_and_no_longer():
     clock = Clock()
     r = router("kv", clock)
     rank = r.schedule(PROMPT, request_id="1").rank
-    r.books.end("1")
+    r.active_requests.end("1")
     assert r.schedule(PROMPT).rank == rank and r.schedule(PROMPT).overlap == Overlap(4)
     clock.now = 100.0
     assert r.schedule(PROMPT).overlap == Overlap(0)
@@ -162,9 +162,9 @@ def test_a_worker_that_has_a_whole_prompt_loses_nothing_by_computing_its_last_to
     r.schedule(longer, request_id="1")
     clock.now = 1.0
     r.schedule(PROMPT, request_id="2")
-    r.was_cached("2", 48, num_expected=64)  # 63 of 64 tokens, of which three blocks are full
+    r.correct_cached("2", 48, num_expected=64)  # 63 of 64 tokens, of which three blocks are full
     assert r.schedule(longer).overlap == Overlap(8)
-    r.was_cached("2", 32, num_expected=64)
+    r.correct_cached("2", 32, num_expected=64)
     assert r.schedule(longer).overlap == Overlap(4)
 
 
@@ -247,10 +247,10 @@ def test_in_a_large_fleet_who_has_the_prompt_is_found_and_a_burst_spreads():
     router = large()
     tokens = list(range(160))
     first = router.schedule(tokens, request_id="first")
-    router.books.first_token("first")
-    router.books.end("first")
+    router.active_requests.first_token("first")
+    router.active_requests.end("first")
     again = router.schedule(tokens)
-    assert again.rank == first.rank and len(again.costs) <= NUM_BEST + NUM_DRAWN
+    assert again.rank == first.rank and len(again.costs) <= NUM_BEST + NUM_SAMPLED
     got = [router.schedule(list(range(n * 1000, n * 1000 + 160)), request_id=str(n)).rank for n in range(300)]
     assert max(Counter(got).values()) <= 4
 

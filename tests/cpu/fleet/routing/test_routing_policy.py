@@ -7,7 +7,7 @@ import pytest
 
 from shoal.errors import ConfigError
 from shoal.fleet.index.indexer import Overlap, WorkerRank
-from shoal.fleet.routing.active_requests import Books, Load
+from shoal.fleet.routing.active_requests import ActiveRequests, Load
 from shoal.fleet.routing.policy import POLICIES, Ask, Candidate, RouterWeights, check_policy, choose, kv_cost
 
 A, B, C = (WorkerRank(name) for name in "abc")
@@ -98,64 +98,69 @@ class Clock:
         return self.now
 
 
-def route(books, policy, num_tokens, overlaps, request_id, chain=()):
-    candidates = [Candidate(rank, 16, overlaps.get(rank, Overlap()), books.load(rank)) for rank in (A, B)]
+def route(active_requests, policy, num_tokens, overlaps, request_id, chain=()):
+    candidates = [
+        Candidate(rank, 16, overlaps.get(rank, Overlap()), active_requests.load(rank)) for rank in (A, B)
+    ]
     rng = random.Random(request_id)
     choice = choose(policy, Ask(num_tokens), candidates, RouterWeights(), rng, 16)
-    books.begin(request_id, choice.rank, num_tokens, choice.overlap.total * 16, chain, 16)
+    active_requests.begin(request_id, choice.rank, num_tokens, choice.overlap.total * 16, chain, 16)
     return choice.rank
 
 
 def test_books_take_in_a_request_and_give_everything_back():
-    books = Books(Clock())
-    books.begin("x", A, 40, 16, [1, 2], 16)
-    books.begin("y", A, 50, 0, [1, 2, 3], 16)
-    assert books.load(A) == Load(2, 24 + 50, 3 * 16 + 8 + 2, 74)
-    books.first_token("x")
-    books.first_token("x")
-    books.generated("x", 5)
-    assert books.load(A) == Load(2, 50, 3 * 16 + 8 + 2 + 5, 74)
-    books.end("y")
-    books.end("y")
-    assert books.load(A) == Load(1, 0, 2 * 16 + 8 + 5, 74)
-    books.begin("x", B, 40, 0, [1, 2], 16)  # it moves
-    assert books.load(A) == Load(0, 0, 0, 74) and books.load(B).active_requests == 1
-    assert books.remove_worker(B) == ["x"] and books.load(B) == Load()
-    books.end("x")
+    active_requests = ActiveRequests(Clock())
+    active_requests.begin("x", A, 40, 16, [1, 2], 16)
+    active_requests.begin("y", A, 50, 0, [1, 2, 3], 16)
+    assert active_requests.load(A) == Load(2, 24 + 50, 3 * 16 + 8 + 2, 74)
+    active_requests.first_token("x")
+    active_requests.first_token("x")
+    active_requests.generated("x", 5)
+    assert active_requests.load(A) == Load(2, 50, 3 * 16 + 8 + 2 + 5, 74)
+    active_requests.end("y")
+    active_requests.end("y")
+    assert active_requests.load(A) == Load(1, 0, 2 * 16 + 8 + 5, 74)
+    active_requests.begin("x", B, 40, 0, [1, 2], 16)  # it moves
+    assert active_requests.load(A) == Load(0, 0, 0, 74) and active_requests.load(B).active_requests == 1
+    assert active_requests.remove_worker(B) == ["x"] and active_requests.load(B) == Load()
+    active_requests.end("x")
 
 
 def test_a_burst_that_meets_equal_costs_spreads():
-    books = Books(Clock())
-    ranks = [route(books, "kv", 64, {}, f"r{n}") for n in range(40)]
+    active_requests = ActiveRequests(Clock())
+    ranks = [route(active_requests, "kv", 64, {}, f"r{n}") for n in range(40)]
     assert collections.Counter(ranks) == {A: 20, B: 20}
 
 
 def test_requests_one_after_the_other_spread_also_with_a_hot_prefix():
     clock = Clock()
-    books, has = Books(clock), {A: Overlap(40)}  # only one of the twins has the prefix at first
+    active_requests, has = (
+        ActiveRequests(clock),
+        {A: Overlap(40)},
+    )  # only one of the twins has the prefix at first
     counts = collections.Counter()
     for number in range(400):
-        rank = route(books, "kv", 45 * 16, has, f"r{number}")
+        rank = route(active_requests, "kv", 45 * 16, has, f"r{number}")
         counts[rank] += 1
         has[rank] = Overlap(40)
-        books.first_token(f"r{number}")
-        books.end(f"r{number}")
+        active_requests.first_token(f"r{number}")
+        active_requests.end(f"r{number}")
         clock.now += 0.1
     assert min(counts[A], counts[B]) > 120
 
 
 def test_what_a_request_did_fades_and_a_silent_one_is_given_up():
     clock = Clock()
-    books = Books(clock)
-    books.begin("x", A, 100, 0, [], 16)
+    active_requests = ActiveRequests(clock)
+    active_requests.begin("x", A, 100, 0, [], 16)
     clock.now = 10.0
-    assert books.load(A).recent_tokens == pytest.approx(50)
+    assert active_requests.load(A).recent_tokens == pytest.approx(50)
     for _ in range(9):
         clock.now += 3000
-        books.generated("x", 1)
-        assert books.expire() == []
+        active_requests.generated("x", 1)
+        assert active_requests.expire() == []
     clock.now += 4000
-    assert books.expire() == ["x"] and books.load(A).active_requests == 0
+    assert active_requests.expire() == ["x"] and active_requests.load(A).active_requests == 0
 
 
 @pytest.mark.parametrize("policy", POLICIES)

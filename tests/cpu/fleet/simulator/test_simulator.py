@@ -62,8 +62,8 @@ def test_every_policy_answers_every_request_once(policy):
         assert r.num_generated == asked.output_length
         assert asked.timestamp_s == r.arrival_s < r.first_token_s <= r.end_s <= result.simulated_s + 1e-5
         assert 0 <= r.cached_tokens < asked.input_length
-    assert all(s.router.books.load(rank).active_requests == 0 for rank in s.workers)
-    assert all(s.router.books.load(rank).active_tokens == 0 for rank in s.workers)
+    assert all(s.router.active_requests.load(rank).active_requests == 0 for rank in s.workers)
+    assert all(s.router.active_requests.load(rank).active_tokens == 0 for rank in s.workers)
     assert 0 < result.ttft_p50 <= result.ttft_p90 and 0 <= result.hit_rate <= CUSTOMERS.ideal_hit_rate
     assert result.throughput == pytest.approx(400 * 50 / result.simulated_s, rel=1e-4)
     assert result.gpu_hours == pytest.approx(4 * result.simulated_s / 3600, rel=1e-4)
@@ -423,7 +423,11 @@ def test_prompts_are_computed_apart_and_every_request_is_answered_once():
         assert asked.timestamp_s == r.arrival_s < r.first_token_s < r.end_s
     for rank, worker in s.workers.items():
         assert worker.is_idle and worker.cache.used_pages == 0
-        assert s.router.books.load(rank).active_requests == s.router.books.load(rank).active_tokens == 0
+        assert (
+            s.router.active_requests.load(rank).active_requests
+            == s.router.active_requests.load(rank).active_tokens
+            == 0
+        )
 
 
 def test_the_index_knows_what_workers_of_both_roles_have():
@@ -454,7 +458,7 @@ def test_prompts_that_wait_for_a_prefill_worker_are_computed_where_they_decode_w
     assert s.run().completed == len(rush.requests)
     assert s.decisions[0].desired["prefill"] == 0
     for rank, worker in s.workers.items():
-        assert worker.is_idle and s.router.books.load(rank).active_requests == 0
+        assert worker.is_idle and s.router.active_requests.load(rank).active_requests == 0
 
 
 def test_a_slow_link_costs_time_between_the_first_two_tokens():
