@@ -234,7 +234,7 @@ async def test_a_refusal_is_passed_on_unchanged_and_not_tried_elsewhere():
     async with front(a, b) as router:
         for stream in (False, True):
             answer = await router.ask(prompt="x", stream=stream)
-            assert answer.status == 404 and answer.json["error"]["message"] == "as it is told"
+            assert answer.status == 404 and answer.json["error"]["message"] == "a fault on demand"
         assert len(a.received + b.received) == 2
         assert all(worker.is_reached for worker in router.dispatcher.workers.values())
 
