@@ -1,5 +1,5 @@
-"""The command's parser. Flags come from dataclass fields, --help shows the common ones, and a mistake is one
-line."""
+"""The argument parser of the command. Flags come from dataclass fields, --help shows the common ones, and an
+error is one line."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.vllm_options import VllmOption, translate, value_of
 
 logger = logging.getLogger(__name__)
 
-# What users of Ollama, vLLM and Docker type.
+# Commands of Ollama, vLLM and Docker, and Shoal's counterparts.
 COMMANDS_OF_OTHERS = {
     "run": "chat",
     "list": "models",
@@ -32,24 +32,26 @@ COMMANDS_OF_OTHERS = {
     "complete": "generate",
     "collect-env": "doctor",
 }
-CLOSE = 0.7  # how similar (difflib) a name is to what it is taken for
+CLOSE = 0.7  # least similarity (difflib) of a name that is suggested
 ABSENT = object()
-MODELS = {"model_path", "models"}  # two ways to name what is served
+MODELS = {"model_path", "models"}  # two ways to name the served models
 NEGATIVE_NUMBER = re.compile(r"-\d+$|-\d*\.\d+$")
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser that names a misspelt option's neighbour and keeps rare ones for --help-all.
+    """An ArgumentParser that suggests the nearest name for a misspelt option and keeps rare ones for
+    --help-all.
 
-    Underscores in an option's name are taken for dashes, and `--option.field value` for a field of JSON, as
-    vLLM does. Options cannot be abbreviated: what an abbreviation means would change with every new option.
+    An option's name may have underscores in place of dashes, and `--option.field value` sets a field of a
+    JSON option, as in vLLM. Options cannot be abbreviated: what an abbreviation means would change with every
+    new option.
     """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**{"allow_abbrev": False, "formatter_class": _Formatter, **options})
         self._positionals.title = "arguments"
         self.rare: set[argparse.Action] = set()  # shown by --help-all alone
-        self.words: dict[argparse.Action, tuple[str, ...]] = {}  # that an option takes, as its class checks
+        self.words: dict[argparse.Action, tuple[str, ...]] = {}  # the words that an option accepts
         self.vllm_options: tuple[VllmOption, ...] = ()  # see add_vllm_options
         self.removed: dict[str, str] = {}  # why an option of earlier releases was removed
         self.short_titles: dict[object, str] = {}  # the title under which --help joins some groups
@@ -64,7 +66,8 @@ class Parser(argparse.ArgumentParser):
         return 2
 
     def add_flags(self, config: type, title: str, but: tuple[str, ...] = ()) -> None:
-        """Adds a flag for each field of the dataclass `config` but some. One not given leaves no trace."""
+        """Adds a flag for each field of the dataclass `config`, except `but`. A flag that is not given leaves
+        no attribute."""
         if "--help-all" not in self._option_string_actions:
             self.add_argument("--help-all", action=_HelpAll, help="show all options and exit")
         group = self.add_argument_group(title)
@@ -82,8 +85,8 @@ class Parser(argparse.ArgumentParser):
                 self.rare.add(action)
 
     def add_vllm_options(self, options: tuple[VllmOption, ...]) -> None:
-        """Takes options of vLLM's that are not Shoal's too, which no help shows, and short forms.
-        `take_vllm_options` says what becomes of them."""
+        """Accepts vLLM's other options, which no help shows, and vLLM's short forms. `take_vllm_options`
+        handles them."""
         self.vllm_options = options
         self.set_defaults(vllm_options=options)
         for option in options:
@@ -94,8 +97,8 @@ class Parser(argparse.ArgumentParser):
                 known[f"-{option.short}"] = known[flag]
 
     def name_choices(self) -> None:
-        """Tells argparse which words the options take, for a shell that completes them. Arguments are not
-        parsed with this parser any more: each class of options has its own message for a wrong word."""
+        """Sets argparse's choices, for completion in a shell. Do not parse with this parser afterwards: each
+        class of options has its own message for a wrong word."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction):
                 for command in action.choices.values():
@@ -104,7 +107,7 @@ class Parser(argparse.ArgumentParser):
                 action.choices = self.words[action]
 
     def add_sampling_flags(self) -> None:
-        """Adds a flag for each of SAMPLING. There is none for the seed, as the engine's --seed serves."""
+        """Adds a flag for each entry of SAMPLING except the seed, for which the engine has --seed."""
         group = self.add_argument_group("sampling")
         for name, (kind, field) in SAMPLING.items():
             if name != "seed":
@@ -120,7 +123,7 @@ class Parser(argparse.ArgumentParser):
                     self.rare.add(action)
 
     def format_usage(self) -> str:
-        """One line: the options are counted below it, not listed."""
+        """Returns the usage in one line, without the options."""
         words = ["usage:", self.prog, "[options]"]
         for action in self._get_positional_actions():
             name = str(action.metavar or action.dest)
@@ -150,10 +153,10 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message}\n{self.format_usage()}see `{self.prog} --help`\n")
 
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
-        """Checks the names of all options first, so that a misspelt name is told before a wrong value.
-        Options of the file that --config names count where the command line does not give them."""
+        """Checks the names of all options first, so that a misspelt name is reported before a wrong value.
+        The command line takes precedence over options of the file of --config."""
         found, extras = self._parsed(sys.argv[1:] if args is None else args, namespace)
-        if extras:  # told by the command that got them, not by `shoal`
+        if extras:  # reported by the command that got them, not by `shoal`
             self.error(f"unrecognized arguments: {' '.join(extras)}")
         if "--config" in self._option_string_actions and hasattr(found, "config"):
             self._add_options_of_file(found)
@@ -181,7 +184,7 @@ class Parser(argparse.ArgumentParser):
             setattr(found, name, getattr(of_file, name))
 
     def _get_option_tuples(self, option_string: str) -> list[Any]:
-        """Nothing is abbreviated: a text such as "-hello there" is not -h with a value."""
+        """Returns nothing, as options cannot be abbreviated: "-hello there" is not -h with a value."""
         return []
 
     def _is_option(self, word: str) -> bool:
@@ -198,12 +201,11 @@ class Parser(argparse.ArgumentParser):
             if not word.startswith("-") or word == "-" or " " in word or NEGATIVE_NUMBER.match(word):
                 if commands is not None and not is_value:
                     if word not in commands:
-                        verb = "is" if len(commands) == 1 else "are"
                         known = COMMANDS_OF_OTHERS.get(word)
                         hint = f"did you mean {known}?" if known in commands else _nearest(word, commands)
-                        hint = hint or f"there {verb} {', '.join(commands)}"
-                        self.error(f"there is no command {word!r}; {hint}")
-                    break  # the rest is the command's
+                        hint = hint or f"choose one of {', '.join(commands)}"
+                        self.error(f"unknown command {word!r}; {hint}")
+                    break  # the rest belongs to the command
                 is_value = False
                 continue
             if self.vllm_options and word.startswith("-O") and len(word) > 2:
@@ -221,14 +223,14 @@ class Parser(argparse.ArgumentParser):
                     continue
                 hint = _nearest(name, self._shown_names())
                 if texts := [a.metavar for a in self._get_positional_actions() if a.nargs is None]:
-                    hint = hint or f"`--` comes before a {texts[0]} that begins with a dash"
-                unknown.append(f"there is no option {name}" + (f"; {hint}" if hint else ""))
+                    hint = hint or f"put `--` before a {texts[0]} that begins with a dash"
+                unknown.append(f"unknown option {name}" + (f"; {hint}" if hint else ""))
         if unknown:
             self.error("\n".join(unknown))
         return words
 
     def _shown_names(self) -> list[str]:
-        """The names of the options that help shows, for a hint."""
+        """Returns the names of the options that help shows, for a hint."""
         return [n for n, a in self._option_string_actions.items() if a.help is not argparse.SUPPRESS]
 
 
@@ -236,7 +238,7 @@ Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 
 
 class _HelpAll(argparse.Action):
-    """Prints the help with the rare options and ends."""
+    """Prints the help with the rare options and exits."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
         super().__init__(option_strings, argparse.SUPPRESS, nargs=0, default=argparse.SUPPRESS, help=help)
@@ -260,11 +262,11 @@ def integer(text: str) -> int:
     try:
         return readable_integer(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not an integer") from None
+        raise argparse.ArgumentTypeError(f"must be an integer, got {text!r}") from None
 
 
 def integer_or_auto(text: str) -> int | None:
-    """None for `auto`: the default of an option whose default depends on the model or the machine."""
+    """Returns an integer, or None for `auto`: the default depends on the model or the machine."""
     return None if text.lower() == "auto" else integer(text)
 
 
@@ -272,7 +274,7 @@ def number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+        raise argparse.ArgumentTypeError(f"must be a number, got {text!r}") from None
 
 
 KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {
@@ -283,14 +285,14 @@ KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {
 
 
 def given_options(arguments: argparse.Namespace, config: type) -> dict[str, Any]:
-    """Returns the fields of the dataclass `config` that are among the arguments."""
+    """Returns the given arguments that are fields of the dataclass `config`."""
     names = [field.name for field in dataclasses.fields(config)]
     return {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
 
 
 def take_vllm_options(arguments: argparse.Namespace) -> list[str]:
-    """Puts Shoal's options in the place of vLLM's among the arguments of a command that takes them. Returns a
-    line for each that has no effect. Raises ConfigError for one that is refused."""
+    """Replaces vLLM's options by Shoal's among the arguments. Returns a line for each option without effect.
+    Raises ConfigError for a refused option."""
     options: tuple[VllmOption, ...] = getattr(arguments, "vllm_options", ())
     names = [option.name for option in options]
     given = {name: getattr(arguments, name) for name in names if hasattr(arguments, name)}
@@ -311,7 +313,7 @@ def warn_of_ignored(lines: Iterable[str]) -> None:
 
 
 def flag_of(name: str) -> str:
-    """The command line's name of an option."""
+    """Returns the flag of an option."""
     return "--" + name.replace("_", "-")
 
 
@@ -339,7 +341,7 @@ def argument_of(field: dataclasses.Field[Any], hint: Any) -> dict[str, Any]:
 
 
 def argument_of_vllm(option: VllmOption) -> dict[str, Any]:
-    """Returns the arguments of `add_argument` for an option of vLLM's that is not Shoal's too."""
+    """Returns the arguments of `add_argument` for an option that only vLLM has."""
     found: dict[str, Any] = {"dest": option.name, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     if option.takes == "flag":
         return found | {"action": argparse.BooleanOptionalAction}
@@ -349,8 +351,7 @@ def argument_of_vllm(option: VllmOption) -> dict[str, Any]:
 
 
 def _sampling_numbers() -> dict[str, tuple[type, dataclasses.Field[Any]]]:
-    """(type, field) of each number in SamplingParams that says how tokens are drawn or where an answer
-    ends."""
+    """Returns (type, field) of each number in SamplingParams for sampling and for the length of an answer."""
     hints = typing.get_type_hints(SamplingParams)
     found, section = {}, None
     for field in dataclasses.fields(SamplingParams):
@@ -361,12 +362,12 @@ def _sampling_numbers() -> dict[str, tuple[type, dataclasses.Field[Any]]]:
     return found
 
 
-# How tokens are drawn: flags of the commands that generate, and what /set sets in a chat.
+# Sampling options: flags of the commands that generate, and settings (/set) of a chat.
 SAMPLING = _sampling_numbers()
 
 
 def _nearest(name: str, known: Iterable[str]) -> str:
-    """A hint at what was meant: the one that begins so, or the most similar; empty if there is none."""
+    """Returns a hint: the only name with this prefix, or the most similar one; empty without either."""
     known = list(known)
     begun = [k for k in known if k.startswith(name)]
     # The dashes of options would make all of them similar.

@@ -1,8 +1,8 @@
 """Every option of the engine and of the server, checked when a config is built and never changed later.
 
-Names and defaults are vLLM's where it has them. Unknown options are errors that suggest the nearest;
-vllm_options.py says what becomes of vLLM's that are not here. What depends on the model or the device is
-filled in by engine/resolve.py.
+Names and defaults are vLLM's where it has them. An unknown option is an error that suggests the nearest name;
+vllm_options.py handles vLLM's options that Shoal does not have. engine/resolve.py fills in the defaults that
+depend on the model or the device.
 """
 
 from __future__ import annotations
@@ -23,50 +23,58 @@ from shoal.vllm_options import EARLIER_OPTIONS, ENGINE_OPTIONS, NESTED_OPTIONS, 
 logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2"
-MAX_NUM_SEQS = 1 << 16  # each has a row of state and of the sampler on the device, used or not
+MAX_NUM_SEQS = 1 << 16  # each takes a row of state and of the sampler on the device, used or not
 MOST_BATCHES = 2**30 - 1
 SERVER_TARGET_ITL_MS = 50.0  # 20 tokens a second: faster than people read
 DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 QUANTIZATIONS = ("fp8", "compressed-tensors", "awq", "gptq")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
-# options of a worker in a fleet alone
+# options that only a worker of a fleet has
 OF_WORKERS = ("worker_id", "worker_tags", "weights_from_peers", "fleet_key_file")
 
 
 @dataclass(frozen=True, slots=True)
 class KVEventsConfig:
-    """How the engine tells others which KV blocks it has cached. Fields are vLLM's. Raises ConfigError."""
+    """KV events: messages about the KV blocks that this engine has cached. Fields are vLLM's. Raises
+    ConfigError."""
 
-    enable_kv_cache_events: bool = option(False, "events are made", section="kv_events_config")
+    enable_kv_cache_events: bool = option(False, "publish KV events", section="kv_events_config")
     publisher: str = option(
-        "zmq", '"null": for this process only, see `LLM.drain_kv_events`', choices=("zmq", "null")
+        "zmq",
+        '"zmq": to listeners; "null": within this process only, see `LLM.drain_kv_events`',
+        choices=("zmq", "null"),
     )
     endpoint: str = option(
         "tcp://lo:5557",
-        "bound if it has a `*`, a `::` or a network interface (`lo` is loopback), or is ipc or inproc; else "
-        "connected to",
+        "ZMQ address of the events; bound if it has a `*`, a `::` or a network interface (`lo` is "
+        "loopback), or is ipc or inproc, else connected to",
     )
-    replay_endpoint: str | None = option(None, "bound: where a listener asks for what it missed")
+    replay_endpoint: str | None = option(
+        None, "ZMQ address to bind, where listeners request the batches that they missed"
+    )
     buffer_steps: int = option(
-        10_000, "batches kept for replay; who has missed more gets a snapshot", low=0, high=MOST_BATCHES
+        10_000,
+        "batches kept for replay; a listener that missed more gets a snapshot",
+        low=0,
+        high=MOST_BATCHES,
     )
     hwm: int = option(
-        100_000, "batches that wait for one slow listener; it misses those beyond", low=1, high=MOST_BATCHES
+        100_000, "queued batches per slow listener; further ones are dropped for it", low=1, high=MOST_BATCHES
     )
     max_queue_size: int = option(
-        100_000, "batches that wait to be published; beyond, steps wait too", low=1, high=MOST_BATCHES
+        100_000, "batches queued for publishing; when the queue is full, steps wait", low=1, high=MOST_BATCHES
     )
-    topic: str = option("", "the first frame of each message; listeners subscribe to its beginning")
+    topic: str = option("", "first frame of each message; listeners subscribe to its prefix")
     curve_secret_key_file: str | None = option(
-        None, "ZMQ CURVE: the engine's keys, as `zmq.auth.create_certificates` writes them"
+        None, "ZMQ CURVE: file with the engine's keys, as `zmq.auth.create_certificates` writes it"
     )
     curve_client_keys_dir: str | None = option(
-        None, "ZMQ CURVE: the folder with the public keys (`*.key`) of those who may listen"
+        None, "ZMQ CURVE: folder with the public keys (`*.key`) of the allowed listeners"
     )
 
     @classmethod
     def of(cls, value: KVEventsConfig | dict[str, Any] | str | None) -> KVEventsConfig | None:
-        """From fields, or JSON of them."""
+        """Builds a config from fields, or from JSON of them."""
         if value is None or isinstance(value, cls):
             return value
         return cls(**_fields_of(cls, "kv_events_config", value))
@@ -74,23 +82,23 @@ class KVEventsConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.enable_kv_cache_events, bool):
             raise ConfigError(
-                f"kv_events_config.enable_kv_cache_events {self.enable_kv_cache_events!r} is neither true "
-                "nor false"
+                "kv_events_config.enable_kv_cache_events must be true or false, got "
+                f"{self.enable_kv_cache_events!r}; choose one"
             )
         check_fields(self, ConfigError, "kv_events_config.")
         if not isinstance(self.topic, str):
-            raise ConfigError(f"kv_events_config.topic {self.topic!r} is no text")
+            raise ConfigError(f"kv_events_config.topic must be a string, got {self.topic!r}; give one")
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
             if not (value is None and name == "replay_endpoint") and not _is_endpoint(value):
                 raise ConfigError(
-                    f"kv_events_config.{name} {value!r} is no endpoint of ZMQ; tcp://lo:5557 "
-                    "and ipc:///tmp/kv-events are"
+                    f"kv_events_config.{name} must be a ZMQ address, got {value!r}; give one such as "
+                    "tcp://lo:5557 or ipc:///tmp/kv-events"
                 )
         for name in ("curve_secret_key_file", "curve_client_keys_dir"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
-                raise ConfigError(f"kv_events_config.{name} {value!r} is no path")
+                raise ConfigError(f"kv_events_config.{name} must be a path, got {value!r}; give one")
         if (self.curve_secret_key_file is None) != (self.curve_client_keys_dir is None):
             raise ConfigError(
                 "kv_events_config.curve_secret_key_file and curve_client_keys_dir belong "
@@ -98,30 +106,31 @@ class KVEventsConfig:
             )
         if self.endpoint == self.replay_endpoint:
             raise ConfigError(
-                f"kv_events_config.replay_endpoint {self.replay_endpoint!r} is the endpoint too; give each "
-                "its own"
+                "kv_events_config.replay_endpoint must differ from endpoint, got "
+                f"{self.replay_endpoint!r} for both; give each an address of its own"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class KVTransferConfig:
-    """Whether and how KV blocks go from engine to engine. The first three fields are vLLM's. Raises
-    ConfigError."""
+    """KV transfer between engines. The first three fields are vLLM's. Raises ConfigError."""
 
     kv_role: str = option(
         "kv_both",
-        '"kv_producer": others read the blocks of prompts computed here; "kv_consumer": blocks are read from '
-        "others",
+        '"kv_producer": other engines read the blocks of prompts computed here; "kv_consumer": this engine '
+        'reads blocks of others; "kv_both": both',
         choices=("kv_producer", "kv_consumer", "kv_both"),
         section="kv_transfer_config",
     )
-    kv_ip: str = option("127.0.0.1", "the address at which readers ask; loopback is for this host alone")
-    kv_port: int = option(0, "likewise; 0: any that is free", low=0, high=65535)
-    lease_s: float = option(30.0, "seconds that blocks are held for a reader that is silent", above=0)
+    kv_ip: str = option(
+        "127.0.0.1", "address for the requests of reading engines; loopback allows only engines of this host"
+    )
+    kv_port: int = option(0, "port for these requests; 0: any free port", low=0, high=65535)
+    lease_s: float = option(30.0, "seconds for which blocks are held for a silent reader", above=0)
 
     @classmethod
     def of(cls, value: KVTransferConfig | dict[str, Any] | str | None) -> KVTransferConfig | None:
-        """From fields, or JSON of them."""
+        """Builds a config from fields, or from JSON of them."""
         if value is None or isinstance(value, cls):
             return value
         return cls(**_fields_of(cls, "kv_transfer_config", value))
@@ -129,16 +138,16 @@ class KVTransferConfig:
     def __post_init__(self) -> None:
         check_fields(self, ConfigError, "kv_transfer_config.")
         if not isinstance(self.kv_ip, str) or not self.kv_ip:
-            raise ConfigError(f"kv_transfer_config.kv_ip {self.kv_ip!r} is no address")
+            raise ConfigError(f"kv_transfer_config.kv_ip must be an IP address, got {self.kv_ip!r}; give one")
         if self.kv_ip in ("0.0.0.0", "::"):
             raise ConfigError(
-                f"kv_transfer_config.kv_ip {self.kv_ip!r} is no address that a reader could ask at; give the "
-                "one by which other hosts reach this one"
+                "kv_transfer_config.kv_ip must be an address that readers can connect to, got "
+                f"{self.kv_ip!r}; give the one by which other hosts reach this one"
             )
 
     @property
     def lends(self) -> bool:
-        """Whether others may read the cache."""
+        """True if other engines may read the cache."""
         return self.kv_role != "kv_consumer"
 
     @property
@@ -147,25 +156,25 @@ class KVTransferConfig:
 
     @property
     def is_local(self) -> bool:
-        """Whether readers are on this host."""
+        """True if all readers are on this host."""
         return self.kv_ip == "localhost" or self.kv_ip == "::1" or self.kv_ip.startswith("127.")
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutputsConfig:
-    """Defaults of structured outputs, for requests that do not say. Fields are vLLM's. Raises ConfigError."""
+    """Defaults of structured outputs, which a request may override. Fields are vLLM's. Raises ConfigError."""
 
     disable_additional_properties: bool = option(
         True,
-        "objects have only the keys that their schema names, unlike in vLLM: small models invent keys until "
+        "give objects only the keys that their schema names, unlike vLLM: small models invent keys until "
         "max_tokens",
         section="structured_outputs_config",
     )
-    disable_any_whitespace: bool = option(False, "JSON has no white space between its tokens")
+    disable_any_whitespace: bool = option(False, "leave out white space between the tokens of JSON")
 
     @classmethod
     def of(cls, value: StructuredOutputsConfig | dict[str, Any] | str | None) -> StructuredOutputsConfig:
-        """From fields, or JSON of them."""
+        """Builds a config from fields, or from JSON of them."""
         if isinstance(value, cls):
             return value
         return cls(**_fields_of(cls, "structured_outputs_config", {} if value is None else value))
@@ -174,12 +183,13 @@ class StructuredOutputsConfig:
         for field in dataclasses.fields(self):
             if not isinstance(value := getattr(self, field.name), bool):
                 raise ConfigError(
-                    f"structured_outputs_config.{field.name} {value!r:.200} is neither true nor false"
+                    f"structured_outputs_config.{field.name} must be true or false, got {value!r:.200}; "
+                    "choose one"
                 )
 
 
 def _check_sampling(config: Mapping[str, Any]) -> None:
-    """Raises ConfigError for defaults that a request could not have."""
+    """Raises ConfigError for defaults that a request must not have."""
     name = "override_generation_config"
     for field in config:
         if field not in GENERATION_FIELDS:
@@ -193,7 +203,7 @@ def _check_sampling(config: Mapping[str, Any]) -> None:
 
 
 def _json_object(name: str, value: Any) -> dict[str, Any] | None:
-    """The value of an option that is a dict, or JSON of one. Raises ConfigError."""
+    """Returns the value of an option that is a dict, or JSON of one. Raises ConfigError."""
     found = value
     if isinstance(value, str):
         try:
@@ -206,7 +216,8 @@ def _json_object(name: str, value: Any) -> dict[str, Any] | None:
 
 
 def _fields_of(config: type, option_name: str, value: Any) -> dict[str, Any]:
-    """`value`, a dict or JSON of one, if the dataclass `config` has all its keys. Raises ConfigError."""
+    """Returns `value`, a dict or JSON of one, as fields of the dataclass `config`. Raises ConfigError for
+    unknown keys."""
     fields = value
     if isinstance(value, str):
         try:
@@ -222,13 +233,13 @@ def _fields_of(config: type, option_name: str, value: Any) -> dict[str, Any]:
         fields = {name.removeprefix(f"{option_name}."): one for name, one in whole.items()}
     if not isinstance(fields, dict):
         raise ConfigError(
-            f"{option_name} {value!r:.200} is neither a dict nor a JSON object; its fields are "
+            f"{option_name} must be a dict or a JSON object, got {value!r:.200}; its fields are "
             f"{', '.join(names)}"
         )
     for name in fields:
         if name not in names:
             nearest = difflib.get_close_matches(str(name), names, n=1)
-            hint = f"did you mean {nearest[0]!r}?" if nearest else f"there are {', '.join(names)}"
+            hint = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of {', '.join(names)}"
             raise ConfigError(f"{option_name} has no field {name!r}; {hint}")
     return fields
 
@@ -253,91 +264,101 @@ class EngineConfig:
         section="model and tokenizer",
     )
     tokenizer: str | None = option(None, "folder or tokenizer.json; default: the model's own")
-    skip_tokenizer_init: bool = option(False, "token ids only")
+    skip_tokenizer_init: bool = option(False, "take and return token ids only")
     revision: str | None = option(None, "branch, tag or commit of a hub id; version of a model in a store")
     hf_overrides: dict[str, Any] | None = option(
-        None, 'fields of config.json in JSON, in the place of the model\'s: {"rope_theta": 1e6}'
+        None, 'fields of config.json in JSON, which replace the model\'s: {"rope_theta": 1e6}'
     )
     download_dir: str | None = option(
-        None, "where files from the hub or a store are kept; default: the hub library's cache, or Shoal's"
+        None, "folder of the files from the hub or a store; default: the hub library's cache, or Shoal's"
     )
     load_format: str = option(
-        "auto", 'the format of the weights; "dummy": random ones', choices=("auto", "safetensors", "dummy")
+        "auto", 'format of the weights; "dummy": random weights', choices=("auto", "safetensors", "dummy")
     )
     check_weights: bool = option(
         False,
-        "before loading, read every weight: all are finite and none "
-        "absurd, and files of the hub's cache have their checksums",
+        "read every weight before loading: all must be finite and none absurdly large, and files of the "
+        "hub's cache must have their checksums",
     )
     dtype: str = option(
         "auto",
-        '"auto": on a GPU float16 if the checkpoint is, else bfloat16; on the CPU bfloat16 if the processor '
-        "supports it, else float32",
+        'data type of weights and activations; "auto": on a GPU float16 if the checkpoint has it, else '
+        "bfloat16; on the CPU bfloat16 if the processor supports it, else float32",
         common=True,
         choices=DTYPES,
     )
     quantization: str | None = option(
         None,
-        '"fp8": matrices of attention, MLPs and experts become fp8 while they load, with a scale for each '
-        "output. Of a checkpoint that is quantized: its own method, or nothing",
+        '"fp8": quantize the matrices of attention, MLPs and experts while they load, with a scale for each '
+        "output. A quantized checkpoint allows only its own method, or none",
         choices=QUANTIZATIONS,
     )
     device: str = option(
-        "auto", '"cuda" if there is one, else "cpu"', common=True, choices=("auto", "cpu", "cuda")
+        "auto",
+        'device of the engine; "auto": "cuda" if there is a GPU, else "cpu"',
+        common=True,
+        choices=("auto", "cpu", "cuda"),
     )
     max_model_len: int | None = option(
-        None, "default: what the model was trained for", common=True, section="limits and memory", low=1
+        None,
+        "most tokens of a prompt and its answer; default: the model's context length",
+        common=True,
+        section="limits and memory",
+        low=1,
     )
     max_num_seqs: int | None = option(
         None,
-        "sequences that run at once; default: 1024 on a GPU of 80 GB whose cache holds them, 256 on other "
+        "most sequences in a batch; default: 1024 on a GPU of 80 GB whose cache holds them, 256 on other "
         "GPUs, 64 on the CPU",
         common=True,
         low=1,
         high=MAX_NUM_SEQS,
     )
     max_num_batched_tokens: int | None = option(
-        None, "token budget of a step; default: 16384 on a GPU, 1024 on the CPU", low=1
+        None, "most tokens of a step; default: 16384 on a GPU, 1024 on the CPU", low=1
     )
-    block_size: int = option(16, "tokens a KV block, a power of two", low=1, high=256)
+    block_size: int = option(16, "tokens per KV block, a power of two", low=1, high=256)
     gpu_memory_utilization: float = option(
-        0.9, "this engine's share of the card", common=True, above=0, high=1
+        0.9, "this engine's share of the GPU's memory", common=True, above=0, high=1
     )
     kv_cache_memory_bytes: int | None = option(
         None,
-        "on the CPU the size of the cache (default 1 GiB); on a GPU it overrides the share",
+        "size of the KV cache in bytes; default: 1 GiB on the CPU, on a GPU what gpu_memory_utilization "
+        "leaves",
         common=True,
         low=1,
     )
-    num_gpu_blocks_override: int | None = option(None, "KV blocks, whatever would fit", low=1)
+    num_gpu_blocks_override: int | None = option(
+        None, "number of KV blocks, in place of as many as fit", low=1
+    )
     enable_prefix_caching: bool = option(
-        True, "requests share the KV blocks of equal beginnings", section="KV cache"
+        True, "share KV blocks between requests with the same prefix", section="KV cache"
     )
     kv_cache_dtype: str = option(
         "auto",
-        '"auto": that of the model; "fp8" or "fp8_e4m3": a byte a number, with the checkpoint\'s k_scale and '
-        "v_scale, or 1",
+        'data type of the cache; "auto": the model\'s; "fp8" or "fp8_e4m3": one byte per number, with the '
+        "checkpoint's k_scale and v_scale, or 1",
         common=True,
         choices=KV_CACHE_DTYPES,
     )
     kv_events_config: KVEventsConfig | None = option(
         None,
-        "tell routers which KV blocks are cached, as vLLM does: its fields in JSON, "
+        "KV events for routers, with vLLM's fields, in JSON, "
         'such as {"enable_kv_cache_events": true, '
         '"endpoint": "tcp://lo:5557"}',
     )
     kv_transfer_config: KVTransferConfig | None = option(
         None,
-        "exchange KV blocks with other engines, so that one computes a prompt and another one goes on: "
-        'fields in JSON, such as {"kv_role": "kv_both"}',
+        "KV transfer between engines, so that one computes a prompt and another one continues, in JSON, "
+        'such as {"kv_role": "kv_both"}',
     )
     kv_host_bytes: int = option(
-        0, "host memory, of all ranks together, that keeps KV blocks which leave the device", low=0
+        0, "bytes of host memory, over all ranks, for KV blocks evicted from the device", low=0
     )
-    kv_disk_path: str | None = option(None, "folder that keeps KV blocks over a restart")
-    kv_disk_bytes: int | None = option(None, "most bytes of the files there", low=1)
+    kv_disk_path: str | None = option(None, "folder for KV blocks, which survive a restart")
+    kv_disk_bytes: int | None = option(None, "most bytes of the files in kv_disk_path", low=1)
     kv_store: str | None = option(
-        None, "URL of a folder or bucket, as fsspec reads it, that shares KV blocks with other engines"
+        None, "fsspec URL of a folder or bucket through which engines share KV blocks"
     )
     kv_offload_policy: str = option(
         "evict",
@@ -346,102 +367,107 @@ class EngineConfig:
         choices=("evict", "register"),
     )
     kv_offload_min_uses: int = option(
-        1, "blocks that were used less often are not worth a lower tier; 2 leaves out what came once", low=1
+        1, "uses after which a block is kept in a lower tier; 2 leaves out blocks that were used once", low=1
     )
     kv_offload_bandwidth: int | None = option(
-        None, "bytes a second that may leave the device; blocks beyond are lost; default: no bound", low=1
+        None,
+        "most bytes per second that leave the device; further blocks are dropped; default: no limit",
+        low=1,
     )
-    kv_eviction_policy: str = option("lru", "which block of a lower tier goes first", choices=("lru", "lfu"))
+    kv_eviction_policy: str = option("lru", "order of eviction from a lower tier", choices=("lru", "lfu"))
     kv_load_policy: str = option(
         "cost",
-        '"cost": what a lower tier has is fetched only where that is quicker than computing it',
+        '"cost": fetch blocks from a lower tier only where that is quicker than computing them',
         choices=("cost", "always"),
     )
     kv_flush_timeout: float = option(
-        10.0, "seconds an engine that ends may take to write KV blocks to disk or store", low=0
+        10.0, "seconds for writing KV blocks to disk or store when the engine ends", low=0
     )
-    enforce_eager: bool = option(False, "no CUDA graphs", section="execution")
+    enforce_eager: bool = option(False, "run without CUDA graphs", section="execution")
     compile_cache: str | None = option(
-        None, "URL of a folder or bucket, as fsspec reads it, where engines share what they have compiled"
+        None, "fsspec URL of a folder or bucket through which engines share compiled kernels"
     )
     cudagraph_capture_sizes: list[int] | None = option(
-        None, "batch sizes with a graph of their own; default: a ladder up to max_num_seqs"
+        None, "batch sizes with a CUDA graph each; default: a ladder up to max_num_seqs"
     )
     tensor_parallel_size: int = option(1, "devices that share the work of each layer", common=True, low=1)
     peer_all_reduce: bool = option(
         True,
-        "several GPUs: sums of few tokens by kernels that write into the other GPUs' memory, if these "
-        "agree with NCCL in a test at the start; else, and for more tokens, by NCCL",
+        "with several GPUs: all-reduce of few tokens by kernels that write into the other GPUs' memory, if a "
+        "test at the start agrees with NCCL; else, and for more tokens, by NCCL",
     )
     attention_backend: str = option(
         "auto",
-        '"auto": "triton" on a GPU, else "cpu"',
+        'kernels of attention; "auto": "triton" on a GPU, else "cpu"',
         choices=("auto", "triton", "cpu", "flashinfer", "flash_attn"),
     )
-    disable_cascade_attn: bool = option(
-        False, "decodes read a shared prefix each for itself, as if it were its own"
-    )
+    disable_cascade_attn: bool = option(False, "let each decode read a shared prefix by itself")
     async_scheduling: bool | None = option(None, "schedule step n+1 while n runs; default: on a GPU")
     scheduling_policy: str = option(
-        "fcfs", '"fcfs": the first to come; "priority": the lowest number', choices=("fcfs", "priority")
+        "fcfs",
+        'order of waiting requests; "fcfs": by arrival; "priority": lowest number first',
+        choices=("fcfs", "priority"),
     )
     target_itl_ms: float | None = option(
         None,
-        "milliseconds between two tokens of an answer: beside answers under way, a step takes no more prompt "
-        f"tokens than that allows; 0: no target; default: {SERVER_TARGET_ITL_MS:g} for `shoal serve`, "
+        "target for the milliseconds between two tokens of an answer, which limits the prompt tokens of a "
+        f"step while answers are running; 0: no target; default: {SERVER_TARGET_ITL_MS:g} for `shoal serve`, "
         "elsewhere none",
         low=0,
     )
     long_prefill_token_threshold: int = option(
-        0, "most prompt tokens of one sequence in a step while others wait; 0: the whole budget", low=0
+        0, "most prompt tokens of one sequence in a step while other prompts wait; 0: no limit", low=0
     )
     generation_config: str = option(
         "auto",
-        '"vllm": ignore the model\'s generation_config.json for default sampling parameters',
+        'source of default sampling parameters; "auto": the model\'s generation_config.json; "vllm": vLLM\'s',
         section="requests",
         choices=("auto", "vllm"),
     )
     override_generation_config: dict[str, Any] | None = option(
         None,
-        'sampling parameters that requests do not give, in JSON: {"temperature": 0.5}; '
-        "max_new_tokens is also the most that an answer may have",
+        'default sampling parameters in JSON: {"temperature": 0.5}; max_new_tokens also limits every answer',
     )
-    chat_template: str | None = option(None, "a Jinja template or a path to one; default: the model's own")
+    chat_template: str | None = option(None, "Jinja template, or path to one; default: the model's own")
     structured_outputs_config: StructuredOutputsConfig | None = option(
         None,
-        'JSON; {"disable_additional_properties": false} lets objects have keys that their schema does '
-        'not name, {"disable_any_whitespace": true} leaves out white space',
+        'defaults of structured outputs in JSON; {"disable_additional_properties": false} allows keys that a '
+        'schema does not name, {"disable_any_whitespace": true} leaves out white space',
     )
-    max_logprobs: int = option(20, "most logprobs a request may ask for; -1: no limit", low=-1)
+    max_logprobs: int = option(
+        20, "most log-probabilities per token that a request may ask for; -1: no limit", low=-1
+    )
     logprobs_mode: str = option(
         "raw_logprobs",
-        'log-probabilities of answers: "raw_logprobs", the model\'s own, or "processed_logprobs", of what '
-        "tokens are sampled from: with penalties, temperature and filters",
+        'log-probabilities of answers: "raw_logprobs", the model\'s own, or "processed_logprobs", after '
+        "penalties, temperature and filters",
         choices=("raw_logprobs", "processed_logprobs"),
     )
-    seed: int = option(0, "of requests that bring none")
+    seed: int = option(0, "seed of requests without one")
     enable_sleep_mode: bool = option(
-        False, "weights and KV cache in regions whose memory `sleep` gives back", section="sleep mode"
+        False, "keep weights and KV cache in memory that `sleep` can release", section="sleep mode"
     )
     sleep_offload: str = option(
         "host",
-        'where a level 1 sleep keeps the weights: "host", or "file": read again from the checkpoint',
+        'place of the weights during a level 1 sleep: "host" memory, or "file": read again from the '
+        "checkpoint",
         choices=("host", "file"),
     )
 
     @classmethod
     def from_options(cls, **options: Any) -> EngineConfig:
-        """Builds a config from user options: unknown names raise, meaningless ones of vLLM warn."""
+        """Builds a config from a user's options. Raises ConfigError for unknown names; warns of vLLM's
+        options without effect."""
         return cls(**cls.known_options(options))
 
     @classmethod
     def known_options(cls, options: dict[str, Any]) -> dict[str, Any]:
         """Returns the options that are fields. Translates options of vLLM's, with a warning for each that has
-        no effect. Raises ConfigError for those that are refused and for unknown names."""
+        no effect. Raises ConfigError for refused options and unknown names."""
         names = [f.name for f in dataclasses.fields(cls)]
         # Options of a server alone, such as served_model_name, are options of vLLM's LLM() as well.
         of_vllm = [
-            dataclasses.replace(o, own="", why="it is of `shoal serve`")
+            dataclasses.replace(o, own="", why="it is an option of `shoal serve`")
             if o.own and o.own not in names
             else o
             for o in (*ENGINE_OPTIONS, *EARLIER_OPTIONS)
@@ -459,7 +485,7 @@ class EngineConfig:
         check_fields(self, ConfigError)
         if self.block_size & (self.block_size - 1):
             raise ConfigError(
-                f"block_size {self.block_size} is not a power of two from 1 to 256; 16 is the default"
+                f"block_size must be a power of two from 1 to 256, got {self.block_size}; 16 is the default"
             )
         for name in ("hf_overrides", "override_generation_config"):
             object.__setattr__(self, name, _json_object(name, getattr(self, name)))
@@ -470,8 +496,8 @@ class EngineConfig:
         object.__setattr__(self, "kv_events_config", events := KVEventsConfig.of(self.kv_events_config))
         if events is not None and events.enable_kv_cache_events and not self.enable_prefix_caching:
             raise ConfigError(
-                "kv_events_config enables events of cached blocks, and enable_prefix_caching False caches "
-                "none; drop one"
+                "kv_events_config enables events about cached blocks, and enable_prefix_caching False caches "
+                "no blocks; drop one"
             )
         object.__setattr__(self, "kv_transfer_config", KVTransferConfig.of(self.kv_transfer_config))
         self._check_kv_transfer()
@@ -479,13 +505,13 @@ class EngineConfig:
         sizes = self.cudagraph_capture_sizes
         if sizes is not None and (not sizes or not all(isinstance(s, int) and s > 0 for s in sizes)):
             raise ConfigError(
-                f"cudagraph_capture_sizes {sizes!r} must be a list of batch sizes from 1 up; the default is "
-                "a ladder"
+                f"cudagraph_capture_sizes must be a list of batch sizes from 1, got {sizes!r}; leave it out "
+                "for a ladder of sizes"
             )
 
     def for_model(self, model: str) -> EngineConfig:
-        """These options for another model. Those that name files of this one, or a version of it, are left
-        out, and its weights are read from its files."""
+        """Returns these options for another model, without the options that name files or a version of this
+        model. Its weights are read from its files."""
         load_format = "auto" if self.load_format == "dummy" else self.load_format
         return dataclasses.replace(
             self,
@@ -498,14 +524,15 @@ class EngineConfig:
         )
 
     def sampling_config(self, of_model: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the fields of generation_config.json that count, `of_model` has the model's own."""
+        """Returns the default sampling parameters; `of_model` are the fields of the model's
+        generation_config.json."""
         found = dict(of_model) if self.generation_config == "auto" else {}
         return found | (self.override_generation_config or {})
 
     @property
     def closes_objects(self) -> bool:
-        """Whether an object of a JSON schema has only the keys that the schema names, if neither the schema
-        nor the request says otherwise."""
+        """True if an object of a JSON schema has only the keys that the schema names, unless the schema or
+        the request says otherwise."""
         return StructuredOutputsConfig.of(self.structured_outputs_config).disable_additional_properties
 
     @property
@@ -518,8 +545,8 @@ class EngineConfig:
             return
         if not self.enable_prefix_caching:
             raise ConfigError(
-                "kv_transfer_config exchanges blocks by what they hold, and enable_prefix_caching False "
-                "keeps no account of that; drop one"
+                "kv_transfer_config finds blocks by the hashes of their tokens, and enable_prefix_caching "
+                "False computes no hashes; drop one"
             )
         if transfer.lends and self.enable_sleep_mode:
             raise ConfigError(
@@ -533,18 +560,16 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ConfigError(
-                    f"{name} {value!r} names no place; give a path"
-                    + (" or a URL" if name == "kv_store" else "")
+                    f"{name} must be a path{' or a URL' if name == 'kv_store' else ''}, got {value!r}; give "
+                    "one"
                 )
         if self.kv_disk_bytes and self.kv_disk_path is None:
             raise ConfigError(
-                f"kv_disk_bytes {self.kv_disk_bytes} without kv_disk_path; say where the blocks are to be "
-                "kept"
+                f"kv_disk_bytes {self.kv_disk_bytes} needs kv_disk_path, the folder of the blocks; add it"
             )
         if self.kv_disk_path is not None and not self.kv_disk_bytes:
             raise ConfigError(
-                f"kv_disk_path {self.kv_disk_path!r} without kv_disk_bytes; say how much of that disk may "
-                "be used"
+                f"kv_disk_path {self.kv_disk_path!r} needs kv_disk_bytes, the most bytes of its files; add it"
             )
         if self.kv_cache_dtype != "auto" and self.attention_backend in ("flashinfer", "flash_attn"):
             raise ConfigError(
@@ -554,16 +579,15 @@ class EngineConfig:
         if self.has_kv_tiers and not self.enable_prefix_caching:
             raise ConfigError(
                 "kv_host_bytes, kv_disk_path and kv_store keep blocks that requests share, and "
-                "enable_prefix_caching False "
-                "lets them share none; drop one or the other"
+                "enable_prefix_caching False lets requests share no blocks; drop one or the other"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
-    """An EngineConfig whose defaults are filled in for one model on one machine: `resolve_config` makes it.
+    """An EngineConfig whose defaults are filled in for one model on one machine; `resolve_config` builds it.
 
-    Fields named here have no None any more. In the others None is a value of its own, such as "no disk tier".
+    Fields named here are never None. In the other fields None has a meaning, such as "no disk tier".
     """
 
     device: str  # "cpu" or "cuda"
@@ -578,8 +602,8 @@ class ResolvedConfig(EngineConfig):
     target_itl_ms: float  # 0: no target
     kv_events_config: KVEventsConfig
     structured_outputs_config: StructuredOutputsConfig
-    keep_quantized: bool  # weights lie in memory in fewer bits
-    quantizes_weights: bool  # they become so while they load: the checkpoint's are plain
+    keep_quantized: bool  # weights stay quantized in memory
+    quantizes_weights: bool  # plain weights are quantized while they load
 
 
 @dataclass(frozen=True, slots=True)
@@ -588,183 +612,194 @@ class ServerConfig:
 
     host: str = option(
         "127.0.0.1",
-        "0.0.0.0 serves every network this machine is on",
+        "address to listen on; 0.0.0.0 serves every network of this machine",
         common=True,
         section="addresses and names",
     )
-    port: int = option(8000, "0: any that is free", common=True, low=0, high=65535)
-    uds: str | None = option(
-        None, "serve on a Unix socket at this path (mode 0600) in place of host and port"
-    )
-    admin_host: str = option("127.0.0.1", "where the admin port is offered")
+    port: int = option(8000, "port to listen on; 0: any free port", common=True, low=0, high=65535)
+    uds: str | None = option(None, "path of a Unix socket (mode 0600) to serve on, in place of host and port")
+    admin_host: str = option("127.0.0.1", "address of the admin port")
     admin_port: int | None = option(
         None,
-        "sleep, weights, pause and profile are offered here alone; default: not at all",
+        "port of the admin API (sleep, weights, pause, profile), which no other port has; default: no admin "
+        "API",
         low=0,
         high=65535,
     )
-    profile_dir: str = option("shoal-traces", "the folder below which /start_profile writes traces")
+    profile_dir: str = option("shoal-traces", "folder below which /start_profile writes traces")
     served_model_name: list[str] | None = option(
         None,
-        "names clients use; the first is the one answered with; default: the model as given",
+        "names of the model for clients; answers have the first; default: the model as given",
         common=True,
     )
     api_key: list[str] | None = option(
         None,
-        "a request must bring one of them, but for health, metrics and pages; SHOAL_API_KEY adds some "
-        "(comma-separated); without this option, VLLM_API_KEY is a key, too",
+        "keys; a request must have one, except for health, metrics and pages; SHOAL_API_KEY adds "
+        "keys (comma-separated); without this option, VLLM_API_KEY is a key, too",
         common=True,
-        section="who may call",
+        section="access",
     )
-    api_key_file: str | None = option(None, "one key a line")
+    api_key_file: str | None = option(None, "file of API keys, one per line")
     allowed_origins: list[str] | None = option(
-        None, 'CORS: sites whose pages may call; "*" for all; default: none'
+        None, 'CORS: origins that may send requests; "*" for all; default: none'
     )
-    allowed_methods: list[str] | None = option(None, "CORS; default: all")
-    allowed_headers: list[str] | None = option(None, "CORS; default: all")
+    allowed_methods: list[str] | None = option(None, "CORS: methods that pages may use; default: all")
+    allowed_headers: list[str] | None = option(None, "CORS: headers that pages may send; default: all")
     allow_credentials: bool = option(False, "CORS: pages may send cookies")
     max_body_bytes: int = option(
-        32 << 20, "of a request; more is a 413", section="limits of requests", low=1024
+        32 << 20,
+        "most bytes of a request's body; a larger one gets a 413",
+        section="limits of requests",
+        low=1024,
     )
     max_total_body_bytes: int = option(
-        1 << 30, "of all requests under way together; more are a 429", low=1024
+        1 << 30, "most bytes of the bodies of all active requests; further requests get a 429", low=1024
     )
-    max_queued_requests: int = option(1024, "beyond what runs; more are a 429", low=0)
+    max_queued_requests: int = option(1024, "most requests that wait; further ones get a 429", low=0)
     responses_store_bytes: int = option(
         0,
-        "keep so much of the last hour's answers of /v1/responses, so that clients may send their ids "
+        "bytes of the last hour's answers of /v1/responses to keep, so that clients may send their ids "
         "(`previous_response_id`, `item_reference`) in place of the conversation; 0: keep none",
         low=0,
     )
     max_connections: int | None = option(
         None,
-        "connections a port takes; beyond them the longest idle one is closed, and without one the new "
+        "most connections of a port; beyond them the longest idle one is closed, and if none is idle the new "
         "one gets a 503; default: what the limit of open files leaves",
         low=1,
     )
     request_timeout: float | None = option(
-        None, "seconds a request may take in all; a request's own `timeout` may be shorter", above=0
+        None, "most seconds of a request; its own `timeout` may be shorter", above=0
     )
-    read_timeout: float = option(30.0, "seconds a client may take to send its request", above=0)
-    write_timeout: float = option(120.0, "seconds a client may take none of its answer", above=0)
-    shutdown_timeout: float = option(30.0, "seconds running requests get after SIGTERM", low=0)
+    read_timeout: float = option(30.0, "most seconds for a client to send its request", above=0)
+    write_timeout: float = option(
+        120.0, "most seconds in which a client reads nothing of its answer", above=0
+    )
+    shutdown_timeout: float = option(30.0, "seconds for running requests to end after SIGTERM", low=0)
     engine_timeout: float = option(
         60.0,
-        "seconds without a sign of life, or without the end of a step, after which the engine counts as "
-        "hung: its requests fail and /health is 503; 0: never",
+        "seconds without a heartbeat, or without the end of a step, after which the engine counts as hung: "
+        "its requests fail and /health is 503; 0: never",
         section="engines",
         low=0,
     )
     restart: bool = option(False, "start a dead or hung engine core again")
-    swap: bool = option(False, "several models: one is awake, the others sleep", common=True)
+    swap: bool = option(False, "serve several models in turn: one is awake, the others sleep", common=True)
     swap_patience: float = option(
-        5.0, "seconds a sleeping model's requests wait while others still begin", low=0
+        5.0, "with swap: seconds for which the awake model still starts requests while another's wait", low=0
     )
     tool_call_parser: str = option(
         "auto",
-        '"auto": the one that fits the chat template',
+        'format of tool calls in the model\'s text; "auto": by the chat template',
         section="tools and templates",
         choices=("auto", "granite", "hermes", "llama3_json", "mistral", "qwen3_coder", "none"),
     )
     reasoning_parser: str = option(
-        "auto", '"auto": the one that fits the chat template', choices=("auto", "qwen3", "none")
+        "auto",
+        'format of reasoning in the model\'s text; "auto": by the chat template',
+        choices=("auto", "qwen3", "none"),
     )
     log_requests: str = option(
         "all",
-        "which requests get a line in the log; health checks and the like do with --verbose only",
+        "requests with a line in the log; health checks, metrics and pages have one only with --verbose",
         choices=("all", "errors", "off"),
     )
     otlp_traces_endpoint: str | None = option(
         None,
-        "send a trace of each request to the OpenTelemetry collector whose OTLP/HTTP port is here, such as "
-        "http://127.0.0.1:4318; needs shoal[otel]",
+        "OTLP/HTTP address of an OpenTelemetry collector, such as http://127.0.0.1:4318, for a trace of each "
+        "request; needs shoal[otel]",
     )
-    log_format: str = option("text", '"json": a JSON object a line', choices=("text", "json"))
-    disable_fastapi_docs: bool = option(False, "neither /docs nor /openapi.json is there")
+    log_format: str = option(
+        "text", 'format of the log; "json": one JSON object per line', choices=("text", "json")
+    )
+    disable_fastapi_docs: bool = option(False, "serve neither /docs nor /openapi.json")
     enable_log_requests: bool = option(
         False,
-        "a line when a request arrives, with its id, its size and its parameters; its prompts with --verbose "
-        "only",
+        "log a line when a request arrives, with its id, size and parameters; with its prompts only if "
+        "--verbose",
     )
     max_log_len: int | None = option(
-        None, "most characters, or token ids, of a prompt in that line; default: all", low=0
+        None,
+        "most characters, or token ids, of a prompt in the line of enable_log_requests; default: all",
+        low=0,
     )
-    enable_force_include_usage: bool = option(False, "every stream of OpenAI's API ends with its usage")
+    enable_force_include_usage: bool = option(False, "end every stream of OpenAI's API with its usage")
     return_tokens_as_token_ids: bool = option(
-        False, 'log-probabilities name tokens by their ids ("token_id:123"), unless a request says otherwise'
+        False,
+        'name tokens in log-probabilities by their ids ("token_id:123"), unless a request says otherwise',
     )
     default_chat_template_kwargs: dict[str, Any] | None = option(
-        None,
-        "variables of the chat template in JSON, where a request gives none of that name: "
-        '{"enable_thinking": false}',
+        None, 'default variables of the chat template in JSON: {"enable_thinking": false}'
     )
     trust_request_chat_template: bool = option(
-        False, "requests may bring a chat template (in the sandbox, but one may run for ever)"
+        False, "allow a chat template in a request (it runs in the sandbox, but may run for ever)"
     )
     root_path: str | None = option(
-        None, "the prefix that a proxy in front leaves in paths: /llm, for /llm/v1 as for /v1"
+        None, "path prefix that a proxy in front does not remove: with /llm, /llm/v1 is served as /v1"
     )
     middleware: list[str] | None = option(
-        None, "ASGI middleware around the public port, outermost first: package.module.Class"
+        None, "ASGI middleware of the public port, outermost first: package.module.Class"
     )
-    ssl_keyfile: str | None = option(None, "TLS: the private key", section="TLS")
-    ssl_certfile: str | None = option(None, "TLS: the certificate")
-    ssl_ca_certs: str | None = option(
-        None, "TLS: the authorities whose certificates clients may show, a PEM file"
-    )
+    ssl_keyfile: str | None = option(None, "file of the private key", section="TLS")
+    ssl_certfile: str | None = option(None, "file of the certificate")
+    ssl_ca_certs: str | None = option(None, "PEM file of the authorities that sign certificates of clients")
     ssl_cert_reqs: int = option(
-        0, "TLS: 1: a client's certificate is checked if it has one; 2: it must have one", low=0, high=2
+        0, "certificates of clients; 0: not checked; 1: checked if present; 2: required", low=0, high=2
     )
-    ssl_ciphers: str | None = option(None, "TLS: the ciphers, in OpenSSL's form; default: Python's")
+    ssl_ciphers: str | None = option(None, "ciphers in OpenSSL's form; default: Python's")
     plane: str | None = option(
         None,
-        "join the fleet whose plane is here, as a worker: tcp://127.0.0.1:PORT, ipc:///PATH or "
-        "nats://HOST:4222; the port is then any free one, unless it is given",
+        "address of the plane of a fleet to join as a worker: tcp://127.0.0.1:PORT, ipc:///PATH or "
+        "nats://HOST:4222; --port then defaults to any free one",
         common=True,
         section="fleet",
     )
     role: str = option(
-        "both", "what this worker does in a fleet", common=True, choices=("both", "prefill", "decode")
+        "both", "work of this worker in a fleet", common=True, choices=("both", "prefill", "decode")
     )
-    worker_id: str | None = option(None, "its name in the fleet; default: made of host and process")
+    worker_id: str | None = option(
+        None, "name of this worker in the fleet; default: made of host and process"
+    )
     worker_tags: list[str] | None = option(
-        None, "its tags in the fleet: a request with the header X-Shoal-Tags: a,b goes to workers with both"
+        None, "tags of this worker: a request with the header X-Shoal-Tags: a,b goes to workers with both"
     )
     fleet_key_file: str | None = option(
         None,
-        "the secret that the processes of a fleet share; without it, fleets do not leave this machine",
+        "file of the secret that the processes of a fleet share; without it, a fleet is limited to this "
+        "machine",
         common=True,
     )
     weights_from_peers: bool = option(
         False,
-        "take the weights out of the memory of another worker of the fleet that has the same, and from files "
-        "where there is none",
+        "load weights from the memory of another worker of the fleet that has the same ones; from files if "
+        "no worker has them",
     )
-    fleet_host: str = option("127.0.0.1", "where routers reach this worker's tokens")
-    fleet_port: int = option(0, "likewise; 0: any that is free", low=0, high=65535)
+    fleet_host: str = option("127.0.0.1", "address at which routers connect to this worker")
+    fleet_port: int = option(0, "port at which routers connect; 0: any free port", low=0, high=65535)
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
         if 0 < self.engine_timeout < 2:
             raise ConfigError(
-                f"engine_timeout {self.engine_timeout!r} is less than 2 s, as short as a busy "
-                "machine may pause; choose 2 or more, or 0 for no limit"
+                f"engine_timeout must be 0 or >= 2, got {self.engine_timeout!r}: a busy machine may pause "
+                "for two seconds; choose 2 or more, or 0 for no limit"
             )
         if self.allow_credentials and "*" in (self.allowed_origins or ()):
             raise ConfigError(
-                "allow_credentials with allowed_origins '*' is what no browser accepts; name the origins"
+                "allow_credentials with allowed_origins '*' is refused by every browser; name the origins"
             )
         if self.admin_port == self.port != 0 and self.admin_host == self.host and self.uds is None:
             raise ConfigError(
-                f"admin_port {self.admin_port} is the public port too; give each a port of its own"
+                f"admin_port must differ from port, got {self.admin_port} for both; give each a port of its "
+                "own"
             )
         if self.plane is None and (self.role != "both" or any(getattr(self, name) for name in OF_WORKERS)):
             raise ConfigError(
-                f"role, {', '.join(OF_WORKERS)} are of a worker in a fleet; name the fleet's --plane, too"
+                f"role, {', '.join(OF_WORKERS)} are for a worker of a fleet; add the fleet's --plane"
             )
         if wrong := [tag for tag in self.worker_tags or () if tag != tag.strip() or not tag or "," in tag]:
             raise ConfigError(
-                f"worker_tags {wrong[0]!r:.100} is no tag; leave out commas and spaces at its ends"
+                f"worker_tags must have no commas and no outer spaces, got {wrong[0]!r:.100}; leave them out"
             )
         name = "default_chat_template_kwargs"
         object.__setattr__(self, name, _json_object(name, self.default_chat_template_kwargs))
@@ -788,12 +823,12 @@ class ServerConfig:
 
 
 def check_lends(role: str, engine: EngineConfig) -> None:
-    """Raises ConfigError for a worker that computes prompts for others and would lend them no blocks."""
+    """Raises ConfigError for a prefill worker that would lend no blocks."""
     exchange = engine.kv_transfer_config
     if role == "prefill" and (exchange is None or not exchange.lends):
         given = None if exchange is None else exchange.kv_role
         raise ConfigError(
-            f"a worker of the role prefill lends its KV blocks, and with kv_transfer_config {given!r} it "
-            "would lend none, so each prompt would be computed twice; leave kv_transfer_config out, or take "
-            "kv_role kv_producer or kv_both"
+            f"a worker of the role prefill must lend its KV blocks, got kv_transfer_config {given!r}, with "
+            "which each prompt would be computed twice; leave kv_transfer_config out, or take kv_role "
+            "kv_producer or kv_both"
         )

@@ -1,6 +1,6 @@
-"""Options as dataclass fields: each says once what it means and which values are possible.
+"""Options as dataclass fields, each with its help and its possible values.
 
-`--help`, the tables in docs/ and the checks all read these fields, so none of them can differ from another.
+`--help`, the tables in docs/ and the checks all read these fields, so they always agree.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MOST_INTEGER = 2**63 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """Which values a field may have. A number is finite. `choices` names all values there are."""
+    """The possible values of a field. Numbers are finite. `choices`: all possible words."""
 
     low: float | None = None
-    above: float | None = None  # in place of `low`, where the bound itself is not allowed
+    above: float | None = None  # in place of `low`, if the bound itself is not allowed
     high: float | None = None
     choices: tuple[str, ...] = ()
 
@@ -38,10 +38,10 @@ def option(
     high: float | None = None,
     choices: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field that is an option. default: MISSING for one that must be given.
+    """Returns a dataclass field that is an option. default: MISSING for a required one.
 
-    help: its meaning. common: `--help` shows it; `--help-all` shows every option. section: the heading above
-    this field and above those after it, up to the next field that has one. The rest are `Limits`.
+    common: `--help` shows the option; `--help-all` shows all. section: the heading of this field and the
+    following ones, up to the next field with a section. The other arguments are `Limits`.
     """
     limits = Limits(low=low, above=above, high=high, choices=choices)
     metadata = {"help": help, "common": common, "section": section, "limits": limits}
@@ -49,18 +49,17 @@ def option(
 
 
 def check_fields(config: Any, error: type[Exception], prefix: str = "") -> None:
-    """Raises `error` for the first option that is a number, a yes or no, or a word of several and whose value
-    is none of these or outside its limits. None is possible where the type of the field says so. `prefix`
-    comes before the field's name in the message. Most values are the field's default, and are not looked at,
-    which halves the time."""
+    """Raises `error` for the first number, bool or choice whose value has the wrong type or is outside its
+    limits. None is allowed where the type of the field says so. `prefix` precedes the field's name in the
+    message. Default values are not checked, which halves the time."""
     for check in _checks(config.__class__):
         value = getattr(config, check.name)
         if value is not check.default and not check.allows(value):
-            raise error(f"{prefix}{check.name} {value!r:.200} {_complaint(check.kind, check.limits)}")
+            raise error(f"{prefix}{check.name} must be {_constraint(check)}, got {value!r:.200}; choose one")
 
 
 class _Check:
-    """A field's limits and its default, prepared for the check of a value."""
+    """A field's limits and default, prepared for checking values."""
 
     __slots__ = (
         "above",
@@ -93,15 +92,15 @@ class _Check:
         if self.choices:
             return value in self.choices
         if self.kind is bool:
-            return getattr(value, "shape", ()) == () and value in (0, 1)  # numpy's and torch's as well
+            return getattr(value, "shape", ()) == () and value in (0, 1)  # also bools of numpy and torch
         if not isinstance(value, self.kinds) or isinstance(value, bool):
             return False
-        return self.low <= value <= self.high and value > self.above  # never true of NaN
+        return self.low <= value <= self.high and value > self.above  # false for NaN
 
 
 @functools.cache
 def _checks(config: type) -> list[_Check]:
-    """Returns a check for each option of which more is known than that it is a text or a list."""
+    """Returns a check for each option that is a number, a bool or a choice."""
     hints = typing.get_type_hints(config)
     checks = [
         _Check(field.name, hints[field.name], field.metadata["limits"], field.default)
@@ -112,7 +111,7 @@ def _checks(config: type) -> list[_Check]:
 
 
 def described(config: type) -> str:
-    """A line for each field: name, type, default and meaning. For the docstrings of what takes them as
+    """Returns a line for each field (name, type, default, help), for docstrings of functions with these
     arguments."""
     lines = []
     for field in dataclasses.fields(config):
@@ -121,32 +120,33 @@ def described(config: type) -> str:
 
 
 def kind_of(hint: Any) -> tuple[Any, bool]:
-    """A field's type without None, and whether it may be None."""
+    """Returns a field's type without None, and True if the field may be None."""
     if not isinstance(hint, types.UnionType):
         return hint, False
     kinds = typing.get_args(hint)
     return next(kind for kind in kinds if kind is not types.NoneType), types.NoneType in kinds
 
 
-def _complaint(kind: type, limits: Limits) -> str:
-    """Says which values are possible."""
+def _constraint(check: _Check) -> str:
+    """Returns the possible values, in words."""
+    limits = check.limits
     if limits.choices:
-        return f"is not one of {', '.join(limits.choices)}"
-    if kind is bool:
-        return "is neither True nor False; give one of them"
+        return f"one of {', '.join(limits.choices)}"
+    if check.kind is bool:
+        return "True or False"
     if limits == Limits():
-        return "is not an integer; give one"
-    if kind is int:
+        return "an integer"
+    if check.kind is int:
         low = "-2^63" if limits.low is None else f"{limits.low}"
         high = "2^63 - 1" if limits.high is None else f"{limits.high}"
-        return f"is not an integer from {low} to {high}; choose one"
-    return f"is outside {interval(limits)}; choose a finite number inside it"
+        return f"an integer from {low} to {high}"
+    return f"a finite number in {interval(limits)}"
 
 
 def interval(limits: Limits) -> str:
-    """Writes limits as an interval, such as [0, 1], (0, 1] or [0, inf)."""
+    """Returns limits as an interval, such as [0, 1], (0, 1] or [0, inf)."""
     if limits.above is not None:
         begin = f"({limits.above:g}"
     else:
         begin = "(-inf" if limits.low is None else f"[{limits.low:g}"
-    return f"{begin}, {'inf)' if limits.high is None else f'{limits.high:g}]'}"
+    return f"{begin}, {f'{limits.high:g}]' if limits.high is not None else 'inf)'}"

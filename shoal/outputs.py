@@ -9,8 +9,8 @@ from shoal.api import TokenLogprobs
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One answer. `text` is empty when detokenization is off. If finish_reason is "error", `error` says why,
-    and text and tokens are those that came before."""
+    """One answer. `text` is empty when detokenization is off. If finish_reason is "error", `error` has the
+    reason, and the text and tokens are the ones generated before it."""
 
     index: int
     text: str
@@ -20,7 +20,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
-    # vLLM's, which mean nothing here.
+    # Fields of vLLM without a meaning here.
     lora_request: None = None
     routed_experts: None = None
     kv_transfer_params: None = None
@@ -31,8 +31,8 @@ class CompletionOutput:
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """The times of a request in seconds, with vLLM's names: `arrival_time` by the wall clock, the others by
-    time.monotonic. They are of the first answer, if there are several."""
+    """Times of a request in seconds, with vLLM's names: `arrival_time` by the wall clock, the others by
+    time.monotonic. With several answers, the times of the first one."""
 
     arrival_time: float
     queued_ts: float
@@ -44,7 +44,7 @@ class RequestMetrics:
     is_corrupted: bool = False
 
     def count(self, num_tokens: int, queued_seconds: float, now: float) -> None:
-        """Takes in tokens that came at `now`. queued_seconds: what the first output says of the queue."""
+        """Counts tokens that arrived at `now`. queued_seconds: from the first output."""
         if not self.num_generation_tokens:
             self.scheduled_ts = self.queued_ts + queued_seconds
             self.first_token_ts, self.first_token_latency = now, now - self.queued_ts
@@ -54,7 +54,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """All answers to one prompt, as `LLM.generate` returns them."""
+    """All answers to one prompt: the result of `LLM.generate`."""
 
     request_id: str
     prompt: str | None
@@ -64,7 +64,7 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_cached_tokens: int | None = None
     metrics: RequestMetrics | None = None  # with disable_log_stats=False
-    # vLLM's, which mean nothing here.
+    # Fields of vLLM without a meaning here.
     lora_request: None = None
     encoder_prompt: None = None
     encoder_prompt_token_ids: None = None
@@ -77,7 +77,7 @@ class BeamSearchSequence:
     tokenizer."""
 
     tokens: list[int]
-    logprobs: list[TokenLogprobs]  # one a generated token
+    logprobs: list[TokenLogprobs]  # one entry per generated token
     cum_logprob: float = 0.0
     text: str | None = None
     finish_reason: str | None = None  # "stop" at an end-of-text id, "length" at a limit of tokens
@@ -86,7 +86,7 @@ class BeamSearchSequence:
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """The `beam_width` best beams of one prompt, the best first, as `LLM.beam_search` returns them."""
+    """The `beam_width` best beams of one prompt, best first: the result of `LLM.beam_search`."""
 
     sequences: list[BeamSearchSequence]
 
@@ -104,7 +104,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class EmbeddingRequestOutput:
-    """The embedding of one prompt, as `LLM.embed` returns it."""
+    """The embedding of one prompt: the result of `LLM.embed`."""
 
     request_id: str
     outputs: EmbeddingOutput

@@ -19,8 +19,8 @@ STRUCTURED_KINDS = ("json", "regex", "choice", "grammar", "json_object", "struct
 
 @dataclass(slots=True)
 class StructuredOutputsParams:
-    """What the text of an answer must look like. Names are vLLM's. Raises RequestError unless exactly one of
-    the kinds is given."""
+    """A constraint on the text of an answer. Names are vLLM's. Raises RequestError unless exactly one kind is
+    given."""
 
     json: str | dict[str, Any] | bool | None = None  # a JSON schema, or its text
     regex: str | None = None
@@ -29,18 +29,19 @@ class StructuredOutputsParams:
     json_object: bool | None = None  # any JSON object
     # Alternatives and sequences of texts and JSON, in xgrammar's form, or their JSON text.
     structural_tag: str | dict[str, Any] | None = None
-    whitespace_pattern: str | None = None  # between the tokens of JSON
-    disable_any_whitespace: bool | None = None  # none between them
-    # Objects have the keys that their schema names and no others, unless it says so itself. None: as
-    # structured_outputs_config says.
+    whitespace_pattern: str | None = None  # regex of the white space between the tokens of JSON
+    disable_any_whitespace: bool | None = None  # no white space between them
+    # True: objects have only the keys that their schema names, unless the schema allows others. None: the
+    # default of structured_outputs_config.
     disable_additional_properties: bool | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in STRUCTURED_KINDS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
-            what = f"gives {' and '.join(given)}" if given else "gives none of its kinds"
+            got = " and ".join(given) or "nothing"
             raise RequestError(
-                f"structured_outputs {what}; give exactly one of {', '.join(STRUCTURED_KINDS)}"
+                f"structured_outputs must have exactly one of {', '.join(STRUCTURED_KINDS)}, got {got}; "
+                "give one"
             )
         if self.choice is not None and (
             not isinstance(self.choice, list)
@@ -48,65 +49,84 @@ class StructuredOutputsParams:
             or not self.choice
         ):
             raise RequestError(
-                f"structured_outputs.choice {self.choice!r:.80} is not a list of texts; give at least one"
+                f"structured_outputs.choice must be a list of strings, got {self.choice!r:.80}; give at "
+                "least one"
             )
         for name in ("regex", "grammar", "whitespace_pattern"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 raise RequestError(
-                    f"structured_outputs.{name} {getattr(self, name)!r:.80} is no text; give a string"
+                    f"structured_outputs.{name} must be a string, got {getattr(self, name)!r:.80}; give one"
                 )
 
 
-DRAWING, LENGTH = "how tokens are drawn", "where an answer ends"
+DRAWING, LENGTH = "sampling", "length of an answer"
 
 
 @neutral_fields.takes(neutral_fields.SAMPLING)
 @dataclass(slots=True)
 class SamplingParams:
-    """How tokens are drawn and when a request ends. Raises RequestError for impossible values.
+    """Parameters of sampling and of the end of a request. Raises RequestError for impossible values.
 
-    The draw of a token depends on (seed, position) alone; answer i of `n` uses seed + i.
+    The sampled token depends only on the logits, the seed and the position; answer i of `n` uses seed + i.
     """
 
-    n: int = option(1, "answers to the prompt", low=1, section="answers")
+    n: int = option(1, "number of answers to the prompt", low=1, section="answers")
     presence_penalty: float = option(
-        0.0, "above 0 discourages what was said, once", low=-2, high=2, section=DRAWING
+        0.0,
+        "penalty of tokens that are in the answer already, once per token; above 0 discourages them",
+        low=-2,
+        high=2,
+        section=DRAWING,
     )
-    frequency_penalty: float = option(0.0, "above 0 discourages what was said, each time", low=-2, high=2)
-    repetition_penalty: float = option(1.0, "above 1 discourages what was said, in the prompt too", above=0)
-    temperature: float = option(1.0, "0 is greedy", low=0, common=True)
+    frequency_penalty: float = option(
+        0.0, "penalty of tokens in the answer, for each occurrence; above 0 discourages them", low=-2, high=2
+    )
+    repetition_penalty: float = option(
+        1.0, "factor against tokens of the prompt and the answer; above 1 discourages them", above=0
+    )
+    temperature: float = option(1.0, "divisor of the logits; 0 is greedy", low=0, common=True)
     top_p: float = option(
-        1.0, "smallest set of tokens with this probability mass", above=0, high=1, common=True
+        1.0,
+        "probability mass of the smallest set of likely tokens to sample from",
+        above=0,
+        high=1,
+        common=True,
     )
-    top_k: int = option(0, "the k most likely tokens; 0 and -1 are off", low=-1)
-    min_p: float = option(0.0, "tokens at least this fraction as likely as the best", low=0, high=1)
-    seed: int | None = option(None, "same seed, same tokens")
+    top_k: int = option(0, "number of most likely tokens to sample from; 0 and -1: all", low=-1)
+    min_p: float = option(
+        0.0, "least probability of a token, as a fraction of the best token's", low=0, high=1
+    )
+    seed: int | None = option(None, "seed of the sampling: the same seed gives the same tokens")
     stop: str | list[str] | None = option(None, "texts that end the answer", section=LENGTH)
     stop_token_ids: list[int] | None = option(None, "token ids that end the answer")
     bad_words: list[str] | None = option(
-        None, "words whose tokens never follow one another in an answer", section="what may be said"
+        None, "words that never appear in an answer", section="allowed tokens"
     )
     include_stop_str_in_output: bool = option(
-        False, "the text keeps the stop string that ended it", section=LENGTH
+        False, "keep the stop string at the end of the text", section=LENGTH
     )
-    ignore_eos: bool = option(False, "go on behind an end-of-text id")
+    ignore_eos: bool = option(False, "continue after an end-of-text id")
     max_tokens: int | None = option(16, "most tokens of an answer", low=1, common=True)
-    min_tokens: int = option(0, "tokens before the answer may end", low=0)
+    min_tokens: int = option(0, "least tokens of an answer", low=0)
     logprobs: int | None = option(
         None,
-        "log-probabilities of so many likeliest tokens, too; -1: of all",
+        "number of likeliest tokens whose log-probabilities are returned for each token; -1: all",
         low=-1,
-        section="what is returned",
+        section="returned fields",
     )
-    prompt_logprobs: int | None = option(None, "likewise, for each token of the prompt", low=-1)
-    detokenize: bool = option(True, "text, beside token ids")
-    skip_special_tokens: bool = option(True, "the text has no special tokens")
-    spaces_between_special_tokens: bool = option(True, "means nothing here: there are none anyway")
+    prompt_logprobs: int | None = option(None, "the same number for each token of the prompt", low=-1)
+    detokenize: bool = option(True, "return text in addition to token ids")
+    skip_special_tokens: bool = option(True, "leave special tokens out of the text")
+    spaces_between_special_tokens: bool = option(True, "accepted for vLLM compatibility; has no effect")
     logit_bias: dict[int, float] | None = option(
-        None, "added to the logits of these token ids, -100 to 100", section="what may be said"
+        None,
+        "numbers from -100 to 100 that are added to the logits of these token ids",
+        section="allowed tokens",
     )
-    allowed_token_ids: list[int] | None = option(None, "no other token ids are drawn")
-    structured_outputs: StructuredOutputsParams | None = option(None, "what the text must look like")
+    allowed_token_ids: list[int] | None = option(None, "token ids to sample from; default: all")
+    structured_outputs: StructuredOutputsParams | None = option(
+        None, "constraint on the text, such as a JSON schema"
+    )
     skip_reading_prefix_cache: bool = option(
         False, "compute every prompt token, even if its KV is cached", section="execution"
     )
@@ -130,12 +150,12 @@ class SamplingParams:
             if value is None and name != "allowed_token_ids":
                 setattr(self, name, [])
             elif value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
-                raise RequestError(f"{name} {value!r} is not a list; put it in one")
+                raise RequestError(f"{name} must be a list, got {value!r:.200}; put it in one")
             elif value is not None:
                 setattr(self, name, list(value))
 
     def check(self) -> None:
-        """Raises RequestError for impossible values, which may have been given since it was built."""
+        """Raises RequestError for impossible values, which may have been set after the construction."""
         check_fields(self, RequestError)
         allowed = [] if self.allowed_token_ids is None else self.allowed_token_ids
         if {*map(type, (self.stop, self.stop_token_ids, self.bad_words, allowed))} != {list}:
@@ -147,47 +167,41 @@ class SamplingParams:
             )
         if self.stop and not all(isinstance(s, str) and s for s in self.stop):
             raise RequestError(
-                f"stop {self.stop!r} holds an empty or non-text entry; every stop string needs at least one "
-                "character"
+                f"stop must be strings of at least one character, got {self.stop!r:.200}; leave the others "
+                "out"
             )
         if self.stop and not self.detokenize:
-            raise RequestError(
-                "stop strings need text, and this request is for token ids alone (detokenize "
-                "is off); use stop_token_ids"
-            )
+            raise RequestError("stop strings need text, and detokenize is False; use stop_token_ids")
         for name in ("stop_token_ids", "allowed_token_ids"):
             ids = getattr(self, name)
             if ids and not all(isinstance(i, int) and i >= 0 for i in ids):
-                raise RequestError(
-                    f"{name} {ids!r} holds something that is no token id; give integers from 0 up"
-                )
+                raise RequestError(f"{name} must be integers from 0, got {ids!r:.200}; give token ids")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError(
-                "allowed_token_ids is empty, so no token could ever be drawn; name at least one id or leave "
-                "it out"
+                "allowed_token_ids must have at least one id, got an empty list; name one or leave it out"
             )
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise RequestError(
-                f"structured_outputs {self.structured_outputs!r:.80} is no StructuredOutputsParams; build "
-                "StructuredOutputsParams(...)"
+                f"structured_outputs must be a StructuredOutputsParams, got {self.structured_outputs!r:.80}; "
+                "build one"
             )
         if self.bad_words and not all(isinstance(w, str) and w for w in self.bad_words):
             raise RequestError(
-                f"bad_words {self.bad_words!r} holds an empty or non-text entry; a bad word needs at least "
-                "one character"
+                f"bad_words must be strings of at least one character, got {self.bad_words!r:.200}; leave "
+                "the others out"
             )
         if self.logit_bias is not None:
             try:
                 self.logit_bias = {int(i): float(b) for i, b in self.logit_bias.items()}
             except (TypeError, ValueError, AttributeError, OverflowError):
                 raise RequestError(
-                    f"logit_bias {self.logit_bias!r} is not a map from token id to number"
+                    f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.200}; give such a map"
                 ) from None
             for token_id, bias in self.logit_bias.items():
                 if token_id < 0 or math.isnan(bias):
                     raise RequestError(
-                        f"logit_bias {{{token_id}: {bias}}} is not a token id from 0 up and a number; mend "
-                        f"or drop it"
+                        "logit_bias must map token ids from 0 to numbers, got "
+                        f"{{{token_id}: {bias}}}; correct or drop it"
                     )
             # vLLM cuts biases to these bounds, too.
             self.logit_bias = {
@@ -200,7 +214,7 @@ class SamplingParams:
 
     @property
     def needs_extras(self) -> bool:
-        """Whether the logits must be changed or looked at outside of the captured step, for these parameters
+        """True if these parameters need the logits outside of the captured step
         (engine/runner/sampling.py)."""
         return bool(
             self.has_penalties
@@ -215,24 +229,26 @@ class SamplingParams:
 @neutral_fields.takes(neutral_fields.BEAM_SEARCH)
 @dataclass(slots=True)
 class BeamSearchParams:
-    """How `LLM.beam_search` looks for likely texts. Raises RequestError for impossible values.
+    """Parameters of `LLM.beam_search`. Raises RequestError for impossible values.
 
     A finished beam's score is the sum of its log-probabilities, divided by its number of generated tokens
-    (its end-of-text id too) to the power of `length_penalty`. `temperature` changes nothing, as in vLLM:
-    beams are scored by the model's own log-probabilities.
+    (with its end-of-text id) to the power of `length_penalty`. `temperature` has no effect, as in vLLM: beams
+    are scored by the model's own log-probabilities.
     """
 
-    beam_width: int = option(MISSING, "beams of each prompt, as many as texts are returned", low=1)
+    beam_width: int = option(MISSING, "number of beams, and of returned texts, per prompt", low=1)
     max_tokens: int = option(MISSING, "most tokens of a beam", low=1)
-    ignore_eos: bool = option(False, "go on behind an end-of-text id")
-    temperature: float = option(0.0, "means nothing here", low=0)
-    length_penalty: float = option(1.0, "above 1 prefers longer texts", above=-math.inf)
+    ignore_eos: bool = option(False, "continue after an end-of-text id")
+    temperature: float = option(0.0, "accepted for vLLM compatibility; has no effect", low=0)
+    length_penalty: float = option(
+        1.0, "exponent of the length in a score; above 1 prefers longer texts", above=-math.inf
+    )
 
     def __post_init__(self) -> None:
         check_fields(self, RequestError)
 
 
-# The fields of generation_config.json that are defaults of SamplingParams.
+# Fields of generation_config.json that are defaults of SamplingParams.
 GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens")
 
 

@@ -46,18 +46,19 @@ from shoal.telemetry import logs
 
 logger = logging.getLogger(__name__)
 
-ROUTER = "router"  # the name of this process in the log
+ROUTER = "router"  # name of this process in the log
 
 
 def fleet_up(path: str, state_dir: str | None = None, verbose: bool = False) -> int:
     """Serves until a signal; returns the exit code: 0 after a drain, 1 after a second signal or if every
-    worker is given up. `state_dir`: as in fleet_folder. Raises ShoalError for what cannot be served."""
+    worker has failed. `state_dir`: as in fleet_folder. Raises ShoalError for a fleet that cannot be
+    served."""
     file = read_fleet(path)
     make = connector_named(file.planner.connector)
     is_local = file.planner.connector in ON_THIS_HOST
     folder = fleet_folder(path, state_dir)
     with holding(folder, "supervisor"):
-        # It is where it was, as workers of another connector may outlive this process and find it there.
+        # The socket has the same path at each start, as workers of other connectors may outlive this process.
         plane_url, prefix = plane_of(file, folder), prefix_of(file, place_of(path))
         if file.planner.connector != "kubernetes":
             components = components_of(
@@ -88,16 +89,16 @@ def fleet_up(path: str, state_dir: str | None = None, verbose: bool = False) -> 
 
 
 def read_fleet(path: str) -> FleetFile:
-    """Raises ConfigError as read_fleet_file does, and for a file by which no worker could ever come."""
+    """Raises ConfigError as read_fleet_file does, and for a file without workers."""
     file = read_fleet_file(path)
     if not file.workers and not file.router.workers and file.router.plane is None:
-        raise ConfigError(f"{path}: there is no worker; write [[workers]]")
+        raise ConfigError(f"{path} must have at least one worker; write [[workers]]")
     return file
 
 
 def check_workers(file: FleetFile, path: str) -> None:
-    """Finds what is wrong with models, options and programs, and downloads what is missing once for all
-    workers. Raises ConfigError."""
+    """Checks models, options and programs, and downloads missing models once for all workers. Raises
+    ConfigError."""
     for number, group in enumerate(file.workers, 1):
         try:
             if isinstance(group, ForeignWorkers):
@@ -110,14 +111,18 @@ def check_workers(file: FleetFile, path: str) -> None:
 
 def _check_program(name: str) -> None:
     if shutil.which(name) is None:
-        raise ConfigError(f"{name!r} is no program here; install it, or give its whole path")
+        raise ConfigError(
+            f"command must begin with a program, got {name!r}; install it, or give its full path"
+        )
 
 
 def _check_model(group: OwnWorkers) -> None:
     """Raises UserError."""
     server = {name: value for name, value in group.options.items() if name in keys_of(ServerConfig)}
     engine = {name: value for name, value in group.options.items() if name not in server}
-    alone = {name: value for name, value in server.items() if name not in OF_WORKERS}  # read with the file
+    alone = {
+        name: value for name, value in server.items() if name not in OF_WORKERS
+    }  # checked when the file was read
     plan(group.model, [], engine, ServerConfig(**alone))
 
 
@@ -134,8 +139,8 @@ async def run_fleet(
     drain: asyncio.Event,
     force: asyncio.Event,
 ) -> int:
-    """The router, and its workers beside it, until `drain` is set and all have ended, or `force`. Returns as
-    fleet_up does, and raises as it does."""
+    """Runs the router and its workers until `drain` is set and all have ended, or until `force` is set.
+    Returns and raises as fleet_up does."""
     with ExitStack() as stack:
         ports = [stack.enter_context(port) for port in open_ports(server)]
         run, end = partial(workers.run, drain), partial(workers.end, force)
@@ -146,7 +151,7 @@ async def run_fleet(
 
 
 class FleetSupervisor:
-    """What runs beside the router: a connector, and the planner if there is one."""
+    """Starts and ends the workers of a fleet: a connector, and a planner if the file has one."""
 
     def __init__(
         self,
@@ -159,9 +164,8 @@ class FleetSupervisor:
         record: IO[bytes] | None,
         profiles: Mapping[str, EngineProfile] | None = None,
     ) -> None:
-        """`name`: that of the fleet on its plane. `record`: as open_record gives it. `profiles`: as a
-        Planner's."""
-        self.error: ShoalError | None = None  # why they could not be started
+        """`name`: the fleet's name on its plane. `record`: from open_record. `profiles`: for the Planner."""
+        self.error: ShoalError | None = None  # the reason why the workers could not be started
         self.is_hopeless = False
         self._planner, self._components, self._make = planner, components, make
         self._log, self._folder, self._name = log, folder, name
@@ -169,8 +173,8 @@ class FleetSupervisor:
         self._connector: Connector | None = None
 
     async def run(self, drain: asyncio.Event, fleet: Fleet) -> None:
-        """Starts the workers and sizes them, until the fleet drains. It drains if they cannot be started or
-        planned, or if none is left."""
+        """Starts the workers and sizes the fleet until it drains. It drains if the workers cannot be started
+        or planned, or if all have failed."""
         timeout_s = self._planner.start_timeout
         connector = self._make(
             Setting(self._components, fleet, fleet.clock, timeout_s, self._log, self._folder)
@@ -181,21 +185,21 @@ class FleetSupervisor:
         try:
             if self._planner.enabled:
                 await become_planner(_registry_of(fleet), self._name)
-            self._connector = connector  # which `end` closes
+            self._connector = connector  # closed by `end`
             await connector.start()
             await self._size(drain, fleet, connector)
         except ShoalError as error:
             self.error = error
             drain.set()
-        except OSError as error:  # of the disk: without a state nothing is started
+        except OSError as error:  # a full disk: no worker is started without a state file
             self.error = UnavailableError(
-                f"the state of the fleet cannot be kept in {self._folder}: {error}; make room there, or "
+                f"the state of the fleet cannot be written to {self._folder}: {error}; make room there, or "
                 "give another --state-dir"
             )
             drain.set()
 
     async def _size(self, drain: asyncio.Event, fleet: Fleet, connector: Connector) -> None:
-        """Until the fleet drains."""
+        """Waits until the fleet drains."""
         hopeless = asyncio.create_task(connector.until_hopeless())
         planned = OwnFleet(fleet, connector, self._components)
         if self._planner.enabled:
@@ -207,7 +211,7 @@ class FleetSupervisor:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             self.is_hopeless = hopeless in done and not drain.is_set()
             if self.is_hopeless:
-                logger.error("no worker is left, and none is started again: the fleet ends")
+                logger.error("all workers have failed and none is started again: the fleet ends")
                 drain.set()
             for task in done:
                 task.result()
@@ -215,7 +219,7 @@ class FleetSupervisor:
             await stop(tasks)
 
     async def end(self, force: asyncio.Event) -> None:
-        """Ends the workers, with what they do; at once when `force` is set."""
+        """Ends the workers after their requests; at once when `force` is set."""
         if self._connector is None:
             return
         closing = asyncio.create_task(self._connector.close(GRACE_S))
@@ -234,13 +238,13 @@ def _registry_of(fleet: Fleet) -> Registry:
 
 @contextmanager
 def open_record(planner: PlannerConfig | None) -> Iterator[IO[bytes] | None]:
-    """That of the planner, if there is one. It goes on behind what is there, on a new line, as a planner that
-    was killed may have left half a line. Raises ConfigError if it cannot be written."""
+    """Opens the planner's record, if it has one, for appending. Starts a new line, as a killed planner may
+    have left half a line. Raises ConfigError if the file cannot be written."""
     if planner is None or planner.record is None:
         yield None
         return
     try:
-        record = open(planner.record, "ab")  # noqa: SIM115 - its end is told apart below
+        record = open(planner.record, "ab")  # noqa: SIM115 - errors of close are handled below
         if record.seekable() and record.tell() and not _ends_with_a_line(planner.record):
             record.write(b"\n")
     except OSError as error:
@@ -252,7 +256,9 @@ def open_record(planner: PlannerConfig | None) -> Iterator[IO[bytes] | None]:
     finally:
         try:
             record.close()
-        except OSError as error:  # the disk is full: it was told before, and the fleet ends as it does else
+        except (
+            OSError
+        ) as error:  # a full disk has been reported before and does not change how the fleet ends
             logger.error("the end of the planner's record is lost: %s", error)
 
 
@@ -270,28 +276,28 @@ def _common_words(file: FleetFile, verbose: bool) -> list[str]:
 
 
 def plane_of(file: FleetFile, folder: Path) -> str:
-    """The URL of the fleet's plane."""
+    """Returns the URL of the fleet's plane."""
     return file.router.plane or f"ipc://{socket_in(folder, 'plane')}"
 
 
 def prefix_of(file: FleetFile, place: str) -> str:
-    """What begins the ids of a fleet's workers, as ids are unique on a plane. NATS is one for many hosts, and
-    for many fleets of a host."""
+    """Returns the prefix of the ids of a fleet's workers. Ids are unique on a plane, and many hosts and
+    fleets share a plane of NATS."""
     if file.router.plane is None or not file.router.plane.startswith(NATS):
         return ""
     return f"{place}-"
 
 
 def fleet_name(place: str) -> str:
-    """That of a fleet on its plane, which other fleets may share."""
+    """Returns the name of a fleet on its plane, which other fleets may share."""
     return f"fleet-{place}"
 
 
 def place_of(path: str) -> str:
-    """A short name for this host and the path of a fleet's file."""
+    """Returns a short name for this host and the path of a fleet's file."""
     return f"{socket.gethostname().partition('.')[0]}-{digest_of(path)}"
 
 
 def _width(components: Sequence[Component]) -> int:
-    """The length of the longest name in the log."""
+    """Returns the length of the longest name in the log."""
     return max(map(len, [ROUTER, *(f"{one.name}-{one.count}" for one in components)]))

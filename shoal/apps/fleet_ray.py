@@ -1,7 +1,7 @@
 """`shoal fleet up --on ray`: the router and the planner in one actor, each worker in an actor of its own.
 
-This process only starts the first of them, shows what all say, and passes signals on. Whatever runs on the
-cluster for the fleet ends with it, as Ray ends a driver's actors.
+This process starts the router's actor, shows the log of all actors, and forwards signals. All actors of the
+fleet end with it, as Ray ends a driver's actors.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from shoal.telemetry import logs
 
 logger = logging.getLogger(__name__)
 
-KEY_BYTES = 32  # of a fleet key that nobody has given
-NOT_FOUND = (ConnectionError, RayError, ValueError, RuntimeError, ImportError)  # what ray.init raises
-CONNECT_S = 60.0  # for a cluster to answer
+KEY_BYTES = 32  # length of a generated fleet key
+NOT_FOUND = (ConnectionError, RayError, ValueError, RuntimeError, ImportError)  # the exceptions of ray.init
+CONNECT_S = 60.0  # for the answer of a cluster
 FORCED_S = 10.0  # for the actors to end at once
 
 
 def fleet_up_on_ray(path: str, address: str | None = None, verbose: bool = False) -> int:
-    """As fleet_up, on the Ray cluster at this address; None: the one that RAY_ADDRESS names, or that runs on
-    this machine. Raises ShoalError as that does, and for a cluster that cannot be reached."""
+    """Serves as fleet_up does, on the Ray cluster at this address; None: the one of RAY_ADDRESS, or the one
+    on this machine. Raises ShoalError as fleet_up does, and for a cluster that cannot be reached."""
     file = read_fleet(path)
     logs.set_up(logging.DEBUG if verbose else logging.INFO, file.server.log_format, sys.stderr)
     if file.planner.connector not in ("process", "ray"):
@@ -71,7 +71,7 @@ def fleet_up_on_ray(path: str, address: str | None = None, verbose: bool = False
         )
     key_file = file.router.fleet_key_file
     key = secrets.token_hex(KEY_BYTES).encode() if key_file is None else read_secret(key_file)
-    # Paths mean something else on another node, so what they hold goes along.
+    # Paths differ on another node, so the actor gets the contents of files.
     server = dataclasses.replace(file.server, api_key=read_keys(file.server) or None, api_key_file=None)
     record = file.planner.record and os.path.abspath(file.planner.record)
     planner = dataclasses.replace(file.planner, record=record)
@@ -81,7 +81,7 @@ def fleet_up_on_ray(path: str, address: str | None = None, verbose: bool = False
         try:
             nodes = _nodes()
             check_reach(file.router.plane, hosts_of(nodes))
-            ray_components(file.workers, nodes, "")  # here too, so that mistakes are told first
+            ray_components(file.workers, nodes, "")  # here too, so that errors are reported before the start
         except ConfigError as error:
             raise ConfigError(f"{path}: {error}") from None
         return asyncio.run(_up(partial(_start, file, path, place_of(path), key, verbose, profiles)))
@@ -89,8 +89,8 @@ def fleet_up_on_ray(path: str, address: str | None = None, verbose: bool = False
 
 @contextlib.contextmanager
 def _connected(address: str | None) -> Iterator[None]:
-    """Raises ConfigError if there is no such cluster."""
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # it would hide what several workers say alike
+    """Connects to the cluster inside the block. Raises ConfigError if there is no such cluster."""
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # deduplication would hide equal lines of several workers
     try:
         _connect(address or "auto")
     except (TimeoutError, *NOT_FOUND) as error:
@@ -106,9 +106,9 @@ def _connected(address: str | None) -> Iterator[None]:
 
 
 def _connect(address: str) -> None:
-    """Ray itself tries on for minutes where nobody answers, so it does that in a thread that is left behind.
-    A cluster that it starts itself answers at once, and would end with the thread that started it. Raises
-    TimeoutError, and what Ray raises."""
+    """Connects in a thread that may be abandoned, as Ray retries for minutes if the address does not answer.
+    A new local cluster answers at once, and is started in this thread, since it would end with its thread.
+    Raises TimeoutError, and the exceptions of Ray."""
     if address == "local":
         _init(address)
         return
@@ -140,14 +140,14 @@ def _nodes() -> list[Node]:
 def _start(
     file: FleetFile, path: str, place: str, key: bytes, verbose: bool, profiles: dict[str, EngineProfile]
 ) -> Any:
-    """A new actor with the router. It prefers the node of this process, whose port users will try."""
+    """Starts an actor with the router, if possible on the node of this process, whose port users will try."""
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     actor = ray.remote(RouterActor).options(num_cpus=0, scheduling_strategy=here)
     return actor.remote(file, path, place, key, verbose, profiles)
 
 
 async def _up(start: partial[Any]) -> int:
-    """Follows the router's actor to its end; one that dies is started again, and the workers with it."""
+    """Waits for the end of the router's actor; one that dies is started again, with its workers."""
     drain, force = asyncio.Event(), asyncio.Event()
     loop, restarts = asyncio.get_running_loop(), Restarts(ROUTER)
     with heeding_signals(drain, force):
@@ -181,11 +181,11 @@ async def _follow(actor: Any, drain: asyncio.Event, force: asyncio.Event) -> int
     finally:
         draining.cancel()
         forced.cancel()
-        ray.kill(actor)  # one that could not be reached may live on
+        ray.kill(actor)  # an actor that could not be reached may still run
 
 
 class RouterActor:
-    """The code of the actor with the router and the planner: what `shoal fleet up` is on one host."""
+    """The actor with the router and the planner, as `shoal fleet up` runs them on one host."""
 
     def __init__(
         self,
@@ -211,7 +211,7 @@ class RouterActor:
         self._force.set()
 
     async def run(self) -> int:
-        """Returns as fleet_up_on_ray does, and raises as it does."""
+        """Returns and raises as fleet_up_on_ray does."""
         logs.set_up(
             logging.DEBUG if self._verbose else logging.INFO, self._file.server.log_format, sys.stderr
         )

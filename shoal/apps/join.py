@@ -1,4 +1,4 @@
-"""How a server joins a fleet as a worker (`shoal serve --plane`). Torch-free."""
+"""Joins a fleet as a worker (`shoal serve --plane`). Torch-free."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ from shoal.wire import ModelInfo
 
 logger = logging.getLogger(__name__)
 
-EVENTS_FOLDER = "shoal-events-"  # what the names of workers' folders of sockets begin with
+EVENTS_FOLDER = "shoal-events-"  # prefix of the folders with workers' sockets
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-READERS_S = 10.0  # that a worker which ends waits for readers of its KV blocks
+READERS_S = 10.0  # for which an ending worker waits for readers of its KV blocks
 READERS_POLL_S = 0.02
 
 
 @dataclass(slots=True)
 class Planned:
-    """A model to be served, before its engine exists."""
+    """A model to serve, before its engine is started."""
 
     names: list[str]
     config: EngineConfig
@@ -54,7 +54,7 @@ class Planned:
 
 
 def check_fleet(config: ServerConfig) -> None:
-    """Finds mistakes before an engine is started. Raises ConfigError."""
+    """Checks the options of the fleet before an engine is started. Raises ConfigError."""
     key = FleetKey.read(config.fleet_key_file)
     check_plane(config.plane or "", key)
     check_host(config.fleet_host, key)
@@ -64,8 +64,8 @@ def check_fleet(config: ServerConfig) -> None:
 
 @contextlib.contextmanager
 def event_endpoints(config: EngineConfig) -> Iterator[EventEndpoints | None]:
-    """Where the engine tells this process of its KV blocks: sockets in a private folder. None if it caches no
-    prefixes. Raises ConfigError where the engine is to publish elsewhere."""
+    """Yields addresses for the KV events from the engine to this process: sockets in a private folder. None
+    if the engine caches no prefixes. Raises ConfigError if the options name other addresses."""
     if config.kv_events_config is not None and config.kv_events_config.enable_kv_cache_events:
         raise ConfigError(
             "kv_events_config enables events, and a worker of a fleet (--plane) sends its own to the "
@@ -84,10 +84,12 @@ def event_endpoints(config: EngineConfig) -> Iterator[EventEndpoints | None]:
 
 
 def _locked_folder() -> tuple[str, int]:
-    """A new private folder, and the descriptor of a lock on it, which ends with this process."""
+    """Returns a new private folder and the descriptor of a lock on it, which ends with this process."""
     while True:
         folder = tempfile.mkdtemp(prefix=EVENTS_FOLDER)  # 0700
-        with contextlib.suppress(FileNotFoundError):  # another process takes it for a dead one's just before
+        with contextlib.suppress(
+            FileNotFoundError
+        ):  # another process may remove the folder before the lock is taken
             lock = os.open(folder, DIRECTORY)
             fcntl.flock(lock, fcntl.LOCK_SH)
             if os.path.isdir(folder):
@@ -96,8 +98,7 @@ def _locked_folder() -> tuple[str, int]:
 
 
 def _remove_dead_folders() -> None:
-    """Those of workers that were killed: nobody has a lock on them any more. What is another user's
-    stays."""
+    """Removes the folders of killed workers, whose locks are free. Folders of other users stay."""
     for folder in Path(tempfile.gettempdir()).glob(EVENTS_FOLDER + "*"):
         try:
             fd = os.open(folder, DIRECTORY | os.O_NOFOLLOW)
@@ -116,8 +117,8 @@ def _remove_dead_folders() -> None:
 async def weights_of_peers(
     planned: Planned, config: ServerConfig, worker_id: str
 ) -> AsyncIterator[Awaitable[bytes | None] | None]:
-    """What the block gets is awaited for a loan of another worker's weights (weights/loan.py), which ends
-    with the block. It gets None where they are not to come from there."""
+    """Yields a function that borrows the weights of another worker (weights/loan.py); the loan ends with the
+    block. Yields None if weights are read from files."""
     if not config.weights_from_peers or planned.config.load_format == "dummy":
         yield None
         return
@@ -132,7 +133,7 @@ async def weights_of_peers(
 
 
 def with_events(planned: Planned, events: EventEndpoints) -> Planned:
-    """The same model, whose engine publishes there."""
+    """Returns the model with an engine that publishes to these addresses."""
     told = KVEventsConfig(
         enable_kv_cache_events=True, endpoint=events.publisher, replay_endpoint=events.replay
     )
@@ -140,7 +141,7 @@ def with_events(planned: Planned, events: EventEndpoints) -> Planned:
 
 
 def worker_id_of(config: ServerConfig) -> str:
-    """The name of this process in a fleet."""
+    """Returns the name of this process in a fleet."""
     return config.worker_id or re.sub(r"[^A-Za-z0-9_-]", "-", f"{socket.gethostname()}-{os.getpid()}")
 
 
@@ -153,9 +154,8 @@ async def joined(
     worker_id: str,
     tracing: Tracing | None,
 ) -> AsyncIterator[None]:
-    """Inside of the block this process is a worker of the fleet. If it becomes another model, it says so, and
-    routers see it leave and join. url: of its HTTP server. Raises ConfigError for a port that cannot be
-    had."""
+    """Makes this process a worker of the fleet inside the block. If its model changes, routers see it leave
+    and join. url: its HTTP server. Raises ConfigError for a port that is not available."""
     assert config.plane is not None
     key, clock = FleetKey.read(config.fleet_key_file), LoopClock()
     port = WorkerServer.open(
@@ -225,7 +225,7 @@ async def joined(
 
 
 async def _readers_end(engine: Engine) -> None:
-    """Waits for those who read KV blocks here, but not for long: they may have them from elsewhere."""
+    """Waits a short time for readers of KV blocks; after that they compute the blocks."""
     with contextlib.suppress(TimeoutError, ShoalError):
         async with asyncio.timeout(READERS_S):
             while (loans := (await engine.stats()).kv_loans) is not None and loans.offers:
@@ -234,16 +234,17 @@ async def _readers_end(engine: Engine) -> None:
 
 def _check_role(role: str, info: ModelInfo) -> None:
     if role not in ROLES:
-        raise ConfigError(f"role {role!r:.40} is none of {', '.join(ROLES)}")
+        raise ConfigError(f"role must be one of {', '.join(ROLES)}, got {role!r:.40}; choose one")
     if role == "prefill" and not info.lends_kv:
         raise ConfigError(
-            "this worker lends its KV blocks to nobody, so prompts that it computed would be of no use; "
+            "the role prefill needs a worker that lends its KV blocks, and this one does not; "
             """start it with --kv-transfer-config '{"kv_role": "kv_both"}'"""
         )
 
 
 async def _register(registry: Registry, member: Member) -> None:
-    """Waits for a plane that is not there yet, and for the end of another process that has this id."""
+    """Registers the worker. Waits for a plane that does not answer yet, and for the end of another process
+    with the same id."""
     while True:
         try:
             await registry.register(member)

@@ -82,7 +82,7 @@ class ModelCatalogSync:
             try:
                 served = await self._native(model)
             except Exception as error:
-                # Files and hubs fail with exceptions of many kinds, all of which may be temporary.
+                # Files and hubs fail with many exceptions, and every failure may be temporary.
                 if isinstance(error, ShoalError):
                     logger.error("the model %s cannot be served: %s", model.name, error)
                 else:

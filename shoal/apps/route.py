@@ -38,24 +38,25 @@ from shoal.telemetry.tracing import check_tracing, opened_tracing
 
 logger = logging.getLogger(__name__)
 
-# The garbage collector looks at the prompts of all requests that run, token by token, each time that so many
-# more objects are there.
+# The garbage collector visits every token of all running prompts, each time that this number of objects was
+# added.
 YOUNG_OBJECTS = 10_000
 
 
 def route(config: FleetConfig, server: ServerConfig) -> int:
-    """Serves until a signal; returns the exit code. Raises ShoalError for what cannot be served."""
+    """Routes until a signal; returns the exit code. Raises ShoalError for a router that cannot start."""
     if config.plane is None and not config.workers and server.admin_port is None:
         raise ConfigError(
-            "no worker could ever come; name one (--worker http://127.0.0.1:9001), the plane on which ours "
-            "join (--plane tcp://127.0.0.1:5600), or an --admin-port on which workers are added"
+            "a router needs a source of workers; name one (--worker http://127.0.0.1:9001), the plane that "
+            "native workers join (--plane tcp://127.0.0.1:5600), or an --admin-port on which workers are "
+            "added"
         )
     check_router(config, server)
     return asyncio.run(_route(config, server))
 
 
 def check_router(config: FleetConfig, server: ServerConfig) -> None:
-    """Finds mistakes before anything is started. Raises ConfigError."""
+    """Checks the options before anything is started. Raises ConfigError."""
     check_admin_port(server)
     check_tls(server)
     check_tracing(server.otlp_traces_endpoint)
@@ -82,10 +83,9 @@ async def run_router(
     beside: Callable[[Fleet], Coroutine[Any, Any, None]] | None = None,
     at_end: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> None:
-    """Routes until `drain` is set and what runs has ended, or until `force` is set. `ports` are those of
-    open_ports; they are closed at the end. `beside` runs meanwhile and is cancelled at the end; then `at_end`
-    runs, while the plane is still there for workers that take leave of it. Raises ShoalError as serve_until
-    does."""
+    """Routes until `drain` is set and running requests have ended, or until `force` is set. `ports`: from
+    open_ports; closed at the end. `beside` runs meanwhile and is cancelled at the end; then `at_end` runs,
+    while the plane is still open for workers that leave it. Raises ShoalError as serve_until does."""
     started = time.monotonic()
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     async with AsyncExitStack() as stack:
@@ -115,7 +115,7 @@ async def run_router(
             admin = Server(catalog, server, operating, watch=watch, is_admin=True)
 
         def ready(port: int, admin_port: int | None) -> None:
-            gc.freeze()  # what exists now stays
+            gc.freeze()  # the objects so far stay alive
             gc.set_threshold(YOUNG_OBJECTS)
             operated = f", admin port {admin_port} on {server.admin_host}" if admin_port is not None else ""
             logger.info(
@@ -144,8 +144,8 @@ async def run_router(
 
 
 def _join(fleet: Fleet, worker: Worker[RemoteEngine]) -> None:
-    """A worker has come on the plane."""
+    """Adds a worker that has joined the plane."""
     try:
         fleet.join(worker, [worker.link.follow_events])
     except ConfigError as error:
-        logger.error("a worker on the plane is set aside: %s", error)
+        logger.error("a worker on the plane is excluded: %s", error)

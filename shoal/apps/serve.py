@@ -43,16 +43,16 @@ from shoal.wire import ModelInfo
 
 logger = logging.getLogger(__name__)
 
-# What the engine of a worker with a role does with KV blocks, if its own options don't say it. What leaves a
-# decode worker takes its blocks along.
+# Default kv_role of a worker by its role. Requests that leave a decode worker take their blocks along, so it
+# lends, too.
 KV_ROLES = {"prefill": "kv_producer", "decode": "kv_both"}
 
 
 def serve(model: str | None, models: Sequence[str], options: dict[str, Any], config: ServerConfig) -> int:
-    """Serves until a signal; returns the exit code. Raises ShoalError for what cannot be served.
+    """Serves until a signal; returns the exit code. Raises ShoalError for a server that cannot start.
 
     model: folder, file or id; or `models`: the same as "name=model", several with config.swap. options:
-    EngineConfig's.
+    fields of EngineConfig.
     """
     started = time.monotonic()
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
@@ -63,8 +63,8 @@ def serve(model: str | None, models: Sequence[str], options: dict[str, Any], con
 def plan(
     model: str | None, models: Sequence[str], options: dict[str, Any], config: ServerConfig
 ) -> list[Planned]:
-    """Returns what to serve. It finds mistakes before an engine is started, which may take minutes. Raises
-    ShoalError."""
+    """Returns the models to serve. Checks all options before an engine is started, which may take minutes.
+    Raises ShoalError."""
     check_admin_port(config)
     check_tls(config)
     check_tracing(config.otlp_traces_endpoint)
@@ -107,7 +107,9 @@ def plan(
     options = {"target_itl_ms": SERVER_TARGET_ITL_MS, **options}
     if config.role in KV_ROLES:
         kv_role = KV_ROLES[config.role]
-        if config.role == "decode" and options.get("enable_sleep_mode"):  # it gives its cache's memory back
+        if config.role == "decode" and options.get(
+            "enable_sleep_mode"
+        ):  # swap releases the memory of its cache
             kv_role = "kv_consumer"
         transfer = {"kv_role": kv_role, "kv_ip": config.fleet_host}
         options = {"kv_transfer_config": transfer, **options}
@@ -118,13 +120,15 @@ def plan(
         files = resolve(engine.model, engine.revision, engine.download_dir, overrides=engine.hf_overrides)
         files = files.overridden(engine.hf_overrides).check()
         if files.revision is not None:
-            engine = dataclasses.replace(engine, revision=files.revision)  # its processes take this one
+            engine = dataclasses.replace(
+                engine, revision=files.revision
+            )  # its processes inherit this variable
         found.append(Planned(config.served_model_name or [name], engine, files))
     return found
 
 
 def _named(entry: str) -> tuple[str | None, str]:
-    """`name=model`, or a model alone: a `=` in a path is no name's end."""
+    """Returns (name, model) of `name=model`, or of a model alone: a `=` in a path does not end a name."""
     name, equals, path = entry.partition("=")
     return (name, path) if equals and name and path and "/" not in name else (None, entry)
 
@@ -158,7 +162,7 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
         admin = create_admin_app(catalog, config) if config.admin_port is not None else None
 
         def ready(port: int, admin_port: int | None) -> None:
-            # All that exists now stays. A full collection would look at it while answers wait.
+            # The objects so far stay alive. A full collection would visit them while answers wait.
             gc.freeze()
             operated = f", admin port {admin_port} on {config.admin_host}" if admin_port is not None else ""
             logger.info(
@@ -168,7 +172,7 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
                 operated,
                 time.monotonic() - started,
             )
-            if config.plane is None:  # a fleet's pages are the router's
+            if config.plane is None:  # in a fleet, the router has the pages
                 url = url_of(config, port, reachable=True)
                 pages = "chat page %s/  dashboard %s/dashboard  API %s/v1  description of the API %s/docs"
                 logger.info(pages, url, url, url, url)
@@ -176,7 +180,7 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
 
         drain = asyncio.Event()
         if config.plane is not None:
-            # Without its engine a worker of a fleet ends, and whoever has started it may start it again.
+            # Without its engine a worker of a fleet ends, so that its supervisor may start it again.
             stack.callback(asyncio.create_task(_set_after(engines[0].lost, drain)).cancel)
         else:
             for llm in engines:
@@ -202,13 +206,13 @@ async def _set_after(first: asyncio.Event, then: asyncio.Event) -> None:
 async def start_engine(
     one: Planned, config: ServerConfig, loan: Awaitable[bytes | None] | None
 ) -> tuple[AsyncLLM, Tokenizer | None]:
-    """The engine, and meanwhile the tokenizer: a tenth of a small model's start."""
+    """Starts the engine, and loads the tokenizer meanwhile: a tenth of a small model's start."""
     engine = one.config
     starting = asyncio.create_task(
         AsyncLLM.start(engine, restart=config.restart, engine_timeout=config.engine_timeout, loan=loan)
     )
     try:
-        await asyncio.sleep(0)  # the engine's process first: it takes longer
+        await asyncio.sleep(0)  # the engine's process first, as it takes longer
         tokenizer = await _load_tokenizer(engine, one.files)
     except BaseException:
         starting.cancel()
@@ -225,8 +229,8 @@ async def _load_tokenizer(config: EngineConfig, files: CheckpointFiles) -> Token
 
 
 def _following(model: ServedModel, llm: AsyncLLM, config: ServerConfig) -> Callable[[], Awaitable[None]]:
-    """What an engine does that has become another model (AsyncLLM.on_other_model): the server speaks for that
-    one from now on, under the same names."""
+    """Returns a function to call after a change of the engine's model (AsyncLLM.on_other_model): the server
+    then serves the new model under the same names."""
 
     async def follow() -> None:
         engine = llm.config
@@ -236,7 +240,9 @@ def _following(model: ServedModel, llm: AsyncLLM, config: ServerConfig) -> Calla
             )
             tokenizer = await _load_tokenizer(engine, files)
         except ShoalError:
-            model.tokenizer = None  # The old one would speak another language. Texts are refused now.
+            model.tokenizer = (
+                None  # The old tokenizer does not fit the new model. Requests with text are refused now.
+            )
             raise
         card = card_of(Planned(model.names, engine, files), llm.info, tokenizer, config)
         model.become(served_model(card, model.engine, tokenizer, config))
@@ -247,7 +253,7 @@ def _following(model: ServedModel, llm: AsyncLLM, config: ServerConfig) -> Calla
 def card_of(
     planned: Planned, info: ModelInfo, tokenizer: Tokenizer | None, config: ServerConfig
 ) -> ModelCard:
-    """What anybody must know to serve this engine."""
+    """Returns the facts that a server needs about this engine."""
     template = tokenizer.chat_template if tokenizer is not None else None
     tool_template = tokenizer.chat_templates.get("tool_use", template) if tokenizer is not None else None
     engine = planned.config
@@ -274,12 +280,12 @@ def card_of(
 
 
 def _number(port: socket.socket) -> int:
-    """0 for a Unix socket."""
+    """Returns the number of a port; 0 for a Unix socket."""
     return 0 if port.family == socket.AF_UNIX else int(port.getsockname()[1])
 
 
 def _cache_config(config: EngineConfig, info: ModelInfo) -> dict[str, str]:
-    """Returns the labels of vllm:cache_config_info that mean something here."""
+    """Returns the labels of vllm:cache_config_info that apply here."""
     return {
         "block_size": str(info.block_size),
         "cache_dtype": info.kv_cache_dtype,

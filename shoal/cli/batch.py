@@ -1,5 +1,5 @@
 """`shoal run-batch`: answers a file of requests. They go to the server's own endpoints, in this process and
-without a port, so what a line may ask for is what a server takes."""
+without a port, so a line may use every field that the server accepts."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ from shoal.server.served.catalog import Catalog
 from shoal.server.served.model import served_model
 from shoal.weights.source import resolve
 
-# SHOAL_API_KEY of a machine's servers closes this one, too, so a batch brings a key of its own.
+# SHOAL_API_KEY of the environment would make this server refuse requests without it, so a batch has its own
+# key.
 KEY = "batch"
 NO_LIMIT = 1 << 60
-# A line of the user's own file is not refused for its size, nor for what is queued: `answer` bounds that.
+# Lines of the user's own file are not refused for their size or for a full queue: `answer` bounds the queue.
 LIMITS: dict[str, Any] = {
     "max_body_bytes": NO_LIMIT,
     "max_total_body_bytes": NO_LIMIT,
@@ -44,7 +45,7 @@ LIMITS: dict[str, Any] = {
     "log_requests": "off",
     "api_key": [KEY],
 }
-AHEAD = 2  # lines under way for each sequence that the engine runs: their prompts become tokens meanwhile
+AHEAD = 2  # lines in flight per sequence of the engine: further prompts are tokenized meanwhile
 
 
 class _Usage(msgspec.Struct):
@@ -64,7 +65,7 @@ class _Refused(msgspec.Struct):
 
 @dataclass
 class Progress:
-    """What a run has done."""
+    """Counts of a run."""
 
     total: int
     done: int = 0
@@ -149,8 +150,8 @@ async def _run(
 async def answer(
     server: Server, lines: Iterable[Line], answers: AnswerFile, progress: Progress, most: int
 ) -> None:
-    """Has a server answer the lines without an answer, `most` of them at a time. Raises UnavailableError if
-    it cannot answer any more; what is in `answers` then stays there."""
+    """Answers the lines without an answer, `most` of them at a time. Raises UnavailableError if the engine
+    has ended; `answers` then keeps the answers so far."""
     room = asyncio.Semaphore(most)
 
     async def settle(line: Line) -> None:
@@ -218,7 +219,7 @@ async def _post(server: Server, path: str, body: bytes) -> tuple[int, dict[bytes
 
 @contextlib.contextmanager
 def _bar(progress: Progress) -> Generator[Any]:
-    """Yields what is called after each answer. A terminal shows a bar."""
+    """Yields a function to call after each answer. A terminal shows a bar."""
     if not sys.stderr.isatty():
         yield lambda: None
         return

@@ -38,9 +38,9 @@ class _Named(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A line of the input: a request, or what is wrong with it."""
+    """A line of the input: a request, or the reason why it is invalid."""
 
-    number: int  # from 1 on
+    number: int  # from 1
     custom_id: str | None
     request: BatchRequest | None = None
     problem: str = ""
@@ -51,7 +51,7 @@ class Line:
 
 
 class BatchError(msgspec.Struct, frozen=True, omit_defaults=True):
-    """`line` is given where the input's line could not be a request."""
+    """`line` is the number of an input line that is not a valid request."""
 
     code: str | None
     message: str
@@ -65,7 +65,7 @@ class BatchResponse(msgspec.Struct, frozen=True):
 
 
 class BatchAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """A line of the output. A refusal stands twice in it: in `error`, and as the body of the response."""
+    """A line of the output. A refusal is in it twice: in `error`, and as the body of the response."""
 
     id: str = msgspec.field(default_factory=lambda: f"batch_req_{secrets.token_hex(16)}")
     custom_id: str | None
@@ -79,7 +79,7 @@ class BatchAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def refusal_of(line: Line) -> BatchAnswer:
-    """Returns the answer to a line that cannot be a request, as an endpoint refuses one."""
+    """Returns the answer to an invalid line, in the form in which an endpoint refuses a request."""
     body = {"message": line.problem, "type": "invalid_request_error", "param": None, "code": None}
     return BatchAnswer(
         custom_id=line.custom_id,
@@ -132,16 +132,16 @@ def _line_of(number: int, text: bytes, seen: dict[str, int]) -> Line:
 
 
 def _is_streamed(body: msgspec.Raw) -> bool:
-    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # The endpoint says what is wrong.
+    with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):  # The endpoint reports the error.
         return msgspec.json.decode(body, type=_Streamed).stream not in (None, False)
     return False
 
 
 class AnswerFile:
-    """The output, to which answers are appended as they come. It belongs to one process at a time."""
+    """The output file, to which answers are appended as they arrive. One process has it open at a time."""
 
     def __init__(self, path: Path) -> None:
-        """Reads what is there, without a last line that was cut off. Raises ConfigError."""
+        """Reads the existing answers, without a truncated last line. Raises ConfigError."""
         self._path = path
         self.places: dict[Key, tuple[int, int]] = {}  # where each answer begins, and its length
         try:
@@ -150,7 +150,7 @@ class AnswerFile:
         except BlockingIOError:
             self._file.close()
             raise ConfigError(
-                f"output_file {str(path)!r} is written by another run; wait for its end"
+                f"output_file {str(path)!r} is being written by another run; wait for its end"
             ) from None
         except OSError as error:
             raise ConfigError(
@@ -174,8 +174,8 @@ class AnswerFile:
                     answer = msgspec.json.decode(text, type=BatchAnswer)
                 except (msgspec.DecodeError, UnicodeDecodeError):
                     raise ConfigError(
-                        f"output_file {str(self._path)!r} holds something else than answers of a batch (line "
-                        f"{number}); name a new file"
+                        f"output_file must have only answers of a batch, got {str(self._path)!r} with "
+                        f"another line {number}; name a new file"
                     ) from None
                 self.places[answer.key] = (place, len(text))
             place += len(text)
@@ -189,7 +189,7 @@ class AnswerFile:
         self.places[answer.key] = (place, len(text))
 
     def put_in_order(self, keys: list[Key]) -> None:
-        """Leaves these answers, in this order. The file is replaced as a whole, or not at all."""
+        """Keeps only these answers, in this order. The file is replaced atomically."""
         if list(self.places) == keys and sorted(self.places.values()) == list(self.places.values()):
             return
         new = self._path.with_name(self._path.name + ".new")

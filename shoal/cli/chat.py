@@ -1,4 +1,5 @@
-"""`shoal chat`: a conversation at the terminal, or read from a pipe. speakers.py has who answers."""
+"""`shoal chat`: a conversation at the terminal, or read from a pipe. speakers.py has the models that
+answer."""
 
 from __future__ import annotations
 
@@ -21,8 +22,8 @@ from shoal.sampling_params import SamplingParams
 from shoal.version import __version__
 
 LEAVE = ("bye", "quit", "exit")
-BROKEN_OFF = ("abort", "error", "content_filter")  # reasons of an end that neither the model nor we wanted
-OWN_FIELDS = ("model", "stream", "stream_options")  # of a request's body: a chat has its own
+BROKEN_OFF = ("abort", "error", "content_filter")  # finish reasons that neither the model nor the user caused
+OWN_FIELDS = ("model", "stream", "stream_options")  # fields of a request's body that a chat sets itself
 
 SMALL = f"""
 {DEFAULT_MODEL} is small, to try things out; `shoal chat Qwen/Qwen3-0.6B` talks with a larger model"""
@@ -46,7 +47,7 @@ Ctrl-C stops an answer and keeps what was said; arrow up brings back what you ty
 
 
 class Chat:
-    """A conversation: its turns, its settings, and what is said about it."""
+    """A conversation: its turns, its settings, and its commands."""
 
     def __init__(self, speaker: Speaker, keyboard: Keyboard, system: str | None, settings: Settings) -> None:
         self.speaker, self.keyboard, self.settings = speaker, keyboard, dict(settings)
@@ -64,7 +65,8 @@ class Chat:
         return [{"role": "system", "content": self.system}, *turns] if self.system else turns
 
     def run(self) -> int:
-        """Until /bye or the end of the input. 1 if a message from a pipe could not be answered, else 0."""
+        """Runs until /bye or the end of the input. Returns 1 if a message from a pipe got no answer, else
+        0."""
         if self.keyboard.is_terminal:
             note(
                 f"shoal {__version__} · {self._described()}\n"
@@ -87,13 +89,13 @@ class Chat:
     # Turns
 
     def say(self, text: str) -> None:
-        """Sends a message and shows the answer. A message without an answer is taken back, and the turns that
-        were dropped for it come back."""
+        """Sends a message and shows the answer. A message without an answer is removed again, and the turns
+        that were dropped for it are restored."""
         self._continue(self.turns, text, "your message is taken back")
 
     def _continue(self, earlier: list[Message], text: str, without_answer: str) -> None:
-        """Continues `earlier` turns with a message. If no text comes, the conversation stays as it was, which
-        `without_answer` says."""
+        """Continues `earlier` turns with a message. If no text arrives, the conversation stays as it was and
+        `without_answer` is shown."""
         before = self.turns
         self.turns = [*earlier, {"role": "user", "content": text}]
         answer = _Shown(without_answer)
@@ -102,7 +104,7 @@ class Chat:
                 self._ask(answer)
         except KeyboardInterrupt:
             answer.end()
-            note("[stopped; what was said stays]" if answer.text else f"[stopped; {without_answer}]")
+            note("[stopped; the text so far stays]" if answer.text else f"[stopped; {without_answer}]")
         except ShoalError as error:
             answer.end()
             self.num_failures += 1
@@ -113,7 +115,7 @@ class Chat:
             self.turns = before
 
     def _ask(self, answer: _Shown) -> None:
-        """Drops the oldest turns, one by one, while the speaker says that its context is full."""
+        """Drops the oldest turns, one by one, while the speaker reports a full context."""
         _check_text(self.turns[-1]["content"])
         turns, num_dropped = self.turns, 0
         while True:
@@ -155,7 +157,7 @@ class Chat:
     # Commands
 
     def command(self, line: str) -> bool:
-        """Obeys a line that begins with /. False if it was the last one."""
+        """Runs a line that begins with /. Returns False if it ends the chat."""
         name, _, rest = line[1:].strip().partition(" ")
         if name in LEAVE:
             return False
@@ -171,7 +173,7 @@ class Chat:
         return True
 
     def completions(self, line: str) -> list[str]:
-        """Returns the words that may stand at the end of this line."""
+        """Returns the possible completions of this line's last word."""
         if " " not in line:
             return [f"/{name}" for name in (*COMMANDS, *LEAVE)]
         command, _, rest = line.partition(" ")
@@ -270,12 +272,13 @@ class Chat:
                 number = kind(value)
             except ValueError:
                 what = "an integer" if kind is int else "a number"
-                raise RequestError(f"{name} {value!r:.80} is not {what} ({meaning})") from None
+                raise RequestError(f"{name} must be {what}, got {value!r:.80} ({meaning})") from None
             self.settings = self._checked({**self.settings, name: number})
         note(f"{name}: {self._value(name, self.speaker.defaults())} ({meaning})")
 
     def _checked(self, settings: Settings) -> Settings:
-        """Returns them. Raises RequestError for a value out of range, or at odds with another."""
+        """Returns the settings as parameters. Raises RequestError for a value out of range, or in conflict
+        with another."""
         SamplingParams(**{"max_tokens": self.speaker.max_tokens, **settings})
         return settings
 
@@ -293,14 +296,14 @@ class Chat:
             return str(self.settings[name])
         if name not in defaults:
             return "default"
-        return f"{'none' if defaults[name] is None else defaults[name]} (default)"
+        return f"{defaults[name] if defaults[name] is not None else 'none'} (default)"
 
     def show(self, _: str) -> None:
         limit = self.speaker.context_len
         used = self.speaker.count(self.messages) if self.messages else 0
         if used is not None and limit is not None:
             used = min(used, limit)  # The template may end an answer that filled the context.
-        fullness = f"{'?' if used is None else used} of {limit or '?'} tokens"
+        fullness = f"{used if used is not None else '?'} of {limit or '?'} tokens"
         note(
             f"model      {self.speaker.name} {self.speaker.place}\n"
             f"context    {fullness}, {len(self.turns)} messages\n"
@@ -357,8 +360,7 @@ COMMANDS: dict[str, Callable[[Chat, str], None]] = {
 
 
 class _Shown:
-    """An answer on the screen, as it grows. `without_answer` says what becomes of its message if there is
-    no text."""
+    """An answer on the screen, as it grows. `without_answer`: shown if there is no text."""
 
     def __init__(self, without_answer: str) -> None:
         self.text = ""
@@ -405,18 +407,19 @@ class _Shown:
 
 
 def _writer_of_answers() -> Writer:
-    """Returns one of Markdown where standard output is a terminal that can show it."""
+    """Returns a Markdown writer if standard output is a terminal that can show it."""
     if not sys.stdout.isatty():
         return Raw(sys.stdout)
     if is_dumb() or not sys.stdout.encoding.lower().startswith("utf"):
         return Wrapped(sys.stdout)
-    from shoal.cli.markdown import Markdown  # 0.1 s, which a pipe does not need
+    from shoal.cli.markdown import Markdown  # takes 0.1 s, which a pipe does not need
 
     return Markdown(sys.stdout)
 
 
 def _without_oldest(turns: list[Message]) -> list[Message]:
-    """Without the oldest question and its answer; empty if there is only the newest question."""
+    """Returns the turns without the oldest question and its answer; empty if only the newest question is
+    left."""
     return next((turns[i:] for i in range(1, len(turns)) if turns[i]["role"] == "user"), [])
 
 
@@ -424,7 +427,7 @@ def _body_of(path: Path) -> dict[str, Any]:
     """Returns a request's body without its nulls; "messages" is a list. Raises OSError, and RequestError."""
     try:
         body = json.loads(path.read_text("utf-8-sig"))
-        why = "no object with a list `messages`"
+        why = "not an object with a list `messages`"
     except UnicodeDecodeError:
         body, why = None, "not text in UTF-8"
     except json.JSONDecodeError as error:
@@ -432,13 +435,15 @@ def _body_of(path: Path) -> dict[str, Any]:
     except RecursionError:
         body, why = None, "JSON that is nested too deeply"
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
-        raise RequestError(f"it holds no body for /v1/chat/completions ({why}); give a file that /save wrote")
+        raise RequestError(
+            f"it must be a body for /v1/chat/completions ({why}); give a file that /save wrote"
+        )
     return {key: value for key, value in body.items() if value is not None}
 
 
 def _message_of(index: int, message: Any) -> Message:
-    """Returns a message of a request's body as a chat keeps it: only its text. Raises RequestError for one
-    that is more."""
+    """Returns a message of a request's body as a chat keeps it: only its text. Raises RequestError for a
+    message with more fields."""
     if not isinstance(message, dict):
         raise RequestError(f"messages[{index}] must be an object with role and content, got {message!r:.40}")
     role, content = message.get("role"), message.get("content")
@@ -463,13 +468,14 @@ def _message_of(index: int, message: Any) -> Message:
 
 
 def _is_text(text: str) -> bool:
-    """Whether it can be sent. Half a pair of UTF-16 cannot; it stands for a byte that is no UTF-8, too."""
+    """True if the text can be sent. A lone UTF-16 surrogate cannot; it also stands for an invalid UTF-8
+    byte."""
     return not any("\ud800" <= character <= "\udfff" for character in text)
 
 
 def _check_text(typed: str) -> None:
     if not _is_text(typed):
-        raise RequestError(f"{typed!r:.80} holds bytes that are no UTF-8; give text in UTF-8")
+        raise RequestError(f"{typed!r:.80} has bytes that are not UTF-8; give text in UTF-8")
 
 
 def _path_of(name: str, command: str) -> Path:

@@ -22,10 +22,9 @@ WORDS = {Verdict.WORKS: "works", Verdict.LIMITED: "limited", Verdict.FAILS: "wil
 
 
 def doctor(file: str | None, given: dict[str, Any], as_json: bool, shows_all: bool = False) -> int:
-    """Examines this machine and prints the findings; returns 1 if something that was asked for will not work.
-    `file`: a fleet's; else `given` has what one worker is asked for: model, device, port, plane,
-    fleet_key_file. shows_all: also explain what is not there and not asked for. Raises ConfigError for
-    options that are wrong in themselves."""
+    """Examines this machine and prints the findings; returns 1 if a requested thing will not work. `file`: a
+    fleet's; else `given` has the options of one worker: model, device, port, plane, fleet_key_file.
+    shows_all: also explain missing things that were not requested. Raises ConfigError for invalid options."""
     if file is not None and given:
         names = ", ".join(sorted(given))
         raise ConfigError(f"{names}: {file} says that; leave it out, or leave out the file")
@@ -37,8 +36,8 @@ def doctor(file: str | None, given: dict[str, Any], as_json: bool, shows_all: bo
             print(shown(finding), flush=True)
     failed = [finding for finding in findings if finding.is_asked and finding.verdict is Verdict.FAILS]
     if as_json:
-        told = {"works": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]}
-        print(json.dumps(told, indent=2))
+        report = {"works": not failed, "findings": [dataclasses.asdict(finding) for finding in findings]}
+        print(json.dumps(report, indent=2))
     else:
         idle = [finding.about for finding in findings if is_idle(finding)]
         if idle and not shows_all:
@@ -52,12 +51,12 @@ def doctor(file: str | None, given: dict[str, Any], as_json: bool, shows_all: bo
 
 
 def is_idle(finding: Finding) -> bool:
-    """Whether it does not work, and nothing that was asked for needs it."""
+    """True if the thing does not work and no request needs it."""
     return finding.verdict is Verdict.FAILS and not finding.is_asked
 
 
 def what_is_asked(file: str | None, given: dict[str, Any]) -> Asked:
-    """A file that cannot be read is a finding, beside those of the machine. Raises ConfigError."""
+    """Returns the target of the checks. A file that cannot be read becomes a finding. Raises ConfigError."""
     if file is not None:
         try:
             return Asked(read_fleet_file(file), file)
@@ -67,7 +66,7 @@ def what_is_asked(file: str | None, given: dict[str, Any]) -> Asked:
 
 
 def _one_worker(given: dict[str, Any]) -> FleetFile:
-    """What `shoal serve` with these options is: a fleet of one. Raises ConfigError."""
+    """Returns a fleet of one worker, as `shoal serve` with these options. Raises ConfigError."""
     options = {name: given[name] for name in ("device",) if name in given}
     worker = OwnWorkers(given.get("model", DEFAULT_MODEL), options=options)
     server = ServerConfig(**{name: given[name] for name in ("port",) if name in given})
@@ -76,7 +75,7 @@ def _one_worker(given: dict[str, Any]) -> FleetFile:
 
 
 def shown(finding: Finding) -> str:
-    """A finding in lines that fit a terminal of WIDTH columns, without colours."""
+    """Returns a finding as lines for a terminal of WIDTH columns, without colours."""
     word = WORDS[finding.verdict]
     if is_idle(finding):
         word = "no"

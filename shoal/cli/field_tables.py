@@ -1,5 +1,5 @@
-"""The page of the fields of requests, made from the data that the code uses: `python -m
-shoal.cli.field_tables` rewrites docs/request-fields.md of this checkout.
+"""The page of request fields, generated from the table that the code uses: `python -m shoal.cli.field_tables`
+rewrites docs/request-fields.md of this checkout.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a person types or pastes at a terminal, with editing and a history; or the lines of a pipe."""
+"""Input of a chat: typed or pasted at a terminal, with editing and a history; or the lines of a pipe."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shoal.files.user_dirs import state_folder
 HISTORY_LINES = 1000
 FENCE = '"""'
 PASTE_BEGINS, PASTE_ON, PASTE_OFF = "\x1b[200~", "\x1b[?2004h", "\x1b[?2004l"
-LINE_END = "\u2028"  # Unicode's line separator stands for a line's end in the file of the history
-PASTED = "\u2060"  # without width; Readline puts it before what is pasted
+LINE_END = "\u2028"  # Unicode's line separator replaces line ends in the file of the history
+PASTED = "\u2060"  # without width; Readline puts it before a paste
 
 
 class Keyboard:
@@ -25,13 +25,13 @@ class Keyboard:
 
     def __init__(self, is_terminal: bool) -> None:
         self.is_terminal = is_terminal
-        self.complete: Callable[[str], Sequence[str]] = lambda line: ()  # the words that may end a line
-        self._can_paste = False  # tell a paste from typing
+        self.complete: Callable[[str], Sequence[str]] = lambda line: ()  # completes a line
+        self._can_paste = False  # marks that distinguish a paste from typing
         self._readline: Any = None
         self._history: Path | None = None
         self._num_kept = 0
         if is_terminal:
-            with contextlib.suppress(ImportError):  # some builds of Python lack it: then nothing is kept
+            with contextlib.suppress(ImportError):  # some builds of Python lack it: then there is no history
                 import readline
 
                 self._readline = readline
@@ -39,14 +39,15 @@ class Keyboard:
                 self._open_history()
 
     def _bind_keys(self) -> None:
-        # Portable builds of Python, such as uv's, have libedit in Readline's place, which knows no pastes.
+        # Portable builds of Python, such as uv's, have libedit in place of Readline, which cannot detect
+        # pastes.
         is_libedit = "libedit" in (self._readline.__doc__ or "")
         self._readline.parse_and_bind("bind ^I rl_complete" if is_libedit else "tab: complete")
         self._readline.set_completer(self._complete)
         self._readline.set_completer_delims(" ")
         self._can_paste = not is_libedit and not is_dumb()
         if self._can_paste:
-            # CPython switches it off. A paste of several lines is one message with it.
+            # CPython switches it off. With it, a paste of several lines is one message.
             self._readline.parse_and_bind("set enable-bracketed-paste on")
             if sys.stdin.encoding.lower() == "utf-8":
                 self._readline.parse_and_bind(r'"\C-x\C-v": bracketed-paste-begin')
@@ -70,15 +71,15 @@ class Keyboard:
         self._num_kept = self._readline.get_current_history_length()
 
     def _complete(self, text: str, state: int) -> str | None:
-        """Returns the n-th word that begins with `text` and may stand there."""
+        """Returns the n-th possible completion that begins with `text`."""
         words = self.complete(self._readline.get_line_buffer())
         found = [word for word in words if word.startswith(text)]
         return found[state] + " " if state < len(found) else None
 
     def read(self) -> str | None:
         """Returns a command, which begins with /, or a message of one or several lines, which does not: a
-        space stands before its / if it was pasted or fenced. None at the end. KeyboardInterrupt drops what
-        was typed."""
+        pasted or fenced / gets a space before it. Returns None at the end. KeyboardInterrupt drops the typed
+        text."""
         line = self._line(">>> ")
         if line is None:
             return None
@@ -102,8 +103,7 @@ class Keyboard:
         return " " + message if is_text and message.startswith("/") else message
 
     def edit(self, text: str) -> str | None:
-        """Returns what a person makes of `text`; None if that was broken off. The keyboard must be able to
-        (`can_edit`)."""
+        """Returns `text` as edited by the user; None if editing was interrupted. Needs `can_edit`."""
         self._readline.set_startup_hook(lambda: self._readline.insert_text(text))
         try:
             line = self._line(">>> ")
@@ -120,8 +120,8 @@ class Keyboard:
 
     @contextlib.contextmanager
     def put_aside(self) -> Generator[None]:
-        """What is typed meanwhile is not shown, as it would stand in the midst of an answer. The next `read`
-        gets it."""
+        """Hides typing inside the block, as it would appear in the middle of an answer. The next `read`
+        returns it."""
         if not self.is_terminal:
             yield
             return
@@ -145,8 +145,8 @@ class Keyboard:
             sys.stdout.flush()
 
     def _unfinished(self, text: str) -> str:
-        """What becomes of a text of several lines when the input ends. Ctrl-D drops it, as Ctrl-C does; in a
-        pipe the end is the text's end, too."""
+        """Returns the text of several lines at the end of the input. Ctrl-D drops it, as Ctrl-C does; the end
+        of a pipe ends the text, too."""
         if not self.is_terminal:
             return text
         note("[the unfinished text is dropped]")
@@ -163,13 +163,13 @@ class Keyboard:
             return None
 
     def _keep_history(self) -> None:
-        """Appends what is new, so that two conversations at once keep both."""
+        """Appends the new lines, so that two conversations at once both stay in the history."""
         if self._readline is None or self._history is None:
             return
         length = self._readline.get_current_history_length()
         new = [self._readline.get_history_item(i + 1) for i in range(self._num_kept, length)]
         with (
-            contextlib.suppress(OSError),  # a full disk is no reason to end a conversation
+            contextlib.suppress(OSError),  # a full disk must not end a conversation
             self._history.open("a", encoding="utf-8", errors="surrogateescape") as file,
         ):
             file.write("".join(text.replace("\n", LINE_END) + "\n" for text in new))

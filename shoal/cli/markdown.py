@@ -1,5 +1,5 @@
-"""Markdown at a terminal, drawn by Rich while it comes. It is light, so that a copy of it is of use: code has
-no frame and no margin, and a link shows its address."""
+"""Markdown at a terminal, drawn by Rich while it arrives. The format is light, so that copied text is useful:
+code has no frame and no margin, and a link shows its address."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ THEME = Theme(
         "markdown.link_url": "underline",
     }
 )
-SHARE = 0.1  # the most of the time that drawing takes
+SHARE = 0.1  # the largest share of the time that drawing may take
 CODES = re.compile(r"\x1b\[[0-9;]*m")
 MARGIN = re.compile(r" +((?:\x1b\[0m)?)$")
-UNDECIDED = re.compile(r"[-=+*_#`~|>.\d\s]*")  # a line of these may become anything
+UNDECIDED = re.compile(r"[-=+*_#`~|>.\d\s]*")  # characters of a line that may still become any kind of block
 
 
 class Markdown:
-    """Writes blocks: paragraphs, lists, code. Blocks that are complete stay, and the last one is drawn again
-    as it grows, from the first line on that has changed."""
+    """Writes blocks: paragraphs, lists, code. Complete blocks stay; the last one is drawn again as it grows,
+    from its first changed line."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -50,8 +50,8 @@ class Markdown:
         self._parser = MarkdownIt().enable("strikethrough").enable("table")
         # These would not be shown.
         self._parser.disable(["html_block", "html_inline", "reference", "image"])
-        self._source = ""  # the last block as it came
-        self._lines: list[str] = []  # the last block as it stands on the screen
+        self._source = ""  # the source of the last block
+        self._lines: list[str] = []  # the lines of the last block on the screen
         self._draws_again_at = 0.0
 
     def add(self, text: str) -> None:
@@ -94,7 +94,7 @@ class Markdown:
         return lines[full[0] : full[-1] + 1] if full else []  # Rich puts empty lines around a list or table
 
     def _print_code(self, fence: Token, source: list[str]) -> None:
-        """Its lines are as long as they are: the terminal breaks them, and a copy has them whole."""
+        """Code without padding or wrapping: the terminal breaks long lines, and copied lines are complete."""
         is_closed = len(source) > 1 and source[-1].strip().startswith(fence.markup)
         self._console.print(Text(source[0].strip(), "dim"), soft_wrap=True)
         if fence.content:
@@ -103,7 +103,7 @@ class Markdown:
             self._console.print(Text(fence.markup, "dim"), soft_wrap=True)
 
     def _show(self, lines: list[str]) -> None:
-        """Brings the screen from the last block's lines to these. The cursor stays behind the last one."""
+        """Replaces the last block's lines on the screen by these. The cursor stays after the last one."""
         shown = self._lines
         same = next(
             (i for i, pair in enumerate(zip(shown, lines)) if pair[0] != pair[1]), min(len(shown), len(lines))
@@ -118,7 +118,8 @@ class Markdown:
             write(self._stream, f"\r{up}\x1b[J" + "\n".join(lines[same:]))
 
     def _reachable(self, index: int) -> tuple[int, int]:
-        """Returns the first line, from this one on, that has not left the screen, and the rows from there."""
+        """Returns the first line from `first` that is still on the screen, and the number of rows from
+        there."""
         width, height = terminal_width(), shutil.get_terminal_size().lines
         num_rows, first = 0, len(self._lines)
         while first > index:
@@ -131,7 +132,7 @@ class Markdown:
 
 
 def _blocks(tokens: list[Token]) -> Iterator[list[Token]]:
-    """The tokens of each block that is in no other."""
+    """Yields the tokens of each top-level block."""
     block = []
     for token in tokens:
         block.append(token)
@@ -149,7 +150,7 @@ def _highlighted(code: str, info: str) -> Text:
 
 
 class _Block(markdown.Markdown):
-    """A block that is parsed already. A line of a poem ends where its source does."""
+    """A parsed block. Line ends of its source stay, as in a poem."""
 
     def __init__(self, tokens: list[Token]) -> None:
         super().__init__("", code_theme=CODE_THEME, hyperlinks=False)

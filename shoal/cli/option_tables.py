@@ -1,4 +1,4 @@
-"""The pages of all options, made from the data that the code uses: `python -m shoal.cli.option_tables`
+"""The pages of all options, generated from the data that the code uses: `python -m shoal.cli.option_tables`
 rewrites docs/options.md and docs/vllm-options.md of this checkout.
 """
 
@@ -22,27 +22,35 @@ PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 VLLM_PAGE = PAGE.with_name("vllm-options.md")
 VLLM_HEAD = """# Options of vllm serve
 
-What becomes of each option of `vllm serve` on the command line of `shoal serve`. This page is made from the
-table that the code uses: `python -m shoal.cli.option_tables` writes it, and tests hold that it is up to date
-and that no option of vLLM 0.24 is missing.
+Use a command line of `vllm serve` with `shoal serve`, and look up here which options have an effect:
 
-Names may be written as there: `-tp 2`, `--max_model_len 4k`, `--no-enable-prefix-caching`,
+    shoal serve Qwen/Qwen3-0.6B --max_model_len 4k -tp 1 --no-enable-prefix-caching
+
+Names may be written as in vLLM: `-tp 2`, `--max_model_len 4k`, `--no-enable-prefix-caching`,
 `--kv-transfer-config.kv_role kv_both`, `--structured-outputs-config '{"disable_any_whitespace": true}'`, and
-in a YAML file (`--config FILE`), whose keys are names of options and which the command line goes before. The
-engine's are options of `LLM(...)`, `EngineArgs(...)` and a fleet's file as well. An option of the same name
-has [Shoal's default](options.md): `--host`, for one, is 127.0.0.1. A line of the log says of each option that
-was given without effect why it has none.
+as keys of a YAML file (`--config FILE`); the command line takes precedence over the file. The engine's
+options also work in `LLM(...)`, `EngineArgs(...)` and a fleet's file. An option of the same name has
+[Shoal's default](options.md): `--host`, for example, is 127.0.0.1. For each given option without effect, a
+line of the log says why.
+
+This page is generated from the table that the code uses: `python -m shoal.cli.option_tables` writes it, and
+tests check that it is current and that no option of vLLM 0.24 is missing.
 """
 HEAD = """# Options
 
-This page is made from the code: `python -m shoal.cli.option_tables` writes it, and a test holds that it is
-up to date. Names and defaults are vLLM's where it has them.
+Look up every option of the engine, the server, the router and the planner, and every sampling parameter. A
+command lists its own options, too:
+
+    shoal serve --help-all
+
+Names and defaults are vLLM's where it has them. This page is generated from the code: `python -m
+shoal.cli.option_tables` writes it, and a test checks that it is current.
 """
 ENGINE = """## The engine
 
 Arguments of `LLM(...)` and `EngineArgs(...)`, and flags of `shoal generate`, `chat`, `serve`, `bench` and
-`profile`: `max_model_len=4096` is `--max-model-len 4096`. A yes-or-no has a flag and its opposite,
-`--no-...`.
+`profile`: `max_model_len=4096` is `--max-model-len 4096`. An option with the values yes or no is a flag, with
+`--no-...` as its opposite.
 """
 NESTED = """## Options with fields of their own
 
@@ -51,12 +59,12 @@ A dict in Python, JSON on the command line, such as
 """
 SERVER = """## The server
 
-Flags of `shoal serve`, beside the engine's.
+Flags of `shoal serve`, in addition to the engine's.
 """
 ROUTER = """## The router
 
-Flags of `shoal route`, and keys of `[router]` in a fleet's file, with underscores. To these come the
-server's, but for those of an engine.
+Flags of `shoal route`, and keys of `[router]` in a fleet's file, with underscores. `shoal route` also has the
+options of the server that do not concern an engine.
 """
 PLANNER = """## The planner
 
@@ -64,15 +72,15 @@ Keys of `[planner]` in a fleet's file.
 """
 SAMPLING = """## Sampling parameters
 
-Fields of `SamplingParams(...)`, and of the bodies of requests to the server (there `logprobs` follows
-OpenAI's API, and a default may be the model's own, from its generation_config.json). The numbers that say how
-tokens are drawn and where an answer ends are flags of `shoal generate`, `chat`, `bench` and `profile`, too,
+Fields of `SamplingParams(...)`, and of request bodies (there `logprobs` follows OpenAI's API, and the default
+may come from the model's generation_config.json). The numbers under
+"Sampling" and "Length of an answer" are flags of `shoal generate`, `chat`, `bench` and `profile`, too,
 and names for `/set` in a chat.
 """
 
 
 def page() -> str:
-    """The whole page, as Markdown."""
+    """Returns the page of options as Markdown."""
     parts = [HEAD]
     parts += [ENGINE, _tables(EngineConfig, as_flags=True)]
     parts += [NESTED, _tables(KVEventsConfig, as_flags=False)]
@@ -86,7 +94,7 @@ def page() -> str:
 
 
 def vllm_page() -> str:
-    """The whole page of vLLM's options, as Markdown."""
+    """Returns the page of vLLM's options as Markdown."""
     parts = [VLLM_HEAD]
     for title, options in {
         "The server": SERVER_OPTIONS,
@@ -105,11 +113,11 @@ def _spelled(option: VllmOption) -> str:
 
 
 def _fate(option: VllmOption) -> str:
-    """What becomes of an option, in words."""
+    """Returns the effect of an option, in words."""
     if option.own:
         same = "" if option.own == option.name else f": `{flag_of(option.own)}`"
         words = [
-            f"`{_word(a)}` is {'the default' if b is None else f'`{_word(b)}`'}"
+            f"`{_word(a)}` is {f'`{_word(b)}`' if b is not None else 'the default'}"
             for a, b in option.words.items()
         ]
         return f"the same effect{same}" + (f"; {', '.join(words)}" if words else "")
@@ -129,7 +137,7 @@ def _word(value: Any) -> str:
 
 
 def _tables(config: type, as_flags: bool) -> str:
-    """A table for each section, in the order of the sections' first fields."""
+    """Returns a table for each section, in the order of the sections' first fields."""
     hints = typing.get_type_hints(config)
     sections: dict[str, list[str]] = {}
     section = ""
@@ -152,7 +160,7 @@ def _default(field: dataclasses.Field[Any]) -> str:
 
 
 def _values(field: dataclasses.Field[Any], hint: Any) -> str:
-    """Which values are possible, in words."""
+    """Returns the possible values, in words."""
     kind, _ = kind_of(hint)
     limits: Limits = field.metadata["limits"]
     if limits.choices:

@@ -1,4 +1,4 @@
-"""Who answers in `shoal chat`: a model in this process, or any OpenAI-compatible server."""
+"""The models that answer in `shoal chat`: one in this process, or any OpenAI-compatible server."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shoal.cli.address import ask, key_header, parts_of
 from shoal.errors import RequestError, ShoalError, UnavailableError
 
 MAX_TOKENS = 1024  # the default for an answer of a local model; a server has its own default
-TIMEOUT_SECONDS = 600  # until the next byte comes: a long prompt is computed meanwhile
+TIMEOUT_SECONDS = 600  # until the next byte: a long prompt may be computed meanwhile
 OLLAMA_NAMES = {"repeat_penalty": "repetition_penalty", "num_predict": "max_tokens"}
 REFUSALS = (400, 413, 422)
 
@@ -27,7 +27,7 @@ Settings = dict[str, Any]
 
 
 class ContextFullError(RequestError):
-    """The conversation does not fit into the model's context."""
+    """Raised for a conversation that does not fit into the model's context."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +41,8 @@ class Piece:
 
 
 class Speaker(Protocol):
-    """A model to talk with. `context_len` is None where nobody tells it, and `max_tokens`, the most tokens of
-    an answer unless a setting says otherwise, where a server decides."""
+    """A model to talk with. `context_len` is None if unknown. `max_tokens` limits an answer, if no setting
+    does; it is None if the server decides."""
 
     name: str
     place: str
@@ -50,30 +50,30 @@ class Speaker(Protocol):
     max_tokens: int | None
 
     def defaults(self) -> Settings:
-        """The values of settings that are not set, as far as they are known."""
+        """Returns the default values of settings, as far as they are known."""
 
     def models(self) -> list[str]:
-        """The names of models that are at hand, for `use`. Raises ShoalError."""
+        """Returns the names of available models, for `use`. Raises ShoalError."""
 
     def use(self, name: str) -> None:
-        """Changes the model. Raises ShoalError if that cannot be; the former one stays then, and after a
-        KeyboardInterrupt."""
+        """Changes the model. Raises ShoalError if that fails; then, and after a KeyboardInterrupt, the former
+        model stays."""
 
     def count(self, messages: Sequence[Message]) -> int | None:
-        """The tokens of a conversation; None where nobody has counted them."""
+        """Returns the number of tokens of a conversation; None if unknown."""
 
     def answer(self, messages: Sequence[Message], settings: Settings) -> Generator[Piece, None, None]:
-        """Closing the generator ends the request, as does a KeyboardInterrupt out of it.
+        """Yields the answer. Closing the generator, or a KeyboardInterrupt from it, ends the request.
 
-        Raises ContextFullError before the first piece, and ShoalError for whatever else goes wrong.
+        Raises ContextFullError before the first piece, and ShoalError for other failures.
         """
 
 
 class LocalSpeaker:
-    """A model in this process. As long as old turns can be dropped, it wants room for an answer: `max_tokens`
-    or a quarter of the context, whichever is less.
+    """A model in this process. As long as old turns can be dropped, it reserves room for an answer:
+    `max_tokens` or a quarter of the context, whichever is less.
 
-    llm: ended by `close`, or when another is used. build: makes the engine of a model by name.
+    llm: closed by `close`, or when the model changes. build: loads the model of a name.
     """
 
     def __init__(self, llm: Any, build: Callable[[str], Any] | None = None) -> None:
@@ -108,10 +108,10 @@ class LocalSpeaker:
         from shoal.weights.source import resolve
 
         assert self._build is not None
-        # A wrong name, or a model that is not supported, costs nobody the one in use.
+        # A wrong name, or an unsupported model, must not end the current model.
         resolve(name, None, self._llm.config.download_dir).check()
         former = self.name
-        self.close()  # There may be no memory for both.
+        self.close()  # The memory may not hold both.
         try:
             self._take(self._build(name))
         except BaseException:
@@ -129,8 +129,8 @@ class LocalSpeaker:
         has_old_turns = sum(message["role"] != "system" for message in messages) > 1
         if count + (min(params.max_tokens, limit // 4) if has_old_turns else 1) > limit:
             raise ContextFullError(
-                f"this message takes {count} tokens, those of the system message and of the chat template "
-                f"included, and the context has {limit}; shorten it"
+                f"this message has {count} tokens, with the system message and the chat template, and the "
+                f"context has {limit}; shorten it"
             )
         shown = 0
         for output in self._llm.stream(prompt, params):
@@ -140,11 +140,11 @@ class LocalSpeaker:
 
 
 class RemoteSpeaker:
-    """An OpenAI-compatible server. It alone knows what its context holds, so it is asked, and refuses.
+    """An OpenAI-compatible server. Only the server knows its context length, so it checks each conversation.
 
-    url: with or without /v1. model: by default the first that the server lists.
+    url: with or without /v1. model: by default the first one that the server lists.
     Raises ConfigError for an impossible URL or key, UnavailableError if the server cannot be reached or
-    refuses us.
+    refuses the request.
     """
 
     def __init__(self, url: str, model: str | None, api_key: str | None) -> None:
@@ -160,11 +160,11 @@ class RemoteSpeaker:
         self.name = name
         self._owner = entry.get("owned_by")
         self.context_len: int | None = entry.get("max_model_len") or entry.get("context_length")
-        self._asked: list[Message] = []  # the last question, with all before it
-        self._used: int | None = None  # the tokens of that and of its answer, as the server counts them
+        self._asked: list[Message] = []  # the last sent conversation
+        self._used: int | None = None  # its tokens and its answer's, counted by the server
 
     def defaults(self) -> Settings:
-        """As Ollama's API shows them; {} for a server that is neither Ollama nor ours."""
+        """Returns the defaults by Ollama's API; {} for a server without that API."""
         if self._owner not in ("library", "shoal"):
             return {}
         root = self._base.removesuffix("/v1")
@@ -209,15 +209,15 @@ class RemoteSpeaker:
             if listed or not is_needed:
                 return listed
             raise UnavailableError(
-                f"the server at {self._base} offers no model yet: a router does so when one of its workers "
-                "is ready; try again in a moment, or see `shoal top`"
+                f"the server at {self._base} has no model yet: a router has one when a worker is ready; try "
+                "again in a moment, or see `shoal top`"
             )
         except (ValueError, LookupError, TypeError):  # RequestError too: a server without such a list
             if not is_needed:
                 return []
         raise UnavailableError(
-            f"{self._base}/models is no list of models; give the address of an OpenAI-compatible server, and "
-            "name the model with --model if it has no such list"
+            f"{self._base}/models must be a list of models; give the address of an OpenAI-compatible server, "
+            "and name the model with --model if it has no such list"
         )
 
     def count(self, messages: Sequence[Message]) -> int | None:
@@ -289,5 +289,5 @@ class RemoteSpeaker:
 
 
 def _message(error: Any) -> str:
-    """The words of an error object, whatever its shape."""
+    """Returns the message of an error object of any shape."""
     return str(error.get("message") or error) if isinstance(error, dict) else str(error)

@@ -1,4 +1,4 @@
-"""What is written to a terminal: remarks of ours, and an answer's text as it grows, wrapped at words."""
+"""Output at a terminal: remarks, and an answer's text as it grows, wrapped at words."""
 
 from __future__ import annotations
 
@@ -11,23 +11,25 @@ from typing import Protocol, TextIO
 
 from rich.cells import cell_len
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]")  # characters that could command a terminal
+CONTROL = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f\x80-\x9f]"
+)  # control characters, which could change the terminal
 PIECE = re.compile(r"\n|[^\S\n]+|\S+")
-COLUMN = re.compile(r".*\S\s{2,}(?=\S)")  # up to the last column of a table
-NARROW = 20  # columns; in fewer, wrapped text cannot be read
+COLUMN = re.compile(r".*\S\s{2,}(?=\S)")  # to the last column of a table
+NARROW = 20  # columns; narrower text is not wrapped, as it could not be read
 
 
 class Writer(Protocol):
-    """Writes a text that comes in pieces."""
+    """Writes a text that arrives in pieces."""
 
     def add(self, text: str) -> None: ...
 
     def end(self) -> None:
-        """Writes what is left, and ends the line."""
+        """Writes the rest, and ends the line."""
 
 
 class Raw:
-    """As it is, for a program."""
+    """Writes the text unchanged, for a program that reads it."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -40,11 +42,11 @@ class Raw:
 
 
 class Wrapped:
-    """Wrapped at words. A word is held back until it is whole."""
+    """Writes text wrapped at words. A word is held back until it is complete."""
 
     def __init__(self, stream: TextIO, is_dim: bool = False) -> None:
         self._stream, self._is_dim = stream, is_dim
-        self._gap = self._word = ""  # the spaces before the word, and what there is of it
+        self._gap = self._word = ""  # the spaces before the word, and the word so far
         self._column = 0
 
     def add(self, text: str) -> None:
@@ -60,7 +62,7 @@ class Wrapped:
         self._column = 0
 
     def _place(self, piece: str) -> str:
-        """Returns what has to be written for a word, a gap or the end of a line."""
+        """Returns the text to write for a word, a gap or the end of a line."""
         if piece == "\n":
             self._gap, self._column = "", 0
             return "\n"
@@ -72,7 +74,7 @@ class Wrapped:
         width, length = terminal_width(), cell_len(piece)
         before, self._gap = self._gap, ""
         behind = self._column + len(before) + length
-        # A word that no line can hold, such as a sentence in Chinese, is broken by the terminal.
+        # The terminal breaks a word that is longer than a line, such as a sentence in Chinese.
         if behind > width and self._column and length <= width:
             before, behind = "\n", length
         self._column = behind % width or width
@@ -84,7 +86,7 @@ class Wrapped:
 
 
 def note(text: str) -> None:
-    """Prints a remark of ours to standard error, at a terminal dimmed and wrapped at words."""
+    """Prints a remark to standard error, at a terminal dimmed and wrapped at words."""
     if sys.stderr.isatty():
         text = "\n".join(_wrapped(line) for line in text.split("\n"))
     write(sys.stderr, dim(text) + "\n")
@@ -110,7 +112,7 @@ def terminal_width() -> int:
 
 
 def _wrapped(line: str) -> str:
-    """The line of a table continues below its last column."""
+    """Continues the line of a table below its last column."""
     width = terminal_width()
     if cell_len(line) <= width:
         return line

@@ -1,6 +1,6 @@
-"""`shoal top`: a server or a fleet in a terminal, as it works. Torch-free.
+"""`shoal top`: a live view of a server or a fleet in a terminal. Torch-free.
 
-The server is asked in a thread, so that keys answer at once and a server that is gone holds nothing up.
+A thread polls the server, so that keys work at once even if the server does not answer.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ UP, DOWN, ENTER, ESCAPE, QUIT = (
 
 
 def top(url: str, api_key: str | None, once: bool) -> int:
-    """Shows until `q` or Ctrl-C; returns the exit code. Raises ConfigError for an address or a key that is
-    none, and UnavailableError where `once` gets no answer, or the first question without a screen."""
+    """Shows the view until `q` or Ctrl-C; returns the exit code. Raises ConfigError for a malformed address
+    or key, and UnavailableError if `once`, or the first request without a screen, gets no answer."""
     source = Source(url, api_key)
     console = Console(highlight=False, markup=False, emoji=False)
     if once:
@@ -63,13 +63,14 @@ class Source:
     """GET /fleet of a server."""
 
     def __init__(self, url: str, api_key: str | None) -> None:
-        """url: with or without /v1. Raises ConfigError for one that is none, and for a key that is none."""
+        """url: with or without /v1. Raises ConfigError for a malformed URL or key."""
         parts_of(url)
         self.url = url.rstrip("/").removesuffix("/v1")
         self._headers = key_header(api_key)
 
     def get(self, since: float | None = 0.0, worker_id: str = "") -> FleetView:
-        """The view, with the past after `since`, of one worker where it is named. Raises UnavailableError."""
+        """Returns the view with the history after `since`; of one worker if it is named. Raises
+        UnavailableError."""
         query = {"since": str(since)} | ({"worker": worker_id} if worker_id else {})
         request = urllib.request.Request(
             f"{self.url}/fleet?{urllib.parse.urlencode(query)}", headers=self._headers
@@ -80,7 +81,7 @@ class Source:
         except urllib.error.HTTPError as error:
             raise UnavailableError(self._refusal(error.code)) from None
         except msgspec.MsgspecError as error:
-            raise UnavailableError(f"what {self.url} answers is no view of a fleet: {error}") from None
+            raise UnavailableError(f"{self.url} must answer with a view of a fleet: {error}") from None
         except (OSError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             raise UnavailableError(f"no server answers at {self.url} ({reason}); is it up?") from None
@@ -100,8 +101,8 @@ class _Screen:
         self._source, self._console = source, console
         self._picture = Picture(source.url, trouble="not asked yet", keys=KEYS)
         self._thread = ThreadPoolExecutor(1)
-        self._asked: Future[FleetView] | None = None  # the answer to come
-        self._due = 0.0  # time.monotonic of the next question
+        self._asked: Future[FleetView] | None = None  # the pending answer
+        self._due = 0.0  # time.monotonic of the next request
 
     def run(self) -> None:
         picture, size = self._picture, None
@@ -121,7 +122,7 @@ class _Screen:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _ask(self) -> bool:
-        """Asks the server where it is time for it, and takes its answer in. Returns whether one came."""
+        """Polls the server when it is time, and applies its answer. Returns True if there was one."""
         picture, now = self._picture, time.monotonic()
         if self._asked is None:
             if now >= self._due:
@@ -161,7 +162,7 @@ class _Screen:
             self._show(picture.selected, False)
 
     def _show(self, selected: str, is_detailed: bool) -> None:
-        """From now on; where another past belongs to it, that is asked for at once."""
+        """Selects a worker, or all. If that changes the history, it is requested at once."""
         picture = self._picture
         was = picture.selected if picture.is_detailed else ""
         picture.selected, picture.is_detailed = selected, is_detailed
@@ -171,8 +172,8 @@ class _Screen:
 
 
 def _print_on(source: Source, console: Console) -> None:
-    """One picture after the other, for who has no screen: a file, a pipe, a terminal that cannot do more.
-    Raises UnavailableError where the first one does not come: a script has nobody who sees to that."""
+    """Prints one picture after another, for output without a screen: a file, a pipe, a plain terminal. Raises
+    UnavailableError if the first request fails, so that a script notices it."""
     picture = Picture(source.url)
     while True:
         try:
@@ -190,7 +191,7 @@ def _print_on(source: Source, console: Console) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[int]:
-    """Inside of the block, keys come at once and are not shown. Yields where they are read."""
+    """Makes the terminal deliver keys at once and without echo inside the block. Yields their file number."""
     keyboard = sys.stdin.fileno()
     before = termios.tcgetattr(keyboard)
     tty.setcbreak(keyboard)
@@ -201,7 +202,7 @@ def _keys() -> Iterator[int]:
 
 
 def _pressed(keyboard: int, patience_s: float) -> list[str]:
-    """The keys that were pressed, waiting for one so long. A closed keyboard quits."""
+    """Yields the pressed keys, and waits for one for `seconds`. A closed keyboard quits."""
     if not select.select([keyboard], [], [], patience_s)[0]:
         return []
     data = os.read(keyboard, 1024).decode(errors="replace")

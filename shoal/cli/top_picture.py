@@ -1,6 +1,6 @@
-"""What `shoal top` shows: a view of a server or fleet as text and tables of Rich. No I/O.
+"""The picture of `shoal top`: a view of a server or fleet as text and tables of Rich. No I/O.
 
-What a server sends is text of a stranger: it is no markup here, and what could steer a terminal is left out.
+Text from a server is not trusted: it is never read as markup, and control characters are left out.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from shoal.telemetry.served import Quantiles
 TIERS = {"device": "dev", "host": "host", "disk": "disk", "store": "store"}
 STYLES = {"ready": "green", "draining": "yellow", "broken": "bold red", "gone": "red"}
 BARS = "▁▂▃▄▅▆▇█"
-PLAIN_BARS = ".:-=+*#@"  # where the terminal knows no others
+PLAIN_BARS = ".:-=+*#@"  # for terminals without block characters
 SHOWN_DECISIONS = 3
-WIDE = 100  # columns, from which on there is room for more of each worker
+WIDE = 100  # columns from which more of each worker is shown
 
 
 @dataclass
 class Picture:
-    """All that is shown. `selected` is an id; `is_detailed`: that worker alone, with `past` as its own."""
+    """The whole picture. `selected` is an id; `is_detailed`: only that worker, with `past` as its history."""
 
     url: str
     view: FleetView | None = None
     past: deque[Point] = field(default_factory=lambda: deque(maxlen=300))
-    trouble: str = ""  # why there is no newer view
+    trouble: str = ""  # the reason why there is no newer view
     seen_at: float = 0.0  # time.monotonic of the view
     selected: str = ""
     is_detailed: bool = False
-    keys: str = ""  # what they do, where there are keys
+    keys: str = ""  # the line about the keys, if there are any
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         view, bars = self.view, BARS if console.encoding.startswith("utf") else PLAIN_BARS
@@ -80,11 +80,11 @@ def _whole(view: FleetView, past: Iterable[Point], bars: str, width: int, select
 
 
 def _totals(view: FleetView, past: Sequence[Point], bars: str, width: int) -> Table:
-    """What comes and goes, over all workers, with a short past of each."""
+    """Returns rates over all workers, with a short history of each."""
     recent, room = view.recent, max(8, width - 68)
     failed, refused = sum(one.failed for one in view.models), sum(one.refused for one in view.models)
     running, at_workers = sum(one.running for one in view.workers), sum(one.waiting for one in view.workers)
-    # On a single server, the queue is what waits in its engine.
+    # On a single server, the queue has the requests that wait in its engine.
     queues = [(view.queue, "for a worker"), (view.prefill_queue, "for prefill")] if view.policy else []
     waiting = at_workers + sum(one.length for one, _ in queues)
     table = Table.grid(padding=(0, 1))
@@ -164,7 +164,7 @@ def _workers(workers: Sequence[WorkerView], width: int, selected: str) -> Table:
             columns.append(("KV in", lambda one: size(one.bytes_in)))
             columns.append(("KV out", lambda one: size(one.bytes_out)))
     has_roles = any(one.role != "both" for one in workers)
-    table.add_column("worker", min_width=8)  # the one that gives room where there is too little
+    table.add_column("worker", min_width=8)  # the column that is narrowed first
     if has_roles:
         table.add_column("role", no_wrap=True)
     table.add_column("state", no_wrap=True)
@@ -269,12 +269,13 @@ def _failures(one: WorkerView) -> int:
 
 
 def clean(text: str) -> str:
-    """The text without what would steer a terminal."""
+    """Returns the text without control characters."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def sparkline(values: Sequence[float | None], bars: str, room: int) -> str:
-    """The last values as bars between 0 and the largest one, a mean where there are more than `room`."""
+    """Returns the last values as bars between 0 and the largest one, averaged if there are more than
+    `room`."""
     step = max(1, -(-len(values) // room))
     groups = [values[i : i + step] for i in range(0, len(values), step)]
     means = [sum(known) / len(known) if (known := [v for v in g if v is not None]) else None for g in groups]
@@ -299,7 +300,7 @@ def brief(found: Quantiles | None, name: str) -> str:
 
 
 def duration(seconds: float, digits: int = 3) -> str:
-    """So many digits and a unit."""
+    """Returns a duration with `digits` digits and a unit."""
     if seconds < 0.995:
         return f"{float(f'{1000 * seconds:.{digits}g}'):g}ms"
     if seconds < 99.5:

@@ -232,10 +232,10 @@ def test_a_file_of_options_counts_where_the_command_line_says_nothing(tmp_path):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("prot: 1", "there is no option --prot; did you mean --port?"),
+        ("prot: 1", "unknown option --prot; did you mean --port?"),
         ("- port", "YAML file of options"),
         ("port: [", "cannot be read"),
-        ("port: many", "'many' is not an integer"),
+        ("port: many", "must be an integer, got 'many'"),
         ("data-parallel-size: 2", "shoal fleet up"),
     ],
 )

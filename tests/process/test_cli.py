@@ -181,7 +181,7 @@ def test_ctrl_c_in_a_chat_stops_the_answer_and_the_model_goes_on(tmp_path):
         terminal.expect("story.")
         terminal.expect(" the ")
         terminal.press(CTRL_C)
-        terminal.expect("what was said stays")
+        terminal.expect("the text so far stays")
         terminal.enter("What is the capital of France? One word.")
         terminal.expect("Paris")
         terminal.expect("tokens/s")

@@ -60,7 +60,7 @@ def test_ctrl_c_ends_the_answer_and_keeps_what_was_said(terminal, server):
     terminal.enter("talk")
     terminal.expect("word word")
     terminal.press(CTRL_C)
-    terminal.expect("what was said stays")
+    terminal.expect("the text so far stays")
     eventually(lambda: not server.engine._running)
     terminal.expect(">>> ")
     server.say("Go on.")
@@ -147,7 +147,7 @@ def test_an_unknown_command_is_not_sent_and_its_neighbour_is_named(terminal, ser
 
 def test_settings_reach_the_server_and_impossible_ones_are_refused(terminal, server):
     for line, hint in (
-        ("/set temperature hot", "'hot' is not a number"),
+        ("/set temperature hot", "temperature must be a number, got 'hot'"),
         ("/set top_p 7", "top_p 7"),
         ("/set temprature 1", "did you mean temperature?"),
         ("/set temperature 0.25", "temperature: 0.25"),

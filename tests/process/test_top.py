@@ -48,9 +48,14 @@ def test_an_old_encoding_is_no_obstacle(server):
     assert done.returncode == 0 and done.stdout.isascii(), done.stderr
 
 
-@pytest.mark.parametrize("says", ["wants a key", "no server answers", "no address", "has no /fleet"])
+@pytest.mark.parametrize(
+    "says", ["wants a key", "no server answers", "must be an http or https URL", "has no /fleet"]
+)
 def test_what_cannot_be_watched_is_told_in_a_line(server, says):
-    urls = {"no server answers": f"http://127.0.0.1:{free_port()}", "no address": "localhost"}
+    urls = {
+        "no server answers": f"http://127.0.0.1:{free_port()}",
+        "must be an http or https URL": "localhost",
+    }
     urls["has no /fleet"] = server.url + "/nowhere"
     done = once(urls.get(says, server.url))
     assert done.returncode == 1 and says in done.stderr and done.stderr.count("\n") == 1

@@ -19,7 +19,7 @@ a process of its own; the fleet serves on without it. With --profile, measures w
 options of the engine can do, for a planner with targets of latency ([planner] mode = "sla"). With --replay,
 decides again what a planner decided, from the observations in its record ([planner] record), and prints the
 decisions as JSON lines; with other settings it shows what these would have done."""
-FORM_OF = {  # of each option, the form of the command that has it
+FORM_OF = {  # the form of the command to which an option belongs
     "fleet": "replay",
     "output": "profile",
     "plot": "profile",

@@ -11,7 +11,7 @@ from shoal.vllm_options import ALL_OPTIONS
 
 DESCRIPTION = """Answers the requests of a file, in OpenAI's batch format, as `vllm run-batch` does. The same
 command continues an interrupted run: lines that are answered in the output are not run again."""
-REQUEST_OPTIONS = (  # of ServerConfig: what requests and answers look like, nothing about ports
+REQUEST_OPTIONS = (  # fields of ServerConfig about requests and answers, not about ports
     "served_model_name",
     "tool_call_parser",
     "reasoning_parser",

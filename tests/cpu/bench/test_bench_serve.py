@@ -252,7 +252,7 @@ def test_conversations_come_from_a_file(tmp_path):
 @pytest.mark.parametrize(
     "options, hint",
     [
-        ({"num_prompts": 0}, "num_prompts 0"),
+        ({"num_prompts": 0}, "num_prompts must be .*, got 0"),
         ({"request_rate": 0.0}, "request_rate"),
         ({"request_rate": math.nan}, "request_rate"),
         ({"burstiness": -1.0}, "burstiness"),

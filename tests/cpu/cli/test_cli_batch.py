@@ -188,7 +188,7 @@ def test_an_engine_that_dies_ends_the_run_and_leaves_its_lines_to_the_next(run, 
 @pytest.mark.parametrize(
     "text, message",
     [
-        ("hello\n", "holds something else than answers of a batch (line 1); name a new file"),
+        ("hello\n", "must have only answers of a batch, got "),
         ('{"id": "x", "custom_id": "z", "response": null, "error": null}\n', "has an answer for 'z'"),
     ],
 )

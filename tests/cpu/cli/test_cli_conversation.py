@@ -101,7 +101,7 @@ def test_bytes_that_are_no_text_are_told_and_not_sent(capsys):
     talk = chat()
     talk.say("caf\udce9")
     talk.command("/system caf\udce9")
-    assert capsys.readouterr().err.count("no UTF-8") == 2
+    assert capsys.readouterr().err.count("not UTF-8") == 2
     assert talk.num_failures == 1 and talk.system is None and not talk.turns
 
 
@@ -285,7 +285,7 @@ def test_an_ordinary_body_is_read_as_a_server_reads_it(tmp_path, capsys):
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages[0].content"),
         ([{"role": "user"}], "messages[0].content must be text, got None"),
         (["hi"], "messages[0] must be an object with role and content, got 'hi'"),
-        (7, "no object with a list `messages`"),
+        (7, "not an object with a list `messages`"),
     ],
 )
 def test_a_body_that_a_chat_cannot_keep_is_refused_and_nothing_changes(messages, hint, tmp_path, capsys):
@@ -297,8 +297,8 @@ def test_a_body_that_a_chat_cannot_keep_is_refused_and_nothing_changes(messages,
 @pytest.mark.parametrize(
     "body, why",
     [
-        ("[]", "no object with a list `messages`"),
-        ("{}", "no object with a list `messages`"),
+        ("[]", "not an object with a list `messages`"),
+        ("{}", "not an object with a list `messages`"),
         ("hello", "not JSON: line 1, column 1: Expecting value"),
         ("{", "not JSON: line 1, column 2"),
         ("[" * 100_000, "JSON that is nested too deeply"),
@@ -308,7 +308,9 @@ def test_a_body_that_a_chat_cannot_keep_is_refused_and_nothing_changes(messages,
 def test_a_file_that_is_no_body_is_refused(body, why, tmp_path, capsys):
     loaded(tmp_path, body)
     said = capsys.readouterr().err
-    assert f"no body for /v1/chat/completions ({why}" in said and "give a file that /save wrote" in said
+    assert (
+        f"must be a body for /v1/chat/completions ({why}" in said and "give a file that /save wrote" in said
+    )
 
 
 @pytest.mark.parametrize(
@@ -464,5 +466,5 @@ def test_a_local_model_wants_room_for_an_answer_while_there_are_turns_to_drop(lo
     with pytest.raises(ContextFullError):
         reason(200, old)
     assert reason(255, [])
-    with pytest.raises(ContextFullError, match=r"takes 256 tokens.*the context has 256; shorten it"):
+    with pytest.raises(ContextFullError, match=r"has 256 tokens.*the context has 256; shorten it"):
         reason(256, [])

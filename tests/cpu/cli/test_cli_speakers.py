@@ -96,9 +96,9 @@ def test_the_model_is_the_first_listed_or_the_one_named(url):
 @pytest.mark.parametrize(
     "models, words",
     [
-        ({"data": []}, "offers no model yet: a router .* workers is ready; try again"),
-        ({"hello": "world"}, "is no list of models; give the address of an OpenAI-compatible server"),
-        ([1, 2], "is no list of models; give the address of an OpenAI-compatible server"),
+        ({"data": []}, "has no model yet: a router has one when a worker is ready; try again"),
+        ({"hello": "world"}, "must be a list of models; give the address of an OpenAI-compatible server"),
+        ([1, 2], "must be a list of models; give the address of an OpenAI-compatible server"),
     ],
 )
 def test_a_router_without_workers_is_told_from_another_kind_of_server(url, models, words, monkeypatch):
@@ -123,7 +123,7 @@ def test_a_router_without_workers_is_told_from_another_kind_of_server(url, model
     ],
 )
 def test_what_is_no_address_of_a_server_is_refused(of, address):
-    with pytest.raises(ConfigError, match="no address of a server; http"):
+    with pytest.raises(ConfigError, match="must be an http or https URL, got"):
         of(address, None)
 
 
@@ -160,7 +160,7 @@ def test_a_key_does_not_go_where_a_server_sends_us(url, ask):
     Stub.elsewhere, Stub.keys = url, []
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Elsewhere) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with pytest.raises(UnavailableError, match=f"sends us to '{url}/.*307"):
+        with pytest.raises(UnavailableError, match=f"redirects to '{url}/.*307"):
             ask(f"http://127.0.0.1:{server.server_port}")
         server.shutdown()
     assert not Stub.keys

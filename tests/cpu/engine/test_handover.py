@@ -875,7 +875,9 @@ def test_options_that_do_not_go_together_are_refused(folder):
         config(kv_transfer_config={"kv_roles": "kv_both"})
     with pytest.raises(ConfigError, match=r"kv_transfer_config\.lease_s"):
         config(kv_transfer_config={"lease_s": 0})
-    with pytest.raises(ConfigError, match="no address that a reader could ask at"):
+    with pytest.raises(
+        ConfigError, match=r"must be an address that readers can connect to, got '0\.0\.0\.0'"
+    ):
         config(kv_transfer_config={"kv_ip": "0.0.0.0"})
     sleeper = config(kv_transfer_config={"kv_role": "kv_consumer"}, enable_sleep_mode=True)
     assert replace(sleeper, seed=1).kv_transfer_config == sleeper.kv_transfer_config
@@ -902,7 +904,7 @@ def test_a_role_in_a_fleet_says_what_the_engine_does(folder, role, kv_role):
 def test_a_prefill_worker_that_would_lend_nothing_is_refused(folder, transfer, named):
     """Its prompts would be computed again, and nobody would notice but by the time that it takes."""
     server = ServerConfig(plane="tcp://127.0.0.1:1", role="prefill")
-    with pytest.raises(ConfigError, match=f"kv_transfer_config {named} .* lend none"):
+    with pytest.raises(ConfigError, match=f"must lend its KV blocks, got kv_transfer_config {named}, "):
         plan(str(folder), [], {"kv_transfer_config": transfer}, server)
 
 

@@ -351,7 +351,7 @@ def test_a_number_that_no_machine_has_memory_for_is_refused_with_a_limit(option,
         assert build("qwen3", **{option: value}).generate([[1]], greedy())
         return
     with pytest.raises(
-        ConfigError, match=rf"^{option} {value} .*(lower it|16 is the default|choose)"
+        ConfigError, match=rf"^{option} .*\b{value}\b.*(lower it|16 is the default|choose)"
     ) as error:
         build("qwen3", **{option: value})
     assert "\n" not in str(error.value)
@@ -592,7 +592,7 @@ def test_a_lost_stream_that_is_collected_within_a_step_is_dropped_behind_it(
 def test_sampling_params_that_were_made_impossible_later_are_refused_with_the_whole_batch(build):
     engine, params = build("llama"), greedy()
     params.temperature = "warm"
-    with pytest.raises(ValueError, match="temperature 'warm'"):
+    with pytest.raises(ValueError, match=r"temperature must be .*, got 'warm'"):
         engine.generate([[1, 2], [3, 4]], [greedy(), params], use_tqdm=False)
     assert not engine.core.has_work
 
@@ -602,7 +602,7 @@ def test_what_is_no_list_and_was_given_later_is_one_or_refused(name, build):
     """A text was taken for the list of its characters, each a stop string of its own."""
     engine, params = build("llama"), greedy()
     setattr(params, name, 5)
-    with pytest.raises(ValueError, match=f"{name} 5 is not a list"):
+    with pytest.raises(ValueError, match=f"{name} must be a list, got 5"):
         engine.generate([[1, 2]], params, use_tqdm=False)
     setattr(params, name, (7,) if name.endswith("ids") else ("no such text",))
     [output] = engine.generate([[1, 2]], params, use_tqdm=False)

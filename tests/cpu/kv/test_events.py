@@ -706,28 +706,28 @@ def test_vllms_options_are_taken_as_dict_or_json():
 @pytest.mark.parametrize(
     "given, named",
     [
-        ("{", "neither a dict nor a JSON object"),
-        ([1], "neither a dict nor a JSON object"),
-        ('"zmq"', "neither a dict nor a JSON object"),
+        ("{", "must be a dict or a JSON object"),
+        ([1], "must be a dict or a JSON object"),
+        ('"zmq"', "must be a dict or a JSON object"),
         ({"enabled": True}, "no field 'enabled'"),
         ({"bufer_steps": 1}, "did you mean 'buffer_steps'"),
-        ({"enable_kv_cache_events": 1}, "enable_kv_cache_events 1 is neither"),
-        ({"publisher": "nats"}, "'nats' is not one of zmq, null"),
-        ({"topic": None}, "topic None"),
-        ({"buffer_steps": -1}, "buffer_steps -1"),
-        ({"hwm": 0}, "hwm 0"),
-        ({"hwm": True}, "hwm True"),
-        ({"max_queue_size": 2.5}, "max_queue_size 2.5"),
-        ({"max_queue_size": 2**40}, "max_queue_size 1099511627776"),
-        ({"endpoint": None}, "endpoint None"),
-        ({"endpoint": "5557"}, "endpoint '5557'"),
-        ({"endpoint": "tcp://*"}, "endpoint 'tcp://\\*'"),
+        ({"enable_kv_cache_events": 1}, "enable_kv_cache_events must be true or false, got 1"),
+        ({"publisher": "nats"}, "publisher must be one of zmq, null, got 'nats'"),
+        ({"topic": None}, "topic must be a string, got None"),
+        ({"buffer_steps": -1}, "buffer_steps must be .*, got -1"),
+        ({"hwm": 0}, "hwm must be .*, got 0"),
+        ({"hwm": True}, "hwm must be .*, got True"),
+        ({"max_queue_size": 2.5}, "max_queue_size must be .*, got 2.5"),
+        ({"max_queue_size": 2**40}, "max_queue_size must be .*, got 1099511627776"),
+        ({"endpoint": None}, "endpoint must be a ZMQ address, got None"),
+        ({"endpoint": "5557"}, "endpoint must be a ZMQ address, got '5557'"),
+        ({"endpoint": "tcp://*"}, "endpoint must be a ZMQ address, got 'tcp://\\*'"),
         ({"endpoint": "tcp://*:70000"}, "tcp://\\*:70000"),
         ({"endpoint": "http://x:1"}, "http://x:1"),
-        ({"replay_endpoint": ""}, "replay_endpoint ''"),
-        ({"replay_endpoint": "tcp://lo:5557"}, "is the endpoint too"),
+        ({"replay_endpoint": ""}, "replay_endpoint must be a ZMQ address, got ''"),
+        ({"replay_endpoint": "tcp://lo:5557"}, "replay_endpoint must differ from endpoint"),
         ({"curve_secret_key_file": "a"}, "belong together"),
-        ({"curve_client_keys_dir": 3}, "curve_client_keys_dir 3 is no path"),
+        ({"curve_client_keys_dir": 3}, "curve_client_keys_dir must be a path, got 3"),
     ],
 )
 def test_bad_options_are_named(given, named):
@@ -736,6 +736,6 @@ def test_bad_options_are_named(given, named):
 
 
 def test_events_without_a_prefix_cache_are_refused():
-    with pytest.raises(ConfigError, match="enable_prefix_caching False caches none"):
+    with pytest.raises(ConfigError, match="enable_prefix_caching False caches no blocks"):
         EngineConfig(kv_events_config={"enable_kv_cache_events": True}, enable_prefix_caching=False)
     EngineConfig(kv_events_config={"enable_kv_cache_events": False}, enable_prefix_caching=False)

@@ -183,7 +183,12 @@ def test_nothing_to_answer_is_a_model_to_load(served):
         ("/api/chat", {"messages": [USER], "format": "xml"}, 400, "format 'xml'"),
         ("/api/chat", {"messages": [USER], "think": "a lot"}, 400, "think 'a lot'"),
         ("/api/chat", {"messages": [USER], "options": {"temperature": "hot"}}, 400, "options.temperature"),
-        ("/api/chat", {"messages": [USER], "options": {"top_p": 2}}, 400, "top_p 2"),
+        (
+            "/api/chat",
+            {"messages": [USER], "options": {"top_p": 2}},
+            400,
+            "top_p must be a finite number in (0, 1], got 2",
+        ),
         ("/api/generate", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
         ("/api/generate", {"prompt": "x", "template": "{{ .Prompt }}"}, 400, "template"),
         ("/api/generate", {"prompt": "x", "images": ["aGk="]}, 400, "images"),

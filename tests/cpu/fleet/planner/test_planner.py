@@ -409,9 +409,9 @@ def test_a_record_is_replayed_with_a_configuration_in_place_of_one_that_cannot_b
     """Its predictor's library may be missing, or its options older."""
     decision, _ = decide(CONFIG, PlannerState(), [seen(0.95)], other_gpus=0)
     entries = [Recorded(model="m", observation=seen(0.95)), Recorded(model="m", decision=decision)]
-    lines = [b'{"config": {"mode": "none of ours"}}', *map(msgspec.json.encode, entries)]
+    lines = [b'{"config": {"mode": "unknown"}}', *map(msgspec.json.encode, entries)]
     assert [entry.decision for entry in replay(CONFIG, lines)] == [decision] and decision.changes == [GROW]
-    with pytest.raises(ConfigError, match=r"line 1 .* mode 'none of ours'"):
+    with pytest.raises(ConfigError, match=r"line 1 .* mode must be one of load, sla, got 'unknown'"):
         list(replay(None, lines))
 
 

@@ -581,7 +581,7 @@ FILE = '[[workers]]\n[planner]\nenabled = true\nmode = "sla"\n'
         (FILE + 'profile = { other = "p.json" }\n', "no file for 'smollm2'; there are other"),
         (FILE + "profile = 3\n", "profile 3 is not of the type"),
         (FILE + "ttft = 0.0\n", "ttft"),
-        (FILE + 'load_predictor = "prophet"\n', "load_predictor 'prophet'"),
+        (FILE + 'load_predictor = "prophet"\n', "load_predictor must be one of "),
         (FILE + 'load_predictor = "holt_winters"\n', "load_season 0"),
         (
             FILE + 'load_predictor = "holt_winters"\nload_season = 3600\n',
