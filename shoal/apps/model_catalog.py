@@ -19,7 +19,7 @@ from shoal.fleet.pool.model_pool import ModelPool
 from shoal.fleet.tasks import start, stop
 from shoal.model_card import ModelCard
 from shoal.server.served.catalog import Catalog
-from shoal.server.served.external_model import UNBOUNDED, ForeignModel
+from shoal.server.served.external_model import UNBOUNDED, ExternalModel
 from shoal.server.served.model import ServedModel, served_model
 from shoal.text.tokenizer import Tokenizer, load_tokenizer
 from shoal.weights.source import resolve
@@ -42,7 +42,7 @@ class ModelCatalogSync:
         self._server = dataclasses.replace(server, max_queued_requests=UNBOUNDED)
         self._tokenizer = None if config.tokenizer is None else read_tokenizer(config.tokenizer)
         self._clock: Clock = fleet.clock
-        self._served: dict[ModelPool, ServedModel | ForeignModel] = {}
+        self._served: dict[ModelPool, ServedModel | ExternalModel] = {}
         self._loading: dict[ModelPool, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
@@ -71,7 +71,7 @@ class ModelCatalogSync:
                 self._loading[model] = start(self._load(model))
         for model, served in self._served.items():
             served.names[:] = model.names
-            if isinstance(served, ForeignModel):
+            if isinstance(served, ExternalModel):
                 served.max_model_len = _shortest(model)
         loading = [worker_id for model in self._loading for worker_id in model.workers]
         self._catalog.awaited = self._fleet.unknown + loading
@@ -96,7 +96,7 @@ class ModelCatalogSync:
             self._fleet.changed.set()
             return
 
-    def _add(self, model: ModelPool, served: ServedModel | ForeignModel) -> None:
+    def _add(self, model: ModelPool, served: ServedModel | ExternalModel) -> None:
         self._served[model] = served
         self._catalog.add(served)
         logger.info("the model %s is served", model.name)
@@ -108,12 +108,12 @@ class ModelCatalogSync:
             served.close()
         logger.info("the model %s is not served any more: its last worker has left", model.name)
 
-    def _external(self, model: ModelPool) -> ForeignModel:
+    def _external(self, model: ModelPool) -> ExternalModel:
         tokens = model.tokens = PromptTokens(model.dispatcher, self._tokenizer)
         model.sender = ForeignForwarder(
             model.dispatcher, tokens, migration_limit=self._config.migration_limit
         )
-        return ForeignModel(model.names, model.sender, request_timeout=self._server.request_timeout)
+        return ExternalModel(model.names, model.sender, request_timeout=self._server.request_timeout)
 
     async def _native(self, model: ModelPool) -> ServedModel:
         """Raises ShoalError where the model's files cannot be read here."""

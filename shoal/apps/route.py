@@ -27,13 +27,13 @@ from shoal.fleet.tasks import start, stop
 from shoal.fleet.worker import Worker
 from shoal.server.app import Server
 from shoal.server.http.keys import check_admin_port
-from shoal.server.operator.external_routes import with_foreign_models
+from shoal.server.operator.external_routes import with_external_models
 from shoal.server.operator.fleet_admin import fleet_admin_routes
 from shoal.server.operator.fleet_routes import FleetRoutes
 from shoal.server.routes import PUBLIC_ROUTES, described
 from shoal.server.run import check_tls, heeding_signals, open_ports, serve_until, url_of, warn_of_open_port
 from shoal.server.served.catalog import Catalog
-from shoal.server.served.monitoring import Watch
+from shoal.server.served.monitoring import Monitor
 from shoal.telemetry.tracing import check_tracing, opened_tracing
 
 logger = logging.getLogger(__name__)
@@ -101,18 +101,18 @@ async def run_router(
         stack.push_async_callback(fleet.close)
         catalog, routes = Catalog([]), FleetRoutes(fleet)
         public = [route for route in PUBLIC_ROUTES if route.path != routes.metrics.path]
-        watch = Watch(catalog, fleet)
+        monitor = Monitor(catalog, fleet)
         app = Server(
             catalog,
             server,
-            described([*with_foreign_models(public), routes.metrics, *routes.public()]),
-            watch=watch,
+            described([*with_external_models(public), routes.metrics, *routes.public()]),
+            monitor=monitor,
             tracing=tracing,
         )
         admin = None
         if server.admin_port is not None:
             operating = [*routes.admin(), *fleet_admin_routes(fleet)]
-            admin = Server(catalog, server, operating, watch=watch, is_admin=True)
+            admin = Server(catalog, server, operating, monitor=monitor, is_admin=True)
 
         def ready(port: int, admin_port: int | None) -> None:
             gc.freeze()  # the objects so far stay alive

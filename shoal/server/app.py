@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from shoal.config import ServerConfig
 from shoal.server.apis.anthropic import ANTHROPIC, ANTHROPIC_VERSION
 from shoal.server.errors import ApiError, to_api_error
-from shoal.server.http.access import Doors
-from shoal.server.http.context import Port
+from shoal.server.http.access import Access
+from shoal.server.http.context import ServerContext
 from shoal.server.http.cors import Cors
 from shoal.server.http.exchange import OPENAI, ClientGone, Dialect, Exchange, Receive, Scope, Send
 from shoal.server.http.middleware import Application, middleware
@@ -22,7 +22,7 @@ from shoal.server.http.route import DOCS, DOCUMENT, Route, RouteTable
 from shoal.server.operator.admin import ADMIN_ROUTES
 from shoal.server.routes import PUBLIC_ROUTES, described
 from shoal.server.served.catalog import Catalog
-from shoal.server.served.monitoring import Watch
+from shoal.server.served.monitoring import Monitor
 from shoal.telemetry.tracing import Tracing
 
 
@@ -35,17 +35,17 @@ class Server:
         config: ServerConfig,
         routes: Sequence[Route],
         *,
-        watch: Watch | None = None,
+        monitor: Monitor | None = None,
         is_admin: bool = False,
         tracing: Tracing | None = None,
     ) -> None:
-        """watch: of a fleet; None: this server is watched by itself. is_admin: stricter with pages and names,
-        see Doors. tracing: see Port. Raises ConfigError for unreadable keys and for middleware that cannot be
-        loaded."""
-        self.port = Port(models, config, watch or Watch(models), tracing)
+        """monitor: the fleet's; None: this server gets one of its own. is_admin: stricter with pages and host
+        names, see Access. tracing: see ServerContext. Raises ConfigError for unreadable keys and for
+        middleware that cannot be loaded."""
+        self.context = ServerContext(models, config, monitor or Monitor(models), tracing)
         self.exchanges: set[Exchange] = set()
         self._cors = Cors(config)
-        self._doors = Doors(config, self.port.keys, self._cors, is_admin=is_admin)
+        self._access = Access(config, self.context.keys, self._cors, is_admin=is_admin)
         hidden = (DOCS, DOCUMENT) if config.disable_fastapi_docs else ()
         self._table = RouteTable([route for route in routes if route.path not in hidden])
         self._root_path = "" if is_admin else config.root_path or ""
@@ -59,7 +59,7 @@ class Server:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"no {scope['type']} here")
-        exchange = Exchange(self.port, scope, receive, send, self._count)
+        exchange = Exchange(self.context, scope, receive, send, self._count)
         self.exchanges.add(exchange)
         try:
             route = self._route(exchange)
@@ -80,7 +80,7 @@ class Server:
             await exchange.fail(to_api_error(error, exchange.names))
         finally:
             self.exchanges.discard(exchange)
-            self.port.body_bytes -= exchange.size
+            self.context.body_bytes -= exchange.size
             if not exchange.ended:  # its client has left
                 self._count(exchange)
 
@@ -108,7 +108,7 @@ class Server:
                 headers={"allow": ", ".join(allowed)},
             )
         exchange.dialect = _dialect(exchange, route.dialect)
-        self._doors.check(exchange, is_public=route.public)
+        self._access.check(exchange, is_public=route.public)
         exchange.is_quiet = route.quiet  # not for who is kept out: keys that are guessed are to be seen
         return route
 
@@ -116,19 +116,19 @@ class Server:
         """Writes the line of a request that ends into the log, and counts it. Called once for each."""
         if not exchange.is_quiet:
             seconds = time.perf_counter() - exchange.arrival
-            self.port.metrics.observe(exchange.method, exchange.handler, status_of(exchange), seconds)
+            self.context.metrics.observe(exchange.method, exchange.handler, status_of(exchange), seconds)
         exchange.end_line()
-        log_request(exchange, self.port.config.log_requests)
+        log_request(exchange, self.context.config.log_requests)
 
     # The end
 
     async def drain(self, grace: float) -> None:
         """Refuses new requests, waits for the running ones, and ends what still runs after `grace`
         seconds."""
-        self.port.models.drain()
+        self.context.models.drain()
         try:
             async with asyncio.timeout(grace):
-                for admission in self.port.models.admissions:
+                for admission in self.context.models.admissions:
                     await admission.wait_idle()
         except TimeoutError:
             self.stop("the server is shutting down and its grace period is over")
@@ -146,7 +146,7 @@ def _dialect(exchange: Exchange, dialect: Dialect) -> Dialect:
 
 
 def create_app(models: Catalog, config: ServerConfig, tracing: Tracing | None = None) -> Server:
-    """The public port. tracing: see Port."""
+    """The public port. tracing: see ServerContext."""
     return Server(models, config, described(PUBLIC_ROUTES), tracing=tracing)
 
 

@@ -124,8 +124,8 @@ async def serve_until(
         for port in ports:
             # Once more, as asyncio has one number for how many may wait and how many it accepts at once.
             port.listen(BACKLOG)
-        watch = app.port.watch
-        for report in (watch.run(), report_throughput(app.port.models, watch)):
+        monitor = app.context.monitor
+        for report in (monitor.run(), report_throughput(app.context.models, monitor)):
             reports.append(asyncio.create_task(report))
             reports[-1].add_done_callback(_tell_failure)
         if ready is not None:
@@ -133,7 +133,7 @@ async def serve_until(
             ready(numbers[0], numbers[1] if admin is not None else None)
         await _first(drain.wait(), force.wait(), *tasks)
         if drain.is_set():
-            num_active = sum(admission.active for admission in app.port.models.admissions)
+            num_active = sum(admission.active for admission in app.context.models.admissions)
             waits = f": requests that run get up to {config.shutdown_timeout:g} s" if num_active else ""
             logger.info("stopping%s", waits)
         # The ports stay open meanwhile: a client that still comes is told 503 and when to try again, where a
@@ -151,7 +151,7 @@ async def serve_until(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for model in app.port.models:
+        for model in app.context.models:
             model.close()
 
 

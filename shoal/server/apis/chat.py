@@ -135,7 +135,7 @@ def generation_of(exchange: Exchange, conversations: Sequence[Conversation]) -> 
 
 async def create_chat_completion(exchange: Exchange) -> None:
     request = exchange.decode(ChatCompletionRequest)
-    options = check_stream_options(request.stream, request.stream_options, exchange.port.config)
+    options = check_stream_options(request.stream, request.stream_options, exchange.context.config)
     conversation = await conversation_of(exchange, request)
     model = conversation.model
     generation = generation_of(exchange, [conversation])

@@ -38,7 +38,7 @@ DEFAULT_MAX_TOKENS = 16
 async def create_completion(exchange: Exchange) -> None:
     request = exchange.decode(CompletionRequest)
     model = exchange.models.find(request.model)
-    options = check_stream_options(request.stream, request.stream_options, exchange.port.config)
+    options = check_stream_options(request.stream, request.stream_options, exchange.context.config)
     if request.suffix:
         raise ApiError(
             400, "suffix is given, and no model here fills in the middle; leave it out", param="suffix"

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from shoal.server.apis.anthropic import ANTHROPIC
 from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
-from shoal.server.served.external_model import ForeignModel
+from shoal.server.served.external_model import ExternalModel
 from shoal.server.served.model import ServedModel
 
 STARTED = int(time.time())
@@ -17,7 +17,7 @@ DEFAULT_LIMIT, MAX_LIMIT = 20, 1000  # models on a page, as in Anthropic's API
 
 
 async def list_models(exchange: Exchange) -> None:
-    models = [*exchange.models, *exchange.models.foreign]
+    models = [*exchange.models, *exchange.models.external]
     cards = [_card(exchange, model, name) for model in models for name in model.names]
     if exchange.dialect is ANTHROPIC:
         await exchange.json(_page(cards, exchange.query()))
@@ -27,11 +27,11 @@ async def list_models(exchange: Exchange) -> None:
 
 async def get_model(exchange: Exchange) -> None:
     name = exchange.path.removeprefix("/v1/models/")
-    model = exchange.models.find_foreign(name) or exchange.models.find(name)
+    model = exchange.models.find_external(name) or exchange.models.find(name)
     await exchange.json(_card(exchange, model, name))
 
 
-def _card(exchange: Exchange, model: ServedModel | ForeignModel, name: str) -> dict[str, object]:
+def _card(exchange: Exchange, model: ServedModel | ExternalModel, name: str) -> dict[str, object]:
     if exchange.dialect is ANTHROPIC:
         created = datetime.datetime.fromtimestamp(STARTED, datetime.UTC)
         return {

@@ -607,13 +607,13 @@ async def tags(exchange: Exchange) -> None:
         for model in models
         for name in model.names
     ]
-    # Nothing is known of foreign workers' models but their names.
-    foreign = [
+    # Nothing is known of external workers' models but their names.
+    external = [
         OllamaModel(name=_tagged(name), model=_tagged(name), size=0, digest="", details=NO_DETAILS)
-        for model in models.foreign
+        for model in models.external
         for name in model.names
     ]
-    await exchange.json(OllamaModels(own + foreign))
+    await exchange.json(OllamaModels(own + external))
 
 
 async def ps(exchange: Exchange) -> None:

@@ -153,7 +153,7 @@ def check_stream_options(
 def names_by_ids(exchange: Exchange, request: TextFields) -> bool:
     """Whether log-probabilities name tokens by their ids."""
     wanted = request.return_tokens_as_token_ids
-    return exchange.port.config.return_tokens_as_token_ids if wanted is None else wanted
+    return exchange.context.config.return_tokens_as_token_ids if wanted is None else wanted
 
 
 async def read_prompts(

@@ -202,16 +202,16 @@ async def create_response(exchange: Exchange) -> None:
     plan, params, prompt = await _prepared(exchange, request, model)
     if request.truncation == "auto":
         exchange.warn("truncation", "an input that is too long is refused here: `truncation` is ignored")
-    if request.store and not exchange.port.responses.max_bytes:
+    if request.store and not exchange.context.responses.max_bytes:
         exchange.warn("store", "this server keeps no responses (--responses-store-bytes): `store` is ignored")
     # Log-probabilities belong to items, so the answer is read as it comes.
     is_whole = not request.stream and params.logprobs is None
     parser = AnswerFormat(
         plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
     ).parser(is_whole=is_whole)
-    by_ids = exchange.port.config.return_tokens_as_token_ids
+    by_ids = exchange.context.config.return_tokens_as_token_ids
     shapes = None if params.logprobs is None else LogprobShapes(model, params.logprobs, as_ids=by_ids)
-    is_kept = exchange.port.responses.max_bytes > 0 and request.store is not False
+    is_kept = exchange.context.responses.max_bytes > 0 and request.store is not False
     writer = _Writer(_response(request, model, params, plan, is_kept), _namespaced(request))
     exchange.error_event = writer.failed
     request_id = exchange.named(request.request_id)
@@ -474,7 +474,7 @@ def _earlier_items(exchange: Exchange, request: ResponsesRequest) -> list[dict[s
     name = request.previous_response_id
     if name is None:
         return []
-    store = exchange.port.responses
+    store = exchange.context.responses
     if not store.max_bytes:
         raise ApiError(400, f"previous_response_id: {KEEPS_NONE}", param="previous_response_id")
     if (items := store.conversation(name)) is None:
@@ -494,7 +494,7 @@ def _referenced(exchange: Exchange, i: int, item: dict[str, Any]) -> dict[str, A
     given = {name for name, value in item.items() if value is not None}
     if item.get("type") != "item_reference" and given != {"id"}:
         return item
-    name, store = _text(i, item, "id"), exchange.port.responses
+    name, store = _text(i, item, "id"), exchange.context.responses
     if not store.max_bytes:
         raise ApiError(
             400, f"input[{i}] names the item {name!r:.100} by its id: {KEEPS_NONE}", param=f"input[{i}]"
@@ -514,7 +514,7 @@ def _keep(exchange: Exchange, request: ResponsesRequest, response: Response) -> 
     if not response.store:
         return
     assert isinstance(request.input, list)  # by _own_items
-    is_kept = exchange.port.responses.add(
+    is_kept = exchange.context.responses.add(
         response.id,
         request.previous_response_id,
         request.input,
@@ -529,14 +529,14 @@ def _keep(exchange: Exchange, request: ResponsesRequest, response: Response) -> 
 
 async def get_response(exchange: Exchange) -> None:
     name = exchange.path.removeprefix(FOLDER)
-    if (body := exchange.port.responses.response(name)) is None:
+    if (body := exchange.context.responses.response(name)) is None:
         raise _not_kept(name)
     await exchange.json(body)
 
 
 async def delete_response(exchange: Exchange) -> None:
     name = exchange.path.removeprefix(FOLDER)
-    if not exchange.port.responses.remove(name):
+    if not exchange.context.responses.remove(name):
         raise _not_kept(name)
     await exchange.json(DeletedResponse(name))
 

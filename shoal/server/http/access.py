@@ -11,7 +11,7 @@ from shoal.server.http.exchange import Exchange
 from shoal.server.http.keys import Keys, is_address
 
 
-class Doors:
+class Access:
     """Those of one port."""
 
     def __init__(self, config: ServerConfig, keys: Keys, cors: Cors, *, is_admin: bool) -> None:

@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 MAX_TOLD = 1000  # warnings of one server: a client that makes up names fills neither memory nor log
 
 
-class Notices:
+class ClientWarnings:
     def __init__(self) -> None:
         self._told: set[tuple[str, str]] = set()
 

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from shoal.config import ServerConfig
 from shoal.server.errors import ApiError
 from shoal.server.http.exchange import ON_LEAVE
-from shoal.server.http.pacing import Turns
+from shoal.server.http.pacing import RequestPacing
 from shoal.server.http.request_log import RefusalLog
 
 # The most bytes of a head with its URL. Trailers and extensions of chunks may have as many again.
@@ -49,7 +49,7 @@ class Connections:
         self.most, self.refusals = most, refusals
         self.num_open = 0
         self.idle: dict[Connection, None] = {}  # the longest idle one first
-        self.turns = Turns()
+        self.pacing = RequestPacing()
 
     def make_room(self) -> bool:
         """Whether one more connection may stay. An idle one may have been closed for it."""
@@ -201,7 +201,7 @@ class Connection(HttpToolsProtocol):
         self._kept += data
         if self._awaits_turn:
             return
-        if self._all.turns.take(self._take_turn):
+        if self._all.pacing.take(self._take_turn):
             self._parse_kept(is_paused)
         else:
             self._awaits_turn = True

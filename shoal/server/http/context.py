@@ -4,25 +4,27 @@ requests."""
 from __future__ import annotations
 
 from shoal.config import ServerConfig
-from shoal.server.http.client_warnings import Notices
+from shoal.server.http.client_warnings import ClientWarnings
 from shoal.server.http.keys import Keys
 from shoal.server.served.catalog import Catalog
-from shoal.server.served.monitoring import Watch
+from shoal.server.served.monitoring import Monitor
 from shoal.server.served.response_store import ResponseStore
 from shoal.telemetry.metrics import HttpMetrics
 from shoal.telemetry.timeline import Timelines
 from shoal.telemetry.tracing import Tracing
 
 
-class Port:
+class ServerContext:
     """It knows neither the routes nor the requests that run."""
 
-    def __init__(self, models: Catalog, config: ServerConfig, watch: Watch, tracing: Tracing | None) -> None:
+    def __init__(
+        self, models: Catalog, config: ServerConfig, monitor: Monitor, tracing: Tracing | None
+    ) -> None:
         """tracing: where traces go; None: nowhere. Raises ConfigError for keys that cannot be read."""
-        self.models, self.config, self.watch = models, config, watch
+        self.models, self.config, self.monitor = models, config, monitor
         self.keys = Keys(config)
         self.metrics = HttpMetrics()
-        self.notices = Notices()
+        self.client_warnings = ClientWarnings()
         self.timelines = Timelines()
         self.responses = ResponseStore(config.responses_store_bytes)
         self.tracing = tracing

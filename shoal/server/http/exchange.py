@@ -18,7 +18,7 @@ from shoal.api import FinishReason, Span
 from shoal.fleet_api import tags_of
 from shoal.server.errors import ApiError
 from shoal.server.http.arrival_log import log_arrival
-from shoal.server.http.context import Port
+from shoal.server.http.context import ServerContext
 from shoal.server.http.decode import check_size, decode, unknown_fields
 from shoal.server.http.error_shapes import ErrorResponse
 from shoal.server.http.request_fields import refuse, why_ignored
@@ -72,10 +72,15 @@ class Exchange:
     as they like and `end`."""
 
     def __init__(
-        self, port: Port, scope: Scope, receive: Receive, send: Send, before_end: Callable[[Exchange], None]
+        self,
+        context: ServerContext,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        before_end: Callable[[Exchange], None],
     ) -> None:
         """before_end: called once, before the answer's last bytes go out."""
-        self.port, self.models, self.scope = port, port.models, scope
+        self.context, self.models, self.scope = context, context.models, scope
         self._receive, self._send, self._before_end = receive, send, before_end
         self.method: str = scope["method"]
         self.path: str = scope["path"]
@@ -113,7 +118,7 @@ class Exchange:
     async def read(self) -> None:
         """Takes in the body. Raises ApiError: 413 if it is too large, 408 if it is too slow, 429 if the
         bodies of all requests are too large together. Raises ClientGone."""
-        config = self.port.config
+        config = self.context.config
         limit, seconds = config.max_body_bytes, config.read_timeout
         try:
             length = int(self.headers.get(b"content-length", b"0"))
@@ -138,10 +143,10 @@ class Exchange:
                         raise ClientGone
                     part = message.get("body", b"")
                     self.size += len(part)
-                    self.port.body_bytes += len(part)
+                    self.context.body_bytes += len(part)
                     if self.size > limit:
                         raise too_large(limit)
-                    if self.port.body_bytes > config.max_total_body_bytes:
+                    if self.context.body_bytes > config.max_total_body_bytes:
                         raise ApiError(
                             429,
                             f"the requests under way have more than {config.max_total_body_bytes} bytes "
@@ -168,7 +173,7 @@ class Exchange:
         # The search costs a third of what decoding costs. Large bodies of the same client are much alike, so
         # the first is searched.
         is_small = len(self.body) <= ALWAYS_SEARCHED
-        if is_small or self.port.notices.is_new(self.client, f"large {kind.__name__}"):
+        if is_small or self.context.client_warnings.is_new(self.client, f"large {kind.__name__}"):
             for name in unknown_fields(kind, self.body)[:MAX_UNKNOWN]:
                 why = why_ignored(kind, name)
                 message = f"{self.path} takes no field {name!r:.100}: it is ignored{why}"
@@ -177,7 +182,7 @@ class Exchange:
 
     def warn(self, what: str, message: str) -> None:
         """Writes `message` into the log, once for this client and `what`."""
-        self.port.notices.tell(self.client, what, message)
+        self.context.client_warnings.tell(self.client, what, message)
 
     @property
     def client(self) -> str:
@@ -199,19 +204,19 @@ class Exchange:
         line.add([Span("tokenize", now - self._read_at, now - self._read_at)], now)
         given = {name: self._joined(name.encode()) for name in TRACE_HEADERS}
         headers = {name: value for name, value in given.items() if value}
-        if self.port.tracing is not None:
-            self._trace = self.port.tracing.begin(line, headers)
+        if self.context.tracing is not None:
+            self._trace = self.context.tracing.begin(line, headers)
             headers = self._trace.headers
         line.trace_headers = headers or None
         if is_listed:
-            self.port.timelines.add(line)
+            self.context.timelines.add(line)
         return line
 
     def begin(self, generation: Generation) -> None:
         """From now on the exchange is about these answers."""
         self.generation = generation
-        if self.port.config.enable_log_requests:
-            log_arrival(self.request_id, self.handler, generation, self.port.config)
+        if self.context.config.enable_log_requests:
+            log_arrival(self.request_id, self.handler, generation, self.context.config)
 
     def _joined(self, name: bytes) -> str:
         """A header that may be cut into several, as HTTP puts them together."""
@@ -224,7 +229,7 @@ class Exchange:
             return
         if self.is_gone:
             self.line.reasons.add(FinishReason.ABORT)
-        # A foreign worker's refusal is passed on as it is, and is no error of this server's own.
+        # An external worker's refusal is passed on as it is, and is no error of this server's own.
         status = self.error.status if self.error is not None else self.status or 0
         self.line.end(has_failed=status >= 400)
         if self._trace is not None:
@@ -360,7 +365,7 @@ class Exchange:
     async def _linger(self) -> None:
         """Throws away some of what the client still sends. A socket that is closed with data unread is reset,
         and then the client never sees the answer."""
-        left = self.port.config.max_body_bytes
+        left = self.context.config.max_body_bytes
         try:
             async with asyncio.timeout(LINGER_SECONDS):
                 while left > 0:

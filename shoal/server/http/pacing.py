@@ -13,7 +13,7 @@ from collections.abc import Callable
 TURNS_A_PASS = 8  # a turn that begins a request costs well below a millisecond
 
 
-class Turns:
+class RequestPacing:
     """Gives out turns in the order in which they are asked for, TURNS_A_PASS in one pass of the event
     loop."""
 

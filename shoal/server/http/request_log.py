@@ -73,7 +73,7 @@ def event_of(exchange: Exchange) -> Event:
     if exchange.generation is not None:
         fields |= _tokens(exchange.generation, exchange.arrival)
     elif exchange.line is not None and exchange.line.answers:
-        fields |= _tokens_of_foreign(exchange.line)
+        fields |= _tokens_of_external(exchange.line)
     fields["request_id"] = exchange.request_id
     if exchange.error is not None:
         fields["error"] = _message(exchange.error)
@@ -133,7 +133,7 @@ def _tokens(generation: Generation, arrival: float) -> dict[str, Any]:
     return fields
 
 
-def _tokens_of_foreign(line: Timeline) -> dict[str, Any]:
+def _tokens_of_external(line: Timeline) -> dict[str, Any]:
     """The same of a request that was passed on, as far as its worker has told it."""
     told = line.summary()
     fields: dict[str, Any] = {"model": told.model}
@@ -168,7 +168,7 @@ def _message(error: ApiError) -> str:
 
 def _level(status: int, error: ApiError | None) -> int:
     """ERROR for failures of the server itself. What a client caused, or an operator chose, such as sleep, is
-    a WARNING, and so is a foreign worker's refusal, which is passed on as it is."""
+    a WARNING, and so is an external worker's refusal, which is passed on as it is."""
     if error is not None:
         return logging.ERROR if error.status == 500 else logging.WARNING
     return logging.WARNING if status >= 400 and status != CLIENT_GONE else logging.INFO

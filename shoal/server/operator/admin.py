@@ -110,7 +110,7 @@ def checkpoint_of(exchange: Exchange) -> str:
 
 async def start_profile(exchange: Exchange) -> None:
     query = query_of(exchange, ("folder", "model"))
-    folder = _below(exchange.port.config.profile_dir, one_of(query, "folder", ""))
+    folder = _below(exchange.context.config.profile_dir, one_of(query, "folder", ""))
     await _model(exchange, query).engine.start_profile(folder)
     await exchange.json({"status": "tracing"})
 

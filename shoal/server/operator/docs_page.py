@@ -100,9 +100,9 @@ def docs(routes: Sequence[Route]) -> Handler:
     async def handle(exchange: Exchange) -> None:
         host = exchange.headers.get(b"host", b"").decode("latin-1")
         address = f"{exchange.scope['scheme']}://{host if HOST.fullmatch(host) else '127.0.0.1:8000'}"
-        address += exchange.port.config.root_path or ""
+        address += exchange.context.config.root_path or ""
         model = next(iter(exchange.models.names), "MODEL")
-        page = docs_page(tuple(routes), address, model, bool(exchange.port.keys))
+        page = docs_page(tuple(routes), address, model, bool(exchange.context.keys))
         await exchange.respond(page, content_type=b"text/html; charset=utf-8", headers=HEADERS)
 
     return handle

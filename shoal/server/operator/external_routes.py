@@ -1,4 +1,4 @@
-"""Requests for foreign models: the public routes with those requests passed on, everything else as it was."""
+"""Routes of a router: the public ones, which pass requests for external models on to their workers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shoal.server.errors import ApiError
 from shoal.server.http.decode import decode
 from shoal.server.http.exchange import Exchange
 from shoal.server.http.route import Handler, Route
-from shoal.server.served.external_model import ForeignModel
+from shoal.server.served.external_model import ExternalModel
 
 # Those that ask for no answer of the model.
 UNLISTED = frozenset(
@@ -62,8 +62,8 @@ class _Asked(msgspec.Struct):
     timeout: Seconds | None = None
 
 
-def with_foreign_models(routes: Sequence[Route]) -> list[Route]:
-    """The routes, which pass requests for foreign models on."""
+def with_external_models(routes: Sequence[Route]) -> list[Route]:
+    """Returns the routes with handlers that pass requests for external models on."""
     return [
         replace(route, handler=_passing_on(route.handler)) if route.path in PASSED_ON else route
         for route in routes
@@ -72,13 +72,13 @@ def with_foreign_models(routes: Sequence[Route]) -> list[Route]:
 
 def _passing_on(handler: Handler) -> Handler:
     async def handle(exchange: Exchange) -> None:
-        if not exchange.models.foreign:
+        if not exchange.models.external:
             return await handler(exchange)
         if exchange.method in ("GET", "HEAD"):
             asked = _Asked(next(iter(exchange.query().get("model", ())), None))
         else:
             asked = decode(_Asked, exchange.body)
-        model = exchange.models.find_foreign(asked.model or asked.name)
+        model = exchange.models.find_external(asked.model or asked.name)
         if model is None:
             return await handler(exchange)
         return await _pass_on(exchange, model, asked)
@@ -86,7 +86,7 @@ def _passing_on(handler: Handler) -> Handler:
     return handle
 
 
-async def _pass_on(exchange: Exchange, model: ForeignModel, asked: _Asked) -> None:
+async def _pass_on(exchange: Exchange, model: ExternalModel, asked: _Asked) -> None:
     limits = [t for t in (asked.timeout, model.request_timeout) if t is not None]
     seconds = min(limits) if limits else None
     query = exchange.scope["query_string"].decode("latin-1")
@@ -109,7 +109,7 @@ async def _pass_on(exchange: Exchange, model: ForeignModel, asked: _Asked) -> No
 
 def _as_operated(exchange: Exchange) -> bytes:
     """The body, with what the router's options say for every request of OpenAI's older APIs."""
-    config = exchange.port.config
+    config = exchange.context.config
     if exchange.path not in ("/v1/chat/completions", "/v1/completions") or not (
         config.enable_force_include_usage or config.return_tokens_as_token_ids
     ):
@@ -123,7 +123,7 @@ def _as_operated(exchange: Exchange) -> bytes:
     return msgspec.json.encode(body)
 
 
-async def _answer(exchange: Exchange, model: ForeignModel, call: ForeignCall) -> None:
+async def _answer(exchange: Exchange, model: ExternalModel, call: ForeignCall) -> None:
     answer = await model.forwarder.forward(call)
     exchange.more_headers += answer.headers
     async with aclosing(answer.chunks) as chunks:

@@ -37,7 +37,7 @@ class SelectRequest(msgspec.Struct):
 
 
 class WorkersRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Foreign workers to add, in the form of --worker, and ids of foreign workers to remove. An operator's
+    """External workers to add, in the form of --worker, and ids of external workers to remove. An operator's
     misspelt field would pass for a change that was made."""
 
     add: list[str] = []
@@ -76,7 +76,7 @@ class FleetRoutes:
                 "POST",
                 "/fleet/workers",
                 self._change_workers,
-                "Add and remove foreign workers",
+                "Add and remove external workers",
                 WorkersRequest,
                 WorkersChanged,
             ),
@@ -93,7 +93,7 @@ class FleetRoutes:
     async def _select(self, exchange: Exchange) -> None:
         request = exchange.decode(SelectRequest)
         body = {name: value for name, value in msgspec.structs.asdict(request).items() if value is not None}
-        if exchange.models.find_foreign(request.model) is None:
+        if exchange.models.find_external(request.model) is None:
             body["token_ids"] = await _token_ids(exchange.models, request)
         await exchange.json(await self._fleet.select(request.model, body))
 

@@ -23,7 +23,7 @@ async def _fleet(exchange: Exchange) -> None:
             since = math.nan
         if not math.isfinite(since):
             raise ApiError(400, f"since {text!r:.100} is no number; give seconds since 1970", param="since")
-    await exchange.json(await exchange.port.watch.view(since, one_of(query, "worker") or None))
+    await exchange.json(await exchange.context.monitor.view(since, one_of(query, "worker") or None))
 
 
 async def _dashboard(exchange: Exchange) -> None:

@@ -43,7 +43,7 @@ def openapi(routes: Sequence[Route]) -> Handler:
         return msgspec.json.encode(document(routes) | servers)
 
     async def handle(exchange: Exchange) -> None:
-        await exchange.json(encoded(exchange.port.config.root_path))
+        await exchange.json(encoded(exchange.context.config.root_path))
 
     return handle
 
@@ -84,10 +84,10 @@ def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
     if route.request is not None and "stream" in route.request.__struct_fields__:  # type: ignore[attr-defined]
         kind = route.dialect.stream_type.partition(";")[0]
         content[kind] = {"schema": EVENT if kind == "text/event-stream" else {}}
-    is_foreign = route.path.startswith(("/v1/", "/api/"))
+    is_known_api = route.path.startswith(("/v1/", "/api/"))
     operation: dict[str, Any] = {
         "summary": route.summary,
-        "tags": [route.dialect.name if is_foreign else "This server"],
+        "tags": [route.dialect.name if is_known_api else "This server"],
         "operationId": f"{route.method.lower()}{route.path}",
         "responses": {"200": {"description": "OK", "content": content}},
     }

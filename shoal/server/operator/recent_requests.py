@@ -16,13 +16,13 @@ class RequestList(msgspec.Struct):
 
 async def list_requests(exchange: Exchange) -> None:
     limit = count_of(query_of(exchange, ("limit",)), "limit", MAX_KEPT)
-    lines = exchange.port.timelines.newest_first()[:limit]
+    lines = exchange.context.timelines.newest_first()[:limit]
     await exchange.json(RequestList([line.summary() for line in lines]))
 
 
 async def get_request(exchange: Exchange) -> None:
     request_id = exchange.path.removeprefix("/requests/")
-    line = exchange.port.timelines.find(request_id)
+    line = exchange.context.timelines.find(request_id)
     if line is None:
         raise ApiError(
             404, f"there is no request {request_id!r:.100} among the last {MAX_KEPT}; /requests lists them"

@@ -48,7 +48,7 @@ async def metrics(exchange: Exchange, more: Iterable[Metric] = ()) -> None:
     families: list[Metric] = []
     for model in exchange.models:
         families += await _families(model)
-    families += exchange.port.metrics.collect()
+    families += exchange.context.metrics.collect()
     families += more
     await exchange.respond(exposition(families), content_type=METRICS_TYPE)
 

@@ -7,42 +7,43 @@ from typing import TypeVar
 
 from shoal.server.errors import ApiError
 from shoal.server.served.admission import Admission
-from shoal.server.served.external_model import ForeignModel
+from shoal.server.served.external_model import ExternalModel
 from shoal.server.served.model import ServedModel
 
 LATEST = ":latest"
 
 
 class Catalog:
-    """Iterating gives the models that are served here or by our workers; `foreign` are those of others."""
+    """Iterating yields the models of this process and of native workers. `external`: models of external
+    workers."""
 
-    def __init__(self, models: Sequence[ServedModel], foreign: Sequence[ForeignModel] = ()) -> None:
+    def __init__(self, models: Sequence[ServedModel], external: Sequence[ExternalModel] = ()) -> None:
         """The first model answers requests that name none."""
         self._models = list(models)
-        self.foreign = list(foreign)
+        self.external = list(external)
         self.awaited: list[str] = []  # workers that were not reached yet: they may bring further models
         self.draining = False  # the server is shutting down
 
     def __iter__(self) -> Iterator[ServedModel]:
         return iter(self._models)
 
-    def add(self, model: ServedModel | ForeignModel) -> None:
+    def add(self, model: ServedModel | ExternalModel) -> None:
         if self.draining:
             model.admission.drain()
-        if isinstance(model, ForeignModel):
-            self.foreign.append(model)
+        if isinstance(model, ExternalModel):
+            self.external.append(model)
         else:
             self._models.append(model)
 
-    def remove(self, model: ServedModel | ForeignModel) -> None:
-        if isinstance(model, ForeignModel):
-            self.foreign.remove(model)
+    def remove(self, model: ServedModel | ExternalModel) -> None:
+        if isinstance(model, ExternalModel):
+            self.external.remove(model)
         else:
             self._models.remove(model)
 
     @property
     def names(self) -> list[str]:
-        return [model.name for model in self._models] + [model.name for model in self.foreign]
+        return [model.name for model in self._models] + [model.name for model in self.external]
 
     @property
     def most_tokens(self) -> int:
@@ -57,8 +58,8 @@ class Catalog:
         found = _find(self._models, name)
         if found is not None:
             return found
-        if (foreign := self.find_foreign(name)) is not None:
-            raise ApiError(404, f"the workers of {foreign.name!r:.100} have no such route", param="model")
+        if (external := self.find_external(name)) is not None:
+            raise ApiError(404, f"the workers of {external.name!r:.100} have no such route", param="model")
         if self.awaited or not self.names:
             awaited = f" ({', '.join(self.awaited)})" if self.awaited else ""
             asked = "no model" if name is None else f"no model {name!r:.100}"
@@ -68,15 +69,15 @@ class Catalog:
             404, f"the model {name!r:.100} does not exist; {there_are}", param="model", code="model_not_found"
         )
 
-    def find_foreign(self, name: str | None) -> ForeignModel | None:
-        """The same among foreign models; None if the name is of none of them."""
+    def find_external(self, name: str | None) -> ExternalModel | None:
+        """The same among external models; None if the name is of none of them."""
         if name is None:
-            return self.foreign[0] if self.foreign and not self._models else None
-        return None if _find(self._models, name) is not None else _find(self.foreign, name)
+            return self.external[0] if self.external and not self._models else None
+        return None if _find(self._models, name) is not None else _find(self.external, name)
 
     @property
     def admissions(self) -> list[Admission]:
-        return [model.admission for model in self._models] + [model.admission for model in self.foreign]
+        return [model.admission for model in self._models] + [model.admission for model in self.external]
 
     def drain(self) -> None:
         """Nobody gets in any more, whatever model comes."""
@@ -85,7 +86,7 @@ class Catalog:
             admission.drain()
 
 
-M = TypeVar("M", ServedModel, ForeignModel)
+M = TypeVar("M", ServedModel, ExternalModel)
 
 
 def _find(models: Sequence[M], name: str | None) -> M | None:

@@ -1,4 +1,4 @@
-"""ForeignModel: a model whose workers speak HTTP themselves. Requests for it go on as they came."""
+"""ExternalModel: a model whose workers speak HTTP themselves. Requests for it go on as they came."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal.server.served.admission import Admission
 UNBOUNDED = 1 << 40  # the workers and the queue of the fleet say how much is too much
 
 
-class ForeignModel:
+class ExternalModel:
     """`names` and `max_model_len` are what its workers said last; they may change while it is served."""
 
     def __init__(

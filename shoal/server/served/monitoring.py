@@ -49,7 +49,7 @@ class _Lately:
     whole: RecentRates = RecentRates()
 
 
-class Watch:
+class Monitor:
     """`run` samples; `view` may be asked at any time."""
 
     def __init__(self, models: Catalog, fleet: FleetControl | None = None) -> None:
@@ -138,11 +138,11 @@ class Watch:
                     refused=admission.refused,
                 )
             )
-        for foreign in self._models.foreign:
-            failed = sum(one.failed for one in view.workers if one.model == foreign.name)
-            active = foreign.admission.active
+        for external in self._models.external:
+            failed = sum(one.failed for one in view.workers if one.model == external.name)
+            active = external.admission.active
             view.models.append(
-                ModelView(name=foreign.name, is_foreign=True, active_requests=active, failed=failed)
+                ModelView(name=external.name, is_foreign=True, active_requests=active, failed=failed)
             )
         return view
 
@@ -166,15 +166,15 @@ class Watch:
         return view
 
     def _take(self, view: FleetView) -> _Sample:
-        """What has been served by now. Models of ours are counted here, foreign ones by worker. Sums over
+        """What has been served by now. Models of ours are counted here, external ones by worker. Sums over
         several add what each has served since the last sample, so that one that leaves takes nothing away."""
         last = self._samples[-1] if self._samples else _Sample(0.0, {}, {}, ServedTotals())
         models = {model.name: totals_of(model.metrics) for model in self._models}
         workers = dict(models) if self._fleet is None else dict(self._fleet.served())
-        for foreign in self._models.foreign:
-            ids = [one.id for one in view.workers if one.model == foreign.name]
+        for external in self._models.external:
+            ids = [one.id for one in view.workers if one.model == external.name]
             own = {name: workers[name] for name in ids if name in workers}
-            models[foreign.name] = _grown(last.models.get(foreign.name, ServedTotals()), own, last.workers)
+            models[external.name] = _grown(last.models.get(external.name, ServedTotals()), own, last.workers)
         whole = _grown(last.whole, models, last.models)
         return _Sample(time.monotonic(), workers, models, whole)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from shoal.errors import ShoalError
 from shoal.server.served.model import ServedModel
-from shoal.server.served.monitoring import RATES_S, Watch
+from shoal.server.served.monitoring import RATES_S, Monitor
 from shoal.stats import Stats
 from shoal.telemetry.logs import Event
 from shoal.telemetry.served import RecentRates
@@ -18,8 +18,10 @@ logger = logging.getLogger(__name__)
 WORK_TOKENS_PER_SECOND = 1.0  # what is less is no work; a router's probe is two tokens in ten seconds
 
 
-async def report_throughput(models: Iterable[ServedModel], watch: Watch, interval: float = RATES_S) -> None:
-    """Runs until it is cancelled. watch: who samples these models. interval: seconds between two lines of a
+async def report_throughput(
+    models: Iterable[ServedModel], monitor: Monitor, interval: float = RATES_S
+) -> None:
+    """Runs until it is cancelled. monitor: samples these models. interval: seconds between two lines of a
     model."""
     while True:
         await asyncio.sleep(interval)
@@ -28,7 +30,7 @@ async def report_throughput(models: Iterable[ServedModel], watch: Watch, interva
                 stats = await model.stats()
             except ShoalError:  # a dead engine, which is told elsewhere
                 continue
-            event = _event(model.name, stats, watch.recent(model.name))
+            event = _event(model.name, stats, monitor.recent(model.name))
             if event is not None:
                 logger.info(event)
 

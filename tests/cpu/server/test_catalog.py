@@ -5,11 +5,11 @@ import pytest
 from shoal.errors import UnavailableError
 from shoal.server.errors import ApiError
 from shoal.server.served.catalog import Catalog
-from shoal.server.served.external_model import ForeignModel
+from shoal.server.served.external_model import ExternalModel
 
 
 def model(name, *more):
-    return ForeignModel([name, *more], forwarder=None)
+    return ExternalModel([name, *more], forwarder=None)
 
 
 def status_of(catalog, name):
@@ -40,11 +40,11 @@ def test_models_come_and_go_with_all_their_names():
     catalog.add(one)
     assert catalog.names == ["m"]
     for name in ("m", "m:latest", "adapter", None):
-        assert catalog.find_foreign(name) is one
+        assert catalog.find_external(name) is one
     one.names[:] = ["m"]
-    assert catalog.find_foreign("adapter") is None
+    assert catalog.find_external("adapter") is None
     catalog.remove(one)
-    assert catalog.names == [] and catalog.find_foreign("m") is None
+    assert catalog.names == [] and catalog.find_external("m") is None
 
 
 def test_a_model_that_comes_while_the_server_drains_takes_nothing():

@@ -1,4 +1,4 @@
-"""The public port of a router with a foreign model: which requests are passed on, and what the port itself adds."""
+"""The public port of a router with an external model: which requests are passed on, and what the port itself adds."""
 
 import asyncio
 import json
@@ -10,10 +10,10 @@ from shoal.config import ServerConfig
 from shoal.errors import BusyError, UnavailableError
 from shoal.fleet_api import ForeignAnswer
 from shoal.server.app import Server
-from shoal.server.operator.external_routes import with_foreign_models
+from shoal.server.operator.external_routes import with_external_models
 from shoal.server.routes import PUBLIC_ROUTES, described
 from shoal.server.served.catalog import Catalog
-from shoal.server.served.external_model import ForeignModel
+from shoal.server.served.external_model import ExternalModel
 
 STREAM = b"text/event-stream; charset=utf-8"
 
@@ -57,7 +57,7 @@ class Reply:
 def ask(
     workers,
     path="/v1/completions",
-    body=b'{"model":"foreign"}',
+    body=b'{"model":"external"}',
     headers=(),
     *,
     method=None,
@@ -68,8 +68,8 @@ def ask(
     """One request to the port, in a loop of its own."""
 
     async def run():
-        catalog = Catalog([], [ForeignModel(["foreign"], workers, **model)])
-        app = Server(catalog, config or ServerConfig(), described(with_foreign_models(PUBLIC_ROUTES)))
+        catalog = Catalog([], [ExternalModel(["external"], workers, **model)])
+        app = Server(catalog, config or ServerConfig(), described(with_external_models(PUBLIC_ROUTES)))
         if is_draining:
             await app.drain(1.0)
         sent, given = [], [{"type": "http.request", "body": body}]
@@ -104,7 +104,7 @@ def ask(
 
 def test_a_request_is_passed_on_as_it_came_and_the_worker_is_named():
     workers = Workers(b'{"any":"thing"}', status=200)
-    body = b'{"model":"foreign:latest", "unheard_of": [1, {}]}'
+    body = b'{"model":"external:latest", "unheard_of": [1, {}]}'
     reply = ask(workers, "/v1/chat/completions?a=b", body, [(b"x-request-id", b"mine")])
     assert (reply.status, reply.body, reply.headers[b"x-shoal-worker"]) == (200, b'{"any":"thing"}', b"w")
     (call,) = workers.calls
@@ -115,12 +115,12 @@ def test_a_request_is_passed_on_as_it_came_and_the_worker_is_named():
 def test_what_the_router_says_for_every_request_is_in_the_body_that_is_passed_on():
     config = ServerConfig(enable_force_include_usage=True, return_tokens_as_token_ids=True)
     workers = Workers(b"{}")
-    ask(workers, body=b'{"model":"foreign","stream":true,"stream_options":{"x":1}}', config=config)
-    ask(workers, body=b'{"model":"foreign","return_tokens_as_token_ids":false}', config=config)
+    ask(workers, body=b'{"model":"external","stream":true,"stream_options":{"x":1}}', config=config)
+    ask(workers, body=b'{"model":"external","return_tokens_as_token_ids":false}', config=config)
     streamed, whole = [json.loads(call.body) for call in workers.calls]
     assert streamed["stream_options"] == {"x": 1, "include_usage": True}
     assert streamed["return_tokens_as_token_ids"] is True
-    assert whole == {"model": "foreign", "return_tokens_as_token_ids": False}
+    assert whole == {"model": "external", "return_tokens_as_token_ids": False}
 
 
 def test_a_request_that_names_no_model_goes_to_the_first():
@@ -162,7 +162,7 @@ def test_an_error_within_a_stream_is_its_last_event():
 def test_a_deadline_ends_the_request_at_the_worker_too(limit):
     workers = Workers(b"{}", delay=20)
     if limit == "body":
-        reply = ask(workers, body=b'{"model":"foreign","timeout":0.1}')
+        reply = ask(workers, body=b'{"model":"external","timeout":0.1}')
     else:
         reply = ask(workers, request_timeout=0.1)
     assert reply.status == 504 and "0.1 s" in reply.error["message"] and workers.was_left
@@ -187,28 +187,28 @@ def test_the_log_tells_of_a_request_what_its_worker_did(status, caplog):
     caplog.set_level(logging.INFO, "shoal")
     ask(Told(b"{}", status=status))
     [record] = [record for record in caplog.records if "/v1/completions" in record.getMessage()]
-    told = "model=foreign in=31 cached=16 out=3 ttft=1.000s speed=2.0/s finish=tool_calls worker=w1"
+    told = "model=external in=31 cached=16 out=3 ttft=1.000s speed=2.0/s finish=tool_calls worker=w1"
     assert told in record.getMessage()
     assert record.levelno == (logging.INFO if status == 200 else logging.WARNING)
 
 
 def test_a_tokenizer_is_asked_for_by_the_query():
     workers = Workers(b'{"chat_template":"x"}')
-    for path in ("/tokenizer_info?model=foreign", "/tokenizer_info"):
+    for path in ("/tokenizer_info?model=external", "/tokenizer_info"):
         assert json.loads(ask(workers, path, None).body) == {"chat_template": "x"}
     assert ask(workers, "/tokenizer_info", None, method="HEAD").status == 200 and workers.calls.pop()
     reply = ask(workers, "/tokenizer_info?model=stranger", None)
     assert reply.status == 404 and "stranger" in reply.error["message"]
-    assert [call.path for call in workers.calls] == ["/tokenizer_info?model=foreign", "/tokenizer_info"]
+    assert [call.path for call in workers.calls] == ["/tokenizer_info?model=external", "/tokenizer_info"]
 
 
 def test_models_and_mistakes_are_told():
     workers = Workers(b"{}")
     listed = json.loads(ask(workers, "/v1/models", None, max_model_len=77).body)["data"]
-    assert [(card["id"], card["max_model_len"]) for card in listed] == [("foreign", 77)]
-    assert json.loads(ask(workers, "/v1/models/foreign", None).body)["id"] == "foreign"
+    assert [(card["id"], card["max_model_len"]) for card in listed] == [("external", 77)]
+    assert json.loads(ask(workers, "/v1/models/external", None).body)["id"] == "external"
     reply = ask(workers, body=b'{"model":"stranger","prompt":"x"}')
-    assert reply.status == 404 and "foreign" in reply.error["message"]
+    assert reply.status == 404 and "external" in reply.error["message"]
     assert ask(workers, body=b"no JSON").status == 400 and not workers.calls
     for path in ("/health", "/metrics", "/load", "/docs", "/api/tags", "/api/ps"):
         assert ask(workers, path, None).status == 200, path

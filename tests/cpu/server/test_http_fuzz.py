@@ -54,7 +54,7 @@ def server(caplog, monkeypatch):
         open_before = psutil.Process().num_fds()
         yield server
         eventually(lambda: not server.engine._running and server.model.admission.active == 0)
-        eventually(lambda: not server.app.exchanges and server.app.port.body_bytes == 0)
+        eventually(lambda: not server.app.exchanges and server.app.context.body_bytes == 0)
         eventually(lambda: psutil.Process().num_fds() <= open_before)
         assert server.json("/v1/completions", {"prompt": "a", "max_tokens": 2})[0] == 200
         assert server.metric("vllm:num_requests_running") == 0

@@ -13,7 +13,7 @@ import pytest
 from shoal.fleet_views import FleetView, QueueView, WorkerView
 from shoal.server.served import monitoring
 from shoal.server.served.catalog import Catalog
-from shoal.server.served.external_model import ForeignModel
+from shoal.server.served.external_model import ExternalModel
 from shoal.stats import KvLoans, KvTierStats, KvTransferStats, SleepState, Stats
 from shoal.telemetry.served import ServedTotals
 from tests.fake_server import FakeServer, engine_saying, eventually
@@ -35,7 +35,7 @@ def look(server, query=""):
 
 
 def sample(server):
-    asyncio.run_coroutine_threadsafe(server.app.port.watch.sample(), server.loop).result(60)
+    asyncio.run_coroutine_threadsafe(server.app.context.monitor.sample(), server.loop).result(60)
 
 
 def ask(server, **more):
@@ -84,7 +84,7 @@ def test_the_past_is_bounded():
 
         async def many():
             for _ in range(monitoring.POINTS + 20):
-                await server.app.port.watch.sample()
+                await server.app.context.monitor.sample()
 
         asyncio.run_coroutine_threadsafe(many(), server.loop).result(60)
         found = server.json("/fleet?since=0")[1]["history"]
@@ -103,7 +103,7 @@ def test_a_wrong_parameter_is_told(server, query):
 
 @dataclass
 class FakeFleet:
-    """What a Watch asks of a fleet."""
+    """What a Monitor asks of a fleet."""
 
     counts: dict[str, ServedTotals]
 
@@ -116,11 +116,11 @@ class FakeFleet:
 
 
 async def rates_of(fleet, changes, monkeypatch, interval=2.0):
-    """What `fleet`, whose foreign workers all serve "m", does lately, in all and of the model: after each of
+    """What `fleet`, whose external workers all serve "m", does lately, in all and of the model: after each of
     these changes and one more interval."""
     now = itertools.count(0.0, interval)
     monkeypatch.setattr(monitoring, "time", SimpleNamespace(monotonic=lambda: next(now), time=time.time))
-    looked = monitoring.Watch(Catalog([], [ForeignModel(["m"], None)]), fleet)
+    looked = monitoring.Monitor(Catalog([], [ExternalModel(["m"], None)]), fleet)
     await looked.sample()
     found = []
     for change in changes:
@@ -212,7 +212,7 @@ def test_a_watch_that_fails_is_told_and_requests_go_on(monkeypatch, caplog):
     async def broken(self):
         raise KeyError("a mistake")
 
-    monkeypatch.setattr(monitoring.Watch, "sample", broken)
+    monkeypatch.setattr(monitoring.Monitor, "sample", broken)
     with FakeServer() as server:
         eventually(lambda: any("is shown no more" in one.getMessage() for one in caplog.records))
         assert server.request("/v1/completions", {"prompt": "abc", "max_tokens": 2})[0] == 200

@@ -227,10 +227,10 @@ def told_of_throughput(caplog):
 
 async def sampled(server, between=lambda: None):
     """Samples the server twice, and reports what it does after each; `between` is called between the two."""
-    watch = server.app.port.watch
-    report = asyncio.create_task(report_throughput(server.app.port.models, watch, 0.001))
+    monitor = server.app.context.monitor
+    report = asyncio.create_task(report_throughput(server.app.context.models, monitor, 0.001))
     for _ in range(2):
-        await watch.sample()
+        await monitor.sample()
         await asyncio.sleep(0.05)
         between()
     report.cancel()
@@ -273,14 +273,14 @@ def test_a_routers_probes_of_an_idle_worker_are_no_work(caplog, monkeypatch):
             server.model.metrics.generation_tokens += 1
 
         asyncio.run_coroutine_threadsafe(sampled(server, probed), server.loop).result()
-        assert server.app.port.watch.recent("tiny").output_tokens_s > 0
+        assert server.app.context.monitor.recent("tiny").output_tokens_s > 0
     assert not told_of_throughput(caplog)
 
 
 def test_a_model_that_comes_later_is_told_of_as_a_router_offers_them(caplog):
     caplog.set_level(logging.INFO, "shoal")
     with FakeServer(engine_saying("word ", token_seconds=0.05)) as server:
-        models = server.app.port.models
+        models = server.app.context.models
 
         def offered():
             models.add(server.model)

@@ -357,7 +357,7 @@ def test_bodies_have_a_limit_together():
     with FakeServer(max_body_bytes=1 << 16, max_total_body_bytes=1 << 16) as server:
         head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 40001\r\n\r\n"
         first = server.raw(head + b" " * 40_000)
-        eventually(lambda: server.app.port.body_bytes == 40_000)
+        eventually(lambda: server.app.context.body_bytes == 40_000)
         answer = read_until(server.raw(head + b" " * 40_000), b"}}")
         assert (
             answer.startswith(b"HTTP/1.1 429")
@@ -366,7 +366,7 @@ def test_bodies_have_a_limit_together():
         )
         assert server.request(COMPLETE, {"prompt": "a", "max_tokens": 1})[0] == 200
         first.close()
-        eventually(lambda: server.app.port.body_bytes == 0)
+        eventually(lambda: server.app.context.body_bytes == 0)
         assert server.request(COMPLETE, {"prompt": [1] * 20, "max_tokens": 1})[0] == 200
 
 

@@ -190,7 +190,7 @@ def test_draining_refuses_new_requests_and_finishes_the_running_ones():
         connection = server.raw(post(COMPLETE, {"prompt": "a", "max_tokens": 20, "stream": True}))
         read_until(connection, b"data:")
         server.call(server.drain.set)
-        eventually(lambda: server.app.port.models.draining)
+        eventually(lambda: server.app.context.models.draining)
         status, headers, _ = server.request(COMPLETE, LONG)
         assert status == 503 and headers["Retry-After"]
         assert server.request("/health")[0] == 503
@@ -219,7 +219,7 @@ def test_a_second_signal_ends_at_once():
         connection = server.raw(post(COMPLETE, {**LONG, "stream": True}))
         read_until(connection, b"data:")
         server.call(server.drain.set)
-        eventually(lambda: server.app.port.models.draining)
+        eventually(lambda: server.app.context.models.draining)
         server.call(server.force.set)
         assert b"ends at once" in read_until(connection)
         server.wait_end()

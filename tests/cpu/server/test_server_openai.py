@@ -11,7 +11,7 @@ import pytest
 from shoal.api import Logprob
 from shoal.server.apis import completions
 from shoal.server.apis.response_shapes import LogprobShapes, TextPlace
-from shoal.server.http.client_warnings import MAX_TOLD, Notices
+from shoal.server.http.client_warnings import MAX_TOLD, ClientWarnings
 from shoal.text.tokenizer import Tokenizer
 from tests import http_shapes, texts
 from tests.fake_server import NAME, FakeServer, engine_saying, ids_of
@@ -584,11 +584,11 @@ def test_fields_that_nobody_takes_are_told_once_a_client(server, client, caplog)
 
 
 def test_warnings_have_an_end(caplog):
-    notices = Notices()
+    warnings = ClientWarnings()
     for i in range(MAX_TOLD + 50):
-        notices.tell(f"client {i}", "what", f"message {i}")
+        warnings.tell(f"client {i}", "what", f"message {i}")
     told = [record for record in caplog.records if record.name == "shoal.server.http.client_warnings"]
-    assert len(told) == MAX_TOLD + 1 and not notices.is_new("one", "more")
+    assert len(told) == MAX_TOLD + 1 and not warnings.is_new("one", "more")
 
 
 def test_the_token_level_endpoint(server):

@@ -25,7 +25,7 @@ def traced():
     exporter = InMemorySpanExporter()
     tracing = Tracing(exporter)
     with FakeServer(engine_saying("Never to be told. ", prefill_seconds=0.01, token_seconds=0.001)) as server:
-        server.app.port.tracing = tracing
+        server.app.context.tracing = tracing
 
         def spans():
             tracing._provider.force_flush()
