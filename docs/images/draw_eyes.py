@@ -65,7 +65,7 @@ TERMINAL = """<svg class="rich-terminal" viewBox="0 0 {width} {height}" xmlns="h
 
 
 class Clients:
-    """Who talks with the fleet until the block ends: short questions, and long ones that begin alike."""
+    """Clients that talk with the fleet until the block ends: short questions, and long ones that begin alike."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet, self._ended = fleet, threading.Event()
