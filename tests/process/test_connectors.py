@@ -509,7 +509,7 @@ def test_workers_come_back_after_the_arbiter_was_killed(supervise):
 
 @pytest.mark.parametrize("name, package", [("circus", "circus.client"), ("kubernetes", "kubernetes_asyncio")])
 def test_a_connector_whose_package_is_missing_is_refused_with_the_way_to_get_it(name, package, monkeypatch):
-    monkeypatch.delitem(sys.modules, f"shoal.fleet.connector_{name}", raising=False)
+    monkeypatch.delitem(sys.modules, f"shoal.fleet.connectors.{name}", raising=False)
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(ConfigError, match=rf"connector '{name}' needs .*pip install 'shoal\[{name}\]'"):
         connector_named(name)
