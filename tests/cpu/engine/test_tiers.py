@@ -303,9 +303,9 @@ def test_an_end_without_tiers_to_write_to_writes_nothing(caplog):
 
 def test_no_tier_is_named_or_imported_outside_of_its_file_and_the_registry():
     """Else a new tier would have to be known in many places."""
-    names, files = {kind.name for kind in TIERS}, {f"kv/{kind.name}.py" for kind in TIERS}
+    names, files = {kind.name for kind in TIERS}, {f"kv/tiers/{kind.name}.py" for kind in TIERS}
     package = Path(shoal.__file__).parent
-    for path in [*package.glob("engine/**/*.py"), *package.glob("kv/*.py")]:
+    for path in [*package.glob("engine/**/*.py"), *package.glob("kv/**/*.py")]:
         relative = path.relative_to(package).as_posix()
         if relative in files | {"kv/tiers/registry.py"}:
             continue
@@ -313,4 +313,4 @@ def test_no_tier_is_named_or_imported_outside_of_its_file_and_the_registry():
             if isinstance(node, ast.Constant):
                 assert node.value not in names, f"{relative}:{node.lineno} names the tier {node.value!r}"
             if isinstance(node, ast.ImportFrom):
-                assert node.module not in {f"shoal.kv.{name}" for name in names}, f"{relative}:{node.lineno}"
+                assert node.module not in {f"shoal.kv.tiers.{name}" for name in names}, f"{relative}:{node.lineno}"
