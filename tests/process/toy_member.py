@@ -1,4 +1,4 @@
-"""A process of the registry, for test_plane.py: toy_member.py URL LEASE_S WHAT [NAME]. It prints "ready" when it has
+"""A process of the registry, for test_registry.py: toy_member.py URL LEASE_S WHAT [NAME]. It prints "ready" when it has
 done WHAT, and then lives until it is killed."""
 
 import asyncio
@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 
 from shoal.fleet.registry.open import open_registry
 from shoal.fleet.registry.registry import Member
-from tests.process.plane_messages import Note
+from tests.process.registry_messages import Note
 
 
 async def never(note: Note) -> Note:

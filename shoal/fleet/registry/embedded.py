@@ -3,7 +3,7 @@
 The first process that may host it binds the address and holds the state (`hub`); all others connect,
 and join again when it comes back. It takes loopback addresses and Unix sockets alone, and with the fleet key
 only processes that have the key join: a fleet of many hosts needs NATS. A `Host` without an address serves
-registries of its own process alone, on any clock: the simulator uses that.
+registries of its own process alone, on any clock: tests on virtual time use that.
 """
 
 from __future__ import annotations

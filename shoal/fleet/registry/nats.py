@@ -120,11 +120,11 @@ class NatsRegistry(Registry):
         messages of processes without it are ignored."""
         if credentials_file:
             _check_credentials(credentials_file)
-        plane = cls(clock, random, lease_s, key)
-        loops = (plane._keep_joined, plane._renew, plane._expire, plane._follow_hints)
-        plane._tasks = [start(loop()) for loop in loops]
-        plane._tasks.append(start(plane._connect(url, credentials_file)))
-        return plane
+        registry = cls(clock, random, lease_s, key)
+        loops = (registry._keep_joined, registry._renew, registry._expire, registry._follow_hints)
+        registry._tasks = [start(loop()) for loop in loops]
+        registry._tasks.append(start(registry._connect(url, credentials_file)))
+        return registry
 
     # Members
 

@@ -21,7 +21,7 @@ from shoal.fleet.registry.open import open_registry
 from shoal.fleet.registry.registry import Member
 from tests import nats_server
 from tests.asynchronous import within
-from tests.process.plane_messages import Note
+from tests.process.registry_messages import Note
 from tests.serving import free_port
 
 ROOT = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""Messages of test_plane.py and its processes."""
+"""Messages of test_registry.py and its processes."""
 
 import msgspec
 
