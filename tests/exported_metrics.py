@@ -21,7 +21,7 @@ OF_HISTOGRAMS = ("_bucket", "_count", "_sum")
 
 
 class _NoPeers:
-    num_routers = num_told = num_heard = 0
+    num_routers = num_sent = num_received = 0
 
 
 def of_a_server():

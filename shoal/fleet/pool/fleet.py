@@ -545,12 +545,12 @@ class Fleet:
             yield fleet_metrics.one_counter(
                 "shoal:router_book_changes_told",
                 "Changes of books told to other routers.",
-                replica_sync.num_told,
+                replica_sync.num_sent,
             )
             yield fleet_metrics.one_counter(
                 "shoal:router_book_changes_heard",
                 "Changes of books heard from others.",
-                replica_sync.num_heard,
+                replica_sync.num_received,
             )
 
     def _prefill_tokens(self, worker: Worker[Any]) -> int:

@@ -1,4 +1,4 @@
-"""Routers that share their books, on a registry of this process and on virtual time."""
+"""Routers that share their active requests, on a registry of this process and on virtual time."""
 
 import asyncio
 from collections import Counter
@@ -18,7 +18,7 @@ LEASE_S = 6.0
 
 
 class Well:
-    """A link to a worker that is always well."""
+    """A link to a worker that is always healthy."""
 
     def __init__(self, info):
         self.info = info
@@ -57,7 +57,7 @@ class Routers:
         return fleet
 
     def kill(self, fleet):
-        """As by kill -9."""
+        """Stops a router like kill -9."""
         for task in fleet.registry._tasks:
             task.cancel()
         self.fleets.remove(fleet)
@@ -88,7 +88,7 @@ def scene(run, **options):
     run_virtual(main())
 
 
-def test_each_router_knows_what_the_other_has_sent():
+def test_each_router_knows_the_requests_of_the_other():
     async def run(routers):
         one, other = await routers.add(), await routers.add()
         async with assign(one, "1") as mine:
@@ -107,7 +107,7 @@ def test_each_router_knows_what_the_other_has_sent():
     scene(run)
 
 
-def test_a_router_that_comes_late_is_told_what_runs():
+def test_a_router_that_joins_late_gets_the_active_requests():
     async def run(routers):
         one = await routers.add()
         async with assign(one, "1") as mine, assign(one, "2") as second:
@@ -120,7 +120,7 @@ def test_a_router_that_comes_late_is_told_what_runs():
     scene(run)
 
 
-def test_what_a_router_had_is_forgotten_within_its_lease_when_it_dies():
+def test_requests_of_a_dead_router_are_dropped_within_its_lease():
     async def run(routers):
         one, other = await routers.add(), await routers.add()
         async with assign(one, "1") as mine:
@@ -133,7 +133,7 @@ def test_what_a_router_had_is_forgotten_within_its_lease_when_it_dies():
     scene(run)
 
 
-def test_an_end_that_was_not_heard_is_made_good_by_the_next_roll_call():
+def test_a_lost_end_is_corrected_by_the_next_full_list():
     async def run(routers):
         one, other = await routers.add(), await routers.add()
         async with assign(one, "1") as mine:
@@ -150,7 +150,7 @@ def test_an_end_that_was_not_heard_is_made_good_by_the_next_roll_call():
     scene(run)
 
 
-def test_a_stream_of_hours_stays_in_the_books_of_other_routers():
+def test_a_stream_of_hours_stays_active_at_other_routers():
     async def run(routers):
         one, other = await routers.add(), await routers.add()
         async with assign(one, "1") as mine:
@@ -180,7 +180,7 @@ def test_two_routers_do_not_fill_a_worker_beyond_its_room():
     scene(run)
 
 
-def test_without_events_what_the_other_router_sent_is_taken_for_cached():
+def test_without_events_prompts_of_the_other_router_count_as_cached():
     async def run(routers):
         one, other = await routers.add(), await routers.add()
         async with assign(one, "1") as mine:
@@ -193,8 +193,8 @@ def test_without_events_what_the_other_router_sent_is_taken_for_cached():
 
 
 def busiest(num_routers, num_sites):
-    """How many requests the busiest of eight workers has on average, where 64 run on all of them. The routers
-    share their books with those of their site alone."""
+    """Returns the average load of the busiest of eight workers with 64 requests in all. Routers share their active
+    requests within their site alone."""
     mean_load, num_requests, seconds = 64, 600, 0.5
 
     async def main():
