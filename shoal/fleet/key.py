@@ -107,6 +107,7 @@ def _derive(secret: bytes, purpose: bytes) -> bytes:
 
 
 def is_loopback(host: str) -> bool:
+    """Returns whether only this machine can reach the host. An IPv6 address may be in brackets."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

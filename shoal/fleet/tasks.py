@@ -1,4 +1,4 @@
-"""Start and stop of the loops that run in the background of a process."""
+"""asyncio tasks: start and stop of background loops, and waiting for the first of several."""
 
 from __future__ import annotations
 
@@ -28,3 +28,17 @@ async def stop(tasks: Iterable[asyncio.Task[Any]]) -> None:
         for task in pending:
             task.cancel()
         await asyncio.wait(pending, timeout=1.0)
+
+
+async def first_of(*awaitables: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> None:
+    """Waits until one of them ends, and raises its exception if it failed. Tasks among the others continue,
+    and coroutines are cancelled."""
+    tasks = [asyncio.ensure_future(one) for one in awaitables]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task, given in zip(tasks, awaitables):
+            if task is not given:
+                task.cancel()

@@ -4,7 +4,6 @@ OpenAI's endpoints."""
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import logging
 import math
 import os
@@ -19,6 +18,7 @@ import aiohttp
 import msgspec
 
 from shoal.errors import BusyError, ShoalError, WorkerFailedError
+from shoal.fleet.key import is_loopback
 from shoal.fleet.worker import WorkerInfo, WorkerLoad
 from shoal.fleet.worker_spec import WorkerSpec
 
@@ -354,10 +354,4 @@ def read_loads(metrics: str) -> list[WorkerLoad]:
 def is_exposed(url: str) -> bool:
     """Whether plain HTTP to this URL leaves the host."""
     parts = urllib.parse.urlsplit(url)
-    host = parts.hostname or ""
-    if parts.scheme != "http" or host == "localhost":
-        return False
-    try:
-        return not ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
-        return True
+    return parts.scheme == "http" and not is_loopback(parts.hostname or "")

@@ -16,15 +16,12 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-import zmq
-import zmq.asyncio
 from xxhash import xxh3_64_intdigest
 
 from shoal.fleet.index.indexer import WorkerRank
-from shoal.kv_events import END, AllBlocksCleared, EventBatch, KVEvent, decode
+from shoal.kv_events import AllBlocksCleared, EventBatch, KVEvent, decode
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +30,6 @@ MAX_WAITING = 10_000
 MAX_DIGESTS = 1024  # batches of which it is known what they held
 MAX_RANKS = 1024  # data-parallel ranks that batches may name
 MAX_REPLAYS = 2  # that bring nothing new, until what is missing is given up
-REPLAY_PATIENCE_S = 5.0  # without a batch, a replay has failed
-AGAIN_S = 10.0  # after a replay that failed, until the next is tried
-MAX_FRAME_BYTES = 1 << 30
 
 
 class BlockSink(Protocol):
@@ -139,12 +133,6 @@ class EventFeed:
         if self.replay_from is None:
             self._ask()
 
-    def forget(self) -> None:
-        """The worker is gone, or another one has come in its place."""
-        self._clear()
-        self._waiting.clear()
-        self._begin_anew()
-
     def _take(self, batch: _Batch) -> None:
         if batch.number == self._next and batch.content.ts >= self._last_ts:
             self._apply(batch)
@@ -229,78 +217,3 @@ class EventFeed:
 
 def _number(batch: _Batch) -> int:
     return batch.number
-
-
-async def listen(
-    feed: EventFeed,
-    context: zmq.asyncio.Context,
-    endpoint: str,
-    replay_endpoint: str | None,
-    topic: str = "",
-    secure: Callable[[zmq.asyncio.Socket], None] = lambda socket: None,
-) -> None:
-    """Feeds `feed` until it is cancelled. `secure` sets the keys of a socket, where the publisher wants some
-    (CURVE)."""
-    subscriber = _socket(context, zmq.SUB, secure)
-    subscriber.subscribe(topic)
-    subscriber.rcvhwm = MAX_WAITING
-    subscriber.connect(endpoint)
-
-    async def fill_gaps() -> None:
-        while True:
-            feed.missing.clear()
-            while feed.replay_from is not None:
-                await _replay(feed, context, replay_endpoint, secure)
-            await feed.missing.wait()
-
-    filling = asyncio.create_task(fill_gaps())
-    try:
-        while True:
-            frames = await subscriber.recv_multipart()
-            if len(frames) == 3 and len(frames[1]) == 8:
-                feed.heard(int.from_bytes(frames[1], "big"), frames[2])
-            else:
-                feed.num_unreadable += 1
-    finally:
-        filling.cancel()
-        subscriber.close(0)
-
-
-async def _replay(
-    feed: EventFeed,
-    context: zmq.asyncio.Context,
-    endpoint: str | None,
-    secure: Callable[[zmq.asyncio.Socket], None],
-) -> None:
-    start = feed.replay_from
-    if endpoint is None or start is None:
-        feed.replay_ended()
-        return
-    socket = _socket(context, zmq.DEALER, secure)
-    socket.connect(endpoint)
-    try:
-        await socket.send_multipart([b"", start.to_bytes(8, "big")])
-        while True:
-            frames = await asyncio.wait_for(socket.recv_multipart(), REPLAY_PATIENCE_S)
-            # vLLM's answers have three frames here, ours the topic too.
-            number, payload = frames[-2], frames[-1]
-            if number == END:
-                feed.replay_ended()
-                return
-            feed.replayed(int.from_bytes(number, "big"), payload)
-    except (TimeoutError, IndexError, zmq.ZMQError) as error:
-        logger.warning("a replay of KV events from %s failed: %r", endpoint, error)
-        feed.replay_ended()
-        await asyncio.sleep(AGAIN_S)
-    finally:
-        socket.close(0)
-
-
-def _socket(
-    context: zmq.asyncio.Context, kind: int, secure: Callable[[zmq.asyncio.Socket], None]
-) -> zmq.asyncio.Socket:
-    socket = context.socket(kind)
-    socket.linger = 0
-    socket.maxmsgsize = MAX_FRAME_BYTES
-    secure(socket)
-    return socket

@@ -12,7 +12,6 @@ gets a chain hash that no query of tokens meets.
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -24,7 +23,6 @@ from shoal.hashing import WIRE_SEED, block_hashes, chain_hash, chains_by_size, w
 from shoal.kv_events import CPU, GPU, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 TIERS = {GPU: DEVICE, CPU: HOST, STORAGE: DISK}
-GAP = -1
 MAX_BLOCKS = 10_000_000  # of all workers together: some 3 GB of a router's memory
 
 
@@ -48,15 +46,6 @@ class Overlap(msgspec.Struct, frozen=True, gc=False):
     @property
     def total(self) -> int:
         return self.device + self.host + self.disk
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What an index knows of one worker: (tier, the worker's name of the block, chain hash, chain hash of the
-    parent, seed), parents before children. Blocks that it lacks amid a chain have the tier GAP."""
-
-    block_size: int
-    blocks: list[tuple[int, int, int, int | None, int]]
 
 
 class _Worker:
@@ -92,8 +81,6 @@ class KvIndexer:
         most blocks loses those that it told of longest ago, ends of chains first."""
         self.block_size = block_size
         self.max_blocks = max_blocks
-        self.num_unplaced = 0  # blocks of events whose parent was not known
-        self.num_forgotten = 0  # blocks that were over the bound
         self._tree = PrefixTree()
         self._workers: dict[WorkerRank, _Worker] = {}
         self._ranks: dict[int, WorkerRank] = {}  # by number
@@ -152,6 +139,11 @@ class KvIndexer:
         worker = self._workers.get(rank)
         return 0 if worker is None else worker.num_blocks
 
+    def known_blocks(self, rank: WorkerRank, tier: int) -> set[int]:
+        """Returns the worker's own names of the blocks that it has in this tier."""
+        worker = self._workers.get(rank)
+        return set() if worker is None else set(worker.names[tier])
+
     @property
     def ranks(self) -> set[WorkerRank]:
         return set(self._workers)
@@ -188,7 +180,6 @@ class KvIndexer:
         if parent is not None:
             before = worker.find(parent)
             if before is None:
-                self.num_unplaced += len(names)
                 return
         self._store(worker, tier, names, hashes, before, seed)
 
@@ -208,38 +199,6 @@ class KvIndexer:
         self._tree.forget_worker(worker.number, [node for names in worker.names for node in names.values()])
         del self._ranks[worker.number]
         self._free_numbers.append(worker.number)
-
-    def dump(self, rank: WorkerRank) -> Snapshot:
-        """All that is known of one worker, for another index to `restore`."""
-        worker = self._workers.get(rank)
-        if worker is None:
-            return Snapshot(self.block_size, [])
-        nodes = self._tree.nodes
-        found = [
-            (node, tier, name) for tier, names in enumerate(worker.names) for name, node in names.items()
-        ]
-        passed = {node.chain for node, _, _ in found}
-        for node, _, _ in list(found):  # gaps in the middle of chains belong to it too
-            while node.parent is not None and node.parent not in passed:
-                node = nodes[node.parent]
-                passed.add(node.chain)
-                found.append((node, GAP, 0))
-        found.sort(key=lambda entry: entry[0].depth)
-        return Snapshot(
-            worker.block_size,
-            [(tier, name, node.chain, node.parent, node.seed) for node, tier, name in found],
-        )
-
-    def restore(self, rank: WorkerRank, snapshot: Snapshot) -> None:
-        """Replaces what is known of one worker."""
-        self.remove_worker(rank)
-        worker, nodes = self._worker(rank, snapshot.block_size), self._tree.nodes
-        for tier, name, chain, parent, seed in snapshot.blocks:
-            before = None if parent is None else nodes[parent]
-            if tier == GAP:
-                self._tree.place(chain, before, seed)
-            else:
-                self._place(worker, tier, name, chain, before, seed)
 
     # Inside
 
@@ -265,7 +224,6 @@ class KvIndexer:
         if event.parent_block_hash is not None:
             before = worker.find(event.parent_block_hash)
             if before is None:
-                self.num_unplaced += len(event.block_hashes)
                 return
             seed = before.seed  # events tell of a salt at the start of a sequence alone
         hashes = block_hashes(event.token_ids, event.block_size, seed)
@@ -282,9 +240,7 @@ class KvIndexer:
         before: Node | None,
         seed: int,
     ) -> None:
-        if len(names) > len(hashes):  # the event has too few tokens for its blocks
-            self.num_unplaced += len(names) - len(hashes)
-            names = names[: len(hashes)]
+        names = names[: len(hashes)]  # the event may have too few tokens for its blocks
         first = 0
         if tier == DEVICE:
             first, before = self._tree.add_new(worker.number, before, seed, names, hashes, worker.names[tier])
@@ -341,7 +297,6 @@ class KvIndexer:
                     names[name] = node
                 else:
                     self._drop(worker, tier, node)
-                    self.num_forgotten += 1
 
 
 def _with_extra(own: int, extra: Sequence[dict[str, Any]] | None) -> int:

@@ -24,6 +24,7 @@ from shoal.fleet.native.kv_transfers import KvLease
 from shoal.fleet.native.remote_engine import RemoteEngine
 from shoal.fleet.routing.dispatcher import Assignment, Dispatcher, RoutingRequest
 from shoal.fleet.routing.kv_router import KvRouter
+from shoal.fleet.routing.remote_prefill import TOKENS_AHEAD, is_remote
 from shoal.fleet.worker import Worker, at_worker, errors_of
 from shoal.telemetry.logs import about
 from shoal.text.request_builder import copy_params
@@ -31,25 +32,8 @@ from shoal.text.request_builder import copy_params
 logger = logging.getLogger(__name__)
 
 PREFILL_WORKERS = 2  # that may fail a prompt, until the decode worker computes it
-# A prefill worker gets another prompt while it has no more tokens under way than this. It never idles between
-# two prompts then, and what waits can still go to the worker that is free first.
-TOKENS_AHEAD = 8192
 # So many prompts that wait are looked at, and the one goes next of which a worker with room has most.
 LOOK_AHEAD = 16
-
-
-def is_remote(
-    num_tokens: int,
-    num_cached: int,
-    num_waiting: int,
-    *,
-    max_local_prefill_length: int,
-    max_prefill_queue_size: int,
-) -> bool:
-    """Whether a prompt goes to a prefill worker. num_cached: tokens of it that the decode worker has.
-    num_waiting: prompts that wait for a prefill worker."""
-    is_long = num_tokens - num_cached > max_local_prefill_length
-    return is_long and num_waiting < max_prefill_queue_size
 
 
 class PrefillPool:

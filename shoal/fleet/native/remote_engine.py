@@ -92,7 +92,7 @@ class RemoteEngine(Control):
         self.on_report: Callable[[Report], None] = lambda report: None
         self.on_outputs: Callable[[], None] = lambda: None
         self.on_lost: Callable[[WorkerFailedError], None] = lambda error: None
-        self.num_unreadable = 0
+        self._has_warned = False  # about a message that could not be read
         self._streams: dict[str, RemoteStream] = {}
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
@@ -322,8 +322,8 @@ class RemoteEngine(Control):
         try:
             message = decode_from_worker(frames[0])
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            self.num_unreadable += 1
-            if self.num_unreadable == 1:
+            if not self._has_warned:
+                self._has_warned = True
                 logger.warning("worker %s sends what cannot be read: %s", self.info.id, error)
             return
         if isinstance(message, Outputs):

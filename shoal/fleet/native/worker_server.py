@@ -107,7 +107,7 @@ class WorkerServer:
         self.worker_id, self._tracing = worker_id, tracing
         self.address = ""
         self.weights_version = 0
-        self.num_unreadable = 0
+        self._has_warned = False  # about a message that could not be read
         self.on_role: Callable[[str], Awaitable[None]] | None = None  # does another role from now on
         self._engine, self._gate, self._metrics, self._clock = engine, gate, metrics, clock
         self._report = Report(Stats(), SleepState(), 0)  # the last one
@@ -250,8 +250,8 @@ class WorkerServer:
             self._ask_replay(router, message.start)
 
     def _take_unreadable(self, routing_id: bytes, data: bytes, error: Exception) -> None:
-        self.num_unreadable += 1
-        if self.num_unreadable == 1:
+        if not self._has_warned:
+            self._has_warned = True
             logger.warning("a message to this worker cannot be read, and others may follow: %s", error)
         router = self._routers.get(routing_id)
         try:

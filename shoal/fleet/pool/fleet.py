@@ -19,7 +19,8 @@ from shoal.control import Command, UpdateWeights, WakeUp
 from shoal.errors import ConfigError, RequestError, ShoalError, UnavailableError, UnknownWorkerError
 from shoal.fleet.clock import Clock
 from shoal.fleet.config import FleetConfig
-from shoal.fleet.index.event_feed import EventFeed, listen
+from shoal.fleet.index.event_feed import EventFeed
+from shoal.fleet.index.event_listener import listen
 from shoal.fleet.index.indexer import WorkerRank
 from shoal.fleet.planner.observation import DecodeLoad, Observation
 from shoal.fleet.pool import metrics as fleet_metrics

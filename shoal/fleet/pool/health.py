@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from shoal.errors import BusyError, ShoalError, WorkerFailedError
 from shoal.fleet.clock import Clock
-from shoal.fleet.tasks import start, stop
+from shoal.fleet.tasks import first_of, start, stop
 from shoal.fleet.worker import Worker, WorkerInfo, WorkerLoad
 
 logger = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class HealthChecks:
                 if not was_well:
                     logger.info("worker %s at %s is well", worker.id, worker.info.url)
                 retry, was_well = FIRST_RETRY_S, True
-                await self._first(self._clock.sleep(self._interval_s), worker.broke.wait())
+                await first_of(self._clock.sleep(self._interval_s), worker.broke.wait())
                 why = "" if worker.is_reached else worker.why
             else:
                 await self._clock.sleep(retry)
@@ -110,7 +110,7 @@ class HealthChecks:
         quiet_s = QUIET_SHARE * self._hang_timeout_s
         since = self._clock.now()  # it works for all that is known
         while True:
-            await self._first(self._clock.sleep(quiet_s / TICKS), worker.suspected.wait())
+            await first_of(self._clock.sleep(quiet_s / TICKS), worker.suspected.wait())
             is_suspected = worker.suspected.is_set()
             worker.suspected.clear()
             # A canary takes the one slot that a small server may have, and with it what that has cached. A
@@ -145,20 +145,9 @@ class HealthChecks:
         """Raises WorkerFailedError when the time is over."""
         asked = asyncio.create_task(probe)
         try:
-            await self._first(asked, self._clock.sleep(seconds))
+            await first_of(asked, self._clock.sleep(seconds))
             if not asked.done():
                 raise WorkerFailedError(f"{what} had no answer within {seconds:g} s")
             return asked.result()
         finally:
             asked.cancel()
-
-    @staticmethod
-    async def _first(*awaitables: Coroutine[Any, Any, Any] | asyncio.Task[Any]) -> None:
-        """Waits until one of them ends. Coroutines among the others are cancelled."""
-        tasks = [asyncio.ensure_future(one) for one in awaitables]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task, given in zip(tasks, awaitables):
-                if task is not given:
-                    task.cancel()

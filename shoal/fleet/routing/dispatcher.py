@@ -231,7 +231,6 @@ class Dispatcher(Generic[L]):
         self.busy_kv_usage: float | None = None  # a worker beyond it has no room
         self.busy_prefill_tokens: int | None = None  # the same, for prompts under way
         self.look_ahead = 1  # of so many of a priority that wait, the one goes next that a worker has most of
-        self.num_queued = 0  # requests that had to wait, since the start
         self.num_refused = 0  # requests that found the queue full
         self.times = RouteTimes()
         self.traffic = Traffic()
@@ -443,7 +442,6 @@ class Dispatcher(Generic[L]):
                     "requests (--max-queued-requests); try again later"
                 )
             self._queued.add(request)
-            self.num_queued += 1
         request.queued_at = request.queued_at or self.clock.now()
         future: asyncio.Future[tuple[Worker[L], Choice]] = asyncio.get_running_loop().create_future()
         entry = (request.priority, request.number, request, chains, future)

@@ -15,19 +15,17 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import repeat
+from dataclasses import dataclass
 from random import Random
 
 import msgspec
 
 from shoal.errors import UnavailableError
 from shoal.fleet.index.indexer import KvIndexer, Overlap, WorkerRank
+from shoal.fleet.index.predictions import Predictions
 from shoal.fleet.routing.active_requests import ActiveRequests, AnyChange, Ended, FirstToken, Load
-from shoal.fleet.routing.policy import Ask, Candidate, Choice, RouterWeights, check_policy, choose
+from shoal.fleet.routing.policy import Candidate, Choice, PolicyRequest, RouterWeights, check_policy, choose
 from shoal.hashing import chains_by_size
 from shoal.kv_events import AllBlocksCleared, BlockRemoved, KVEvent
 
@@ -42,141 +40,6 @@ SAMPLE_ABOVE, NUM_BEST, NUM_SAMPLED = 64, 16, 32
 SAMPLED = ("kv", "kv_approx", "kv_logit", "random", "least_loaded", "power_of_two")
 
 NOTHING = Overlap()
-
-Selector = Callable[[Ask, Sequence[Candidate]], Choice]
-
-
-@dataclass(slots=True)
-class _Predicted:
-    """What is predicted of one worker."""
-
-    until: dict[int, float] = field(default_factory=dict)  # block -> when it is forgotten
-    sent: deque[tuple[float, Sequence[int]]] = field(default_factory=deque)  # until when, chain
-    # Blocks that the worker has dropped, and until when others behind them may be predicted.
-    dropped: dict[int, float] = field(default_factory=dict)
-    # Blocks that the worker lacked when it was sent them again, and until when that sending stands. What lies
-    # behind them counts only if it was sent as late.
-    renewed: dict[int, float] = field(default_factory=dict)
-
-
-class Predictions:
-    """What workers will have cached by what they were sent, for a while: NVIDIA Dynamo's approximate index,
-    and its side index of predicted blocks.
-
-    A request brings all blocks of its chain, and each lasts at least as long as those behind it. So a
-    worker's depth is found by bisection, as in the index, and a dictionary for each worker is enough."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._workers: dict[WorkerRank, _Predicted] = {}
-        # First blocks of chains that were sent, and to whom, the first of them first.
-        self._having: dict[int, dict[WorkerRank, None]] = {}
-        self._due: list[
-            tuple[float, WorkerRank]
-        ] = []  # a heap of when something of a worker has had its time
-
-    def add(self, rank: WorkerRank, chain: Sequence[int], ttl_s: float) -> None:
-        """The worker was sent a request with this chain of blocks. `ttl_s` is the same for all requests of a
-        worker."""
-        until = self._clock() + ttl_s
-        mine = self._workers.setdefault(rank, _Predicted())
-        mine.until.update(zip(chain, repeat(until)))
-        mine.sent.append((until, chain))
-        heapq.heappush(self._due, (until, rank))
-        if chain:
-            self._having.setdefault(chain[0], {})[rank] = None
-        if mine.dropped:
-            mine.dropped = {block: end for block, end in mine.dropped.items() if block not in mine.until}
-
-    def find_chain(self, chain: Sequence[int]) -> dict[WorkerRank, Overlap]:
-        """As KvIndexer.find_chain; all that is predicted counts as lying on the device."""
-        self.expire()
-        found = {}
-        for rank in self._having.get(chain[0], ()) if chain else ():
-            depth = _depth(self._workers[rank], chain)
-            if depth:
-                found[rank] = Overlap(depth)
-        return found
-
-    def num_blocks(self, rank: WorkerRank) -> int:
-        mine = self._workers.get(rank)
-        return 0 if mine is None else len(mine.until)
-
-    def correct(self, rank: WorkerRank, chain: Sequence[int], num_cached: int) -> None:
-        """The worker had the first `num_cached` blocks of this chain when it was sent it. If more were
-        predicted, it has dropped the others, and with them all that lay behind them. What it was sent itself
-        stays: it has been computed since."""
-        mine = self._workers.get(rank)
-        if mine is None or num_cached >= len(chain):
-            return
-        until = mine.until.get(chain[-1])
-        if until is not None:
-            mine.renewed[chain[num_cached]] = until
-
-    def drop(self, rank: WorkerRank, block: int) -> None:
-        """The worker has dropped this block."""
-        mine = self._workers.get(rank)
-        if mine is not None and block in mine.until:
-            mine.dropped[block] = mine.until.pop(block)  # those behind it do not last longer
-
-    def remove_worker(self, rank: WorkerRank) -> None:
-        mine = self._workers.pop(rank, None)
-        for _, chain in () if mine is None else mine.sent:
-            self._forget_first(rank, chain)
-
-    def _forget_first(self, rank: WorkerRank, chain: Sequence[int]) -> None:
-        having = self._having.get(chain[0]) if chain else None
-        if having is not None:
-            having.pop(rank, None)
-            if not having:
-                del self._having[chain[0]]
-
-    def expire(self) -> None:
-        """Forgets what has had its time."""
-        now = self._clock()
-        while self._due and self._due[0][0] <= now:
-            _, rank = heapq.heappop(self._due)
-            mine = self._workers.get(rank)
-            if mine is None or mine.sent[0][0] > now:
-                continue
-            while mine.sent and mine.sent[0][0] <= now:
-                _, chain = mine.sent.popleft()
-                # What requests have in common is mostly predicted anew, and lies at the beginning.
-                kept = bisect_left(chain, True, key=lambda block: mine.until.get(block, 0.0) <= now)
-                for block in chain[kept:]:
-                    if mine.until.get(block, math.inf) <= now:
-                        del mine.until[block]
-                if chain and chain[0] not in mine.until:
-                    self._forget_first(rank, chain)
-            mine.dropped = {block: end for block, end in mine.dropped.items() if end > now}
-            mine.renewed = {block: end for block, end in mine.renewed.items() if end > now}
-            if not mine.sent:
-                del self._workers[rank]
-
-
-def _depth(mine: _Predicted, chain: Sequence[int]) -> int:
-    """How many blocks of the chain are predicted, from the first without a gap."""
-    until = mine.until
-    if not chain or chain[0] not in until:
-        return 0
-    dropped, renewed = mine.dropped, mine.renewed  # mostly empty, and isdisjoint looks at all of the chain
-    if (dropped and not dropped.keys().isdisjoint(chain)) or (
-        renewed and not renewed.keys().isdisjoint(chain)
-    ):
-        least = -math.inf
-        for depth, block in enumerate(chain):
-            if (end := until.get(block)) is None or end < least:
-                return depth
-            least = max(least, renewed.get(block, least))
-        return len(chain)
-    low, high = 0, len(chain)  # block `low` is predicted, and block `high` is not
-    while high - low > 1:
-        middle = (low + high) >> 1
-        if chain[middle] in until:
-            low = middle
-        else:
-            high = middle
-    return high
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,7 +57,6 @@ class KvRouter:
     def __init__(
         self,
         indexer: KvIndexer,
-        selector: Selector | None = None,
         *,
         workers: Iterable[str | WorkerRank] = (),
         policy: str = "kv",
@@ -202,8 +64,7 @@ class KvRouter:
         seed: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`selector` replaces the policy: it gets a request and the candidates and returns its choice. Raises
-        ConfigError for an unknown policy."""
+        """Raises ConfigError for an unknown policy."""
         check_policy(policy)
         self.indexer = indexer
         self.active_requests = ActiveRequests(clock)
@@ -215,7 +76,6 @@ class KvRouter:
         self._policy = policy
         self._weights = weights or RouterWeights()
         self._rng = Random(seed)
-        self._selector = selector or self._choose
         self._turn = 0
         for worker in workers:
             self.add_worker(worker if isinstance(worker, WorkerRank) else WorkerRank(worker))
@@ -366,7 +226,7 @@ class KvRouter:
         """All of these workers where they are few. Of many, those that have most of the prompt, and some that
         are drawn: the best of a sample is nearly the best of all (Mitzenmacher 2001), and a choice costs
         hardly more in a large fleet. Policies that count on seeing all workers do."""
-        if len(ranks) <= SAMPLE_ABOVE or self._policy not in SAMPLED or self._selector != self._choose:
+        if len(ranks) <= SAMPLE_ABOVE or self._policy not in SAMPLED:
             return list(ranks)
         own = set(ranks)
         best = heapq.nlargest(NUM_BEST, found.items(), key=lambda item: item[1].total)
@@ -407,7 +267,8 @@ class KvRouter:
             candidates.append(candidate)
         if not candidates:
             raise UnavailableError("no worker can take the request; start one, or try again later")
-        choice = self._selector(Ask(num_tokens, session, self._turn if turn is None else turn), candidates)
+        ask = PolicyRequest(num_tokens, session, self._turn if turn is None else turn)
+        choice = choose(self._policy, ask, candidates, self._weights, self._rng, self.indexer.block_size)
         if request_id is not None:
             self._write(request_id, choice, num_tokens, chains)
         return choice
@@ -445,6 +306,3 @@ class KvRouter:
         is_alone = self._policy == "kv_approx" or rank in self._without_events
         if self._policy in PREDICTS or (is_alone and self._policy == "kv_logit"):
             self.predictions.add(rank, chain, APPROXIMATE_TTL_S if is_alone else PREDICTED_TTL_S)
-
-    def _choose(self, ask: Ask, candidates: Sequence[Candidate]) -> Choice:
-        return choose(self._policy, ask, candidates, self._weights, self._rng, self.indexer.block_size)

@@ -56,7 +56,7 @@ class Candidate(msgspec.Struct, gc=False):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PolicyRequest:
     """What a policy knows of a request. `turn`: how many requests were routed before it."""
 
     num_tokens: int
@@ -73,12 +73,12 @@ class Choice:
     costs: dict[WorkerRank, float]
 
 
-Policy = Callable[[Ask, Sequence[Candidate], RouterWeights, Random, int], dict[WorkerRank, float]]
+Policy = Callable[[PolicyRequest, Sequence[Candidate], RouterWeights, Random, int], dict[WorkerRank, float]]
 
 
 def choose(
     policy: str,
-    ask: Ask,
+    ask: PolicyRequest,
     candidates: Sequence[Candidate],
     weights: RouterWeights,
     rng: Random,
@@ -101,12 +101,12 @@ def check_policy(policy: str) -> None:
 
 
 def kv(
-    ask: Ask, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+    ask: PolicyRequest, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
 ) -> dict[WorkerRank, float]:
     return {c.rank: kv_cost(ask, c, weights, block_size) for c in candidates}
 
 
-def kv_cost(ask: Ask, candidate: Candidate, weights: RouterWeights, block_size: int) -> float:
+def kv_cost(ask: PolicyRequest, candidate: Candidate, weights: RouterWeights, block_size: int) -> float:
     """The cost of one worker, in blocks of `block_size` tokens."""
     load, overlap = candidate.load, candidate.overlap
     cost = (
@@ -128,7 +128,7 @@ def kv_cost(ask: Ask, candidate: Candidate, weights: RouterWeights, block_size: 
 
 
 def kv_logit(
-    ask: Ask, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+    ask: PolicyRequest, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
 ) -> dict[WorkerRank, float]:
     most_waiting = max((c.num_waiting + c.load.active_requests for c in candidates), default=0)
     costs = {}
@@ -140,26 +140,26 @@ def kv_logit(
 
 
 def round_robin(
-    ask: Ask, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+    ask: PolicyRequest, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
 ) -> dict[WorkerRank, float]:
     turn = ask.turn % max(1, len(candidates))
     return {c.rank: float((number - turn) % len(candidates)) for number, c in enumerate(candidates)}
 
 
 def random(
-    ask: Ask, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+    ask: PolicyRequest, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
 ) -> dict[WorkerRank, float]:
     return {c.rank: rng.random() for c in candidates}
 
 
 def least_loaded(
-    ask: Ask, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+    ask: PolicyRequest, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
 ) -> dict[WorkerRank, float]:
     return {c.rank: float(c.load.active_requests) for c in candidates}
 
 
 def power_of_two(
-    ask: Ask, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+    ask: PolicyRequest, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
 ) -> dict[WorkerRank, float]:
     """The less loaded of two workers drawn at random; the others are not looked at."""
     drawn = rng.sample(candidates, min(2, len(candidates)))
@@ -170,7 +170,7 @@ def power_of_two(
 
 
 def affinity(
-    ask: Ask, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+    ask: PolicyRequest, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
 ) -> dict[WorkerRank, float]:
     """Rendezvous hashing (Thaler, Ravishankar 1998): a session stays with its worker while that lives, and
     when a worker goes, only its sessions move. Requests without a session go where least is active."""

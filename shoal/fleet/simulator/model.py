@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 
 from shoal.fleet.index.indexer import KvIndexer, WorkerRank
 from shoal.fleet.index.prefix_tree import DEVICE, HOST
-from shoal.fleet.native.disagg import TOKENS_AHEAD, is_remote
 from shoal.fleet.planner.engine_profile import read_profile
 from shoal.fleet.planner.observation import DecodeLoad, Observation
 from shoal.fleet.routing.kv_router import KvRouter
 from shoal.fleet.routing.policy import Choice
+from shoal.fleet.routing.remote_prefill import TOKENS_AHEAD, is_remote
 from shoal.fleet.simulator.config import SimConfig, SimWorkers
 from shoal.fleet.simulator.profile_timing import ProfileTiming
 from shoal.fleet.simulator.timing import StepTiming, Timing, find_timing

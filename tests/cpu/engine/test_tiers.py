@@ -313,4 +313,6 @@ def test_no_tier_is_named_or_imported_outside_of_its_file_and_the_registry():
             if isinstance(node, ast.Constant):
                 assert node.value not in names, f"{relative}:{node.lineno} names the tier {node.value!r}"
             if isinstance(node, ast.ImportFrom):
-                assert node.module not in {f"shoal.kv.tiers.{name}" for name in names}, f"{relative}:{node.lineno}"
+                assert node.module not in {f"shoal.kv.tiers.{name}" for name in names}, (
+                    f"{relative}:{node.lineno}"
+                )

@@ -8,8 +8,9 @@ import pytest
 import zmq.asyncio
 
 from shoal.config import KVEventsConfig
-from shoal.fleet.index import event_feed
-from shoal.fleet.index.event_feed import EventFeed, listen
+from shoal.fleet.index import event_listener
+from shoal.fleet.index.event_feed import EventFeed
+from shoal.fleet.index.event_listener import listen
 from shoal.fleet.index.indexer import KvIndexer, Overlap, WorkerRank
 from shoal.hashing import extend_keys, root_key
 from shoal.kv.events.publisher import KvEvents
@@ -191,7 +192,7 @@ def test_a_rank_in_the_payload_wins():
     feed.replay_ended()
     feed.heard(0, batch(1, stored(1, [1, 2, 3, 4]), rank=3))
     assert index.find_matches([1, 2, 3, 4]) == {WorkerRank("a", 3): Overlap(1)}
-    feed.forget()
+    feed.heard(0, batch(2, stored(2, [5, 6, 7, 8])))  # the publisher counts from 0 again
     assert index.find_matches([1, 2, 3, 4]) == {}
 
 
@@ -235,7 +236,7 @@ def test_a_publisher_that_started_again_is_told_from_the_old_one(ts):
 
 
 def test_our_own_publisher_is_heard_late_and_over_a_gap(monkeypatch, tmp_path):
-    monkeypatch.setattr(event_feed, "REPLAY_PATIENCE_S", 20.0)
+    monkeypatch.setattr(event_listener, "REPLAY_PATIENCE_S", 20.0)
     context = zmq.asyncio.Context()
     endpoint, replay = f"ipc://{tmp_path}/events", f"ipc://{tmp_path}/replay"
     config = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=replay)

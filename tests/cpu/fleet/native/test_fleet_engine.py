@@ -705,7 +705,7 @@ def test_in_a_large_fleet_the_last_worker_with_room_is_found():
         site.router._policy = "least_loaded"
         answers = [answer(site.engine, request(f"r{n}")) for n in range(100)]
         assert await asyncio.gather(*answers) == [WHOLE] * 100
-        assert site.dispatcher.num_queued == 0
+        assert site.dispatcher.times.queue.sum == 0
         assert [len(link.received) for link in site.links] == [1] * 100
         await site.assert_idle()
 

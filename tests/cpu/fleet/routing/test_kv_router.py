@@ -11,8 +11,9 @@ import pytest
 
 from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet.index.indexer import KvIndexer, Overlap, WorkerRank
+from shoal.fleet.index.predictions import Predictions
 from shoal.fleet.index.recorder import EventPublisher, Recorder, apply_router_event, read
-from shoal.fleet.routing.kv_router import NUM_BEST, NUM_SAMPLED, KvRouter, Predictions
+from shoal.fleet.routing.kv_router import NUM_BEST, NUM_SAMPLED, KvRouter
 from shoal.fleet.routing.policy import Choice
 from shoal.kv_events import GPU, AllBlocksCleared, BlockStored
 

@@ -8,7 +8,15 @@ import pytest
 from shoal.errors import ConfigError
 from shoal.fleet.index.indexer import Overlap, WorkerRank
 from shoal.fleet.routing.active_requests import ActiveRequests, Load
-from shoal.fleet.routing.policy import POLICIES, Ask, Candidate, RouterWeights, check_policy, choose, kv_cost
+from shoal.fleet.routing.policy import (
+    POLICIES,
+    Candidate,
+    PolicyRequest,
+    RouterWeights,
+    check_policy,
+    choose,
+    kv_cost,
+)
 
 A, B, C = (WorkerRank(name) for name in "abc")
 
@@ -20,7 +28,7 @@ DYNAMO = {"overlap_score_credit": 1.0, "prefill_load_scale": 1.0, "recent_prefil
 
 def cost(load, overlap=NOTHING, num_tokens=64, block_size=16, **weights):
     weights = RouterWeights(**DYNAMO | weights)
-    return kv_cost(Ask(num_tokens), Candidate(A, block_size, overlap, load), weights, 16)
+    return kv_cost(PolicyRequest(num_tokens), Candidate(A, block_size, overlap, load), weights, 16)
 
 
 @pytest.mark.parametrize(
@@ -51,26 +59,33 @@ def went(policy, loads, asks, seed=0, overlaps=None, **weights):
 
 def test_round_robin_takes_turns():
     loads = dict.fromkeys((A, B, C), Load())
-    assert went("round_robin", loads, [Ask(9, turn=turn) for turn in range(6)]) == [A, B, C, A, B, C]
+    assert went("round_robin", loads, [PolicyRequest(9, turn=turn) for turn in range(6)]) == [
+        A,
+        B,
+        C,
+        A,
+        B,
+        C,
+    ]
 
 
 @pytest.mark.parametrize("policy", ["least_loaded", "power_of_two", "kv", "kv_logit"])
 def test_a_busy_worker_is_avoided(policy):
     loads = {A: Load(5, 400, 4000), B: Load()}
-    assert set(went(policy, loads, [Ask(64)] * 20)) == {B}
+    assert set(went(policy, loads, [PolicyRequest(64)] * 20)) == {B}
 
 
 @pytest.mark.parametrize("policy", sorted(POLICIES))
 def test_a_seed_repeats_the_choices_and_twins_share_them(policy):
     loads = dict.fromkeys((A, B, C), Load())
-    asks = [Ask(64, f"session {turn}", turn) for turn in range(90)]
+    asks = [PolicyRequest(64, f"session {turn}", turn) for turn in range(90)]
     first = went(policy, loads, asks, seed=3)
     assert first == went(policy, loads, asks, seed=3)
     assert min(collections.Counter(first).get(rank, 0) for rank in loads) >= 15
 
 
 def test_sessions_stay_and_only_those_of_a_lost_worker_move():
-    asks = [Ask(64, f"session {turn}") for turn in range(60)]
+    asks = [PolicyRequest(64, f"session {turn}") for turn in range(60)]
     before = went("affinity", dict.fromkeys((A, B, C), Load()), asks)
     after = went("affinity", dict.fromkeys((A, C), Load(3)), asks, seed=9)
     assert [old == new for old, new in zip(before, after)] == [old != B for old in before]
@@ -78,8 +93,10 @@ def test_sessions_stay_and_only_those_of_a_lost_worker_move():
 
 def test_temperature_lets_worse_workers_have_some():
     overlaps, loads = {A: Overlap(4)}, dict.fromkeys((A, B), Load())
-    cold = collections.Counter(went("kv", loads, [Ask(64)] * 200, overlaps=overlaps))
-    warm = collections.Counter(went("kv", loads, [Ask(64)] * 200, overlaps=overlaps, router_temperature=1.0))
+    cold = collections.Counter(went("kv", loads, [PolicyRequest(64)] * 200, overlaps=overlaps))
+    warm = collections.Counter(
+        went("kv", loads, [PolicyRequest(64)] * 200, overlaps=overlaps, router_temperature=1.0)
+    )
     assert cold == {A: 200} and 20 < warm[B] < warm[A]
 
 
@@ -103,7 +120,7 @@ def route(active_requests, policy, num_tokens, overlaps, request_id, chain=()):
         Candidate(rank, 16, overlaps.get(rank, Overlap()), active_requests.load(rank)) for rank in (A, B)
     ]
     rng = random.Random(request_id)
-    choice = choose(policy, Ask(num_tokens), candidates, RouterWeights(), rng, 16)
+    choice = choose(policy, PolicyRequest(num_tokens), candidates, RouterWeights(), rng, 16)
     active_requests.begin(request_id, choice.rank, num_tokens, choice.overlap.total * 16, chain, 16)
     return choice.rank
 
@@ -165,4 +182,4 @@ def test_what_a_request_did_fades_and_a_silent_one_is_given_up():
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_worker_of_which_nothing_is_known_can_be_chosen(policy):
-    assert choose(policy, Ask(64), [Candidate(A)], RouterWeights(), random.Random(0), 16).rank == A
+    assert choose(policy, PolicyRequest(64), [Candidate(A)], RouterWeights(), random.Random(0), 16).rank == A

@@ -72,9 +72,8 @@ def test_every_policy_answers_every_request_once(policy):
 def test_the_index_knows_exactly_what_the_workers_have():
     s = simulation(cache_tokens=60_000)
     s.run()
-    assert s.router.indexer.num_unplaced == 0
     for rank, worker in s.workers.items():
-        known = {name for tier, name, *_ in s.router.indexer.dump(rank).blocks if tier == DEVICE}
+        known = s.router.indexer.known_blocks(rank, DEVICE)
         assert known == worker.cache.blocks()
 
 
@@ -433,9 +432,8 @@ def test_prompts_are_computed_apart_and_every_request_is_answered_once():
 def test_the_index_knows_what_workers_of_both_roles_have():
     s = apart(cache_tokens=40_000)
     s.run()
-    assert s.router.indexer.num_unplaced == 0
     for rank, worker in s.workers.items():
-        known = {name for tier, name, *_ in s.router.indexer.dump(rank).blocks if tier == DEVICE}
+        known = s.router.indexer.known_blocks(rank, DEVICE)
         assert known == worker.cache.blocks()
 
 
@@ -506,13 +504,11 @@ def test_what_left_the_device_is_found_in_host_memory():
     assert results[0].hit_rate < results[1].hit_rate < results[2].hit_rate
     assert results[2].ttft_p90 < results[0].ttft_p90
     for s in (none, some, much):
-        assert s.router.indexer.num_unplaced == 0
         [(rank, worker)] = s.workers.items()
         assert worker.is_idle and worker.cache.used_pages == 0
-        known = s.router.indexer.dump(rank).blocks
-        assert {name for tier, name, *_ in known if tier == DEVICE} == worker.cache.blocks()
+        assert s.router.indexer.known_blocks(rank, DEVICE) == worker.cache.blocks()
         host = set() if worker.host is None else worker.host.blocks()
-        assert {name for tier, name, *_ in known if tier == HOST} == host
+        assert s.router.indexer.known_blocks(rank, HOST) == host
 
 
 def test_a_host_tier_of_several_workers_repeats_itself():
