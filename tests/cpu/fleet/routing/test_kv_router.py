@@ -100,19 +100,6 @@ def test_a_worker_that_leaves_takes_its_blocks_and_tells_its_requests():
             r.schedule(PROMPT, among=among)
 
 
-def test_a_selector_of_the_users_replaces_the_policy():
-    def last(ask, candidates):
-        return Choice(
-            candidates[-1].rank, candidates[-1].overlap, {c.rank: ask.num_tokens for c in candidates}
-        )
-
-    r = KvRouter(KvIndexer(16), last, workers=["a", "b"])
-    store(r.indexer, A, PROMPT)
-    assert r.schedule(PROMPT).rank == B
-    with pytest.raises(ConfigError, match="policy 'x'"):
-        KvRouter(KvIndexer(16), policy="x")
-
-
 def test_events_are_recorded_in_dynamos_shape_and_replayed(tmp_path):
     file, clock = io.StringIO(), Clock()
     recorder = Recorder(file, clock)
