@@ -14,7 +14,6 @@ from shoal.fleet.index.indexer import KvIndexer, Overlap, WorkerRank
 from shoal.fleet.index.predictions import Predictions
 from shoal.fleet.index.recorder import EventPublisher, Recorder, apply_router_event, read
 from shoal.fleet.routing.kv_router import NUM_BEST, NUM_SAMPLED, KvRouter
-from shoal.fleet.routing.policy import Choice
 from shoal.kv_events import GPU, AllBlocksCleared, BlockStored
 
 A, B = WorkerRank("a"), WorkerRank("b")
@@ -98,6 +97,11 @@ def test_a_worker_that_leaves_takes_its_blocks_and_tells_its_requests():
     for among in (None, [A, B]):
         with pytest.raises(UnavailableError, match="no worker can take"):
             r.schedule(PROMPT, among=among)
+
+
+def test_an_unknown_policy_is_named_in_the_error():
+    with pytest.raises(ConfigError, match="policy 'x'"):
+        KvRouter(KvIndexer(16), policy="x")
 
 
 def test_events_are_recorded_in_dynamos_shape_and_replayed(tmp_path):
