@@ -255,9 +255,12 @@ def test_a_command_starts_workers_that_speak_http(tmp_path, folder):
 @pytest.mark.parametrize(
     ("text", "wrong"),
     [
-        ("[[workers]]\ncommand = 'no-such-engine --port {port}'\n", "'no-such-engine' is no program"),
+        (
+            "[[workers]]\ncommand = 'no-such-engine --port {port}'\n",
+            "must begin with a program, got 'no-such-engine'",
+        ),
         ("[[workers]]\n[[workers]]\nmodel = '/no/such/folder'\n", "[[workers]] 2: "),
-        ("", "there is no worker; write [[workers]]"),
+        ("", "must have at least one worker; write [[workers]]"),
         ("[plane]\nurl = 'tcp://10.0.0.1:5600'\n[[workers]]\n", "10.0.0.1"),
         ("host = '0.0.0.0'\nadmin_host = '0.0.0.0'\n[[workers]]\n", "admin_host"),
     ],

@@ -146,7 +146,7 @@ def folder(tmp_path_factory):
 
 
 def answer(processes, name):
-    """What this worker itself says to a prompt."""
+    """Returns the worker's own answer to a prompt."""
     url = processes.workers()[name]["url"]
     body = {"model": "tiny", "prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
     request = urllib.request.Request(
@@ -168,7 +168,7 @@ def test_a_worker_begins_with_the_weights_of_another_and_says_the_same(folder, t
         for name in "bc":
             wait_for(lambda name=name: "ready after" in processes.log(name), lambda: processes.log("b"))
         assert "rank 0 has its weights from another worker, by shared memory" in processes.log("b")
-        # of the same name, and others: a lent what b asked for alone
+        # c has the same model name and other weights, so it gets no loan.
         assert "which are others" in processes.log("c") and "from another worker" not in processes.log("c")
         processes.wait_state("b", "ready")
         expected = greedy(folder, PROMPT, 8)

@@ -1,4 +1,4 @@
-"""Finds a worker of the fleet that lends its weights to this process, which is about to become one too."""
+"""Finds a worker of the fleet that lends its weights to this process, which is about to become a worker."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from shoal.wire import LendWeights, TakeBackWeights
 
 logger = logging.getLogger(__name__)
 
-SEARCH_S = 5.0  # for a worker that could lend to be seen on the plane; the engine's process starts meanwhile
-CONNECT_S = 5.0  # for the way to it, and for a word at the end
-ANSWER_S = 60.0  # for all their answers: one that lends computes checksums of its weights first
+SEARCH_S = 5.0  # limit for a possible lender to appear in the registry; the engine's process starts meanwhile
+CONNECT_S = 5.0  # limit for connecting to it, and for returning the loan
+ANSWER_S = 60.0  # limit for the answers of all: a lender computes checksums of its weights first
 
 
 @contextlib.asynccontextmanager
 async def borrowed_weights(
     registry: Registry, key: FleetKey | None, model: str, name: Callable[[], bytes], borrower: str
 ) -> AsyncIterator[Awaitable[bytes | None]]:
-    """Looks for weights among the workers that serve `model`, while the block runs: what the block gets is
-    awaited for their loan, None where nobody has any. `name()`: the weights' (weights/fingerprint.py); it
-    reads files, and is called in a thread if anybody is there. `borrower`: this process's id. The loan ends
-    with the block."""
+    """Searches the workers that serve `model` for weights while the block runs. The block awaits what it gets
+    for the loan, which is None if no worker lends them. `name()` returns the name of the weights
+    (weights/fingerprint.py); it reads files, and runs in a thread once a worker is found. `borrower`: this
+    process's id. The loan ends with the block."""
     search = _Search(registry, key, model, name, borrower)
     asking = asyncio.create_task(search.run())
     try:
@@ -50,7 +50,7 @@ class _Search:
         self._lender: RemoteEngine | None = None
 
     async def run(self) -> bytes | None:
-        """Asks one worker after the other, those of this host first."""
+        """Asks one worker after the other, workers of this host first."""
         try:
             async with asyncio.timeout(SEARCH_S):
                 found = await self._candidates()
@@ -63,13 +63,13 @@ class _Search:
             pass
         except ShoalError as error:
             logger.warning("no worker is asked for its weights any more: %s", error)
-        except Exception:  # The files are there, whatever it is.
+        except Exception:  # weights can be read from files in any case
             logger.exception("no worker is asked for its weights any more")
         logger.info("no worker of the fleet lends its weights; they are read from files")
         return None
 
     async def _candidates(self) -> list[Member]:
-        """As soon as there is one."""
+        """Waits for the first candidate; returns all of that moment, workers of this host first."""
         host = socket.gethostname()
         async with aclosing(self._registry.watch()) as views:
             async for members in views:
@@ -88,7 +88,7 @@ class _Search:
         if lender is None:
             return None
         await self.end()
-        self._lender = lender  # It may lend after this process has lost patience.
+        self._lender = lender  # it may still lend after the timeout
         try:
             async with asyncio.timeout(CONNECT_S):
                 await lender.wait_connected()
@@ -98,12 +98,11 @@ class _Search:
             return None
 
     async def end(self) -> None:
-        """Gives back what the last worker that was asked has lent."""
+        """Returns the loan of the last worker that was asked."""
         lender, self._lender = self._lender, None
         if lender is not None:
-            with contextlib.suppress(
-                ShoalError, TimeoutError
-            ):  # It hears it late, or the loan ends by itself.
+            # A lost message does no harm: the loan also ends by itself.
+            with contextlib.suppress(ShoalError, TimeoutError):
                 async with asyncio.timeout(CONNECT_S):
                     await lender.control(TakeBackWeights(self._borrower))
             await lender.close()
