@@ -213,7 +213,7 @@ class SamplingParams:
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0)
 
     @property
-    def needs_extras(self) -> bool:
+    def needs_sampler_options(self) -> bool:
         """True if these parameters need the logits outside of the captured step
         (engine/runner/sampling.py)."""
         return bool(

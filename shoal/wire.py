@@ -30,10 +30,10 @@ class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """The first message: build the engine. `loan`: of a worker that lends it its weights."""
+    """The first message: build the engine. `peer_weights`: of a worker that lends it its weights."""
 
     config: EngineConfig
-    loan: bytes | None = None
+    peer_weights: bytes | None = None
 
 
 class Add(Message, frozen=True):

@@ -117,8 +117,8 @@ def _remove_dead_folders() -> None:
 async def weights_of_peers(
     planned: Planned, config: ServerConfig, worker_id: str
 ) -> AsyncIterator[Awaitable[bytes | None] | None]:
-    """Yields a function that borrows the weights of another worker (weights/loan.py); the loan ends with the
-    block. Yields None if weights are read from files."""
+    """Yields a function that reads the weights of another worker (engine/runner/rank_export.py); its export
+    ends with the block. Yields None if weights are read from files."""
     if not config.weights_from_peers or planned.config.load_format == "dummy":
         yield None
         return

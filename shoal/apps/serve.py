@@ -144,8 +144,8 @@ async def _serve(planned: Sequence[Planned], config: ServerConfig, started: floa
             planned = [with_events(planned[0], events)]
         models, engines = [], list[AsyncLLM]()
         for one in planned:
-            async with weights_of_peers(one, config, worker_id) as loan:
-                llm, tokenizer = await start_engine(one, config, loan)
+            async with weights_of_peers(one, config, worker_id) as peer_weights:
+                llm, tokenizer = await start_engine(one, config, peer_weights)
                 stack.push_async_callback(llm.close)
             engines.append(llm)
             engine: ServedEngine = llm
@@ -204,12 +204,14 @@ async def _set_after(first: asyncio.Event, then: asyncio.Event) -> None:
 
 
 async def start_engine(
-    one: Planned, config: ServerConfig, loan: Awaitable[bytes | None] | None
+    one: Planned, config: ServerConfig, peer_weights: Awaitable[bytes | None] | None
 ) -> tuple[AsyncLLM, Tokenizer | None]:
     """Starts the engine, and loads the tokenizer meanwhile: a tenth of a small model's start."""
     engine = one.config
     starting = asyncio.create_task(
-        AsyncLLM.start(engine, restart=config.restart, engine_timeout=config.engine_timeout, loan=loan)
+        AsyncLLM.start(
+            engine, restart=config.restart, engine_timeout=config.engine_timeout, peer_weights=peer_weights
+        )
     )
     try:
         await asyncio.sleep(0)  # the engine's process first, as it takes longer

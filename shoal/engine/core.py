@@ -22,19 +22,17 @@ from shoal.api import FinishReason, Output, Request
 from shoal.config import EngineConfig, ResolvedConfig
 from shoal.engine.compile_cache import CompileCache, keep_kernels_together
 from shoal.engine.lifecycle.sleep import KV_CACHE, Sleeper
-from shoal.engine.lifecycle.weight_loans import accepted
+from shoal.engine.lifecycle.weight_exports import accepted
 from shoal.engine.lifecycle.weight_updates import Weights
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.peers.peers import KvPeers
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.resolve import resolve_config
 from shoal.engine.runner import commands
-from shoal.engine.scheduling.grammar import Grammars
-from shoal.engine.scheduling.grammar_admission import GrammarAdmission
+from shoal.engine.scheduling.grammar import GrammarAdmission, Grammars
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.step_costs import StepCosts
-from shoal.engine.standstill import Standstill
-from shoal.engine.step_loop import StepLoop
+from shoal.engine.step_loop import PauseState, StepLoop
 from shoal.errors import (
     CheckpointError,
     ConfigError,
@@ -66,11 +64,11 @@ class EngineCore:
         config: EngineConfig,
         files: CheckpointFiles,
         predecessor: EngineCore | None = None,
-        loan: bytes | None = None,
+        peer_weights: bytes | None = None,
     ) -> None:
         """`predecessor`: the core whose place this one is to take. It sleeps, and so does the KV cache of
-        this one at first. Who listens to its events listens to this one's from now on. `loan`: of another
-        worker's weights (Weights.lend), from which these come where that is possible."""
+        this one at first. Who listens to its events listens to this one's from now on. `peer_weights`: of
+        another worker's weights (Weights.lend), from which these come where that is possible."""
         if files.revision is not None:
             config = dataclasses.replace(config, revision=files.revision)  # other ranks take the same one
         self.files, self._given = files, config
@@ -93,9 +91,9 @@ class EngineCore:
             else:
                 self.events = predecessor.events
             others = predecessor.ranks if predecessor is not None else None
-            loans = [] if loan is None else accepted(loan, self.config, files)
+            exports = [] if peer_weights is None else accepted(peer_weights, self.config, files)
             try:
-                self.ranks: Ranks = Ranks(self.config, files, others, loans)
+                self.ranks: Ranks = Ranks(self.config, files, others, exports)
             except torch.OutOfMemoryError:
                 if predecessor is not None:
                     raise  # room may come again, and the old model is there
@@ -147,7 +145,7 @@ class EngineCore:
         if config.kv_transfer_config is not None:
             self.peers = KvPeers(config, self.ranks, self.scheduler, lambda: self.weights.checkpoint)
         self.refused: str | None = None  # why no request is taken
-        self._standstill = Standstill()
+        self._paused = PauseState()
         # What steps cost is learned only where there is a target for the gap between tokens.
         self.step_costs = StepCosts() if config.target_itl_ms else None
         self.loop = StepLoop(
@@ -159,21 +157,14 @@ class EngineCore:
             self.tiers,
             self.peers,
             self.events,
-            self._standstill,
+            self._paused,
             self.step_costs,
         )
         self.weights = Weights(
-            config, files, self.ranks, self.loop, self.scheduler, self.tiers, self.peers, self._standstill
+            config, files, self.ranks, self.loop, self.scheduler, self.tiers, self.peers, self._paused
         )
         self.sleeper = Sleeper(
-            config,
-            self.ranks,
-            self.loop,
-            self.scheduler,
-            self.weights,
-            self.tiers,
-            self.peers,
-            self._standstill,
+            config, self.ranks, self.loop, self.scheduler, self.weights, self.tiers, self.peers, self._paused
         )
         if self.peers is not None:
             self.peers.name_model()
@@ -221,7 +212,7 @@ class EngineCore:
                 "the model must have an output head (lm_head) to generate, and its checkpoint has none; ask "
                 "for embeddings, by /v1/embeddings or LLM.embed, or serve a causal model"
             )
-        if (why := self.standstill or self.refused) is not None:
+        if (why := self.paused or self.refused) is not None:
             raise UnavailableError(why)
         structured = request.params.structured_outputs
         if structured is not None and (request.embed or self.config.skip_tokenizer_init):
@@ -235,7 +226,7 @@ class EngineCore:
             )
         seq = self.scheduler.add(request)
         seq.added_at = time.monotonic()
-        if self.tiers is not None and request.continues is None:  # else its forerunner has asked
+        if self.tiers is not None and request.continues is None:  # else its prefetch request has asked
             self.tiers.ask(seq)
         if self.peers is not None:
             self.peers.ask(seq)
@@ -255,9 +246,9 @@ class EngineCore:
         return self.loop.has_work
 
     @property
-    def standstill(self) -> str | None:
+    def paused(self) -> str | None:
         """Why nothing is scheduled now: the engine sleeps, or its weights are not whole."""
-        return self._standstill.reason
+        return self._paused.reason
 
     def refuse(self, reason: str | None) -> None:
         """From now on `add` raises UnavailableError(reason); None: no longer. What is there already goes
@@ -283,7 +274,7 @@ class EngineCore:
     ) -> bytes | None:
         """Offers other engines the blocks that the cache has of the beginning of these tokens. Returns a
         ticket for them, None where there is nothing to be had."""
-        if self.peers is None or self.standstill is not None:
+        if self.peers is None or self.paused is not None:
             return None
         self.loop.drain()  # what a step in flight computes is findable already, and is not there yet
         return self.peers.lend(token_ids, root_key(adapter, cache_salt))
@@ -322,7 +313,7 @@ class EngineCore:
         return self.sleeper.wake_up(tags)
 
     def sleep_state(self) -> SleepState:
-        return self._standstill.sleep
+        return self._paused.sleep
 
     def check_weights(self) -> dict[str, str]:
         return self.weights.check()
@@ -420,7 +411,7 @@ class EngineCore:
             successor.weights.version = self.weights.version + 1
             successor.refused = self.refused
             self.scheduler.abort_all()
-            successor.loop.tell(self.loop.step())
+            successor.loop.report(self.loop.step())
             self.events = None  # They are the successor's from now on.
             try:
                 self.ranks.close()
@@ -468,7 +459,7 @@ class EngineCore:
         return self.events
 
     def stats(self) -> Stats:
-        self.weights.loans.settle()  # Whoever looks after the engine asks for its figures now and then.
+        self.weights.exports.settle()  # Whoever looks after the engine asks for its figures now and then.
         stats, costs = self.scheduler.stats(), self.step_costs
         if costs is not None and costs.num_learned:
             stats.decode_step_s = costs.step_s + self.scheduler.num_decoding * costs.seq_s

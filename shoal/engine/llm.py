@@ -3,13 +3,9 @@ process."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import gc
 import itertools
-import signal
 import sys
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,31 +14,25 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from msgspec import ValidationError, convert
 from tqdm import tqdm
 
-from shoal.api import Logprob, Output, Request, check_sleep
+from shoal.api import check_sleep
 from shoal.config import DEFAULT_MODEL, EngineConfig
+from shoal.engine.answers import AnswerGroup, EmbeddingAnswer, SequenceAnswer
 from shoal.engine.beam_search import BeamSearch
 from shoal.engine.core import EngineCore
+from shoal.engine.turns import LateInterrupts, TurnLock, only_young_garbage
 from shoal.errors import RequestError, UnavailableError
 from shoal.kv_events import EventBatch
 from shoal.option_fields import described
-from shoal.outputs import (
-    BeamSearchOutput,
-    CompletionOutput,
-    EmbeddingOutput,
-    EmbeddingRequestOutput,
-    RequestMetrics,
-    RequestOutput,
-)
+from shoal.outputs import BeamSearchOutput, EmbeddingRequestOutput, RequestMetrics, RequestOutput
 from shoal.sampling_params import BeamSearchParams, SamplingParams, sampling_defaults
 from shoal.stats import MemoryReport, Stats
-from shoal.text.answer import Answer, add_to
 from shoal.text.request_builder import RequestBuilder
 from shoal.text.tokenizer import Tokenizer, end_token_ids, load_tokenizer
 from shoal.weights.source import CheckpointFiles, resolve
 
 Prompt = str | Sequence[int] | dict[str, Any]
 Message = dict[str, Any]
-Groups = TypeVar("Groups", "_Group", "_Embedding")
+Groups = TypeVar("Groups", "AnswerGroup", "EmbeddingAnswer")
 PROMPT_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -79,11 +69,13 @@ class LLM:
         config = EngineConfig.from_options(model=str(model), **options)
         files = resolve(config.model, config.revision, config.download_dir, overrides=config.hf_overrides)
         files = files.overridden(config.hf_overrides).check()
-        self._lock = _Turns()  # held for a step, and whenever else the core is touched
-        self._late_interrupts = _LateInterrupts()
+        self._lock = TurnLock()  # held for a step, and whenever else the core is touched
+        self._late_interrupts = LateInterrupts()
         self._ids = itertools.count()
-        self._answers: dict[str, _Answer | _Embedding] = {}
-        self._abandoned: deque[_Group | _Embedding] = deque()  # to be dropped at the engine's next turn
+        self._answers: dict[str, SequenceAnswer | EmbeddingAnswer] = {}
+        self._abandoned: deque[AnswerGroup | EmbeddingAnswer] = (
+            deque()
+        )  # to be dropped at the engine's next turn
         self._learn_text(config, files)
         self.core = EngineCore(config, files)
         self.config = self.core.config
@@ -117,7 +109,7 @@ class LLM:
         """Returns one RequestOutput for each prompt, in order. A prompt is text, token ids, or a dict with
         "prompt" (text) or "prompt_token_ids", and "cache_salt" if wanted. Raises RequestError for an
         impossible request and UnavailableError while the engine sleeps; then none of them has run."""
-        with _only_young_garbage:
+        with only_young_garbage:
             prompts = _as_list(prompts)
             params = self._params_for(len(prompts), sampling_params)
             if priority is None:
@@ -138,14 +130,14 @@ class LLM:
         length. Prompts are those of `generate`."""
         embeddings = []
         params = SamplingParams(max_tokens=1)
-        with _only_young_garbage:
+        with only_young_garbage:
             for prompt in _as_list(prompts):
                 _, ids, salt = self._tokenize(prompt)
                 number = next(self._ids)
                 [request] = self._builder.build(
                     [ids], params, iter([f"{number}-0"]), arrival=float(number), cache_salt=salt, embed=True
                 )
-                embeddings.append(_Embedding(request))
+                embeddings.append(EmbeddingAnswer(request))
             self._run(self._add(embeddings), use_tqdm)
             return [embedding.result() for embedding in embeddings]
 
@@ -195,7 +187,7 @@ class LLM:
             if search.running:
                 search.advance([next(likeliest) for _ in search.running])
 
-    def _run(self, groups: Sequence[_Group | _Embedding], use_tqdm: bool) -> None:
+    def _run(self, groups: Sequence[AnswerGroup | EmbeddingAnswer], use_tqdm: bool) -> None:
         """Steps until they are finished."""
         bar = tqdm(total=len(groups), desc="Prompts", disable=not (use_tqdm and sys.stderr.isatty()))
         try:
@@ -474,7 +466,7 @@ class LLM:
             params.check()
         return list(given)
 
-    def _group(self, prompt: Prompt, params: SamplingParams, priority: int) -> _Group:
+    def _group(self, prompt: Prompt, params: SamplingParams, priority: int) -> AnswerGroup:
         text, ids, salt = self._tokenize(prompt)
         self._builder.check_grammar(params)
         number = next(self._ids)
@@ -488,10 +480,10 @@ class LLM:
         )
         metrics = RequestMetrics(time.time(), time.monotonic()) if self._keeps_times else None
         answers = [
-            _Answer(i, request, self.tokenizer, metrics if i == 0 else None)
+            SequenceAnswer(i, request, self.tokenizer, metrics if i == 0 else None)
             for i, request in enumerate(requests)
         ]
-        return _Group(str(number), text, ids, answers)
+        return AnswerGroup(str(number), text, ids, answers)
 
     def _tokenize(self, prompt: Prompt) -> tuple[str | None, list[int], str | None]:
         """(text, ids, cache salt) of one prompt."""
@@ -537,7 +529,7 @@ class LLM:
             raise
         return groups
 
-    def _drop(self, groups: Sequence[_Group | _Embedding]) -> None:
+    def _drop(self, groups: Sequence[AnswerGroup | EmbeddingAnswer]) -> None:
         """Forgets finished answers and aborts the rest. A stream that nobody holds any more is closed
         wherever garbage is collected. If that is in the middle of this thread's own turn, its request is
         dropped in the next one."""
@@ -557,233 +549,13 @@ class LLM:
         self._drop_abandoned()
         # kept asleep, or without weights: waiting here would never end
         if self.core.error is None and not self.core.has_work:
-            raise UnavailableError(self.core.standstill or "an answer is awaited that nobody works on")
+            raise UnavailableError(self.core.paused or "an answer is awaited that nobody works on")
         for output in self.core.step():
             answer = self._answers.get(output.request_id)
             if answer is not None and (stop := answer.push(output)) is not None:
                 self.core.finish(output.request_id, stop)
         if not self.core.has_work:
             self.core.tick()
-
-
-class _Turns:
-    """A lock that its holder may take again. Whoever waits has it next: a thread that steps on and on would
-    have an ordinary lock back before another one is awake."""
-
-    def __init__(self) -> None:
-        self._next, self._lock = threading.Lock(), threading.RLock()
-
-    @property
-    def is_mine(self) -> bool:
-        """Whether this thread has it."""
-        return self._lock._is_owned()  # type: ignore[attr-defined]  # as threading.Condition asks
-
-    def __enter__(self) -> None:
-        if self.is_mine:
-            self._lock.acquire()
-        else:
-            with self._next:
-                self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()
-
-
-class _LateInterrupts:
-    """In the main thread a first Ctrl-C waits for the end of the outermost block, or for `heed` in it, and a
-    second one for nothing. A step that broke off would have lost the tokens of all requests, other threads'
-    among them, and an interrupt between taking a lock and the block that frees it would keep it from them for
-    ever."""
-
-    def __init__(self) -> None:
-        self._depth = 0  # blocks that the main thread is in
-        self._handler: Any = None  # of SIGINT, while it is not to be called
-        self._waiting: list[tuple[int, Any]] = []
-
-    def __enter__(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._put_off()
-            self._depth += 1
-
-    def __exit__(self, *_: object) -> None:
-        if threading.current_thread() is threading.main_thread():
-            self._depth = max(0, self._depth - 1)
-            if not self._depth:
-                self._heed()
-
-    def heed(self) -> None:
-        if self._waiting and threading.current_thread() is threading.main_thread():
-            depth = self._depth
-            self._heed()
-            self._put_off()
-            self._depth = depth
-
-    def _put_off(self) -> None:
-        handler = signal.getsignal(signal.SIGINT)
-        if callable(handler) and handler != self._wait:
-            self._handler = handler
-            signal.signal(signal.SIGINT, self._wait)
-
-    def _wait(self, number: int, frame: Any) -> None:
-        self._waiting.append((number, frame))
-        if len(self._waiting) > 1:
-            self._heed()
-
-    def _heed(self) -> None:
-        """Calls the handler for what waits. From now on nothing is put off, wherever that ends."""
-        handler, waiting = self._handler, self._waiting
-        self._handler, self._waiting, self._depth = None, [], 0
-        if handler is not None:
-            signal.signal(signal.SIGINT, handler)
-            for interrupt in waiting:
-                handler(*interrupt)
-
-
-class _Answer:
-    """One sequence's answer, with all that came of it so far."""
-
-    def __init__(
-        self, index: int, request: Request, tokenizer: Tokenizer | None, metrics: RequestMetrics | None
-    ) -> None:
-        """metrics: where its times go; None: nowhere."""
-        self.request, self.metrics = request, metrics
-        self._answer = Answer(request, tokenizer)
-        wants_logprobs = request.params.logprobs is not None
-        self.completion = CompletionOutput(
-            index,
-            "",
-            [],
-            cumulative_logprob=0.0 if wants_logprobs else None,
-            logprobs=[] if wants_logprobs else None,
-        )
-
-    @property
-    def finished(self) -> bool:
-        return self.completion.finish_reason is not None
-
-    @property
-    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        return self._answer.prompt_logprobs
-
-    @property
-    def num_cached_tokens(self) -> int:
-        return self._answer.num_cached_tokens
-
-    def push(self, output: Output) -> str | None:
-        """Adds one output. Returns the stop string that ended the answer if the engine does not know of
-        it."""
-        if self.completion.finish_reason is not None:
-            return None
-        goes_on = output.finish_reason is None
-        add_to(self.completion, output, self._answer.push(output))
-        self.completion.error = output.error
-        if self.metrics is not None and output.token_ids:
-            self.metrics.count(len(output.token_ids), output.queued_seconds, time.monotonic())
-        return str(output.stop_reason) if goes_on and output.finish_reason is not None else None
-
-
-class _Embedding:
-    """The embedding of one prompt, once it is there. It is a group of one answer, itself."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.output: Output | None = None
-        self.answers = [self]
-
-    @property
-    def finished(self) -> bool:
-        return self.output is not None
-
-    def push(self, output: Output) -> None:
-        self.output = output
-
-    def result(self) -> EmbeddingRequestOutput:
-        """Raises UnavailableError if the request was ended from outside."""
-        output = self.output
-        if output is None or output.embedding is None:
-            raise UnavailableError(
-                f"the embedding of request {self.request.request_id} was aborted; ask again"
-            )
-        return EmbeddingRequestOutput(
-            self.request.request_id.removesuffix("-0"),
-            EmbeddingOutput(output.embedding),
-            self.request.prompt_token_ids,
-            num_cached_tokens=output.num_cached_tokens,
-        )
-
-
-class _Group:
-    """The `params.n` answers to one prompt."""
-
-    def __init__(
-        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], answers: list[_Answer]
-    ) -> None:
-        self.request_id, self.prompt, self.prompt_token_ids, self.answers = (
-            request_id,
-            prompt,
-            prompt_token_ids,
-            answers,
-        )
-
-    @property
-    def finished(self) -> bool:
-        return all(a.finished for a in self.answers)
-
-    @property
-    def progress(self) -> tuple[int, bool]:
-        """Changes whenever there is something new to show."""
-        return sum(len(a.completion.token_ids) for a in self.answers), self.finished
-
-    def output(self) -> RequestOutput:
-        """A snapshot: later steps don't change it."""
-        completions = [
-            CompletionOutput(
-                c.index,
-                c.text,
-                list(c.token_ids),
-                c.cumulative_logprob,
-                None if c.logprobs is None else list(c.logprobs),
-                c.finish_reason,
-                c.stop_reason,
-                c.error,
-            )
-            for c in (a.completion for a in self.answers)
-        ]  # `replace` takes twice as long
-        return RequestOutput(
-            self.request_id,
-            self.prompt,
-            self.prompt_token_ids,
-            completions,
-            self.finished,
-            self.answers[0].prompt_logprobs,
-            self.answers[0].num_cached_tokens,
-            dataclasses.replace(metrics) if (metrics := self.answers[0].metrics) is not None else None,
-        )
-
-
-class _OnlyYoungGarbage:
-    """A context in which Python's full garbage collections wait. A full collection looks at all modules and
-    requests, which takes 0.1 s in the middle of a batch. (`gc.freeze` would do, but its `unfreeze` undoes
-    what others have frozen.)"""
-
-    def __init__(self) -> None:
-        self._lock, self._num_inside, self._before = threading.Lock(), 0, gc.get_threshold()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            self._num_inside += 1
-            if self._num_inside == 1:
-                self._before = young, middle, old = gc.get_threshold()
-                gc.set_threshold(young, middle, min(1000 * old, 2**31 - 1))
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._num_inside -= 1
-            if not self._num_inside:
-                gc.set_threshold(*self._before)
-
-
-_only_young_garbage = _OnlyYoungGarbage()
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

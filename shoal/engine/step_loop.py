@@ -22,14 +22,30 @@ from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner.batch import BatchBuilder, num_prompt_targets
 from shoal.engine.runner.runner import StepResult
 from shoal.engine.runner.sampling import LogprobLists
-from shoal.engine.scheduling.grammar import Grammars
-from shoal.engine.scheduling.grammar_admission import GrammarAdmission
+from shoal.engine.scheduling.grammar import GrammarAdmission, Grammars
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
 from shoal.engine.scheduling.step_costs import StepCosts
-from shoal.engine.standstill import Standstill
 from shoal.errors import EngineDeadError
 from shoal.kv.events.publisher import KvEvents
+from shoal.stats import SleepState
+
+
+class PauseState:
+    """Why an engine computes nothing: it sleeps, or its weights are incomplete. Sleeper and Weights write it;
+    the core and its step loop read it."""
+
+    def __init__(self) -> None:
+        self.sleep = SleepState()  # written by Sleeper
+        self.weights_lost: str | None = None  # written by Weights: why the weights cannot be used
+
+    @property
+    def reason(self) -> str | None:
+        """The error text for requests that cannot run now. None: the engine runs."""
+        if not self.sleep.is_sleeping:
+            return self.weights_lost
+        what = f": {' and '.join(sorted(self.sleep.asleep))}" if self.sleep.asleep else ""
+        return f"the engine sleeps (level {self.sleep.level}{what}); wake it up first"
 
 
 @dataclass(slots=True)
@@ -59,14 +75,14 @@ class StepLoop:
         tiers: KvTiers | None,
         peers: KvPeers | None,
         events: KvEvents | None,
-        standstill: Standstill,
+        paused: PauseState,
         costs: StepCosts | None,
     ) -> None:
         """`costs`: learns from each step what steps cost, if the engine wants to know."""
         self.ranks, self.scheduler, self.tiers = ranks, scheduler, tiers
         self.peers = peers
         self._grammars, self._admission, self._events = grammars, admission, events
-        self._standstill = standstill
+        self._paused = paused
         self._costs = costs
         self._completed_at = 0.0  # when a step was completed last, seconds of the monotonic clock
         self._block_size = config.block_size
@@ -79,15 +95,15 @@ class StepLoop:
     def has_work(self) -> bool:
         """Whether a step would do anything. Requests that are kept while the engine stands still are no
         work."""
-        told = self._in_flight or self.scheduler.ended or self._late
-        return bool(told) or (self._standstill.reason is None and self.scheduler.has_work)
+        unreported = self._in_flight or self.scheduler.finished_outside or self._late
+        return bool(unreported) or (self._paused.reason is None and self.scheduler.has_work)
 
     def step(self) -> list[Output]:
         """Schedules and launches one step, then returns the outputs of the oldest that is due."""
         self.ranks.check_usable()
-        self._admission.let_go()
+        self._admission.release()
         outputs, self._late = self._late, []
-        for seq in self.scheduler.take_ended():
+        for seq in self.scheduler.take_finished_outside():
             outputs.append(
                 Output(
                     seq.request.request_id,
@@ -97,7 +113,7 @@ class StepLoop:
                     error=seq.error,
                 )
             )
-        runs = self._standstill.reason is None
+        runs = self._paused.reason is None
         with self._guarded():
             tiers, peers = (self.tiers, self.peers) if runs else (None, None)
             if tiers is not None:
@@ -147,27 +163,27 @@ class StepLoop:
             while self._in_flight:
                 self._late += self._complete(self._in_flight.popleft())
 
-    def tell(self, outputs: list[Output]) -> None:
+    def report(self, outputs: list[Output]) -> None:
         """The next `step` returns these outputs, of requests that another core had."""
         self._late += outputs
 
     # Launching
 
     def _launch(self, plan: StepPlan) -> InFlight:
-        packed, extras = self.builder.build(plan, self.ranks.runner.padded_decodes(plan.num_decodes))
+        packed, options = self.builder.build(plan, self.ranks.runner.padded_decodes(plan.num_decodes))
         for entry in plan.scheduled[plan.num_decodes :]:
             if entry.seq.started_at is None:
                 entry.seq.started_at = time.monotonic()
-        if extras.grammars:
-            extras.masks = self._grammars.masks(extras.grammars)
+        if options.grammars:
+            options.masks = self._grammars.masks(options.grammars)
         launched_at = time.monotonic()
-        return InFlight(plan, self.ranks.step(packed, extras or None), extras.embeds, launched_at)
+        return InFlight(plan, self.ranks.step(packed, options or None), options.embeds, launched_at)
 
     def _new_builder(self) -> BatchBuilder:
         runner = self.ranks.runner
         several = self.ranks.size > 1
         return BatchBuilder(
-            runner.layout, self._block_size, runner.share_from, runner.mixed_shapes, splits_draws=several
+            runner.layout, self._block_size, runner.share_from, runner.mixed_shapes, splits_sampling=several
         )
 
     # Completing
@@ -188,8 +204,8 @@ class StepLoop:
         results = self.scheduler.update(step.plan, tokens)
         if self.peers is not None:
             self.peers.completed(step.plan)
-        for drawn in results:
-            seq, params = drawn.seq, drawn.seq.request.params
+        for sampled in results:
+            seq, params = sampled.seq, sampled.seq.request.params
             num_given = seq.num_prompt_tokens + len(seq.request.output_token_ids)
             is_first = len(seq.token_ids) == num_given + 1
             if is_first and seq.started_at is None:  # It began as a decode.
@@ -200,8 +216,8 @@ class StepLoop:
                     Output(
                         seq.request.request_id,
                         [],
-                        finish_reason=drawn.finish_reason,
-                        embedding=embeddings[drawn.sample],
+                        finish_reason=sampled.finish_reason,
+                        embedding=embeddings[sampled.sample],
                         num_cached_tokens=seq.num_cached_tokens,
                         spans=spans,
                     )
@@ -209,15 +225,15 @@ class StepLoop:
                 continue
             figures = None
             if logprobs is not None and params.logprobs is not None:
-                figures = [_token_logprobs(logprobs, drawn.sample, drawn.token_id, params.logprobs)]
+                figures = [_token_logprobs(logprobs, sampled.sample, sampled.token_id, params.logprobs)]
             prompt_logprobs = None
             if params.prompt_logprobs is not None and is_first:
                 prompt_logprobs = seq.prompt_logprobs or [None]
             outputs.append(
                 Output(
                     seq.request.request_id,
-                    [drawn.token_id],
-                    finish_reason=drawn.finish_reason,
+                    [sampled.token_id],
+                    finish_reason=sampled.finish_reason,
                     stop_reason=seq.stop_reason,
                     logprobs=figures,
                     prompt_logprobs=prompt_logprobs,
@@ -285,7 +301,7 @@ class StepLoop:
 
 def _spans_of(seq: Sequence, num_given: int, now: float) -> list[Span]:
     """Where the time up to the first token went, which came now. A request waits until its first step, or
-    until blocks are fetched for it; those that a forerunner has fetched came before the request did.
+    until blocks are fetched for it; those that a prefetch request has fetched came before the request did.
     num_given: tokens that it came with."""
     assert seq.started_at is not None, "a token of no step"
     begun = [one.begun_at for one in seq.transfers if one.begun_at >= seq.added_at]

@@ -46,18 +46,18 @@ async def answer(llm, asked):
 
 
 async def handed_over(lender, reader, name, prompt):
-    """The forerunner reads each layer behind its event, while the prompt is computed."""
-    first, forerunner = [], None
+    """The prefetch request reads each layer behind its event, while the prompt is computed."""
+    first, prefetch = [], None
     async for output in lender.generate(request(f"p{name}", prompt, max_tokens=1, offers_kv=True)):
         if output.kv_ticket is not None:
             ahead = request(f"f{name}", prompt, kv_ticket=output.kv_ticket, fetches_only=True)
-            forerunner = asyncio.create_task(answer(reader, ahead))
-            await asyncio.sleep(0)  # It is sent before its successor.
+            prefetch = asyncio.create_task(answer(reader, ahead))
+            await asyncio.sleep(0)  # It is sent before its continuation.
         first += output.token_ids
     behind = request(f"d{name}", prompt, first)
     behind.continues = f"f{name}"
     rest, _ = await answer(reader, behind)
-    assert await forerunner == ([], None)
+    assert await prefetch == ([], None)
     return first + rest
 
 

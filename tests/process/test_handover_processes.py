@@ -62,19 +62,19 @@ async def handed_over(lender, reader, name, prompt):
 
 
 async def apart(lender, reader, name, prompt):
-    """The same, with a forerunner: blocks travel while later ones are computed."""
-    first, forerunner = [], None
+    """The same, with a prefetch request: blocks travel while later ones are computed."""
+    first, prefetch = [], None
     async for output in lender.generate(request(f"p{name}", prompt, offers_kv=True, max_tokens=1)):
         if output.kv_ticket is not None:
             ahead = request(f"f{name}", prompt, kv_ticket=output.kv_ticket, fetches_only=True)
-            forerunner = asyncio.create_task(answer(reader, ahead))
+            prefetch = asyncio.create_task(answer(reader, ahead))
             await asyncio.sleep(0)
         first += output.token_ids
     behind = request(f"d{name}", prompt, first)
-    behind.continues = f"f{name}" if forerunner is not None else None
+    behind.continues = f"f{name}" if prefetch is not None else None
     rest, _ = await answer(reader, behind)
-    if forerunner is not None:
-        assert await forerunner == ([], None)
+    if prefetch is not None:
+        assert await prefetch == ([], None)
     return first + rest
 
 

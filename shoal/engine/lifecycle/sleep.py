@@ -25,8 +25,7 @@ from shoal.engine.peers.peers import KvPeers
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.standstill import Standstill
-from shoal.engine.step_loop import StepLoop
+from shoal.engine.step_loop import PauseState, StepLoop
 from shoal.errors import ConfigError, UnavailableError
 from shoal.stats import MemoryReport
 
@@ -51,17 +50,17 @@ class Sleeper:
         weights: Weights,
         tiers: KvTiers | None,
         peers: KvPeers | None,
-        standstill: Standstill,
+        paused: PauseState,
     ) -> None:
         self._config, self._ranks, self._loop = config, ranks, loop
         self._scheduler, self._weights = scheduler, weights
         self._tiers, self._peers = tiers, peers
-        self._standstill, self._state = standstill, standstill.sleep
+        self._paused, self._state = paused, paused.sleep
 
     @property
     def is_emptied(self) -> bool:
         """Whether the engine's model is given up: its weights are gone, and the KV cache sleeps."""
-        return KV_CACHE in self._state.asleep and self._standstill.weights_lost is not None
+        return KV_CACHE in self._state.asleep and self._paused.weights_lost is not None
 
     def is_possible(self, level: int) -> bool:
         """Whether this engine can sleep at that level; without sleep mode it can only be paused."""
@@ -100,7 +99,7 @@ class Sleeper:
         if self._peers is not None and KV_CACHE in going:
             self._peers.cache_changes("the engine went to sleep")
         if WEIGHTS in going:
-            self._weights.loans.withdraw_all()
+            self._weights.exports.withdraw_all()
         reports: list[dict[str, int]] = []
         with self._knowing(level, kept):
             if going or deeper:

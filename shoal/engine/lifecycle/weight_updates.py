@@ -17,15 +17,14 @@ from typing import Any
 import torch
 
 from shoal.config import ResolvedConfig
-from shoal.engine.lifecycle.weight_loans import WeightLoans
+from shoal.engine.lifecycle.weight_exports import WeightExports
 from shoal.engine.offload.tiers import KvTiers
 from shoal.engine.peers.peers import KvPeers
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
 from shoal.engine.runner.kv_cache import cache_scales
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.standstill import Standstill
-from shoal.engine.step_loop import StepLoop
+from shoal.engine.step_loop import PauseState, StepLoop
 from shoal.errors import CheckpointError, ConfigError, UnavailableError
 from shoal.weights.check import verify_weights
 from shoal.weights.kv_scales import name_of
@@ -53,15 +52,15 @@ class Weights:
         scheduler: Scheduler,
         tiers: KvTiers | None,
         peers: KvPeers | None,
-        standstill: Standstill,
+        paused: PauseState,
     ) -> None:
         self.version = 0  # the number of updates
         self._config, self._model_config = config, files.config
         self._ranks, self._loop, self._scheduler, self._tiers = ranks, loop, scheduler, tiers
-        self._peers, self._standstill = peers, standstill
+        self._peers, self._paused = peers, paused
         # the checkpoint whose packing they have; None: they are plain, or become fp8 from plain ones
         self._packed_as = files if config.keep_quantized and not config.quantizes_weights else None
-        self.loans = WeightLoans(config, ranks, lambda: self.checkpoint)
+        self.exports = WeightExports(config, ranks, lambda: self.checkpoint)
         self._awaited: set[str] = set()  # the tensors of lost weights that have not come back yet
         self._source: CheckpointFiles | None = None  # the whole checkpoint that the weights equal
         self._fingerprint: list[tuple[str, int, int]] = []
@@ -198,12 +197,12 @@ class Weights:
         )
         return self.version
 
-    def lend(self, name: bytes, borrower: str) -> bytes:
-        """Opens the weights to another worker, as WeightLoans.lend says. Raises UnavailableError."""
+    def export(self, name: bytes, reader: str) -> bytes:
+        """Opens the weights to another worker, as WeightExports.lend says. Raises UnavailableError."""
         self._check_awake()
-        if self._standstill.weights_lost is not None:
-            raise UnavailableError(self._standstill.weights_lost)
-        return self.loans.lend(name, borrower)
+        if self._paused.weights_lost is not None:
+            raise UnavailableError(self._paused.weights_lost)
+        return self.exports.export(name, reader)
 
     def check(self) -> dict[str, str]:
         """A checksum of each tensor under "rank{i}.{name}"."""
@@ -220,13 +219,13 @@ class Weights:
 
     def lose(self, reason: str) -> None:
         """Notes that the weights in memory are not whole any more. Nothing runs until all have come back."""
-        self._standstill.weights_lost = f"the weights are not there: {reason}; call update_weights first"
+        self._paused.weights_lost = f"the weights are not there: {reason}; call update_weights first"
         self._awaited = set(self._shapes)
         self._source = None
 
     def unchanged(self) -> bool:
         """Whether reading the checkpoint again would bring back what lies in memory."""
-        if self._source is not None and self._standstill.weights_lost is None:
+        if self._source is not None and self._paused.weights_lost is None:
             try:
                 return fingerprint(self._source) == self._fingerprint
             except CheckpointError:
@@ -273,7 +272,7 @@ class Weights:
         self._source, self._fingerprint = files, fingerprint(files)
 
     def _check_awake(self) -> None:
-        if "weights" in self._standstill.sleep.asleep:
+        if "weights" in self._paused.sleep.asleep:
             raise UnavailableError(
                 "the weights are asleep; wake them up first (wake_up with the tag weights)"
             )
@@ -312,7 +311,7 @@ class Weights:
             self._tiers.weights_changed()
         if self._peers is not None:
             self._peers.weights_change()
-        self.loans.withdraw_all()
+        self.exports.withdraw_all()
         broke_off = f"the update {where} broke off"
         try:
             _, errors = load()
@@ -328,5 +327,5 @@ class Weights:
         self._source = None
         self._awaited = self._awaited - names if names is not None else set()
         if not self._awaited:
-            self._standstill.weights_lost = None
+            self._paused.weights_lost = None
         self.version += 1

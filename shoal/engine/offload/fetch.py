@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
-from shoal.engine.offload.books import HOST, Books, meta_of
 from shoal.engine.offload.costs import Throughput
+from shoal.engine.offload.ledger import HOST, Ledger, meta_of
 from shoal.engine.offload.transfers import Done
 from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.engine.scheduling.sequence import Fetch, Transfer
@@ -49,23 +49,23 @@ class FetchJob:
 class Fetcher:
     """All fetches of one engine."""
 
-    def __init__(self, scheduler: Scheduler, books: Books) -> None:
+    def __init__(self, scheduler: Scheduler, ledger: Ledger) -> None:
         self.scheduler = scheduler
-        self.books = books
+        self.ledger = ledger
         self.jobs: list[FetchJob] = []
         self._num_reading = 0  # blocks
-        self._reads = {tier: Throughput(rate) for tier, rate in books.costs.fetch.items()}
+        self._reads = {tier: Throughput(rate) for tier, rate in ledger.costs.fetch.items()}
 
     def begin(self, fetch: Fetch, where: Callable[[bytes], str | None], block_size: int) -> FetchJob:
         """Takes a fetch in and holds its host blocks; `advance` begins the transfers. `where` names the tier
         that has a block."""
-        books = self.books
+        ledger = self.ledger
         metas: list[BlockMeta] = []
         in_host: list[tuple[int, int]] = []
         unread: deque[tuple[int, str]] = deque()
         for i, key in enumerate(fetch.keys):
-            host_block = books.host.find(key) if books.has_host_tier else None
-            meta = None if host_block is None else books.host.meta(key)
+            host_block = ledger.host.find(key) if ledger.has_host_tier else None
+            meta = None if host_block is None else ledger.host.meta(key)
             if host_block is not None and meta is not None:
                 in_host.append((i, host_block))
                 metas.append(meta)
@@ -74,11 +74,11 @@ class Fetcher:
             else:
                 unread.append((i, tier))
                 metas.append(meta_of(fetch.seq, fetch.start + i, block_size))
-        books.host.hold([host_block for _, host_block in in_host])
+        ledger.host.hold([host_block for _, host_block in in_host])
         num_blocks = len(fetch.keys)
         tiers = dict.fromkeys(([HOST] if in_host else []) + [tier for _, tier in unread])
         job = FetchJob(
-            fetch, metas, in_host, unread, num_blocks, books.clock(), [False] * num_blocks, "+".join(tiers)
+            fetch, metas, in_host, unread, num_blocks, ledger.clock(), [False] * num_blocks, "+".join(tiers)
         )
         self.jobs.append(job)
         return job
@@ -89,7 +89,7 @@ class Fetcher:
         for reads in self._reads.values():
             reads.settle()
         for job in list(self.jobs):
-            if job.fetch.seq.fetch is not job.fetch or self.books.clock() > job.begun_at + PATIENCE_S:
+            if job.fetch.seq.fetch is not job.fetch or self.ledger.clock() > job.begun_at + PATIENCE_S:
                 self._close(job)
             if job.in_host:
                 in_host, job.in_host = job.in_host, []
@@ -97,12 +97,12 @@ class Fetcher:
                 self._copy_in(job, HOST, blocks, host_blocks)
             while job.unread and not job.closed and self._read(job):
                 pass
-            is_copying = job.num_copies or job.behind in self.books.under_way
+            is_copying = job.num_copies or job.behind in self.ledger.under_way
             if not is_copying and (job.closed or not (job.unread or job.num_reads)):
                 self.jobs.remove(job)
                 job.closed = True
                 num_intact = (job.arrived + [False]).index(False)
-                seconds = self.books.clock() - job.begun_at
+                seconds = self.ledger.clock() - job.begun_at
                 job.fetch.seq.transfers.append(Transfer(job.tiers, job.begun_at, seconds, num_intact))
                 self.scheduler.fetched(job.fetch, num_intact)
 
@@ -123,13 +123,13 @@ class Fetcher:
     def _close(self, job: FetchJob) -> None:
         job.closed = True
         job.unread.clear()
-        self.books.host.release([host_block for _, host_block in job.in_host])
+        self.ledger.host.release([host_block for _, host_block in job.in_host])
         job.in_host.clear()
 
     def _read(self, job: FetchJob) -> bool:
         """Begins one read, of blocks of one tier. False if none can begin now."""
-        books, tier = self.books, job.unread[0][1]
-        most = min(READ_BLOCKS, books.host.num_free, MAX_READING - self._num_reading)
+        ledger, tier = self.ledger, job.unread[0][1]
+        most = min(READ_BLOCKS, ledger.host.num_free, MAX_READING - self._num_reading)
         blocks: list[int] = []
         while job.unread and len(blocks) < most and job.unread[0][1] == tier:
             i, _ = job.unread.popleft()
@@ -137,15 +137,15 @@ class Fetcher:
                 blocks.append(i)
         if not blocks:
             return bool(most)  # those that were taken off the queue had been given up
-        host_blocks = books.host.take(len(blocks))
+        host_blocks = ledger.host.take(len(blocks))
         assert host_blocks is not None
         job.num_reads += 1
         self._num_reading += len(blocks)
-        begun = books.clock()
+        begun = ledger.clock()
         self._reads[tier].begun(begun)
-        ticket = books.transfers.read(tier, [job.metas[i] for i in blocks], host_blocks)
-        then = partial(self._was_read, job, tier, blocks, host_blocks, books.epoch, begun)
-        books.track(ticket, host_blocks, then)
+        ticket = ledger.transfers.read(tier, [job.metas[i] for i in blocks], host_blocks)
+        then = partial(self._was_read, job, tier, blocks, host_blocks, ledger.epoch, begun)
+        ledger.track(ticket, host_blocks, then)
         return True
 
     def _was_read(
@@ -158,7 +158,7 @@ class Fetcher:
         begun: float,
         done: Done,
     ) -> None:
-        books = self.books
+        ledger = self.ledger
         self._reads[tier].ended(begun + done.seconds, sum(done.intact))
         job.num_reads -= 1
         self._num_reading -= len(blocks)
@@ -166,34 +166,34 @@ class Fetcher:
         if len(good) < len(blocks):
             bad = [i for i, intact in zip(blocks, done.intact) if not intact]
             job.end = min(job.end, bad[0])
-            books.stats[tier].failed_blocks += len(bad)
-            books.transfers.disown(tier, [job.metas[i].key for i in bad])
-            books.host.release([block for block, intact in zip(host_blocks, done.intact) if not intact])
-        if books.has_host_tier and epoch == books.epoch:
+            ledger.stats[tier].failed_blocks += len(bad)
+            ledger.transfers.disown(tier, [job.metas[i].key for i in bad])
+            ledger.host.release([block for block, intact in zip(host_blocks, done.intact) if not intact])
+        if ledger.has_host_tier and epoch == ledger.epoch:
             for i, host_block in good:
-                books.host.put(host_block, job.metas[i])
+                ledger.host.put(host_block, job.metas[i])
         good_host_blocks = [host_block for _, host_block in good]
         if job.closed or not good or good[0][0] >= job.end:
-            books.host.release(good_host_blocks)
+            ledger.host.release(good_host_blocks)
         else:
             self._copy_in(job, tier, [i for i, _ in good], good_host_blocks)
 
     def _copy_in(self, job: FetchJob, tier: str, blocks: list[int], host_blocks: list[int]) -> None:
-        books, of_fetch = self.books, job.fetch.blocks
+        ledger, of_fetch = self.ledger, job.fetch.blocks
         job.num_copies += 1
         into = [of_fetch[i] for i in blocks]
-        ticket = books.transfers.copy_in(host_blocks, into, books.in_use(into), job.behind)
-        books.track(ticket, host_blocks, partial(self._was_copied_in, job, tier, blocks, host_blocks))
+        ticket = ledger.transfers.copy_in(host_blocks, into, ledger.in_use(into), job.behind)
+        ledger.track(ticket, host_blocks, partial(self._was_copied_in, job, tier, blocks, host_blocks))
 
     def _was_copied_in(
         self, job: FetchJob, tier: str, blocks: list[int], host_blocks: list[int], done: Done
     ) -> None:
-        books = self.books
+        ledger = self.ledger
         job.num_copies -= 1
-        books.host.release(host_blocks)
+        ledger.host.release(host_blocks)
         if done.seconds:
-            books.costs.fetch[HOST].add(done.seconds, len(blocks))
-        stats = books.stats[tier]
+            ledger.costs.fetch[HOST].add(done.seconds, len(blocks))
+        stats = ledger.stats[tier]
         for i, intact in zip(blocks, done.intact):
             job.arrived[i] = intact
             stats.fetched_blocks += intact

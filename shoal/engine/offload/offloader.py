@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from shoal.engine.offload.books import HOST, Books, meta_of
 from shoal.engine.offload.costs import Costs
 from shoal.engine.offload.fetch import Fetcher
+from shoal.engine.offload.ledger import HOST, Ledger, meta_of
 from shoal.engine.offload.transfers import Done, Transfers
 from shoal.engine.offload.writer import Writer
 from shoal.engine.scheduling import sequence
@@ -57,7 +57,7 @@ class OffloadPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
+class _Scan:
     """A look at the coldest blocks: when it was, and the counts of that moment."""
 
     at: float
@@ -97,9 +97,9 @@ class Offloader:
         self.costs = costs
         self.stats = {tier: KvTierStats() for tier in costs.fetch}
         self.num_dropped = 0  # blocks that were evicted from the device and are nowhere else
-        self.books = Books(host, transfers, policy.has_host_tier, costs, self.stats, clock)
-        self.fetcher = Fetcher(scheduler, self.books)
-        self.writer = Writer(self.books, persistent, 0 if policy.on_registration else policy.host_watermark)
+        self.ledger = Ledger(host, transfers, policy.has_host_tier, costs, self.stats, clock)
+        self.fetcher = Fetcher(scheduler, self.ledger)
+        self.writer = Writer(self.ledger, persistent, 0 if policy.on_registration else policy.host_watermark)
         self._metas: dict[bytes, BlockMeta] = {}  # of each block that can be found on the device
         self._uses = FrequencySketch(self.pool.num_blocks + host.capacity) if policy.min_uses > 1 else None
         self._unready = set(host.take(host.capacity) or ())  # host blocks whose memory is not pinned yet
@@ -108,7 +108,7 @@ class Offloader:
         self._evicted: dict[int, BlockMeta] = {}
         # The last copy out one of whose blocks the next step may rewrite; 0 if there is none. Copies out end
         # in the order of their tickets, so a step that waits for this one waits for all before it.
-        self._overtaken = 0
+        self._must_wait_for = 0
         # With on_registration: keys of new blocks that are to be copied out
         self._fresh: deque[bytes] = deque(maxlen=self.pool.num_blocks)
         self._flushing = False  # what is copied out is written at once
@@ -116,8 +116,8 @@ class Offloader:
         self._allowed_at = clock()  # when the allowance last grew
         self._num_registered = 0  # blocks, since the start
         self._num_evicted = 0
-        self._last_look = _Look(0.0, 0, 0, -1)
-        self._cut_short = False  # the last look found more blocks than there was room for
+        self._last_scan = _Scan(0.0, 0, 0, -1)
+        self._has_more = False  # the last look found more blocks than there was room for
 
     # What the scheduler asks and tells
 
@@ -157,9 +157,9 @@ class Offloader:
         # without the blocks that the sequence found in the cache: a step may be about to write them
         job.behind = self._save_evicted(fetch.seq.block_ids[fetch.start :])
         if job.behind:
-            rest = fetch.seq.block_ids[len(fetch.held) :]
+            rest = fetch.seq.block_ids[len(fetch.held_blocks) :]
             self.pool.hold(rest)
-            fetch.held += rest
+            fetch.held_blocks += rest
 
     def registered(self, seq: sequence.Sequence, start: int, end: int) -> None:
         for i in range(start, end):
@@ -173,27 +173,27 @@ class Offloader:
             if self.policy.on_registration:
                 self._fresh.append(key)
             if key in self._leaving:  # another block has the content now
-                self._overtaken = max(self._overtaken, self._leaving[key])
+                self._must_wait_for = max(self._must_wait_for, self._leaving[key])
         self._num_registered += end - start
 
     def released(self, blocks: list[int]) -> None:
-        self.books.used_until.update(dict.fromkeys(blocks, self.books.num_launched))
+        self.ledger.used_until.update(dict.fromkeys(blocks, self.ledger.num_launched))
         if self._leaving:
             for key in map(self.pool.key_of, blocks):
                 # a copy has the content from now on, and the block may be rewritten
                 if key in self._leaving and self.pool.has_copies(key):
-                    self._overtaken = max(self._overtaken, self._leaving[key])
+                    self._must_wait_for = max(self._must_wait_for, self._leaving[key])
 
     def removed(self, key: bytes, block: int) -> None:
         self._num_evicted += 1
         meta, ticket = self._metas.pop(key, None), self._leaving.get(key)
         if ticket is not None:
-            self._overtaken = max(self._overtaken, ticket)
+            self._must_wait_for = max(self._must_wait_for, ticket)
         elif meta is not None and not self._goes_below(key):
             self._evicted[block] = meta
 
     def cleared(self) -> None:
-        self._overtaken = max(self._leaving.values(), default=0)
+        self._must_wait_for = max(self._leaving.values(), default=0)
         self._metas.clear()
         self._evicted.clear()
         self._fresh.clear()
@@ -202,9 +202,9 @@ class Offloader:
 
     def poll(self) -> bool:
         """Takes in what has ended and begins what follows from it. Whether anything has ended."""
-        ended = self.transfers.poll() if self.books.under_way or self._unready else []
+        ended = self.transfers.poll() if self.ledger.under_way or self._unready else []
         for done in ended:
-            self.books.settle(done)
+            self.ledger.settle(done)
         if self._unready and (ready := self.transfers.take_ready()):
             self._unready.difference_update(ready)
             self.host.release(ready)
@@ -216,15 +216,15 @@ class Offloader:
         """To be called when the plan is made and blocks have changed hands. `launches`: a step follows."""
         self.num_dropped += len(self._evicted)
         self._evicted.clear()
-        if self._overtaken:
-            self.transfers.order_behind(self._overtaken)
-            self._overtaken = 0
+        if self._must_wait_for:
+            self.transfers.order_behind(self._must_wait_for)
+            self._must_wait_for = 0
         self.fetcher.advance()
-        self.books.num_launched += launches
+        self.ledger.num_launched += launches
 
     def step_completed(self) -> None:
         """The oldest step in flight has run."""
-        self.books.num_completed += 1
+        self.ledger.num_completed += 1
 
     def offload(self, idle: bool = False) -> None:
         """Begins to copy out what should leave, as far as host blocks and bandwidth allow. `idle`: no step
@@ -248,7 +248,7 @@ class Offloader:
             self.offload(idle=True)
             if not self.poll():
                 break
-        return bool(self.books.under_way or self.fetcher.jobs or self._cut_short)
+        return bool(self.ledger.under_way or self.fetcher.jobs or self._has_more)
 
     # Everything else
 
@@ -261,17 +261,17 @@ class Offloader:
         """Afterwards no copy to or from the device is under way, and no fetch. Reads and writes of host
         blocks go on. Raises RuntimeError if copies have not ended after `timeout_s` seconds."""
         self.fetcher.close_all()
-        deadline = self.books.clock() + timeout_s
+        deadline = self.ledger.clock() + timeout_s
         self.poll()
         while self._leaving or self.fetcher.jobs:
             time.sleep(POLL_S)
             self.poll()
-            if self.books.clock() > deadline:
+            if self.ledger.clock() > deadline:
                 raise RuntimeError(f"copies of KV blocks have not ended within {timeout_s} s")
 
     def forget_host(self) -> None:
         """Forgets what the host blocks hold. Transfers under way end, and their blocks are not kept."""
-        self.books.epoch += 1
+        self.ledger.epoch += 1
         self.host.forget()
         self.writer.forget()
 
@@ -281,17 +281,17 @@ class Offloader:
         if not self.persistent:
             return 0
         self.quiesce()
-        books, writer, num_blocks = self.books, self.writer, self.pool.num_blocks
-        deadline, self._flushing = books.clock() + timeout_s, True
+        ledger, writer, num_blocks = self.ledger, self.writer, self.pool.num_blocks
+        deadline, self._flushing = ledger.clock() + timeout_s, True
         writer.queue_all()
         blocks, metas = self._candidates(reversed(self.pool.coldest(num_blocks)), num_blocks)
-        while (blocks or books.under_way or writer.has_waiting) and books.clock() < deadline:
+        while (blocks or ledger.under_way or writer.has_waiting) and ledger.clock() < deadline:
             if blocks and not self._leaving:
                 room = self._safe_room()
                 if room:
                     self._copy_out(blocks[:room], metas[:room])
                     del blocks[:room], metas[:room]
-                elif not (books.under_way or writer.has_waiting):
+                elif not (ledger.under_way or writer.has_waiting):
                     break  # what lies in the host blocks can't be written
             writer.advance()
             if not self.poll():
@@ -301,7 +301,7 @@ class Offloader:
 
     def check(self) -> None:
         """Proves the books."""
-        under_way = self.books.under_way
+        under_way = self.ledger.under_way
         in_use = [host_block for host_blocks, _ in under_way.values() for host_block in host_blocks]
         waiting = [*self.writer.held_host_blocks(), *self.fetcher.held_host_blocks()]
         self.host.check([*self._unready, *in_use, *waiting])
@@ -315,9 +315,9 @@ class Offloader:
     def _is_due(self, idle: bool) -> bool:
         """Whether to look for blocks to copy out. A look at many blocks takes longer than a step should wait,
         so it is not made after every step."""
-        policy, last = self.policy, self._last_look
-        is_time = idle or self.books.clock() - last.at >= SCAN_S
-        if self._cut_short:
+        policy, last = self.policy, self._last_scan
+        is_time = idle or self.ledger.clock() - last.at >= SCAN_S
+        if self._has_more:
             # there are blocks that should leave; a look is worth its time once a whole copy has room
             room = self._room()
             return room >= min(policy.copy_blocks, policy.max_leaving) or (room > 0 and is_time)
@@ -334,7 +334,7 @@ class Offloader:
 
     def _allowed(self) -> int:
         """Blocks for which there are host blocks and bandwidth."""
-        policy, now, room = self.policy, self.books.clock(), self.host.num_free
+        policy, now, room = self.policy, self.ledger.clock(), self.host.num_free
         if not policy.has_host_tier:
             room -= self.host.capacity // 2  # half of the staging area is for what comes up
         if policy.bytes_per_s is not None:
@@ -369,7 +369,7 @@ class Offloader:
     def _cold_blocks(self, room: int) -> tuple[list[int], list[BlockMeta]]:
         """Up to `room` of the device's coldest blocks that are to leave."""
         num_free = self.pool.num_free
-        self._last_look = _Look(self.books.clock(), self._num_registered, self._num_evicted, num_free)
+        self._last_scan = _Scan(self.ledger.clock(), self._num_registered, self._num_evicted, num_free)
         return self._candidates(self.pool.coldest(self.policy.watermark), room)
 
     def _new_blocks(self, room: int) -> tuple[list[int], list[BlockMeta]]:
@@ -379,18 +379,18 @@ class Offloader:
             block = self.pool.find(self._fresh.popleft())
             if block is not None and (meta := self._candidate(block)) is not None:
                 found[block] = meta
-        self._cut_short = bool(self._fresh)
+        self._has_more = bool(self._fresh)
         return list(found), list(found.values())
 
     def _candidates(self, blocks: Iterable[int], room: int) -> tuple[list[int], list[BlockMeta]]:
         """The first of these that are to leave, up to `room`, each with its content."""
         found: list[int] = []
         metas: list[BlockMeta] = []
-        self._cut_short = False
+        self._has_more = False
         for block in blocks:
             if (meta := self._candidate(block)) is not None:
                 if len(found) == room:
-                    self._cut_short = True
+                    self._has_more = True
                     break
                 found.append(block)
                 metas.append(meta)
@@ -419,18 +419,18 @@ class Offloader:
     def _copy_out(self, blocks: list[int], metas: list[BlockMeta]) -> int:
         """Begins copies of these blocks into host blocks. Returns the last copy's ticket, 0 if there is
         none."""
-        ticket, books, policy = 0, self.books, self.policy
+        ticket, ledger, policy = 0, self.ledger, self.policy
         self._allowance -= len(blocks) * policy.block_bytes
         for at in range(0, len(blocks), policy.copy_blocks):
             some, some_metas = blocks[at : at + policy.copy_blocks], metas[at : at + policy.copy_blocks]
             host_blocks = self.host.take(len(some))
             assert host_blocks is not None
             # a step in flight may still write blocks that are new; cold ones are free
-            wait = policy.on_registration or books.in_use(some)
+            wait = policy.on_registration or ledger.in_use(some)
             ticket = self.transfers.copy_out(some, host_blocks, wait)
             self._leaving.update((meta.key, ticket) for meta in some_metas)
-            then = partial(self._was_copied_out, some_metas, host_blocks, books.epoch)
-            books.track(ticket, host_blocks, then)
+            then = partial(self._was_copied_out, some_metas, host_blocks, ledger.epoch)
+            ledger.track(ticket, host_blocks, then)
         return ticket
 
     def _was_copied_out(self, metas: list[BlockMeta], host_blocks: list[int], epoch: int, done: Done) -> None:
@@ -443,7 +443,7 @@ class Offloader:
         released = []
         for host_block, meta, intact in zip(host_blocks, metas, done.intact):
             stats.failed_blocks += not intact
-            if not intact or epoch != self.books.epoch:
+            if not intact or epoch != self.ledger.epoch:
                 released.append(host_block)
             elif self.policy.has_host_tier:
                 # put() returns another host block if one has this content already

@@ -13,8 +13,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
 from shoal.config import ResolvedConfig
-from shoal.engine.offload.books import HOST
 from shoal.engine.offload.costs import Costs, plausible_copy_s
+from shoal.engine.offload.ledger import HOST
 from shoal.engine.offload.offloader import POLL_S, Offloader, OffloadPolicy
 from shoal.engine.offload.transfers import RankTransfers
 from shoal.engine.ranks.ranks import Ranks
@@ -150,7 +150,7 @@ class KvTiers:
         extend_keys(seq.keys, seq.root, seq.token_ids, block_size)
         keys = seq.keys[: (seq.num_tokens - 1) // block_size]
         if any(self.scheduler.pool.find(key) is None and self.offloader.where(key) is None for key in keys):
-            seq.asking += 1
+            seq.num_lookups += 1
             self._look_ups.append(_LookUp(seq, [tier.look_up(keys) for tier in asked]))
 
     def before_schedule(self) -> None:
@@ -159,7 +159,7 @@ class KvTiers:
         for look_up in list(self._look_ups):
             if all(answer.done() for answer in look_up.answers):
                 self._look_ups.remove(look_up)
-                look_up.seq.asking -= 1
+                look_up.seq.num_lookups -= 1
         self.offloader.poll()
         self._publish()
 

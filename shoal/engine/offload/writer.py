@@ -12,8 +12,8 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from functools import partial
 
-from shoal.engine.offload.books import Books
 from shoal.engine.offload.costs import Throughput
+from shoal.engine.offload.ledger import Ledger
 from shoal.engine.offload.transfers import Done
 from shoal.kv.tiers.block_file import BlockMeta
 from shoal.kv.tiers.tier import Tier
@@ -27,22 +27,22 @@ class Writer:
     """`watermark`: so many of the host tier's coldest blocks are written ahead of their eviction; 0: only
     what is queued."""
 
-    def __init__(self, books: Books, persistent: Mapping[str, Tier], watermark: int) -> None:
-        self.books = books
+    def __init__(self, ledger: Ledger, persistent: Mapping[str, Tier], watermark: int) -> None:
+        self.ledger = ledger
         self.persistent = persistent
         self._watermark = watermark
         self._staged: deque[tuple[int, BlockMeta]] = deque()  # held host blocks of a staging area
-        self._queued: deque[bytes] = deque(maxlen=books.host.capacity)  # keys of blocks in the host tier
+        self._queued: deque[bytes] = deque(maxlen=ledger.host.capacity)  # keys of blocks in the host tier
         # Keys, each counted as often as it is staged, in a batch or being written
         self._in_hand: Counter[bytes] = Counter()
         self._num_writing = 0  # blocks, once for each tier
         self._max_writing = MAX_WRITING
-        if books.has_host_tier:
+        if ledger.has_host_tier:
             # Blocks that are being written hold their place. In the few that were left, what is cold on the
             # device would push itself out again and again.
-            self._max_writing = min(MAX_WRITING, max(1, books.host.capacity // 4))
+            self._max_writing = min(MAX_WRITING, max(1, ledger.host.capacity // 4))
         self._failed_at = -math.inf  # when a write last failed
-        self._writes = {tier: Throughput(rate) for tier, rate in books.costs.store.items()}
+        self._writes = {tier: Throughput(rate) for tier, rate in ledger.costs.store.items()}
 
     def is_saved(self, key: bytes) -> bool:
         """Whether every persistent tier has the block."""
@@ -61,7 +61,7 @@ class Writer:
     @property
     def _rests(self) -> bool:
         """Whether a write has just failed."""
-        return self.books.clock() - self._failed_at < WRITE_REST_S
+        return self.ledger.clock() - self._failed_at < WRITE_REST_S
 
     @property
     def has_waiting(self) -> bool:
@@ -88,16 +88,16 @@ class Writer:
     def queue_coldest(self) -> None:
         """Queues what the host tier will evict next, unless blocks wait already or a write has just
         failed."""
-        books = self.books
-        if not (books.has_host_tier and self.persistent and self._watermark) or self._queued:
+        ledger = self.ledger
+        if not (ledger.has_host_tier and self.persistent and self._watermark) or self._queued:
             return
         if not self._rests:
-            cold = books.host.coldest(self._watermark)
+            cold = ledger.host.coldest(self._watermark)
             self._queued.extend(meta.key for _, meta in cold if not self.is_saved(meta.key))
 
     def queue_all(self) -> None:
         """Queues all that the host tier has and a persistent tier has not, the last to be evicted first."""
-        cold = self.books.host.coldest(self.books.host.capacity)
+        cold = self.ledger.host.coldest(self.ledger.host.capacity)
         self._queued.extend(meta.key for _, meta in reversed(cold) if not self.is_saved(meta.key))
 
     def forget(self) -> None:
@@ -120,7 +120,7 @@ class Writer:
 
     def _next_batch(self) -> list[tuple[int, BlockMeta]]:
         """Host blocks, each with a reference of its own."""
-        host = self.books.host
+        host = self.ledger.host
         batch: list[tuple[int, BlockMeta]] = []
         most = min(WRITE_BLOCKS, self._max_writing - self._num_writing)
         while self._staged and len(batch) < most:
@@ -134,32 +134,32 @@ class Writer:
         return batch
 
     def _write(self, tier: str, batch: list[tuple[int, BlockMeta]]) -> None:
-        books = self.books
+        ledger = self.ledger
         host_blocks, metas = [block for block, _ in batch], [meta for _, meta in batch]
         self._hold(batch)
         self._num_writing += len(batch)
-        begun = books.clock()
+        begun = ledger.clock()
         self._writes[tier].begun(begun)
-        ticket = books.transfers.write(tier, metas, host_blocks)
-        books.track(ticket, host_blocks, partial(self._was_written, tier, batch, begun))
+        ticket = ledger.transfers.write(tier, metas, host_blocks)
+        ledger.track(ticket, host_blocks, partial(self._was_written, tier, batch, begun))
 
     def _was_written(self, tier: str, batch: list[tuple[int, BlockMeta]], begun: float, done: Done) -> None:
-        books = self.books
+        ledger = self.ledger
         self._num_writing -= len(batch)
         self._writes[tier].ended(begun + done.seconds, sum(done.intact))
         self._release(batch)
         bad = [meta.key for (_, meta), intact in zip(batch, done.intact) if not intact]
-        books.stats[tier].stored_blocks += len(batch) - len(bad)
-        books.stats[tier].failed_blocks += len(bad)
+        ledger.stats[tier].stored_blocks += len(batch) - len(bad)
+        ledger.stats[tier].failed_blocks += len(bad)
         if bad:
-            self._failed_at = books.clock()
-            books.transfers.disown(tier, bad)
+            self._failed_at = ledger.clock()
+            ledger.transfers.disown(tier, bad)
 
     def _hold(self, batch: Iterable[tuple[int, BlockMeta]]) -> None:
-        self.books.host.hold([host_block for host_block, _ in batch], use=False)
+        self.ledger.host.hold([host_block for host_block, _ in batch], use=False)
         self._in_hand.update(meta.key for _, meta in batch)
 
     def _release(self, batch: Iterable[tuple[int, BlockMeta]]) -> None:
         """Those that were written ahead of their eviction were the coldest, and are again."""
-        self.books.host.release([host_block for host_block, _ in batch], coldest=self._watermark > 0)
+        self.ledger.host.release([host_block for host_block, _ in batch], coldest=self._watermark > 0)
         self._in_hand -= Counter(meta.key for _, meta in batch)

@@ -5,8 +5,7 @@ them any more."""
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, abc
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +13,7 @@ import torch
 from shoal.api import FinishReason
 from shoal.engine.runner.layer_ends import LayerEnds
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
-from shoal.engine.scheduling.sequence import Sequence as EngineSequence
-from shoal.engine.scheduling.sequence import SequenceStatus
+from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.hashing import extend_keys, keys_with_tail
 from shoal.kv.transfer.advance import Advancer
 from shoal.kv.transfer.offer_server import OfferServer
@@ -30,7 +28,7 @@ DONE = "done"  # how an offer ends that a reader was done with
 class _Prompt:
     """A prompt that is offered and has no first token yet."""
 
-    seq: EngineSequence
+    seq: Sequence
     ticket_id: bytes
     num_blocks: int  # that its tokens take, the last one maybe not full
 
@@ -51,7 +49,7 @@ class KvLender:
         self,
         scheduler: Scheduler,
         layer_ends: LayerEnds,
-        windows: Sequence[Sequence[WindowAddress]],
+        windows: abc.Sequence[abc.Sequence[WindowAddress]],
         block_size: int,
         host: str,
         port: int,
@@ -92,7 +90,7 @@ class KvLender:
             self._listen(told, any(entry.samples for entry in plan.scheduled))
         return tickets
 
-    def _offer(self, seq: EngineSequence) -> bytes:
+    def _offer(self, seq: Sequence) -> bytes:
         """A ticket for the blocks of a prompt, with its tail: who reads them computes no token of it."""
         extend_keys(seq.keys, seq.root, seq.token_ids, self._block_size)
         keys = keys_with_tail(seq.keys, seq.root, seq.token_ids, self._block_size)

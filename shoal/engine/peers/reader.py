@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, abc
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -19,8 +19,7 @@ from shoal.engine.ranks.workers import Pending
 from shoal.engine.runner import commands
 from shoal.engine.runner.rank_peers import Ended
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.scheduling.sequence import Fetch, SequenceStatus, Transfer
-from shoal.engine.scheduling.sequence import Sequence as EngineSequence
+from shoal.engine.scheduling.sequence import Fetch, Sequence, SequenceStatus, Transfer
 from shoal.kv.transfer.lease import Lease
 from shoal.kv.transfer.ticket import Failure, TransferError, unseal
 from shoal.stats import KvTransferStats
@@ -38,7 +37,7 @@ QUIESCE_S = 60.0
 class _Loan:
     """What a request's ticket is for."""
 
-    seq: EngineSequence
+    seq: Sequence
     sealed: bytes
     positions: dict[bytes, int]  # key of each block -> its position in the ticket
     opening: Future[Lease]
@@ -46,7 +45,7 @@ class _Loan:
     renewed_at: float = 0.0
     num_jobs: int = 0  # fetches that read from it
 
-    def positions_of(self, keys: Sequence[bytes]) -> list[int]:
+    def positions_of(self, keys: abc.Sequence[bytes]) -> list[int]:
         """Those of the first of these blocks, as far as it has them and they ascend."""
         found: list[int] = []
         for key in keys:
@@ -92,7 +91,7 @@ class KvReader:
 
     # Requests
 
-    def ask(self, seq: EngineSequence) -> None:
+    def ask(self, seq: Sequence) -> None:
         """For a new sequence that brings a ticket: it starts when the ticket's owner has answered."""
         sealed = seq.request.kv_ticket
         if sealed is None:
@@ -103,7 +102,7 @@ class KvReader:
             self._failed(seq, error.failure, str(error))
             return
         positions = {key: position for position, key in enumerate(keys)}
-        seq.asking += 1
+        seq.num_lookups += 1
         self._loans.append(_Loan(seq, sealed, positions, self._threads.submit(self._open, sealed)))
 
     def _open(self, sealed: bytes) -> Lease:
@@ -121,7 +120,7 @@ class KvReader:
 
     # What the scheduler asks
 
-    def lookup(self, keys: Sequence[bytes], start: int) -> int:
+    def lookup(self, keys: abc.Sequence[bytes], start: int) -> int:
         return len(self._find(keys[start:])[1])
 
     def begin(self, fetch: Fetch) -> None:
@@ -130,7 +129,7 @@ class KvReader:
         loan.num_jobs += 1
         self._begun.append(_Job(fetch, loan, positions, self._clock()))
 
-    def _find(self, keys: Sequence[bytes]) -> tuple[_Loan | None, list[int]]:
+    def _find(self, keys: abc.Sequence[bytes]) -> tuple[_Loan | None, list[int]]:
         """The loan that has the most of the first of these blocks, and their positions in its ticket."""
         best: _Loan | None = None
         found: list[int] = []
@@ -165,7 +164,7 @@ class KvReader:
         if loan.lease is None:
             if not loan.opening.done():
                 return True
-            loan.seq.asking -= 1
+            loan.seq.num_lookups -= 1
             try:
                 loan.lease = loan.opening.result()
             except TransferError as error:
@@ -235,7 +234,7 @@ class KvReader:
         job.fetch.seq.transfers.append(Transfer("worker", job.begun_at, seconds, num_intact))
         self._scheduler.fetched(job.fetch, num_intact)
 
-    def _failed(self, seq: EngineSequence, failure: str, message: str) -> None:
+    def _failed(self, seq: Sequence, failure: str, message: str) -> None:
         """The first failure of a kind is a warning, and later ones are told in detail alone."""
         self.failures[failure] += 1
         level = logging.WARNING if self.failures[failure] == 1 else logging.DEBUG

@@ -89,7 +89,7 @@ class AsyncLLM(Control):
         *,
         restart: bool = False,
         engine_timeout: float = 60.0,
-        loan: Awaitable[bytes | None] | None = None,
+        peer_weights: Awaitable[bytes | None] | None = None,
     ) -> AsyncLLM:
         """Returns when the engine is ready. Raises the UserError that kept it from starting, or
         EngineDeadError.
@@ -100,14 +100,14 @@ class AsyncLLM(Control):
         """
         self = cls(config, restart=restart, engine_timeout=engine_timeout)
         try:
-            await self._start(loan)
+            await self._start(peer_weights)
         except OSError as error:
             raise EngineDeadError(f"the engine's process cannot be started: {error}") from None
         return self
 
-    async def _start(self, loan: Awaitable[bytes | None] | None = None) -> None:
+    async def _start(self, peer_weights: Awaitable[bytes | None] | None = None) -> None:
         self._watchdog = Watchdog(self.engine_timeout)
-        self._core = await CoreProcess.start(self.config, loan, self._on_message, self._on_end)
+        self._core = await CoreProcess.start(self.config, peer_weights, self._on_message, self._on_end)
         assert self._core.info is not None
         self.info, self.dead, self._is_hung = self._core.info, None, False
         self._watch(asyncio.get_running_loop().time())

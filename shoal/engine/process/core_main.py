@@ -215,9 +215,9 @@ class CoreLoop:
             case TakeBackKv(ticket):
                 return core.take_back_kv(ticket)
             case LendWeights(name, borrower):
-                return core.weights.lend(name, borrower)
+                return core.weights.export(name, borrower)
             case TakeBackWeights(borrower):
-                return core.weights.loans.take_back(borrower)
+                return core.weights.exports.end(borrower)
             case _:
                 assert_never(command)
 
@@ -298,7 +298,7 @@ def _build(start: Start) -> tuple[EngineCore, ModelInfo]:
     config = start.config
     files = resolve(config.model, config.revision, config.download_dir, overrides=config.hf_overrides)
     files = files.overridden(config.hf_overrides)
-    core = EngineCore(config, files, loan=start.loan)
+    core = EngineCore(config, files, peer_weights=start.peer_weights)
     core.admission.prepare()
     # All that exists now stays. A full collection would look at it in the middle of some step.
     gc.freeze()

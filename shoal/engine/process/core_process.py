@@ -83,16 +83,16 @@ class CoreProcess:
     async def start(
         cls,
         config: EngineConfig,
-        loan: Awaitable[bytes | None] | None,
+        peer_weights: Awaitable[bytes | None] | None,
         on_message: Callable[[FromCore], None],
         on_end: Callable[[EngineDeadError], None],
     ) -> CoreProcess:
-        """Returns when the engine is ready. `loan`: of weights (wire.Start), which may come while the process
-        starts. Raises the UserError that kept the engine from starting, or EngineDeadError; on_end is not
-        called for these. Raises OSError where the system has no process or no descriptor left for it."""
+        """Returns when the engine is ready. `peer_weights`: of weights (wire.Start), which may come while the
+        process starts. Raises the UserError that kept the engine from starting, or EngineDeadError; on_end is
+        not called for these. Raises OSError where the system has no process or no descriptor left for it."""
         self = cls(on_message, lambda error: None)
         try:
-            await self._send_first(Start(config, None if loan is None else await loan))
+            await self._send_first(Start(config, None if peer_weights is None else await peer_weights))
             self.info = await self._ready
         except BaseException:
             await self.close()

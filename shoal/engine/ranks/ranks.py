@@ -19,7 +19,7 @@ from shoal.config import ResolvedConfig
 from shoal.engine.ranks.peer_sums import CudaPeerSums, connect
 from shoal.engine.ranks.workers import Pending, WorkerGroup
 from shoal.engine.runner import commands
-from shoal.engine.runner.batch import Extras
+from shoal.engine.runner.batch import SamplerOptions
 from shoal.engine.runner.commands import Command
 from shoal.engine.runner.runner import ModelRunner, StepResult
 from shoal.errors import EngineDeadError, ShoalError, UnavailableError, UserError
@@ -44,10 +44,10 @@ class Ranks:
         config: ResolvedConfig,
         files: CheckpointFiles,
         predecessor: Ranks | None = None,
-        loans: Sequence[bytes] = (),
+        exports: Sequence[bytes] = (),
     ) -> None:
-        """`predecessor`: ranks in this process that rest, and will be closed when these are ready. `loans`:
-        of another worker's weights, one for each rank (weights/loan.py)."""
+        """`predecessor`: ranks in this process that rest, and will be closed when these are ready. `exports`:
+        of another worker's weights, one for each rank (engine/runner/rank_export.py)."""
         self.size = config.tensor_parallel_size
         self.error: EngineDeadError | None = None
         self._waits = False  # whether this rank waits for the device, where the others compute too
@@ -59,25 +59,25 @@ class Ranks:
         self._runner: ModelRunner | None = None
         self._sums: CudaPeerSums | None = None
         try:
-            self._start(config, files, loans)
+            self._start(config, files, exports)
         except BaseException:
             self.close()
             raise
 
-    def _start(self, config: ResolvedConfig, files: CheckpointFiles, loans: Sequence[bytes]) -> None:
+    def _start(self, config: ResolvedConfig, files: CheckpointFiles, exports: Sequence[bytes]) -> None:
         if config.device == "cuda":
             use_gpu(0)
         self.use_threads()
         self._tp = tp = TensorParallel.single()
         if self.size > 1:
             rendezvous = Rendezvous()
-            init = {"config": dataclasses.asdict(config), "port": rendezvous.port, "loans": list(loans)}
+            init = {"config": dataclasses.asdict(config), "port": rendezvous.port, "exports": list(exports)}
             self._group = WorkerGroup(self.size, "shoal.engine.ranks.ranks:serve_rank", init)
             self._tp = tp = rendezvous.connect(0, self.size, config.device, self._group.check)
             self._group.when_failed(tp.abort)  # so that nobody waits on the device for a rank that is gone
             self._group.watch_waits(lambda: tp.waits or self._waits)
         self._sums = connect_sums(config, files, tp)
-        self._runner = ModelRunner(config, files, tp, loans[0] if loans else None)
+        self._runner = ModelRunner(config, files, tp, exports[0] if exports else None)
 
     @property
     def runner(self) -> ModelRunner:
@@ -137,12 +137,12 @@ class Ranks:
 
     # Steps
 
-    def step(self, packed: np.ndarray, extras: Extras | None) -> StepResult:
+    def step(self, packed: np.ndarray, options: SamplerOptions | None) -> StepResult:
         """Launches a packed step on every rank. Returns rank 0's result, whose tokens may not be there
         yet."""
         if self._group is not None:
             self._group.send(commands.STEP.name, packed)
-        return self.runner.step(packed, extras)
+        return self.runner.step(packed, options)
 
     def wait(self, result: StepResult) -> list[int]:
         """The step's tokens. Raises EngineDeadError if a rank dies meanwhile."""
@@ -234,7 +234,7 @@ class Ranks:
 
 
 def serve_rank(
-    rank: int, world_size: int, config: dict[str, Any], port: int, loans: Sequence[bytes]
+    rank: int, world_size: int, config: dict[str, Any], port: int, exports: Sequence[bytes]
 ) -> dict[str, Callable[..., Any]]:
     """What a rank other than 0 serves (engine/ranks/worker_main.py): the table of commands, on a ModelRunner
     like rank 0's."""
@@ -248,7 +248,7 @@ def serve_rank(
         resolved.model, resolved.revision, resolved.download_dir, overrides=resolved.hf_overrides
     ).overridden(resolved.hf_overrides)
     connect_sums(resolved, files, tp)
-    return commands.bound_to(ModelRunner(resolved, files, tp, loans[rank] if loans else None))
+    return commands.bound_to(ModelRunner(resolved, files, tp, exports[rank] if exports else None))
 
 
 def connect_sums(config: ResolvedConfig, files: CheckpointFiles, tp: TensorParallel) -> CudaPeerSums | None:

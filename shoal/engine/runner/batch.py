@@ -49,10 +49,11 @@ class Header(IntEnum):
     FRESH_PREFILLS = 7  # Every prefill starts at position 0.
     # Tokens are drawn once more, from whole rows of logits: some request asks for more than the state rows
     # can say, or for more than ranks exchange (kernels/sampling/split_sample.py).
-    DRAWS_WHOLE = 8
+    SAMPLES_WHOLE_ROWS = 8
     NUM_PROMPT_LOGITS = 9  # tokens of prompts whose logits are asked for
     NUM_GROUPS = 10  # groups of decodes that share a prefix
-    # The most log-probabilities that a sample, or a prompt, of the step asks for, as `asked` writes it.
+    # The most log-probabilities that a sample, or a prompt, of the step asks for, as `encode_count` writes
+    # it.
     LOGPROBS = 11
     # The shape of the captured mixed step that this one is padded to. GRAPH_TOKENS 0: it runs eagerly.
     GRAPH_TOKENS = 12
@@ -67,13 +68,13 @@ HEADER_SIZE = 32
 SHAPE_FIELDS = slice(Header.GRAPH_TOKENS, Header.GRAPH_SHARING + 1)  # the fields of a MixedShape
 
 
-def asked(count: int | None) -> int:
+def encode_count(count: int | None) -> int:
     """A number of log-probabilities as a header has it. None (nobody asks) is 0, -1 (all) is 1."""
     return 0 if count is None else count + 2
 
 
-def asked_of(field: int) -> int | None:
-    """The number that `asked` wrote."""
+def decode_count(field: int) -> int | None:
+    """The number that `encode_count` wrote."""
     return None if field == 0 else int(field) - 2
 
 
@@ -210,7 +211,7 @@ class PenaltyRow:
 
 
 @dataclass(slots=True)
-class Extras:
+class SamplerOptions:
     """What rank 0's sampler needs beyond the state rows, for the rare sequences that ask for it. A sample is
     an index into the step's samples. What is banned or allowed for a sample under a grammar is in its mask
     alone."""
@@ -246,11 +247,11 @@ class BatchBuilder:
         block_size: int,
         share_from: int | None = None,
         mixed_shapes: Iterable[MixedShape] = (),
-        splits_draws: bool = False,
+        splits_sampling: bool = False,
     ) -> None:
         """`share_from`: the fewest decodes among which groups are looked for; None: never. `mixed_shapes`:
-        those of the captured mixed steps, small to large. `splits_draws`: several ranks draw."""
-        self.splits_draws = splits_draws
+        those of the captured mixed steps, small to large. `splits_sampling`: several ranks draw."""
+        self.splits_sampling = splits_sampling
         self.mixed_shapes = mixed_shapes
         self.layout, self.block_size, self.share_from = layout, block_size, share_from or 0
         self.tree = PrefixTree(block_size, MAX_GROUPS) if share_from is not None else None
@@ -264,12 +265,12 @@ class BatchBuilder:
         self.num_sent = [0] * layout.num_rows  # how many block ids of each row's table the device has
         self.whole_rows = [False] * layout.num_rows  # which rows several ranks draw from whole rows of logits
 
-    def build(self, plan: StepPlan, graph_size: int | None = None) -> tuple[np.ndarray, Extras]:
+    def build(self, plan: StepPlan, graph_size: int | None = None) -> tuple[np.ndarray, SamplerOptions]:
         """The packed step, and the sampler's extras. `graph_size`: how many rows the step is padded to if
         every sequence decodes; those behind the last decode become -1."""
         addresses: list[int] = []
         values: list[int] = []
-        extras = Extras()
+        options = SamplerOptions()
         sample, whole = 0, False
         num_logprobs: int | None = None
         num_prompt_logprobs: int | None = None
@@ -278,13 +279,13 @@ class BatchBuilder:
                 entry.seq,
                 entry.seq.num_admissions,
             ):
-                self._update_row(entry, addresses, values, extras)
+                self._update_row(entry, addresses, values, options)
             wanted = entry.seq.request.params.prompt_logprobs
             if wanted is not None and num_prompt_targets(entry):
                 num_prompt_logprobs = _more(num_prompt_logprobs, wanted)
             if entry.samples:
                 if entry.seq.special:
-                    self._sample_extras(entry, sample, extras)
+                    self._sample_options(entry, sample, options)
                     num_logprobs = _more(num_logprobs, entry.seq.request.params.logprobs)
                 whole |= self.whole_rows[entry.row]
                 sample += 1
@@ -303,10 +304,10 @@ class BatchBuilder:
         header[Header.MAX_KV_LEN] = max(entry.start + entry.num_tokens for entry in plan.scheduled)
         header[Header.DECODE_ONLY] = decode_only
         header[Header.FRESH_PREFILLS] = all(entry.start == 0 for entry in plan.scheduled[plan.num_decodes :])
-        header[Header.DRAWS_WHOLE] = extras.shapes_logits or whole
+        header[Header.SAMPLES_WHOLE_ROWS] = options.shapes_logits or whole
         header[Header.NUM_GROUPS] = self.num_groups
-        header[Header.LOGPROBS] = asked(num_logprobs)
-        header[Header.PROMPT_LOGPROBS] = asked(num_prompt_logprobs)
+        header[Header.LOGPROBS] = encode_count(num_logprobs)
+        header[Header.PROMPT_LOGPROBS] = encode_count(num_prompt_logprobs)
         sections = {
             "addresses": np.array(addresses, np.int32),
             "values": np.array(values, np.int64).astype(np.int32),
@@ -317,7 +318,7 @@ class BatchBuilder:
             if (shape := self._captured_shape(plan, num_prompt_logprobs is not None)) is not None:
                 sections |= shape.pad(sections, plan.num_decodes)
                 header[SHAPE_FIELDS] = astuple(shape)
-        return pack(header, sections), extras
+        return pack(header, sections), options
 
     def _captured_shape(self, plan: StepPlan, wants_prompts: bool) -> MixedShape | None:
         """The smallest shape that has room for this step. None: it must run eagerly."""
@@ -327,7 +328,7 @@ class BatchBuilder:
         return next((shape for shape in self.mixed_shapes if shape.fits(*size)), None)
 
     def _update_row(
-        self, entry: ScheduledSeq, addresses: list[int], values: list[int], extras: Extras
+        self, entry: ScheduledSeq, addresses: list[int], values: list[int], options: SamplerOptions
     ) -> None:
         """Sends the differences of one sequence's state row: everything at its admission, later only the
         blocks that were added."""
@@ -341,7 +342,7 @@ class BatchBuilder:
                 # It may decode in the step behind its predecessor's last one, whose groups don't know it.
                 self.decode_rows = np.where(self.decode_rows == row, -1, self.decode_rows)
             params = seq.request.params
-            self.whole_rows[row] = self.splits_draws and needs_whole_row(
+            self.whole_rows[row] = self.splits_sampling and needs_whole_row(
                 params.temperature, params.top_k, params.top_p, params.min_p
             )
             low, high = seed_words(params.seed or 0)
@@ -360,7 +361,7 @@ class BatchBuilder:
             )
             if params.has_penalties:
                 prompt = seq.num_prompt_tokens
-                extras.new_penalty_rows.append(
+                options.new_penalty_rows.append(
                     PenaltyRow(row, seq.token_ids[:prompt], seq.token_ids[prompt:])
                 )
         sent, blocks = self.num_sent[row], seq.block_ids
@@ -443,17 +444,17 @@ class BatchBuilder:
         }
 
     @staticmethod
-    def _sample_extras(entry: ScheduledSeq, sample: int, extras: Extras) -> None:
+    def _sample_options(entry: ScheduledSeq, sample: int, options: SamplerOptions) -> None:
         request = entry.seq.request
         params = request.params
         if request.embed:
-            extras.embeds.append(sample)
+            options.embeds.append(sample)
             return
         has_filter = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
         if params.logprobs is not None and params.temperature >= MIN_TEMPERATURE and has_filter:
-            extras.filtered.append(sample)
+            options.filtered.append(sample)
         if params.logit_bias:
-            extras.bias.extend((sample, token_id, bias) for token_id, bias in params.logit_bias.items())
+            options.bias.extend((sample, token_id, bias) for token_id, bias in params.logit_bias.items())
         banned: list[int] = []
         if entry.start + entry.num_tokens - entry.seq.num_prompt_tokens < params.min_tokens:
             banned.extend(entry.seq.stop_ids)
@@ -463,13 +464,13 @@ class BatchBuilder:
             if at >= entry.seq.num_prompt_tokens and tuple(entry.seq.token_ids[at:]) == word[:-1]:
                 banned.append(word[-1])
         if entry.seq.grammar is not None:
-            extras.grammars.append(GrammarRow(sample, entry.seq.grammar, banned, params.allowed_token_ids))
+            options.grammars.append(GrammarRow(sample, entry.seq.grammar, banned, params.allowed_token_ids))
         else:
-            extras.banned.extend((sample, token_id) for token_id in banned)
+            options.banned.extend((sample, token_id) for token_id in banned)
             if params.allowed_token_ids is not None:
-                extras.allowed.append((sample, params.allowed_token_ids))
+                options.allowed.append((sample, params.allowed_token_ids))
         if params.has_penalties:
-            extras.penalties.append(
+            options.penalties.append(
                 (
                     sample,
                     entry.row,

@@ -13,11 +13,11 @@ from typing import Any, Generic, TypeVar, TypeVarTuple
 
 import numpy as np
 
+from shoal.engine.profile import RankProfile
 from shoal.engine.runner.batch_state import BatchState
 from shoal.engine.runner.rank_kv import RankKv
 from shoal.engine.runner.rank_memory import RankMemory
 from shoal.engine.runner.rank_peers import RankPeers
-from shoal.engine.runner.rank_profile import RankProfile
 from shoal.engine.runner.rank_weights import RankWeights
 from shoal.engine.runner.runner import ModelRunner
 from shoal.errors import ConfigError
@@ -134,8 +134,8 @@ LOAD_SHARED = _entry("load_shared", _weights, RankWeights.load_shared)
 JOIN_WEIGHTS_GROUP = _entry("join_weights_group", _weights, RankWeights.join_group)
 LEAVE_WEIGHTS_GROUP = _entry("leave_weights_group", _weights, RankWeights.leave_group)
 RECEIVE_WEIGHTS = _entry("receive_weights", _weights, RankWeights.receive)
-LEND_WEIGHTS = _entry("lend_weights", _weights, RankWeights.lend)
-END_WEIGHT_LOANS = _entry("end_weight_loans", _weights, RankWeights.end_loans)
+EXPORT_WEIGHTS = _entry("export_weights", _weights, RankWeights.export)
+END_WEIGHT_EXPORT = _entry("end_weight_export", _weights, RankWeights.end_export)
 CHECKSUMS = _entry("checksums", _weights, RankWeights.checksums, is_public=True)
 
 # KV blocks below the device

@@ -6,11 +6,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 
-from shoal.engine.runner.rank_loan import RankLoans
+from shoal.engine.runner.rank_export import RankExporter, encode
 from shoal.errors import ShoalError
 from shoal.layers.parallel import TensorParallel
 from shoal.models.decoder import Decoder
-from shoal.weights import loan
 from shoal.weights.loader import load_weights
 from shoal.weights.source import resolve
 from shoal.weights.transfer import Handle, Listed, WeightsGroup, open_tensor
@@ -24,7 +23,7 @@ class RankWeights:
     def __init__(self, model: Decoder, tp: TensorParallel, device: torch.device) -> None:
         self.model, self.tp, self.device = model, tp, device
         self.groups: dict[str, WeightsGroup] = {}  # the trainers' process groups that this rank is in
-        self._loans: RankLoans | None = None  # while other workers may read the weights
+        self._exporter: RankExporter | None = None  # while other workers may read the weights
 
     def load_checkpoint(self, path: str, dummy: bool) -> None:
         """Loads a whole checkpoint. `dummy`: makes weights up instead."""
@@ -77,18 +76,18 @@ class RankWeights:
         )
         self._load(taken, tensors)
 
-    def lend(self) -> bytes:
-        """Opens the weights to other workers, and returns a RankLoan. Raises CheckpointError if there is no
+    def export(self) -> bytes:
+        """Opens the weights to other workers, and returns a RankExport. Raises CheckpointError if there is no
         way."""
-        self.end_loans()  # those that an interrupt has left
-        self._loans = RankLoans(self.model)
-        return loan.encode(self._loans.loan)
+        self.end_export()  # those that an interrupt has left
+        self._exporter = RankExporter(self.model)
+        return encode(self._exporter.export)
 
-    def end_loans(self) -> None:
+    def end_export(self) -> None:
         """The opposite of `lend`. Does nothing if the weights are not open."""
-        loans, self._loans = self._loans, None
-        if loans is not None:
-            loans.close()
+        exporter, self._exporter = self._exporter, None
+        if exporter is not None:
+            exporter.close()
 
     def checksums(self) -> dict[str, str]:
         """A checksum of each of this rank's tensors, by its name in the model."""
@@ -96,7 +95,7 @@ class RankWeights:
 
     def close(self) -> None:
         """Leaves all groups, and ends all loans."""
-        self.end_loans()
+        self.end_export()
         for name in list(self.groups):
             self.leave_group(name)
 

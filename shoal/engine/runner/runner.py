@@ -20,10 +20,9 @@ from msgspec.structs import replace
 
 from shoal.attention.select import select_backend
 from shoal.config import ResolvedConfig
-from shoal.engine.profile import span
-from shoal.engine.runner.batch import Extras, Header
+from shoal.engine.profile import RankProfile, span
+from shoal.engine.runner.batch import Header, SamplerOptions
 from shoal.engine.runner.batch_state import BatchState
-from shoal.engine.runner.gpu_share import GpuShare
 from shoal.engine.runner.graphs import (
     DecodeGraphs,
     StepGraphs,
@@ -33,11 +32,10 @@ from shoal.engine.runner.graphs import (
 )
 from shoal.engine.runner.kv_cache import FP8, KvCache, cache_scales, cache_spec
 from shoal.engine.runner.layer_ends import LayerEnds
+from shoal.engine.runner.rank_export import RankExport, decode, read_export
 from shoal.engine.runner.rank_kv import RankKv
-from shoal.engine.runner.rank_loan import borrow
-from shoal.engine.runner.rank_memory import RankMemory, new_regions
+from shoal.engine.runner.rank_memory import GpuShare, RankMemory, new_regions
 from shoal.engine.runner.rank_peers import RankPeers
-from shoal.engine.runner.rank_profile import RankProfile
 from shoal.engine.runner.rank_weights import RankWeights
 from shoal.engine.runner.sampling import LogitShaper, Sampler
 from shoal.engine.runner.step_buffers import StepBuffers, queue_copy
@@ -53,7 +51,6 @@ from shoal.model_config import ModelConfig
 from shoal.models.decoder import Decoder
 from shoal.weights.kv_scales import name_of
 from shoal.weights.loader import load_weights
-from shoal.weights.loan import RankLoan, decode
 from shoal.weights.source import CheckpointFiles
 from shoal.weights.update import weight_tensors
 
@@ -71,9 +68,13 @@ class ModelRunner:
     this order."""
 
     def __init__(
-        self, config: ResolvedConfig, files: CheckpointFiles, tp: TensorParallel, loan: bytes | None = None
+        self,
+        config: ResolvedConfig,
+        files: CheckpointFiles,
+        tp: TensorParallel,
+        peer_weights: bytes | None = None,
     ) -> None:
-        """`loan`: a RankLoan, of another worker's weights."""
+        """`peer_weights`: a RankExport, of another worker's weights."""
         self.config, self.tp = config, tp
         self.model_config: ModelConfig = files.config
         self.device = torch.device(config.device, tp.rank) if config.device == "cuda" else torch.device("cpu")
@@ -165,7 +166,7 @@ class ModelRunner:
             self.mixed_shapes,
             self.max_model_len,
         )
-        if loan is None or not self._borrow(files, loan):
+        if peer_weights is None or not self._read_export(files, peer_weights):
             load_weights(self.model, files, dummy=config.load_format == "dummy", show_progress=tp.rank == 0)
         # On a CPU a region must be told which tensors it consists of; on a GPU it knows what lies in it. It
         # asks whenever it needs them, because `allocate` makes another cache later.
@@ -177,10 +178,10 @@ class ModelRunner:
         self._kv: RankKv | None = None
         self._peers: RankPeers | None = None
 
-    def _borrow(self, files: CheckpointFiles, loan: bytes) -> bool:
+    def _read_export(self, files: CheckpointFiles, peer_weights: bytes) -> bool:
         """Takes the weights from another worker. False, with a line in the log: they don't come."""
         try:
-            done = borrow(self.model, files, decode(loan, RankLoan), self.device)
+            done = read_export(self.model, files, decode(peer_weights, RankExport), self.device)
         except CheckpointError as error:
             logger.warning("rank %d reads the weights from files: %s", self.tp.rank, error)
             return False
@@ -238,10 +239,12 @@ class ModelRunner:
             logits_SV = self.steps.rehearse(num_seqs, query_len)
         # The rare requests that ask for more must find room too.
         rows_S = torch.arange(num_seqs, device=self.device)
-        self.sampler.logprobs(logits_SV, rows_S, 1, Extras(banned=[(0, 0)], filtered=[*range(num_seqs)]))
+        self.sampler.logprobs(
+            logits_SV, rows_S, 1, SamplerOptions(banned=[(0, 0)], filtered=[*range(num_seqs)])
+        )
         logits_SV = self.model.lm_head.whole(logits_SV)
         if self.tp.rank == 0:
-            logits_SV = self.shaper.shape(logits_SV, Extras(banned=[(0, 0)]))
+            logits_SV = self.shaper.shape(logits_SV, SamplerOptions(banned=[(0, 0)]))
         del logits_SV
         self.steps.rehearse_longest(self.max_num_tokens)
         self.state.reset()
@@ -299,12 +302,12 @@ class ModelRunner:
 
     # Steps
 
-    def step(self, packed: np.ndarray, extras: Extras | None = None) -> StepResult:
+    def step(self, packed: np.ndarray, options: SamplerOptions | None = None) -> StepResult:
         """Launches one packed step and returns without waiting for it (on a GPU). Rank 0 alone has
-        `extras`."""
+        `options`."""
         name = "decode step" if packed[Header.DECODE_ONLY] else "mixed step"
         with span(name), self.profile.clocked():
-            return self.steps.launch(packed, extras)
+            return self.steps.launch(packed, options)
 
     def padded_decodes(self, num_decodes: int) -> int | None:
         """How many rows the graph has that will run a decode step of `num_decodes`. None: there are no

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from shoal.engine.runner.batch import Extras
+from shoal.engine.runner.batch import SamplerOptions
 from shoal.engine.runner.batch_state import BatchState
 from shoal.kernels.ops import Ops
 from shoal.kernels.sampling import logits as shaping
@@ -107,10 +107,10 @@ class Sampler:
         self.ops, self.tp, self.state, self.shaper, self.head = ops, tp, state, shaper, head
         self.processes_logprobs = processes_logprobs
 
-    def draw(self, logits_SV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor) -> None:
+    def sample(self, logits_SV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor) -> None:
         """Draws a token for each sample whose row is not -1, into `sampled_S` and into its row's TOKEN and
         POSITION. `positions_S`: the position of the last token before it. A row for which parts do not
-        suffice gets some token, and has to be drawn by `draw_whole`."""
+        suffice gets some token, and has to be drawn by `sample_whole_rows`."""
         num_samples = rows_S.shape[0]
         if num_samples == 0:
             return
@@ -122,18 +122,22 @@ class Sampler:
         parts_RSP = self.tp.all_gather(parts, dim=0).view(self.tp.size, *parts.shape)
         self.ops.join_parts(parts_RSP, rows_S, positions_S, table, sampled_S)
 
-    def draw_whole(
-        self, logits_SV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor, extras: Extras | None
+    def sample_whole_rows(
+        self,
+        logits_SV: torch.Tensor,
+        rows_S: torch.Tensor,
+        positions_S: torch.Tensor,
+        options: SamplerOptions | None,
     ) -> None:
-        """The same from whole rows, which rank 0 changes by its `extras` before it draws."""
+        """The same from whole rows, which rank 0 changes by its `options` before it draws."""
         num_samples = rows_S.shape[0]
         if num_samples == 0:
             return
         table, sampled_S = self.state.table, self.state.sampled_S[:num_samples]
         logits_SV = self.head.whole(logits_SV)
         if self.tp.rank == 0:
-            if extras is not None and extras.shapes_logits:
-                logits_SV = self.shaper.shape(logits_SV, extras)
+            if options is not None and options.shapes_logits:
+                logits_SV = self.shaper.shape(logits_SV, options)
             self.ops.sample(logits_SV, rows_S, positions_S, table, sampled_S)
         if self.tp.size > 1:
             self.tp.broadcast(sampled_S)
@@ -143,7 +147,7 @@ class Sampler:
                 table[at_S, Field.POSITION] = positions_S + 1
 
     def logprobs(
-        self, logits_SV: torch.Tensor, rows_S: torch.Tensor, num: int, extras: Extras | None
+        self, logits_SV: torch.Tensor, rows_S: torch.Tensor, num: int, options: SamplerOptions | None
     ) -> LogprobTensors | None:
         """Log-probabilities of the tokens that were drawn from these logits, and of the `num` best (-1: of
         the whole vocabulary). All ranks make this call, and rank 0 gets them, before it counts the tokens."""
@@ -155,23 +159,27 @@ class Sampler:
             return None
         vocab_size = logits_SV.shape[1]
         with few_threads(logits_SV.device, logits_SV.numel()):
-            logits_SV = self._drawn_from(logits_SV, rows_S, tokens_S, extras)
+            logits_SV = self._sampled_from(logits_SV, rows_S, tokens_S, options)
             k = vocab_size if num < 0 else min(num, vocab_size)
             return LogprobTensors(*shaping.logprobs(logits_SV, tokens_S, k))
 
-    def _drawn_from(
-        self, logits_SV: torch.Tensor, rows_S: torch.Tensor, tokens_S: torch.Tensor, extras: Extras | None
+    def _sampled_from(
+        self,
+        logits_SV: torch.Tensor,
+        rows_S: torch.Tensor,
+        tokens_S: torch.Tensor,
+        options: SamplerOptions | None,
     ) -> torch.Tensor:
         """The logits whose softmax the tokens are drawn from, float32. A greedy row has no temperature."""
         fields_SF = self.state.table[rows_S.long(), :FIELDS]
         floats_SF = fields_SF.view(torch.float32)
         temperature_S1 = floats_SF[:, Field.TEMPERATURE].unsqueeze(1)
         temperature_S1 = torch.where(temperature_S1 < MIN_TEMPERATURE, 1.0, temperature_S1)
-        if extras is not None and extras.shapes_logits:
-            logits_SV = self.shaper.shape(logits_SV, extras).div_(temperature_S1)
+        if options is not None and options.shapes_logits:
+            logits_SV = self.shaper.shape(logits_SV, options).div_(temperature_S1)
         else:
             logits_SV = logits_SV.float() / temperature_S1
-        filtered = extras.filtered if extras is not None else []
+        filtered = options.filtered if options is not None else []
         for piece in row_pieces(len(filtered), logits_SV.shape[1]):
             at = upload(torch.tensor(filtered[piece]), logits_SV.device)
             logits_SV[at] = shaping.keep_survivors(
@@ -203,32 +211,32 @@ class LogitShaper:
         again brings its tokens (`start_rows`)."""
         self.prompt_mask = self.output_counts = None
 
-    def shape(self, logits_SV: torch.Tensor, extras: Extras) -> torch.Tensor:
+    def shape(self, logits_SV: torch.Tensor, options: SamplerOptions) -> torch.Tensor:
         """The changed logits, float32 [S, V]. The order is vLLM's: grammars, allowed ids, bias, penalties,
         and banned ids last, because nothing may lift a ban."""
         with few_threads(self.device, logits_SV.numel()):
-            return self._shape(logits_SV.float().clone(), extras)
+            return self._shape(logits_SV.float().clone(), options)
 
-    def _shape(self, logits_SV: torch.Tensor, extras: Extras) -> torch.Tensor:
-        if extras.masks is not None:
-            self._mask(logits_SV, [row.sample for row in extras.grammars], extras.masks)
-        if extras.allowed:
-            shaping.keep_only(logits_SV, [(sample, self._ids(ids)) for sample, ids in extras.allowed])
-        if extras.bias:
-            samples, ids, values = zip(*extras.bias)
+    def _shape(self, logits_SV: torch.Tensor, options: SamplerOptions) -> torch.Tensor:
+        if options.masks is not None:
+            self._mask(logits_SV, [row.sample for row in options.grammars], options.masks)
+        if options.allowed:
+            shaping.keep_only(logits_SV, [(sample, self._ids(ids)) for sample, ids in options.allowed])
+        if options.bias:
+            samples, ids, values = zip(*options.bias)
             shaping.add_bias(
                 logits_SV, self._ids(samples), self._ids(ids), upload(torch.tensor(values), self.device)
             )
-        if extras.penalties:
-            self._penalize(logits_SV, extras)
-        if extras.banned:
-            samples, ids = zip(*extras.banned)
+        if options.penalties:
+            self._penalize(logits_SV, options)
+        if options.banned:
+            samples, ids = zip(*options.banned)
             shaping.ban(logits_SV, self._ids(samples), self._ids(ids))
         return logits_SV
 
-    def start_rows(self, extras: Extras) -> None:
+    def start_rows(self, options: SamplerOptions) -> None:
         """Counts the known tokens of sequences that were admitted with a penalty."""
-        if not extras.new_penalty_rows:
+        if not options.new_penalty_rows:
             return
         if self.output_counts is None or self.prompt_mask is None:
             self.prompt_mask = torch.zeros(
@@ -238,17 +246,17 @@ class LogitShaper:
                 self.num_rows, self.vocab_size, dtype=torch.int32, device=self.device
             )
         with few_threads(self.device, self.vocab_size):
-            for new in extras.new_penalty_rows:
+            for new in options.new_penalty_rows:
                 self.prompt_mask[new.row].zero_()[self._ids(new.prompt_ids)] = True
                 counts = torch.bincount(self._ids(new.output_ids), minlength=self.vocab_size)
                 self.output_counts[new.row] = counts
 
-    def count(self, tokens_S: torch.Tensor, extras: Extras) -> None:
+    def count(self, tokens_S: torch.Tensor, options: SamplerOptions) -> None:
         """Adds the step's tokens to the counts of its rows with penalties."""
-        if not extras.penalties:
+        if not options.penalties:
             return
         assert self.output_counts is not None
-        samples, rows = zip(*((p[0], p[1]) for p in extras.penalties))
+        samples, rows = zip(*((p[0], p[1]) for p in options.penalties))
         tokens = tokens_S[self._ids(samples)].long()
         self.output_counts.index_put_(
             (self._ids(rows), tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True
@@ -264,9 +272,9 @@ class LogitShaper:
         for piece in row_pieces(len(samples), self.vocab_size):
             self.ops.keep_bits(logits_SV, packed[piece, 0].long(), packed[piece, 1:])
 
-    def _penalize(self, logits_SV: torch.Tensor, extras: Extras) -> None:
+    def _penalize(self, logits_SV: torch.Tensor, options: SamplerOptions) -> None:
         assert self.output_counts is not None and self.prompt_mask is not None
-        samples, rows, repetition, presence, frequency = zip(*extras.penalties)
+        samples, rows, repetition, presence, frequency = zip(*options.penalties)
         at, rows_P = self._ids(samples), self._ids(rows)
         strengths = upload(torch.tensor([repetition, presence, frequency]), self.device)
         logits_SV[at] = shaping.penalize(

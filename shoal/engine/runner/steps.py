@@ -26,10 +26,10 @@ from shoal.attention.step_input import AttentionBackend, HostView, StepInput
 from shoal.engine.runner.batch import (
     ALIGNMENT,
     HEADER_SIZE,
-    Extras,
     Header,
     MixedShape,
-    asked_of,
+    SamplerOptions,
+    decode_count,
     padded_size,
     section_spans,
     token_spans,
@@ -125,9 +125,9 @@ class Steps:
     # Launching
 
     @torch.inference_mode()
-    def launch(self, packed: np.ndarray, extras: Extras | None) -> StepResult:
-        """Launches one packed step, and returns without waiting for it (on a GPU). Rank 0 alone has `extras`,
-        if any request asks for more than the state rows can say."""
+    def launch(self, packed: np.ndarray, options: SamplerOptions | None) -> StepResult:
+        """Launches one packed step, and returns without waiting for it (on a GPU). Rank 0 alone has
+        `options`, if any request asks for more than the state rows can say."""
         header = packed[:HEADER_SIZE]
         sections: dict[str, torch.Tensor] = {}
         # Most decode steps of a small batch send nothing.
@@ -136,31 +136,31 @@ class Steps:
             sections = {name: on_device[start:end] for name, (start, end) in spans.items()}
         if header[Header.NUM_UPDATES]:
             self.ops.apply_updates(self.state.flat, sections["addresses"], sections["values"])
-        if extras is not None:
-            self.sampler.shaper.start_rows(extras)
+        if options is not None:
+            self.sampler.shaper.start_rows(options)
         after_layer = self.layer_ends.end_layer if self.layer_ends.begin_step() else None
         if header[Header.DECODE_ONLY]:
-            outcome = self._run_decode(header, extras, after_layer)
+            outcome = self._run_decode(header, options, after_layer)
         elif header[Header.GRAPH_TOKENS]:
             inputs = on_device[spans["token_ids"][0] :]
-            outcome = self._run_captured_mixed(header, inputs, sections, extras, after_layer)
+            outcome = self._run_captured_mixed(header, inputs, sections, options, after_layer)
         else:
-            outcome = self._run_mixed(packed, sections, extras, after_layer)
-        return self._collect(header, outcome, extras)
+            outcome = self._run_mixed(packed, sections, options, after_layer)
+        return self._collect(header, outcome, options)
 
-    def _collect(self, header: np.ndarray, outcome: Outcome, extras: Extras | None) -> StepResult:
+    def _collect(self, header: np.ndarray, outcome: Outcome, options: SamplerOptions | None) -> StepResult:
         """Starts the copies to the host, that of the tokens last."""
-        num_samples, num_logprobs = int(header[Header.NUM_SAMPLES]), asked_of(header[Header.LOGPROBS])
+        num_samples, num_logprobs = int(header[Header.NUM_SAMPLES]), decode_count(header[Header.LOGPROBS])
         sampled_S = self.state.sampled_S[:num_samples]
         chosen = prompt = embeddings = None
-        if extras is not None and extras.embeds and outcome.hidden_SD is not None:
-            embeddings = unit_rows(outcome.hidden_SD, extras.embeds)
+        if options is not None and options.embeds and outcome.hidden_SD is not None:
+            embeddings = unit_rows(outcome.hidden_SD, options.embeds)
         if num_logprobs is not None and outcome.logits_SV is not None and outcome.rows_S is not None:
             logits_SV, rows_S = outcome.logits_SV[:num_samples], outcome.rows_S[:num_samples]
-            if (found := self.sampler.logprobs(logits_SV, rows_S, num_logprobs, extras)) is not None:
+            if (found := self.sampler.logprobs(logits_SV, rows_S, num_logprobs, options)) is not None:
                 chosen = found.to_host()
-        if extras is not None:
-            self.sampler.shaper.count(self.state.sampled_S, extras)
+        if options is not None:
+            self.sampler.shaper.count(self.state.sampled_S, options)
         if outcome.prompt_logprobs is not None:
             prompt = outcome.prompt_logprobs.to_host()
         if embeddings is not None:
@@ -171,7 +171,7 @@ class Steps:
     # Decode
 
     def _run_decode(
-        self, header: np.ndarray, extras: Extras | None, after_layer: AfterLayer | None
+        self, header: np.ndarray, options: SamplerOptions | None, after_layer: AfterLayer | None
     ) -> Outcome:
         """Replays the graph of the fewest rows that suffice, or decodes eagerly."""
         num_rows = int(header[Header.NUM_DECODES])
@@ -186,11 +186,11 @@ class Steps:
                 self.layer_ends.end_graph()
             logits_SV = graph.output
         else:
-            draws = not header[Header.DRAWS_WHOLE]
-            logits_SV = self.decode(num_rows, int(header[Header.MAX_KV_LEN]), sharing, after_layer, draws)
-        if header[Header.DRAWS_WHOLE]:
+            samples = not header[Header.SAMPLES_WHOLE_ROWS]
+            logits_SV = self.decode(num_rows, int(header[Header.MAX_KV_LEN]), sharing, after_layer, samples)
+        if header[Header.SAMPLES_WHOLE_ROWS]:
             rows_B, positions_B = self.state.active_B[:num_rows], self.state.positions_B[:num_rows]
-            self.sampler.draw_whole(logits_SV, rows_B, positions_B, extras)
+            self.sampler.sample_whole_rows(logits_SV, rows_B, positions_B, options)
         return Outcome(logits_SV, rows_S=self.state.active_B[:num_rows])
 
     def decode(
@@ -199,9 +199,9 @@ class Steps:
         max_kv_len: int,
         sharing: bool,
         after_layer: AfterLayer | None = None,
-        draws: bool = True,
+        samples: bool = True,
     ) -> torch.Tensor:
-        """One token for each of the first `num_rows` active rows, if it `draws`; returns the logits of this
+        """One token for each of the first `num_rows` active rows, if it `samples`; returns the logits of this
         rank's tokens, [num_rows, V]. A graph captures this."""
         state = self.state
         rows_B, token_ids_B = state.active_B[:num_rows], state.tokens_B[:num_rows]
@@ -219,8 +219,8 @@ class Steps:
         )
         self.backend.begin(step)
         logits_SV = self.model.logits(self.model(step, self.cache.blocks, after_layer=after_layer))
-        if draws:
-            self.sampler.draw(logits_SV, rows_B, positions_B)
+        if samples:
+            self.sampler.sample(logits_SV, rows_B, positions_B)
         return logits_SV
 
     # Mixed
@@ -229,7 +229,7 @@ class Steps:
         self,
         packed: np.ndarray,
         sections: dict[str, torch.Tensor],
-        extras: Extras | None,
+        options: SamplerOptions | None,
         after_layer: AfterLayer | None,
     ) -> Outcome:
         header = packed[:HEADER_SIZE]
@@ -270,10 +270,10 @@ class Steps:
             hidden_SD = self.model(step, self.cache.blocks, select_S, after_layer)
         logits_SV = self.model.logits(hidden_SD)
         rows_S, positions_S = sections["sample_rows"], sections["sample_positions"]
-        if header[Header.DRAWS_WHOLE]:
-            self.sampler.draw_whole(logits_SV, rows_S, positions_S, extras)
+        if header[Header.SAMPLES_WHOLE_ROWS]:
+            self.sampler.sample_whole_rows(logits_SV, rows_S, positions_S, options)
         else:
-            self.sampler.draw(logits_SV, rows_S, positions_S)
+            self.sampler.sample(logits_SV, rows_S, positions_S)
         return Outcome(logits_SV, hidden_SD, prompt_logprobs, rows_S)
 
     def _prompt_logprobs(
@@ -281,7 +281,7 @@ class Steps:
     ) -> LogprobTensors:
         """It goes by pieces, so that no [P, V] tensor of a long prompt is made."""
         hidden_PD, targets_P = hidden_TD[sections["prompt_logits"].long()], sections["prompt_targets"]
-        count = asked_of(header[Header.PROMPT_LOGPROBS]) or 0
+        count = decode_count(header[Header.PROMPT_LOGPROBS]) or 0
         return concatenate(
             [
                 logprobs(self.model.logits(hidden_PD[piece]), targets_P[piece], count, self.model.lm_head)
@@ -296,7 +296,7 @@ class Steps:
         header: np.ndarray,
         inputs: torch.Tensor,
         sections: dict[str, torch.Tensor],
-        extras: Extras | None,
+        options: SamplerOptions | None,
         after_layer: AfterLayer | None,
     ) -> Outcome:
         """`inputs`: the sections that describe tokens, in one piece, as `mixed_inputs` takes them."""
@@ -310,10 +310,12 @@ class Steps:
         hidden_SD = graph.output[:num_samples]
         logits_SV = None
         rows_S = sections["sample_rows"][:num_samples]
-        if header[Header.DRAWS_WHOLE] or header[Header.LOGPROBS]:
+        if header[Header.SAMPLES_WHOLE_ROWS] or header[Header.LOGPROBS]:
             logits_SV = self.model.logits(hidden_SD)
-        if header[Header.DRAWS_WHOLE] and logits_SV is not None:
-            self.sampler.draw_whole(logits_SV, rows_S, sections["sample_positions"][:num_samples], extras)
+        if header[Header.SAMPLES_WHOLE_ROWS] and logits_SV is not None:
+            self.sampler.sample_whole_rows(
+                logits_SV, rows_S, sections["sample_positions"][:num_samples], options
+            )
         return Outcome(logits_SV, hidden_SD, rows_S=rows_S)
 
     def captured_mixed(self, shape: MixedShape) -> torch.Tensor:
@@ -339,7 +341,7 @@ class Steps:
         select_S = sections["sample_index"].long()
         hidden_SD = self.model(step, self.cache.blocks, select_S)
         logits_SV = self.model.logits(hidden_SD)
-        self.sampler.draw(logits_SV, sections["sample_rows"], sections["sample_positions"])
+        self.sampler.sample(logits_SV, sections["sample_rows"], sections["sample_positions"])
         return hidden_SD
 
     # Rehearsals
@@ -354,7 +356,7 @@ class Steps:
         self.backend.begin(step)
         last_S = (step.query_starts_S[1:] - 1).long()
         logits_SV = self.model.logits(self.model(step, self.cache.blocks, last_S))
-        self.sampler.draw(logits_SV, step.rows_S, step.positions_T[last_S])
+        self.sampler.sample(logits_SV, step.rows_S, step.positions_T[last_S])
         return logits_SV
 
     @torch.inference_mode()

@@ -17,13 +17,17 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import abc
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLTokenizer, TokenizerWrapper
 
-from shoal.engine.scheduling.sequence import GrammarRow
+from shoal.api import FinishReason
+from shoal.engine.scheduling.scheduler import Scheduler
+from shoal.engine.scheduling.sequence import GrammarRow, Sequence, SequenceStatus
 from shoal.errors import RequestError
 from shoal.sampling_params import StructuredOutputsParams
 from shoal.text.grammar.structured import LIMITS, grammar_of, in_deep_thread, short
@@ -43,6 +47,7 @@ TOKEN_S = 0.02
 # A slow sequence returns to the steps after so many fast masks in a row, and after twice as many each time
 # that it was slow again.
 FAST_AGAIN = 8
+WAIT_S = 0.001  # how long an idle step waits for a grammar; another request may come meanwhile
 NICENESS = 10  # of the thread that computes slow masks
 
 
@@ -168,7 +173,9 @@ class Grammars:
         if (error := in_deep_thread(self._table).exception()) is not None:
             logger.warning("grammars cannot be used: %s", error)
 
-    def start(self, params: StructuredOutputsParams, output_token_ids: Sequence[int] = ()) -> Future[Grammar]:
+    def start(
+        self, params: StructuredOutputsParams, output_token_ids: abc.Sequence[int] = ()
+    ) -> Future[Grammar]:
         """Compiles a grammar in the background, for a sequence that has these outputs already. The future
         raises RequestError for a grammar that is not usable or does not allow the outputs, and
         CheckpointError for a tokenizer that is not usable."""
@@ -235,7 +242,7 @@ class Grammars:
 
     # In the background
 
-    def _new(self, params: StructuredOutputsParams, output_token_ids: Sequence[int]) -> Grammar:
+    def _new(self, params: StructuredOutputsParams, output_token_ids: abc.Sequence[int]) -> Grammar:
         matcher, first_seconds = self._compiled(grammar_of(params, self._closes_objects, self._is_dense))
         grammar = Grammar(matcher.deep_copy(), frozenset(self._end_ids), self._compute_ahead)
         # Before a mask is begun: the matcher must not move while another thread computes a mask of it.
@@ -312,3 +319,48 @@ def _bits(token_ids: Iterable[int], words: int) -> np.ndarray:
     bits = np.zeros(words * 32, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+class GrammarAdmission:
+    """Compiles grammars in the background and lets each sequence go when its grammar is there."""
+
+    def __init__(self, grammars: Grammars, scheduler: Scheduler) -> None:
+        self._grammars, self._scheduler = grammars, scheduler
+        self._compiling: list[tuple[Sequence, Future[Grammar]]] = []
+
+    def prepare(self) -> None:
+        """Does what the first grammar needs. Otherwise the first sequence under one waits for it, and the
+        steps beside it."""
+        self._grammars.prepare()
+
+    def hold(self, seq: Sequence, params: StructuredOutputsParams) -> None:
+        """Begins to compile the grammar. The scheduler does not admit the sequence before `release`."""
+        seq.waits_for_grammar = True
+        self._compiling.append((seq, self._grammars.start(params, seq.output_token_ids)))
+
+    def release(self) -> None:
+        """Lets the sequences go whose grammar is ready, and ends those whose grammar failed."""
+        for entry in [entry for entry in self._compiling if _is_settled(*entry)]:
+            self._compiling.remove(entry)
+            seq, future = entry
+            if seq.status is SequenceStatus.FINISHED:
+                future.cancel()
+            elif (error := future.exception()) is not None:
+                message = str(error) or repr(error)
+                self._scheduler.finish(seq.request.request_id, FinishReason.ERROR, "grammar", message)
+            else:
+                seq.grammar, seq.waits_for_grammar = future.result(), False
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a grammar is being compiled, or a mask computed, beside the steps."""
+        return bool(self._compiling or self._grammars.under_way)
+
+    def wait(self) -> None:
+        """Waits a moment for any of that to end."""
+        futures: list[Future[Any]] = [future for _, future in self._compiling]
+        wait(futures + list(self._grammars.under_way), WAIT_S, FIRST_COMPLETED)
+
+
+def _is_settled(seq: Sequence, future: Future[Grammar]) -> bool:
+    return future.done() or seq.status is SequenceStatus.FINISHED

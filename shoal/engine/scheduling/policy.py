@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from shoal.api import Request
-from shoal.engine.scheduling.sequence import Sequence as QueuedSequence
+from shoal.engine.scheduling.sequence import Sequence
 from shoal.engine.scheduling.step_costs import StepCosts, pairs
 
 Turn = tuple[float, ...]
@@ -47,7 +48,7 @@ POLICIES: dict[str, Callable[[Request, int], Turn]] = {
 # Who is preempted
 
 
-def victim(candidates: Sequence[QueuedSequence]) -> int:
+def victim(candidates: abc.Sequence[Sequence]) -> int:
     """Which of these running sequences gives its KV blocks back when a decode needs one: an index.
 
     `candidates` are in turn. The first is the sequence that needs the block; none of them is part of the step
@@ -76,7 +77,7 @@ def tokens_within(seconds: float, start: int, costs: StepCosts) -> int:
     return int(2 * seconds / (token_s + math.sqrt(token_s * token_s + 2 * costs.pair_s * seconds)))
 
 
-def near_size(num_tokens: int, before: int, sizes: Sequence[int]) -> int:
+def near_size(num_tokens: int, before: int, sizes: abc.Sequence[int]) -> int:
     """A chunk of at most `num_tokens` for a step that holds `before` others: shortened so that the step has
     one of `sizes` (ascending), if one is near. A step between two captured sizes computes the larger."""
     i = bisect_right(sizes, before + num_tokens)
@@ -100,7 +101,7 @@ class PromptBudget:
     seconds: float = math.inf
     costs: StepCosts | None = None
     block_size: int = 1
-    step_sizes: Sequence[int] = ()
+    step_sizes: abc.Sequence[int] = ()
     num_taken: int = 0
 
     @property
@@ -136,7 +137,7 @@ def prompt_budget(
     target_s: float,
     costs: StepCosts,
     block_size: int,
-    step_sizes: Sequence[int],
+    step_sizes: abc.Sequence[int],
 ) -> PromptBudget:
     """What a step may take of prompts if it is to end within `target_s`, beside sequences that decode,
     `num_decodes` of them in this step.

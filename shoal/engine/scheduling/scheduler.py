@@ -18,8 +18,7 @@ from __future__ import annotations
 import heapq
 import sys
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Sequence as AnySequence
+from collections import Counter, abc
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
     from shoal.kv.events.publisher import KvEvents
 
 WAITING, FETCHING, PREFILL = SequenceStatus.WAITING, SequenceStatus.FETCHING, SequenceStatus.PREFILL
-PARKED, DECODE, FINISHED = SequenceStatus.PARKED, SequenceStatus.DECODE, SequenceStatus.FINISHED
+HOLDING, DECODE, FINISHED = SequenceStatus.HOLDING, SequenceStatus.DECODE, SequenceStatus.FINISHED
 NEVER = sys.maxsize  # a register_at that is not reached: the sequence's blocks must not be found
 
 
@@ -117,7 +116,7 @@ class Scheduler:
         scheduling_policy: str = "fcfs",
         long_prefill_token_threshold: int = 0,
         target_itl_s: float | None = None,
-        step_sizes: AnySequence[int] = (),
+        step_sizes: abc.Sequence[int] = (),
         events: KvEvents | None = None,
     ) -> None:
         self.pool = BlockPool(num_blocks, enable_prefix_caching, events)
@@ -125,7 +124,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
-        self._forerunners: dict[str, Sequence] = {}  # those that fetch only, by request id
+        self._prefetches: dict[str, Sequence] = {}  # those that fetch only, by request id
         self.tiers: Tiers | None = None
         self.peers: Source | None = None  # other workers that have blocks of prompts
         self._lent = Counter[int]()  # how often each block is held for readers elsewhere
@@ -133,7 +132,7 @@ class Scheduler:
         self._arriving: set[bytes] = set()  # keys of the blocks that fetches will make findable
         # key of a block -> how many of the sequences that compute prompts now will make it findable
         self._promised: dict[bytes, int] = {}
-        self.ended: list[Sequence] = []  # what take_ended returns next
+        self.finished_outside: list[Sequence] = []  # what take_ended returns next
         # A heap: the lowest row is given first, so that the rows in use stay dense.
         self._free_rows = list(range(max_num_seqs))
         self._block_size = block_size
@@ -189,7 +188,7 @@ class Scheduler:
         insort(self.waiting, seq, key=_turn)
         self._sequences[request.request_id] = seq
         if request.fetches_only:
-            self._forerunners[request.request_id] = seq
+            self._prefetches[request.request_id] = seq
         return seq
 
     def abort(self, request_id: str) -> Sequence | None:
@@ -218,14 +217,14 @@ class Scheduler:
         seq = self._sequences.get(request_id)
         if seq is not None:
             self._finish(seq, reason, stop_reason, error)
-            self.ended.append(seq)
+            self.finished_outside.append(seq)
         return seq
 
-    def take_ended(self) -> list[Sequence]:
+    def take_finished_outside(self) -> list[Sequence]:
         """The sequences that ended from outside or with an error since the last call. `update` does not tell
         of them."""
-        ended, self.ended = self.ended, []
-        return ended
+        finished, self.finished_outside = self.finished_outside, []
+        return finished
 
     # Steps
 
@@ -238,8 +237,8 @@ class Scheduler:
         num_tokens = len(decodes)
         if self.waiting or num_tokens < len(self.running):
             budget = self._prompt_budget(num_tokens, costs)
-            if self._forerunners:
-                self._succeed(chunks, budget)
+            if self._prefetches:
+                self._start_continuations(chunks, budget)
             self._schedule_prompts(chunks, budget)
             self._admit(chunks, budget)
             num_tokens += budget.num_taken
@@ -321,26 +320,26 @@ class Scheduler:
             if seq.num_admissions == 1:
                 seq.num_cached_tokens += num_tokens
                 self._external_hits += num_tokens
-        self._release(fetch.held)
+        self._release(fetch.held_blocks)
         if is_wanted and fetch.findable:
-            self._fetch(seq, fetch.start + num_blocks, fetch.rest)
+            self._fetch(seq, fetch.start + num_blocks, fetch.next_sources)
         if seq.status is PREFILL and seq.request.fetches_only:
-            self._park(seq)
+            self._hold(seq)
 
     # Blocks for readers elsewhere
 
-    def lend(self, blocks: AnySequence[int]) -> None:
+    def lend(self, blocks: abc.Sequence[int]) -> None:
         """Holds blocks, of a sequence or findable ones, until `take_back`."""
         self.pool.hold(blocks)
         self._lent.update(blocks)
 
-    def take_back(self, blocks: AnySequence[int]) -> None:
+    def take_back(self, blocks: abc.Sequence[int]) -> None:
         self._lent.subtract(blocks)
         self._release(blocks)
 
-    def check_lent(self, held: AnySequence[int]) -> None:
+    def check_lent(self, lent: abc.Sequence[int]) -> None:
         """Proves that these are the blocks that are held for readers, once for each of them."""
-        assert Counter(held) == +self._lent, "blocks that are held for nobody, or not held"
+        assert Counter(lent) == +self._lent, "blocks that are held for nobody, or not held"
 
     # Everything else
 
@@ -362,7 +361,7 @@ class Scheduler:
         return Stats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
-            num_deferred=sum(seq.held or seq.asking > 0 for seq in self.waiting),
+            num_deferred=sum(seq.waits_for_grammar or seq.num_lookups > 0 for seq in self.waiting),
             num_blocks=self.pool.num_blocks,
             num_free_blocks=self.pool.num_free,
             num_preemptions=self._num_preemptions,
@@ -397,7 +396,7 @@ class Scheduler:
                 for blocks in (
                     self._lent.elements(),
                     *(seq.block_ids for seq in self.running),
-                    *(fetch.held for fetch in self.fetches),
+                    *(fetch.held_blocks for fetch in self.fetches),
                 )
                 for block in blocks
             ]
@@ -427,7 +426,7 @@ class Scheduler:
             assert not seq.promised or (seq.status in (FETCHING, PREFILL) and seq.register_at != NEVER), (
                 "a promise that is not kept"
             )
-            if seq.status in (FETCHING, PREFILL, PARKED):
+            if seq.status in (FETCHING, PREFILL, HOLDING):
                 assert seq.num_pending == 0 and len(seq.block_ids) == -(-seq.num_tokens // size), (
                     "a prefill without all its blocks"
                 )
@@ -476,12 +475,13 @@ class Scheduler:
 
     def _preempt(self, seq: Sequence) -> None:
         """Puts a running sequence back among the waiting ones. When it runs again it computes all its tokens,
-        but for those whose blocks are still in the cache. A forerunner ends: it has nothing to compute."""
+        but for those whose blocks are still in the cache. A prefetch request ends: it has nothing to
+        compute."""
         if seq.request.fetches_only:
             self.finish(seq.request.request_id, FinishReason.LENGTH)
             return
         _remove(self.running, seq)
-        self._let_go(seq)
+        self._vacate(seq)
         seq.status, seq.num_computed = WAITING, 0
         insort(self.waiting, seq, key=_turn)
         self._num_preemptions += 1
@@ -506,11 +506,11 @@ class Scheduler:
 
     def _schedule_prompts(self, scheduled: list[ScheduledSeq], budget: PromptBudget) -> None:
         """Goes on with the prompts that have begun, in turn."""
-        successors = [entry.seq for entry in scheduled]  # They have their part of this step.
+        continuations = [entry.seq for entry in scheduled]  # They have their part of this step.
         for seq in self.running:
             if budget.is_spent:
                 break
-            if seq.status is not PREFILL or seq in successors:
+            if seq.status is not PREFILL or seq in continuations:
                 continue
             num_tokens = budget.fit(seq.num_computed, seq.num_tokens - seq.num_computed)
             if num_tokens == 0:
@@ -546,7 +546,12 @@ class Scheduler:
         index = 0
         while index < len(self.waiting) and self._free_rows and not budget.is_spent:
             seq = self.waiting[index]
-            if seq.held or seq.asking or seq.is_delayed or seq.request.continues in self._forerunners:
+            if (
+                seq.waits_for_grammar
+                or seq.num_lookups
+                or seq.is_delayed
+                or seq.request.continues in self._prefetches
+            ):
                 index += 1
                 continue
             if seq.num_pending:
@@ -564,50 +569,50 @@ class Scheduler:
             if self._fetch_first(seq, len(hits)):
                 continue
             if seq.request.fetches_only:
-                self._park(seq)
+                self._hold(seq)
             else:
                 self._schedule_chunk(scheduled, seq, num_tokens, budget)
 
-    def _succeed(self, scheduled: list[ScheduledSeq], budget: PromptBudget) -> None:
-        """Starts requests in the places of their forerunners, whose blocks have come. Their turn is that of
-        the forerunner: nobody else can get the row and the blocks, which are enough."""
+    def _start_continuations(self, scheduled: list[ScheduledSeq], budget: PromptBudget) -> None:
+        """Starts requests in the places of their prefetch requests, whose blocks have come. Their turn is
+        that of the prefetch request: nobody else can get the row and the blocks, which are enough."""
         for seq in list(self.waiting):
-            forerunner = self._forerunners.get(seq.request.continues or "")
-            if forerunner is None:
+            prefetch = self._prefetches.get(seq.request.continues or "")
+            if prefetch is None:
                 continue
-            if forerunner.status is not PARKED or seq.held or seq.asking or seq.is_delayed:
+            if prefetch.status is not HOLDING or seq.waits_for_grammar or seq.num_lookups or seq.is_delayed:
                 continue
-            # A successor whose first token was lost has no token behind the forerunner's blocks.
-            start = min(forerunner.num_computed, seq.num_tokens - 1)
+            # A continuation whose first token was lost has no token behind the prefetch request's blocks.
+            start = min(prefetch.num_computed, seq.num_tokens - 1)
             if budget.is_spent or not budget.fit(start, seq.num_tokens - start):
                 break
-            seq.transfers = forerunner.transfers
-            inherited = forerunner.block_ids
-            self.finish(forerunner.request.request_id, FinishReason.LENGTH)
+            seq.transfers = prefetch.transfers
+            inherited = prefetch.block_ids
+            self.finish(prefetch.request.request_id, FinishReason.LENGTH)
             blocks = self._find_prefix(seq)
             num_cached = len(blocks) * self._block_size
-            if self._has_same_tail(seq, forerunner, len(blocks)):
+            if self._has_same_tail(seq, prefetch, len(blocks)):
                 # Nobody else has this block, and nobody can take it before it is taken here.
                 blocks, num_cached = [*blocks, inherited[len(blocks)]], start
             num_tokens = budget.fit(num_cached, seq.num_tokens - num_cached)
             if num_tokens and self._start(seq, blocks, num_cached):
                 self._schedule_chunk(scheduled, seq, num_tokens, budget)
 
-    def _has_same_tail(self, seq: Sequence, forerunner: Sequence, num_full: int) -> bool:
-        """Whether the last block of a forerunner has the tail behind the first `num_full` blocks of its
-        successor. The pool has no key of it, which a reset would have taken away, so that is looked up
+    def _has_same_tail(self, seq: Sequence, prefetch: Sequence, num_full: int) -> bool:
+        """Whether the last block of a prefetch request has the tail behind the first `num_full` blocks of its
+        continuation. The pool has no key of it, which a reset would have taken away, so that is looked up
         here."""
-        end, size = forerunner.num_computed, self._block_size
+        end, size = prefetch.num_computed, self._block_size
         if end % size == 0 or end // size != num_full:
             return False
-        if forerunner.register_at == NEVER or not self._looks_up(seq):
+        if prefetch.register_at == NEVER or not self._looks_up(seq):
             return False
-        both = [keys_with_tail(one.keys, one.root, one.token_ids[:end], size) for one in (seq, forerunner)]
+        both = [keys_with_tail(one.keys, one.root, one.token_ids[:end], size) for one in (seq, prefetch)]
         return both[0] == both[1]
 
-    def _park(self, seq: Sequence) -> None:
-        """What a forerunner was to bring in is there, or can't be had."""
-        seq.status = PARKED
+    def _hold(self, seq: Sequence) -> None:
+        """What a prefetch request was to bring in is there, or can't be had."""
+        seq.status = HOLDING
         self._drop_promises(seq)
 
     def _fetch_first(self, seq: Sequence, start: int) -> bool:
@@ -620,7 +625,7 @@ class Scheduler:
             self._external_queries += seq.num_tokens - seq.num_computed
         return self._fetch(seq, start, sources)
 
-    def _fetch(self, seq: Sequence, start: int, sources: AnySequence[Source]) -> bool:
+    def _fetch(self, seq: Sequence, start: int, sources: abc.Sequence[Source]) -> bool:
         """Likewise, from the first of these sources that has the next block. The others are asked for what is
         missing then."""
         # already, so that num_to_prefill, which `lookup` reads, leaves the sequence out
@@ -634,7 +639,7 @@ class Scheduler:
                 num_full = min(end, num_tokens // size) - start
                 fetch = Fetch(seq, start, keys[start:end], num_full, seq.block_ids[:end], sources[i + 1 :])
                 seq.fetch = fetch
-                self.pool.hold(fetch.held)
+                self.pool.hold(fetch.held_blocks)
                 self.fetches.append(fetch)
                 self._arriving.update(fetch.keys[:num_full])
                 source.begin(fetch)
@@ -665,7 +670,7 @@ class Scheduler:
         # A sequence that was preempted finds mostly its own blocks again: these are no hits.
         if seq.num_admissions == 1 and self._looks_up(seq):
             seq.num_cached_tokens = seq.num_computed
-            if not seq.request.continues:  # else its forerunner was counted
+            if not seq.request.continues:  # else its prefetch request was counted
                 self._prefix_cache_queries += seq.num_tokens
                 self._prefix_cache_hits += seq.num_computed
         return True
@@ -751,18 +756,18 @@ class Scheduler:
         error: str | None = None,
     ) -> None:
         del self._sequences[seq.request.request_id]
-        self._forerunners.pop(seq.request.request_id, None)
+        self._prefetches.pop(seq.request.request_id, None)
         if seq.status is WAITING:
             _remove(self.waiting, seq)
         else:
             _remove(self.running, seq)
-            self._let_go(seq)
+            self._vacate(seq)
         if seq.grammar is not None:
             seq.grammar.close()
         seq.status = FINISHED
         seq.finish_reason, seq.stop_reason, seq.error = reason, stop_reason, error
 
-    def _let_go(self, seq: Sequence) -> None:
+    def _vacate(self, seq: Sequence) -> None:
         """Gives the sequence's row and blocks back. Steps in flight may still write there; whoever gets them
         next writes later."""
         self._drop_promises(seq)
@@ -770,7 +775,7 @@ class Scheduler:
         heapq.heappush(self._free_rows, seq.row)
         seq.block_ids, seq.row, seq.fetch = [], -1, None
 
-    def _release(self, blocks: AnySequence[int]) -> None:
+    def _release(self, blocks: abc.Sequence[int]) -> None:
         """Gives references on these blocks back. The tiers hear of it before others can get the blocks."""
         if self.tiers is not None:
             self.tiers.released(list(blocks))

@@ -28,14 +28,14 @@ class SequenceStatus(enum.Enum):
     # It holds a row and blocks for all its tokens. Some of these are still to be computed.
     PREFILL = enum.auto()
     # It holds a row and blocks for all its tokens, some of which have come from elsewhere, until its
-    # successor takes its place. It computes nothing.
-    PARKED = enum.auto()
+    # continuation takes its place. It computes nothing.
+    HOLDING = enum.auto()
     # Only its last token, seen or pending, is still to be computed. The device has it in the sequence's row.
     DECODE = enum.auto()
     FINISHED = enum.auto()
 
 
-class Grammar(Protocol):
+class GrammarState(Protocol):
     """What the scheduler needs of a grammar (engine/scheduling/grammar.py)."""
 
     ended: bool
@@ -62,7 +62,7 @@ class GrammarRow:
     """A sample whose token must fit a grammar, and must be allowed and not banned by the request too."""
 
     sample: int
-    grammar: Grammar
+    grammar: GrammarState
     banned: list[int]
     allowed: list[int] | None
 
@@ -105,15 +105,15 @@ class Sequence:
     stop_reason: int | str | None = None
     error: str | None = None  # what was wrong, where the finish reason is ERROR
     # The core writes these.
-    held: bool = False  # it must not start yet, as its grammar is being compiled
-    grammar: Grammar | None = None
+    waits_for_grammar: bool = False  # it must not start yet, as its grammar is being compiled
+    grammar: GrammarState | None = None
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     added_at: float = 0.0  # when it came
     started_at: float | None = None  # when a step first held part of it
     transfers: list[Transfer] = field(default_factory=list)  # that have ended; their sources write them
     # It must not start yet, as so many are asked what they have of the prompt: a store, or a worker that gave
     # out a ticket. Whoever asks counts here.
-    asking: int = 0
+    num_lookups: int = 0
 
     def __post_init__(self) -> None:
         request, params = self.request, self.request.params
@@ -127,7 +127,7 @@ class Sequence:
         self.lockstep = params.structured_outputs is not None or any(
             len(word) > 1 for word in request.bad_word_ids
         )
-        self.special = bool(params.needs_extras or request.bad_word_ids or request.embed)
+        self.special = bool(params.needs_sampler_options or request.bad_word_ids or request.embed)
 
     @property
     def is_delayed(self) -> bool:
@@ -161,14 +161,14 @@ class Fetch:
     start: int  # the first block on its way, counted in the sequence's blocks
     keys: list[bytes]  # keys of the blocks on their way
     num_full: int  # how many of them are full; one behind them has the rest, up to the sequence's last token
-    held: list[int]  # the blocks that it has references on
-    rest: abc.Sequence[Source]  # who is asked for the blocks behind these when they have arrived
+    held_blocks: list[int]  # the blocks that it has references on
+    next_sources: abc.Sequence[Source]  # who is asked for the blocks behind these when they have arrived
     findable: bool = True  # whether others may find the blocks when they have arrived; not after a reset
 
     @property
     def blocks(self) -> list[int]:
         """The blocks on their way."""
-        return self.held[self.start : self.start + len(self.keys)]
+        return self.held_blocks[self.start : self.start + len(self.keys)]
 
 
 class Source(Protocol):

@@ -340,7 +340,7 @@ def test_an_interrupt_while_the_other_model_is_built_leaves_the_old_one(build, f
     assert ids_of(llm) == of_the_oracle(other)
 
 
-@pytest.mark.parametrize("owner, name", [(StepLoop, "tell"), (KvPeers, "close")])
+@pytest.mark.parametrize("owner, name", [(StepLoop, "report"), (KvPeers, "close")])
 def test_an_interrupt_while_one_hands_over_to_the_other_ends_both(
     build, folder, other, monkeypatch, owner, name
 ):

@@ -12,7 +12,7 @@ from shoal.engine.runner.batch import (
     BatchBuilder,
     Header,
     MixedShape,
-    asked_of,
+    decode_count,
     float_bits,
     section_spans,
     token_spans,
@@ -35,13 +35,13 @@ class Device:
         self.builder = BatchBuilder(self.layout, BLOCK, **options)
 
     def apply(self, plan, graph_size=None):
-        packed, extras = self.builder.build(plan, graph_size)
+        packed, options = self.builder.build(plan, graph_size)
         sections = {name: packed[a:b] for name, (a, b) in section_spans(packed[:HEADER_SIZE]).items()}
         assert len(set(sections["addresses"].tolist())) == len(sections["addresses"]), (
             "an address comes twice"
         )
         self.state[sections["addresses"]] = sections["values"]
-        return packed[:HEADER_SIZE], sections, extras
+        return packed[:HEADER_SIZE], sections, options
 
     def row(self, row):
         base = self.layout.row_address(row)
@@ -109,8 +109,8 @@ def test_a_decode_step_sends_only_new_blocks():
     sizes = []
     for token in range(8):
         plan = queue.schedule()
-        header, sections, extras = device.apply(plan, graph_size=2)
-        assert header[Header.DECODE_ONLY] and not extras
+        header, sections, options = device.apply(plan, graph_size=2)
+        assert header[Header.DECODE_ONLY] and not options
         device.check(plan)
         sizes.append(len(sections["addresses"]))
         queue.update(plan, [token])
@@ -134,24 +134,24 @@ def test_extras_name_the_samples_they_are_for():
     queue.add(request("plain", 5))
     queue.add(request("bias", 7, logit_bias={3: 2.0}, min_tokens=2, stop_token_ids=[9], logprobs=4))
     queue.add(request("penalty", 3, repetition_penalty=1.5))
-    header, _, extras = device.apply(queue.schedule())
-    assert extras.bias == [(1, 3, 2.0)] and extras.banned == [(1, 9)] and header[Header.DRAWS_WHOLE]
-    assert asked_of(header[Header.LOGPROBS]) == 4 and asked_of(header[Header.PROMPT_LOGPROBS]) is None
-    assert [(p[0], p[2]) for p in extras.penalties] == [(2, 1.5)] and [
-        r.prompt_ids for r in extras.new_penalty_rows
+    header, _, options = device.apply(queue.schedule())
+    assert options.bias == [(1, 3, 2.0)] and options.banned == [(1, 9)] and header[Header.SAMPLES_WHOLE_ROWS]
+    assert decode_count(header[Header.LOGPROBS]) == 4 and decode_count(header[Header.PROMPT_LOGPROBS]) is None
+    assert [(p[0], p[2]) for p in options.penalties] == [(2, 1.5)] and [
+        r.prompt_ids for r in options.new_penalty_rows
     ] == [[0, 1, 2]]
 
 
 @pytest.mark.parametrize("several", [True, False])
 def test_a_step_draws_from_whole_rows_where_one_of_its_samples_needs_them(several):
-    device, queue = Device(splits_draws=several), scheduler()
+    device, queue = Device(splits_sampling=several), scheduler()
     queue.add(request("a", 5, temperature=1.0, top_k=20, top_p=0.9, max_tokens=3))
     queue.add(request("b", 6, temperature=1.0, top_p=0.9, max_tokens=1))
     found = []
     for _ in range(3):
         plan = queue.schedule()
         header, _, _ = device.apply(plan)
-        found.append(bool(header[Header.DRAWS_WHOLE]))
+        found.append(bool(header[Header.SAMPLES_WHOLE_ROWS]))
         queue.update(plan, [1] * len(plan.scheduled))
     assert found == [several, False, False]  # b is gone then
 
@@ -165,7 +165,9 @@ def test_prompt_logprobs_ask_for_every_token_but_the_last(budget):
         plan = queue.schedule()
         header, sections, _ = device.apply(plan)
         assert len(sections["prompt_logits"]) == len(sections["prompt_targets"])
-        assert asked_of(header[Header.PROMPT_LOGPROBS]) == (1 if len(sections["prompt_targets"]) else None)
+        assert decode_count(header[Header.PROMPT_LOGPROBS]) == (
+            1 if len(sections["prompt_targets"]) else None
+        )
         targets += sections["prompt_targets"].tolist()
     assert targets == list(range(1, 10))
 

@@ -196,7 +196,7 @@ def test_a_core_that_refuses_takes_no_request_and_finishes_those_it_has(build, e
     assert Collected(core).finish().tokens == {"b": expected[0]}
 
 
-# Standstill
+# A paused engine
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
@@ -209,11 +209,11 @@ def test_kept_requests_are_no_work_while_the_core_sleeps(build, expected, asynch
     for _ in range(4):
         collected.step()
     core.sleep(level, mode="keep")
-    assert "sleeps" in core.standstill
+    assert "sleeps" in core.paused
     collected.finish()
     assert not collected.ended and core.step() == []
     core.wake_up()
-    assert core.standstill is None and core.has_work
+    assert core.paused is None and core.has_work
     collected.finish()
     assert [collected.tokens[str(i)] for i in range(len(PROMPTS))] == expected
 
@@ -223,11 +223,11 @@ def test_a_core_whose_weights_are_lost_stands_still_until_an_update(build, folde
     core.add(request("a", PROMPTS[0]))
     core.sleep(2, mode="keep")
     core.wake_up()
-    assert "update_weights" in core.standstill and not core.has_work
+    assert "update_weights" in core.paused and not core.has_work
     with pytest.raises(UnavailableError, match="update_weights"):
         core.add(request("b", PROMPTS[0]))
     core.update_weights(str(folder))
-    assert core.standstill is None
+    assert core.paused is None
     assert Collected(core).finish().tokens["a"] == expected[0]
 
 
@@ -260,7 +260,7 @@ def test_a_failed_step_ends_the_core_for_good(build, monkeypatch):
     core = build()
     core.add(request("a", PROMPTS[0]))
 
-    def broken(packed, extras):
+    def broken(packed, options):
         raise RuntimeError("an illegal memory access")
 
     monkeypatch.setattr(core.ranks, "step", broken)

@@ -17,7 +17,7 @@ import torch
 
 from shoal import LLM, SamplingParams
 from shoal.api import Request
-from shoal.engine import llm, resolve
+from shoal.engine import answers, llm, resolve
 from shoal.engine.ranks.ranks import Ranks
 from shoal.errors import ConfigError
 from shoal.kernels import reference
@@ -385,7 +385,7 @@ def test_no_full_collection_comes_while_requests_are_made_or_told(build, monkeyp
     """Thousands of requests are enough garbage for one, and so is the check of their parameters; after the
     last step the next is due for all that the steps have left."""
     engine, before, within, params = build("qwen3"), gc.get_threshold(), [], greedy()
-    for module, name in ((SamplingParams, "check"), (request_builder, "Request"), (llm, "RequestOutput")):
+    for module, name in ((SamplingParams, "check"), (request_builder, "Request"), (answers, "RequestOutput")):
         made = getattr(module, name)
         monkeypatch.setattr(
             module,
@@ -406,10 +406,10 @@ def test_an_interrupt_in_a_step_leaves_a_usable_engine(at, build, expected, monk
     engine = build("qwen3", async_scheduling=True)
     launch, steps = Ranks.step, iter(range(100))
 
-    def interrupted(self, packed, extras):
+    def interrupted(self, packed, options):
         if next(steps) == at:
             raise KeyboardInterrupt
-        return launch(self, packed, extras)
+        return launch(self, packed, options)
 
     monkeypatch.setattr(Ranks, "step", interrupted)
     with pytest.raises(KeyboardInterrupt):
@@ -437,7 +437,7 @@ def test_no_memory_in_a_step_ends_its_requests_and_poisons_nothing(build, expect
     stream = engine.stream(PROMPTS[0], greedy())
     next(stream)
 
-    def fail(self, packed, extras):
+    def fail(self, packed, options):
         raise MemoryError("no memory for a step")
 
     monkeypatch.setattr(Ranks, "step", fail)
@@ -481,7 +481,7 @@ def test_threads_that_share_an_engine_get_the_answers_of_their_own_prompts(build
 
 
 def test_a_thread_that_waits_has_the_next_turn_also_if_its_holder_wants_it_again_at_once():
-    turns, order = llm._Turns(), []
+    turns, order = llm.TurnLock(), []
 
     def wait():
         with turns:

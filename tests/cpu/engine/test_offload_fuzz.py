@@ -204,7 +204,7 @@ class TieredDevice(Device):
                 block_ids=list(seq.block_ids),
                 lockstep=seq.lockstep,
                 grammar=None,
-                held=False,
+                waits_for_grammar=False,
                 request=seq.request,
             )
             entries.append(ScheduledSeq(frozen, entry.row, entry.start, entry.num_tokens, entry.samples))

@@ -1,5 +1,5 @@
-"""Prefill and decode apart, layer by layer: a forerunner brings a prompt's KV blocks in while they are
-computed, and its successor goes on behind the first token. In one process, on the CPU."""
+"""Prefill and decode apart, layer by layer: a prefetch request brings a prompt's KV blocks in while they are
+computed, and its continuation goes on behind the first token. In one process, on the CPU."""
 
 import random
 import time
@@ -274,7 +274,7 @@ def test_a_forerunner_keeps_its_blocks_until_its_successor_comes(trio):  # noqa:
     for _ in range(5):
         assert not trio.reader.step()
     [seq] = trio.reader.scheduler.running
-    assert seq.status is SequenceStatus.PARKED and len(seq.block_ids) == 5
+    assert seq.status is SequenceStatus.HOLDING and len(seq.block_ids) == 5
     trio.reader.check()
     behind = request("d", PROMPT, first.tokens)
     behind.continues = "f"
@@ -358,14 +358,14 @@ def ahead(name, prompt, **options):
     return request(name, prompt, kv_ticket=b"x", fetches_only=True, **options)
 
 
-def successor(name, of, prompt, first):
+def continuation(name, of, prompt, first):
     behind = request(name, prompt, [first])
     behind.continues = of
     return behind
 
 
 def test_a_successor_starts_before_those_who_lack_room():
-    """Its row and its blocks are its forerunner's, and no other request gets between them."""
+    """Its row and its blocks are its prefetch request's, and no other request gets between them."""
     scheduler = new_scheduler()
     prompt = list(range(20))
     scheduler.add(ahead("f", prompt))
@@ -376,12 +376,12 @@ def test_a_successor_starts_before_those_who_lack_room():
     scheduler.fetched(fetch, 5)
     assert scheduler.schedule() is None, "two blocks are free, and the other one needs five"
     scheduler.check()
-    scheduler.add(successor("d", "f", prompt, 7))
+    scheduler.add(continuation("d", "f", prompt, 7))
     plan = scheduler.schedule()
     assert [(entry.seq.request.request_id, entry.start, entry.num_tokens) for entry in plan.scheduled] == [
         ("d", 20, 1)
     ]
-    assert [seq.request.request_id for seq in scheduler.take_ended()] == ["f"]
+    assert [seq.request.request_id for seq in scheduler.take_finished_outside()] == ["f"]
     scheduler.check()
 
 
@@ -390,7 +390,7 @@ def test_a_successor_waits_for_what_is_on_its_way():
     prompt = list(range(20))
     scheduler.add(ahead("f", prompt))
     scheduler.schedule()
-    scheduler.add(successor("d", "f", prompt, 7))
+    scheduler.add(continuation("d", "f", prompt, 7))
     assert scheduler.schedule() is None
     scheduler.fetched(scheduler.peers.begun[0], 2)
     [entry] = scheduler.schedule().scheduled
@@ -410,7 +410,7 @@ def test_a_successor_whose_first_token_was_lost_starts_though_its_whole_prompt_w
     scheduler.add(behind)
     [entry] = scheduler.schedule().scheduled
     assert (entry.seq.request.request_id, entry.start, entry.num_tokens) == ("d", 16, 4)
-    assert [seq.request.request_id for seq in scheduler.take_ended()] == ["f"]
+    assert [seq.request.request_id for seq in scheduler.take_finished_outside()] == ["f"]
     scheduler.check()
 
 
@@ -429,9 +429,9 @@ def test_a_forerunner_gives_way_to_sequences_that_run():
             scheduler.fetched(scheduler.fetches[0], 4)
         scheduler.check()
         scheduler.update(plan, [1])
-    assert [seq.request.request_id for seq in scheduler.take_ended()] == ["f"]
+    assert [seq.request.request_id for seq in scheduler.take_finished_outside()] == ["f"]
     scheduler.peers.end = 0
-    scheduler.add(successor("d", "f", prompt, 7))
+    scheduler.add(continuation("d", "f", prompt, 7))
     while scheduler.has_work:
         plan = scheduler.schedule()
         scheduler.update(plan, [1 for entry in plan.scheduled if entry.samples])

@@ -62,8 +62,8 @@ class Rank:
     def step(self):
         """The step's plan and result."""
         plan = self.scheduler.schedule()
-        packed, extras = self.builder.build(plan, self.runner.padded_decodes(plan.num_decodes))
-        result = self.runner.step(packed, extras or None)
+        packed, options = self.builder.build(plan, self.runner.padded_decodes(plan.num_decodes))
+        result = self.runner.step(packed, options or None)
         header = packed[:HEADER_SIZE]
         kind = "captured mixed" if header[Header.GRAPH_TOKENS] else "mixed"
         self.kinds.append("decode" if header[Header.DECODE_ONLY] else kind)

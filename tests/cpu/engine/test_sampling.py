@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.engine.runner.batch import Extras
+from shoal.engine.runner.batch import SamplerOptions
 from shoal.engine.runner.sampling import FEW_ELEMENTS, LogitShaper, few_threads, logprobs
 from shoal.engine.scheduling.sequence import GrammarRow
 from shoal.kernels import reference
@@ -33,8 +33,8 @@ def test_few_logits_are_shaped_on_one_thread_and_the_others_are_there_again_afte
     shaper = LogitShaper(types.SimpleNamespace(keep_bits=keep_bits), 4, 100, CPU)
     masks = np.zeros((1, 4), np.int32)
     masks[0, 3] = 1  # token 96 alone
-    extras = Extras(grammars=[GrammarRow(1, object(), [], None)], masks=masks)
-    shaped = shaper.shape(torch.zeros(2, 100), extras)
+    options = SamplerOptions(grammars=[GrammarRow(1, object(), [], None)], masks=masks)
+    shaped = shaper.shape(torch.zeros(2, 100), options)
     assert seen == [1] and torch.get_num_threads() == 3
     assert torch.isfinite(shaped).nonzero().tolist() == [[0, i] for i in range(100)] + [[1, 96]]
 

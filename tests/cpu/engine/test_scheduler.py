@@ -124,7 +124,7 @@ def test_those_who_wait_for_more_than_room_are_told_apart():
     for name in ("a", "b", "c"):
         s.add(request(name, 4))
     step(s)
-    s.waiting[0].held = True  # its grammar is being compiled
+    s.waiting[0].waits_for_grammar = True  # its grammar is being compiled
     assert (s.stats().num_waiting, s.stats().num_deferred) == (2, 1)
 
 

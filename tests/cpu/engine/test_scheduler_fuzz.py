@@ -125,7 +125,7 @@ class Device:
                 assert seq.grammar is None or seq.grammar.taken == seq.output_token_ids, (
                     "a grammar that is not where its sequence is"
                 )
-            assert not seq.held
+            assert not seq.waits_for_grammar
             slots = [seq.block_ids[p // size] * size + p % size for p in range(end)]
             for p in range(entry.start, end):
                 self.slots[slots[p]] = (row.history.hashes[p], row.epoch)
@@ -270,7 +270,7 @@ class Trace:
         self.outputs[request.request_id] = list(request.output_token_ids)
         seq = self.scheduler.add(request)
         if request.params.structured_outputs is not None:
-            seq.held = True
+            seq.waits_for_grammar = True
             self.held.append(seq)
 
     def step(self) -> None:
@@ -330,11 +330,11 @@ class Trace:
         for seq in list(self.held):
             if self.r.random() < 0.4:
                 self.held.remove(seq)
-                seq.grammar, seq.held = ToyGrammar(), False
+                seq.grammar, seq.waits_for_grammar = ToyGrammar(), False
 
     def see(self, plan: StepPlan, tokens: list[int]) -> None:
         results = self.scheduler.update(plan, tokens)
-        for seq in self.scheduler.take_ended():
+        for seq in self.scheduler.take_finished_outside():
             if seq.finish_reason is FinishReason.ERROR:
                 assert seq.error == "refused"
                 self.finished[seq.request.request_id] = (seq.finish_reason, None)

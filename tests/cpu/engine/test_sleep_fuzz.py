@@ -200,7 +200,7 @@ class Fuzz:
             bool(usage["weights"]["host_bytes"]) == (self.kept == "host")
             and not usage["kv_cache"]["host_bytes"]
         )
-        assert (core.standstill is None) == self.runs
+        assert (core.paused is None) == self.runs
         if not self.runs and core.has_work:
             self.llm._step()  # tells what has ended, and then there is no work
             assert not core.has_work

@@ -52,13 +52,13 @@ def ahead(name, prompt=PROMPT, salt=None):
     )
 
 
-def parked(scheduler, **options):
-    """A forerunner whose blocks have come."""
+def holding(scheduler, **options):
+    """A prefetch request whose blocks have come."""
     seq = scheduler.add(ahead("f", **options))
     assert scheduler.schedule() is None
     [fetch] = scheduler.fetches
     scheduler.fetched(fetch, len(fetch.keys))
-    assert scheduler.schedule() is None and seq.status is SequenceStatus.PARKED
+    assert scheduler.schedule() is None and seq.status is SequenceStatus.HOLDING
     scheduler.check()
     return seq
 
@@ -85,8 +85,8 @@ def test_the_first_step_is_a_decode_of_one_token(scheduler):
 
 
 def test_so_is_that_of_a_forerunners_successor_which_gets_its_block(scheduler):
-    forerunner = parked(scheduler)
-    tail = forerunner.block_ids[4]
+    prefetch = holding(scheduler)
+    tail = prefetch.block_ids[4]
     seq = scheduler.add(request("d", continues="f"))
     assert planned(scheduler) == ([("d", 18, 1)], [])
     assert seq.block_ids[4] == tail and seq.num_cached_tokens == 18
@@ -95,7 +95,7 @@ def test_so_is_that_of_a_forerunners_successor_which_gets_its_block(scheduler):
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 4, 5, 7, 8])
 def test_prompts_around_the_ends_of_blocks_leave_one_token_to_compute(scheduler, num_tokens):
-    parked(scheduler, prompt=PROMPT[:num_tokens])
+    holding(scheduler, prompt=PROMPT[:num_tokens])
     scheduler.add(request("d", PROMPT[:num_tokens], continues="f"))
     assert planned(scheduler) == ([("d", num_tokens, 1)], [])
 
@@ -105,10 +105,10 @@ def test_it_joins_the_decodes_of_a_step_with_prefills(scheduler):
     scheduler.peers.lacks = 99
     planned(scheduler)
     scheduler.peers.lacks = 0
-    forerunner = scheduler.add(ahead("f"))
+    prefetch = scheduler.add(ahead("f"))
     assert planned(scheduler) == ([("runs", 6, 1)], [])
     scheduler.fetched(scheduler.fetches[0], 5)
-    assert forerunner.status is SequenceStatus.PARKED
+    assert prefetch.status is SequenceStatus.HOLDING
     scheduler.peers.lacks = 99
     scheduler.add(request("d", continues="f"))
     scheduler.add(request("new", range(50, 55), first=()))
@@ -116,7 +116,7 @@ def test_it_joins_the_decodes_of_a_step_with_prefills(scheduler):
 
 
 def test_a_tail_is_found_by_nobody_else_until_its_block_is_full(scheduler):
-    parked(scheduler)
+    holding(scheduler)
     scheduler.add(request("d", continues="f"))
     scheduler.peers.lacks = 99
     [seq] = scheduler.waiting
@@ -154,7 +154,7 @@ def test_a_first_token_that_fills_the_block_makes_it_findable_with_that_token(sc
     ids=str,
 )
 def test_a_forerunner_of_something_else_gives_no_wrong_token(scheduler, other):
-    tail = parked(scheduler).block_ids[4]
+    tail = holding(scheduler).block_ids[4]
     scheduler.peers.lacks = 99
     scheduler.add(request("d", continues="f", **other))
     (seq,) = scheduler.waiting
@@ -164,7 +164,7 @@ def test_a_forerunner_of_something_else_gives_no_wrong_token(scheduler, other):
 
 
 def test_a_forerunner_has_one_successor(scheduler):
-    parked(scheduler)
+    holding(scheduler)
     scheduler.peers.lacks = 99
     scheduler.add(request("d", continues="f"))
     scheduler.add(request("e", continues="f"))
@@ -175,20 +175,20 @@ def test_a_forerunner_has_one_successor(scheduler):
 
 
 def test_a_successor_that_lost_its_first_token_computes_the_prompts_last_one_again(scheduler):
-    parked(scheduler)
+    holding(scheduler)
     scheduler.add(request("d", first=(), continues="f"))
     assert planned(scheduler) == ([("d", 17, 1)], [])
 
 
 def test_a_successor_that_has_more_tokens_computes_those(scheduler):
-    parked(scheduler)
+    holding(scheduler)
     scheduler.add(request("d", first=(7, 8, 9), continues="f"))
     assert planned(scheduler) == ([], [("d", 18, 3)])
 
 
 @pytest.mark.parametrize("num_tokens", [3, 18])
 def test_a_reset_cache_takes_the_tail_with_it(scheduler, num_tokens):
-    parked(scheduler, prompt=PROMPT[:num_tokens])
+    holding(scheduler, prompt=PROMPT[:num_tokens])
     scheduler.peers.lacks = 99
     assert not scheduler.reset_prefix_cache()
     scheduler.add(request("d", PROMPT[:num_tokens], continues="f"))
@@ -196,16 +196,16 @@ def test_a_reset_cache_takes_the_tail_with_it(scheduler, num_tokens):
 
 
 def test_a_tail_behind_a_block_that_is_forgotten_is_computed(scheduler):
-    forerunner = parked(scheduler)
+    prefetch = holding(scheduler)
     scheduler.peers.lacks = 99
-    scheduler.pool.reset(forerunner.keys[2:3])
+    scheduler.pool.reset(prefetch.keys[2:3])
     scheduler.add(request("d", continues="f"))
     assert planned(scheduler) == ([], [("d", 8, 11)])
 
 
 @pytest.mark.parametrize("way", ["aborted", "preempted"])
 def test_a_forerunner_that_is_gone_leaves_its_full_blocks_alone(scheduler, way):
-    parked(scheduler)
+    holding(scheduler)
     scheduler.peers.lacks = 99
     scheduler.abort("f") if way == "aborted" else scheduler.preempt_all()
     assert scheduler.pool.num_free == 20
@@ -276,7 +276,7 @@ def test_a_successor_has_one_part_of_a_step(threshold):
     seq = scheduler.add(ahead("f"))
     scheduler.schedule()
     scheduler.fetched(scheduler.fetches[0], 0)
-    assert seq.status is SequenceStatus.PARKED
+    assert seq.status is SequenceStatus.HOLDING
     scheduler.peers.lacks = 99
     scheduler.add(request("other", range(40, 52), first=()))
     scheduler.add(request("d", continues="f"))
@@ -304,7 +304,7 @@ class LentDevice(Device):
 
 
 class LentTrace(Trace):
-    """Other workers have what is asked for, or some of it. Requests come with a forerunner, which may be of
+    """Other workers have what is asked for, or some of it. Requests come with a prefetch request, which may be of
     another prompt, or with a first token alone."""
 
     patience = 60
@@ -317,8 +317,8 @@ class LentTrace(Trace):
         self.device = LentDevice(scheduler.pool.num_blocks, self.block_size)
         self.under_way = []
         self.num_requests = 0
-        self.later: list[Request] = []  # successors that have not come
-        self.forerunners: dict[str, str] = {}  # by the name of the successor
+        self.later: list[Request] = []  # continuations that have not come
+        self.prefetches: dict[str, str] = {}  # by the name of the continuation
 
     # Other workers
 
@@ -361,19 +361,19 @@ class LentTrace(Trace):
         if self.r.random() < 0.1:
             prompt = prompt[:-1] + [(prompt[-1] + 1) % 40]
         salt = request.cache_salt if self.r.random() < 0.95 else "b"
-        forerunner = ahead(name, prompt, salt)
-        forerunner.adapter = request.adapter
-        forerunner.priority, forerunner.arrival = request.priority, request.arrival
-        self.scheduler.add(forerunner)
+        prefetch = ahead(name, prompt, salt)
+        prefetch.adapter = request.adapter
+        prefetch.priority, prefetch.arrival = request.priority, request.arrival
+        self.scheduler.add(prefetch)
         request.continues = name
-        self.forerunners[request.request_id] = name
+        self.prefetches[request.request_id] = name
         self.later.append(request)
         return None
 
     @property
     def waits(self):
-        # A forerunner may be parked by the step that found nothing for its successor to do.
-        return super().waits or bool(self.later or self.scheduler._forerunners)
+        # A prefetch request may be holding by the step that found nothing for its continuation to do.
+        return super().waits or bool(self.later or self.scheduler._prefetches)
 
     def step(self):
         for item in list(self.under_way):
@@ -384,13 +384,13 @@ class LentTrace(Trace):
         for request in list(self.later):
             if self.r.random() < 0.3:
                 self.later.remove(request)
-                before = self.scheduler._forerunners.get(request.continues)
-                self.seen["parked"] += before is not None and before.status is SequenceStatus.PARKED
+                before = self.scheduler._prefetches.get(request.continues)
+                self.seen["holding"] += before is not None and before.status is SequenceStatus.HOLDING
                 super().arrive(request)
-        for name, forerunner in list(self.forerunners.items()):
-            if name in self.finished:  # What the router does with a forerunner that nobody needs.
-                self.scheduler.abort(forerunner)
-                del self.forerunners[name]
+        for name, prefetch in list(self.prefetches.items()):
+            if name in self.finished:  # What the router does with a prefetch request that nobody needs.
+                self.scheduler.abort(prefetch)
+                del self.prefetches[name]
         super().step()
 
     def launch(self, plan):
@@ -401,8 +401,8 @@ class LentTrace(Trace):
     def disturb(self):
         super().disturb()
         r = self.r
-        if self.forerunners and r.random() < 0.02:
-            self.scheduler.abort(r.choice(list(self.forerunners.values())))
+        if self.prefetches and r.random() < 0.02:
+            self.scheduler.abort(r.choice(list(self.prefetches.values())))
         if r.random() < 0.01:
             while self.in_flight:
                 self.see(*self.in_flight.popleft())
@@ -430,5 +430,5 @@ def test_whatever_others_lend_each_request_gets_the_tokens_of_an_undisturbed_run
             print(f"failed: LentTrace({seed})")
             raise
         seen += trace.seen
-    for name in ("tails fetched", "began as decodes", "parked", "preemptions", "sleeps", "dropped"):
+    for name in ("tails fetched", "began as decodes", "holding", "preemptions", "sleeps", "dropped"):
         assert seen[name] > 10, f"the traces are too tame: {name} {seen[name]}"

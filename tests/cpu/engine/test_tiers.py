@@ -201,12 +201,12 @@ def test_a_prompt_waits_for_tiers_that_must_be_asked_and_for_no_others():
     tiers, _, scheduler = open_tiers(tiers={"disk": quick, "store": slow})
     seq = scheduler.add(request())
     tiers.ask(seq)
-    assert seq.asking and len(slow.asked) == 1 and not quick.asked
+    assert seq.num_lookups and len(slow.asked) == 1 and not quick.asked
     tiers.before_schedule()
     assert scheduler.schedule() is None, "no answer yet"
     slow.asked[0].set_result(0)
     tiers.before_schedule()
-    assert not seq.asking and scheduler.schedule() is not None
+    assert not seq.num_lookups and scheduler.schedule() is not None
 
 
 @pytest.mark.parametrize("options", [dict(prompt_logprobs=1), dict(skip_reading_prefix_cache=True)], ids=str)
@@ -215,7 +215,7 @@ def test_a_prompt_that_is_computed_in_any_case_waits_for_no_tier(options):
     tiers, _, scheduler = open_tiers(tiers={"store": slow})
     seq = scheduler.add(request(**options))
     tiers.ask(seq)
-    assert not seq.asking and not slow.asked
+    assert not seq.num_lookups and not slow.asked
 
 
 def test_new_weights_close_the_tiers_at_once_and_open_those_of_the_new_content_before_the_next_step():

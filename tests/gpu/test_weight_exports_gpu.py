@@ -38,8 +38,8 @@ def lend_and_borrow(folder, own=None, **options):
             model=str(folder), enforce_eager=True, skip_tokenizer_init=True, **sizes | options
         )
 
-    def borrow(data):
-        core = EngineCore(config(options), resolve(str(folder)), loan=data)
+    def read_export(data):
+        core = EngineCore(config(options), resolve(str(folder)), peer_weights=data)
         try:
             return core.check_weights()
         finally:
@@ -49,7 +49,7 @@ def lend_and_borrow(folder, own=None, **options):
         owner = await AsyncLLM.start(config(options | (own or {})))
         try:
             data = await owner.control(LendWeights(tensors_fingerprint(resolve(str(folder))), "b"))
-            borrowed = await asyncio.to_thread(borrow, data)
+            borrowed = await asyncio.to_thread(read_export, data)
             await owner.control(TakeBackWeights("b"))
             return await owner.check_weights(), borrowed
         finally:

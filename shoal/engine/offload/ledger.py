@@ -21,7 +21,7 @@ HOST = "host"  # the host tier's name in rates, stats and metrics
 
 
 @dataclass(slots=True)
-class Books:
+class Ledger:
     """`under_way` has, for each ticket, the host blocks that the transfer uses and what follows when it has
     ended."""
 

@@ -2,7 +2,7 @@
 disk.
 
 The ranks open their memory for the first loan and close it after the last one. A loan that nobody gives back
-ends by itself. Neither side waits for the other (weights/loan.py says why that is safe).
+ends by itself. Neither side waits for the other (engine/runner/rank_export.py says why that is safe).
 """
 
 from __future__ import annotations
@@ -17,20 +17,19 @@ import torch
 from shoal.config import ResolvedConfig
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
+from shoal.engine.runner.rank_export import WeightsExport, decode, encode
 from shoal.errors import CheckpointError, UnavailableError
 from shoal.version import __version__
-from shoal.weights import loan
 from shoal.weights.fingerprint import tensors_fingerprint
 from shoal.weights.loader import lies_by_shape
-from shoal.weights.loan import WeightsLoan
 from shoal.weights.source import CheckpointFiles
 
 logger = logging.getLogger(__name__)
 
-LOAN_S = 600.0  # A worker that takes longer to start has died.
+EXPORT_S = 600.0  # A worker that takes longer to start has died.
 
 
-class WeightLoans:
+class WeightExports:
     """`checkpoint()`: what the weights were read from, if it still lies on disk as it was read; else None.
     Every call is made between steps, and the loans end before the weights change or go."""
 
@@ -42,9 +41,9 @@ class WeightLoans:
         self._offers: list[bytes] = []  # of each rank, while there are loans
         self._name: tuple[CheckpointFiles, bytes] | None = None  # of the weights, which is read from disk
 
-    def lend(self, name: bytes, borrower: str) -> bytes:
+    def export(self, name: bytes, reader: str) -> bytes:
         """A loan of the weights of this name (weights/fingerprint.py), in place of any other that this
-        borrower has. Raises UnavailableError where there is nothing to lend."""
+        reader has. Raises UnavailableError where there is nothing to lend."""
         files = self._checkpoint()
         if files is None:
             raise UnavailableError(
@@ -59,12 +58,12 @@ class WeightLoans:
         self.settle()
         if not self._ends:
             self._open()
-        self._ends[borrower] = time.monotonic() + LOAN_S
-        return loan.encode(WeightsLoan(layout_of(self._config), self._offers))
+        self._ends[reader] = time.monotonic() + EXPORT_S
+        return encode(WeightsExport(layout_of(self._config), self._offers))
 
-    def take_back(self, borrower: str) -> None:
-        """Does nothing if this borrower has no loan."""
-        if self._ends.pop(borrower, None) is not None and not self._ends:
+    def end(self, reader: str) -> None:
+        """Does nothing if this reader has no loan."""
+        if self._ends.pop(reader, None) is not None and not self._ends:
             self._close()
 
     def withdraw_all(self) -> None:
@@ -75,18 +74,18 @@ class WeightLoans:
 
     def settle(self) -> None:
         """Ends the loans of borrowers that have not come back."""
-        for borrower in [borrower for borrower, end in self._ends.items() if end < time.monotonic()]:
-            self.take_back(borrower)
+        for reader in [reader for reader, end in self._ends.items() if end < time.monotonic()]:
+            self.end(reader)
 
     def _open(self) -> None:
-        self._offers, errors = self._ranks.each(commands.LEND_WEIGHTS)
+        self._offers, errors = self._ranks.each(commands.EXPORT_WEIGHTS)
         if errors:
             self._close()
             raise UnavailableError(f"the weights cannot be lent: {errors[0]}")
 
     def _close(self) -> None:
         self._offers = []
-        self._ranks.call(commands.END_WEIGHT_LOANS)
+        self._ranks.call(commands.END_WEIGHT_EXPORT)
 
 
 def layout_of(config: ResolvedConfig) -> str:
@@ -103,10 +102,10 @@ def layout_of(config: ResolvedConfig) -> str:
 
 
 def accepted(data: bytes, config: ResolvedConfig, files: CheckpointFiles) -> list[bytes]:
-    """A loan's RankLoans, if its weights lie in memory as those of an engine with this config will. [], with
-    a line in the log: they do not, or it is no loan."""
+    """A loan's RankExports, if its weights lie in memory as those of an engine with this config will. [],
+    with a line in the log: they do not, or it is no loan."""
     try:
-        found = loan.decode(data, WeightsLoan)
+        found = decode(data, WeightsExport)
         if found.layout != (ours := layout_of(config)):
             raise CheckpointError(f"there they are of {found.layout}, and here of {ours}")
         if not lies_by_shape(files):

@@ -1,5 +1,5 @@
 """One rank's weights in the memory of another worker's rank that starts with the same ones: how they are
-offered, and how they are read. engine/lifecycle/weight_loans.py commands the owner's side.
+offered, and how they are read. engine/lifecycle/weight_exports.py commands the owner's side.
 
 The ways are those of KV blocks (kv/transfer/transport.py), for tensors of any size: shared memory and CUDA
 IPC on one
@@ -13,7 +13,7 @@ import contextlib
 import ctypes
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 import numpy as np
@@ -34,7 +34,6 @@ from shoal.kv.transfer.nixl_agents import MISSING, NixlAgents, descriptors, in_c
 from shoal.memory.available import available_bytes
 from shoal.models.decoder import Decoder
 from shoal.weights.loader import load_hollow_weights
-from shoal.weights.loan import LentTensor, RankLoan
 from shoal.weights.source import CheckpointFiles
 from shoal.weights.transfer import SharedTensors, open_tensor
 from shoal.weights.update import checksums, weight_tensors
@@ -46,11 +45,47 @@ POLL_S = 0.001
 Close = Callable[[], None]
 
 
-class LoanError(Exception):
+T = TypeVar("T", "WeightsExport", "RankExport")
+
+
+class ExportedTensor(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    checksum: str
+
+
+class RankExport(msgspec.Struct, array_like=True, frozen=True):
+    """The tensors of one rank. `ways`: by a way's name, the address at which it reads them."""
+
+    tensors: list[ExportedTensor]
+    ways: dict[str, bytes]
+
+
+class WeightsExport(msgspec.Struct, array_like=True, frozen=True):
+    layout: str  # everything that decides how weights lie in memory
+    ranks: list[bytes]  # a RankExport each
+
+
+def encode(export: WeightsExport | RankExport) -> bytes:
+    return msgspec.msgpack.encode(export)
+
+
+def decode(data: bytes, kind: type[T]) -> T:
+    """Raises CheckpointError for anything else."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(
+            f"cannot decode the other worker's weights export: {error}; does it run another version of Shoal?"
+        ) from None
+
+
+class ExportError(Exception):
     """This way does not lead from the owner to the reader."""
 
 
-class Borrowed(NamedTuple):
+class WeightsRead(NamedTuple):
     way: str
     num_bytes: int
     seconds: float
@@ -70,7 +105,7 @@ class Way(Protocol):
         ...
 
 
-class RankLoans:
+class RankExporter:
     """The owner's side: one offer, which any number of readers may use. `loan` is for them."""
 
     def __init__(self, model: Decoder) -> None:
@@ -84,7 +119,7 @@ class RankLoans:
                 try:
                     ways[way.name], close = way.offer(tensors)
                     self._closes.append(close)
-                except LoanError as error:
+                except ExportError as error:
                     reasons.append(f"{way.name}: {error}")
         except BaseException:
             self.close()
@@ -92,10 +127,10 @@ class RankLoans:
         if not ways:
             raise CheckpointError(f"the weights can be lent to nobody: {'; '.join(reasons)}")
         lent = [
-            LentTensor(name, str(tensor.dtype), tuple(tensor.shape), sums[name])
+            ExportedTensor(name, str(tensor.dtype), tuple(tensor.shape), sums[name])
             for name, tensor in named.items()
         ]
-        self.loan = RankLoan(lent, ways)
+        self.export = RankExport(lent, ways)
 
     def close(self) -> None:
         """Who reads now fails, or finds out that the checksums are wrong. Safe to call twice."""
@@ -103,13 +138,15 @@ class RankLoans:
             self._closes.pop()()
 
 
-def borrow(model: Decoder, files: CheckpointFiles, loan: RankLoan, device: torch.device) -> Borrowed:
+def read_export(
+    model: Decoder, files: CheckpointFiles, export: RankExport, device: torch.device
+) -> WeightsRead:
     """Fills a new model with another worker's weights, which are those of `files`. Raises CheckpointError;
     then it holds anything, and may be loaded otherwise."""
     began = time.perf_counter()
     load_hollow_weights(model, files, device)
     own = dict(weight_tensors(model))
-    lent = {tensor.name: tensor for tensor in loan.tensors}
+    lent = {tensor.name: tensor for tensor in export.tensors}
     for name in own | lent:
         ours = (str(own[name].dtype), tuple(own[name].shape)) if name in own else "nothing"
         its = (lent[name].dtype, lent[name].shape) if name in lent else "nothing"
@@ -119,12 +156,12 @@ def borrow(model: Decoder, files: CheckpointFiles, loan: RankLoan, device: torch
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # What comes is not ordered behind the zeros.
     for way in _ways(device):
-        if way.name not in loan.ways:
+        if way.name not in export.ways:
             reasons.append(f"{way.name}: the other worker has no such way")
             continue
         try:
-            way.read(loan.ways[way.name], tensors)
-        except LoanError as error:
+            way.read(export.ways[way.name], tensors)
+        except ExportError as error:
             reasons.append(f"{way.name}: {error}")
             continue
         found = checksums(model)
@@ -134,7 +171,7 @@ def borrow(model: Decoder, files: CheckpointFiles, loan: RankLoan, device: torch
                 f"{wrong[0]}"
             )
         num_bytes = sum(tensor.nbytes for tensor in tensors)
-        return Borrowed(way.name, num_bytes, time.perf_counter() - began)
+        return WeightsRead(way.name, num_bytes, time.perf_counter() - began)
     raise CheckpointError(f"no way leads to the other worker's weights: {'; '.join(reasons)}")
 
 
@@ -159,22 +196,22 @@ class SharedMemoryWay:
         # Shared memory is taken as it is written. Without this, the kernel would end a process for it.
         num_bytes, free = sum(tensor.nbytes for tensor in tensors), available_bytes()
         if num_bytes > free:
-            raise LoanError(f"a copy of {num_bytes} bytes of weights has no room in {free} bytes of memory")
+            raise ExportError(f"a copy of {num_bytes} bytes of weights has no room in {free} bytes of memory")
         try:
             shared = SharedTensors({str(i): tensor for i, tensor in enumerate(tensors)})
         except OSError as error:
-            raise LoanError(f"no memory for a copy of the weights: {error}") from None
+            raise ExportError(f"no memory for a copy of the weights: {error}") from None
         return msgspec.msgpack.encode((boot_id(), shared.handles)), shared.close
 
     def read(self, address: bytes, into: Sequence[torch.Tensor]) -> None:
         host, handles = _decode(address, tuple[str, list[dict[str, Any]]])
         if host != boot_id():
-            raise LoanError("the other worker is on another host")
+            raise ExportError("the other worker is on another host")
         try:
             for tensor, handle in zip(into, handles, strict=True):
                 tensor.copy_(open_tensor(handle))
         except (CheckpointError, RuntimeError, ValueError) as error:
-            raise LoanError(str(error)) from None
+            raise ExportError(str(error)) from None
 
 
 class _IpcAddress(msgspec.Struct, frozen=True, array_like=True):
@@ -201,7 +238,7 @@ class CudaIpcWay:
                     handles[start] = export_memory(self._device, start)
                 places.append((list(handles).index(start), tensor.data_ptr() - start))
         except DriverError as error:
-            raise LoanError(
+            raise ExportError(
                 f"this GPU memory can't be shared ({error}); leave out enable_sleep_mode, or install NIXL"
             ) from None
         return msgspec.msgpack.encode(_IpcAddress(boot_id(), list(handles.values()), places)), lambda: None
@@ -209,7 +246,7 @@ class CudaIpcWay:
     def read(self, address: bytes, into: Sequence[torch.Tensor]) -> None:
         owner = _decode(address, _IpcAddress)
         if owner.host != boot_id():
-            raise LoanError("the other worker is on another host")
+            raise ExportError("the other worker is on another host")
         opened: list[int] = []
         try:
             for handle in owner.handles:
@@ -217,7 +254,7 @@ class CudaIpcWay:
             with context(self._device):
                 for tensor, (number, offset) in zip(into, owner.places, strict=True):
                     if not 0 <= offset <= allocation_of(self._device, opened[number])[1] - tensor.nbytes:
-                        raise LoanError("a tensor does not lie in the memory that it is said to lie in")
+                        raise ExportError("a tensor does not lie in the memory that it is said to lie in")
                     call(
                         "cuMemcpyDtoD_v2",
                         ctypes.c_uint64(tensor.data_ptr()),
@@ -226,7 +263,7 @@ class CudaIpcWay:
                     )
                 call("cuCtxSynchronize")
         except (DriverError, ValueError, IndexError) as error:
-            raise LoanError(f"GPU {self._device} can't read the other worker's memory ({error})") from None
+            raise ExportError(f"GPU {self._device} can't read the other worker's memory ({error})") from None
         finally:
             close_memory(self._device, opened)
 
@@ -267,7 +304,7 @@ class NixlWay:
     def read(self, address: bytes, into: Sequence[torch.Tensor]) -> None:
         owner = _decode(address, _NixlAddress)
         if len(owner.addresses) != len(into) or not all(0 < start < 1 << 63 for start in owner.addresses):
-            raise LoanError(f"what came are no addresses of {len(into)} tensors")
+            raise ExportError(f"what came are no addresses of {len(into)} tensors")
         sizes = np.array([tensor.nbytes for tensor in into], np.uint64)
         targets = np.array([tensor.data_ptr() for tensor in into], np.uint64)
         with self._using("read the other worker's weights") as nixl:
@@ -288,25 +325,25 @@ class NixlWay:
         try:
             self._nixl.load()
         except ImportError as error:
-            raise LoanError(f"{MISSING} ({error})") from None
+            raise ExportError(f"{MISSING} ({error})") from None
         try:
             with self._nixl.lock, in_context(self._segment, self._device):
                 yield self._nixl
         except self._nixl.errors as error:
-            raise LoanError(f"NIXL can't {what}: {error}") from None
+            raise ExportError(f"NIXL can't {what}: {error}") from None
         except DriverError as error:
-            raise LoanError(f"NIXL can't {what}: {error}") from None
+            raise ExportError(f"NIXL can't {what}: {error}") from None
 
     def _wait(self, agent: Any, handle: Any, patience_s: float) -> None:
         """The end of the agent, which an error brings, is the end of what would still write."""
         until, state = time.monotonic() + patience_s, agent.transfer(handle)
         while state == "PROC":
             if time.monotonic() > until:
-                raise LoanError(f"the other worker's weights did not come within {patience_s:.0f} s")
+                raise ExportError(f"the other worker's weights did not come within {patience_s:.0f} s")
             time.sleep(POLL_S)
             state = agent.check_xfer_state(handle)
         if state != "DONE":
-            raise LoanError(f"NIXL broke off: {state}")
+            raise ExportError(f"NIXL broke off: {state}")
 
     def _pieces(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, str]]:
         return [(tensor.data_ptr(), tensor.nbytes, self._device, "") for tensor in tensors]
@@ -316,4 +353,4 @@ def _decode(address: bytes, kind: Any) -> Any:
     try:
         return msgspec.msgpack.decode(address, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise LoanError(f"an address cannot be read: {error}") from None
+        raise ExportError(f"an address cannot be read: {error}") from None

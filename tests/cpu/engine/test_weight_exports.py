@@ -12,12 +12,11 @@ from safetensors.torch import load_file, save_file
 from shoal import LLM
 from shoal.config import EngineConfig
 from shoal.engine.core import EngineCore
-from shoal.engine.lifecycle import weight_loans
-from shoal.engine.runner import rank_loan
+from shoal.engine.lifecycle import weight_exports
+from shoal.engine.runner import rank_export
+from shoal.engine.runner.rank_export import RankExport, WeightsExport
 from shoal.errors import CheckpointError, UnavailableError
-from shoal.weights import loan
 from shoal.weights.fingerprint import tensors_fingerprint
-from shoal.weights.loan import RankLoan, WeightsLoan
 from shoal.weights.source import CheckpointFiles, resolve
 from tests import quantized, tiny
 from tests.cpu.weights.test_weights_gguf import write_gguf
@@ -25,7 +24,7 @@ from tests.cpu.weights.test_weights_gguf import write_gguf
 KINDS = [*quantized.SCHEMES, *quantized.BY_INPUTS, "fp8-blocks"]
 FP8 = [kind for kind in KINDS if kind.startswith("fp8")]
 OPTIONS = {"device": "cpu", "max_model_len": 64, "kv_cache_memory_bytes": 1 << 20, "max_num_seqs": 4}
-BORROWED, FROM_FILES = "has its weights from another worker, by", "reads the weights from files"
+READ_FROM_PEER, FROM_FILES = "has its weights from another worker, by", "reads the weights from files"
 
 
 @pytest.fixture(scope="module")
@@ -46,13 +45,13 @@ def said(caplog):
 
 
 def lend(llm, folder, borrower="b"):
-    return llm.core.weights.lend(tensors_fingerprint(resolve(str(folder))), borrower)
+    return llm.core.weights.export(tensors_fingerprint(resolve(str(folder))), borrower)
 
 
 def begin(folder, data, **options):
     """The checksums of an engine that begins with this loan."""
     config = EngineConfig(model=str(folder), **OPTIONS | options)
-    core = EngineCore(config, resolve(str(folder)), loan=data)
+    core = EngineCore(config, resolve(str(folder)), peer_weights=data)
     try:
         return core.check_weights()
     finally:
@@ -61,8 +60,10 @@ def begin(folder, data, **options):
 
 def only(name, monkeypatch):
     """Weights travel by this way alone."""
-    ways = rank_loan._ways
-    monkeypatch.setattr(rank_loan, "_ways", lambda device: [way for way in ways(device) if way.name == name])
+    ways = rank_export._ways
+    monkeypatch.setattr(
+        rank_export, "_ways", lambda device: [way for way in ways(device) if way.name == name]
+    )
 
 
 @pytest.mark.parametrize("way", ["shared memory", "NIXL"])
@@ -74,7 +75,7 @@ def test_weights_come_by_each_way_as_they_lie_in_the_owners_memory(folder, said,
     with LLM(str(folder), dtype=dtype, **OPTIONS) as owner:
         found = begin(folder, lend(owner, folder), dtype=dtype)
         assert found == owner.core.check_weights()
-    assert f"{BORROWED} {way}" in said()
+    assert f"{READ_FROM_PEER} {way}" in said()
 
 
 @pytest.mark.parametrize("kind", FP8)
@@ -83,7 +84,7 @@ def test_checkpoints_in_fp8_come_as_they_lie(kind, tmp_path, said):
     with LLM(str(tmp_path), **OPTIONS) as owner:
         assert owner.config.keep_quantized
         assert begin(tmp_path, lend(owner, tmp_path)) == owner.core.check_weights()
-    assert BORROWED in said()
+    assert READ_FROM_PEER in said()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in FP8] + ["gguf"])
@@ -93,11 +94,11 @@ def test_weights_whose_numbers_decide_how_they_lie_are_not_lent(kind, tmp_path, 
         write_gguf(path := tmp_path / "model.gguf", "qwen3", "Q8_0")
     else:
         quantized.write(path, kind)
-    layout = weight_loans.layout_of
+    layout = weight_exports.layout_of
     with LLM(str(path), skip_tokenizer_init=True, **OPTIONS) as owner:
         with pytest.raises(UnavailableError, match="depends on their numbers"):
-            owner.core.weights.lend(b"any", "b")
-        data = loan.encode(WeightsLoan(layout(owner.config), [b""]))
+            owner.core.weights.export(b"any", "b")
+        data = rank_export.encode(WeightsExport(layout(owner.config), [b""]))
         assert begin(path, data, skip_tokenizer_init=True) == owner.core.check_weights()
     assert "depends on their numbers" in said()
 
@@ -107,7 +108,7 @@ def test_what_becomes_fp8_while_it_loads_comes_as_fp8(name, tmp_path, said):
     folder = tiny.write_model(tmp_path, name)
     with LLM(str(folder), quantization="fp8", **OPTIONS) as owner:
         assert begin(folder, lend(owner, folder), quantization="fp8") == owner.core.check_weights()
-    assert BORROWED in said()
+    assert READ_FROM_PEER in said()
 
 
 def test_each_rank_has_its_shard_from_the_owners_rank(folder, said, capfd):
@@ -116,7 +117,7 @@ def test_each_rank_has_its_shard_from_the_owners_rank(folder, said, capfd):
         assert found == owner.core.check_weights()
         assert {name.split(".")[0] for name in found} == {"rank0", "rank1"}
     told = said() + capfd.readouterr().err
-    assert f"rank 0 {BORROWED}" in told and FROM_FILES not in told  # which rank 1 would say aloud
+    assert f"rank 0 {READ_FROM_PEER}" in told and FROM_FILES not in told  # which rank 1 would say aloud
 
 
 def test_other_weights_are_not_lent(owner, folder, tmp_path):
@@ -163,17 +164,19 @@ def test_numbers_that_changed_meanwhile_are_found_out_and_files_are_read(owner, 
 @pytest.mark.parametrize("end", ["taken back", "new weights", "too old"])
 def test_a_loan_that_ended_makes_the_next_one_read_files(owner, folder, said, monkeypatch, end):
     only("shared memory", monkeypatch)
-    data, loans = lend(owner, folder), owner.core.weights.loans
+    data, exports = lend(owner, folder), owner.core.weights.exports
     if end == "taken back":
         lend(owner, folder, "another")
-        loans.take_back("b")
-        loans.take_back("b")
-        assert begin(folder, data) == owner.core.check_weights() and BORROWED in said()  # there is another
-        loans.take_back("another")
+        exports.end("b")
+        exports.end("b")
+        assert (
+            begin(folder, data) == owner.core.check_weights() and READ_FROM_PEER in said()
+        )  # there is another
+        exports.end("another")
     elif end == "new weights":
         owner.update_weights(str(folder))
     else:
-        monkeypatch.setattr(weight_loans, "LOAN_S", -1.0)
+        monkeypatch.setattr(weight_exports, "EXPORT_S", -1.0)
         lend(owner, folder)
         owner.core.stats()  # a fleet asks for them all the time
     assert begin(folder, data) == owner.core.check_weights()
@@ -184,22 +187,22 @@ def test_a_loan_that_ended_makes_the_next_one_read_files(owner, folder, said, mo
 def test_weights_that_lie_otherwise_are_read_from_files(owner, folder, said):
     found = begin(folder, lend(owner, folder), dtype="float16")
     assert found != owner.core.check_weights()
-    assert "float16" in said() and "are of no use here" in said() and BORROWED not in said()
+    assert "float16" in said() and "are of no use here" in said() and READ_FROM_PEER not in said()
 
 
 def damaged(data):
     """Loans that are none, and what is wrong with each."""
-    whole = loan.decode(data, WeightsLoan)
-    rank = loan.decode(whole.ranks[0], RankLoan)
+    whole = rank_export.decode(data, WeightsExport)
+    rank = rank_export.decode(whole.ranks[0], RankExport)
     first, *rest = rank.tensors
 
     def with_rank(**changes):
-        changed = RankLoan(**{"tensors": rank.tensors, "ways": rank.ways} | changes)
-        return loan.encode(WeightsLoan(whole.layout, [loan.encode(changed)]))
+        changed = RankExport(**{"tensors": rank.tensors, "ways": rank.ways} | changes)
+        return rank_export.encode(WeightsExport(whole.layout, [rank_export.encode(changed)]))
 
-    yield b"\x00nonsense", "no loan of weights"
-    yield loan.encode(WeightsLoan(whole.layout, [])), "0 ranks"
-    yield loan.encode(WeightsLoan(whole.layout, [b"x"])), "no loan of weights"
+    yield b"\x00nonsense", "cannot decode"
+    yield rank_export.encode(WeightsExport(whole.layout, [])), "0 ranks"
+    yield rank_export.encode(WeightsExport(whole.layout, [b"x"])), "cannot decode"
     yield with_rank(tensors=rest), "nothing"
     yield with_rank(tensors=[type(first)(first.name, first.dtype, (1, 2), first.checksum), *rest]), "(1, 2)"
     yield with_rank(ways={}), "no such way"
@@ -210,12 +213,12 @@ def damaged(data):
 def test_a_loan_that_makes_no_sense_is_named_and_files_are_read(owner, folder, said, number):
     data, words = list(damaged(lend(owner, folder)))[number]
     assert begin(folder, data) == owner.core.check_weights()
-    assert words in said() and BORROWED not in said()
+    assert words in said() and READ_FROM_PEER not in said()
 
 
 def test_an_owner_without_memory_for_a_copy_lends_by_other_ways_or_not(owner, folder, monkeypatch):
     only("shared memory", monkeypatch)
-    monkeypatch.setattr(rank_loan, "available_bytes", lambda: 1000)
+    monkeypatch.setattr(rank_export, "available_bytes", lambda: 1000)
     with pytest.raises(UnavailableError, match="no room in 1000 bytes"):
         lend(owner, folder)
     monkeypatch.undo()
@@ -226,7 +229,7 @@ def test_a_way_that_fails_leaves_nothing_open(owner, folder, monkeypatch):
     def fail(self, tensors):
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(rank_loan.NixlWay, "offer", fail)
+    monkeypatch.setattr(rank_export.NixlWay, "offer", fail)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(AssertionError):
@@ -238,7 +241,7 @@ def test_whatever_fails_in_a_loan_the_files_are_read(owner, folder, said, monkey
     def fail(self, address, into):
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(rank_loan.SharedMemoryWay, "read", fail)
+    monkeypatch.setattr(rank_export.SharedMemoryWay, "read", fail)
     assert begin(folder, lend(owner, folder)) == owner.core.check_weights()
     assert FROM_FILES in said() and "a bug" in said()
 
