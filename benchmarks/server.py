@@ -78,17 +78,19 @@ def our_app():
     from shoal.config import ServerConfig
     from shoal.server.app import create_app
     from shoal.server.served.catalog import Catalog
-    from shoal.server.served.model import ServedModel
+    from shoal.server.served.model import LoadedModel, ServedModel
 
     tokenizer, engine = load_model()
     model = ServedModel(
         ["smollm2"],
         engine,
-        tokenizer,
-        max_model_len=8192,
-        vocab_size=len(tokenizer),
-        eos_token_ids=tokenizer.eos_token_ids,
-        max_num_seqs=1024,
+        LoadedModel(
+            tokenizer,
+            max_model_len=8192,
+            vocab_size=len(tokenizer),
+            eos_token_ids=tokenizer.eos_token_ids,
+            max_num_seqs=1024,
+        ),
     )
     return create_app(Catalog([model]), ServerConfig())
 

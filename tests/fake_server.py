@@ -4,6 +4,7 @@ and tool_server for models with tools and thoughts."""
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 import json
 import socket
@@ -20,7 +21,7 @@ from shoal.fake_engine import FakeEngine
 from shoal.server.app import create_admin_app, create_app
 from shoal.server.run import open_ports, serve_until, url_of
 from shoal.server.served.catalog import Catalog
-from shoal.server.served.model import ServedModel
+from shoal.server.served.model import LoadedModel, ServedModel
 from shoal.text.tokenizer import Tokenizer
 
 NAME = "tiny"
@@ -80,19 +81,24 @@ class FakeServer:
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
         self.drain, self.force = asyncio.Event(), asyncio.Event()
+        loaded = {
+            "tokenizer": byte_tokenizer(),
+            "max_model_len": 256,
+            "vocab_size": 300,
+            "eos_token_ids": (END,),
+            "max_num_seqs": 256,
+        }
+        of_loaded = {one.name for one in dataclasses.fields(LoadedModel)}
+        loaded |= {name: value for name, value in self.settings.items() if name in of_loaded}
         self.model = ServedModel(
             **{
                 "names": [NAME],
                 "engine": self.engine,
-                "tokenizer": byte_tokenizer(),
-                "max_model_len": 256,
-                "vocab_size": 300,
-                "eos_token_ids": (END,),
-                "max_num_seqs": 256,
+                "loaded": LoadedModel(**loaded),
                 "max_queued_requests": self.config.max_queued_requests,
                 "request_timeout": self.config.request_timeout,
                 "trust_request_chat_template": self.config.trust_request_chat_template,
-                **self.settings,
+                **{name: value for name, value in self.settings.items() if name not in of_loaded},
             }
         )
         models = Catalog([self.model])

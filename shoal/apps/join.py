@@ -176,13 +176,13 @@ async def joined(
         role, shown_plane = config.role, shown(config.plane)
 
         async def register() -> None:
-            assert model.card is not None
+            assert model.loaded.card is not None
             member = member_of(
                 worker_id,
                 role,
                 url,
                 address,
-                model.card,
+                model.loaded.card,
                 tags=config.worker_tags or (),
                 is_draining=model.admission.draining,
             )
@@ -190,8 +190,8 @@ async def joined(
 
         async def change_role(new: str) -> None:
             nonlocal role
-            assert model.card is not None
-            _check_role(new, model.card.info)
+            assert model.loaded.card is not None
+            _check_role(new, model.loaded.card.info)
             role = new
             await register()
             logger.info("worker %s has the role %s from now on", worker_id, role)

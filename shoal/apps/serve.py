@@ -34,7 +34,7 @@ from shoal.server.http.keys import check_admin_port
 from shoal.server.run import check_tls, open_ports, url_of, warn_of_open_port
 from shoal.server.run import serve as serve_http
 from shoal.server.served.catalog import Catalog
-from shoal.server.served.model import ServedModel, served_model
+from shoal.server.served.model import ServedModel, loaded_model, served_model
 from shoal.telemetry.tracing import check_tracing, opened_tracing
 from shoal.text.tokenizer import Tokenizer, end_token_ids, load_tokenizer
 from shoal.weights.source import CheckpointFiles, resolve
@@ -242,12 +242,11 @@ def _following(model: ServedModel, llm: AsyncLLM, config: ServerConfig) -> Calla
             )
             tokenizer = await _load_tokenizer(engine, files)
         except ShoalError:
-            model.tokenizer = (
-                None  # The old tokenizer does not fit the new model. Requests with text are refused now.
-            )
+            # The old tokenizer does not fit the new model. Requests with text are refused now.
+            model.loaded = dataclasses.replace(model.loaded, tokenizer=None)
             raise
         card = card_of(Planned(model.names, engine, files), llm.info, tokenizer, config)
-        model.become(served_model(card, model.engine, tokenizer, config))
+        model.become(loaded_model(card, tokenizer))
 
     return follow
 

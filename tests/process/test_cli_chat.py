@@ -344,9 +344,9 @@ def test_the_last_message_is_edited_where_it_was_typed(xterm, server):
 
 
 def test_show_says_which_values_the_server_takes_by_default(terminal, server):
-    server.model.default_params["temperature"] = 0.2
+    server.model.loaded.default_params["temperature"] = 0.2
     terminal.enter("/set temperature")
     terminal.expect("temperature: 0.2 (default)")
     terminal.enter("/model")
     terminal.expect(f"* {NAME}")
-    server.model.default_params.clear()
+    server.model.loaded.default_params.clear()

@@ -141,7 +141,7 @@ async def test_a_worker_that_ends_keeps_draining_when_its_role_changes(monkeypat
             engine=FakeEngine(vocab_size=512),
             admission=Admission(4, 4),
             metrics=ModelMetrics("fake", 4096, {}),
-            card=CARD,
+            loaded=SimpleNamespace(card=CARD),
             changed=asyncio.Event(),
         )
         config = ServerConfig(plane="tcp://127.0.0.1:5600")

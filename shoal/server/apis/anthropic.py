@@ -17,7 +17,7 @@ from shoal.server.apis.shapes import AnthropicErrorResponse
 from shoal.server.apis.tools import AnswerFormat, ToolPlan, check_finish, plan_tools, warn_left_out
 from shoal.server.errors import CONTEXT_EXCEEDED, ApiError
 from shoal.server.http.exchange import Dialect, Exchange
-from shoal.server.served.generation import Generation, Usage
+from shoal.server.served.generation import Usage
 from shoal.server.served.model import Prompt, ServedModel
 from shoal.text.chat_template import without_billing_line, without_billing_lines
 from shoal.text.conversation import with_whole_escapes
@@ -143,25 +143,21 @@ async def create_message(exchange: Exchange) -> None:
     exchange.names |= NAMES
     model = exchange.models.find(request.model)
     plan, params = _plan(exchange, request, model), _params(exchange, request, model)
-    plan.constrain(params, model.tool_call_parser, exchange.names)
+    plan.constrain(params, model.loaded.tool_call_parser, exchange.names)
     spare_grammar(params, None)
     prompt = await _prompt(exchange, request, model, plan, params)
     parser = AnswerFormat(
-        plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
+        plan, model.loaded.tool_call_parser, model.loaded.reasoning_parser, prompt.text or "", params
     ).parser(is_whole=not request.stream)
     writer = _Writer(request.model or model.name, len(prompt.token_ids))
-    async with Generation(
+    async with exchange.generate(
         model,
         [prompt],
         params,
-        exchange.begin_line(model.name),
-        request_id=exchange.request_id,
+        user=(request.metadata or {}).get("user_id"),
         timeout=request.timeout,
-        session=exchange.session((request.metadata or {}).get("user_id")),
-        tags=exchange.tags,
         cuts_max_tokens=True,
     ) as answers:
-        exchange.begin(answers)
         if request.max_tokens == 0:
             events = writer.begin()
             check_finish(await answers.warm())
@@ -193,7 +189,7 @@ async def count_tokens(exchange: Exchange) -> None:
     model = exchange.models.find(request.model)
     plan = _plan(exchange, request, model)
     params = SamplingParams(structured_outputs=_structured(exchange, request))
-    plan.constrain(params, model.tool_call_parser, exchange.names)
+    plan.constrain(params, model.loaded.tool_call_parser, exchange.names)
     prompt = await _prompt(exchange, request, model, plan, params)
     await exchange.json(TokenCount(len(prompt.token_ids)))
 
@@ -358,7 +354,7 @@ def _plan(exchange: Exchange, request: CountTokensRequest, model: ServedModel) -
         [{"type": "function", "function": f} for f in functions],
         wanted,
         parallel,
-        model.tool_call_parser,
+        model.loaded.tool_call_parser,
         left_out,
     )
 
@@ -378,7 +374,7 @@ def _params(exchange: Exchange, request: MessagesRequest, model: ServedModel) ->
         "stop": request.stop_sequences,
     }
     return SamplingParams(
-        **{**model.default_params, **{k: v for k, v in given.items() if v is not None}},
+        **{**model.loaded.default_params, **{k: v for k, v in given.items() if v is not None}},
         max_tokens=filled(model, request.max_tokens) or 1,  # the engine gives one at least
         structured_outputs=_structured(exchange, request),
     )
@@ -396,9 +392,9 @@ async def _prompt(
     thinks = mode != "disabled" and params.structured_outputs is None
     if thinks and mode not in THINKING:
         exchange.warn("thinking.type", f"thinking.type {mode!r:.60} is taken for 'adaptive'")
-    if thinks and model.reasoning_parser == "none":
+    if thinks and model.loaded.reasoning_parser == "none":
         exchange.warn("thinking", f"the model {model.name} does not think aloud: `thinking` is ignored")
-    variables = {} if model.reasoning_parser == "none" else {"enable_thinking": thinks}
+    variables = {} if model.loaded.reasoning_parser == "none" else {"enable_thinking": thinks}
     # The model goes on with an answer that the caller has begun.
     begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     return await model.chat_prompt(

@@ -87,7 +87,7 @@ async def conversation_of(exchange: Exchange, request: ChatCompletionRequest) ->
     _warn_unknown(exchange, request)
     functions, left_out = functions_among(exchange, request.tools)
     plan = plan_tools(
-        functions, request.tool_choice, request.parallel_tool_calls, model.tool_call_parser, left_out
+        functions, request.tool_choice, request.parallel_tool_calls, model.loaded.tool_call_parser, left_out
     )
     if request.max_completion_tokens is not None:
         exchange.names["max_tokens"] = "max_completion_tokens"
@@ -100,14 +100,16 @@ async def conversation_of(exchange: Exchange, request: ChatCompletionRequest) ->
         max_tokens=max_tokens,
         logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
-    plan.constrain(params, model.tool_call_parser, exchange.names)
+    plan.constrain(params, model.loaded.tool_call_parser, exchange.names)
     spare_grammar(params, request.repetition_penalty)
     prompt = await _prompt(exchange, model, request, plan, params)
-    is_plain = plan.mode == "none" and model.reasoning_parser == "none"
+    is_plain = plan.mode == "none" and model.loaded.reasoning_parser == "none"
     form = (
         None
         if is_plain
-        else AnswerFormat(plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params)
+        else AnswerFormat(
+            plan, model.loaded.tool_call_parser, model.loaded.reasoning_parser, prompt.text or "", params
+        )
     )
     return Conversation(request, model, params, prompt, form)
 
@@ -115,22 +117,18 @@ async def conversation_of(exchange: Exchange, request: ChatCompletionRequest) ->
 def generation_of(exchange: Exchange, conversations: Sequence[Conversation]) -> Generation:
     """The answers to conversations that differ in their prompts alone."""
     first = conversations[0]
-    request_id = exchange.named(first.request.request_id)
-    generation = Generation(
+    return exchange.generate(
         first.model,
         [one.prompt for one in conversations],
         first.params,
-        exchange.begin_line(first.model.name),
-        request_id=f"chatcmpl-{request_id}",
+        id_prefix="chatcmpl-",
+        request_id=first.request.request_id,
+        user=first.request.user,
         priority=first.request.priority,
         cache_salt=first.request.cache_salt,
         timeout=first.request.timeout,
-        session=exchange.session(first.request.user),
-        tags=exchange.tags,
         cuts_max_tokens=True,
     )
-    exchange.begin(generation)
-    return generation
 
 
 async def create_chat_completion(exchange: Exchange) -> None:
@@ -190,7 +188,7 @@ def _check(request: ChatCompletionRequest, model: ServedModel) -> None:
     most, asked = model.max_logprobs, request.top_logprobs
     if asked and not request.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs set to true", param="top_logprobs")
-    if asked is not None and most >= 0 and (model.vocab_size if asked < 0 else asked) > most:
+    if asked is not None and most >= 0 and (model.loaded.vocab_size if asked < 0 else asked) > most:
         raise ApiError(
             400,
             f"top_logprobs {asked} is more than {most}, the most that this server gives; ask for fewer, or "
@@ -238,7 +236,7 @@ async def _prompt(
     params: SamplingParams,
 ) -> Prompt:
     variables = template_variables(
-        request.chat_template_kwargs, request.reasoning_effort, params, model.reasoning_parser
+        request.chat_template_kwargs, request.reasoning_effort, params, model.loaded.reasoning_parser
     )
     prompt = await model.chat_prompt(
         [readable_message(exchange, message) for message in request.messages],

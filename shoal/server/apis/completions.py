@@ -35,10 +35,8 @@ from shoal.text.answer import Delta
 DEFAULT_MAX_TOKENS = 16
 
 
-async def create_completion(exchange: Exchange) -> None:
-    request = exchange.decode(CompletionRequest)
-    model = exchange.models.find(request.model)
-    options = check_stream_options(request.stream, request.stream_options, exchange.context.config)
+async def _generation_of(exchange: Exchange, request: CompletionRequest, model: ServedModel) -> Generation:
+    """Returns the generation of a checked request. Raises ApiError and RequestError."""
     if request.suffix:
         raise ApiError(
             400, "suffix is given, and no model here fills in the middle; leave it out", param="suffix"
@@ -75,22 +73,26 @@ async def create_completion(exchange: Exchange) -> None:
         prompt_logprobs=request.logprobs if request.echo and request.prompt_logprobs is None else None,
     )
     spare_grammar(params, request.repetition_penalty)
-    request_id = exchange.named(request.request_id)
-    generation = Generation(
+    return exchange.generate(
         model,
         prompts,
         params,
-        exchange.begin_line(model.name),
-        request_id=f"cmpl-{request_id}",
+        id_prefix="cmpl-",
+        request_id=request.request_id,
+        user=request.user,
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout=request.timeout,
-        session=exchange.session(request.user),
-        tags=exchange.tags,
         cuts_max_tokens=fills,
     )
+
+
+async def create_completion(exchange: Exchange) -> None:
+    request = exchange.decode(CompletionRequest)
+    model = exchange.models.find(request.model)
+    options = check_stream_options(request.stream, request.stream_options, exchange.context.config)
+    generation = await _generation_of(exchange, request, model)
     answer = _Answer(model, request, generation, names_by_ids(exchange, request))
-    exchange.begin(generation)
     if request.stream:
         usage = generation.usage if options.include_usage and options.continuous_usage_stats else None
         chunks = Chunks(
@@ -195,8 +197,8 @@ class _Answer:
         said: str | None = None
         if is_first and request.echo:
             said = prompt.text
-            if said is None and self.model.tokenizer is not None:
-                said = self.model.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+            if said is None and self.model.loaded.tokenizer is not None:
+                said = self.model.loaded.tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
             text = (said or "") + text
             if prompt_logprobs is not None:
                 ids, before = [*prompt.token_ids, *token_ids], prompt_logprobs
@@ -211,13 +213,13 @@ class _Answer:
         return shown
 
     def _first_place(self) -> TextPlace:
-        tokenizer = self.model.tokenizer
+        tokenizer = self.model.loaded.tokenizer
         return TextPlace() if tokenizer is None else TextPlace(tokenizer.token_bytes.errors)
 
     def _spelt(self, echoed_ids: list[int], said: str, token_ids: list[int]) -> list[bytes]:
         """What these tokens of the prompt, which is shown as `said`, and those of the answer add to the
         text."""
-        tokenizer = self.model.tokenizer
+        tokenizer = self.model.loaded.tokenizer
         if tokenizer is None:
             return [b""] * (len(echoed_ids) + len(token_ids))
         pieces = tokenizer.token_bytes

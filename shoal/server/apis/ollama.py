@@ -275,9 +275,9 @@ async def chat(exchange: Exchange) -> None:
         await exchange.json(writer.loaded(request.keep_alive))
         return
     functions, _ = functions_among(exchange, request.tools)
-    plan = plan_tools(functions, None, None, model.tool_call_parser)
+    plan = plan_tools(functions, None, None, model.loaded.tool_call_parser)
     params = _params(request, model)
-    plan.constrain(params, model.tool_call_parser, exchange.names)
+    plan.constrain(params, model.loaded.tool_call_parser, exchange.names)
     prompt = await _chat_prompt(request, model, messages, plan, params)
     await _answer(exchange, request, model, prompt, params, plan, writer)
 
@@ -318,7 +318,7 @@ async def _chat_prompt(
     params: SamplingParams,
 ) -> Prompt:
     think, effort = request.think, None
-    if think and model.reasoning_parser == "none":
+    if think and model.loaded.reasoning_parser == "none":
         raise ApiError(
             400,
             f"think is given, and the model {model.name} does not think aloud; leave it out",
@@ -334,7 +334,7 @@ async def _chat_prompt(
         effort = think
     elif think is False:
         effort = "none"
-    variables = template_variables(None, effort, params, model.reasoning_parser)
+    variables = template_variables(None, effort, params, model.loaded.reasoning_parser)
     # The model goes on with an answer that the caller has begun.
     begun = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
     return await model.chat_prompt(
@@ -360,20 +360,11 @@ async def _answer(
         )
     spare_grammar(params, request.options.repeat_penalty if request.options is not None else None)
     parser = AnswerFormat(
-        plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
+        plan, model.loaded.tool_call_parser, model.loaded.reasoning_parser, prompt.text or "", params
     ).parser(is_whole=not request.stream)
-    async with Generation(
-        model,
-        [prompt],
-        params,
-        exchange.begin_line(model.name),
-        request_id=exchange.request_id,
-        session=exchange.session(),
-        timeout=request.timeout,
-        tags=exchange.tags,
-        cuts_max_tokens=True,
+    async with exchange.generate(
+        model, [prompt], params, timeout=request.timeout, cuts_max_tokens=True
     ) as generation:
-        exchange.begin(generation)
         if params.logprobs is not None:
             writer.shapes = LogprobShapes(model, params.logprobs, as_ids=False)
         if request.stream is False:
@@ -535,7 +526,7 @@ def _params(request: OllamaRequest, model: ServedModel) -> SamplingParams:
     given = {name: value for name, value in given.items() if value is not None}
     wanted = options.num_predict
     return SamplingParams(
-        **{**model.default_params, **given},
+        **{**model.loaded.default_params, **given},
         structured_outputs=_structured(request.format),
         logprobs=_num_logprobs(request),
         max_tokens=model.max_model_len if wanted is not None and wanted < 0 else wanted or None,
@@ -603,7 +594,7 @@ async def version(exchange: Exchange) -> None:
 async def tags(exchange: Exchange) -> None:
     models = exchange.models
     own = [
-        _model(model, name, modified_at=_time(model.summary.modified))
+        _model(model, name, modified_at=_time(model.loaded.summary.modified))
         for model in models
         for name in model.names
     ]
@@ -626,7 +617,7 @@ async def ps(exchange: Exchange) -> None:
                     model,
                     model.name,
                     expires_at=NEVER,
-                    size_vram=model.summary.num_bytes if model.on_gpu else 0,
+                    size_vram=model.loaded.summary.num_bytes if model.on_gpu else 0,
                     context_length=model.max_model_len,
                 )
                 for model, state in states
@@ -639,8 +630,8 @@ async def ps(exchange: Exchange) -> None:
 async def show(exchange: Exchange) -> None:
     request = exchange.decode(OllamaShowRequest)
     model = exchange.models.find(request.model or request.name)
-    summary = model.summary
-    template = (model.tokenizer.chat_template if model.tokenizer is not None else None) or ""
+    summary = model.loaded.summary
+    template = (model.loaded.tokenizer.chat_template if model.loaded.tokenizer is not None else None) or ""
     sizes = {**summary.sizes, "context_length": model.max_model_len}
     info: dict[str, Any] = {
         "general.architecture": summary.architecture,
@@ -648,13 +639,13 @@ async def show(exchange: Exchange) -> None:
     }
     info |= {f"{summary.architecture}.{name}": value for name, value in sizes.items()}
     capabilities = ["completion"]
-    if template and model.tool_call_parser != "none":
+    if template and model.loaded.tool_call_parser != "none":
         capabilities.append("tools")
-    if model.reasoning_parser != "none":
+    if model.loaded.reasoning_parser != "none":
         capabilities.append("thinking")
     parameters = "\n".join(
         f"{'repeat_penalty' if name == 'repetition_penalty' else name} {value}"
-        for name, value in model.default_params.items()
+        for name, value in model.loaded.default_params.items()
     )
     await exchange.json(
         OllamaShown(
@@ -674,8 +665,8 @@ def _model(model: ServedModel, name: str, **more: Any) -> OllamaModel:
     return OllamaModel(
         name=tagged,
         model=tagged,
-        size=model.summary.num_bytes,
-        digest=model.summary.digest,
+        size=model.loaded.summary.num_bytes,
+        digest=model.loaded.summary.digest,
         details=_details(model),
         **more,
     )
@@ -689,7 +680,7 @@ NO_DETAILS = OllamaDetails("", "", "", [], "", "")
 
 
 def _details(model: ServedModel) -> OllamaDetails:
-    summary = model.summary
+    summary = model.loaded.summary
     return OllamaDetails(
         "",
         summary.format,

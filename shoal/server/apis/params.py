@@ -52,7 +52,7 @@ def text_params(
     more: dict[str, Any] = {
         "max_tokens": max_tokens,
         "logprobs": logprobs,
-        "detokenize": model.tokenizer is not None,
+        "detokenize": model.loaded.tokenizer is not None,
     }
     if prompt_logprobs is not None:
         more["prompt_logprobs"] = prompt_logprobs
@@ -61,7 +61,7 @@ def text_params(
         if fields[0] != "structured_outputs":
             exchange.names["structured_outputs"] = fields[0]
         more["structured_outputs"] = _format(request, fields[0])
-    return request.sampling_params(model.default_params, model.vocab_size, **more)
+    return request.sampling_params(model.loaded.default_params, model.loaded.vocab_size, **more)
 
 
 def _format_fields(request: TextFields) -> list[str]:

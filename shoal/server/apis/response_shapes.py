@@ -120,7 +120,7 @@ class LogprobShapes:
         return list(islice(sorted(step.items(), key=lambda item: -item[1].logprob), count))
 
     def _entry(self, token_id: int, entry: Logprob) -> dict[str, Any]:
-        tokenizer = self.model.tokenizer
+        tokenizer = self.model.loaded.tokenizer
         return {
             "token": self.name(token_id, entry),
             "logprob": max(entry.logprob, LOWEST),
@@ -128,7 +128,11 @@ class LogprobShapes:
         }
 
     def _text(self, token_id: int) -> str | None:
-        return self.model.tokenizer.token_text(token_id) if self.model.tokenizer is not None else None
+        return (
+            self.model.loaded.tokenizer.token_text(token_id)
+            if self.model.loaded.tokenizer is not None
+            else None
+        )
 
 
 def prompt_logprobs_list(steps: Sequence[TokenLogprobs | None] | None) -> list[Any] | None:

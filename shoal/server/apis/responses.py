@@ -27,7 +27,7 @@ from shoal.server.apis.tools import (
 )
 from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
-from shoal.server.served.generation import Generation, Usage
+from shoal.server.served.generation import Usage
 from shoal.server.served.model import Prompt, ServedModel
 from shoal.text.formats.tool_parsers import CallDelta, Part
 
@@ -207,28 +207,24 @@ async def create_response(exchange: Exchange) -> None:
     # Log-probabilities belong to items, so the answer is read as it comes.
     is_whole = not request.stream and params.logprobs is None
     parser = AnswerFormat(
-        plan, model.tool_call_parser, model.reasoning_parser, prompt.text or "", params
+        plan, model.loaded.tool_call_parser, model.loaded.reasoning_parser, prompt.text or "", params
     ).parser(is_whole=is_whole)
     by_ids = exchange.context.config.return_tokens_as_token_ids
     shapes = None if params.logprobs is None else LogprobShapes(model, params.logprobs, as_ids=by_ids)
     is_kept = exchange.context.responses.max_bytes > 0 and request.store is not False
     writer = _Writer(_response(request, model, params, plan, is_kept), _namespaced(request))
     exchange.error_event = writer.failed
-    request_id = exchange.named(request.request_id)
-    async with Generation(
+    async with exchange.generate(
         model,
         [prompt],
         params,
-        exchange.begin_line(model.name),
-        request_id=request_id,
+        request_id=request.request_id,
+        user=request.user,
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout=request.timeout,
-        session=exchange.session(request.user),
-        tags=exchange.tags,
         cuts_max_tokens=True,
     ) as answers:
-        exchange.begin(answers)
         if request.prompt_cache_options is not None and request.prompt_cache_options.prewarm:
             events = writer.begin()
             check_finish(await answers.warm())
@@ -270,10 +266,10 @@ async def _prepared(
     exchange.names |= {"prompt": "input", "max_tokens": "max_output_tokens"}
     params = _params(exchange, request, model)
     plan = _plan(exchange, request, model)
-    plan.constrain(params, model.tool_call_parser, exchange.names)
+    plan.constrain(params, model.loaded.tool_call_parser, exchange.names)
     spare_grammar(params, request.repetition_penalty)
     effort = request.reasoning.effort if request.reasoning is not None else None
-    variables = template_variables(None, effort, params, model.reasoning_parser)
+    variables = template_variables(None, effort, params, model.loaded.reasoning_parser)
     messages = _messages(exchange, request)
     prompt = await model.chat_prompt(
         messages, tools=plan.tools, variables=variables, needs_tools=not plan.is_enforced
@@ -640,7 +636,7 @@ def _plan(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -> 
         functions,
         _chat_choice(request.tool_choice, spaces),
         request.parallel_tool_calls,
-        model.tool_call_parser,
+        model.loaded.tool_call_parser,
         left_out,
     )
 
@@ -760,7 +756,10 @@ def _params(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -
         exchange.names["logprobs"] = "top_logprobs"
         more["logprobs"] = request.top_logprobs or 0
     return request.sampling_params(
-        model.default_params, model.vocab_size, max_tokens=filled(model, request.max_output_tokens), **more
+        model.loaded.default_params,
+        model.loaded.vocab_size,
+        max_tokens=filled(model, request.max_output_tokens),
+        **more,
     )
 
 

@@ -24,7 +24,6 @@ from shoal.server.apis.response_shapes import LOWEST, encode
 from shoal.server.apis.shapes import AddedToken, TokenizerInfo
 from shoal.server.errors import ApiError
 from shoal.server.http.exchange import DONE, Exchange
-from shoal.server.served.generation import Generation
 from shoal.server.served.model import Prompt, ServedModel
 from shoal.text.answer import Delta
 
@@ -169,21 +168,18 @@ async def embed(
             f"input must have at most {most} entries, got {len(prompts)}; send several requests",
             param="input",
         )
-    name = exchange.named(request_id)
-    generation = Generation(
+    generation = exchange.generate(
         model,
         prompts,
         SamplingParams(max_tokens=1),
-        exchange.begin_line(model.name),
-        request_id=f"embd-{name}",
+        id_prefix="embd-",
+        request_id=request_id,
+        user=user,
         priority=priority,
         cache_salt=cache_salt,
         timeout=timeout,
-        session=exchange.session(user),
-        tags=exchange.tags,
         embed=True,
     )
-    exchange.begin(generation)
     found: dict[int, list[float]] = {}
     async with generation:
         async for deltas in generation:
@@ -235,23 +231,18 @@ async def generate_tokens(exchange: Exchange) -> None:
         )
     more: dict[str, Any] = {"detokenize": False, "logprobs": sampling.logprobs}
     params = sampling.sampling_params(
-        {}, model.vocab_size, **more, **({"max_tokens": None} if sampling.max_tokens is None else {})
+        {}, model.loaded.vocab_size, **more, **({"max_tokens": None} if sampling.max_tokens is None else {})
     )
-    request_id = exchange.named(request.request_id)
-    generation = Generation(
+    generation = exchange.generate(
         model,
         [Prompt(request.token_ids)],
         params,
-        exchange.begin_line(model.name),
-        request_id=request_id,
+        request_id=request.request_id,
         priority=request.priority,
         cache_salt=request.cache_salt,
         timeout=request.timeout,
-        session=exchange.session(),
-        tags=exchange.tags,
     )
-    exchange.begin(generation)
-    head = {"version": TOKEN_PROTOCOL, "request_id": request_id}
+    head = {"version": TOKEN_PROTOCOL, "request_id": generation.request_id}
     if request.stream:
         async with generation:
             async for [delta] in generation:

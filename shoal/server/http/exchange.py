@@ -8,7 +8,7 @@ import codecs
 import secrets
 import time
 import urllib.parse
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ import msgspec
 
 from shoal.api import FinishReason, Span
 from shoal.fleet_api import tags_of
+from shoal.sampling_params import SamplingParams
 from shoal.server.errors import ApiError
 from shoal.server.http.arrival_log import log_arrival
 from shoal.server.http.context import ServerContext
@@ -23,6 +24,7 @@ from shoal.server.http.decode import check_size, decode, unknown_fields
 from shoal.server.http.error_shapes import ErrorResponse
 from shoal.server.http.request_fields import refuse, why_ignored
 from shoal.server.served.generation import Generation
+from shoal.server.served.model import Prompt, ServedModel
 from shoal.telemetry.timeline import Timeline
 from shoal.telemetry.tracing import TRACE_HEADERS, Trace
 
@@ -96,7 +98,7 @@ class Exchange:
         self.dialect = OPENAI
         # How the client calls what messages of errors call otherwise: the handler says it.
         self.names: dict[str, str] = {}
-        self.generation: Generation | None = None  # see begin
+        self.generation: Generation | None = None  # see generate
         self._last = b""  # of a stream, what its end takes along
         self.line: Timeline | None = None  # see begin_line
         self._trace: Trace | None = None
@@ -212,11 +214,41 @@ class Exchange:
             self.context.timelines.add(line)
         return line
 
-    def begin(self, generation: Generation) -> None:
-        """From now on the exchange is about these answers."""
-        self.generation = generation
+    def generate(
+        self,
+        model: ServedModel,
+        prompts: Sequence[Prompt],
+        params: SamplingParams,
+        *,
+        id_prefix: str = "",
+        request_id: str | None = None,
+        user: Any = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+        embed: bool = False,
+        cuts_max_tokens: bool = False,
+    ) -> Generation:
+        """Returns the generation that answers this request; entering it starts it. id_prefix: put before the
+        request's id. request_id: the body's own. user: see `session`. The others: see Generation."""
+        name = self.named(request_id)
+        self.generation = Generation(
+            model,
+            prompts,
+            params,
+            self.begin_line(model.name),
+            request_id=id_prefix + name,
+            priority=priority,
+            cache_salt=cache_salt,
+            timeout=timeout,
+            session=self.session(user),
+            tags=self.tags,
+            embed=embed,
+            cuts_max_tokens=cuts_max_tokens,
+        )
         if self.context.config.enable_log_requests:
-            log_arrival(self.request_id, self.handler, generation, self.context.config)
+            log_arrival(self.request_id, self.handler, self.generation, self.context.config)
+        return self.generation
 
     def _joined(self, name: bytes) -> str:
         """A header that may be cut into several, as HTTP puts them together."""

@@ -149,11 +149,11 @@ async def _token_ids(models: Catalog, request: SelectRequest) -> list[int]:
         token_ids = prompt.token_ids
     else:
         raise ApiError(400, "prompt is missing; give token_ids, prompt or messages", param="prompt")
-    wrong = next((i for i in token_ids if not 0 <= i < model.vocab_size), None)
+    wrong = next((i for i in token_ids if not 0 <= i < model.loaded.vocab_size), None)
     if wrong is not None:
         raise ApiError(
             400,
-            f"token_ids: {wrong} is no token of {model.name}, which has {model.vocab_size}",
+            f"token_ids: {wrong} is no token of {model.name}, which has {model.loaded.vocab_size}",
             param="token_ids",
         )
     return token_ids

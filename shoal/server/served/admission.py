@@ -11,12 +11,15 @@ class Admission:
     """Counts the sequences of one model that run or wait in its engine."""
 
     def __init__(self, max_running: int, max_queued: int) -> None:
-        self.limit = max_running + max_queued
+        self.set_limit(max_running, max_queued)
         self.active = 0
         self.refused = 0  # requests refused for want of room, since the start
         self._drain = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    def set_limit(self, max_running: int, max_queued: int) -> None:
+        self.limit = max_running + max_queued
 
     def enter(self, count: int) -> None:
         """Counts so many sequences in. Raises RequestError if they never fit, BusyError if they do not fit

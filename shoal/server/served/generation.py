@@ -1,6 +1,6 @@
 """From token ids to text deltas: what chat, completions, responses and messages share.
 
-    async with Generation(model, [prompt], params, exchange.begin_line(...), request_id=...) as answers:
+    async with exchange.generate(model, [prompt], params) as answers:
         async for deltas in answers:        # all that is ready
             ...
 
@@ -285,9 +285,9 @@ class Generation:
             return 1
         if room < 1:
             raise context_overflow(model.max_model_len, len(ids), asked)
-        most = model.most_new_tokens
+        most = model.loaded.most_new_tokens
         if asked is None:
-            return min(room, model.default_max_tokens or room)
+            return min(room, model.loaded.default_max_tokens or room)
         if most is not None and asked > most:
             asked = most
         if asked > room and self.cuts_max_tokens:
@@ -302,7 +302,7 @@ class _Running:
 
     def __init__(self, index: int, request: Request, model: ServedModel, line: Timeline) -> None:
         self.index, self.request = index, request
-        self.answer = Answer(request, model.tokenizer)
+        self.answer = Answer(request, model.loaded.tokenizer)
         self.times = model.metrics.begin(request)
         self.line = line.answer(request)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Sequence
@@ -27,9 +28,9 @@ from shoal.text.tokenizer import LONG_TEXT, Tokenizer
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-# Texts of so many characters are tokenized one at a time, as each may take 200 bytes of memory a character.
+# Longer texts, in characters, are tokenized one at a time, as each may take 200 bytes of memory a character.
 HUGE_TEXT = 1 << 20
-# So many characters of a long text, for each token that fits, are tokenized first, to see if it can fit.
+# Characters of a long text, per token of context, that are tokenized first to see whether it can fit.
 HEAD_CHARACTERS = 8
 HEAD_SLACK = 64  # tokens that the cut through a word may add
 TEMPLATE_SECONDS = 10.0  # the time that a chat template may take
@@ -49,30 +50,39 @@ TEMPLATE_NAMES = frozenset(
 # An engine that does not answer in this time is busy, not dead: its figures are the last ones known.
 PATIENCE_SECONDS = 5.0
 
-# The attributes of a ServedModel that change when its engine becomes another model.
-OF_THE_MODEL = (
-    "card",
-    "tokenizer",
-    "max_model_len",
-    "vocab_size",
-    "eos_token_ids",
-    "max_num_seqs",
-    "generation_config",
-    "tool_call_parser",
-    "reasoning_parser",
-    "cache_config",
-    "summary",
-    "builder",
-    "default_params",
-    "default_max_tokens",
-    "most_new_tokens",
-)
-
 
 @dataclass(slots=True)
 class Prompt:
     token_ids: list[int]
     text: str | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel:
+    """The model that an engine has loaded, as far as the server needs it to speak text to it."""
+
+    tokenizer: Tokenizer | None  # None: token ids only
+    max_model_len: int
+    vocab_size: int  # the ids of a prompt must be smaller
+    eos_token_ids: tuple[int, ...]
+    max_num_seqs: int
+    # the model's defaults of sampling parameters
+    generation_config: dict[str, Any] = field(default_factory=dict)
+    most_new_tokens: int | None = None  # upper limit of a request's max_tokens
+    tool_call_parser: str = "none"  # a name of text/formats/registry.py, or "none"
+    reasoning_parser: str = "none"  # "qwen3" | "none"
+    cache_config: dict[str, str] = field(default_factory=dict)  # for vllm:cache_config_info
+    summary: ModelSummary = field(default_factory=ModelSummary)
+    card: ModelCard | None = None  # None: built without a card, as in tests
+
+    @functools.cached_property
+    def default_params(self) -> dict[str, Any]:
+        """Default sampling parameters by name, without max_tokens."""
+        return {k: v for k, v in sampling_defaults(self.generation_config).items() if k != "max_tokens"}
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        return sampling_defaults(self.generation_config).get("max_tokens")
 
 
 @dataclass(eq=False)
@@ -81,67 +91,58 @@ class ServedModel:
 
     names: list[str]  # clients may use any; the first is the one answered with
     engine: ServedEngine
-    tokenizer: Tokenizer | None  # None: token ids only
-    max_model_len: int
-    vocab_size: int  # the ids of a prompt must be smaller
-    eos_token_ids: tuple[int, ...]
-    max_num_seqs: int
-    # the model's defaults of sampling parameters
-    generation_config: dict[str, Any] = field(default_factory=dict)
-    most_new_tokens: int | None = None  # that an answer may have, whatever its request says
-    seed: int = 0  # where the seeds of requests without one come from
+    loaded: LoadedModel  # replaced as a whole, see `become`
+    seed: int = 0  # requests without a seed draw theirs from this one
     max_queued_requests: int = 1024
     request_timeout: float | None = None  # seconds
-    tool_call_parser: str = "none"  # a name of tool_formats/registry.py, or "none"
-    reasoning_parser: str = "none"  # "qwen3" | "none"
     trust_request_chat_template: bool = False
-    cache_config: dict[str, str] = field(default_factory=dict)  # for vllm:cache_config_info
     on_gpu: bool = False
-    summary: ModelSummary = field(default_factory=ModelSummary)
-    max_logprobs: int = 20  # the most that a request may ask for; -1: no limit
+    max_logprobs: int = 20  # upper limit of a request's logprobs; -1: no limit
     template_defaults: dict[str, Any] = field(default_factory=dict)  # variables that requests do not give
     closes_objects: bool = True  # a JSON schema's objects have no other keys, unless it says so
-    card: ModelCard | None = None  # what it was made from
 
     def __post_init__(self) -> None:
         self.name = self.names[0]
-        self.admission = Admission(self.max_num_seqs, self.max_queued_requests)
-        self.metrics = ModelMetrics(self.name, self.max_model_len, self.cache_config)
+        self.admission = Admission(self.loaded.max_num_seqs, self.max_queued_requests)
+        self.metrics = ModelMetrics(self.name, self.max_model_len, self.loaded.cache_config)
         self.numbers = itertools.count()
-        self.builder = RequestBuilder(
-            self.tokenizer,
-            self.vocab_size,
-            self.eos_token_ids,
-            seed=self.seed,
-            closes_objects=self.closes_objects,
-        )
-        self.default_params = sampling_defaults(self.generation_config)
-        self.default_max_tokens: int | None = self.default_params.pop("max_tokens", None)
+        self.builder = self._builder()
         self.last_stats = Stats()
         self.last_sleep_state = SleepState()
         self._threads = TextThreads()
         self._one_huge_text = asyncio.Semaphore(1)
-        self.changed = asyncio.Event()  # set when it has become another model
+        self.changed = asyncio.Event()  # set by `become`
 
-    def become(self, other: ServedModel) -> None:
-        """From now on this speaks for the model of `other`, which nobody serves. The names, the queue and the
-        counts stay as they are."""
-        for name in OF_THE_MODEL:
-            setattr(self, name, getattr(other, name))
-        self.admission.limit = other.admission.limit
-        self.metrics.cache_config = other.metrics.cache_config
-        other.close()
+    @property
+    def max_model_len(self) -> int:
+        return self.loaded.max_model_len
+
+    def _builder(self) -> RequestBuilder:
+        return RequestBuilder(
+            self.loaded.tokenizer,
+            self.loaded.vocab_size,
+            self.loaded.eos_token_ids,
+            seed=self.seed,
+            closes_objects=self.closes_objects,
+        )
+
+    def become(self, loaded: LoadedModel) -> None:
+        """Serves `loaded` from now on. The names, the queue and the counts stay as they are."""
+        self.loaded = loaded
+        self.builder = self._builder()
+        self.admission.set_limit(loaded.max_num_seqs, self.max_queued_requests)
+        self.metrics.cache_config = loaded.cache_config
         self.changed.set()
 
     async def stats(self) -> Stats:
-        """The figures of its engine, now or as they were last known. Raises EngineDeadError."""
+        """Returns the engine's figures, now or as last known. Raises EngineDeadError."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_SECONDS):
                 self.last_stats = await self.engine.stats()
         return self.last_stats
 
     async def sleep_state(self) -> SleepState:
-        """What sleeps, now or as it was last known: an engine that falls asleep or wakes up answers
+        """Returns what sleeps, now or as last known: an engine that falls asleep or wakes up answers
         afterwards. Raises EngineDeadError."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(PATIENCE_SECONDS):
@@ -149,11 +150,11 @@ class ServedModel:
         return self.last_sleep_state
 
     def need_tokenizer(self) -> Tokenizer:
-        if self.tokenizer is None:
+        if self.loaded.tokenizer is None:
             raise RequestError(
                 f"the model {self.name} is served without a tokenizer (skip_tokenizer_init): send token ids"
             )
-        return self.tokenizer
+        return self.loaded.tokenizer
 
     async def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True, *, must_fit: bool = True
@@ -230,7 +231,7 @@ class ServedModel:
                 add_generation_prompt=generates,
                 continue_final_message=bool(continue_final_message),
                 tokenize=False,
-                tool_call_parser=self.tool_call_parser,
+                tool_call_parser=self.loaded.tool_call_parser,
                 **variables,
             )
 
@@ -271,14 +272,10 @@ class ServedModel:
         self._threads.close()
 
 
-def served_model(
-    card: ModelCard, engine: ServedEngine, tokenizer: Tokenizer | None, config: ServerConfig
-) -> ServedModel:
-    """The model of this card, behind this engine."""
+def loaded_model(card: ModelCard, tokenizer: Tokenizer | None) -> LoadedModel:
+    """Returns the model of this card."""
     info = card.info
-    return ServedModel(
-        card.names,
-        engine,
+    return LoadedModel(
         tokenizer,
         max_model_len=info.max_model_len,
         vocab_size=info.vocab_size,
@@ -286,19 +283,30 @@ def served_model(
         max_num_seqs=info.max_num_seqs,
         generation_config=info.generation_config,
         most_new_tokens=info.most_new_tokens,
+        tool_call_parser=card.tool_call_parser,
+        reasoning_parser=card.reasoning_parser,
+        cache_config=card.cache_config,
+        summary=card.summary,
+        card=card,
+    )
+
+
+def served_model(
+    card: ModelCard, engine: ServedEngine, tokenizer: Tokenizer | None, config: ServerConfig
+) -> ServedModel:
+    """Returns the model of this card, served by this engine."""
+    return ServedModel(
+        card.names,
+        engine,
+        loaded_model(card, tokenizer),
         seed=card.seed,
         max_queued_requests=config.max_queued_requests,
         request_timeout=config.request_timeout,
-        tool_call_parser=card.tool_call_parser,
-        reasoning_parser=card.reasoning_parser,
         trust_request_chat_template=config.trust_request_chat_template,
+        on_gpu=card.info.device != "cpu",
         max_logprobs=card.max_logprobs,
-        closes_objects=card.closes_objects,
         template_defaults=card.template_defaults,
-        cache_config=card.cache_config,
-        card=card,
-        on_gpu=info.device != "cpu",
-        summary=card.summary,
+        closes_objects=card.closes_objects,
     )
 
 

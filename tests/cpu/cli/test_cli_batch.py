@@ -12,7 +12,7 @@ from shoal.config import ServerConfig
 from shoal.errors import ConfigError, EngineDeadError, UnavailableError
 from shoal.server.app import create_app
 from shoal.server.served.catalog import Catalog
-from shoal.server.served.model import ServedModel
+from shoal.server.served.model import LoadedModel, ServedModel
 from tests.fake_server import END, NAME, byte_tokenizer, engine_saying
 
 
@@ -32,11 +32,9 @@ class Machine:
         model = ServedModel(
             [NAME],
             engine,
-            byte_tokenizer(),
-            max_model_len=256,
-            vocab_size=300,
-            eos_token_ids=(END,),
-            max_num_seqs=256,
+            LoadedModel(
+                byte_tokenizer(), max_model_len=256, vocab_size=300, eos_token_ids=(END,), max_num_seqs=256
+            ),
             max_queued_requests=config.max_queued_requests,
         )
         add = answers.add

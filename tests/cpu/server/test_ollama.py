@@ -271,7 +271,7 @@ def test_models_are_listed_with_a_tag_and_found_with_or_without():
         assert server.json("/api/show", {"model": "tiny:8b"})[0] == 404
         shown = server.json("/api/show", {"model": "tiny"})[1]
         assert shown["capabilities"] == ["completion", "tools", "thinking"]
-        assert shown["template"] == server.model.tokenizer.chat_template
+        assert shown["template"] == server.model.loaded.tokenizer.chat_template
         info = {
             "general.architecture": "qwen3",
             "general.parameter_count": 8_190_735_360,
@@ -301,7 +301,7 @@ def test_keys_are_asked_for_as_elsewhere():
 def test_the_tokenizer_is_described_for_clients_that_write_prompts(served):
     tokenizer = byte_tokenizer()
     found = served.json("/tokenizer_info")[1]
-    assert found["chat_template"] == served.model.tokenizer.chat_template
+    assert found["chat_template"] == served.model.loaded.tokenizer.chat_template
     assert found["model_max_length"] == 4096
     assert found["eos_token"] == tokenizer.eos_token and found["bos_token"] == tokenizer.bos_token
     assert {int(i) for i in found["added_tokens_decoder"]} == set(tokenizer.all_special_ids)

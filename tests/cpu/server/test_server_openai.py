@@ -179,7 +179,7 @@ def test_offsets_with_sentencepiece_leave_out_what_the_tokenizer_put_before_the_
     tokenizer = Tokenizer.from_gguf(texts.sentencepiece_metadata())
     ids = [tokenizer.bos_token_id] * has_bos + tokenizer.encode(text, add_special_tokens=False)
     asked = SimpleNamespace(
-        model=SimpleNamespace(tokenizer=tokenizer),
+        model=SimpleNamespace(loaded=SimpleNamespace(tokenizer=tokenizer)),
         generation=SimpleNamespace(params=SimpleNamespace(skip_special_tokens=True)),
     )
     place, offsets = TextPlace(tokenizer.token_bytes.errors), []
@@ -192,7 +192,7 @@ def test_offsets_with_sentencepiece_leave_out_what_the_tokenizer_put_before_the_
 
 
 def test_of_tokens_with_one_text_the_drawn_one_is_shown():
-    shapes = LogprobShapes(SimpleNamespace(tokenizer=None), 3, as_ids=False)
+    shapes = LogprobShapes(SimpleNamespace(loaded=SimpleNamespace(tokenizer=None)), 3, as_ids=False)
     step = {7: Logprob(-2.0, 3, "\ufffd"), 8: Logprob(-0.5, 1, "\ufffd"), 9: Logprob(-1.0, 2, "a")}
     for drawn, value in ((7, -2.0), (8, -0.5)):
         shown = shapes.completion([drawn], [step], [b"\xf0"], TextPlace())

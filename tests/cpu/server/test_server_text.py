@@ -44,7 +44,7 @@ class Seen:
 
 @pytest.fixture
 def seen(server, monkeypatch):
-    tokenizer = server.model.tokenizer
+    tokenizer = server.model.loaded.tokenizer
     seen = Seen(tokenizer._backend)
     monkeypatch.setattr(tokenizer, "_backend", seen)
     return seen

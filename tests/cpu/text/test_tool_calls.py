@@ -137,7 +137,7 @@ def test_thoughts_come_first_and_calls_after(served, client):
 
 def test_a_prompt_that_opens_the_thoughts_is_known(served, client):
     served.say("Hm.</think>Yes.")
-    served.model.tokenizer.chat_templates["open"] = "{{ messages[0].content }}<think>\n"
+    served.model.loaded.tokenizer.chat_templates["open"] = "{{ messages[0].content }}<think>\n"
     message = ask(client, extra_body={"chat_template": "open"}).choices[0].message
     assert message.content == "Yes." and message.reasoning_content == "Hm."
 
