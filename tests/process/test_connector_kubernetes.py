@@ -26,7 +26,7 @@ WORKER = Component("Tiny", ("shoal", "serve"), model="tiny", count=1)
 PREFILL = Component("Tiny-prefill", ("shoal", "serve"), model="tiny", role="prefill", count=0)
 
 
-class FakeRegistry:
+class FakeRouterView:
     """The router's word of each worker."""
 
     def __init__(self):
@@ -41,25 +41,25 @@ class FakeRegistry:
 
 class Setup:
     def __init__(self):
-        self.registry = FakeRegistry()
+        self.router = FakeRouterView()
         self.fake = FakeKubernetes(self._join, self._leave)
         self.never_ready = False
 
     async def _join(self, pod, deployment):
         await asyncio.sleep(0.02)
         if not self.never_ready:
-            self.registry.states[pod] = WorkerState.READY
+            self.router.states[pod] = WorkerState.READY
 
     async def _leave(self, pod, deployment):
-        self.registry.states[pod] = WorkerState.DRAINING
+        self.router.states[pod] = WorkerState.DRAINING
         await asyncio.sleep(0.02)
-        self.registry.states.pop(pod)
+        self.router.states.pop(pod)
 
     @contextlib.asynccontextmanager
     async def connector(self, tmp_path, monkeypatch, *components, start_timeout_s=10.0):
         async with self.fake.serving(tmp_path) as kubeconfig:
             use(monkeypatch, kubeconfig)
-            setting = Setting(components, self.registry, LoopClock(), start_timeout_s, None, tmp_path)
+            setting = Setting(components, self.router, LoopClock(), start_timeout_s, None, tmp_path)
             connector = KubernetesConnector(setting)
             try:
                 await connector.start()
@@ -89,10 +89,10 @@ def run(tmp_path, monkeypatch, scenario, *components, deployed=(("tiny", 1), ("t
 def test_add_returns_the_pod_when_it_is_ready_and_remove_when_it_is_gone(tmp_path, monkeypatch):
     async def scenario(setup, connector):
         added = await connector.add("tiny", "both")
-        assert setup.registry.states[added] == WorkerState.READY
+        assert setup.router.states[added] == WorkerState.READY
         assert setup.fake.replicas["tiny"] == 2
         assert await connector.remove("tiny", "both") == added  # the youngest
-        assert added not in setup.registry.states
+        assert added not in setup.router.states
         assert added not in setup.fake.pods
         assert setup.fake.replicas == {"tiny": 1, "tiny-prefill": 0}
 
@@ -122,7 +122,7 @@ def test_the_router_has_the_right_to_all_that_the_connector_asks_of_the_api(tmp_
 def test_a_worker_that_a_person_drains_is_not_awaited_in_a_pod(tmp_path, monkeypatch):
     async def scenario(setup, connector):
         for state, pending in ((WorkerState.DRAINING, 0), (WorkerState.BROKEN, 1)):
-            setup.registry.states["tiny-1"] = state
+            setup.router.states["tiny-1"] = state
             while connector.pending("tiny") != pending:
                 await asyncio.sleep(0.01)
 
@@ -132,7 +132,7 @@ def test_a_worker_that_a_person_drains_is_not_awaited_in_a_pod(tmp_path, monkeyp
 def test_a_pod_that_does_not_end_is_not_awaited_for_ever(tmp_path, monkeypatch):
     async def scenario(setup, connector):
         added = await connector.add("tiny", "both")
-        monkeypatch.setattr(setup.registry, "state_of", lambda worker_id: WorkerState.DRAINING)
+        monkeypatch.setattr(setup.router, "state_of", lambda worker_id: WorkerState.DRAINING)
         with pytest.raises(UnavailableError, match=f"pod {added} has not ended within .*start_timeout"):
             await connector.remove("tiny", "both")
 
@@ -168,10 +168,10 @@ def test_a_pod_that_is_not_ready_goes_before_those_that_serve(tmp_path, monkeypa
         setup.fake.deploy("tiny", 2)
         setup.fake.has_room = True
         setup.fake.deploy("tiny", 3)
-        while setup.registry.states.get("tiny-3") != WorkerState.READY:
+        while setup.router.states.get("tiny-3") != WorkerState.READY:
             await asyncio.sleep(0.01)
         assert await connector.remove("tiny", "both") == "tiny-2"
-        assert set(setup.registry.states) == {"tiny-1", "tiny-3"}
+        assert set(setup.router.states) == {"tiny-1", "tiny-3"}
 
     run(tmp_path, monkeypatch, scenario)
 
@@ -265,7 +265,7 @@ def test_a_replica_whose_end_was_not_confirmed_is_not_taken_back_twice(tmp_path,
                 raise UnavailableError("the Kubernetes API does not answer")
 
         setup.fake.deploy("tiny", 2)
-        while set(setup.registry.states) != {"tiny-1", "tiny-2"}:
+        while set(setup.router.states) != {"tiny-1", "tiny-2"}:
             await asyncio.sleep(0.01)
         setup.never_ready = True
         monkeypatch.setattr(connector._cluster, "change_replicas", loses_its_answer)
@@ -307,7 +307,7 @@ def test_a_pod_keeps_its_mark_until_kubernetes_has_chosen_it(tmp_path, monkeypat
 
     async def scenario(setup, connector):
         setup.fake.deploy("tiny", 3)
-        while len(setup.registry.states) < 3:
+        while len(setup.router.states) < 3:
             await asyncio.sleep(0.01)
         reconcile = setup.fake._reconcile
         monkeypatch.setattr(setup.fake, "_reconcile", lambda name: None)
@@ -378,7 +378,7 @@ def test_an_api_that_refuses_or_is_not_there_is_named(tmp_path, monkeypatch):
     run(tmp_path, monkeypatch, scenario)
 
     async def starting():
-        connector = KubernetesConnector(Setting([WORKER], FakeRegistry(), LoopClock(), 1.0, None, tmp_path))
+        connector = KubernetesConnector(Setting([WORKER], FakeRouterView(), LoopClock(), 1.0, None, tmp_path))
         try:
             await connector.start()
         finally:

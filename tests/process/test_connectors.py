@@ -43,22 +43,22 @@ RAY_START_TIMEOUT_S = 25.0  # an actor's process imports Ray first
 class World:
     """`outlives`: workers stay when the connector is closed."""
 
-    def __init__(self, connector, registry, components, outlives=False):
+    def __init__(self, connector, router, components, outlives=False):
         self.outlives = outlives
-        self.connector, self.registry, self.components = connector, registry, components
+        self.connector, self.router, self.components = connector, router, components
 
     def kill(self, worker_id):
         """Ends the worker's process as a power cut would."""
-        os.kill(self.registry.pid(worker_id), signal.SIGKILL)
+        os.kill(self.router.pid(worker_id), signal.SIGKILL)
 
     def drained(self):
         """Those that ended what they did."""
-        return sorted(path.stem for path in self.registry.path.glob("*.drained"))
+        return sorted(path.stem for path in self.router.path.glob("*.drained"))
 
     def ready(self):
         """Ids of the workers that are ready."""
         names = [f"{component.name}-{number}" for component in self.components for number in range(1, 6)]
-        return [name for name in names if self.registry.state_of(name) == WorkerState.READY]
+        return [name for name in names if self.router.state_of(name) == WorkerState.READY]
 
     async def until(self, *names):
         """Until these workers are ready, and no others are."""
@@ -73,13 +73,13 @@ def local(name):
 
     @contextlib.asynccontextmanager
     async def world(folder, components):
-        registry = Folder(folder)
+        router = Folder(folder)
         log = ProcessLog(sys.stderr, "text")
-        setting = Setting(components, registry, LoopClock(), START_TIMEOUT_S, log, folder)
+        setting = Setting(components, router, LoopClock(), START_TIMEOUT_S, log, folder)
         connector = connector_named(name)(setting)
 
         try:
-            yield World(connector, registry, components)
+            yield World(connector, router, components)
         finally:
             await connector.close(0.0)
             log.close()
@@ -123,7 +123,7 @@ async def keep_alive(worker_id, component):
 @contextlib.asynccontextmanager
 async def kubernetes(folder, components):
     """Pods are processes here, which are started again when they die."""
-    registry = Folder(folder)
+    router = Folder(folder)
     by_deployment = {deployment_of(one): one for one in components}
     pods = {}
 
@@ -142,10 +142,10 @@ async def kubernetes(folder, components):
             patched.setattr(connector_kubernetes, "POLL_S", 0.02)
             use(patched, kubeconfig)
             connector = connector_named("kubernetes")(
-                Setting(components, registry, LoopClock(), START_TIMEOUT_S, None, folder)
+                Setting(components, router, LoopClock(), START_TIMEOUT_S, None, folder)
             )
             try:
-                yield World(connector, registry, components, outlives=True)
+                yield World(connector, router, components, outlives=True)
             finally:
                 await connector.close(0.0)
 
@@ -153,7 +153,7 @@ async def kubernetes(folder, components):
 @contextlib.asynccontextmanager
 async def virtual(folder, components):
     """An orchestrator that scales by starting and ending processes here, the youngest first."""
-    registry = Folder(folder)
+    router = Folder(folder)
     running = {}  # the tasks that keep workers alive, by component and number
 
     async def scale(component, count):
@@ -176,11 +176,11 @@ async def virtual(folder, components):
 
     orchestrator = asyncio.ensure_future(orchestrate())
     connector = connector_named("virtual")(
-        Setting(components, registry, LoopClock(), START_TIMEOUT_S, None, folder)
+        Setting(components, router, LoopClock(), START_TIMEOUT_S, None, folder)
     )
 
     try:
-        yield World(connector, registry, components, outlives=True)
+        yield World(connector, router, components, outlives=True)
     finally:
         orchestrator.cancel()
         for one in components:
@@ -191,13 +191,13 @@ async def virtual(folder, components):
 async def actors_on_ray(folder, components):
     from shoal.fleet.connectors.ray import ray_connector
 
-    registry = Folder(folder)
+    router = Folder(folder)
     log = ProcessLog(sys.stderr, "text")
     components = [dataclasses.replace(one, resources={"CPU": 1}) for one in components]
-    connector = ray_connector(Setting(components, registry, LoopClock(), RAY_START_TIMEOUT_S, log, folder))
+    connector = ray_connector(Setting(components, router, LoopClock(), RAY_START_TIMEOUT_S, log, folder))
 
     try:
-        yield World(connector, registry, components)
+        yield World(connector, router, components)
     finally:
         await connector.close(0.0)
         log.close()
@@ -411,7 +411,7 @@ class Supervisor:
     """toy_supervisor.py in a process of its own."""
 
     def __init__(self, name, folder, *models):
-        self.folder, self.registry = folder, Folder(folder)
+        self.folder, self.router = folder, Folder(folder)
         self.process = subprocess.Popen(
             [PYTHON, "-m", "tests.process.toy_supervisor", name, str(folder), *models],
             cwd=ROOT,
@@ -426,10 +426,10 @@ class Supervisor:
     def pids(self, *names):
         """Waits until these workers are ready, and no others are known to the state."""
         deadline = time.monotonic() + DEADLINE_S
-        while self.known() != sorted(names) or not all(map(lives, map(self.registry.pid, names))):
+        while self.known() != sorted(names) or not all(map(lives, map(self.router.pid, names))):
             assert time.monotonic() < deadline, (self.known(), names)
             time.sleep(0.05)
-        return [self.registry.pid(name) for name in names]
+        return [self.router.pid(name) for name in names]
 
     def known(self):
         components = StateFile(self.folder).read().components
@@ -489,7 +489,7 @@ def test_the_state_has_the_process_of_a_workers_present_life(supervise):
     deadline = time.monotonic() + DEADLINE_S
     while True:
         entry = StateFile(supervisor.folder).read().components["m"].workers[1]
-        if entry.process and entry.process.pid == supervisor.registry.pid("m-1") != pid:
+        if entry.process and entry.process.pid == supervisor.router.pid("m-1") != pid:
             break
         assert time.monotonic() < deadline, entry
         time.sleep(0.05)
@@ -629,9 +629,9 @@ def test_a_worker_that_a_person_drains_is_not_awaited(tmp_path, monkeypatch):
     async def test(world):
         await world.until("m-1")
         with monkeypatch.context() as patched:
-            patched.setattr(world.registry, "state_of", lambda worker_id: WorkerState.DRAINING)
+            patched.setattr(world.router, "state_of", lambda worker_id: WorkerState.DRAINING)
             assert world.connector.pending("m") == 0
-            patched.setattr(world.registry, "state_of", lambda worker_id: WorkerState.BROKEN)
+            patched.setattr(world.router, "state_of", lambda worker_id: WorkerState.BROKEN)
             assert world.connector.pending("m") == 1
         assert world.connector.pending("m") == 0
 
@@ -644,7 +644,7 @@ def test_a_worker_that_the_router_names_for_ever_holds_up_nobody(tmp_path, monke
     async def test(world):
         await world.until("m-1")
         with monkeypatch.context() as patched:
-            patched.setattr(world.registry, "state_of", lambda worker_id: WorkerState.DRAINING)
+            patched.setattr(world.router, "state_of", lambda worker_id: WorkerState.DRAINING)
             patched.setattr(connector_local, "GONE_S", 0.2)
             with pytest.raises(UnavailableError, match="worker m-1 has ended, and the router names it"):
                 await world.connector.remove("m", "both")
@@ -697,7 +697,7 @@ def test_a_worker_that_was_given_up_is_replaced_on_its_gpu_by_the_next_one(tmp_p
         (tmp_path / "mended").touch()
         assert await world.connector.add("m", "prefill") == "x-1"
         await asyncio.sleep(2 * connector_local.WATCH_S)
-        assert lives(world.registry.pid("x-1"))
+        assert lives(world.router.pid("x-1"))
         assert StateFile(tmp_path).read().components["x"].workers[1].devices == ["0"]
         with pytest.raises(ConfigError, match="needs 1 devices, and 0 of 1 are free"):
             await world.connector.add("m", "prefill")

@@ -115,7 +115,7 @@ class Setting:
     when it starts anew."""
 
     components: Sequence[Component]
-    registry: RouterView
+    router: RouterView
     clock: Clock
     start_timeout_s: float
     log: ProcessLog

@@ -161,7 +161,7 @@ class KubernetesConnector:
 
     def __init__(self, setting: Setting, cluster: Cluster | None = None) -> None:
         self._components = setting.components
-        self._registry, self._clock = setting.registry, setting.clock
+        self._router, self._clock = setting.router, setting.clock
         self._start_timeout_s = setting.start_timeout_s
         self._cluster = cluster
         self._seen: dict[str, _Seen] = {}
@@ -214,7 +214,7 @@ class KubernetesConnector:
             for component in self._components
             if component.model == model
             for pod in (await self._look(component)).pods
-            if (self._registry.role_of(pod) or component.role) == role
+            if (self._router.role_of(pod) or component.role) == role
         ]
         if not pods:
             component_of(self._components, model, role)
@@ -333,7 +333,7 @@ class KubernetesConnector:
 
     async def _is_there(self, pod: str) -> bool:
         """Whether it may still be, as far as anybody can tell."""
-        if self._registry.state_of(pod) is None:
+        if self._router.state_of(pod) is None:
             with contextlib.suppress(UnavailableError):
                 return await self._connected.has_pod(pod)
         return True
@@ -350,10 +350,10 @@ class KubernetesConnector:
         return self._seen[component.name]
 
     def _ready(self, pods: Sequence[str]) -> list[str]:
-        return [pod for pod in pods if self._registry.state_of(pod) == WorkerState.READY]
+        return [pod for pod in pods if self._router.state_of(pod) == WorkerState.READY]
 
     def _num_there(self, pods: Sequence[str]) -> int:
-        return sum(not is_missing(self._registry.state_of(pod)) for pod in pods)
+        return sum(not is_missing(self._router.state_of(pod)) for pod in pods)
 
 
 @dataclass(frozen=True, slots=True)

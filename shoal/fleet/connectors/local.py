@@ -89,7 +89,7 @@ class LocalConnector:
     without them."""
 
     def __init__(self, setting: Setting, supervisor: Supervisor) -> None:
-        self._components, self._registry = setting.components, setting.registry
+        self._components, self._router = setting.components, setting.router
         self._clock, self._start_timeout_s = setting.clock, setting.start_timeout_s
         self._supervisor, self._file = supervisor, StateFile(setting.folder)
         self._mine: dict[str, Placement] = {}  # what this process has placed or taken over
@@ -207,7 +207,7 @@ class LocalConnector:
             for component in self._components
             if component.model == model
             for placement in state.placements(component)
-            if (self._registry.role_of(placement.id) or component.role) == role
+            if (self._router.role_of(placement.id) or component.role) == role
         ]
         return [placement for *_, placement in sorted(ours, key=lambda each: each[:2])]
 
@@ -351,11 +351,11 @@ class LocalConnector:
             await self._supervisor.start(placement)
         self._mine[placement.id] = placement
         if placement.spec is not None:
-            await self._registry.add(placement.spec)
+            await self._router.add(placement.spec)
 
     async def _until_ready(self, placement: Placement) -> None:
         deadline = self._clock.now() + self._start_timeout_s
-        while self._registry.state_of(placement.id) != WorkerState.READY:
+        while self._router.state_of(placement.id) != WorkerState.READY:
             running = (await self._supervisor.running()).get(placement.id)
             if running is None or running.has_given_up:
                 outcome = "given up again" if placement.id in self._replacing else "taken back"
@@ -372,7 +372,7 @@ class LocalConnector:
 
     async def _until_gone(self, worker_id: str) -> None:
         deadline = self._clock.now() + GONE_S
-        while self._registry.state_of(worker_id) is not None:
+        while self._router.state_of(worker_id) is not None:
             if self._clock.now() >= deadline:
                 raise UnavailableError(
                     f"worker {worker_id} has ended, and the router names it {GONE_S:g} s later; does another "
@@ -387,7 +387,7 @@ class LocalConnector:
         if placement.spec is not None:
             try:
                 with contextlib.suppress(UnknownWorkerError):
-                    await asyncio.wait_for(self._registry.retire(placement.id), DRAIN_S)
+                    await asyncio.wait_for(self._router.retire(placement.id), DRAIN_S)
             except TimeoutError:
                 logger.warning("%s ends with requests that have not ended within %g s", placement.id, DRAIN_S)
         self._mine[placement.id] = placement
@@ -399,7 +399,7 @@ class LocalConnector:
                 state.free(placement)
         if placement.spec is not None:
             with contextlib.suppress(UnknownWorkerError):  # a person has removed it
-                await self._registry.remove(placement.id)
+                await self._router.remove(placement.id)
 
     async def _watch(self) -> None:
         told = ""
@@ -439,7 +439,7 @@ class LocalConnector:
                     state.park(placement, is_parked)
 
     def _is_missing(self, worker_id: str) -> bool:
-        return not self._has_given_up(worker_id) and is_missing(self._registry.state_of(worker_id))
+        return not self._has_given_up(worker_id) and is_missing(self._router.state_of(worker_id))
 
     def _serves_no_more(self, worker_id: str) -> bool:
         """Whether it was given up, or has been missing for so long that `pending` does not wait for it."""

@@ -73,7 +73,7 @@ class VirtualConnector:
     the fleet's file says other ones than it did, and `close` leaves them."""
 
     def __init__(self, setting: Setting) -> None:
-        self._components, self._registry = setting.components, setting.registry
+        self._components, self._router = setting.components, setting.router
         self._clock, self._start_timeout_s = setting.clock, setting.start_timeout_s
         self._folder = setting.folder
         self._decision = ScalingDecision(0, {})
@@ -107,12 +107,12 @@ class VirtualConnector:
         if self._clock.now() - self._decided_at.get(model, 0.0) >= self._start_timeout_s:
             return 0
         wanted = self._decision.workers.get(model, {})
-        return sum(max(0, count - len(self._registry.ready(model, role))) for role, count in wanted.items())
+        return sum(max(0, count - len(self._router.ready(model, role))) for role, count in wanted.items())
 
     async def add(self, model: str, role: str) -> str:
         component_of(self._components, model, role)
         deadline = self._clock.now() + self._start_timeout_s
-        before = set(self._registry.ready(model, role))
+        before = set(self._router.ready(model, role))
         claimed = self._claimed[model]
         if not self._changes[model].count:
             claimed.clear()
@@ -120,7 +120,7 @@ class VirtualConnector:
             decision_id = await self._decide(model, role, 1, deadline)
             with self._taken_back_if_it_fails(model, role):
                 while True:
-                    new = [one for one in self._registry.ready(model, role) if one not in before | claimed]
+                    new = [one for one in self._router.ready(model, role) if one not in before | claimed]
                     if new and self._is_confirmed(decision_id):
                         claimed.add(new[0])
                         return new[0]
@@ -135,13 +135,13 @@ class VirtualConnector:
     async def remove(self, model: str, role: str) -> str:
         component_of(self._components, model, role)
         deadline = self._clock.now() + self._start_timeout_s
-        before = self._registry.ready(model, role)
+        before = self._router.ready(model, role)
         if not before:
             raise UnavailableError(f"there is no {role} worker of {model} here to be removed")
         with self._changes[model].one_more():
             decision_id = await self._decide(model, role, -1, deadline)
             while True:
-                gone = [one for one in before if self._registry.state_of(one) is None]
+                gone = [one for one in before if self._router.state_of(one) is None]
                 if gone and self._is_confirmed(decision_id):
                     return gone[-1]
                 if self._clock.now() >= deadline:
@@ -170,7 +170,7 @@ class VirtualConnector:
                 await self._clock.sleep(LOOK_S)
             if self._changes[model].count == 1 and not self.pending(model):
                 # Workers that a person has added or removed meanwhile are taken as they are.
-                self._change(model, role, by, len(self._registry.ready(model, role)))
+                self._change(model, role, by, len(self._router.ready(model, role)))
             else:
                 self._change(model, role, by)
             return self._decision.decision_id
