@@ -41,7 +41,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """`LLM` needs torch, which takes seconds to import; it is loaded when it is first named."""
+    """Imports `LLM` on first use, as it needs torch, which takes seconds."""
     if name == "LLM":
         from shoal.engine.llm import LLM
 

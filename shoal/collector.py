@@ -1,4 +1,4 @@
-"""Collector: one request's outputs, between who receives them and the reader of its stream. Torch-free."""
+"""Collector: one request's outputs, between the receiving loop and the reader of the stream. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from shoal.errors import ShoalError
 
 
 class Collector:
-    """One request's outputs on their way to a reader. Outputs that a slow reader leaves waiting are merged,
-    so there is one at most."""
+    """Holds one request's outputs for a reader. Outputs that a slow reader has not read yet are merged, so it
+    holds one at most."""
 
     def __init__(self) -> None:
         self.output: Output | None = None
@@ -26,16 +26,16 @@ class Collector:
         self._wake()
 
     def fail(self, error: ShoalError) -> None:
-        """Outputs that were put before are still delivered."""
+        """Fails the stream after the outputs that were put before."""
         self.error = error
         self._wake()
 
     async def get(self) -> Output:
-        """All that has come since the last call. Waits if nothing has. Raises the error that `fail` was
-        given, once all outputs are delivered."""
+        """Returns all outputs since the last call, merged. Waits without outputs. Raises the error of
+        `fail`, once all outputs are delivered."""
         while self.output is None:
             if self.error is not None:
-                # Many share this error. Without this each raise would add its frames to it, for ever.
+                # Many requests share this error, and each raise would add its frames to the traceback.
                 raise self.error.with_traceback(None)
             self._waiter = self._loop.create_future()
             try:
@@ -51,7 +51,7 @@ class Collector:
 
 
 def merge(first: Output, then: Output) -> None:
-    """Makes `first` what both say."""
+    """Merges `then` into `first`."""
     first.token_ids += then.token_ids
     if then.logprobs is not None:
         first.logprobs = (first.logprobs or []) + then.logprobs

@@ -1,5 +1,5 @@
-"""Words of a command line in vLLM's forms: fields of JSON options (--option.field value) and options from a
-YAML file (--config FILE)."""
+"""Command lines in vLLM's forms: fields of JSON options (--option.field value), and options from a YAML file
+(--config FILE)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ SUFFIXED = re.compile(r"(\d+(?:\.\d+)?)([kmgtKMGT])")
 
 
 def dashed(word: str) -> str:
-    """Returns the word with dashes for underscores in an option's name: --max_model_len=5. A field behind a
+    """Returns the word with dashes for underscores in an option's name: --max_model_len=5. A field after a
     dot keeps its underscores."""
     name, equals, value = word.partition("=")
     name, dot, fields = name.partition(".")
@@ -22,7 +22,7 @@ def dashed(word: str) -> str:
 
 
 def readable_integer(text: str) -> int:
-    """Reads 4096, 4k (4000), 4K (4096) or 25.6k, and so m, g and t. Raises ValueError."""
+    """Reads 4096, 4k (4000), 4K (4096) or 25.6k; the same for m, g and t. Raises ValueError."""
     if (found := SUFFIXED.fullmatch(text.strip())) is None:
         return int(text)
     number, suffix = found.groups()
@@ -48,7 +48,7 @@ def with_joined_fields(words: Sequence[str], is_option: Callable[[str], bool]) -
             found.append(word)
             continue
         if not equals and (value := next(rest, None)) is None:  # type: ignore[assignment]
-            raise ConfigError(f"{name} must have a value; give one behind it")
+            raise ConfigError(f"{name} must have a value; give one after it")
         fields = joined.setdefault(dashed(option), {})
         if path.endswith("+"):
             _put(fields, path[:-1].split("."), value.split(","))
@@ -58,9 +58,9 @@ def with_joined_fields(words: Sequence[str], is_option: Callable[[str], bool]) -
 
 
 def words_of_file(path: str, is_option: Callable[[str], bool]) -> list[str]:
-    """Returns the words that a YAML file of options stands for. Its keys are names of options, with dashes or
-    underscores. true is a flag and false its opposite, a list several values, a mapping JSON, and null
-    nothing. Raises ConfigError."""
+    """Returns a YAML file of options as words of a command line. Its keys are names of options, with dashes
+    or underscores. A value true is a flag and false its opposite, a list several values, a mapping JSON, and
+    null nothing. Raises ConfigError."""
     import yaml
 
     try:
@@ -91,7 +91,7 @@ def words_of_file(path: str, is_option: Callable[[str], bool]) -> list[str]:
 
 
 def _as_words(words: list[str], joined: dict[str, Any]) -> list[str]:
-    """Returns `--option JSON` for each. JSON that `words` has for the same option is taken out of them."""
+    """Returns `--option JSON` for each option. Removes JSON of the same option from `words`."""
     found = []
     for option, fields in joined.items():
         for i, word in enumerate(words):

@@ -1,10 +1,10 @@
-"""What an operator asks of an engine: each verb as a message, and `Control`, which has them as methods.
+"""Commands of an operator to an engine: each as a message, and `Control` with the same commands as methods.
 
-A message is plain data. It crosses a process as msgpack, and a network as JSON, where arguments may be left
-out that have defaults: `{"verb": "sleep", "level": 1}`. Torch-free.
+A message is plain data: msgpack between processes, and JSON over a network, where arguments with defaults may
+be left out: `{"verb": "sleep", "level": 1}`. Torch-free.
 
-A new verb is a Command and a method of Control in this file, a case in `CoreLoop` and in `FakeEngine` (mypy
-misses them until they are there), and the method of EngineCore that does the work.
+A new command is a Command and a method of Control in this file, a case in `CoreLoop` and in `FakeEngine`
+(mypy reports them as missing until they exist), and a method of EngineCore that does the work.
 """
 
 from __future__ import annotations
@@ -23,26 +23,27 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class AdminRoute:
-    """Where the admin port offers a verb. The verb's fields are the parameters of the URL's query."""
+    """The route of a command on the admin port. The command's fields are query parameters."""
 
     method: str
     path: str
-    summary: str  # for a reader of the list of routes
-    answer: str = ""  # the key under which the JSON answer has the result; "": the answer is the result
+    summary: str  # for the list of routes
+    answer: str = ""  # key of the result in the JSON answer; "": the answer is the result
 
 
 class Command(msgspec.Struct, Generic[Result], frozen=True, tag_field="verb"):
-    """One verb with its arguments; `Result` is its answer. An engine's core runs it between two steps."""
+    """A command with its arguments; `Result` is the type of its result. An engine's core runs it between two
+    steps."""
 
-    # It ends about as soon as a step does, so a core that does not end it has stopped. Other verbs move
-    # weights, write files or wait for requests, and may take as long as they like.
+    # True if the command takes about as long as a step, so that a core that does not finish it counts as
+    # hung. Other commands move weights, write files or wait for requests, and may take any time.
     is_quick: ClassVar[bool] = False
-    # None: the admin port does not offer it, or has a handler of its own for it.
+    # None: the admin port does not have the command, or has a separate handler for it.
     route: ClassVar[AdminRoute | None] = None
 
 
 class Sleep(Command[MemoryReport], frozen=True, tag="sleep"):
-    """Raises ConfigError when it is built with an unknown level, tag or mode."""
+    """Raises ConfigError for an unknown level, tag or mode."""
 
     level: int = 1
     tags: list[str] | None = None
@@ -55,7 +56,7 @@ class Sleep(Command[MemoryReport], frozen=True, tag="sleep"):
 
 
 class WakeUp(Command[MemoryReport], frozen=True, tag="wake_up"):
-    """Raises ConfigError when it is built with an unknown tag."""
+    """Raises ConfigError for an unknown tag."""
 
     tags: list[str] | None = None
 
@@ -94,7 +95,7 @@ class StopProfile(Command[list[str]], frozen=True, tag="stop_profile"):
     route = AdminRoute("POST", "/stop_profile", "Write the traces", answer="files")
 
 
-# The table: a decoder of this type reads any of them.
+# A decoder of this type reads every command.
 AnyCommand = (
     Sleep
     | WakeUp
@@ -110,78 +111,79 @@ COMMANDS: tuple[type[Command[Any]], ...] = typing.get_args(AnyCommand)
 
 
 def name_of(command: Command[Any] | type[Command[Any]]) -> str:
-    """The verb, as messages and logs name it: "sleep"."""
+    """Returns the name of a command in messages and logs, such as "sleep"."""
     return str(command.__struct_config__.tag)
 
 
 def result_type(command: Command[Any]) -> Any:
-    """What msgspec.convert makes of the command's answer, after that has crossed a process or a network."""
+    """Returns the type for msgspec.convert of a command's result from another process or host."""
     [base] = type(command).__orig_bases__  # type: ignore[attr-defined]
     [result] = typing.get_args(base)
     return result
 
 
 class Control(Protocol):
-    """What whoever operates a worker asks of it. Tags are names of memory regions: "weights", "kv_cache".
+    """An operator's commands as methods. Tags are names of memory regions: "weights", "kv_cache".
 
-    Whoever derives from this class writes `control` alone: an engine carries a command out, and a stand-in
-    for engines elsewhere passes it on. The other methods are the verbs by name.
+    A subclass defines `control` only: an engine runs the command, and a client of a remote engine forwards
+    it.
     """
 
     async def control(self, command: Command[Result]) -> Result:
-        """Carries out one command and returns its result. Raises what the methods below name, and
-        EngineDeadError if the engine is gone."""
+        """Runs one command and returns its result. Raises the exceptions of the methods below, and
+        EngineDeadError if the engine has ended."""
         ...
 
     async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
-        """Level 0 pauses scheduling only, 1 keeps the weights in host memory and drops the KV cache, 2 drops
-        both. `tags` restricts it to some regions. `mode` says what happens to running requests: "wait" for
-        their end, "abort" them, "keep" them for after the wake-up. Raises ConfigError for unknown levels,
-        tags and modes, and for levels 1 and 2 without sleep mode; UnavailableError where the host lacks
-        memory for the weights, or when wake_up is called while it waits."""
+        """Puts the engine to sleep. Level 0 only pauses scheduling, 1 keeps the weights in host memory and
+         drops the KV cache, 2 drops both. `tags` restricts it to some regions. `mode`, for running requests:
+         "wait" for their end, "abort" them, or "keep" them for after the wake-up. Raises ConfigError for
+        unknown
+         levels, tags and modes, and for levels 1 and 2 without sleep mode; UnavailableError if the host lacks
+         memory for the weights, or if wake_up is called meanwhile."""
         return await self.control(Sleep(level, tags, mode))
 
     async def wake_up(self, tags: list[str] | None = None) -> MemoryReport:
-        """Takes the memory of all regions, or of those in `tags`, again. Raises ConfigError for unknown tags,
-        and UnavailableError, with nothing changed, if there is not enough memory."""
+        """Takes the memory of all regions, or of the ones in `tags`, again. Raises ConfigError for unknown
+        tags, and UnavailableError, with nothing changed, if there is not enough memory."""
         return await self.control(WakeUp(tags))
 
     async def sleep_state(self) -> SleepState:
-        """What sleeps now."""
+        """Returns the parts that are asleep."""
         return await self.control(ReadSleepState())
 
     async def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes. Returns False if some blocks were still in use; they are forgotten
+        """Drops all cached prefixes. Returns False if some blocks were still in use; they are dropped,
         too."""
         return await self.control(ResetPrefixCache())
 
     async def update_weights(self, source: str) -> int:
         """Loads the weights of the checkpoint `source` (as EngineConfig.model). Returns the new version,
-        counted from 1. An engine that sleeps at level 2 takes another model too, and its KV cache sleeps on.
-        Raises CheckpointError, ConfigError or UnavailableError, with nothing changed, for weights that do not
-        fit."""
+        counted from 1. An engine that sleeps at level 2 may also load another model; its KV cache stays
+        asleep. Raises CheckpointError, ConfigError or UnavailableError, with nothing changed, for weights
+        that do not fit."""
         return await self.control(UpdateWeights(source))
 
     async def check_weights(self) -> dict[str, str]:
-        """A checksum of each tensor, by rank and name."""
+        """Returns a checksum of each tensor, by rank and name."""
         return await self.control(CheckWeights())
 
     async def memory_usage(self) -> dict[str, dict[str, int]]:
-        """By tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes": kept on the
-        host, "ready_bytes": host memory held ready for it}. On a GPU in sleep mode also "device":
+        """Returns memory by tag: {"device_bytes": mapped now, "reserved_bytes": of addresses, "host_bytes":
+        kept on the host, "ready_bytes": host memory reserved for it}. On a GPU in sleep mode also "device":
         {"in_use_bytes", "region_bytes", "process_bytes"}, as in MemoryReport. Summed over ranks."""
         return await self.control(MemoryUsage())
 
     async def start_profile(self, folder: str) -> None:
         """Traces every rank into files in `folder`, until stop_profile. Raises ConfigError for a folder that
-        cannot be written, or if a trace is being made already."""
+        cannot be written, or if a trace is already running."""
         await self.control(StartProfile(folder))
 
     async def stop_profile(self) -> list[str]:
-        """Writes the traces (for ui.perfetto.dev) and returns their paths. Raises ConfigError if none is
-        being made."""
+        """Writes the traces (for ui.perfetto.dev) and returns their paths. Raises ConfigError without a
+        running trace."""
         return await self.control(StopProfile())
 
 
 class ServedEngine(Engine, Control, Protocol):
-    """What stands behind a model that is served: a worker's engine, a fleet, a fake."""
+    """An engine behind a served model: a worker's engine, a fleet, a fake."""

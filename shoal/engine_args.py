@@ -14,8 +14,8 @@ from shoal.vllm_options import ENGINE_OPTIONS
 
 
 class EngineArgs(EngineConfig):
-    """The options that `LLM` takes, checked: `LLM(**dataclasses.asdict(EngineArgs(...)))`. Options of vLLM
-    are translated as `LLM` does. Raises ConfigError."""
+    """Checked options of `LLM`: `LLM(**dataclasses.asdict(EngineArgs(...)))`. vLLM's options are translated
+    as in `LLM`. Raises ConfigError."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**self.known_options(options))
@@ -24,8 +24,8 @@ class EngineArgs(EngineConfig):
 
     @staticmethod
     def add_cli_args(parser: Any) -> Any:
-        """Adds a flag for each option to an ArgumentParser, or to a group of one, with its default, and for
-        each of vLLM's. Returns what it was given."""
+        """Adds a flag with its default for each option, and for each of vLLM's, to an ArgumentParser or a
+        group. Returns the parser."""
         hints = typing.get_type_hints(EngineConfig)
         short = {option.name: [f"-{option.short}"] for option in ENGINE_OPTIONS if option.short}
         for field in dataclasses.fields(EngineConfig):
@@ -39,7 +39,7 @@ class EngineArgs(EngineConfig):
 
     @classmethod
     def from_cli_args(cls, arguments: argparse.Namespace) -> EngineArgs:
-        """From parsed arguments; those that are no options are left alone."""
+        """Builds the options from parsed arguments and ignores other arguments."""
         names = [field.name for field in dataclasses.fields(cls)]
         names += [option.name for option in ENGINE_OPTIONS if option.name not in names]
         return cls(**{name: getattr(arguments, name) for name in names if hasattr(arguments, name)})

@@ -1,42 +1,42 @@
 """The tree of errors.
 
 ShoalError
-    UserError (also a ValueError)   the caller's mistake: names the value, the limit and the way out
+    UserError (also a ValueError)   an error of the caller: names the value, the limit and the way out
         ConfigError                 an option of the engine
         RequestError                a prompt or a sampling parameter
         CheckpointError             a model folder, a file in it, a tensor in that
         UnknownWorkerError          no worker of the fleet has this id
     UnavailableError                not now: asleep, paused, full, ending; says when to try again
-        BusyError                   all that could take it are full
-        WorkerFailedError           a worker of the fleet broke off; another may take the request
-    EngineDeadError                 the engine cannot go on: a rank died, the device failed
-    NoFreeBlocksError               a pool of KV blocks has too few that are free; nothing was taken
+        BusyError                   every worker and the queue are full
+        WorkerFailedError           a worker of the fleet failed; another may take the request
+    EngineDeadError                 the engine has ended: a rank died, the device failed
+    NoFreeBlocksError               a pool of KV blocks has too few free blocks; none was taken
 """
 
-MAX_MESSAGE = 2000  # characters of a CheckpointError
+MAX_MESSAGE = 2000  # most characters of a CheckpointError
 
 
 class ShoalError(Exception):
-    """Base of everything Shoal raises on purpose."""
+    """Base of all exceptions that Shoal raises on purpose."""
 
 
 class UserError(ShoalError, ValueError):
-    """The caller can mend it. The message names the value, the limit and the way out."""
+    """An error that the caller can correct. The message names the value, the limit and the way out."""
 
 
 class ConfigError(UserError):
-    """An option of the engine is unknown, impossible, or at odds with the model or the machine."""
+    """Raised for an option that is unknown, impossible, or in conflict with the model or the machine."""
 
 
 class RequestError(UserError):
-    """A prompt or a sampling parameter is impossible. Other requests don't notice."""
+    """Raised for an impossible prompt or sampling parameter. Other requests are not affected."""
 
 
 class CheckpointError(UserError):
-    """A checkpoint is missing, damaged, or of an architecture that is not supported.
+    """Raised for a checkpoint that is missing, damaged, or of an unsupported architecture.
 
-    What it says may quote a stranger's file, so it is made fit for a terminal, a log and UTF-8: what cannot
-    be printed is escaped, and the middle of a long message left out.
+    The message may quote an untrusted file, so it is made safe for a terminal, a log and UTF-8: unprintable
+    characters are escaped, and the middle of a long message is left out.
     """
 
     def __init__(self, message: str) -> None:
@@ -46,16 +46,15 @@ class CheckpointError(UserError):
 
 
 class UnavailableError(ShoalError, RuntimeError):
-    """The engine lives but takes no such request now: it sleeps, is paused, its queue is full, or it is
-    ending."""
+    """Raised if the engine is alive but takes no such request now: it is asleep, paused, full or ending."""
 
 
 class UnknownWorkerError(UserError):
-    """No worker of the fleet has this id."""
+    """Raised for an id that no worker of the fleet has."""
 
 
 class BusyError(UnavailableError):
-    """Whoever could take the request is full, and so is the queue. It may be sent again in `retry_after_s`
+    """Raised if all workers for the request and the queue are full. The client may retry in `retry_after_s`
     seconds."""
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
@@ -64,8 +63,8 @@ class BusyError(UnavailableError):
 
 
 class WorkerFailedError(UnavailableError):
-    """A worker of the fleet broke off, died or answered nonsense. Another one may take the request.
-    `is_absent`: its address takes no connection, so nobody else need try."""
+    """Raised if a worker of the fleet closed the stream, died or sent an invalid answer. Another worker may
+    take the request. `is_absent`: its address refuses connections, so other requests need not try it."""
 
     def __init__(self, message: str, is_absent: bool = False) -> None:
         super().__init__(message)
@@ -73,9 +72,9 @@ class WorkerFailedError(UnavailableError):
 
 
 class EngineDeadError(ShoalError, RuntimeError):
-    """The engine ended: a rank died or the device failed. Build a new one."""
+    """Raised once the engine has ended: a rank died or the device failed. Build a new one."""
 
 
 class NoFreeBlocksError(ShoalError):
-    """A pool of KV blocks has too few that are free. Nothing was taken; it may be tried again when others
-    have released some."""
+    """Raised if a pool of KV blocks has too few free blocks. None was taken; the caller may retry after
+    others have released blocks."""

@@ -1,5 +1,5 @@
-"""FakeEngine: an Engine and its Control without a model, for tests of what stands above engines, and for
-measuring it."""
+"""FakeEngine: an Engine and its Control without a model, for tests and measurements of the code above
+engines."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ MAX_LOGPROBS = 20
 
 @dataclass(eq=False)
 class FakeEngine(Control):
-    """Answers every request with `reply`, again and again, until its tokens are used up, or once, followed by
-    an end-of-text id, if `ends`.
+    """Answers every request with `reply`, repeated until max_tokens, or once, followed by an end-of-text id,
+    if `ends`.
 
-    Settings may be changed while it runs. Greedy, seeded, constrained: all the same here.
+    Settings may be changed while it runs. Sampling parameters do not change the answer.
     """
 
     vocab_size: int
     reply: Sequence[int] = (72, 101, 108, 108, 111, 32)
     ends: bool = False
-    token_seconds: float = 0.0  # between tokens; a slow reader gets those that are due in one output
+    token_seconds: float = 0.0  # between tokens; a slow reader gets all due tokens in one output
     prefill_seconds: float = 0.0
     hidden_size: int = 64
     num_blocks: int = 1024
-    cached_tokens: int = 0  # told of each request
-    error_after: int | None = None  # tokens after which a request ends with FinishReason.ERROR
-    refuses: str | None = None  # RequestError of every new request
+    cached_tokens: int = 0  # called with each request
+    error_after: int | None = None  # number of tokens after which a request ends with FinishReason.ERROR
+    refuses: str | None = None  # message of a RequestError for every new request
 
     state: SleepState = field(default_factory=SleepState)
     weights_version: int = 0
@@ -93,7 +93,7 @@ class FakeEngine(Control):
             start, limit = time.monotonic(), request.params.max_tokens or 16
             done = given = len(request.output_token_ids)
             while not stopped.is_set():
-                while self.state.is_sleeping and not stopped.is_set():  # kept for after the wake-up
+                while self.state.is_sleeping and not stopped.is_set():  # waits for the wake-up
                     await self._changed.wait()
                 if self.token_seconds:
                     due = given + int((time.monotonic() - start) / self.token_seconds) + 1
@@ -131,7 +131,7 @@ class FakeEngine(Control):
         )
 
     def kill(self) -> None:
-        """The engine dies: running requests and all later calls raise EngineDeadError."""
+        """Makes the engine die: running requests and all later calls raise EngineDeadError."""
         self._dead = EngineDeadError("the engine's process died (signal 9)")
         self._stop_all()
 
@@ -153,7 +153,9 @@ class FakeEngine(Control):
                 return not self._running
             case UpdateWeights(source):
                 if not source.strip("/."):
-                    raise ConfigError(f"the model path {source!r} does not exist; give that of a checkpoint")
+                    raise ConfigError(
+                        f"the model path {source!r} does not exist; give the path of a checkpoint"
+                    )
                 self.weights_version += 1
                 return self.weights_version
             case CheckWeights():
@@ -165,7 +167,7 @@ class FakeEngine(Control):
                 return None
             case StopProfile():
                 if self._profiling is None:
-                    raise ConfigError("no trace is being made; begin one with start_profile")
+                    raise ConfigError("stop_profile needs a running trace; begin one with start_profile")
                 folder, self._profiling = self._profiling, None
                 return [f"{folder}/fake.trace.json.gz"]
             case _:
@@ -224,7 +226,7 @@ class FakeEngine(Control):
                 request.request_id,
                 [],
                 finish_reason=FinishReason.ERROR,
-                error="the fake engine was told to fail",
+                error="the fake engine was set to fail",
             )
         logprobs = None if params.logprobs is None else [self._logprobs(i, params.logprobs) for i in ids]
         prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -238,7 +240,8 @@ class FakeEngine(Control):
         )
 
     def _logprobs(self, token_id: int, count: int) -> TokenLogprobs:
-        """The token is the best; its followers in the vocabulary come next, each half as likely."""
+        """Returns log-probabilities: the token is the best; the next ids of the vocabulary follow, each half
+        as likely."""
         ids = [(token_id + k) % self.vocab_size for k in range(max(1, count))]
         return {i: Logprob(-math.log(2.0) * (k + 1), rank=k + 1) for k, i in enumerate(ids)}
 
@@ -265,6 +268,6 @@ class FakeEngine(Control):
         self._announce()
 
     def _announce(self) -> None:
-        """Wakes whoever waits for a change."""
+        """Wakes all waiters for a change."""
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()

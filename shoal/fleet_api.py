@@ -1,5 +1,5 @@
-"""What a server and a fleet are to each other. The server shows a fleet, operates it, and passes requests on
-to workers that speak HTTP themselves; neither imports the other. Torch-free."""
+"""The interface between a server and a fleet. The server shows a fleet, operates it, and forwards requests to
+external workers; neither imports the other. Torch-free."""
 
 from __future__ import annotations
 
@@ -18,85 +18,89 @@ from shoal.telemetry.timeline import Timeline
 
 @dataclass(slots=True)
 class CommandResults:
-    """What became of a verb for many workers. Each is in one of the first three."""
+    """Results of a command for many workers. Each worker is in one of the first three fields."""
 
     results: dict[str, Any] = field(default_factory=dict)  # by worker
-    errors: dict[str, ShoalError] = field(default_factory=dict)  # by worker that failed
-    not_asked: list[str] = field(default_factory=list)  # a rolling one ends at the first failure
-    versions: dict[str, int] = field(default_factory=dict)  # of the weights, where the verb changes them
+    errors: dict[str, ShoalError] = field(default_factory=dict)  # errors by worker
+    not_asked: list[str] = field(default_factory=list)  # a rolling command ends at the first failure
+    versions: dict[str, int] = field(
+        default_factory=dict
+    )  # version of the weights, if the command changes them
 
 
 class FleetControl(Protocol):
-    """What the routes below /fleet ask. Raises RequestError and ConfigError for what cannot be done,
-    UnknownWorkerError for an id that no worker has."""
+    """The operations of the routes below /fleet. Raises RequestError and ConfigError for impossible ones,
+    UnknownWorkerError for an unknown id."""
 
     def view(self) -> FleetView: ...
 
     def served(self) -> Mapping[str, ServedTotals]:
-        """What each worker has served, by its id; those that have not told it are left out."""
+        """Returns the totals of each worker that reports them, by its id."""
         ...
 
     async def select(self, model: str | None, body: Mapping[str, Any]) -> Selected:
-        """`body` has `token_ids`, `prompt` or `messages`, and may have `session`, `tags` and `cache_salt`. No
-        worker is asked to generate. Raises UnavailableError where no worker can take it."""
+        """Returns the worker for a prompt, without generating. `body` has `token_ids`, `prompt` or
+        `messages`, and may have `session`, `tags` and `cache_salt`. Raises UnavailableError if no worker
+        accepts requests."""
         ...
 
     async def drain(self, worker_id: str) -> None:
-        """The worker gets nothing new from now on; what it has runs on."""
+        """Sends no new requests to the worker; its running requests continue."""
         ...
 
     async def resume(self, worker_id: str) -> None: ...
 
     async def change_role(self, worker_id: str, role: str) -> None:
-        """One of our workers does another role from now on, as all routers hear from it; what it has goes on.
-        Raises ConfigError if it cannot."""
+        """Changes the role of a native worker, which reports it to all routers; its running requests
+        continue. Raises ConfigError if it cannot."""
         ...
 
     async def change_workers(self, add: Sequence[str], remove: Sequence[str]) -> list[str]:
-        """Adds foreign workers, in the form of --worker, and removes foreign workers by id: all of it, or
-        nothing where one of them is wrong. Requests that a removed one has move to others. Returns the ids of
-        those that were added."""
+        """Adds external workers, in the form of --worker, and removes external workers by id: all of them, or
+        none if one is invalid. Requests of a removed worker move to others. Returns the ids of the added
+        ones."""
         ...
 
     async def configure(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Changes settings while running; returns all that can be changed, as they are now."""
+        """Changes settings while running; returns all changeable settings."""
         ...
 
     def metrics(self) -> Iterable[Metric]:
-        """What Prometheus reads of the router, beside its models."""
+        """Returns the router's metrics, in addition to its models' metrics."""
         ...
 
     async def command(
         self, command: Command[Any], worker_ids: Sequence[str] | None, *, model: str | None, rolling: bool
     ) -> CommandResults:
-        """One verb for these workers (None: all, or all of the model): at the same time or, `rolling`, one
-        after the other, each without requests meanwhile. Raises UnavailableError if there are none."""
+        """Runs a command on these workers (None: all, or all of the model): at the same time or, if
+        `rolling`, one after another, each without requests meanwhile. Raises UnavailableError if there are no
+        workers."""
         ...
 
 
 def tags_of(headers: Mapping[bytes, bytes]) -> tuple[str, ...]:
-    """The tags that a worker must have by a request's header X-Shoal-Tags: a,b."""
+    """Returns the tags that a worker must have, from a request's header X-Shoal-Tags: a,b."""
     given = headers.get(b"x-shoal-tags", b"").decode("latin-1")
     return tuple(tag for one in given.split(",") if (tag := one.strip()))
 
 
-# Workers that speak HTTP themselves
+# External workers
 
 
 @dataclass(slots=True)
 class ForeignCall:
-    """A client's request as it came, and where is written what happens to it."""
+    """A client's request as received, and its timeline."""
 
     line: Timeline
     method: str
-    path: str  # with the URL's query
+    path: str  # with the query
     headers: Mapping[bytes, bytes]  # by lower-case name
     body: bytes
 
 
 @dataclass(slots=True)
 class ForeignAnswer:
-    """A worker's answer. `headers` are those that the client gets, with X-Shoal-Worker."""
+    """A worker's answer. `headers` are for the client, with X-Shoal-Worker."""
 
     status: int
     headers: list[tuple[bytes, bytes]]
@@ -105,10 +109,10 @@ class ForeignAnswer:
 
 
 class Forwarder(Protocol):
-    """A model whose workers are foreign: requests go on at HTTP level."""
+    """Forwards the HTTP requests of a model with external workers."""
 
     async def forward(self, call: ForeignCall) -> ForeignAnswer:
-        """Returns when the answer begins: its head, and for a stream its first token, are there. Whoever
-        leaves `chunks` early (aclose) leaves the worker too. Both raise BusyError and UnavailableError: from
-        `chunks` they come where a stream breaks and cannot be taken up elsewhere."""
+        """Returns when the head of the answer, and for a stream its first token, have arrived. Closing
+        `chunks` early (aclose) closes the connection to the worker. Both raise BusyError and
+        UnavailableError; `chunks` does if a stream breaks and cannot be continued by another worker."""
         ...

@@ -1,5 +1,4 @@
-"""How a fleet looks from outside: views of workers, models, queues and planners, for pages, `shoal top`
-and the admin API."""
+"""Views of workers, models, queues and planners, for pages, `shoal top` and the admin API."""
 
 from __future__ import annotations
 
@@ -13,60 +12,62 @@ from shoal.telemetry.served import Quantiles, RecentRates
 
 class WorkerState(enum.StrEnum):
     READY = "ready"
-    DRAINING = "draining"  # finishes what it has, and gets nothing new
-    BROKEN = "broken"  # not reached yet, or failing; probes find out when it is well
+    DRAINING = "draining"  # finishes its requests and gets no new ones
+    BROKEN = "broken"  # not reached yet, or failing; probes find out when it works again
     GONE = "gone"  # its lease has ended, or it was removed
 
 
 class TierView(msgspec.Struct):
-    """A worker's place for KV blocks. Counts are since the worker's start."""
+    """One tier of a worker's KV blocks. Counts are since the worker's start."""
 
-    usage: float | None = None  # the share that is in use; None: not known
+    usage: float | None = None  # share in use; None: unknown
     used_blocks: int = 0
-    total_blocks: int = 0  # 0: not known
-    stored_blocks: int = 0  # that came from above
+    total_blocks: int = 0  # 0: unknown
+    stored_blocks: int = 0  # written from the tier above
     fetched_blocks: int = 0  # brought back to the device
     failed_blocks: int = 0
 
 
 class WorkerView(msgspec.Struct, kw_only=True):
-    """One worker, as `GET /fleet` shows it; a server without a router is one itself. Blocks are of the
-    worker's own size."""
+    """One worker of `GET /fleet`; a server without a router is a worker itself. Blocks have the worker's own
+    size."""
 
     id: str
     url: str
     role: str  # "both", "prefill", "decode"
     model: str
     state: WorkerState
-    why: str = ""  # it gets nothing, where that is not plain
-    pid: int | None = None  # of a worker on this host
+    why: str = ""  # why it gets no requests, if its state does not say it
+    pid: int | None = None  # only for a worker on this host
     tags: list[str] = []
-    running: int = 0  # requests that it computes, as it says itself
-    waiting: int = 0  # requests that wait in it
+    running: int = 0  # its running requests, reported by itself
+    waiting: int = 0  # its waiting requests
     preemptions: int = 0
-    kv: dict[str, TierView] = {}  # "device", "host", "disk", "store": those there are
+    kv: dict[str, TierView] = {}  # by "device", "host", "disk", "store"
     recent: RecentRates = RecentRates()
-    active_requests: int = 0  # of the router's
+    active_requests: int = 0  # running or waiting requests of this router
     active_blocks: int = 0
     cached_blocks: int = 0
     total_blocks: int = 0
-    requests: int = 0  # that it was sent, since the router's start
-    hit_rate: float = 0.0  # the share of prompt tokens that it had cached
+    requests: int = 0  # sent to it since the router's start
+    hit_rate: float = 0.0  # share of prompt tokens in its cache
     asleep: bool = False
     weights_version: int = 0
-    prefills_done: int = 0  # prompts that it computed for other workers, since the router's start
+    prefills_done: int = 0  # prompts computed for other workers since the router's start
     # KV blocks, since the worker's start:
     blocks_in: int = 0  # read from other workers
-    blocks_out: int = 0  # that others have read here
+    blocks_out: int = 0  # read by other workers
     bytes_in: int = 0
     bytes_out: int = 0
-    transfer_failures: dict[str, int] = {}  # requests that computed blocks which another worker had, by kind
-    transfer_GB_s: float = 0.0  # of what it read, in 10^9 bytes a second; 0: nothing yet
-    failed: int = 0  # requests that failed at it
-    breaks: int = 0  # times that it was found broken, since the router's start
+    transfer_failures: dict[
+        str, int
+    ] = {}  # requests that computed blocks of another worker, by kind of failure
+    transfer_GB_s: float = 0.0  # speed of its reads, in 10^9 bytes per second; 0: no reads yet
+    failed: int = 0  # its failed requests
+    breaks: int = 0  # changes to the state broken since the router's start
 
     def tell(self, stats: Stats) -> None:
-        """Writes what its engine says of itself into this view."""
+        """Copies the engine's figures into this view."""
         self.running, self.waiting, self.preemptions = (
             stats.num_running,
             stats.num_waiting,
@@ -93,14 +94,14 @@ class WorkerView(msgspec.Struct, kw_only=True):
 
 
 class ModelView(msgspec.Struct, kw_only=True):
-    """A model that clients may name, over all its workers."""
+    """A served model, over all its workers."""
 
     name: str
-    is_foreign: bool = False  # its workers speak HTTP themselves
-    active_requests: int = 0  # of this server: they run or wait
+    is_foreign: bool = False  # its workers are external
+    active_requests: int = 0  # running or waiting requests of this server
     failed: int = 0  # requests that failed
     refused: int = 0  # requests refused as the queue was full
-    recent: RecentRates = RecentRates()  # as this server sees it: the time in the queue counts
+    recent: RecentRates = RecentRates()  # measured here, with the time in the queue
 
 
 class QueueView(msgspec.Struct):
@@ -111,18 +112,18 @@ class QueueView(msgspec.Struct):
 
 
 class PlannedModel(msgspec.Struct):
-    """One model, as its planner has it. Counts are by kind, since the planner's start."""
+    """The planner's state of one model. Counts are by kind, since the planner's start."""
 
-    desired: dict[str, int]  # workers by role, as last decided
+    desired: dict[str, int]  # workers by role, by the last decision
     decisions: dict[str, int]
-    changes: dict[str, int]  # workers that have come, gone, or changed their role
-    failures: dict[str, int]  # workers that should have
-    workers: dict[str, int] = {}  # by role: those that are ready
+    changes: dict[str, int]  # workers that joined, left or changed their role
+    failures: dict[str, int]  # changes that failed
+    workers: dict[str, int] = {}  # ready workers by role
     pending: int = 0  # workers that are starting or ending
 
 
 class DecisionView(msgspec.Struct):
-    """One that changed something, or would have (no_operation)."""
+    """A decision with a change, or with one that no_operation prevented."""
 
     age_s: float
     model: str
@@ -134,43 +135,43 @@ class PlannerView(msgspec.Struct):
     mode: str
     last_decision: str  # its reason
     desired: dict[str, int]  # workers by role
-    changing: bool  # whether workers are being added or removed
-    decisions: list[DecisionView] = []  # the last ones, the latest at the end
+    changing: bool  # True while workers are added or removed
+    decisions: list[DecisionView] = []  # the last decisions, the latest at the end
     models: dict[str, PlannedModel] = {}
-    max_gpus: int = 0  # that all workers may have together
+    max_gpus: int = 0  # limit for all workers together
 
 
 class Point(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """A moment of the past, over all workers or of one."""
+    """Figures at one past moment, over all workers or of one."""
 
     at: float  # seconds since 1970, by the server's clock
     running: int = 0
     waiting: int = 0  # in workers and in the router's queues
-    kv_usage: float | None = None  # of the devices; the mean over workers
+    kv_usage: float | None = None  # on the devices; the mean over workers
     prompt_tokens_s: float = 0.0
     output_tokens_s: float = 0.0
     hit_rate: float | None = None
     ttft: Quantiles | None = None
     itl: Quantiles | None = None
-    transfer_bytes_s: float = 0.0  # of KV blocks that came from other workers
+    transfer_bytes_s: float = 0.0  # speed of reading KV blocks of other workers
     failed: int = 0  # requests, since the point before
 
 
 class FleetView(msgspec.Struct, omit_defaults=True):
-    policy: str  # by which requests are routed; "" where there is no router
+    policy: str  # routing policy; "" without a router
     workers: list[WorkerView]
     queue: QueueView
     prefill_queue: QueueView  # prompts that wait for a prefill worker
-    planner: PlannerView | None = None  # where there is one
+    planner: PlannerView | None = None  # None without a planner
     models: list[ModelView] = []
-    version: str = ""  # of the server
+    version: str = ""  # version of the server
     at: float = 0.0  # seconds since 1970, by the server's clock
     recent: RecentRates = RecentRates()  # over all models
-    history: list[Point] = []  # where it was asked for, the latest at the end
+    history: list[Point] = []  # if requested; the latest at the end
 
 
 class Selected(msgspec.Struct):
-    """Which worker a prompt would go to. Costs are by worker, lower is better."""
+    """The worker that would get a prompt. Costs are by worker, lower is better."""
 
     worker: str
     overlap_blocks: int

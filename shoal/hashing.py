@@ -5,14 +5,14 @@ it:
 
     key[i] = H(key[i - 1], tokens of block i as little-endian uint32)
 
-The parent of block 0 is a root, which names adapter and salt. The tokens behind the last full block, the
-tail, have a key that is made likewise, but is never that of a full block. Keys are the same in every process
-and on every machine, because a cache on disk may outlive the engine that wrote it.
+The parent of block 0 is a root, which names adapter and salt. The tokens after the last full block, the tail,
+have a key that is computed the same way, but never equals the key of a full block. Keys are the same in every
+process and on every machine, because a cache on disk may outlive the engine that wrote it.
 
-A hash on the wire has 64 bits. An event names a block by the end of its key, and the receiver takes that name
-as opaque. A router hashes the tokens of events and prompts itself, as NVIDIA Dynamo does: xxh3 of each block,
-and a chain of these. The seed is public, so tokens can be made to collide there. That costs a wrong guess
-about a cache and never a wrong block, because no engine looks a block up by less than its key.
+A hash on the wire has 64 bits. An event names a block by the end of its key, which is opaque to the receiver.
+A router hashes the tokens of events and prompts itself, as NVIDIA Dynamo does: xxh3 of each block, and a
+chain of these hashes. The seed is public, so tokens can be chosen to collide there. A collision causes a
+wrong guess about a cache and never a wrong block, because an engine looks blocks up by the whole key only.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def extend_keys(keys: list[bytes], root: bytes, token_ids: list[int], block_size
 
 
 def keys_with_tail(keys: list[bytes], root: bytes, token_ids: list[int], block_size: int) -> list[bytes]:
-    """Returns the keys of all blocks of `token_ids`, that of a tail last. `keys` has those of the full blocks
-    already, and maybe more."""
+    """Returns the keys of all blocks of `token_ids`, with a tail's key last. `keys` has the keys of the full
+    blocks already, and maybe more."""
     num_full = len(token_ids) // block_size
     tail = token_ids[num_full * block_size :]
     if not tail:
@@ -74,12 +74,12 @@ def keys_with_tail(keys: list[bytes], root: bytes, token_ids: list[int], block_s
 
 
 def common_length(a: list[int], b: list[int]) -> int:
-    """Returns the number of equal ids with which two lists begin."""
+    """Returns the length of the common prefix of two lists."""
     start, length, end = 0, 16, min(len(a), len(b))
     while start < end and a[start : min(start + length, end)] == b[start : min(start + length, end)]:
         start, length = start + length, 2 * length
     start, end = min(start, end), min(start + length, end)
-    while end - start > 1:  # the first difference lies in [start, end)
+    while end - start > 1:  # the first difference is in [start, end)
         middle = (start + end) // 2
         if a[start:middle] == b[start:middle]:
             start = middle
@@ -106,7 +106,7 @@ def wire_seed(adapter: str | None = None, cache_salt: str | None = None) -> int:
 def block_hashes(token_ids: Sequence[int], block_size: int, seed: int = WIRE_SEED) -> list[int]:
     """Returns one hash for each full block, by itself: xxh3-64 over its tokens as little-endian uint32."""
     data = _bytes_of(token_ids[: len(token_ids) // block_size * block_size])
-    blocks = struct.iter_unpack(f"{block_size * 4}s", data)  # sooner than slices by a third
+    blocks = struct.iter_unpack(f"{block_size * 4}s", data)  # a third quicker than slices
     return [xxh3_64_intdigest(block, seed) for (block,) in blocks]
 
 
@@ -115,7 +115,7 @@ def sequence_hashes(hashes: Iterable[int]) -> list[int]:
     over (the hash before, the block's own hash)."""
     chain: list[int] = []
     before = None
-    for own in hashes:  # hundreds for a prompt, which is why chain_hash is spelled out
+    for own in hashes:  # hundreds of blocks per prompt, so chain_hash is inlined here
         before = own if before is None else xxh3_64_intdigest(_PAIR(before, own), WIRE_SEED)
         chain.append(before)
     return chain
@@ -128,13 +128,13 @@ def chains_by_size(
     adapter: str | None = None,
     cache_salt: str | None = None,
 ) -> dict[int, list[int]]:
-    """The sequence hashes of a prompt for each of these block sizes."""
+    """Returns the sequence hashes of a prompt for each of these block sizes."""
     seed = wire_seed(adapter, cache_salt)
     return {size: sequence_hashes(block_hashes(token_ids, size, seed)) for size in block_sizes}
 
 
 def chain_hash(parent: int, own: int) -> int:
-    """The sequence hash of a block with hash `own` behind a block with sequence hash `parent`."""
+    """Returns the sequence hash of a block with hash `own` after a block with sequence hash `parent`."""
     return xxh3_64_intdigest(_PAIR(parent, own), WIRE_SEED)
 
 

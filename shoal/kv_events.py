@@ -1,8 +1,8 @@
-"""KV events on the wire, in vLLM's format (vllm/distributed/kv_events.py): which blocks a worker has cached.
+"""KV events in vLLM's wire format (vllm/distributed/kv_events.py): the blocks that a worker has cached.
 
 A publisher sends (topic, number as 8 bytes, payload), numbered from 0 without gaps; a payload is msgpack of
 an EventBatch. Since June 2026 vLLM writes events as maps, before that as arrays; SGLang has its own names for
-where a block lies. All are read, maps are written.
+media. All forms are read, maps are written.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from msgspec import Meta
 
 from shoal.hashing import UINT64_MAX
 
-# Media: GPU is an engine's own cache (also that of an engine on a CPU), CPU is its host memory, STORAGE are
+# Media: GPU is an engine's own cache (also on a CPU), CPU is its host memory, STORAGE are
 # files and stores.
 GPU, CPU, STORAGE = "GPU", "CPU", "STORAGE"
-# What other engines call them: older vLLM had no media, and SGLang has names of its own
+# Media of other engines: older vLLM had none, and SGLang has its own names
 MEDIA = {None: GPU, "CPU_PINNED": CPU, "DISK": STORAGE, "EXTERNAL": STORAGE}
-END = (-1).to_bytes(8, "big", signed=True)  # in place of a number: a replay is complete
+END = (-1).to_bytes(8, "big", signed=True)  # in place of a number: the end of a replay
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
     """A run of full blocks of one sequence, `block_size` tokens each. Hashes are names: 64 bits, to be
-    compared and no more. The parent is the block before the first; None at the start of a sequence.
-    `extra_keys`: for each block what beside tokens is part of its identity: maps {"type": "lora", "name":
-    ...}, {"type": "cache_salt", "salt": ...}, the salt on a sequence's first block alone."""
+    compared only. The parent is the block before the first; None at the start of a sequence.
+    `extra_keys`: for each block the parts of its identity in addition to tokens: maps {"type": "lora",
+    "name": ...}, {"type": "cache_salt", "salt": ...}; only a sequence's first block has the salt."""
 
     block_hashes: list[int]
     parent_block_hash: int | None
@@ -40,7 +40,7 @@ class BlockStored(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
     @property
     def cache_salt(self) -> str | None:
-        """The salt of a run that starts a sequence; None for any other run."""
+        """Returns the salt of a run that starts a sequence; None for other runs."""
         first = (self.extra_keys or [None])[0]
         return next((key.get("salt") for key in first or () if key.get("type") == "cache_salt"), None)
 
@@ -51,14 +51,14 @@ class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True, gc=False):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True, gc=False):
-    """In every medium."""
+    """Reports that all blocks of every medium were removed."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class EventBatch(msgspec.Struct, array_like=True, gc=False):
-    """What a step has changed, in order. `ts`: seconds since the epoch."""
+    """The changes of a step, in order. `ts`: seconds since the epoch."""
 
     ts: float
     events: list[KVEvent]
@@ -85,9 +85,8 @@ _decode_any = msgspec.msgpack.Decoder().decode
 
 
 def decode(payload: bytes) -> EventBatch:
-    """A batch of this worker, of any vLLM since there are events, or of SGLang, in the terms of this file.
-    What else such events hold, and kinds of events that are not known here, is dropped. Raises ValueError for
-    anything else."""
+    """Decodes a batch of Shoal, of any vLLM with events, or of SGLang. Drops unknown fields and unknown kinds
+    of events. Raises ValueError for other payloads."""
     try:
         batch = _decode_any(payload)
         if isinstance(batch, dict):
@@ -96,11 +95,13 @@ def decode(payload: bytes) -> EventBatch:
         known = [fields for event in events if (fields := _fields_of(event)) is not None]
         return msgspec.convert([ts, known, rank], EventBatch)
     except (KeyError, IndexError, TypeError, AttributeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{payload[:40]!r}... is no batch of KV events: {error}") from error
+        raise ValueError(
+            f"a payload must be a batch of KV events, got {payload[:40]!r}...: {error}"
+        ) from error
 
 
 def _fields_of(event: Any) -> dict[str, Any] | None:
-    """The event's fields in this file's terms; None if its kind is not known."""
+    """Returns the event in this file's classes; None for an unknown kind."""
     if not isinstance(event, dict):
         kind, *values = event
         event = {"type": kind, **dict(zip(FIELDS.get(kind, ()), values))}
@@ -114,7 +115,7 @@ def _fields_of(event: Any) -> dict[str, Any] | None:
     if kind == "BlockStored":
         if found["parent_block_hash"] is not None:
             found["parent_block_hash"] = _name(found["parent_block_hash"])
-        salt = event.get("cache_salt")  # SGLang's
+        salt = event.get("cache_salt")  # SGLang has this name
         extra = found["extra_keys"]
         if not extra and salt and found["parent_block_hash"] is None:
             extra = [[salt]]
@@ -123,19 +124,19 @@ def _fields_of(event: Any) -> dict[str, Any] | None:
 
 
 def _name(value: int | bytes) -> int:
-    """vLLM's hashes are bytes, unless VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES cuts them down to their last 64
-    bits. SGLang's may be signed."""
+    """Returns a hash as an integer of 64 bits. vLLM's hashes are bytes, unless
+    VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES cuts them to their last 64 bits. SGLang's may be signed."""
     return (int.from_bytes(value, "big") if isinstance(value, bytes) else value) & UINT64_MAX
 
 
 def _typed(keys: Sequence[Any], lora_name: str | None) -> list[dict[str, Any]]:
-    """Keys were bare values first: an adapter's name, a salt, (hash, offset) of an image, bytes of
-    embeddings."""
+    """Returns an extra key as a map. Older events have bare values: an adapter's name, a salt, (hash, offset)
+    of an image, bytes of embeddings."""
     typed: list[dict[str, Any]] = []
     for key in keys:
         if isinstance(key, dict):
             if key.get("type") == "cache_salt" and not isinstance(key.get("salt"), str):
-                raise ValueError(f"the cache salt {key.get('salt')!r:.80} is no text")
+                raise ValueError(f"the cache salt must be a string, got {key.get('salt')!r:.80}")
             typed.append(key)
         elif not isinstance(key, str):
             typed.append({"type": "legacy", "value": key})

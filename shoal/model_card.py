@@ -1,6 +1,6 @@
-"""ModelCard: what a server must know of a model to speak text to its engine, as plain data.
+"""ModelCard: the facts about a model that a server needs to exchange text with its engine, as plain data.
 
-`shoal serve` makes one for its own engine. A worker of a fleet puts it on the plane, and the router builds
+`shoal serve` builds one for its own engine. A worker of a fleet puts it on the plane, and the router builds
 the same ServedModel from it. Torch-free.
 """
 
@@ -15,29 +15,29 @@ from shoal.wire import ModelInfo
 
 
 class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
-    info: ModelInfo  # the engine, as it was built
-    names: list[str]  # those that clients may use; the first is the one answered with
-    # Where the tokenizer is read from: the options of these names, as the engine was given them.
+    info: ModelInfo  # facts about the built engine
+    names: list[str]  # names for clients; answers have the first
+    # The source of the tokenizer: the engine's options of these names.
     model: str
     revision: str | None = None
     download_dir: str | None = None
     tokenizer: str | None = None
     chat_template: str | None = None
-    skip_tokenizer_init: bool = False  # there is no tokenizer: token ids only
-    eos_token_ids: tuple[int, ...]  # all ids that end a text
-    seed: int = 0  # where the seeds of requests without one come from
+    skip_tokenizer_init: bool = False  # token ids only, without a tokenizer
+    eos_token_ids: tuple[int, ...]  # all end-of-text ids
+    seed: int = 0  # the seed of requests without one
     max_logprobs: int = 20
-    template_defaults: dict[str, Any] = {}  # variables of the chat template that requests do not give
-    closes_objects: bool = True  # a JSON schema's objects have no other keys, unless it says so
+    template_defaults: dict[str, Any] = {}  # default variables of the chat template
+    closes_objects: bool = True  # objects have only the keys of their JSON schema, unless it allows others
     tool_call_parser: str = "none"
     reasoning_parser: str = "none"
-    cache_config: dict[str, str] = {}  # the labels of vllm:cache_config_info
+    cache_config: dict[str, str] = {}  # labels of vllm:cache_config_info
     summary: ModelSummary = ModelSummary()
 
     @property
     def kind(self) -> dict[str, Any]:
-        """What the workers of one model must have in common: an answer that moves from one to another must
-        not change."""
+        """Returns the facts that all workers of a model must share, so that an answer that moves from one to
+        another does not change."""
         summary = self.summary
         return {
             "architecture": summary.architecture,

@@ -1,5 +1,5 @@
-"""Fields of vLLM's parameters that Shoal does not have. Programs that pass them with values that ask for
-nothing run unchanged; other values are refused by name, as the answer would be a wrong one."""
+"""Fields of vLLM's parameters that Shoal does not have. Programs may pass them with neutral values; other
+values are refused by name, as the answer would be wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shoal.errors import RequestError
 
 T = TypeVar("T")
 
-# RequestOutputKind: CUMULATIVE and FINAL_ONLY are what `generate` returns anyway.
+# RequestOutputKind: `generate` returns CUMULATIVE and FINAL_ONLY outputs in any case.
 WHOLE_OUTPUTS = (None, 0, 2)
 SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "best_of": (None, 1),
@@ -39,8 +39,8 @@ BEAM_SEARCH: Mapping[str, tuple[Any, ...]] = {
 
 
 def takes(fields: Mapping[str, tuple[Any, ...]]) -> Callable[[type[T]], type[T]]:
-    """Returns a class decorator: the constructor takes these fields, too, each with the values that ask for
-    nothing, and raises RequestError for others."""
+    """Returns a class decorator: the constructor accepts these fields, too, each with its neutral values, and
+    raises RequestError for others."""
 
     def decorate(cls: type[T]) -> type[T]:
         plain = cls.__init__
@@ -49,7 +49,7 @@ def takes(fields: Mapping[str, tuple[Any, ...]]) -> Callable[[type[T]], type[T]]
         def init(self: T, *args: Any, **given: Any) -> None:
             for name in given.keys() & fields.keys():
                 value = given.pop(name)
-                if getattr(value, "value", value) not in fields[name]:  # an enum counts as its number
+                if getattr(value, "value", value) not in fields[name]:  # an enum is compared by its number
                     raise RequestError(
                         f"{name} must be {' or '.join(map(repr, fields[name]))}, got {value!r:.100}; Shoal's "
                         f"{cls.__name__} does not have it, so leave it out"

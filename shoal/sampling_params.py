@@ -1,4 +1,4 @@
-"""How tokens are sampled: the parameters of a request, with the names that vLLM has in this module."""
+"""Sampling parameters of a request, with the names that vLLM has in this module."""
 
 from __future__ import annotations
 

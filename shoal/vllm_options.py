@@ -1,7 +1,7 @@
-"""Every option of `vllm serve`, and what becomes of it here, as data: docs/vllm-options.md is drawn from it.
+"""Every option of `vllm serve`, with its effect in Shoal, as data: docs/vllm-options.md is generated from it.
 
-An option has the same effect, or it has none and the log says why, or it is refused with the way to get what
-it asks for. `translate` is what `LLM`, the command line and a fleet's file do with options of vLLM's.
+An option has the same effect, or no effect and the log says why, or it is refused with an alternative. `LLM`,
+the command line and a fleet's file call `translate` for vLLM's options.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ NO_VALUES: tuple[Any, ...] = ()
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VllmOption:
     """`name` has underscores, and a dot before a field of a JSON option. `takes`: "flag", "one" value, or
-    "many". What becomes of it, in this order:
+    "many". Its effect, in this order:
 
-    `own` names Shoal's option with the same effect; `words` are vLLM's values that Shoal calls otherwise
+    `own` names Shoal's option with the same effect; `words` are vLLM's values with other names in Shoal
     (None: Shoal's default), and `convert` turns a value into Shoal's. Else `accepted` has the values without
-    effect (None: all), for the reason `why`, and `instead` is the way to get what the others ask for.
+    effect (None: all), for the reason `why`, and `instead` is the alternative for other values.
     """
 
     name: str
@@ -38,7 +38,7 @@ class VllmOption:
 
     @property
     def is_refusable(self) -> bool:
-        """Whether some of its values are refused."""
+        """True if some of its values are refused."""
         return not self.own and self.accepted is not None
 
     def asks_for_nothing(self, value: Any) -> bool:
@@ -50,14 +50,14 @@ def _same(name: str, short: str = "", **more: Any) -> VllmOption:
 
 
 def _idle(names: str, why: str, takes: str = "one", short: str = "") -> list[VllmOption]:
-    """Options without effect, whatever their value."""
+    """Returns options that have no effect with any value."""
     return [VllmOption(name=name, short=short, takes=takes, why=why) for name in names.split()]
 
 
 def _refused(
     names: str, accepted: tuple[Any, ...], why: str, instead: str, takes: str = "one", short: str = ""
 ) -> list[VllmOption]:
-    """Options that only with these values ask for nothing."""
+    """Returns options that are refused unless they have one of these values."""
     return [
         VllmOption(name=name, short=short, takes=takes, accepted=accepted, why=why, instead=instead)
         for name in names.split()
@@ -75,12 +75,10 @@ OFF = (False,)
 LOG_HAS_NO_TEXT = "the log has no prompts and no answers without --verbose"
 ONE_PROCESS = "one process takes all requests, and text is tokenized in threads beside it"
 NO_REPLICAS = "a server has one engine, and replicas are workers of a fleet"
-NO_EXPERT_RANKS = (
-    "each expert is shared by the devices of tensor_parallel_size, and none lies on a device alone"
-)
-TEXT_ALONE = "models here read text alone"
+NO_EXPERT_RANKS = "the devices of tensor_parallel_size share each expert"
+TEXT_ALONE = "models here read only text"
 NO_ADAPTERS = "no adapters are loaded"
-NO_MAMBA = "no model here has layers of that kind"
+NO_MAMBA = "models here have no layers of that kind"
 OWN_KERNELS = "kernels are chosen by device and model"
 OWN_LOADER = "weights are read by threads of Shoal's own loader"
 NEVER_SLICED = "a prompt longer than a step's budget is always computed in chunks"
@@ -92,12 +90,12 @@ REPLICAS = (
 )
 WORKERS_JOIN = "start a worker for each replica with `shoal serve --plane`, or all with `shoal fleet up`"
 MERGE_ADAPTER = "merge the adapter into the weights, and serve the result"
-NO_PLUGINS = "leave it out: code of others is not loaded"
+NO_PLUGINS = "leave it out: external code is not loaded"
 BY_STAGES = "use --tensor-parallel-size {value}, which shares each layer among the devices"
 NO_SPECULATION = "leave it out: answers are the same without speculation"
 FROM_HERE_ON = "the wire and files of vLLM's engines; leave it out"
 
-# The options of `vllm serve` that are the server's.
+# Options of `vllm serve` for the server.
 SERVER_OPTIONS: tuple[VllmOption, ...] = (
     *_refused("headless", OFF, "", WORKERS_JOIN, "flag"),
     *_idle("api_server_count", ONE_PROCESS, short="asc"),
@@ -113,8 +111,10 @@ SERVER_OPTIONS: tuple[VllmOption, ...] = (
     ),
     _same("trust_request_chat_template", takes="flag"),
     *_refused("response_role", ("assistant",), "", "leave it out: answers have the role assistant"),
-    *_idle("enable_auto_tool_choice", "tools may always be called, but with --tool-call-parser none", "flag"),
-    *_idle("exclude_tools_when_tool_choice_none", "a prompt has no tools where tool_choice is none", "flag"),
+    *_idle(
+        "enable_auto_tool_choice", "tools may always be called, except with --tool-call-parser none", "flag"
+    ),
+    *_idle("exclude_tools_when_tool_choice_none", "with tool_choice none, a prompt has no tools", "flag"),
     _same(
         "tool_call_parser",
         words={"": None, "llama4_json": "llama3_json", "qwen3_xml": "qwen3_coder", "granite4": "hermes"},
@@ -123,7 +123,7 @@ SERVER_OPTIONS: tuple[VllmOption, ...] = (
     *_refused("tool_server", NO_VALUES, "", "leave it out: clients run their tools themselves"),
     *_refused("log_config_file", NO_VALUES, "", "use --log-format json, and redirect standard error"),
     *_idle("enable_prompt_tokens_details", "usage always has prompt_tokens_details", "flag"),
-    *_idle("enable_server_load_tracking", "/load always counts", "flag"),
+    *_idle("enable_server_load_tracking", "/load always has the load", "flag"),
     *_idle("enable_tokenizer_info_endpoint", "/tokenizer_info is always there", "flag"),
     *_idle("enable_log_outputs", "answers are never written to the log", "flag"),
     *_idle("enable_log_deltas", "answers are never written to the log", "flag"),
@@ -173,14 +173,12 @@ SERVER_OPTIONS: tuple[VllmOption, ...] = (
     _same("max_log_len"),
     _same("root_path", words={"": None}),
     _same("middleware"),
-    *_idle(
-        "h11_max_incomplete_event_size h11_max_header_count", "the head of a request has limits of its own"
-    ),
+    *_idle("h11_max_incomplete_event_size h11_max_header_count", "the head of a request has fixed limits"),
     *_idle("enable_offline_docs", "/docs needs nothing from the network", "flag"),
-    *_idle("enable_flash_late_interaction", "no model here scores by late interaction", "flag"),
+    *_idle("enable_flash_late_interaction", "models here do not score by late interaction", "flag"),
 )
 
-# The options of `vllm serve` that are the engine's, and so arguments of vLLM's LLM() as well.
+# Options of `vllm serve` for the engine, which are also arguments of vLLM's LLM().
 ENGINE_OPTIONS: tuple[VllmOption, ...] = (
     _same("model"),
     *_refused(
@@ -196,7 +194,7 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
         "leave it out: models generate and embed, and do not classify",
     ),
     _same("tokenizer"),
-    *_idle("tokenizer_mode", "tokenizer.json or a GGUF's metadata says what the tokenizer is"),
+    *_idle("tokenizer_mode", "tokenizer.json or a GGUF's metadata determines the tokenizer"),
     *_idle("trust_remote_code", "code that comes with a model is never run", "flag"),
     _same("dtype"),
     _same("seed"),
@@ -205,21 +203,30 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
     *_idle("allowed_media_domains", TEXT_ALONE, "many"),
     _same("revision"),
     *_idle("code_revision", "code that comes with a model is never run"),
-    *_idle("tokenizer_revision", "the tokenizer is of the model's --revision, or of the folder --tokenizer"),
+    *_idle(
+        "tokenizer_revision",
+        "the tokenizer comes from the model's --revision, or from the folder --tokenizer",
+    ),
     _same("max_model_len", words={-1: None, "auto": None}),
     _same("quantization", "q", words={"gguf": None, "awq_marlin": "awq", "gptq_marlin": "gptq"}),
     *_refused("quantization_config", NO_VALUES, "", "use --quantization fp8, or `shoal quantize`"),
     *_idle("allow_deprecated_quantization", "no quantization here is deprecated", "flag"),
     _same("enforce_eager", takes="flag"),
-    *_refused("enable_return_routed_experts", OFF, "", "leave it out: experts are not told", "flag"),
+    *_refused(
+        "enable_return_routed_experts",
+        OFF,
+        "",
+        "leave it out: the experts of a token are not reported",
+        "flag",
+    ),
     _same("max_logprobs"),
     _same("logprobs_mode"),
-    *_idle("use_fp64_gumbel", "tokens are drawn in float32", "flag"),
+    *_idle("use_fp64_gumbel", "tokens are sampled in float32", "flag"),
     *_refused(
         "disable_sliding_window",
         OFF,
         "",
-        "use --max-model-len with the size of the window, within which both are the same",
+        "use --max-model-len with the size of the window, within which the results are the same",
         "flag",
     ),
     _same("disable_cascade_attn", takes="flag"),
@@ -241,7 +248,7 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
     ),
     _same("hf_overrides"),
     _same("override_generation_config"),
-    *_refused("pooler_config", NO_VALUES, "", "leave it out: /v1/embeddings pools as it says"),
+    *_refused("pooler_config", NO_VALUES, "", "leave it out: /v1/embeddings has fixed pooling"),
     _same("generation_config"),
     _same("enable_sleep_mode", takes="flag"),
     *_idle(
@@ -297,9 +304,13 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
     *_idle("numa_bind_nodes numa_bind_cpus", "`numactl` binds a process that it starts", "many"),
     *_refused("device_ids", NO_VALUES, "", "set CUDA_VISIBLE_DEVICES in the environment", "many"),
     _same("tensor_parallel_size", "tp"),
-    *_refused("decode_context_parallel_size", (1,), "a context lies on all ranks", BY_STAGES, short="dcp"),
+    *_refused(
+        "decode_context_parallel_size", (1,), "all ranks have the whole context", BY_STAGES, short="dcp"
+    ),
     *_idle("dcp_comm_backend dcp_kv_cache_interleave_size cp_kv_cache_interleave_size", NO_OTHER_HOST),
-    *_refused("prefill_context_parallel_size", (1,), "a context lies on all ranks", BY_STAGES, short="pcp"),
+    *_refused(
+        "prefill_context_parallel_size", (1,), "all ranks have the whole context", BY_STAGES, short="pcp"
+    ),
     *_refused("data_parallel_size", (1,), NO_REPLICAS, REPLICAS, short="dp"),
     *_refused("data_parallel_rank", NO_VALUES, NO_REPLICAS, WORKERS_JOIN, short="dpn"),
     *_refused("data_parallel_start_rank", (0,), NO_REPLICAS, WORKERS_JOIN, short="dpr"),
@@ -343,7 +354,7 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
     *_idle("prefix_caching_hash_algo", "a block's name has 128 bits of one hash"),
     *_refused("calculate_kv_scales", OFF, "", "take a checkpoint with k_scale and v_scale", "flag"),
     *_refused("kv_cache_dtype_skip_layers", NO_VALUES, "", "use --kv-cache-dtype auto", "many"),
-    *_idle("kv_sharing_fast_prefill", "no model here shares a KV cache between layers", "flag"),
+    *_idle("kv_sharing_fast_prefill", "models here do not share a KV cache between layers", "flag"),
     *_idle("mamba_cache_dtype mamba_ssm_cache_dtype mamba_block_size mamba_cache_mode", NO_MAMBA),
     _same("kv_offloading_size", own="kv_host_bytes", convert=_gib),
     *_refused(
@@ -355,14 +366,14 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
     *_refused(
         "cpu_offload_gb",
         (0,),
-        "weights lie in the device's memory",
+        "weights are in the device's memory",
         "use --quantization fp8, or --tensor-parallel-size 2, so that the weights have room",
     ),
     *_idle(
         "offload_backend offload_group_size offload_num_in_group offload_prefetch_step",
-        "weights lie in the device's memory",
+        "weights are in the device's memory",
     ),
-    *_idle("cpu_offload_params offload_params", "weights lie in the device's memory", "many"),
+    *_idle("cpu_offload_params offload_params", "weights are in the device's memory", "many"),
     *_idle(
         "language_model_only enable_mm_embeds mm_encoder_only interleave_mm_strings skip_mm_profiling "
         "disable_chunked_mm_input enable_tower_connector_lora",
@@ -407,15 +418,12 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
         "scheduler_reserve_full_isl", "a sequence is admitted when there are blocks for its prompt", "flag"
     ),
     *_idle("watermark", "a sequence is admitted when there are blocks for its prompt"),
-    *_idle("prefill_schedule_interval", "--target-itl-ms says how prompts and answers share the steps"),
+    *_idle("prefill_schedule_interval", "--target-itl-ms determines how prompts and answers share the steps"),
     *_idle("disable_hybrid_kv_cache_manager", "all layers of a sequence have the same blocks", "flag"),
     _same("async_scheduling", takes="flag"),
-    *_idle("stream_interval", "each token goes out as it comes, and several together to a slow reader"),
+    *_idle("stream_interval", "each token is sent at once, and several together to a slow reader"),
     _same("cudagraph_capture_sizes", takes="many"),
-    *_idle(
-        "max_cudagraph_capture_size",
-        "--cudagraph-capture-sizes and --max-num-seqs say which graphs there are",
-    ),
+    *_idle("max_cudagraph_capture_size", "--cudagraph-capture-sizes and --max-num-seqs determine the graphs"),
     *_idle("ir_op_priority moe_backend linear_backend kernel_config gdn_prefill_backend", OWN_KERNELS),
     *_idle("enable_flashinfer_autotune", OWN_KERNELS, "flag"),
     *_refused("speculative_config", NO_VALUES, "", NO_SPECULATION, short="sc"),
@@ -433,9 +441,9 @@ ENGINE_OPTIONS: tuple[VllmOption, ...] = (
     _same("structured_outputs_config"),
     *_refused("profiler_config", NO_VALUES, "", "use --admin-port and --profile-dir, and /start_profile"),
     *_idle("optimization_level", "graphs and kernels need no compilation of the model", short="O"),
-    *_idle("performance_mode", "--target-itl-ms says how prompts and answers share the steps"),
+    *_idle("performance_mode", "--target-itl-ms determines how prompts and answers share the steps"),
     *_refused("weight_transfer_config", NO_VALUES, "", "use --admin-port, and its /update_weights"),
-    *_idle("fail_on_environ_validation", "variables of vLLM's are not read", "flag"),
+    *_idle("fail_on_environ_validation", "vLLM's environment variables are not read", "flag"),
     _same("shutdown_timeout"),
 )
 
@@ -447,12 +455,12 @@ EARLIER_OPTIONS: tuple[VllmOption, ...] = (
         "every model generates, and embeds",
         "leave it out: models generate and embed, and do not classify",
     ),
-    *_idle("swap_space", "a sequence that has to wait is computed again"),
+    *_idle("swap_space", "a preempted sequence is computed again"),
     *_idle("disable_log_requests", LOG_HAS_NO_TEXT, "flag"),
     *_idle("disable_frontend_multiprocessing", "the engine always has a process of its own", "flag"),
-    *_idle("max_seq_len_to_capture", "a graph is for any length"),
+    *_idle("max_seq_len_to_capture", "a graph works for any length"),
     *_idle("num_scheduler_steps", "step n+1 is always scheduled while step n runs on a GPU"),
-    *_idle("use_v2_block_manager", "there is one manager of blocks", "flag"),
+    *_idle("use_v2_block_manager", "Shoal has one block manager", "flag"),
     *_idle("guided_decoding_backend", "llguidance compiles every grammar"),
     *_idle("enable_reasoning", "--reasoning-parser is found in the chat template", "flag"),
     *_refused("rope_scaling", NO_VALUES, "", "use --hf-overrides '{{\"rope_scaling\": ...}}'"),
@@ -460,7 +468,7 @@ EARLIER_OPTIONS: tuple[VllmOption, ...] = (
 )
 
 _BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")
-# Fields of options that have fields, beside Shoal's own.
+# Fields of JSON options that Shoal does not have.
 NESTED_OPTIONS: tuple[VllmOption, ...] = (
     *_refused(
         "structured_outputs_config.backend",
@@ -472,8 +480,8 @@ NESTED_OPTIONS: tuple[VllmOption, ...] = (
     *_refused(
         "structured_outputs_config.enable_in_reasoning",
         OFF,
-        "a grammar is for the whole answer of a request",
-        "leave it out: a grammar is for the whole answer of a request",
+        "a grammar applies to the whole answer of a request",
+        "leave it out: a grammar applies to the whole answer of a request",
         "flag",
     ),
     *_refused("structured_outputs_config.reasoning_parser", ("",), "", "use --reasoning-parser {value}"),
@@ -481,7 +489,7 @@ NESTED_OPTIONS: tuple[VllmOption, ...] = (
     *_refused(
         "kv_transfer_config.kv_connector",
         ("NixlConnector",),
-        "blocks go by CUDA IPC, shared memory or NIXL, whichever both ends have",
+        "blocks are transferred by CUDA IPC, shared memory or NIXL",
         "leave it out; for blocks in host memory, on a disk or in a store use --kv-host-bytes, "
         "--kv-disk-path or --kv-store",
     ),
@@ -492,7 +500,7 @@ NESTED_OPTIONS: tuple[VllmOption, ...] = (
     *_idle(
         "kv_transfer_config.kv_buffer_device kv_transfer_config.kv_buffer_size "
         "kv_transfer_config.enable_permute_local_kv",
-        "blocks go from cache to cache",
+        "blocks are transferred from cache to cache",
     ),
     *_refused(
         "kv_transfer_config.kv_load_failure_policy",
@@ -509,7 +517,7 @@ NAME_TO_OPTION = {option.name: option for option in (*ALL_OPTIONS, *NESTED_OPTIO
 
 
 def value_of(text: str) -> Any:
-    """Returns what a word of the command line means: a number, JSON, yes or no, or a text."""
+    """Returns the value of a word of the command line: a number, JSON, a bool, or a string."""
     if text == "None":
         return None
     try:
@@ -521,9 +529,9 @@ def value_of(text: str) -> Any:
 def translate(
     given: Mapping[str, Any], options: Iterable[VllmOption], spell: Callable[[str], str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Returns `given` with Shoal's options in the place of vLLM's, and a line for each option that has no
-    effect, which says why. An option that is not among `options` stays as it is. spell: how the user writes
-    an option's name. Raises ConfigError for what is refused, with the way to get it."""
+    """Returns `given` with Shoal's options in place of vLLM's, and a line for each option without effect that
+    says why. Options that are not among `options` stay. spell: returns the user's spelling of a name. Raises
+    ConfigError for a refused option, with the alternative."""
     known = {option.name: option for option in options}
     found = {name: value for name, value in given.items() if name not in known}
     lines = []

@@ -1,8 +1,7 @@
-"""What crosses between the HTTP process and the core's: msgpack by msgspec. Torch-free.
+"""Messages between the HTTP process and the core's process: msgpack by msgspec. Torch-free.
 
-Messages are tagged arrays, and the vocabulary's dataclasses travel inside them as they are: arrays of their
-own would save little and need a second definition. Both sides are of one version, as the parent starts the
-child.
+Messages are tagged arrays, with the vocabulary's dataclasses inside them as maps: arrays would save little
+and need a second definition. Both sides have the same version, as the parent starts the child.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from shoal.control import AnyCommand, Command, name_of
 from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError
 from shoal.stats import Stats
 
-BEAT_S = 0.5  # between two signs of life of a core
+BEAT_S = 0.5  # between two heartbeats of a core
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
@@ -30,21 +29,21 @@ class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
 
 
 class Start(Message, frozen=True):
-    """The first message: build the engine. `peer_weights`: of a worker that lends it its weights."""
+    """The first message: build the engine. `peer_weights`: from a worker that lends its weights."""
 
     config: EngineConfig
     peer_weights: bytes | None = None
 
 
 class Add(Message, frozen=True):
-    """`age_s`: how long ago the request arrived, where it comes from a host whose clock is another."""
+    """Adds a request. `age_s`: seconds since its arrival on a host with another clock."""
 
     request: Request
     age_s: float | None = None
 
 
 class Abort(Message, frozen=True):
-    """Unknown ids are ignored."""
+    """Aborts a request. Unknown ids are ignored."""
 
     request_ids: list[str]
 
@@ -54,18 +53,18 @@ class ReadStats(Command[Stats], frozen=True, tag="stats"):
 
 
 class FlushKv(Command[None], frozen=True, tag="flush_kv"):
-    """Writes the KV blocks that lower tiers should keep, as an engine does ahead of its end."""
+    """Writes the KV blocks that lower tiers should keep, as an engine does before it ends."""
 
 
 class CheckIntegrity(Command[None], frozen=True, tag="check"):
-    """Proves the books of scheduler, tiers and peers, for tests."""
+    """Checks the block counts of scheduler, tiers and peers, for tests."""
 
     is_quick = True
 
 
 class LendKv(Command[bytes | None], frozen=True, tag="lend_kv"):
-    """Offers other workers the KV blocks that the cache has of the beginning of these tokens. The answer is a
-    ticket for them; None if there are none, or if this engine lends nothing."""
+    """Offers other workers the cached KV blocks of a prefix of these tokens. Returns a ticket for them; None
+    if no block is cached, or if this engine lends no blocks."""
 
     token_ids: list[int]
     cache_salt: str | None = None
@@ -75,8 +74,8 @@ class LendKv(Command[bytes | None], frozen=True, tag="lend_kv"):
 
 
 class TakeBackKv(Command[None], frozen=True, tag="take_back_kv"):
-    """Nobody will use this ticket any more. One that has ended already changes nothing. Raises TransferError
-    for what is no ticket."""
+    """Ends a ticket that will not be used any more; has no effect on an ended one. Raises TransferError for a
+    malformed ticket."""
 
     ticket: bytes
 
@@ -84,21 +83,21 @@ class TakeBackKv(Command[None], frozen=True, tag="take_back_kv"):
 
 
 class LendWeights(Command[bytes], frozen=True, tag="lend_weights"):
-    """Opens the weights of this name (weights/fingerprint.py) to a worker that starts with the same. The
-    answer is what it must know. Raises UnavailableError where there is nothing to lend."""
+    """Opens the weights of this name (weights/fingerprint.py) to a worker that starts with the same ones.
+    Returns the description of the loan. Raises UnavailableError if there are no such weights."""
 
     name: bytes
     borrower: str
 
 
 class TakeBackWeights(Command[None], frozen=True, tag="take_back_weights"):
-    """This worker has read the weights, or does not want them."""
+    """Ends a loan: the worker has read the weights, or does not need them."""
 
     borrower: str
 
 
-# Beside an operator's commands. FlushKv is the parent's alone; the others come from other processes of the
-# fleet, too.
+# Commands in addition to an operator's. Only the parent sends FlushKv; other processes of the fleet send the
+# others, too.
 CoreCommand = (
     AnyCommand | ReadStats | FlushKv | CheckIntegrity | LendKv | TakeBackKv | LendWeights | TakeBackWeights
 )
@@ -106,7 +105,7 @@ QUICK_COMMANDS = frozenset(name_of(kind) for kind in typing.get_args(CoreCommand
 
 
 class Call(Message, frozen=True):
-    """Asks the core to run a command between two steps. The answer is a Reply of the same id."""
+    """Requests a command, which the core runs between two steps. The answer is a Reply with the same id."""
 
     call_id: int
     command: CoreCommand
@@ -119,7 +118,7 @@ ToCore = Start | Add | Abort | Call
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """An error as it travels: the name of its class, and what it says."""
+    """An error as data: the name of its class, and its message."""
 
     kind: str
     message: str
@@ -128,12 +127,12 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
     def of(cls, error: BaseException) -> Failure:
         name = type(error).__name__
         message = str(error) if isinstance(error, ShoalError) else f"{name}: {error}"
-        # The name of a file may have bytes that are no text, and must not keep the error from travelling.
+        # A file's name may have bytes that are not UTF-8, which msgpack could not encode.
         return cls(name, message.encode("utf-8", "backslashreplace").decode())
 
     def build(self) -> ShoalError:
-        """The same error where it is one of Shoal's; otherwise the engine failed in a way that nobody
-        foresaw."""
+        """Returns the same error if it is one of Shoal's, else an EngineDeadError: an unexpected failure of
+        the engine."""
         kind = getattr(errors, self.kind, None)
         if isinstance(kind, type) and issubclass(kind, ShoalError):
             return kind(self.message)
@@ -141,66 +140,66 @@ class Failure(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ModelInfo(msgspec.Struct, array_like=True, frozen=True):
-    """What the HTTP process must know of the engine, as it was built for its model."""
+    """Facts about the built engine and its model, for the HTTP process."""
 
     model: str
-    pid: int  # the core's process
+    pid: int  # process id of the core
     max_model_len: int
     vocab_size: int
     hidden_size: int
-    eos_token_ids: tuple[int, ...]  # those that the checkpoint names; the tokenizer may know more
-    # the model's defaults of sampling parameters; {} where the options say so
+    eos_token_ids: tuple[int, ...]  # from the checkpoint; the tokenizer may have more
+    # the model's default sampling parameters; {} if the options exclude them
     generation_config: dict[str, Any]
     num_blocks: int
     block_size: int
     max_num_seqs: int
     device: str
     dtype: str
-    kv_role: str = ""  # of kv_transfer_config: what it exchanges with other engines; "" without one
-    kv_block_bytes: int = 0  # of one KV block, on all ranks together
+    kv_role: str = ""  # the role of kv_transfer_config; "" without one
+    kv_block_bytes: int = 0  # bytes of one KV block, over all ranks
     kv_cache_dtype: str = ""  # the name of a torch.dtype
-    most_new_tokens: int | None = None  # that an answer may have, whatever its request says
-    generates: bool = True  # False: it has no output head, and embeds alone
+    most_new_tokens: int | None = None  # limit of every answer, from the generation config
+    generates: bool = True  # False: the model has no output head and only embeds
 
     @property
     def lends_kv(self) -> bool:
-        """Whether other engines may read its KV blocks."""
+        """True if other engines may read its KV blocks."""
         return self.kv_role in ("kv_producer", "kv_both")
 
     @property
     def reads_kv(self) -> bool:
-        """Whether it reads KV blocks of other engines."""
+        """True if it reads KV blocks of other engines."""
         return self.kv_role in ("kv_consumer", "kv_both")
 
 
 class Ready(Message, frozen=True):
-    """The engine is built. It comes again, ahead of the reply to UpdateWeights, when the engine has become
-    another model."""
+    """Reports that the engine is built. Sent again, before the reply to UpdateWeights, when the engine has
+    changed its model."""
 
     info: ModelInfo
 
 
 class Dead(Message, frozen=True):
-    """The last message: why the engine did not start, or ended."""
+    """The last message, with the reason why the engine did not start, or ended."""
 
     error: Failure
 
 
 class Outputs(Message, frozen=True):
-    """What one step added."""
+    """The outputs of one step."""
 
     outputs: list[Output]
 
 
 class Refused(Message, frozen=True):
-    """A request that was not taken; others don't notice."""
+    """Reports a refused request."""
 
     request_id: str
     error: Failure
 
 
 class Reply(Message, frozen=True):
-    """The result of a Call, or the error that kept it from having one."""
+    """The result of a Call, or its error."""
 
     call_id: int
     result: Any = None
@@ -208,12 +207,12 @@ class Reply(Message, frozen=True):
 
 
 class Beat(Message, frozen=True):
-    """A sign of life. A thread that does nothing else sends it every BEAT_S seconds, so a core that sends
-    none has stopped as a whole."""
+    """A heartbeat. A separate thread sends it every BEAT_S seconds, so a core without heartbeats has stopped
+    completely."""
 
-    progress: int  # grows with every step and every command that ends
-    doing: str  # "step", the name of the command that runs, or "" while there is nothing to do
-    cpu_seconds: float  # the processor time of the process so far where the model runs on the CPU, else 0
+    progress: int  # grows with every finished step and command
+    doing: str  # "step", the name of the running command, or "" while idle
+    cpu_seconds: float  # processor time of the process if the model runs on the CPU, else 0
 
 
 FromCore = Ready | Dead | Outputs | Refused | Reply | Beat
@@ -224,12 +223,14 @@ _from_core: msgspec.msgpack.Decoder[FromCore] = msgspec.msgpack.Decoder(FromCore
 
 
 def encode(message: Message) -> bytes:
-    """Raises TypeError, ValueError or OverflowError for what msgpack cannot say."""
+    """Encodes a message. Raises TypeError, ValueError or OverflowError for values that msgpack cannot
+    encode."""
     return _encoder.encode(message)
 
 
 def decode_to_core(data: bytes) -> ToCore:
-    """Raises msgspec.DecodeError where a value has another type, or breaks a rule of its class."""
+    """Decodes a message. Raises msgspec.DecodeError for a value of a wrong type or outside the limits of its
+    class."""
     return _to_core.decode(data)
 
 
@@ -238,7 +239,7 @@ def decode_from_core(data: bytes) -> FromCore:
 
 
 def refusal(data: bytes, why: Exception) -> Refused | Reply | None:
-    """The answer to a message that the core could not decode. None if nobody waits for an answer."""
+    """Returns the answer to a message that the core could not decode; None if the message needs no answer."""
     message = msgspec.msgpack.decode(data)
     if message[0] == "Add":
         error: ShoalError = RequestError(f"the engine cannot read this request: {why}")
@@ -250,8 +251,8 @@ def refusal(data: bytes, why: Exception) -> Refused | Reply | None:
 
 
 def dead(failure: Failure) -> EngineDeadError:
-    """The engine's end as its users see it, in one line. Further lines, such as a rank's traceback, become a
-    note of the error: logs show it, and clients do not see it."""
+    """Returns the error of an ended engine in one line. Further lines, such as a rank's traceback, become a
+    note of the error, which logs show and clients do not see."""
     first, _, rest = failure.message.partition("\n")
     error = EngineDeadError(first)
     if rest:

@@ -1,9 +1,9 @@
-"""What physics allows: the least time in which a device of given bandwidth and arithmetic could serve a set
-of requests.
+"""Roofline estimates: the least time in which a device of given bandwidth and arithmetic could serve a set of
+requests.
 
-A decode step takes the time of reading every weight once, or the time of its products if that is longer, and
+A decode step takes the time of reading every weight once, or the time of its GEMMs if that is longer, and
 then the same for attention: the time of reading the cached keys and values once, or of its arithmetic. A
-prefill takes the time of its arithmetic. Nothing else takes any time. This is pure arithmetic, without torch.
+prefill takes the time of its arithmetic. Other work counts as zero. The module has no torch.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from shoal.model_config import ModelConfig
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What a device can do: the bytes that a plain copy reads and writes in a second, and the floating-point
-    operations that a large product does in a second."""
+    """Limits of a device: bytes per second that a plain copy reads and writes, and floating-point operations
+    per second of a large GEMM."""
 
     bytes_per_s: float
     flops_per_s: float
@@ -26,7 +26,7 @@ class Ceilings:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """The work that has to be done, and the least time for it."""
+    """An amount of work, and the least time for it."""
 
     seconds: float = 0.0
     bytes_moved: float = 0.0
@@ -43,7 +43,7 @@ class Cost:
 class Floor:
     """The least times of one model on one device.
 
-    `weight_bytes` is the size of all weights that a token passes. The head's are included, and the
+    `weight_bytes` is the size of all weights that a token uses. The head's are included, and the
     embedding's are not, unless both are the same matrix. By default each weight has two bytes. `kv_bytes` is
     the size of a number in the cache.
     """
@@ -83,8 +83,7 @@ class Floor:
 
     def decode(self, num_seqs: int, num_cached: int, num_read: int | None = None) -> Cost:
         """Returns the cost of one step of `num_seqs` sequences, whose contexts have `num_cached` tokens
-        together. `num_read` of these are read, because a prefix that several share is read once. None: all of
-        them are read."""
+        together. `num_read` of these are read, as a shared prefix is read once. None: all are read."""
         if num_read is None:
             num_read = num_cached
         share = min(1.0, num_seqs * self._chosen / self._num_experts) if self._num_experts else 0.0
@@ -104,10 +103,10 @@ class Floor:
     def run(
         self, inputs: Sequence[int], outputs: Sequence[int], max_num_seqs: int, shared_prefix: int = 0
     ) -> Cost:
-        """Returns the cost of requests that all come at once. `inputs` and `outputs` are the numbers of their
-        prompt and output tokens. The first `shared_prefix` tokens of all prompts are the same."""
+        """Returns the cost of requests that all arrive at once. `inputs` and `outputs` are the numbers of
+        their prompt and output tokens. The first `shared_prefix` tokens of all prompts are the same."""
         waiting = deque(zip(inputs, outputs))
-        active: list[list[int]] = []  # for each running request: tokens of its context, and tokens left
+        active: list[list[int]] = []  # for each running request: tokens of its context, and remaining tokens
         cost, cached = Cost(), 0
         while active or waiting:
             while waiting and len(active) < max_num_seqs:

@@ -1,5 +1,5 @@
-"""`shoal bench` measures offline throughput and latency of one engine, on made-up prompts of token ids, and
-compares them with what physics allows. `shoal profile` traces the same work."""
+"""`shoal bench` measures offline throughput and latency of one engine, on random prompts of token ids, and
+compares them with the roofline. `shoal profile` traces the same work."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def random_prompts(count: int, length: int, vocab_size: int, seed: int) -> list[list[int]]:
-    """Makes `count` prompts of `length` random token ids. They are the same for the same seed."""
+    """Returns `count` prompts of `length` random token ids, the same for the same seed."""
     random = Random(seed)
     return [[random.randrange(vocab_size) for _ in range(length)] for _ in range(count)]
 
@@ -35,7 +35,7 @@ def measure(
     """
     output_len = params.max_tokens or 0
     if num_iters < 1:
-        raise RequestError(f"{num_iters} timed runs; ask for at least 1")
+        raise RequestError(f"num_iters must be >= 1, got {num_iters}; time at least one run")
     prompts = [_prompts(llm, batch, input_len, output_len, seed) for seed in range(num_iters + 2)]
     dtype, machine = str(llm.config.dtype), describe_machine(llm)
     print(
@@ -53,7 +53,7 @@ def measure(
             if i:
                 seconds.append(time.perf_counter() - start)
             bar.update()
-        bar.set_description("what the machine can do")
+        bar.set_description("measuring the machine's limits")
         ceilings = measure_ceilings(llm)
         idle = idle_share(llm, prompts[-1], params)
         bar.update()
@@ -88,7 +88,7 @@ def measure(
 
 
 def table(figures: dict[str, Any]) -> str:
-    """Returns the figures in plain words, one on each line."""
+    """Returns the figures in words, one per line."""
     gigabytes, gigaflops = figures["bytes_per_s"] / 1e9, figures["flops_per_s"] / 1e9
     rows = [
         ("Time of the run", f"{figures['seconds']:.3f} s"),
@@ -113,7 +113,7 @@ def table(figures: dict[str, Any]) -> str:
 
 
 def describe_machine(llm: LLM) -> str:
-    """Says what the engine runs on: its GPUs, or the processor and how many threads use it."""
+    """Returns the name of the engine's machine: its GPUs, or the processor with its number of threads."""
     import torch
 
     if llm.core.ranks.runner.device.type == "cuda":
@@ -130,8 +130,8 @@ def _plural(count: int, noun: str) -> str:
 
 
 def trace(llm: LLM, params: SamplingParams, batch: int, input_len: int, folder: str) -> list[str]:
-    """Traces `batch` requests into `folder`, after a warm-up with as many others. Prints and returns the
-    files, one for each rank."""
+    """Traces `batch` requests into `folder`, after a warm-up with the same number. Prints and returns the
+    files, one per rank."""
     prompts = [_prompts(llm, batch, input_len, params.max_tokens or 0, seed) for seed in range(2)]
     llm.generate(prompts[0], params, use_tqdm=False)
     llm.start_profile(folder)
@@ -146,8 +146,8 @@ def _prompts(llm: LLM, batch: int, input_len: int, output_len: int, seed: int) -
     limit = llm.config.max_model_len
     if batch < 1 or input_len < 1 or input_len + output_len > limit:
         raise RequestError(
-            f"{batch} requests of {input_len} + {output_len} tokens: each number must be at least 1, "
-            f"and input and output together at most max_model_len {limit}"
+            "batch, input_len and output_len must be >= 1, and input_len + output_len <= max_model_len "
+            f"{limit}, got {batch}, {input_len} and {output_len}"
         )
     return random_prompts(batch, input_len, llm.core.model_config.vocab_size, seed)
 
@@ -155,8 +155,7 @@ def _prompts(llm: LLM, batch: int, input_len: int, output_len: int, seed: int) -
 def idle_share(
     llm: LLM, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
 ) -> float | None:
-    """Runs the requests once and returns the share of the GPU's time that lay between steps. None: this is a
-    CPU."""
+    """Runs the requests once and returns the share of the GPU's time between steps; None on the CPU."""
     llm.collective_rpc("start_clock")
     llm.generate(prompts, params, use_tqdm=False)
     times = llm.collective_rpc("stop_clock")[0]
@@ -164,8 +163,8 @@ def idle_share(
 
 
 def floor_of(llm: LLM, ceilings: Ceilings) -> Floor:
-    """Returns the least times of the engine's devices together. Each of them has its share of the weights and
-    of the cache."""
+    """Returns the least times of all devices of the engine, each with its share of the weights and the
+    cache."""
     import torch
 
     from shoal.bench.floor import Ceilings, Floor
@@ -185,7 +184,7 @@ def floor_of(llm: LLM, ceilings: Ceilings) -> Floor:
 
 
 def measure_ceilings(llm: LLM) -> Ceilings:
-    """Measures what the engine's device can do in its dtype: a plain copy and a large product, each the best
+    """Measures the limits of the engine's device in its dtype: a plain copy and a large GEMM, each the best
     of a few runs."""
     import torch
 

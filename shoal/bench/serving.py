@@ -33,58 +33,63 @@ LATENCIES = {
     "e2el": "End-to-end Latency",
 }
 SHOWN_ERRORS = 5
-MAX_LINE_BYTES = 1 << 24  # the longest line of a stream that is read
+MAX_LINE_BYTES = 1 << 24  # most bytes of a line of a stream
 
 
 @dataclass(frozen=True, slots=True)
 class ServeBench:
-    """The flags of the command. Raises ConfigError for a value that makes no sense."""
+    """The flags of the command. Raises ConfigError for an impossible value."""
 
-    base_url: str = option("http://127.0.0.1:8000", "where the server is", common=True)
-    endpoint: str = option("completions", "the endpoint that is measured", common=True, choices=tuple(PATHS))
-    model: str | None = option(None, "by default the first that the server lists", common=True)
-    api_key: str | None = option(None, "sent as a bearer token; also taken from OPENAI_API_KEY", common=True)
-    dataset_name: str = option(
-        "random", "where prompts come from", common=True, choices=("random", "sharegpt")
+    base_url: str = option("http://127.0.0.1:8000", "address of the server", common=True)
+    endpoint: str = option("completions", "endpoint to measure", common=True, choices=tuple(PATHS))
+    model: str | None = option(
+        None, "name of the model; default: the first one that the server lists", common=True
     )
+    api_key: str | None = option(None, "bearer token; default: OPENAI_API_KEY", common=True)
+    dataset_name: str = option("random", "source of prompts", common=True, choices=("random", "sharegpt"))
     dataset_path: str | None = option(
-        None, "for sharegpt: a JSON list of {'conversations': [{'value': text}, ...]}"
+        None, "file for sharegpt: a JSON list of {'conversations': [{'value': text}, ...]}"
     )
     num_prompts: int = option(1000, "requests", common=True, low=1)
-    num_warmups: int = option(0, "requests sent before, all at once, which are not counted", low=0)
-    request_rate: float = option(math.inf, "requests a second in the mean; inf: all at once", common=True)
+    num_warmups: int = option(0, "requests before the measurement, all at once, which are not counted", low=0)
+    request_rate: float = option(math.inf, "mean requests per second; inf: all at once", common=True)
     burstiness: float = option(
-        1.0, "1: a Poisson process; below 1 burstier, above more even (gamma-distributed gaps)", above=0
+        1.0,
+        "evenness of arrivals; 1: a Poisson process; below 1 burstier, above more even (gamma-distributed "
+        "gaps)",
+        above=0,
     )
     max_concurrency: int | None = option(
         None,
-        "most requests under way; others wait in the client, which is not counted as latency",
+        "most requests in flight; others wait in the client, which does not count as latency",
         common=True,
         low=1,
     )
     random_input_len: int = option(1024, "tokens of a prompt (words, with chat)", common=True, low=1)
     random_output_len: int = option(128, "tokens of an answer", common=True, low=1)
-    random_range_ratio: float = option(0.0, "lengths vary by this fraction, up and down")
-    random_prefix_len: int = option(0, "tokens that all prompts begin with, beside their own", low=0)
+    random_range_ratio: float = option(0.0, "fraction by which lengths vary, up and down")
+    random_prefix_len: int = option(
+        0, "tokens of a common prefix of all prompts, in addition to their own", low=0
+    )
     sharegpt_output_len: int | None = option(
-        None, "tokens of an answer; by default a quarter of the characters of the file's answer", low=1
+        None, "tokens of an answer; default: a quarter of the characters of the file's answer", low=1
     )
     vocab_size: int = option(
-        10_000, "random token ids are below this; every common vocabulary is larger than the default", low=2
+        10_000, "upper bound of random token ids; every common vocabulary is larger than the default", low=2
     )
-    ignore_eos: bool = option(False, "ask for answers of full length")
-    temperature: float | None = option(None, "by default the server's")
-    seed: int = option(0, "of prompts, lengths and arrivals")
-    timeout: float = option(6 * 3600.0, "seconds a request may take", above=0)
-    metric_percentiles: str = option("99", "which to show, comma-separated")
+    ignore_eos: bool = option(False, "request answers of full length")
+    temperature: float | None = option(None, "temperature; default: the server's")
+    seed: int = option(0, "seed of prompts, lengths and arrivals")
+    timeout: float = option(6 * 3600.0, "most seconds of a request", above=0)
+    metric_percentiles: str = option("99", "percentiles to show, comma-separated")
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
         if not self.request_rate > 0:
-            raise ConfigError(f"request_rate {self.request_rate} is not above 0; raise it")
+            raise ConfigError(f"request_rate must be > 0, got {self.request_rate}; raise it")
         if not 0 <= self.random_range_ratio < 1:
             raise ConfigError(
-                f"random_range_ratio {self.random_range_ratio} is outside [0, 1); lengths vary by this "
+                f"random_range_ratio must be in [0, 1), got {self.random_range_ratio}; lengths vary by this "
                 "fraction up and down"
             )
         try:
@@ -93,13 +98,13 @@ class ServeBench:
             known = False
         if not known:
             raise ConfigError(
-                f"metric_percentiles {self.metric_percentiles!r} is no list of numbers from 0 to 100, such "
-                "as 50,90,99"
+                f"metric_percentiles must be numbers from 0 to 100, got {self.metric_percentiles!r}; give a "
+                "list such as 50,90,99"
             )
         if (self.dataset_name == "sharegpt") != (self.dataset_path is not None):
             raise ConfigError("dataset_name sharegpt and dataset_path belong together; give both or neither")
         if not self.base_url.startswith(("http://", "https://")):
-            raise ConfigError(f"base_url {self.base_url!r} does not begin with http:// or https://")
+            raise ConfigError(f"base_url must begin with http:// or https://, got {self.base_url!r}")
 
     @property
     def percentiles(self) -> list[float]:
@@ -108,7 +113,7 @@ class ServeBench:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request: the prompt, as token ids or text, and how many tokens the answer may have."""
+    """One request: the prompt, as token ids or text, and the most tokens of the answer."""
 
     prompt: str | list[int]
     output_len: int
@@ -116,8 +121,8 @@ class Ask:
 
 @dataclass(slots=True)
 class Answer:
-    """What came of one request. Times are seconds since it was sent. `sent` is in seconds since the benchmark
-    began."""
+    """The result of one request. Times are seconds since it was sent. `sent` is in seconds since the start of
+    the benchmark."""
 
     sent: float = 0.0
     ttft: float = 0.0
@@ -129,13 +134,12 @@ class Answer:
 
     @property
     def tpot(self) -> float:
-        """The seconds of each token after the first. The answer must have at least two tokens."""
+        """Returns the seconds per token after the first. The answer must have at least two tokens."""
         return (self.latency - self.ttft) / (self.output_tokens - 1)
 
 
 def make_requests(bench: ServeBench) -> list[Ask]:
-    """Makes the requests. They are the same for the same options. Raises ConfigError for a file that cannot
-    be used."""
+    """Returns the requests, the same for the same options. Raises ConfigError for an unusable file."""
     random = Random(bench.seed)
     if bench.dataset_name == "sharegpt":
         return _from_file(bench, random)
@@ -174,8 +178,8 @@ def _from_file(bench: ServeBench, random: Random) -> list[Ask]:
         turns = [[turn["value"] for turn in entry["conversations"][:2]] for entry in entries]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ConfigError(
-            f"dataset_path {bench.dataset_path!r} is no readable JSON list of {{'conversations': "
-            f"[{{'value': text}}, ...]}}: "
+            f"dataset_path must be a JSON list of {{'conversations': [{{'value': text}}, ...]}}, got "
+            f"{bench.dataset_path!r}: "
             f"{type(error).__name__}: {error}"
         ) from None
     asks = [
@@ -184,14 +188,16 @@ def _from_file(bench: ServeBench, random: Random) -> list[Ask]:
         if len(turn) == 2 and turn[0]
     ]
     if not asks:
-        raise ConfigError(f"dataset_path {bench.dataset_path!r} holds no conversation of two turns")
+        raise ConfigError(
+            f"dataset_path must have conversations of two turns, got {bench.dataset_path!r} without any"
+        )
     random.shuffle(asks)
     return [asks[i % len(asks)] for i in range(bench.num_prompts)]
 
 
 def arrival_times(bench: ServeBench) -> list[float]:
-    """Returns when each request is sent, in seconds from the start. Gaps are gamma-distributed with mean 1 /
-    request_rate."""
+    """Returns the time at which each request is sent, in seconds from the start. Gaps are gamma-distributed
+    with mean 1 / request_rate."""
     if math.isinf(bench.request_rate):
         return [0.0] * bench.num_prompts
     random, now, times = Random(bench.seed + 1), 0.0, []
@@ -202,7 +208,7 @@ def arrival_times(bench: ServeBench) -> list[float]:
 
 
 def command(bench: ServeBench, result_file: str | None, plot_file: str | None) -> dict[str, Any]:
-    """Runs the command: measures, prints the table, and writes the files that were asked for."""
+    """Runs the command: measures, prints the table, and writes the requested files."""
     import asyncio
     import os
 
@@ -211,7 +217,7 @@ def command(bench: ServeBench, result_file: str | None, plot_file: str | None) -
     if bench.api_key is None and (key := os.environ.get("OPENAI_API_KEY")):
         bench = replace(bench, api_key=key)
     if plot_file is not None:
-        import_figure()  # It fails before the measurement, which may take an hour.
+        import_figure()  # Fails before the measurement, which may take an hour.
     with tqdm(total=bench.num_prompts, disable=None) as bar:
         result = asyncio.run(run(bench, lambda answer: bar.update()))
     print(table(result, bench.percentiles))
@@ -225,10 +231,9 @@ def command(bench: ServeBench, result_file: str | None, plot_file: str | None) -
 async def run(
     bench: ServeBench, progress: Callable[[Answer], object] = lambda answer: None
 ) -> dict[str, Any]:
-    """Sends all requests and returns the figures (see `summarize`). Ctrl-C ends the measurement: what was
-    answered until then counts, and what runs is cut off and does not. Raises UnavailableError if the server
-    cannot be reached at all."""
-    # These two are imported here, because every command imports this file for its flags.
+    """Sends all requests and returns the figures (see `summarize`). Ctrl-C ends the measurement: finished
+    requests count, running ones are aborted. Raises UnavailableError if the server cannot be reached."""
+    # Imported here, because every command imports this file for its flags.
     import asyncio
 
     import aiohttp
@@ -269,7 +274,7 @@ async def run(
 
 
 async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
-    """Returns the first model that the server lists. Raises UnavailableError if there is none."""
+    """Returns the first model that the server lists. Raises UnavailableError without a model."""
     import aiohttp
 
     try:
@@ -283,7 +288,7 @@ async def _first_model(session: aiohttp.ClientSession, url: str) -> str:
             return json.loads(text)["data"][0]["id"]
     except (aiohttp.ClientError, OSError, ValueError, LookupError, TypeError) as error:
         raise UnavailableError(
-            f"{url}/v1/models names no model ({type(error).__name__}: {error}); is the server up?"
+            f"{url}/v1/models must list a model ({type(error).__name__}: {error}); is the server up?"
         ) from None
 
 
@@ -430,7 +435,7 @@ def summarize(bench: ServeBench, model: str, answers: Sequence[Answer], duration
 
 
 def _peak(answers: Iterable[Answer]) -> int:
-    """Returns the most requests that were under way at one moment."""
+    """Returns the most requests in flight at one moment."""
     changes = sorted(change for a in answers for change in ((a.sent, 1), (a.sent + a.latency, -1)))
     now = peak = 0
     for _, step in changes:
@@ -440,7 +445,7 @@ def _peak(answers: Iterable[Answer]) -> int:
 
 
 def table(result: dict[str, Any], percentiles: Sequence[float]) -> str:
-    """Returns the figures as vLLM prints them, then the errors, with how often each came."""
+    """Returns the figures as vLLM prints them, then the errors with their counts."""
     rows = [f"{' Serving Benchmark Result ':=^50}"]
 
     def row(label: str, value: float | int) -> None:
@@ -483,7 +488,7 @@ def import_figure() -> Any:
 
 
 def save_picture(figure: Any, path: str) -> None:
-    """Writes a PNG file, whatever the name of the file ends with."""
+    """Writes a PNG file, whatever the suffix of its name is."""
     figure.savefig(path, dpi=110, format="png", metadata={"Software": None})
 
 
@@ -509,8 +514,8 @@ def plot(result: dict[str, Any], path: str) -> None:
             drawstyle="steps-post",
         )
         axis.set(title=title, xlabel="ms", ylabel="% of values at most this", ylim=(0, 101))
-    # A chunk has one token or more. Each chunk counts with its answer's mean, so that the area is the number
-    # of tokens.
+    # A chunk has one token or more. Each chunk counts with its answer's mean, so that the area is the token
+    # count.
     width, tokens = max(result["duration"] / 60, 1e-9), Counter[int]()
     for i in done:
         at = result["start_times"][i] + result["ttfts"][i]

@@ -1,4 +1,4 @@
-"""A picture of a simulated fleet: what was asked, how many workers there were, how long requests waited."""
+"""A plot of a simulated fleet: its load, its number of workers, and the waits of requests over time."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections import Counter
 from shoal.bench.serving import import_figure, save_picture
 from shoal.fleet.simulator.simulator import Simulation
 
-BINS = 100  # parts of the time, in which requests are counted
+BINS = 100  # number of intervals in which requests are counted
 
 
 def plot(simulation: Simulation, path: str) -> None:
-    """Draws a simulation that has run into a PNG file. Raises ConfigError without matplotlib."""
+    """Draws a finished simulation into a PNG file. Raises ConfigError without matplotlib."""
     figure = import_figure()(figsize=(10, 7), layout="constrained")
     load, workers, waits = figure.subplots(3, 1, sharex=True)
     done, planner = simulation.finished, simulation.config.planner

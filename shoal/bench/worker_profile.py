@@ -1,9 +1,9 @@
-"""`shoal plan --profile`: what one worker can do, measured for the planner
+"""`shoal plan --profile`: measures a worker's latencies for the planner
 (shoal/fleet/planner/engine_profile.py).
 
-Prompts are random tokens, so that nothing is cached. The time to a first token is that of a request alone.
-For the time between tokens, as many requests of one context length as make the cache as full as is asked
-generate together for a few steps.
+Prompts are random tokens, so that none is cached. The time to a first token is measured with one request at a
+time. For the time between tokens, requests of one context length generate together for a few steps, with as
+many requests as fill the requested share of the cache.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from shoal.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from shoal.engine.llm import LLM
 
-NUM_RUNS = 3  # of each prompt alone; the median counts
-NUM_STEPS = 24  # of generation at each point
-MOST_AGAIN = 5  # so often a point that contradicts the one of more work is measured again
+NUM_RUNS = 3  # runs of each prompt alone; the median counts
+NUM_STEPS = 24  # steps of generation at each point
+MOST_AGAIN = 5  # repetitions of a point that took longer than a point with more work
 
 
 def measure_profile(
     llm: LLM, input_lengths: Sequence[int], context_lengths: Sequence[int], kv_usages: Sequence[float]
 ) -> ProfileData:
-    """Points that have no room are left out: contexts beyond the model's, usages beyond max_num_seqs. Raises
-    ConfigError if too few are left for a profile."""
+    """Measures all points, except contexts beyond the model's and usages beyond max_num_seqs. Raises
+    ConfigError if too few points are left for a profile."""
     return _Measurement(llm).run(input_lengths, context_lengths, kv_usages)
 
 
@@ -87,14 +87,16 @@ class _Measurement:
         return seconds
 
     def _decode(self, length: int, kv_usages: Sequence[float]) -> list[DecodePoint]:
-        """The points of one context length, the emptiest cache first."""
+        """Yields the points of one context length, the emptiest cache first."""
         context = length + NUM_STEPS // 2
         block_size = self._core.config.block_size
-        blocks = -(-(length + 2 * NUM_STEPS) // block_size)  # a request's; it may begin before the others
+        blocks = -(
+            -(length + 2 * NUM_STEPS) // block_size
+        )  # tokens of a request, which may begin before the others
         most = min(self._max_num_seqs, self._core.num_blocks // blocks)
         counts = sorted({max(1, round(usage * self._max_kv_tokens / context)) for usage in kv_usages})
         counts = [count for count in counts if count <= most]
-        prompts: list[list[int]] = []  # whose blocks are cached from one point to the next
+        prompts: list[list[int]] = []  # prompts whose blocks stay cached from one point to the next
         times = []
         for count in counts:
             prompts += [self._prompt(length) for _ in range(count - len(prompts))]
@@ -107,7 +109,7 @@ class _Measurement:
         ]
 
     def _itl(self, prompts: Sequence[list[int]]) -> float:
-        """Seconds from one token to the next while these run together."""
+        """Returns the seconds from one token to the next while these requests run together."""
         running = [self._add(prompt) for prompt in prompts]
         self._until_all_have(running, 1)
         begun = time.perf_counter()
@@ -127,7 +129,7 @@ class _Measurement:
         return request_id
 
     def _until_all_have(self, request_ids: Sequence[str], num_tokens: int) -> None:
-        """Steps until each of these has so many tokens more."""
+        """Steps until each of these requests has `count` more tokens."""
         lacking = dict.fromkeys(request_ids, num_tokens)
         while lacking:
             for output in self._core.step():
@@ -144,8 +146,9 @@ class _Measurement:
 
 
 def _measure_again(times: list[float], measure: Callable[[int], float]) -> None:
-    """`times`: of points, that of least work first. Other work on the machine makes a time longer and none
-    shorter, so where one contradicts that of the next point it is measured again, and the least counts."""
+    """Repeats measurements that contradict. `times` are sorted by the work of their points. Other work on the
+    machine makes times longer, never shorter, so a time above the next point's is measured again, and the
+    least counts."""
     for number in reversed(range(len(times) - 1)):
         for _ in range(MOST_AGAIN):
             if times[number] <= NOISE * times[number + 1]:
@@ -154,7 +157,7 @@ def _measure_again(times: list[float], measure: Callable[[int], float]) -> None:
 
 
 def table(data: ProfileData) -> str:
-    """For a reader."""
+    """Returns the profile as text."""
     lines = [f"{data.model} on {data.machine}: {data.max_kv_tokens:,} tokens of KV cache"]
     lines += [
         f"  a prompt of {point.input_length:6,} tokens: the first token after {point.ttft_s * 1000:8.1f} ms"

@@ -41,8 +41,8 @@ class Piece:
 
 
 class Speaker(Protocol):
-    """A model to talk with. `context_len` is None if unknown. `max_tokens` limits an answer, if no setting
-    does; it is None if the server decides."""
+    """A model to talk with. `context_len`: None if unknown. `max_tokens` limits an answer, if no setting
+    does; None if the server decides."""
 
     name: str
     place: str

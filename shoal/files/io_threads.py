@@ -1,4 +1,5 @@
-"""Threads for slow I/O, with a bound on what waits for them. No job can raise into whoever waits for it."""
+"""Threads for slow I/O, with a bounded queue. A job's exception is logged and never raised to the waiting
+code."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ T = TypeVar("T")
 
 
 class IoThreads:
-    """Run jobs in the order of arrival. A job says whether it succeeded; one that could not run has failed.
-    Threads are daemons, started when first needed: a file system that hangs must not keep the process from
-    ending."""
+    """Runs jobs in the order of arrival. A job returns True for success; a job that could not run has failed.
+    Threads are daemons, started when first needed: a file system that hangs must not keep the process
+    alive."""
 
     def __init__(self, name: str, threads: int, max_waiting: int) -> None:
         self.max_waiting = max_waiting
@@ -31,7 +32,8 @@ class IoThreads:
         self._changed = threading.Condition()
 
     def submit(self, job: Callable[[], bool]) -> Future[bool] | None:
-        """None: too many wait already, the threads are closed, or there are none to be had."""
+        """Queues a job. Returns None if the queue is full, the threads are closed, or the system allows no
+        threads."""
         future: Future[bool] = Future()
         with self._changed:
             if self._closed or len(self._jobs) >= self.max_waiting:
@@ -45,7 +47,7 @@ class IoThreads:
                 try:
                     thread.start()
                     self._threads.append(thread)
-                except RuntimeError:  # the system's limit
+                except RuntimeError:  # the system's limit of threads
                     if not self._threads:
                         return None
             self._jobs.append((job, future))
@@ -54,17 +56,17 @@ class IoThreads:
 
     @property
     def pending(self) -> int:
-        """Jobs that wait or run."""
+        """Number of jobs that wait or run."""
         return len(self._jobs) + self._running
 
     def wait(self, timeout_s: float) -> int:
-        """Until nothing is pending, but no longer than this. Returns how many jobs still are."""
+        """Waits until no job is pending, at most `timeout_s`. Returns the number of pending jobs."""
         with self._changed:
             self._changed.wait_for(lambda: not self.pending, timeout_s)
             return self.pending
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Jobs that wait have failed; those that run are waited for, no longer than this."""
+        """Fails the waiting jobs, and waits for the running ones, at most `timeout_s`."""
         with self._changed:
             self._closed = True
             dropped = list(self._jobs)
@@ -88,8 +90,8 @@ class IoThreads:
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(job())
-                except Exception:  # a bug of ours: the block is recomputed, the threads live on
-                    logger.exception("%s: a job broke off", self._name)
+                except Exception:  # a bug in a job: the block is recomputed, the threads stay
+                    logger.exception("%s: a job failed", self._name)
                     future.set_result(False)
             with self._changed:
                 self._running -= 1
@@ -97,16 +99,15 @@ class IoThreads:
 
 
 def close_all(all_threads: Iterable[IoThreads], timeout_s: float) -> None:
-    """One after the other, together within the time."""
+    """Closes one after another, all within the time."""
     deadline = time.monotonic() + timeout_s
     for threads in all_threads:
         threads.close(max(0.0, deadline - time.monotonic()))
 
 
 class Breaker:
-    """Keeps calls away from what does not work: after so many failures in a row there are none for a while,
-    then one as a trial; each trial that fails doubles the while (Nygard's circuit breaker). For use under a
-    lock."""
+    """A circuit breaker (Nygard): after several failures in a row it allows no calls for a while, then one as
+    a trial; each failed trial doubles the while. For use under a lock."""
 
     def __init__(self, failures: int) -> None:
         self._limit, self._failures = failures, 0
@@ -119,7 +120,7 @@ class Breaker:
         now = time.monotonic()
         if now < self._closed_until:
             return False
-        # nobody else until this one has ended, or never does
+        # no further call until this one has ended, even if it never does
         self._trial, self._closed_until = True, now + self._retry_s
         return True
 
@@ -128,7 +129,7 @@ class Breaker:
 
     def failed(self) -> None:
         self._failures += 1
-        if self._failures == self._limit or self._trial:  # later ones were let through before
+        if self._failures == self._limit or self._trial:  # calls that were allowed before
             self._closed_until = time.monotonic() + self._retry_s
             self._retry_s, self._trial = min(2 * self._retry_s, MAX_RETRY_S), False
 

@@ -1,4 +1,4 @@
-"""Reads the JSON files of a checkpoint. They come from strangers, so a file that holds no object, or is too
+"""Reads the JSON files of a checkpoint. They are not trusted: a file without an object, or one that is too
 large or too deep, raises a CheckpointError that names it."""
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ def read_object(path: Path) -> dict[str, Any]:
 
 
 def read_bounded(path: Path, most: int) -> bytes:
-    """Returns the content of a file of at most `most` bytes. Raises CheckpointError if the path is no file (a
-    pipe would never end), cannot be read, or has more bytes."""
+    """Returns the content of a file of at most `most` bytes. Raises CheckpointError if the path is not a
+    regular file (a pipe would never end), cannot be read, or has more bytes."""
     try:
         if not path.is_file():
-            raise CheckpointError(f"{path} is no file")
+            raise CheckpointError(f"{path} must be a regular file")
         with path.open("rb") as file:
             content = file.read(most + 1)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     if len(content) > most:
         raise CheckpointError(
-            f"{path} has more than {most} bytes; a file of its kind has far fewer, is it another one?"
+            f"{path} must have at most {most} bytes; files of this kind have far fewer, is it another one?"
         )
     return content
 
 
 def parse_object(content: bytes, where: str) -> dict[str, Any]:
-    """Returns the object that `content` holds as JSON. Raises CheckpointError, which calls it `where`."""
+    """Returns the JSON object in `content`. Raises CheckpointError that names `where`."""
     try:
         value = json.loads(content)
     except ValueError as error:

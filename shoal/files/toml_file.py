@@ -1,5 +1,5 @@
-"""A fleet's TOML file as tables whose keys and types are checked. Every mistake is a ConfigError that names
-the key and what is possible."""
+"""A fleet's TOML file as tables with checked keys and types. Every error is a ConfigError that names the key
+and the possible values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import msgspec
 from shoal.errors import ConfigError
 from shoal.option_fields import kind_of
 
-CLOSE = 0.65  # how similar a key has to be to stand in for the list of all keys
+CLOSE = 0.65  # least similarity of a key that is suggested
 
 T = TypeVar("T")
 
@@ -38,7 +38,7 @@ def read_document(path: str | Path) -> dict[str, Any]:
 
 
 def _advice(text: str, mistake: str) -> str:
-    """Shows the line that a mistake of TOML is in, with its value in quotes where only these are missing."""
+    """Returns a hint with the line of a TOML error, with its value in quotes if only these are missing."""
     found = re.search(r"at line (\d+)", mistake)
     line = text.split("\n")[int(found[1]) - 1].strip() if found is not None else ""
     key, equals, value = line.partition("=")
@@ -50,26 +50,26 @@ def _advice(text: str, mistake: str) -> str:
 
 
 def table(document: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The table of this name, or an empty one. Raises ConfigError if it is something else."""
+    """Returns the table of this name, or an empty one. Raises ConfigError for another type."""
     value = document.get(name, {})
     if not isinstance(value, dict):
-        raise ConfigError(f"{name} {value!r} is no table; write [{name}]")
+        raise ConfigError(f"{name} must be a table, got {value!r:.200}; write [{name}]")
     return value
 
 
 def tables(document: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """The tables that are written [[name]] one after the other. Raises ConfigError for something else."""
+    """Returns the tables that are written as [[name]]. Raises ConfigError for another type."""
     entries = document.get(name, [])
     if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
-        raise ConfigError(f"{name} is no list of tables; write [[{name}]]")
+        raise ConfigError(f"{name} must be a list of tables; write [[{name}]]")
     return entries
 
 
 def check_keys(
     given: Iterable[str], known: Iterable[str], where: str, removed: Mapping[str, str] | None = None
 ) -> None:
-    """Raises ConfigError for a key that is not known. It names the nearest one, or else all. `removed`: for
-    each key of earlier releases, why it was removed."""
+    """Raises ConfigError for an unknown key, which suggests the nearest key or lists all. `removed`: for each
+    key of earlier releases, why it was removed."""
     names = sorted(known)
     for name in given:
         if removed is not None and name in removed:
@@ -81,21 +81,21 @@ def check_keys(
 
 
 def build(kind: type[T], values: Mapping[str, Any]) -> T:
-    """The dataclass `kind` with these fields, whose types have to be those of TOML; an integer passes for a
-    float. Raises ConfigError for another type, and what the class itself raises."""
+    """Builds the dataclass `kind` from these fields and checks their types; an integer is accepted for a
+    float. Raises ConfigError for another type, and the exceptions of the class."""
     hints = typing.get_type_hints(kind)
     for name, value in values.items():
         inner, _ = kind_of(hints[name])
         if dataclasses.is_dataclass(inner):
-            continue  # an option with fields of its own checks these itself
+            continue  # an option with nested fields checks them itself
         try:
             msgspec.convert(value, hints[name])
         except msgspec.ValidationError:
             shown = getattr(inner, "__name__", str(inner)) if not typing.get_args(inner) else str(inner)
-            raise ConfigError(f"{name} {value!r:.200} is not of the type {shown}") from None
+            raise ConfigError(f"{name} must be of the type {shown}, got {value!r:.200}; give one") from None
     return kind(**values)
 
 
 def keys_of(kind: type) -> list[str]:
-    """The names of a dataclass's fields."""
+    """Returns the names of a dataclass's fields."""
     return [field.name for field in dataclasses.fields(kind)]

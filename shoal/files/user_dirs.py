@@ -1,6 +1,6 @@
-"""The user's folders that outlive a process: what is fetched or compiled once, and the state of what runs.
+"""The user's folders: a cache of downloads and compiled kernels, and the state of running fleets.
 
-They lie where the XDG base directories have them, below the home folder, unless variables say otherwise.
+They are the XDG base directories below the home folder, unless environment variables name others.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ def cache_folder() -> Path:
 
 
 def state_folder() -> Path:
-    """Returns shoal's folder of what the user's programs remember. Raises ConfigError if there is no home."""
+    """Returns Shoal's folder in the user's state folder. Raises ConfigError if there is no home."""
     return _base("XDG_STATE_HOME", ".local/state", "XDG_STATE_HOME") / "shoal"
 
 
 def kernel_folder() -> Path:
-    """Returns where compiled kernels are kept: the cache folder, or where that cannot be written, a folder
-    of the user's own among the temporary files. Raises ConfigError if there is neither."""
+    """Returns the folder of compiled kernels: the cache folder or, if that cannot be written, a private
+    folder among the temporary files. Raises ConfigError if there is neither."""
     try:
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK | os.X_OK):
             return folder
     except (ConfigError, OSError):
-        pass  # a container's user may have no home, or one in which nothing can be written
+        pass  # a container's user may have no home, or a read-only one
     return _temporary_folder()
 
 
 def _temporary_folder() -> Path:
-    """Other users could put a library of theirs into a folder that they own or may write, and Shoal would
-    run it: such a folder is refused."""
+    """Returns a private temporary folder. Refuses a folder that other users own or may write, as Shoal would
+    run libraries that they put there."""
     way_out = "set SHOAL_CACHE to a folder that can be written"
     try:
         folder = Path(tempfile.gettempdir()) / f"shoal-{os.getuid()}"
@@ -62,6 +62,6 @@ def _base(variable: str, below_home: str, way_out: str) -> Path:
     if folder := os.environ.get(variable):
         return Path(folder)
     home = os.path.expanduser("~")
-    if home == "~":  # a container may run as a user whom its passwd does not have
+    if home == "~":  # a container may run as a user without an entry in passwd
         raise ConfigError(f"user {os.getuid()} has no home folder, as HOME is not set; set it, or {way_out}")
     return Path(home) / below_home

@@ -1,6 +1,6 @@
-"""The form of the log: lines of text for people, or one JSON object a line for machines.
+"""The format of the log: lines of text for people, or one JSON object per line for programs.
 
-The server and its engine's process use the same form, because they write to the same place.
+The server and its engine's process use the same format, because they write to the same place.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from collections.abc import Mapping
 from typing import Any, Protocol
 
 STYLES = ("text", "json")
-PLAIN = re.compile(r"[\w.:/+=@%-]+", re.ASCII)  # what needs no quotes in a line
+PLAIN = re.compile(r"[\w.:/+=@%-]+", re.ASCII)  # text without need for quotes
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]")  # not tab and line feed
 
 
 class Event:
-    """A message with fields. People read the text; the JSON form has the fields as well."""
+    """A message with fields. The text format shows the text; the JSON format also has the fields."""
 
     def __init__(self, text: str, fields: Mapping[str, Any]) -> None:
         self.text, self.fields = text, fields
@@ -28,25 +28,25 @@ class Event:
 
 
 def about(request_id: str, text: str, **fields: Any) -> Event:
-    """What a process says of one request. The id is that of the request's line in the log of the server that
-    answers it, so that one look finds all of them."""
+    """Returns a message about one request. It has the id under which the answering server logs the request,
+    so that one search finds all messages."""
     return Event(f"request {text} id={quoted(request_id)}", {"request_id": request_id, **fields})
 
 
 def quoted(text: str) -> str:
-    """The text, in quotes where it could be taken for more than one field."""
+    """Returns the text, in quotes if it could be read as more than one field."""
     if PLAIN.fullmatch(text.replace(",", "")):
         return text
     return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
 
 
 class TextFormatter(logging.Formatter):
-    """Lines of text. Each record begins with its time. Further lines of a message are indented, so that no
-    text from a client looks like a record of its own."""
+    """Formats records as text. Each record begins with its time. Further lines of a message are indented, so
+    that text from a client cannot look like a separate record."""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)-7s %(message)s", "%Y-%m-%d %H:%M:%S")
-        self._second, self._shown = -1, ""  # the time of the last record, and how it is shown
+        self._second, self._shown = -1, ""  # the time of the last record, and its text
 
     def formatTime(self, record: logging.LogRecord, datefmt: str | None = None) -> str:
         second = int(record.created)
@@ -59,8 +59,8 @@ class TextFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object a line. Its keys are time (UTC), level, logger and message, those of an Event, and
-    exception if there is one."""
+    """Formats records as JSON objects, one per line. Keys are time (UTC), level, logger and message, the keys
+    of an Event, and exception if there is one."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
@@ -78,7 +78,7 @@ class JsonFormatter(logging.Formatter):
 
 
 class Stream(Protocol):
-    """Where lines of a log go."""
+    """A destination for lines of the log."""
 
     def write(self, text: str, /) -> Any: ...
 
@@ -87,7 +87,7 @@ class Stream(Protocol):
 
 def set_up(level: int, style: str, stream: Stream | None = None) -> None:
     """Sends messages of `level` and above to a stream (default: standard error), in one of the STYLES."""
-    # No line tells of threads, processes or lines of code, and looking for them takes a third of a record's
+    # The format has no threads, processes or lines of code, and finding them takes a third of a record's
     # time.
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     logging._srcfile = None  # type: ignore[assignment]
@@ -103,5 +103,5 @@ def current_style() -> str:
 
 
 def _escaped(text: str) -> str:
-    """Returns the text with control characters escaped, because they could steer a terminal."""
+    """Returns the text with control characters escaped, because they could control a terminal."""
     return CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)

@@ -1,5 +1,4 @@
-"""The metrics that Prometheus reads. They have vLLM's names, labels and buckets, as far as these mean
-something here.
+"""Metrics for Prometheus. They have vLLM's names, labels and buckets, as far as these apply.
 
 Tokens are counted by plain additions, because this is done for every chunk of every stream. prometheus_client
 only writes the sums at a scrape.
@@ -24,7 +23,7 @@ from shoal.stats import STEP_TOKENS, Stats
 
 
 def _bounds(text: str) -> tuple[float, ...]:
-    """Upper bounds of a histogram's buckets, in seconds, from their text."""
+    """Returns upper bounds of a histogram's buckets, in seconds, from text."""
     return tuple(map(float, text.split()))
 
 
@@ -38,8 +37,8 @@ TOKEN_SECONDS = _bounds(
 REQUEST_SECONDS = _bounds(
     "0.3 0.5 0.8 1.0 1.5 2.0 2.5 5.0 10.0 15.0 20.0 30.0 40.0 50.0 60.0 120.0 240.0 480.0 960.0 1920.0 7680.0"
 )
-# Times are counted finely, 20 buckets a decade, for quantiles of the last minute. Prometheus
-# sees vLLM's bounds alone, which are among these.
+# Times are counted in 20 buckets per decade, for quantiles of the last minute. Prometheus
+# gets only vLLM's bounds, which are among these.
 LATENCY_SECONDS = tuple(
     sorted({*(float(f"{10 ** (n / 20):.3g}") for n in range(-80, 61)), *FIRST_TOKEN_SECONDS, *TOKEN_SECONDS})
 )
@@ -156,15 +155,15 @@ class ModelMetrics:
         return RequestTimes(self, request)
 
     def end(self, answers: Sequence[RequestTimes]) -> None:
-        """To be called when all answers to one prompt have ended."""
+        """Counts a prompt whose answers have all ended."""
         if all(one.reason in (FinishReason.STOP, FinishReason.LENGTH) for one in answers):
             self.longest.observe(max(one.count for one in answers))
 
     def collect(
         self, stats: Stats, sleeping_level: int | None, refused: int, is_up: bool = True
     ) -> Iterable[Metric]:
-        """Yields the metrics of a scrape. `sleeping_level` is None while the engine is awake. `refused`
-        counts requests that found the queue full. `is_up`: the engine lives."""
+        """Yields the metrics of a scrape. `sleeping_level`: None while the engine is awake. `refused`
+        counts requests refused by a full queue. `is_up`: the engine is alive."""
         up = GaugeMetricFamily("shoal:engine_up", "1 while the engine lives, 0 once it died.", labels=LABELS)
         yield self._one(up, float(is_up))
         for name, text, value in (
@@ -384,11 +383,11 @@ class RequestTimes:
         self.first = self.last = self.queued = 0.0
         self.count = 0
         self.ended = False
-        self.reason: FinishReason | None = None  # None: it runs, or the engine refused it
+        self.reason: FinishReason | None = None  # None: running, or refused by the engine
 
     def tokens(self, count: int, num_cached: int, queued: float) -> None:
-        """Notes that `count` tokens, maybe none, came now. `queued`: the seconds that the request waited for
-        its first step; only the first call reads it."""
+        """Counts `count` tokens, possibly 0, that arrived now. `queued`: seconds for which the request waited
+        for its first step; only the first call reads it."""
         now, metrics = time.perf_counter(), self.metrics
         if not self.first:
             self.first, self.queued = now, queued
@@ -402,11 +401,11 @@ class RequestTimes:
         metrics.generation_tokens += count
 
     def forget(self) -> None:
-        """The engine refused the request, so it counts nowhere."""
+        """Removes a request that the engine refused from all counts."""
         self.ended = True
 
     def finish(self, reason: FinishReason) -> None:
-        """Notes the end of the sequence. Only the first call counts."""
+        """Counts the end of the sequence. Further calls have no effect."""
         if self.ended:
             return
         self.ended = True
@@ -432,8 +431,8 @@ class HttpMetrics:
     """The metrics of one port. They have the names and labels of prometheus-fastapi-instrumentator, which
     vLLM's server uses.
 
-    There are few labels, whatever clients send: a handler is a route's path or "none", and a status is "2xx"
-    or the like.
+    Labels have few values, whatever clients send: a handler is a route's path or "none", a status "2xx" or
+    similar.
     """
 
     def __init__(self) -> None:
@@ -477,8 +476,8 @@ class HttpMetrics:
 
 
 class Snapshot:
-    """A collector of metrics that exist already. prometheus_client collects in one go, and engines are asked
-    asynchronously, so their metrics are made before."""
+    """A collector of finished metrics. prometheus_client collects synchronously, and engines answer
+    asynchronously, so their metrics are built before."""
 
     def __init__(self, families: Sequence[Metric]) -> None:
         self.families = families
@@ -491,7 +490,7 @@ class Snapshot:
 
 
 def exposition(families: Iterable[Metric]) -> bytes:
-    """Returns the metrics in Prometheus' text format, together with those of the process (memory, file
+    """Returns the metrics in Prometheus' text format, and metrics of the process (memory, file
     descriptors, Python)."""
     merged: dict[str, Metric] = {}
     for family in families:  # With several models, each family comes once and has the samples of all.

@@ -1,4 +1,4 @@
-"""What was served: sums that only grow, as a worker tells them, and what of it came lately."""
+"""Monotonic counters reported by a worker, and recent rates derived from them."""
 
 from __future__ import annotations
 
@@ -20,44 +20,45 @@ class Quantiles(msgspec.Struct, frozen=True):
 
 
 class RecentRates(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What came lately. None: nothing did, or nobody has measured it."""
+    """Rates and latencies of the last minute. None: no requests, or no measurement."""
 
-    prompt_tokens_s: float = 0.0  # tokens a second
+    prompt_tokens_s: float = 0.0  # tokens per second
     output_tokens_s: float = 0.0
-    hit_rate: float | None = None  # the share of prompt tokens that were cached
+    hit_rate: float | None = None  # share of cached prompt tokens
     ttft: Quantiles | None = None  # from a request's arrival to its first token
     itl: Quantiles | None = None  # between two tokens
 
 
 class ServedTotals(msgspec.Struct, omit_defaults=True):
-    """Sums since the start. Times are counted by LATENCY_SECONDS, with one more count for what is beyond."""
+    """Sums since the start. Times are counted in the buckets of LATENCY_SECONDS, and one more for longer
+    times."""
 
     prompt_tokens: int = 0
-    cached_tokens: int = 0  # prompt tokens that were cached
+    cached_tokens: int = 0  # prompt tokens found in a cache
     output_tokens: int = 0
     failed: int = 0  # requests that ended with an error
-    first_token: list[int] = []  # [] is all zeros
+    first_token: list[int] = []  # []: all zeros
     between_tokens: list[int] = []
 
     @classmethod
     def counting(cls) -> ServedTotals:
-        """One whose times can be counted."""
+        """Returns totals with buckets for times."""
         size = len(LATENCY_SECONDS) + 1
         return cls(first_token=[0] * size, between_tokens=[0] * size)
 
     def add_first(self, ttft_s: float, num_tokens: int) -> None:
-        """A request has its first tokens, so long after it came."""
+        """Counts a request's first tokens, `ttft_s` after its arrival."""
         self.first_token[bisect.bisect_left(LATENCY_SECONDS, ttft_s)] += 1
         self.output_tokens += num_tokens
 
     def add_further(self, seconds: float, num_tokens: int) -> None:
-        """A request has further tokens, so long after those before."""
+        """Counts a request's further tokens, `seconds` after the ones before."""
         self.between_tokens[bisect.bisect_left(LATENCY_SECONDS, seconds / num_tokens)] += num_tokens
         self.output_tokens += num_tokens
 
     def since(self, before: ServedTotals) -> ServedTotals:
-        """What came after `before`. All that is counted, if the counting began anew meanwhile, as it does
-        with a process that starts again: then some count is lower than it was."""
+        """Returns the counts after `before`. If a count is lower than before, the process has restarted, and
+        all counts are returned."""
         first_token = _minus(self.first_token, before.first_token)
         between_tokens = _minus(self.between_tokens, before.between_tokens)
         output_tokens, failed = self.output_tokens - before.output_tokens, self.failed - before.failed
@@ -99,7 +100,7 @@ def sum_totals(parts: Iterable[ServedTotals]) -> ServedTotals:
 def recent_rates(
     now: ServedTotals, before: ServedTotals, seconds: float, earlier: ServedTotals
 ) -> RecentRates:
-    """Rates since `before`, so many seconds ago; shares and times since `earlier`."""
+    """Returns rates since `before`, which is `seconds` ago; shares and times since `earlier`."""
     has_restarted = now.output_tokens < before.output_tokens
     base, lately = ServedTotals() if has_restarted else before, now.since(earlier)
     prompt = lately.prompt_tokens
@@ -113,8 +114,8 @@ def recent_rates(
 
 
 def quantiles_of(counts: Sequence[int]) -> Quantiles | None:
-    """The quantiles of times that are counted by LATENCY_SECONDS, each to within a bucket, which is a twelfth
-    wide. None where there is none."""
+    """Returns quantiles of times counted in LATENCY_SECONDS, each to within a bucket, which is a twelfth
+    wide. None without counts."""
     sums = list(itertools.accumulate(counts))
     if not sums or not sums[-1]:
         return None
@@ -132,7 +133,7 @@ def _quantile(counts: Sequence[int], sums: Sequence[int], share: float) -> float
 
 
 def _minus(now: Sequence[int], before: Sequence[int]) -> list[int]:
-    """[] where nothing came."""
+    """Returns differences; [] if all are zero."""
     if now == before:
         return []
     return [a - b for a, b in zip(now, before)] if before else list(now)

@@ -1,7 +1,7 @@
-"""What happened to one request, and when: its spans, and when its tokens arrived. Nothing of what was said.
+"""Timelines of requests: spans, and arrival times of tokens. They have no text of the request.
 
-A timeline is kept in the process that answers the client. What other processes know of the request comes
-with its outputs, as spans whose times are durations (api.py).
+A timeline is kept in the process that answers the client. Other processes send their part with the outputs,
+as spans whose times are durations (api.py).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shoal.api import FinishReason, Output, Request, Span
 from shoal.sampling_params import SamplingParams
 
 MAX_KEPT = 256  # requests
-MAX_BATCHES = 4096  # of tokens whose arrivals one request keeps: its first ones
-MAX_SPANS = 256  # of one request: its first ones
+MAX_BATCHES = 4096  # batches of tokens per request whose arrivals are kept: the first ones
+MAX_SPANS = 256  # spans per request that are kept: the first ones
 
 
 class RequestSummary(msgspec.Struct, kw_only=True):
-    """One request in short, as `GET /requests` lists it. None: not known yet, or there is none."""
+    """Summary of a request in `GET /requests`. None: unknown so far, or not applicable."""
 
     id: str
     model: str
@@ -31,13 +31,13 @@ class RequestSummary(msgspec.Struct, kw_only=True):
     status: str  # "running", "finished", "failed"
     finish_reason: str | None
     started_at: float  # seconds since 1970
-    seconds: float  # so far, or in all
+    seconds: float  # so far, or in total
     ttft_s: float | None
     itl_s: float | None  # the mean gap between two tokens
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
-    workers: list[str]  # of a fleet, those that had part of it
+    workers: list[str]  # workers of a fleet that computed a part of it
 
 
 class SpanView(msgspec.Struct):
@@ -49,26 +49,26 @@ class SpanView(msgspec.Struct):
 
 
 class RequestDetails(RequestSummary, kw_only=True):
-    """The same with its timeline. `tokens` are batches as they arrived: seconds since the request's start,
-    and how many tokens."""
+    """Summary and timeline. `tokens` are batches as they arrived: seconds since the request's start, and the
+    number of tokens."""
 
     spans: list[SpanView]
     tokens: list[tuple[float, int]]
 
 
 class AnswerTimeline:
-    """One answer's part of a timeline. Times are those of time.perf_counter."""
+    """One answer's part of a timeline. Times are by time.perf_counter."""
 
     __slots__ = ("_line", "_request", "_worker", "first", "has_ended", "last")
 
     def __init__(self, line: Timeline, request: Request | None) -> None:
         self._line, self._request, self._worker = line, request, ""
-        self.first = self.last = 0.0  # when a token came; 0: none yet
+        self.first = self.last = 0.0  # arrival of a token; 0: no token yet
         self.has_ended = False
 
     @property
     def worker(self) -> str:
-        """The worker of a fleet that had the first token, or has the request until there is one."""
+        """The worker of a fleet that generated the first token, or that has the request until then."""
         return self._worker if self._request is None else self._request.worker
 
     def push(self, output: Output, now: float) -> None:
@@ -81,7 +81,7 @@ class AnswerTimeline:
             self.has_ended = True
 
     def tokens(self, count: int, now: float, worker: str | None = None) -> None:
-        """worker: whose tokens they are, where no Request says it."""
+        """Counts tokens. worker: their source, if there is no Request with it."""
         if not self.first:
             self.first = now
             self._worker = worker if worker is not None else self.worker
@@ -89,13 +89,13 @@ class AnswerTimeline:
         self._line.tokens(count, now)
 
     def end(self) -> None:
-        """Lets go of the request, whose prompt may be long."""
+        """Drops the reference to the request, whose prompt may be long."""
         self._worker, self._request, self.has_ended = self.worker, None, True
 
 
 class Timeline:
-    """`prompt_tokens`, `cached_tokens` and `reasons` are written by whoever answers the request. Times are
-    those of time.perf_counter."""
+    """The timeline of one request. The endpoint that answers it writes `prompt_tokens`, `cached_tokens` and
+    `reasons`. Times are by time.perf_counter."""
 
     __slots__ = (
         "_batch_sizes",
@@ -125,21 +125,21 @@ class Timeline:
         self.first = self.last = self.ended = 0.0
         self.has_failed = False
         self.prompt_tokens = self.cached_tokens = self.output_tokens = 0
-        self.reasons: set[str] = set()  # why answers ended: FinishReason, or a foreign worker's word
+        self.reasons: set[str] = set()  # finish reasons of the answers, also of external workers
         self.answers: list[AnswerTimeline] = []
         self.spans: list[SpanView] = []
-        self.params: SamplingParams | None = None  # until its trace has ended
-        self.trace_headers: dict[str, str] | None = None  # the W3C trace context of what is part of it
+        self.params: SamplingParams | None = None  # None once its trace has ended
+        self.trace_headers: dict[str, str] | None = None  # the W3C trace context for spans below this request
         self._batch_times, self._batch_sizes = array("d"), array("I")
 
     def answer(self, request: Request | None = None) -> AnswerTimeline:
-        """For one more answer."""
+        """Adds an answer."""
         line = AnswerTimeline(self, request)
         self.answers.append(line)
         return line
 
     def add(self, spans: Iterable[Span], now: float) -> None:
-        """now: when the output came that has told them."""
+        """Adds spans. now: arrival of the output that reported them."""
         for span in spans:
             if len(self.spans) < MAX_SPANS:
                 start_s = now - span.ago_s - self.began
@@ -155,7 +155,7 @@ class Timeline:
             self._batch_sizes.append(count)
 
     def end(self, *, has_failed: bool) -> None:
-        """Only the first call counts."""
+        """Ends the request. Further calls have no effect."""
         if not self.ended:
             self.ended, self.has_failed = time.perf_counter(), has_failed
             for answer in self.answers:
@@ -174,13 +174,13 @@ class Timeline:
         return (self.ended or time.perf_counter()) - self.began
 
     def all_spans(self) -> list[SpanView]:
-        """In the order of their beginnings, with those that follow from the others and the tokens."""
+        """Returns all spans by start, with the derived ones for decode and waiting."""
         decodes = [span for answer in self.answers for span in self._decodes(answer)]
         return sorted([*self.spans, *decodes, *self._waiting()], key=lambda span: span.start_s)
 
     def _waiting(self) -> list[SpanView]:
-        """The time since the last of the spans while no answer has begun, and where none ever did. What the
-        engine and a fleet know of it comes with the first output."""
+        """Returns the time since the last span, while or if no answer has begun. The engine and a fleet
+        report their spans with the first output."""
         has_come = self.output_tokens > 0 or any(span.name == "prefill" for span in self.spans)
         if has_come or not self.answers or (self.ended and not self.is_broken_off):
             return []
@@ -191,11 +191,11 @@ class Timeline:
         return [SpanView("waiting", worker, start_s, max(0.0, self.seconds - start_s), {})]
 
     def _decodes(self, answer: AnswerTimeline) -> Iterator[SpanView]:
-        """From the answer's first token to its last, without the time in which it moved to another worker."""
+        """Yields spans from the answer's first token to its last, without the time of a migration."""
         if not answer.first:
             return
         start_s, worker = answer.first - self.began, answer.worker
-        if len(self.answers) == 1:  # of several, nobody knows which one moved
+        if len(self.answers) == 1:  # with several answers, the one that moved is unknown
             for move in self.spans:
                 if move.name == "migration" and move.start_s >= start_s:
                     yield SpanView("decode", worker, start_s, move.start_s - start_s, {})
@@ -241,7 +241,7 @@ class Timeline:
 
 
 class Timelines:
-    """The last requests of one port, MAX_KEPT of them, whether they run or have ended."""
+    """The last MAX_KEPT requests of one port, running or ended."""
 
     def __init__(self) -> None:
         self._lines: deque[Timeline] = deque(maxlen=MAX_KEPT)
@@ -253,7 +253,7 @@ class Timelines:
         return list(reversed(self._lines))
 
     def find(self, request_id: str) -> Timeline | None:
-        """The newest with this id: clients may use one twice."""
+        """Returns the newest timeline with this id: clients may use one twice."""
         return next((line for line in reversed(self._lines) if line.id == request_id), None)
 
 

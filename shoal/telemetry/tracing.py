@@ -1,7 +1,7 @@
-"""Requests as OpenTelemetry traces: a span for each request and, below it, those of its timeline.
+"""Requests as OpenTelemetry traces: a span for each request and, below it, the spans of its timeline.
 
-OpenTelemetry is imported where a Tracing is opened, and nowhere else. Attributes are those of its conventions
-for generative AI; latencies, for which they have no names, are called as vLLM calls them.
+OpenTelemetry is imported only when a Tracing is opened. Attributes follow its conventions for generative AI;
+latencies, which have no names there, have vLLM's.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 TRACE_HEADERS = ("traceparent", "tracestate")  # W3C's trace context
 REQUEST_SPAN = "llm_request"  # vLLM's name
 TRACES_PATH = "/v1/traces"
-CONVERSATIONS = ("/v1/messages", "/v1/responses")  # endpoints of chats beside those that say so
-LAST_SPANS_S = 1.0  # for a collector to take what is left at the end
+CONVERSATIONS = ("/v1/messages", "/v1/responses")  # endpoints of chats without "chat" in their path
+LAST_SPANS_S = 1.0  # for sending the last spans at the end
 LATENCIES = {
     "queue": "gen_ai.latency.time_in_queue",
     "prefill": "gen_ai.latency.time_in_model_prefill",
@@ -37,18 +37,18 @@ LATENCIES = {
 
 
 def check_tracing(endpoint: str | None) -> None:
-    """Raises ConfigError for an endpoint that is no URL, and where OpenTelemetry is not installed. None: no
-    traces are wanted."""
+    """Raises ConfigError for an endpoint that is not a URL, and if OpenTelemetry is not installed. None: no
+    traces."""
     if endpoint is None:
         return
     try:
         parts = urllib.parse.urlsplit(endpoint)
         is_url = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-    except ValueError:  # half a bracket, or a port that is no number
+    except ValueError:  # half a bracket, or a malformed port
         is_url = False
     if not is_url:
         raise ConfigError(
-            f"otlp_traces_endpoint {endpoint!r:.200} is no http:// or https:// URL; give that of a "
+            f"otlp_traces_endpoint must be an http:// or https:// URL, got {endpoint!r:.200}; give a "
             "collector's OTLP/HTTP port, such as http://127.0.0.1:4318"
         )
     try:
@@ -63,9 +63,9 @@ def check_tracing(endpoint: str | None) -> None:
 
 @contextlib.asynccontextmanager
 async def opened_tracing(endpoint: str | None, instance: str) -> AsyncIterator[Tracing | None]:
-    """None where no traces are wanted; at the end of the block what is left is sent. endpoint: the URL of a
-    collector's OTLP/HTTP port, or of its path for traces. instance: see Tracing. Raises what check_tracing
-    raises."""
+    """Yields a Tracing, or None without an endpoint; sends the last spans at the end of the block. endpoint:
+    the URL of a collector's OTLP/HTTP port, or of its path for traces. instance: see Tracing. Raises as
+    check_tracing does."""
     check_tracing(endpoint)
     if endpoint is None:
         yield None
@@ -82,12 +82,12 @@ async def opened_tracing(endpoint: str | None, instance: str) -> AsyncIterator[T
 
 
 class Tracing:
-    """Sends the traces of one process. Spans go out from a thread of the SDK; while nobody takes them, it
-    drops those that its queue has no room for."""
+    """Sends the traces of one process. A thread of the SDK sends spans; while the collector does not accept
+    them, spans beyond the SDK's queue are dropped."""
 
     def __init__(self, exporter: SpanExporter, instance: str = "") -> None:
-        """instance: the name of this process among others of the service, such as a worker's id. The service
-        is "shoal" where OTEL_SERVICE_NAME names none."""
+        """instance: the name of this process within the service, such as a worker's id. The service is
+        "shoal", unless OTEL_SERVICE_NAME names another."""
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
@@ -96,7 +96,7 @@ class Tracing:
         named = {"service.instance.id": instance} if instance else {}
         if not os.environ.get("OTEL_SERVICE_NAME"):
             named["service.name"] = "shoal"
-        # It is not the process's global provider, which programs that use this package may have set.
+        # A provider of its own, as programs that use this package may have set the global one.
         self._provider = TracerProvider(resource=Resource.create(named), shutdown_on_exit=False)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._exporter = exporter
@@ -104,7 +104,7 @@ class Tracing:
         self._context = TraceContextTextMapPropagator()
 
     def begin(self, line: Timeline, headers: Mapping[str, str] | None) -> Trace:
-        """headers: the trace context that came with the request. Without one a new trace begins."""
+        """Begins the trace of a request. headers: its trace context; without one a new trace begins."""
         from opentelemetry.trace import SpanKind, set_span_in_context
 
         parent = self._context.extract(headers or {})
@@ -135,8 +135,8 @@ class Tracing:
         span.end(_nanoseconds(line.started_at + line.seconds))
 
     def close(self) -> None:
-        """Sends what is left. Blocks while it does, and not for long: a collector that is away must not keep
-        the process, and the SDK would try again for a while."""
+        """Sends the last spans. Blocks for a bounded time: an unreachable collector must not delay the end of
+        the process, and the SDK would retry for a while."""
         sending = threading.Thread(target=self._provider.shutdown, name="shoal-last-spans", daemon=True)
         sending.start()
         sending.join(LAST_SPANS_S)
@@ -145,18 +145,19 @@ class Tracing:
                 "the collector of traces has not taken the last spans within %g s; they are lost",
                 LAST_SPANS_S,
             )
-            self._exporter.shutdown()  # it tries no more
+            self._exporter.shutdown()  # stops the SDK's retries
 
 
 class Trace:
-    """The trace of one request. `headers` are for whoever has a part in it: their spans come below this
-    one."""
+    """The trace of one request. `headers` go to other processes with a part of it, whose spans come below
+    this one."""
 
     def __init__(self, tracing: Tracing, span: Span, headers: dict[str, str]) -> None:
         self._tracing, self._span, self.headers = tracing, span, headers
 
     def end(self, line: Timeline, error: str | None = None) -> None:
-        """To be called once, when the timeline has ended. error: the kind of a failure, such as "500"."""
+        """Ends the trace; called once, after the end of the timeline. error: the kind of a failure, such as
+        "500"."""
         self._tracing.end(self._span, line, error)
 
 

@@ -12,8 +12,8 @@ from shoal.errors import ConfigError
 
 
 class FlexibleArgumentParser(argparse.ArgumentParser):
-    """An ArgumentParser that takes --max_model_len for --max-model-len, --option.field value for a field of a
-    JSON option, and --config FILE for options in YAML, which the command line goes before."""
+    """An ArgumentParser that accepts --max_model_len for --max-model-len, --option.field value for a field of
+    a JSON option, and --config FILE for options in YAML, over which the command line takes precedence."""
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None

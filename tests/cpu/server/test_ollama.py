@@ -209,7 +209,7 @@ def test_a_stream_that_fails_midway_ends_with_an_error(served):
         lines = stream(served, "/api/chat", {"messages": [USER]})
     finally:
         served.engine.error_after = None
-    assert lines[0]["message"]["content"] and lines[-1] == {"error": "the fake engine was told to fail"}
+    assert lines[0]["message"]["content"] and lines[-1] == {"error": "the fake engine was set to fail"}
 
 
 def test_a_model_that_does_not_think_says_so():

@@ -148,7 +148,7 @@ def test_a_stream_that_fails_midway_is_told(lines, fields):
         assert server.request(COMPLETE, {"prompt": "a", "max_tokens": 9, "stream": True})[0] == 200
     [found] = fields()
     assert (found["status"], found["level"], found["finish_reason"]) == (200, "error", "error")
-    assert found["error"] == "the fake engine was told to fail"
+    assert found["error"] == "the fake engine was set to fail"
 
 
 def test_no_request_can_forge_a_line_or_steer_a_terminal(server, lines, caplog):

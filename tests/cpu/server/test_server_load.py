@@ -433,7 +433,7 @@ def test_the_rest_of_the_admin_port():
             and server.json("/memory_usage", admin=True)[1]["weights"]
         )
         assert server.request("/health", admin=True)[0] == 200
-        assert server.json("/stop_profile", b"", admin=True)[0] == 400, "none is being made"
+        assert server.json("/stop_profile", b"", admin=True)[0] == 400, "without a running trace"
         assert server.json("/start_profile?folder=traces", b"", admin=True)[0] == 200
         assert server.json("/stop_profile", b"", admin=True) == (
             200,

@@ -168,8 +168,10 @@ def test_a_service_may_have_another_name(monkeypatch):
 @pytest.mark.parametrize(
     "endpoint", ["127.0.0.1:4318", "grpc://127.0.0.1:4317", "http://", "", "http://[", "http://a:b"]
 )
-def test_what_is_no_url_is_refused(endpoint):
-    with pytest.raises(ConfigError, match="give that of a collector's OTLP/HTTP port"):
+def test_an_endpoint_that_is_not_a_url_is_refused(endpoint):
+    with pytest.raises(
+        ConfigError, match=r"must be an http:// or https:// URL, got .*; give a collector's OTLP/HTTP port"
+    ):
         check_tracing(endpoint)
 
 

@@ -298,7 +298,7 @@ def test_models_lists_and_removes_copies(memory, capsys):
     assert not found["memory://broken"]["is_whole"] and found[URL]["is_whole"]
     assert main(["models", *hub]) == 0
     [line] = [line for line in capsys.readouterr().out.splitlines() if "memory://broken" in line]
-    assert "not whole; `shoal pull` fetches the rest" in line and ".part" not in line
+    assert "incomplete; `shoal pull` fetches the rest" in line and ".part" not in line
     assert (found[URL]["source"], found[URL]["path"]) == ("store", str(newest))
     assert found[URL]["size_bytes"] > 2 * sum(map(len, CONTENT.values()))
     assert main(["models", "rm", URL, "memory://broken", "--yes", *hub]) == 0

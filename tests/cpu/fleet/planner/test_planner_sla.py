@@ -579,7 +579,7 @@ FILE = '[[workers]]\n[planner]\nenabled = true\nmode = "sla"\n'
         (FILE, "needs profile"),
         (FILE + 'profile = "nowhere.json"\n', "'nowhere.json' cannot be read"),
         (FILE + 'profile = { other = "p.json" }\n', "no file for 'smollm2'; there are other"),
-        (FILE + "profile = 3\n", "profile 3 is not of the type"),
+        (FILE + "profile = 3\n", "profile must be of the type "),
         (FILE + "ttft = 0.0\n", "ttft"),
         (FILE + 'load_predictor = "prophet"\n', "load_predictor must be one of "),
         (FILE + 'load_predictor = "holt_winters"\n', "load_season 0"),

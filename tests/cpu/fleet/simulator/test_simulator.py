@@ -251,7 +251,7 @@ def test_a_trace_and_a_file_may_begin_with_a_byte_order_mark(tmp_path):
         (FILE.replace("gpu", "gpus"), "unknown key 'gpus' in [sim]; did you mean 'gpu'?"),
         (FILE.replace("count", "number"), "unknown key 'number' in [[workers]]; choose one of count, "),
         (FILE.replace("model", "modell"), "unknown key 'modell' in the file; did you mean 'model'?"),
-        (FILE.replace("2", '"2"', 1), "count '2' is not of the type int"),
+        (FILE.replace("2", '"2"', 1), "count must be of the type int, got '2'"),
         (FILE.replace('"both"', '"prefill"'), "has prefill workers and no decode workers"),
         (FILE.replace('"both"', '"all"'), "role 'all' is none of both, prefill, decode"),
         (FILE + "transfer_GB_s = 0\n", "transfer_GB_s 0 is no speed"),
@@ -266,9 +266,12 @@ def test_a_trace_and_a_file_may_begin_with_a_byte_order_mark(tmp_path):
         (FILE.replace("count = 2", "options = {swap = 0}"), "unknown key 'swap' in options of [[workers]]"),
         (FILE + "[router]\npolicy = 'best'\n", "policy 'best' is none of kv, kv_approx"),
         (FILE + "[router]\nweight = 1\n", "unknown key 'weight' in [router]"),
-        (FILE + "[router]\nprefill_load_scale = 'x'\n", "prefill_load_scale 'x' is not of the type float"),
-        ("model = 'qwen3-8b'\nworkers = 3\n", "workers is no list of tables"),
-        ("model = 'qwen3-8b'\nsim = 3\n", "sim 3 is no table"),
+        (
+            FILE + "[router]\nprefill_load_scale = 'x'\n",
+            "prefill_load_scale must be of the type float, got 'x'",
+        ),
+        ("model = 'qwen3-8b'\nworkers = 3\n", "workers must be a list of tables"),
+        ("model = 'qwen3-8b'\nsim = 3\n", "sim must be a table, got 3"),
     ],
 )
 def test_a_mistake_in_the_file_is_told_with_what_there_is(tmp_path, text, wrong):
