@@ -1,10 +1,10 @@
-"""What each worker is doing, as far as this router has sent it: the books of active sequences.
+"""`ActiveRequests`: the requests in flight at each worker, and the load that they make.
 
-A request enters with the choice of its worker, so that a burst of requests sees what was chosen before it.
-Its prefill leaves at the first token, the rest at its end. Blocks that several active requests of one worker
-share count once. Prefill work that a worker was given lately counts for a while after it is done: without
-it, requests that come one after the other, with nothing in flight, would all meet equal loads. NVIDIA Dynamo
-keeps the same books (ActiveSequences), without the last.
+A request is added when its worker is chosen, so that a burst of requests sees the choices before it. Its
+prefill is removed at the first token, the rest at its end. A block that several active requests of one worker
+share counts once. Recent prefill work counts for a while after it is done: otherwise requests that arrive one
+after the other, with nothing in flight, would all see equal loads. NVIDIA Dynamo's ActiveSequences does the
+same, without recent work.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import msgspec
 from shoal.fleet.index.indexer import WorkerRank
 
 RECENT_HALF_LIFE_S = 10.0
-EXPIRY_S = 3600.0  # a request of which nothing was heard for so long is taken for lost
+EXPIRY_S = 3600.0  # a request without any news for this long is taken for lost
 
 
 class Load(msgspec.Struct, frozen=True, gc=False):
-    """A worker's load, in tokens where a unit is not named."""
+    """A worker's load, in tokens unless the name says otherwise."""
 
     active_requests: int = 0
-    prefill_tokens: int = 0  # to be computed before the first tokens of active requests
-    active_tokens: int = 0  # whose KV active requests hold
-    recent_tokens: float = 0.0  # prefill work given lately, halved every RECENT_HALF_LIFE_S
+    prefill_tokens: int = 0  # still to be computed before first tokens
+    active_tokens: int = 0  # in the KV cache for active requests
+    recent_tokens: float = 0.0  # recent prefill work, halved every RECENT_HALF_LIFE_S
 
 
 class Change(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """What a router writes into its books, as others hear of it."""
+    """A change of a router's active requests, as a message to other routers."""
 
     request_id: str
 
@@ -46,7 +46,7 @@ class Begun(Change, frozen=True):
 
 
 class FirstToken(Change, frozen=True):
-    """Its prefill is done."""
+    """The request's prefill is done."""
 
 
 class Ended(Change, frozen=True):
@@ -62,11 +62,11 @@ class _Request:
     prefill_tokens: int
     chain: Sequence[int]
     block_size: int
-    tail_tokens: int  # of the block that is not full, and of what was generated
+    tail_tokens: int  # in the last, partial block, and generated ones
     heard_at: float
     num_tokens: int
-    is_own: bool  # this router's, and no other's
-    remote_prefill_tokens: int = 0  # of the prompt, that another worker computes
+    is_own: bool  # sent by this router, not by another one
+    remote_prefill_tokens: int = 0  # prompt tokens that another worker computes
 
 
 @dataclass(slots=True)
@@ -81,10 +81,10 @@ class _Worker:
 
 
 class ActiveRequests:
-    """`on_change` is called with what this router's own requests change here."""
+    """`on_change` is called with each change by this router's own requests."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        """`clock`: seconds that only grow."""
+        """`clock`: monotonic seconds."""
         self.on_change: Callable[[AnyChange], None] | None = None
         self._clock = clock
         self._workers: dict[WorkerRank, _Worker] = {}
@@ -101,8 +101,8 @@ class ActiveRequests:
         *,
         is_own: bool = True,
     ) -> None:
-        """A request of `num_tokens` tokens goes to this worker, which is thought to have `cached_tokens` of
-        them. A request that is in the books already moves. `is_own`: this router has sent it."""
+        """Adds a request of `num_tokens` tokens at a worker that presumably has `cached_tokens` of them. An
+        active request moves there. `is_own`: this router has sent it."""
         self.end(request_id)
         now, worker = self._clock(), self._workers.setdefault(rank, _Worker())
         prefill = max(0, num_tokens - cached_tokens)
@@ -120,7 +120,7 @@ class ActiveRequests:
             self.on_change(_begun(request_id, request))
 
     def first_token(self, request_id: str) -> None:
-        """Its prefill is done."""
+        """Removes the request's prefill from the load, as it is done."""
         found = self._find(request_id)
         if found is not None:
             worker, request = found
@@ -130,7 +130,7 @@ class ActiveRequests:
                 self.on_change(FirstToken(request_id))
 
     def prefill_remotely(self, request_id: str) -> None:
-        """Another worker computes its prompt: that is no work of this one, and was none lately."""
+        """Removes the prefill from the load, recent load included, as another worker computes the prompt."""
         found = self._find(request_id)
         if found is not None:
             worker, request = found
@@ -139,7 +139,7 @@ class ActiveRequests:
             self.first_token(request_id)
 
     def prefill_locally(self, request_id: str) -> None:
-        """The other worker has not computed the prompt, and this one does."""
+        """Undoes `prefill_remotely`: this worker computes the prompt after all."""
         found = self._find(request_id)
         if found is not None:
             worker, request = found
@@ -150,7 +150,7 @@ class ActiveRequests:
                 self.on_change(_begun(request_id, request))
 
     def generated(self, request_id: str, num_tokens: int) -> None:
-        """It has so many more tokens."""
+        """Adds `num_tokens` generated tokens."""
         found = self._find(request_id)
         if found is not None:
             worker, request = found
@@ -158,11 +158,11 @@ class ActiveRequests:
             worker.tail_tokens += num_tokens
 
     def touch(self, request_id: str) -> None:
-        """It is known to run, whatever it has generated."""
-        self._find(request_id)  # which notes the time
+        """Notes that the request still runs, so that it does not expire."""
+        self._find(request_id)  # records the time
 
     def end(self, request_id: str) -> None:
-        """It has ended, left or moved. A request that is not in the books changes nothing."""
+        """Removes a request that has ended or moved. An unknown id changes nothing."""
         rank = self._ranks.pop(request_id, None)
         if rank is None:
             return
@@ -182,7 +182,7 @@ class ActiveRequests:
             self.on_change(Ended(request_id))
 
     def own_requests(self) -> list[str]:
-        """The ids of the requests that this router has sent."""
+        """Returns the ids of the requests that this router has sent."""
         return [
             request_id
             for worker in self._workers.values()
@@ -191,7 +191,7 @@ class ActiveRequests:
         ]
 
     def changes_of(self, request_id: str) -> list[AnyChange]:
-        """What has been written of a request that runs."""
+        """Returns the changes that lead to the state of an active request; [] for an unknown id."""
         rank = self._ranks.get(request_id)
         if rank is None:
             return []
@@ -200,7 +200,7 @@ class ActiveRequests:
         return [begun] if request.prefill_tokens else [begun, FirstToken(request_id)]
 
     def chain_of(self, request_id: str) -> tuple[WorkerRank, Sequence[int], int] | None:
-        """Where a request runs, its chain of blocks, and their size."""
+        """Returns where a request runs, its chain of blocks, and the block size."""
         rank = self._ranks.get(request_id)
         if rank is None:
             return None
@@ -208,12 +208,12 @@ class ActiveRequests:
         return rank, request.chain, request.block_size
 
     def num_active(self, rank: WorkerRank) -> int:
-        """How many requests it has."""
+        """Returns the number of requests at the rank."""
         worker = self._workers.get(rank)
         return 0 if worker is None else len(worker.requests)
 
     def load(self, rank: WorkerRank, now: float | None = None) -> Load:
-        """now: what the clock says, from who asks for many workers at once."""
+        """Returns the rank's load. now: the time, from a caller that reads the clock once for many ranks."""
         worker = self._workers.get(rank)
         if worker is None:
             return Load()
@@ -221,11 +221,11 @@ class ActiveRequests:
             len(worker.requests),
             worker.prefill_tokens,
             worker.block_tokens + worker.tail_tokens,
-            _faded(worker, self._clock() if now is None else now),
+            _decayed(worker, self._clock() if now is None else now),
         )
 
     def remove_worker(self, rank: WorkerRank) -> list[str]:
-        """The worker is gone; returns the requests that it had."""
+        """Removes a worker. Returns the ids of its requests."""
         worker = self._workers.pop(rank, None)
         lost = [] if worker is None else list(worker.requests)
         for request_id in lost:
@@ -233,8 +233,8 @@ class ActiveRequests:
         return lost
 
     def expire(self) -> list[str]:
-        """Ends requests of which nothing was heard for long, and returns them. A stream that goes on is heard
-        of with each token, however long it runs."""
+        """Ends requests without news for EXPIRY_S seconds, and returns their ids. Each token is news, so a
+        long stream does not expire."""
         now = self._clock()
         lost = [
             request_id
@@ -248,7 +248,7 @@ class ActiveRequests:
 
     def _add_recent(self, worker: _Worker, num_tokens: int) -> None:
         now = self._clock()
-        worker.recent_tokens, worker.recent_at = max(0.0, _faded(worker, now) + num_tokens), now
+        worker.recent_tokens, worker.recent_at = max(0.0, _decayed(worker, now) + num_tokens), now
 
     def _find(self, request_id: str) -> tuple[_Worker, _Request] | None:
         rank = self._ranks.get(request_id)
@@ -273,5 +273,5 @@ def _begun(request_id: str, request: _Request) -> Begun:
     )
 
 
-def _faded(worker: _Worker, now: float) -> float:
+def _decayed(worker: _Worker, now: float) -> float:
     return worker.recent_tokens * 0.5 ** ((now - worker.recent_at) / RECENT_HALF_LIFE_S)

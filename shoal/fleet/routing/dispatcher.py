@@ -1,13 +1,12 @@
-"""Requests on their way to workers: one model's queue, and the place that a request gets at a worker.
+"""The queue of one model's requests, and their assignments to workers.
 
     async with dispatcher.place(wanted) as place:  # waits while every worker is full
         async for output in place.worker.link.generate(request):
             place.generated(len(output.token_ids))
 
-Leaving the block gives the place back. A WorkerFailedError that leaves the block counts against the worker,
-and a BusyError says that the worker is full. Both are raised on: the caller asks for another place, or says
-`dispatcher.forget(wanted)`.
-"""
+Leaving the block releases the assignment. A WorkerFailedError that leaves the block counts against the
+worker, and a BusyError marks the worker as full. Both reach the caller, which asks for another assignment, or
+calls `dispatcher.forget(wanted)`."""
 
 from __future__ import annotations
 
@@ -33,66 +32,66 @@ from shoal.fleet.worker import L, Worker, WorkerInfo
 from shoal.fleet_views import QueueView
 from shoal.hashing import chains_by_size
 
-LONG_PROMPT = 16_384  # tokens, from which on a prompt is hashed in a thread
-MOVE_AFTER_S = 1.0  # a request that has waited so long at a worker may move to an idle one
-MAX_BLOCKED = 64  # requests that need certain workers, past which others in the queue are looked at
+LONG_PROMPT = 16_384  # tokens; longer prompts are hashed in a thread
+MOVE_AFTER_S = 1.0  # a request that has waited this long at a worker may move to an idle one
+MAX_BLOCKED = 64  # requests without a worker that fits them, until the search of the queue stops
 
 NO_WORKER = "no worker is ready for this model; start one, or try again later"
 
 Chains = dict[int, list[int]]  # the chain hashes of a prompt, by block size
 
 
-# priority, number, request, the prompt's chains, and what it gets
+# priority, number, request, the prompt's chains, and the future that gets the choice
 Waiting = tuple[int, int, "RoutingRequest", Chains, asyncio.Future[tuple[Worker[L], Choice]]]
 
 
 @dataclass(slots=True, eq=False)
 class RoutingRequest:
-    """A request, as far as choosing a worker for it goes. The same object asks again after a failure: it
-    keeps its place in the queue."""
+    """The facts about a request that the choice of a worker needs. After a failure the caller uses the same
+    object again, so that the request keeps its position in the queue."""
 
     request_id: str
-    token_ids: Sequence[int]  # prompt and output so far; where no tokens are known, numbers made of the text
+    token_ids: Sequence[int]  # prompt and output so far; hashes of the text where tokens are unknown
     priority: int = 0  # lower runs first
     session: str | None = None
     cache_salt: str | None = None
     lora_name: str | None = None  # only workers that offer this adapter
     tags: frozenset[str] = frozenset()  # only workers that have all of them
-    excluded_worker: str | None = None  # the id of a worker that is not to get it
-    tried: set[str] = field(default_factory=set)  # ids of workers that failed at it: others come first
-    # The dispatcher's own:
-    next_worker: str | None = None  # the id of the worker that would run it at once
-    num_passed: int = 0  # requests that went ahead of it while it was the oldest
+    excluded_worker: str | None = None  # the id of a worker that must not get it
+    tried: set[str] = field(default_factory=set)  # ids of workers that failed it: others are preferred
+    # Set by the dispatcher:
+    next_worker: str | None = None  # the id of the worker that it moves to
+    num_passed: int = 0  # requests that overtook it while it was the oldest
     number: int = -1
-    hash_s: float = 0.0  # seconds that hashing took
-    routing_s: float = 0.0  # that the choice took, hashing included
-    has_failed: bool = False  # at a worker that was there, since it had a token
-    blamed: Worker[Any] | None = None  # the worker against which that counts
-    has_begun: bool = False  # it has had a token: it waits for another worker, however long the queue is
-    queued_at: float | None = None  # since when it waits; None: it never had to, or has its first token
+    hash_s: float = 0.0  # seconds of hashing
+    routing_s: float = 0.0  # seconds of the whole choice, hashing included
+    has_failed: bool = False  # at a connected worker, since its last token
+    blamed: Worker[Any] | None = None  # the worker that this failure counts against
+    has_begun: bool = False  # it has a token, so a full queue does not refuse it
+    queued_at: float | None = None  # when its wait began; None: it did not wait, or has its first token
     asked_at: float = 0.0
-    began_at: float = 0.0  # when it had its first token
+    began_at: float = 0.0  # time of its first token
     num_generated: int = 0
 
     @property
     def is_restricted(self) -> bool:
-        """Whether only some of the workers can take it."""
+        """True if only some of the workers can take it."""
         return bool(self.tags or self.lora_name or self.tried or self.excluded_worker)
 
     def fits(self, worker: WorkerInfo) -> bool:
-        """Whether the request may go there at all."""
+        """Returns whether the worker has the adapter and the tags of the request."""
         if worker.id == self.excluded_worker or not self.tags <= worker.tags:
             return False
         return self.lora_name is None or self.lora_name in worker.adapters
 
 
 class Assignment(Generic[L]):
-    """What a request holds at its worker.
+    """A request's slot at a worker.
 
-    `on_broken` is called when the worker breaks while the request is there, and when it is removed. Whoever
-    holds the place sets it to what ends the wait for the worker at once with a WorkerFailedError.
-    `on_moving` ends the wait with a MovedError and returns True, or returns False where the worker has begun.
-    `on_draining` is called when the worker is to get nothing new: the request may stay, or go on elsewhere.
+    The caller sets three callbacks. `on_broken` is called when the worker breaks or is removed: it must end
+    the wait for the worker at once with a WorkerFailedError. `on_moving` ends the wait with a MovedError and
+    returns True, or returns False if the worker has begun. `on_draining` is called when the worker drains:
+    the request may stay, or continue at another worker.
     """
 
     def __init__(
@@ -105,13 +104,13 @@ class Assignment(Generic[L]):
     ) -> None:
         self.worker, self.choice = worker, choice
         self._asked_at, self._assigned_at = asked_at, dispatcher.clock.now()
-        self._is_told = False  # how it came to this place
+        self._has_spans = True  # until take_spans returns them
         self.on_broken: Callable[[], None] = lambda: None
         self.on_draining: Callable[[], None] = lambda: None
         self.on_moving: Callable[[], bool] = lambda: False
         self.request, self._dispatcher = request, dispatcher
         self._has_token = False
-        self._last_at = 0.0  # when the last tokens of a foreign stream came
+        self._last_at = 0.0  # time of the last tokens of an external worker's stream
         self._cached_tokens = min(len(request.token_ids), dispatcher.router.num_cached_tokens(choice))
         self._expected_tokens = self._cached_tokens
         worker.prompt_tokens += len(request.token_ids)
@@ -125,14 +124,14 @@ class Assignment(Generic[L]):
 
     @property
     def now(self) -> float:
-        """Seconds of the clock by which places are given."""
+        """Seconds of the dispatcher's clock."""
         return self._dispatcher.clock.now()
 
     def take_spans(self) -> list[Span]:
-        """How the request came to this place: its wait and the choice. They are told once."""
-        if self._is_told:
+        """Returns the wait and the choice as spans, at the first call; [] later."""
+        if not self._has_spans:
             return []
-        self._is_told = True
+        self._has_spans = False
         ago_s, waited_s = self.now - self._assigned_at, self._assigned_at - self._asked_at
         routing_s = min(self.request.routing_s, waited_s)
         attributes: dict[str, str | int | float] = {
@@ -146,25 +145,25 @@ class Assignment(Generic[L]):
 
     @property
     def may_move(self) -> bool:
-        """Whether the request has no token and has been here for a while."""
+        """True if the request has no token after MOVE_AFTER_S seconds at the worker."""
         return not self.request.has_begun and self.now - self._assigned_at >= MOVE_AFTER_S
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt, as they were counted for the choice."""
+        """Tokens of the prompt and of the output so far, as of the choice."""
         return len(self.request.token_ids)
 
     @property
     def num_stored_tokens(self) -> int:
-        """Tokens of the prompt that the worker has now, and will not only have soon, as far as is known."""
+        """Tokens of the prompt that the worker has now, by its events; predictions do not count."""
         return self._dispatcher.router.num_stored_tokens(self.choice, self.request.request_id)
 
     def prefill_remotely(self) -> None:
-        """Another worker computes the prompt."""
+        """Records that another worker computes the prompt."""
         self._dispatcher.router.active_requests.prefill_remotely(self.request.request_id)
 
     def prefill_locally(self) -> None:
-        """That other worker has not done it: this one computes the prompt after all."""
+        """Records that this worker computes the prompt after all, as the other one did not."""
         self._dispatcher.router.active_requests.prefill_locally(self.request.request_id)
 
     def interrupt(self) -> None:
@@ -174,14 +173,14 @@ class Assignment(Generic[L]):
         self.on_draining()
 
     def move(self, worker_id: str) -> bool:
-        """Has the request leave for that worker. False if it is too late for that."""
+        """Moves the request to another worker. Returns False if this worker has begun with it."""
         is_leaving = self.on_moving()
         if is_leaving:
             self.request.next_worker = worker_id
         return is_leaving
 
-    def leave(self) -> None:
-        """The request has ended here. A prompt of which nothing came is no hit and no miss."""
+    def release(self) -> None:
+        """Ends the assignment. A prompt without output counts neither as a cache hit nor as a miss."""
         self.worker.on_broken.discard(self.interrupt)
         self.worker.on_draining.discard(self.notify_draining)
         if not self._has_token:
@@ -189,7 +188,7 @@ class Assignment(Generic[L]):
             self.worker.cached_tokens -= self._cached_tokens
 
     def generated(self, num_tokens: int) -> None:
-        """The worker has sent so many tokens."""
+        """Records `num_tokens` new tokens of the worker."""
         self.worker.delivered()
         active_requests = self._dispatcher.router.active_requests
         if not self._has_token:
@@ -202,10 +201,10 @@ class Assignment(Generic[L]):
         active_requests.generated(self.request.request_id, num_tokens)
 
     def streamed(self, num_tokens: int) -> None:
-        """As `generated`, and notes when tokens of a foreign worker came: ours count and report that
-        themselves."""
+        """Like `generated`, and records the times between tokens of an external worker. Native workers
+        report theirs."""
         served, now = self.worker.served, self._dispatcher.clock.now()
-        assert served is not None, "a foreign worker's is there from the start"
+        assert served is not None, "an external worker is built with it"
         if self._has_token:
             served.add_further(now - self._last_at, num_tokens)
         else:
@@ -214,35 +213,35 @@ class Assignment(Generic[L]):
         self.generated(num_tokens)
 
     def cached(self, num_tokens: int) -> None:
-        """The worker says how many tokens of the prompt it had cached; until then the router's guess
-        stands."""
+        """Replaces the router's guess of cached tokens by the number that the worker reports."""
         num_expected, self._cached_tokens = self._cached_tokens, num_tokens
         self.worker.cached_tokens += num_tokens - num_expected
         self._dispatcher.router.correct_cached(self.request.request_id, num_tokens, num_expected)
 
 
 class Dispatcher(Generic[L]):
-    """`workers` are in the order of their ids, so that a seed chooses alike whoever was reached first."""
+    """`workers` are sorted by id, so that a seed gives the same choices in whatever order workers join."""
 
     def __init__(self, router: KvRouter, *, max_queued: int, clock: Clock) -> None:
         self.router, self.max_queued = router, max_queued
-        # Wakes a worker that sleeps, if it can: returns whether it is being woken. None: sleepers sleep on.
+        # Wakes a sleeping worker; returns whether it is being woken. None: requests wake no worker.
         self.wake: Callable[[Worker[Any]], bool] | None = None
-        self.busy_kv_usage: float | None = None  # a worker beyond it has no room
-        self.busy_prefill_tokens: int | None = None  # the same, for prompts under way
-        self.look_ahead = 1  # of so many of a priority that wait, the one goes next that a worker has most of
-        self.num_refused = 0  # requests that found the queue full
+        self.busy_kv_usage: float | None = None  # above it, a worker takes no request
+        self.busy_prefill_tokens: int | None = None  # the same for tokens of prompts in flight
+        # Among this many of the oldest, the request goes next whose prompt a worker has cached best.
+        self.look_ahead = 1
+        self.num_refused = 0  # requests refused because the queue was full
         self.times = RouteTimes()
         self.traffic = Traffic()
         self.workers: dict[str, Worker[L]] = {}
-        self.unavailable_reason = NO_WORKER  # what requests are told while no worker is ready
-        self._assignments: dict[Assignment[L], None] = {}  # all that requests hold, the oldest first
+        self.unavailable_reason = NO_WORKER  # the error text while no worker is ready
+        self._assignments: dict[Assignment[L], None] = {}  # the oldest first
         self._num_assigned = 0
-        self._ranks: list[WorkerRank] = []  # of all workers
+        self._ranks: list[WorkerRank] = []  # all workers' ranks
         self.clock = clock
         self._numbers = itertools.count()
         self._waiting: list[Waiting[L]] = []  # a heap
-        self._queued: set[RoutingRequest] = set()  # those that had to wait, until their first token
+        self._queued: set[RoutingRequest] = set()  # requests that had to wait, until their first token
 
     def add(self, worker: Worker[L]) -> None:
         self.workers[worker.id] = worker
@@ -254,7 +253,7 @@ class Dispatcher(Generic[L]):
         self.changed()
 
     def rename_ranks(self, worker: Worker[L], old: Sequence[WorkerRank]) -> None:
-        """The worker's data-parallel ranks are others than the `old` ones. What it has goes on."""
+        """Replaces the worker's data-parallel ranks, which were `old`. Its requests continue."""
         self._ranks = [rank for one in self.workers.values() for rank in one.ranks]
         for rank in worker.ranks:
             self.router.add_worker(rank, has_events=worker.has_events)
@@ -262,14 +261,14 @@ class Dispatcher(Generic[L]):
             self.router.remove_worker(rank)
 
     def remove(self, worker_id: str) -> None:
-        """The worker serves this model no more."""
+        """Removes a worker that no longer serves this model, with its blocks and requests."""
         worker = self.dismiss(worker_id)
         if worker is not None:
             for rank in worker.ranks:
                 self.router.remove_worker(rank)
 
     def dismiss(self, worker_id: str) -> Worker[L] | None:
-        """The worker gets nothing more from here; what it has goes on. None if it got nothing before."""
+        """Gives the worker no more requests; its present ones continue. Returns None for an unknown id."""
         worker = self.workers.pop(worker_id, None)
         if worker is not None:
             self._ranks = [rank for one in self.workers.values() for rank in one.ranks]
@@ -283,18 +282,18 @@ class Dispatcher(Generic[L]):
         return QueueView(len(since), max(0.0, self.clock.now() - min(since)) if since else 0.0)
 
     def forget(self, request: RoutingRequest) -> None:
-        """The request waits no longer: it has its first token, or its caller gives it up after a failure."""
+        """Ends the request's wait: it has its first token, or its caller abandons it after a failure."""
         self._queued.discard(request)
         request.queued_at = None
 
     def end(self, request: RoutingRequest) -> None:
-        """The request has ended, whichever way."""
+        """Records the end of a request, with or without success."""
         self.forget(request)
         if request.num_generated:
             self.traffic.ended(request.num_generated, self.clock.now() - request.began_at)
 
     def began(self, request: RoutingRequest) -> None:
-        """The request has a token, of whichever worker."""
+        """Records the request's first token, from any worker."""
         if not request.has_begun:
             request.has_begun, request.began_at = True, self.clock.now()
             self.traffic.began(request.began_at - request.asked_at)
@@ -311,7 +310,7 @@ class Dispatcher(Generic[L]):
             raise
         assignment = Assignment(worker, choice, request, self, asked_at)
         self._assignments[assignment] = None
-        is_again = False  # the caller comes back with this request
+        is_again = False  # the caller asks for another assignment
         try:
             yield assignment
         except BusyError as error:
@@ -324,7 +323,7 @@ class Dispatcher(Generic[L]):
             self._blame(worker, request, error)
             raise
         finally:
-            assignment.leave()
+            assignment.release()
             del self._assignments[assignment]
             worker.active -= 1
             self.router.active_requests.end(request.request_id)
@@ -333,9 +332,9 @@ class Dispatcher(Generic[L]):
             worker.changed()
 
     def _blame(self, worker: Worker[L], request: RoutingRequest, error: WorkerFailedError) -> None:
-        """A request failed at the worker. If it fails at another one too, before it has a token, it may be
-        what they fail at: it counts against neither, unless nobody was there. A probe of each tells whether
-        it is the workers that fail."""
+        """Counts a failed request against the worker. If the request fails at a second worker before it has a
+        token, the request may be the cause: it then counts against neither, unless a worker was not
+        connected, and a probe of each shows whether it works."""
         request.tried.add(worker.id)
         worker.num_failed += 1
         if error.is_absent:
@@ -351,7 +350,7 @@ class Dispatcher(Generic[L]):
                 request.blamed = None
 
     def changed(self) -> None:
-        """A worker came, went, or has room: whoever waits may go on."""
+        """Assigns waiting requests, as a worker joined, left, or has room."""
         blocked = []
         while self._waiting:
             entry = self._take_next()
@@ -368,16 +367,16 @@ class Dispatcher(Generic[L]):
                 continue
             blocked.append(entry)
             if not request.is_restricted or len(blocked) >= MAX_BLOCKED:
-                break  # there is no room at all, or hardly any
+                break  # the workers are full, or nearly
         for entry in blocked:
             heapq.heappush(self._waiting, entry)
 
     def rebalance(self) -> None:
-        """Requests that wait at a worker, which have computed nothing, leave for workers that would run them
-        at once: nothing waits there, and they have fewer requests than the first worker runs.
+        """Moves requests that wait at a worker to workers that would run them at once: no request waits
+        there, and fewer are active than run at the first worker.
 
-        Workers report how many requests wait, and not which. Those without a token that came last are taken
-        for them; if one has begun, its first prompt tokens are computed twice.
+        Workers report how many requests wait, not which. The newest requests without a token are taken for
+        the waiting ones; if one of them has begun, its first prompt tokens are computed twice.
         """
         num_waiting = {one.id: sum(load.num_waiting for load in one.loads) for one in self.workers.values()}
         if not any(num_waiting.values()):
@@ -405,7 +404,7 @@ class Dispatcher(Generic[L]):
                     idle[target] += 1
 
     def _take_next(self) -> Waiting[L]:
-        """Who waits and is next. The oldest lets `look_ahead` others pass at the most."""
+        """Removes the next request from the queue. At most `look_ahead` others overtake the oldest one."""
         waiting, head = self._waiting, self._waiting[0]
         may_pass = head[2].num_passed < self.look_ahead
         if self.look_ahead > 1 and may_pass and len(waiting) > 1:
@@ -421,7 +420,7 @@ class Dispatcher(Generic[L]):
         return heapq.heappop(waiting)
 
     def _most_cached(self, chains: Chains, ranks: Sequence[WorkerRank]) -> int:
-        """The most tokens of a prompt that one of these has."""
+        """Returns the most tokens of the prompt that one of these ranks has cached."""
         found, block_size_of = self.router.find(chains), self.router.indexer.block_size_of
         return max((found[rank].total * block_size_of(rank) for rank in ranks if rank in found), default=0)
 
@@ -446,25 +445,25 @@ class Dispatcher(Generic[L]):
         future: asyncio.Future[tuple[Worker[L], Choice]] = asyncio.get_running_loop().create_future()
         entry = (request.priority, request.number, request, chains, future)
         heapq.heappush(self._waiting, entry)
-        self.changed()  # those ahead may wait for workers that this request does not need
+        self.changed()  # requests ahead may wait for workers that this one does not need
         try:
             return await future
         except asyncio.CancelledError:
-            if entry in self._waiting:  # its prompt is not kept until its turn would have come
+            if entry in self._waiting:  # frees its prompt now
                 self._waiting.remove(entry)
                 heapq.heapify(self._waiting)
             elif future.done() and not future.cancelled() and future.exception() is None:
-                worker, _ = future.result()  # it was given a place just now
+                worker, _ = future.result()  # it has just been assigned
                 worker.active -= 1
                 self.router.active_requests.end(request.request_id)
-                worker.changed()  # others may wait for it: those of its other models, and an operator
+                worker.changed()  # requests of its other models may wait for it, or an operator
             future.cancel()
             self.changed()
             raise
 
     def _pick(self, request: RoutingRequest, chains: Chains) -> tuple[Worker[L], Choice] | None:
-        """A worker with room, written into the books; None if all are full. Raises UnavailableError if none
-        is ready."""
+        """Chooses a worker with room and records the request there. Returns None if all are full. Raises
+        UnavailableError if no worker is ready."""
         begun = time.perf_counter()
         found = self.router.find(chains)
         looked_up = time.perf_counter()
@@ -496,14 +495,14 @@ class Dispatcher(Generic[L]):
         return worker, choice
 
     def _next_with_room(self, request: RoutingRequest) -> list[WorkerRank]:
-        """Returns the ranks of the worker for which the request left another one; it may be full by now."""
+        """Returns the ranks of the worker that the request moves to; [] if that one is full by now."""
         worker = None if request.next_worker is None else self.workers.get(request.next_worker)
         request.next_worker = None
         is_ready = worker is not None and worker.takes_requests and request.fits(worker.info)
         return self._ranks_with_room([worker]) if worker is not None and is_ready else []
 
     def _some_with_room(self, request: RoutingRequest, found: dict[WorkerRank, Overlap]) -> list[WorkerRank]:
-        """In a large fleet, those of a few workers to which the request could go now; in a small one none."""
+        """Returns ranks of a sample of the workers that have room, in a large fleet; [] in a small one."""
         if len(self._ranks) <= SAMPLE_ABOVE:
             return []
         ranks = self.router.sample(found, self._ranks)
@@ -524,7 +523,7 @@ class Dispatcher(Generic[L]):
         return self._ranks_with_room([one for one in ready if one.id not in request.tried] or ready)
 
     def _ranks_with_room(self, workers: Iterable[Worker[L]]) -> list[WorkerRank]:
-        """Those of these workers to which a request could go now."""
+        """Returns the ranks of these workers that have room for a request now."""
         now = self.clock.now()
         ranks = [rank for one in workers if one.has_room(self._num_active(one), now) for rank in one.ranks]
         if self.busy_kv_usage is not None or self.busy_prefill_tokens is not None:
@@ -532,16 +531,16 @@ class Dispatcher(Generic[L]):
         return ranks
 
     def ready_for(self, request: RoutingRequest) -> list[Worker[L]]:
-        """The workers that may get the request, full or not. Raises UnavailableError if there is none."""
+        """Returns the workers that may get the request, full or not. Raises UnavailableError without one."""
         ready = [worker for worker in self.workers.values() if worker.takes_requests]
         if not ready and self._is_paused:
             raise UnavailableError(
-                "the workers of this model are paused; let them go on (POST /resume on the admin port)"
+                "the workers of this model are paused; resume them (POST /resume on the admin port)"
             )
         if not ready and any(worker.is_asleep for worker in self.workers.values()):
             raise UnavailableError(
-                "the workers of this model sleep; wake one (POST /wake_up on the admin port), or let "
-                "requests do that (wake_on_request)"
+                "the workers of this model sleep; wake one (POST /wake_up on the admin port), or set "
+                "wake_on_request"
             )
         if not ready:
             raise UnavailableError(self.unavailable_reason)
@@ -556,11 +555,11 @@ class Dispatcher(Generic[L]):
             lacks = (
                 f"the tags {', '.join(sorted(request.tags))}" if request.tags else f"{request.lora_name!r}"
             )
-            raise UnavailableError(f"no worker that is ready has {lacks}; ask for others, or try again later")
+            raise UnavailableError(f"no ready worker has {lacks}; ask for others, or try again later")
         return fit
 
     def others(self, worker: Worker[L], request: RoutingRequest) -> list[Worker[L]]:
-        """The workers beside this one that would take the request now."""
+        """Returns the other workers that would take the request now."""
         return [
             other
             for other in self.workers.values()
@@ -571,7 +570,7 @@ class Dispatcher(Generic[L]):
         ]
 
     def room_at(self, workers: Iterable[Worker[L]]) -> tuple[float, float]:
-        """How many requests, and of how many tokens together, find room now at workers that have some."""
+        """Returns how many more requests, and how many tokens, these workers have room for."""
         requests = tokens = 0.0
         for worker in workers:
             info = worker.info
@@ -581,14 +580,14 @@ class Dispatcher(Generic[L]):
         return requests, tokens
 
     def _num_active(self, worker: Worker[L]) -> int:
-        """The requests that it has of this router, or for this model of all routers."""
+        """Returns the worker's requests: all of this router, or of this model from all routers if more."""
         if not worker.info.max_running:
             return worker.active
         return max(worker.active, sum(map(self.router.active_requests.num_active, worker.ranks)))
 
     def _has_returning_worker(self) -> bool:
-        """Whether a worker that gets nothing now soon will: an operator's command ends there, or it is woken
-        now."""
+        """Returns whether a worker will soon take requests again: a command is at work there, or it is being
+        woken."""
         if any(worker.num_holds for worker in self.workers.values()):
             return True
         asleep = [
@@ -600,19 +599,19 @@ class Dispatcher(Generic[L]):
 
     @property
     def _is_paused(self) -> bool:
-        """Whether an operator wants nothing scheduled, and will say so when that ends."""
+        """True if an operator has paused all workers that are reached."""
         reached = [worker for worker in self.workers.values() if worker.is_reached]
         return bool(reached) and all(worker.is_paused for worker in reached)
 
     def _is_busy(self, rank: WorkerRank) -> bool:
-        """Whether it is beyond a threshold that is configured."""
+        """Returns whether the rank is above a configured threshold."""
         if self.busy_kv_usage is not None and self.router.kv_usage(rank) > self.busy_kv_usage:
             return True
         most = self.busy_prefill_tokens
         return most is not None and self.router.active_requests.load(rank).prefill_tokens > most
 
     async def chains_of(self, request: RoutingRequest) -> Chains:
-        """Hashing never holds the loop up for long."""
+        """Returns the prompt's chain hashes. A long prompt is hashed in a thread, not to hold up the loop."""
         sizes = self.router.block_sizes()
         if len(request.token_ids) < LONG_PROMPT:
             return _hashed(request, sizes)

@@ -1,5 +1,5 @@
-"""`KvRouter`: which worker gets a request, as a library. The index says who has its prefix, the books who is
-busy, a policy chooses, and the books are written with the choice.
+"""`KvRouter`: chooses the worker for a request, as a library. The index knows which worker has the prefix,
+ActiveRequests which one is busy, a policy chooses, and the choice is recorded as an active request.
 
     index = KvIndexer(block_size=16)
     router = KvRouter(index, workers=["a", "b"])
@@ -7,7 +7,7 @@ busy, a policy chooses, and the books are written with the choice.
     router.active_requests.first_token("1")
     router.active_requests.end("1")
 
-No socket and no clock but the one that is given: the simulator and the served router run this same code.
+It has no socket, and its clock is passed in, so the simulator and the served router run the same code.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from shoal.fleet.routing.policy import Candidate, Choice, PolicyRequest, RouterW
 from shoal.hashing import chains_by_size
 from shoal.kv_events import AllBlocksCleared, BlockRemoved, KVEvent
 
-APPROXIMATE_TTL_S = 120.0  # how long the router's own decisions stand for events that never come
-PREDICTED_TTL_S = 5.0  # how long they stand until the event comes
-LOAD_TTL_S = 10.0  # how long a worker's published load counts
+APPROXIMATE_TTL_S = 120.0  # life of a prediction for a worker without events
+PREDICTED_TTL_S = 5.0  # life of a prediction for a worker with events
+LOAD_TTL_S = 10.0  # life of a worker's published load
 PREDICTS = ("kv", "kv_approx")  # policies that count blocks before their events come
 
-# Among more workers than SAMPLE_ABOVE, a choice looks at NUM_BEST of those that have a part of the prompt,
-# and at NUM_SAMPLED others, with these policies.
+# Among more workers than SAMPLE_ABOVE, a choice looks at NUM_BEST workers that have a part of the
+# prompt and at NUM_SAMPLED others, with these policies.
 SAMPLE_ABOVE, NUM_BEST, NUM_SAMPLED = 64, 16, 32
 SAMPLED = ("kv", "kv_approx", "kv_logit", "random", "least_loaded", "power_of_two")
 
@@ -44,7 +44,7 @@ NOTHING = Overlap()
 
 @dataclass(frozen=True, slots=True)
 class _Published:
-    """The part of a worker's published load that came by other ways than this router."""
+    """The part of a worker's published load that this router did not cause."""
 
     until: float
     other_requests: int
@@ -52,7 +52,7 @@ class _Published:
 
 
 class KvRouter:
-    """One model's workers. Not for several threads at once."""
+    """The choice among one model's workers. Not thread-safe."""
 
     def __init__(
         self,
@@ -81,14 +81,14 @@ class KvRouter:
             self.add_worker(worker if isinstance(worker, WorkerRank) else WorkerRank(worker))
 
     def add_worker(self, rank: WorkerRank, *, has_events: bool = True) -> None:
-        """A worker may be chosen from now on. `has_events`: it tells what it caches; where it does not, the
-        router's own decisions stand in for that."""
+        """Adds a candidate. `has_events`: it publishes what it caches; otherwise predictions from the
+        router's own decisions are used."""
         self.candidates.setdefault(rank, Candidate(rank))
         if not has_events:
             self._without_events.add(rank)
 
     def remove_worker(self, rank: WorkerRank) -> list[str]:
-        """A worker is gone, with its blocks. Returns the ids of the requests that it had."""
+        """Removes a worker with its blocks. Returns the ids of its requests."""
         self.candidates.pop(rank, None)
         self._published.pop(rank, None)
         self._without_events.discard(rank)
@@ -96,12 +96,12 @@ class KvRouter:
         return self.active_requests.remove_worker(rank)
 
     def forget_blocks(self, rank: WorkerRank) -> None:
-        """Nothing of this worker is cached any more, as far as is known."""
+        """Forgets all that the worker was known or predicted to have cached."""
         self.indexer.remove_worker(rank)
         self.predictions.remove_worker(rank)
 
     def apply(self, rank: WorkerRank, event: KVEvent) -> None:
-        """Takes in one event of a worker. What it has dropped is predicted no longer either."""
+        """Applies one event of a worker. Predictions of blocks that the worker has dropped end, too."""
         if isinstance(event, BlockRemoved) and self.predictions.num_blocks(rank):
             for name in event.block_hashes:
                 block = self.indexer.block_of(rank, name)
@@ -112,8 +112,8 @@ class KvRouter:
         self.indexer.apply(rank, event)
 
     def correct_cached(self, request_id: str, num_tokens: int, num_expected: int) -> None:
-        """The worker says how many tokens of a running request's prompt it had cached, where `num_expected`
-        were expected. If it had fewer, this corrects what was predicted of a worker without events."""
+        """Corrects the predictions for a worker without events that reports fewer cached tokens of a running
+        request's prompt than the `num_expected` expected ones."""
         found = self.active_requests.chain_of(request_id)
         if found is not None:
             rank, chain, block_size = found
@@ -124,12 +124,12 @@ class KvRouter:
                 self.predictions.correct(rank, chain, num_cached)
 
     def num_cached_tokens(self, choice: Choice) -> int:
-        """How many tokens of the prompt the chosen worker is thought to have."""
+        """Returns how many tokens of the prompt the chosen worker has by the index and the predictions."""
         return choice.overlap.total * self.indexer.block_size_of(choice.rank)
 
     def num_stored_tokens(self, choice: Choice, request_id: str) -> int:
-        """How many tokens of a running request's prompt the chosen worker has now. What it will have soon by
-        what it was sent does not count, unless it tells nothing of its cache."""
+        """Returns how many tokens of a running request's prompt the chosen worker has now. Predictions count
+        only for a worker without events."""
         found = self.active_requests.chain_of(request_id)
         if found is None or choice.rank in self._without_events:
             return self.num_cached_tokens(choice)
@@ -138,18 +138,19 @@ class KvRouter:
 
     @property
     def weighs_blocks(self) -> bool:
-        """Whether costs are in blocks to compute and to hold, so that those of any workers compare."""
+        """True if costs count blocks to compute and to hold, so that costs of different sets of workers can
+        be compared."""
         return self._policy in PREDICTS
 
     def num_cached_blocks(self, rank: WorkerRank) -> int:
-        """How many blocks it has, as far as is known."""
+        """Returns how many blocks the rank is known or predicted to have."""
         return max(self.indexer.num_blocks(rank), self.predictions.num_blocks(rank))
 
     def published(
         self, rank: WorkerRank, kv_usage: float, num_waiting: int, num_running: int = 0, kv_tokens: int = 0
     ) -> None:
-        """What a worker says of itself; it counts for LOAD_TTL_S seconds. `kv_tokens`: room of its KV cache,
-        0 where that is not known. A usage that is no finite number changes nothing."""
+        """Records the load that a worker publishes, for LOAD_TTL_S seconds. `kv_tokens`: capacity of its KV
+        cache, 0 if unknown. A usage that is not finite is ignored."""
         candidate = self.candidates.get(rank)
         if candidate is None or not math.isfinite(kv_usage):
             return
@@ -162,7 +163,7 @@ class KvRouter:
         )
 
     def kv_usage(self, rank: WorkerRank) -> float:
-        """As it was published lately; else 0."""
+        """Returns the published share of the KV cache in use; 0 if none was published lately."""
         candidate = self.candidates.get(rank)
         if candidate is None:
             return 0.0
@@ -170,12 +171,12 @@ class KvRouter:
         return candidate.kv_usage
 
     def _load_of(self, candidate: Candidate, now: float) -> Load:
-        """By the books, and what of its load they do not know of."""
+        """Returns the load from this router's own requests plus reported load that others caused."""
         load = self.active_requests.load(candidate.rank, now)
         published = self._published.get(candidate.rank)
         if published is None:
             return load
-        if now >= published.until:  # it is silent: nothing is known of its load any more
+        if now >= published.until:  # nothing published lately
             del self._published[candidate.rank]
             candidate.kv_usage, candidate.num_waiting = 0.0, 0
             return load
@@ -197,9 +198,9 @@ class KvRouter:
         session: str | None = None,
         among: Iterable[WorkerRank] | None = None,
     ) -> Choice:
-        """Chooses the worker for a prompt. With a `request_id` the choice is written into the books, to be
-        followed by `books.first_token` and `books.end`; without one nothing changes. `among`: the workers
-        that may be chosen, if not all. Raises UnavailableError where there is none."""
+        """Chooses the worker for a prompt. With a `request_id` the choice is recorded in `active_requests`,
+        whose `first_token` and `end` the caller must call later; without one nothing changes. `among`: the
+        ranks to choose from; None: all. Raises UnavailableError without a candidate."""
         chains = chains_by_size(token_ids, self.block_sizes(), adapter=lora_name, cache_salt=cache_salt)
         return self.schedule_chains(
             len(token_ids), chains, request_id=request_id, session=session, among=among
@@ -214,8 +215,7 @@ class KvRouter:
         session: str | None = None,
         among: Iterable[WorkerRank] | None = None,
     ) -> Choice:
-        """The same for a prompt of `num_tokens` tokens whose chain hashes are known, for each block size that
-        a worker has."""
+        """Like `schedule`, for a prompt of `num_tokens` tokens with known chain hashes, by block size."""
         found = self.find(chains)
         ranks = list(self.candidates if among is None else among)
         return self.choose_among(
@@ -223,9 +223,9 @@ class KvRouter:
         )
 
     def sample(self, found: dict[WorkerRank, Overlap], ranks: Sequence[WorkerRank]) -> list[WorkerRank]:
-        """All of these workers where they are few. Of many, those that have most of the prompt, and some that
-        are drawn: the best of a sample is nearly the best of all (Mitzenmacher 2001), and a choice costs
-        hardly more in a large fleet. Policies that count on seeing all workers do."""
+        """Returns all these ranks if they are few. Among many, returns the ranks that have most of the prompt
+        and a random sample: the best of a sample is nearly the best of all (Mitzenmacher 2001), so a choice
+        costs hardly more in a large fleet. Policies that must see all workers get all."""
         if len(ranks) <= SAMPLE_ABOVE or self._policy not in SAMPLED:
             return list(ranks)
         own = set(ranks)
@@ -234,7 +234,7 @@ class KvRouter:
         return list(dict.fromkeys([*chosen, *self._rng.sample(ranks, NUM_SAMPLED)]))
 
     def find(self, chains: dict[int, list[int]]) -> dict[WorkerRank, Overlap]:
-        """Who has how much of the prompt, told or predicted."""
+        """Returns how much of the prompt each rank has, by its events or by predictions."""
         found: dict[WorkerRank, Overlap] = {}
         for chain in chains.values():
             found |= self.indexer.find_chain(chain)
@@ -254,12 +254,12 @@ class KvRouter:
         among: Iterable[WorkerRank] | None = None,
         turn: int | None = None,
     ) -> Choice:
-        """The second half of `schedule_chains`, with the first half's answer. turn: the number of the request
-        among those that go to these workers, where others take turns of their own."""
+        """Chooses with the result of `find`. turn: the request's number for round robin, where these workers
+        have a count of their own; None: this router's count."""
         candidates, now, block_size_of = [], self._clock(), self.indexer.block_size_of
         for rank in self.candidates if among is None else among:
             candidate = self.candidates.get(rank)
-            if candidate is None:  # it has just been removed
+            if candidate is None:  # removed meanwhile
                 continue
             candidate.overlap = found.get(rank, NOTHING)
             candidate.block_size = block_size_of(rank)
@@ -267,19 +267,19 @@ class KvRouter:
             candidates.append(candidate)
         if not candidates:
             raise UnavailableError("no worker can take the request; start one, or try again later")
-        ask = PolicyRequest(num_tokens, session, self._turn if turn is None else turn)
-        choice = choose(self._policy, ask, candidates, self._weights, self._rng, self.indexer.block_size)
+        request = PolicyRequest(num_tokens, session, self._turn if turn is None else turn)
+        choice = choose(self._policy, request, candidates, self._weights, self._rng, self.indexer.block_size)
         if request_id is not None:
-            self._write(request_id, choice, num_tokens, chains)
+            self._record(request_id, choice, num_tokens, chains)
         return choice
 
     def block_sizes(self) -> set[int]:
-        """Each block size that a worker has."""
+        """Returns the block sizes of all workers."""
         return self.indexer.block_sizes(self.candidates)
 
-    def _write(self, request_id: str, choice: Choice, num_tokens: int, chains: dict[int, list[int]]) -> None:
+    def _record(self, request_id: str, choice: Choice, num_tokens: int, chains: dict[int, list[int]]) -> None:
         size = self.indexer.block_size_of(choice.rank)
-        chain = chains.get(size, [])  # a size that came after the prompt was hashed
+        chain = chains.get(size, [])  # [] for a size that appeared after the prompt was hashed
         self._turn += 1
         self.active_requests.begin(
             request_id, choice.rank, num_tokens, choice.overlap.total * size, chain, size
@@ -287,7 +287,7 @@ class KvRouter:
         self._predict(choice.rank, chain)
 
     def take(self, change: AnyChange, own_id: str) -> None:
-        """What another router has written. `own_id`: the request's id here."""
+        """Applies a change of another router's active requests. `own_id`: the request's id in this router."""
         if isinstance(change, Ended):
             self.active_requests.end(own_id)
         elif isinstance(change, FirstToken):
@@ -302,7 +302,7 @@ class KvRouter:
                 self._predict(rank, chain)
 
     def _predict(self, rank: WorkerRank, chain: Sequence[int]) -> None:
-        """It was sent these blocks."""
+        """Predicts that the rank will have these blocks."""
         is_alone = self._policy == "kv_approx" or rank in self._without_events
         if self._policy in PREDICTS or (is_alone and self._policy == "kv_logit"):
             self.predictions.add(rank, chain, APPROXIMATE_TTL_S if is_alone else PREDICTED_TTL_S)

@@ -1,13 +1,13 @@
-"""Which worker gets a request. A policy is a pure function of request, workers and random numbers.
+"""Routing policies: pure functions of request, workers and random numbers that give each worker a cost.
 
 `kv` is NVIDIA Dynamo's cost, in blocks, lower is better:
 
     cost = prefill_load_scale * max(0, prefill blocks - credits for what is cached)
          + active blocks + decode_active_request_weight * active requests
 
-with one term of ours: a share of the prefill work that the worker was given lately, so that requests that
-come one after the other spread over workers that are otherwise alike. `kv_logit` is Dynamo's older weighted
-sum of overlap, cache usage and load, higher is better.
+plus one term that Dynamo does not have: a share of the prefill work that the worker was given lately, so that
+requests that arrive one after the other spread over otherwise equal workers. `kv_logit` is Dynamo's older
+weighted sum of overlap, cache usage and load, higher is better.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ HOST_CREDIT, DISK_CREDIT = 0.75, 0.25  # Dynamo's defaults: a cached block of th
 
 @dataclass(frozen=True, slots=True)
 class RouterWeights:
-    """Names are those of Dynamo's KvRouterConfig, but for the last, which is ours. So are the defaults, but
-    `overlap_score_credit` and `prefill_load_scale` are 1 there. A block to compute then weighs no more than
-    one that is held, and busy workers lose their prefixes (benchmarks/results/simulated.md)."""
+    """Weights with the names and defaults of Dynamo's KvRouterConfig, with two exceptions. The last field is
+    Shoal's own. `overlap_score_credit` and `prefill_load_scale` are 1 in Dynamo: a block to compute then
+    weighs no more than one that is held, and busy workers lose their prefixes
+    (benchmarks/results/simulated.md)."""
 
     overlap_score_credit: float = 4.0
     prefill_load_scale: float = 4.0
@@ -41,14 +42,14 @@ class RouterWeights:
 
 
 class Candidate(msgspec.Struct, gc=False):
-    """What a policy knows of one worker. The overlap is in blocks of the worker's own size."""
+    """One worker, as a policy sees it. The overlap counts blocks of the worker's own size."""
 
     rank: WorkerRank
     block_size: int = 16
     overlap: Overlap = Overlap()
     load: Load = Load()
-    kv_usage: float = 0.0  # as the worker publishes it: the share of its KV cache that is in use
-    num_waiting: int = 0  # as the worker publishes it
+    kv_usage: float = 0.0  # published by the worker: the share of its KV cache in use
+    num_waiting: int = 0  # published by the worker
 
     @property
     def cached_tokens(self) -> int:
@@ -57,7 +58,7 @@ class Candidate(msgspec.Struct, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class PolicyRequest:
-    """What a policy knows of a request. `turn`: how many requests were routed before it."""
+    """A request, as a policy sees it. `turn`: the number of requests routed before it."""
 
     num_tokens: int
     session: str | None = None
@@ -66,7 +67,7 @@ class PolicyRequest:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The chosen worker, its overlap, and what each worker would have cost (lower is better)."""
+    """The chosen worker, its overlap, and the cost of each worker (lower is better)."""
 
     rank: WorkerRank
     overlap: Overlap
@@ -78,7 +79,7 @@ Policy = Callable[[PolicyRequest, Sequence[Candidate], RouterWeights, Random, in
 
 def choose(
     policy: str,
-    ask: PolicyRequest,
+    request: PolicyRequest,
     candidates: Sequence[Candidate],
     weights: RouterWeights,
     rng: Random,
@@ -86,40 +87,44 @@ def choose(
 ) -> Choice:
     """Raises ValueError without candidates. Ties are broken by `rng`, or softened by the temperature.
     `block_size`: the unit of costs, in tokens, so that workers of several block sizes can be compared."""
-    costs = POLICIES[policy](ask, candidates, weights, rng, block_size)
-    rank = _draw(costs, weights.router_temperature, rng)
+    costs = POLICIES[policy](request, candidates, weights, rng, block_size)
+    rank = _sample(costs, weights.router_temperature, rng)
     return Choice(rank, next(c.overlap for c in candidates if c.rank == rank), costs)
 
 
 def check_policy(policy: str) -> None:
-    """Raises ConfigError for a name that is none."""
+    """Raises ConfigError for an unknown name."""
     if policy not in POLICIES:
-        raise ConfigError(f"policy {policy!r} is none of {', '.join(POLICIES)}; choose one of these")
+        raise ConfigError(f"policy must be one of {', '.join(POLICIES)}, got {policy!r}")
 
 
 # The policies
 
 
 def kv(
-    ask: PolicyRequest, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+    request: PolicyRequest,
+    candidates: Sequence[Candidate],
+    weights: RouterWeights,
+    rng: Random,
+    block_size: int,
 ) -> dict[WorkerRank, float]:
-    return {c.rank: kv_cost(ask, c, weights, block_size) for c in candidates}
+    return {c.rank: kv_cost(request, c, weights, block_size) for c in candidates}
 
 
-def kv_cost(ask: PolicyRequest, candidate: Candidate, weights: RouterWeights, block_size: int) -> float:
-    """The cost of one worker, in blocks of `block_size` tokens."""
+def kv_cost(request: PolicyRequest, candidate: Candidate, weights: RouterWeights, block_size: int) -> float:
+    """Returns the cost of one worker, in blocks of `block_size` tokens."""
     load, overlap = candidate.load, candidate.overlap
     cost = (
         load.active_tokens / block_size
         + weights.decode_active_request_weight * load.active_requests
         + weights.recent_prefill_weight * load.recent_tokens / block_size
     )
-    prompt, waiting = ask.num_tokens / block_size, load.prefill_tokens / block_size
+    prompt, waiting = request.num_tokens / block_size, load.prefill_tokens / block_size
     if overlap.total:
         on_device = weights.overlap_score_credit
         lower = HOST_CREDIT * overlap.host + DISK_CREDIT * overlap.disk
-        # What is cached need not be computed: up to one block of credit each. What a credit is above that
-        # stands against prefills that wait there, and never hides what is left to compute.
+        # A cached block need not be computed: up to one block of credit each. Credit above one is deducted
+        # from the prefills that wait at the worker, and never hides blocks that are left to compute.
         scale = candidate.block_size / block_size
         prompt = max(prompt, scale * overlap.total)
         prompt = max(0.0, prompt - scale * (min(1.0, on_device) * overlap.device + lower))
@@ -128,60 +133,84 @@ def kv_cost(ask: PolicyRequest, candidate: Candidate, weights: RouterWeights, bl
 
 
 def kv_logit(
-    ask: PolicyRequest, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+    request: PolicyRequest,
+    candidates: Sequence[Candidate],
+    weights: RouterWeights,
+    rng: Random,
+    block_size: int,
 ) -> dict[WorkerRank, float]:
     most_waiting = max((c.num_waiting + c.load.active_requests for c in candidates), default=0)
     costs = {}
     for c in candidates:
-        share = min(1.0, c.cached_tokens / max(1, ask.num_tokens))
+        share = min(1.0, c.cached_tokens / max(1, request.num_tokens))
         waiting = (c.num_waiting + c.load.active_requests) / most_waiting if most_waiting else 0.0
         costs[c.rank] = -(2.0 * share - c.kv_usage - waiting)
     return costs
 
 
 def round_robin(
-    ask: PolicyRequest, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+    request: PolicyRequest,
+    candidates: Sequence[Candidate],
+    weights: RouterWeights,
+    rng: Random,
+    block_size: int,
 ) -> dict[WorkerRank, float]:
-    turn = ask.turn % max(1, len(candidates))
+    turn = request.turn % max(1, len(candidates))
     return {c.rank: float((number - turn) % len(candidates)) for number, c in enumerate(candidates)}
 
 
 def random(
-    ask: PolicyRequest, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+    request: PolicyRequest,
+    candidates: Sequence[Candidate],
+    weights: RouterWeights,
+    rng: Random,
+    block_size: int,
 ) -> dict[WorkerRank, float]:
     return {c.rank: rng.random() for c in candidates}
 
 
 def least_loaded(
-    ask: PolicyRequest, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+    request: PolicyRequest,
+    candidates: Sequence[Candidate],
+    weights: RouterWeights,
+    rng: Random,
+    block_size: int,
 ) -> dict[WorkerRank, float]:
     return {c.rank: float(c.load.active_requests) for c in candidates}
 
 
 def power_of_two(
-    ask: PolicyRequest, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+    request: PolicyRequest,
+    candidates: Sequence[Candidate],
+    weights: RouterWeights,
+    rng: Random,
+    block_size: int,
 ) -> dict[WorkerRank, float]:
-    """The less loaded of two workers drawn at random; the others are not looked at."""
-    drawn = rng.sample(candidates, min(2, len(candidates)))
+    """Costs of two random workers by their load; the others cost infinity."""
+    two = rng.sample(candidates, min(2, len(candidates)))
     return {
-        c.rank: float(c.load.active_requests) if any(c is two for two in drawn) else math.inf
+        c.rank: float(c.load.active_requests) if any(c is one for one in two) else math.inf
         for c in candidates
     }
 
 
 def affinity(
-    ask: PolicyRequest, candidates: Sequence[Candidate], weights: RouterWeights, rng: Random, block_size: int
+    request: PolicyRequest,
+    candidates: Sequence[Candidate],
+    weights: RouterWeights,
+    rng: Random,
+    block_size: int,
 ) -> dict[WorkerRank, float]:
     """Rendezvous hashing (Thaler, Ravishankar 1998): a session stays with its worker while that lives, and
-    when a worker goes, only its sessions move. Requests without a session go where least is active."""
-    if ask.session is None:
-        return least_loaded(ask, candidates, weights, rng, block_size)
-    return {c.rank: -float(_score(ask.session, c.rank)) for c in candidates}
+    when a worker leaves, only its sessions move. Requests without a session go to the least loaded worker."""
+    if request.session is None:
+        return least_loaded(request, candidates, weights, rng, block_size)
+    return {c.rank: -float(_score(request.session, c.rank)) for c in candidates}
 
 
 POLICIES: dict[str, Policy] = {
     "kv": kv,
-    "kv_approx": kv,  # the same cost; its overlaps come from the router's own decisions
+    "kv_approx": kv,  # the same cost, with overlaps predicted from the router's own decisions
     "round_robin": round_robin,
     "random": random,
     "least_loaded": least_loaded,
@@ -196,8 +225,9 @@ def _score(session: str, rank: WorkerRank) -> int:
     return int.from_bytes(blake2b(named, digest_size=8).digest(), "big")
 
 
-def _draw(costs: dict[WorkerRank, float], temperature: float, rng: Random) -> WorkerRank:
-    """At temperature 0 the least cost, else by a softmax over the costs' own span, as Dynamo does."""
+def _sample(costs: dict[WorkerRank, float], temperature: float, rng: Random) -> WorkerRank:
+    """Samples a rank: the least cost at temperature 0, else a softmax over the costs' own span, as in
+    Dynamo."""
     least = min(costs.values())
     finite = [cost for cost in costs.values() if cost != math.inf]
     span = max(finite) - least

@@ -1,9 +1,9 @@
-"""When a prompt is computed by a prefill worker; the served router and the simulator decide by this rule."""
+"""The rule by which the router and the simulator send a prompt to a prefill worker."""
 
 from __future__ import annotations
 
-# A prefill worker gets another prompt while it has no more tokens under way than this. It never idles between
-# two prompts then, and what waits can still go to the worker that is free first.
+# A prefill worker gets another prompt while it has at most this many tokens in flight. It then never idles
+# between two prompts, and waiting prompts can still go to the worker that is free first.
 TOKENS_AHEAD = 8192
 
 
@@ -15,7 +15,7 @@ def is_remote(
     max_local_prefill_length: int,
     max_prefill_queue_size: int,
 ) -> bool:
-    """Whether a prompt goes to a prefill worker. num_cached: tokens of it that the decode worker has.
+    """Returns whether a prompt goes to a prefill worker. num_cached: tokens of it that the decode worker has.
     num_waiting: prompts that wait for a prefill worker."""
     is_long = num_tokens - num_cached > max_local_prefill_length
     return is_long and num_waiting < max_prefill_queue_size

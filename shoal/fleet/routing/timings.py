@@ -1,4 +1,4 @@
-"""What choosing a worker costs the router, by part, as histograms."""
+"""Histograms of the time that the choice of a worker takes, by part."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ def _part(name: str, text: str) -> Histogram:
 
 
 class RouteTimes:
-    """Those of one model."""
+    """Routing latency histograms of one model."""
 
     def __init__(self) -> None:
         self.hash = _part("block_hashing_ms", "Milliseconds to hash a prompt's blocks.")
-        self.find = _part("indexer_find_matches_ms", "Milliseconds to look up who has a prompt's prefix.")
+        self.find = _part(
+            "indexer_find_matches_ms", "Milliseconds to look up which workers have a prompt's prefix."
+        )
         self.choose = _part("scheduling_ms", "Milliseconds to choose among the workers.")
         self.total = _part("total_ms", "Milliseconds of all of these.")
         self.queue = Histogram(
@@ -28,7 +30,7 @@ class RouteTimes:
         )
         self.overlap = Histogram(
             "router_overlap_ratio",
-            "Share of a prompt that the chosen worker was thought to have cached.",
+            "Share of a prompt expected in the chosen worker's cache.",
             SHARES,
             LABELS,
             "shoal:",

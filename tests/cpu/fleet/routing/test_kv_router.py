@@ -100,7 +100,7 @@ def test_a_worker_that_leaves_takes_its_blocks_and_tells_its_requests():
 
 
 def test_an_unknown_policy_is_named_in_the_error():
-    with pytest.raises(ConfigError, match="policy 'x'"):
+    with pytest.raises(ConfigError, match="got 'x'"):
         KvRouter(KvIndexer(16), policy="x")
 
 

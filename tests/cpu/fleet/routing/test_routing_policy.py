@@ -101,7 +101,7 @@ def test_temperature_lets_worse_workers_have_some():
 
 
 def test_an_unknown_policy_is_a_mistake_that_names_the_others():
-    with pytest.raises(ConfigError, match="policy 'best' is none of kv, kv_approx, round_robin"):
+    with pytest.raises(ConfigError, match="policy must be one of kv, kv_approx, round_robin"):
         check_policy("best")
 
 

@@ -264,7 +264,7 @@ def test_a_trace_and_a_file_may_begin_with_a_byte_order_mark(tmp_path):
         (FILE.replace("count = 2", "count = 0"), "there is no worker"),
         (FILE.replace("count = 2", "options = {max_num_seqs = 0}"), "max_num_seqs 0 is not from 1"),
         (FILE.replace("count = 2", "options = {swap = 0}"), "unknown key 'swap' in options of [[workers]]"),
-        (FILE + "[router]\npolicy = 'best'\n", "policy 'best' is none of kv, kv_approx"),
+        (FILE + "[router]\npolicy = 'best'\n", "policy must be one of kv, kv_approx"),
         (FILE + "[router]\nweight = 1\n", "unknown key 'weight' in [router]"),
         (
             FILE + "[router]\nprefill_load_scale = 'x'\n",
