@@ -1,4 +1,5 @@
-"""What every layer of one forward pass shares, and the seam between the model and an attention backend.
+"""The inputs that all layers of one forward pass share, and the seam between the model and an attention
+backend.
 
 Shapes: T tokens of the step, S sequences, B decodes, R state rows, M blocks a sequence, H query heads, G kv
 heads, N head size.
@@ -26,7 +27,7 @@ class SharedPrefixes:
 
 @dataclass(frozen=True, slots=True)
 class HostView:
-    """What the host knows about an eager step. A backend that plans its prefills on the host reads it."""
+    """An eager step as the host knows it. A backend that plans its prefills on the host reads it."""
 
     query_starts: tuple[int, ...]  # the numbers in query_starts_S
     kv_lens: tuple[int, ...]  # the numbers in kv_lens_S
@@ -221,7 +222,7 @@ class AttentionBackend(Protocol):
         step, and once before those of a step that is captured, but not before a replay."""
 
     def reads_k(self, window: int | None) -> bool:
-        """Whether `attend` may read this step's k as it is passed, not from the cache alone."""
+        """Says if `attend` may read this step's k as it is passed, not from the cache alone."""
         ...
 
     def attend(

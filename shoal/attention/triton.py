@@ -134,11 +134,11 @@ class TritonBackend:
         # first.
         self.work: torch.Tensor | None = None
         self.selected_work = 0  # how many tiles have selected tokens
-        self.unpacked: UnpackedBlocks | None = None  # of an fp8 cache, if Hopper's kernel gets the prefills
+        self.unpacked: UnpackedBlocks | None = None  # for Hopper's prefills from an fp8 cache
         self.taken = torch.zeros(1, dtype=torch.int32, device=device)
 
         def most_partials(num_seqs: int) -> int:
-            """The most partial results that each head of a step of so many decodes may have."""
+            """Returns the largest number of partial results per head in a step of `num_decodes` decodes."""
             sizes = num_seqs, num_kv_heads, max_model_len, self.num_sms
             splits = max(decode_splits(*sizes), CUT_SPLITS, captured_splits(*sizes))
             return num_seqs * (splits + prefix_parts(num_seqs, num_kv_heads, self.num_sms))
@@ -147,7 +147,7 @@ class TritonBackend:
         self.workspace = DecodeWorkspace.allocate(
             partials * num_heads, max_num_seqs * num_kv_heads, head_dim, device, holding
         )
-        self.chunk_queries = chunk_rows(self.group, head_dim, dtype) // self.group  # of a tile with splits
+        self.chunk_queries = chunk_rows(self.group, head_dim, dtype) // self.group  # per tile with splits
         self.prefill_workspace = PrefillWorkspace.allocate(
             self.num_sms * PROGRAMS_PER_SM, self.group, head_dim, dtype, device, holding
         )

@@ -20,8 +20,8 @@ flags before it goes on to turn n+2, the next one that writes into the half of t
 enough, nothing is ever reset, and a captured turn may be replayed any number of times. Counters wrap: they
 are compared by their difference.
 
-A rank that is gone would leave the others waiting for ever. Whoever notices raises this rank's flags far
-ahead (`release_waits`), which ends all waits; the results mean nothing then.
+A rank that is gone would leave the others waiting for ever. The process that notices raises this rank's flags
+far ahead (`release_waits`), which ends all waits; the results mean nothing then.
 
 T rows · D columns · R ranks. The oracle of the sums is torch, that of the norm reference.py.
 """
@@ -98,8 +98,8 @@ class Peers:
     size: int
     addresses: torch.Tensor  # int64 [R], on the device
     own: torch.Tensor  # uint8: this rank's buffer, which began as zeros
-    block_bytes: int  # of the largest block
-    most_polls: int = FOR_EVER  # after so many a wait is given up, and the result means nothing
+    block_bytes: int  # size of the largest block
+    most_polls: int = FOR_EVER  # a wait is abandoned after this number, and the result means nothing
 
     @property
     def head(self) -> torch.Tensor:
@@ -107,7 +107,7 @@ class Peers:
         return self.own[:HEAD_BYTES].view(torch.int32)
 
     def takes(self, rows: int, row_bytes: int) -> bool:
-        """Whether rows of so many bytes can be summed and normed."""
+        """Says if rows of `row_bytes` bytes can be summed and normed."""
         return 0 < rows <= MAX_BLOCKS and row_bytes <= self.block_bytes
 
     def takes_plain(self, x: torch.Tensor) -> bool:
@@ -127,7 +127,7 @@ class Peers:
 
 @triton.jit
 def _flag(address, block, stage: tl.constexpr, rank):
-    """Where a rank raises its flag of a stage in the buffer at `address`."""
+    """Returns the address at which a rank raises its flag of a stage in the buffer at `address`."""
     ints = address.to(tl.pointer_type(tl.int32))
     return ints + C_COUNTER_INTS + (block * 2 + stage) * C_MAX_RANKS + rank
 

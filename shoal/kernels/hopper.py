@@ -1,4 +1,4 @@
-"""What the kernels share that are written for Hopper in Gluon, Triton's language of warps and layouts.
+"""Shared parts of the kernels that are written for Hopper in Gluon, Triton's language of warps and layouts.
 Importing this file needs no Gluon."""
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ def is_hopper(device: torch.device) -> bool:
 
 
 def rows_with_room(rows: int) -> int:
-    """How many rows there is memory for in a product's input of `rows` rows: a power of two, at least 8.
-    Products of more than MAX_ROWS rows are none of hopper_linear.py's, so there is no more."""
+    """Returns the number of rows that a matmul's input of `rows` rows has memory for: a power of two, at
+    least 8. hopper_linear.py gets at most MAX_ROWS rows, so that is the bound."""
     return rows if rows > MAX_ROWS else max(8, 1 << (rows - 1).bit_length())
 
 

@@ -1,4 +1,4 @@
-"""What stands in Triton's place between a kernel's call and its launch, for one thread and for a while.
+"""A replacement for Triton's code between a kernel's call and its launch, for one thread and for a while.
 
 `repeated_launches` is for captures, which launch the same few kernels thousands of times, once a layer and
 graph. Triton asks anew each time which of its compiled variants the arguments need, and that question is most
@@ -77,7 +77,7 @@ _PLAIN = frozenset((int, float, bool, type(None)))
 
 
 def _kind(argument: Any) -> Any:
-    """What of an argument decides which variant of a kernel is launched, or more than that."""
+    """Returns the properties of an argument that choose the variant of a kernel, or more of them."""
     if argument.__class__ in _PLAIN:
         return argument.__class__, argument
     if isinstance(argument, torch.Tensor):

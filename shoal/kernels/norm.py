@@ -1,8 +1,9 @@
 """RMSNorm in Triton, alone and after the residual sum.
 
 A row is read once and stays in registers. There is one program for each row. If there are thousands, a
-program takes two rows, because the GPU starts only so many programs in a time, whatever they do. The sum of a
-row has the same order in both cases, so the same bits. T tokens · D hidden. The oracle is reference.py.
+program takes two rows, because the GPU starts a limited number of programs per microsecond, whatever they
+do. The sum of a row has the same order in both cases, so the same bits. T tokens · D hidden. The oracle is
+reference.py.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from shoal.kernels.hopper import empty_product_input
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
-ELEMENTS_PER_THREAD = 8  # of 16 bits each: one access of 16 bytes
+ELEMENTS_PER_THREAD = 8  # 16 bits each: one access of 16 bytes
 MANY_ROWS = 2048  # From as many rows on a program takes two (benchmarks/results/kernels.md).
 
 

@@ -323,7 +323,8 @@ def mix_experts(
     norm_topk_prob: bool,
     residual_TD: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What `moe` does, with experts of any kind: `run_expert(e, x)` is expert e's result for the tokens x."""
+    """Computes what `moe` does, with experts of any kind: `run_expert(e, x)` is expert e's result for the
+    tokens x."""
     weights_Tk, experts_Tk = route(router_logits_TE, top_k, norm_topk_prob)
     out_TD = torch.zeros_like(x_TD, dtype=torch.float32)
     for expert in experts_Tk.unique().tolist():

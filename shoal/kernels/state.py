@@ -1,4 +1,4 @@
-"""What lies where in the batch state on the device: one flat int32 tensor, which the host changes by
+"""Layout of the batch state on the device: one flat int32 tensor, which the host changes by
 (address, value) pairs alone.
 
 - The active decode rows, in batch order; -1 is padding.
@@ -68,7 +68,8 @@ class StateLayout:
 
     @property
     def prefix_spans(self) -> tuple[slice, slice, slice]:
-        """Where lengths, members and groups lie in the `prefix_size` ints from `prefix_address` on."""
+        """Returns the addresses of lengths, members and groups in the `prefix_size` ints from
+        `prefix_address` on."""
         stride = _aligned(self.num_rows)
         return (
             slice(0, self.num_rows),

@@ -86,9 +86,9 @@ class Attention(nn.Module):
         cos_sin: torch.Tensor,
         select_S: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """From the product for q, k and v, [T, (H + 2G) * N], to the input of the output product, [T, H * N];
-        and the residual. Both are of the selected tokens alone if there is `select_S`; the first is None if
-        no token is selected."""
+        """Turns the output of the q, k, v matmul, [T, (H + 2G) * N], into the input of the output matmul,
+        [T, H * N], and returns it with the residual. `select_S` restricts both to the selected tokens; if it
+        is empty the first result is None."""
         h, g, n = self.num_heads, self.num_kv_heads, self.head_dim
         q_norm, k_norm = self.head_norms()
         self.ops.qk_norm_rope_store(

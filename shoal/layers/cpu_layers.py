@@ -33,7 +33,7 @@ class LayerWeights:
     post_norm: torch.Tensor
     q_norm: torch.Tensor | None
     k_norm: torch.Tensor | None
-    scales_2G: torch.Tensor | None  # of an fp8 cache
+    scales_2G: torch.Tensor | None  # scales of an fp8 cache
     window: int | None
 
 

@@ -1,4 +1,4 @@
-"""What layers share when they load a checkpoint: the tensors that a layer asks for, and how it cuts and
+"""Shared steps of layers that load a checkpoint: the tensors that a layer asks for, and how it cuts and
 copies its shard of each.
 
 A checkpoint's names and shapes are said here and nowhere else: each layer lists its own tensors, whole, and a

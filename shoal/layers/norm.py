@@ -67,7 +67,8 @@ class RMSNorm(LoadingLayer):
         return linear.format.normed(x_TD, residual_TD, self.weight, self.eps, linear.bias, silu_mul, reads)
 
     def _sum_and_norm(self, x_TD: torch.Tensor, residual_TD: torch.Tensor) -> torch.Tensor | None:
-        """`add` in one kernel with the sum over the ranks. None, with nothing done, where there is none."""
+        """Does `add` in one kernel with the sum over the ranks. Returns None and does nothing without such
+        a kernel."""
         sums = None if self.tp is None else self.tp.sums
         if sums is None or not sums.takes_rows(x_TD):
             return None

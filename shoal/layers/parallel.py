@@ -153,7 +153,7 @@ class Rendezvous:
     """Rank 0's side of the meeting. `port` is open as soon as this exists; give it to the other ranks."""
 
     def __init__(self) -> None:
-        # The store's own socket would listen on every interface, and it trusts whoever comes.
+        # The store's own socket would listen on every interface, and it trusts every client.
         listener = socket.create_server((LOOPBACK, 0), backlog=128)
         self.port: int = listener.getsockname()[1]
         self._store = dist.TCPStore(

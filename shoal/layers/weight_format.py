@@ -30,7 +30,7 @@ PACKED_BY: dict[type[QuantizedTensor], dict[str, str]] = {
     Mxfp4Tensor: {"cpu": "shoal.kernels.cpu.mxfp4", "cuda": "shoal.kernels.matmul.gpu_weight"},
     Fp8Tensor: {"cpu": "shoal.kernels.cpu.fp8", "cuda": "shoal.kernels.matmul.gpu_fp8"},
 }
-EXPERT_ROWS = 16  # Tiles of so many outputs lie in memory (gpu_weight.py), and a tile is of one expert.
+EXPERT_ROWS = 16  # Outputs per tile in memory (gpu_weight.py). A tile belongs to one expert.
 # The input of a product. In fp8 it is where its reader asked for that (`WeightFormat.fp8_group`).
 Rows = torch.Tensor | Fp8Rows
 
@@ -101,8 +101,8 @@ class WeightFormat:
         return {}
 
     def fp8_group(self, num_rows: int) -> int | None:
-        """In groups of how many columns so many rows are to come in fp8; 0: each row is a group. None: they
-        are to come in plain numbers."""
+        """Returns the group size along columns for fp8 inputs of `num_rows` rows. 0: one scale per row.
+        None: pass bf16 or fp16."""
         return None
 
     def multiply(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
@@ -243,7 +243,7 @@ class FusedWeight(PackedWeight):
 
 
 def is_multiplied(tensor: QuantizedTensor, device: torch.device) -> bool:
-    """Whether there is a product on this kind of device that takes such a tensor as it is."""
+    """Says if this kind of device has a matmul that takes such a tensor as it is."""
     return device.type in PACKED_BY[type(tensor)]
 
 

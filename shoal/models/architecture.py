@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class GGUFNames:
-    """What GGUF files of an architecture call things, beyond the names that all of them share
+    """Names in GGUF files of an architecture, beyond the names that all of them share
     (models/config_gguf.py, weights/gguf.py)."""
 
     architecture: str  # general.architecture

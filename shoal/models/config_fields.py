@@ -86,7 +86,7 @@ class ConfigFields:
 
 def token_ids(value: Any, where: str) -> tuple[int, ...]:
     """The token ids of a field. Configs write one id, a list of ids, or null, and some write -1 for none.
-    Raises CheckpointError for what is none of these."""
+    Raises CheckpointError for any other value."""
     values = value if isinstance(value, list) else [value]
     if not all(v is None or (type(v) is int and v <= MOST_COUNT) for v in values):
         raise CheckpointError(f"{where} {value!r:.80} is neither a token id nor a list of them")

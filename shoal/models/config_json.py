@@ -150,7 +150,7 @@ def _rope(fields: ConfigFields, max_position: int) -> RopeConfig:
 
 
 def yarn_attention_factor(rope: ConfigFields, factor: float) -> float:
-    """What yarn multiplies cosines and sines by, unless the config says it."""
+    """Returns the factor by which yarn multiplies cosines and sines, unless the config says it."""
 
     def scale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

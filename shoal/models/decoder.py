@@ -213,8 +213,8 @@ class Decoder(nn.Module):
 
 
 def checkpoint_tensors(module: nn.Module, prefix: str = "model.") -> Iterator[CheckpointTensor]:
-    """What a checkpoint holds for the layers in `module`. Their names in it are those that they have here,
-    behind `prefix`; the output head alone has none."""
+    """Returns the checkpoint's tensors for the layers in `module`. Their names in it are those that they
+    have here, behind `prefix`; the output head alone has none."""
     for path, layer in module.named_modules():
         if isinstance(layer, LoadingLayer):
             yield from layer.checkpoint_tensors(path if path == "lm_head" else f"{prefix}{path}")

@@ -22,7 +22,7 @@ def windows(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
     window = fields.count("sliding_window")
     kinds = fields.get("layer_types")
     if kinds is not None and not (isinstance(kinds, list) and all(isinstance(kind, str) for kind in kinds)):
-        raise CheckpointError(f"{fields.where}: layer_types {kinds!r:.80} is no list of texts")
+        raise CheckpointError(f"{fields.where}: layer_types must be a list of texts, got {kinds!r:.80}")
     if kinds is None:
         first = fields.count("max_window_layers", least=0)
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(num_layers)]

@@ -39,7 +39,7 @@ def _mlp_only_layers(fields: ConfigFields, num_layers: int) -> tuple[int, ...]:
     known = isinstance(layers, list) and len(layers) <= num_layers
     if not known or not all(type(i) is int and 0 <= i < num_layers for i in layers):
         raise CheckpointError(
-            f"{fields.where}: mlp_only_layers {layers!r:.80} are no layers from 0 to {num_layers - 1}"
+            f"{fields.where}: mlp_only_layers must be layers from 0 to {num_layers - 1}, got {layers!r:.80}"
         )
     return tuple(layers)
 

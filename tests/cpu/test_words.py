@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 # Sentences whose subject is missing, and words for which the field has others.
 PHRASES = re.compile(
     r"\b(who asked|who asks|by whom|whoever|likewise|none that|so many|foretel\w*|what of|of ours|hopeless"
-    r"|forerunners?|hinders?|idlest|(is|are|was|were) none)\b"
+    r"|forerunners?|hinders?|idlest|(is|are) none of)\b"
     r"|(?<!there )\b(is|are|was|were) no (?!longer|more\b)|  # of ",
     re.IGNORECASE,
 )

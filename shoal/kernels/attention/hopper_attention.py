@@ -55,7 +55,7 @@ def is_supported(device: torch.device, dtype: torch.dtype, head_dim: int, block_
 
 @gluon.jit
 def _write(note, first_token, num_queries, first_pos, head):
-    """Tells the other warps which item comes next. No queries: there is none left."""
+    """Publishes the next item to the other warps. No queries: all items are done."""
     note.index(0).store(gl.full([1], first_token, gl.int32, ONE_WARP))
     note.index(1).store(gl.full([1], num_queries, gl.int32, ONE_WARP))
     note.index(2).store(gl.full([1], first_pos, gl.int32, ONE_WARP))
@@ -506,7 +506,8 @@ def hopper_prefill_kernel(
 
 
 def heads_an_item(group: int) -> int:
-    """How many query heads of one kv head share an item: the largest power of two that divides the group."""
+    """Returns the number of query heads of one kv head that share an item: the largest power of two that
+    divides the group."""
     return min(group & -group, 16)
 
 

@@ -6,8 +6,9 @@ and owns their workspace. prefix_attention.py works on keys that several decodes
 
 Numbers of an fp8 cache (FP8) become fp16 in registers, or fp32 for such queries. The way from e4m3 to bf16
 goes through fp16 and takes four times as many instructions, which held decodes up more than memory did. So
-queries and weights become fp16, too; queries beyond its 65,504 are no model's. The scale of a head's keys is
-multiplied into that of its scores, and the scale of its values into the sum of values, once at the end.
+queries and weights become fp16, too; queries beyond its 65,504 occur in no model. The scale of a head's
+keys is multiplied into that of its scores, and the scale of its values into the sum of values, once at the
+end.
 
 Shapes: T tokens, S sequences, R state rows, M blocks of a sequence, H query heads, G kv heads, N head size;
 GROUP = H / G.
@@ -33,14 +34,14 @@ LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How a kernel is cut: rows of queries, columns of keys, warps of a program, and stages of its
+    """Tile sizes of a kernel: rows of queries, columns of keys, warps of a program, and stages of its
     pipeline."""
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    max_registers: int | None = None  # of a thread; with fewer registers more programs share an SM
+    max_registers: int | None = None  # per thread; with fewer registers more programs share an SM
 
 
 def decode_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
@@ -868,8 +869,8 @@ def prefill_attention(
 
 
 def num_prefill_tasks(num_tokens: int, num_seqs: int, num_kv_heads: int, block_q: int) -> int:
-    """How many (tile of queries, kv head) there may be, if `num_seqs` sequences have at most `num_tokens`
-    queries together, in tiles of `block_q`."""
+    """Returns the largest number of (tile of queries, kv head) if `num_seqs` sequences have at most
+    `num_tokens` queries together, in tiles of `block_q`."""
     return num_kv_heads * (num_tokens // block_q + num_seqs)
 
 

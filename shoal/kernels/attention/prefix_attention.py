@@ -77,7 +77,7 @@ def prefix_kernel(
     """Works on items. An item is BLOCK_Q members of a group, the query heads of one kv head, and one part of
     the shared keys. The grid may have any number of programs.
 
-    The keys are cut into so many parts that all groups together have at most one item for each program, and
+    The keys are split so finely that all groups together have at most one item for each program, and
     all items have about the same length.
     """
     wait_then_start_next(PDL)

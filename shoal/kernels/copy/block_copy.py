@@ -22,7 +22,7 @@ Dim = tuple[int, int, int]  # size, stride in the source and stride in the desti
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """How block s of the source is copied to block d of the destination.
+    """Strides and sizes with which block s of the source is copied to block d of the destination.
 
     For each piece p and each index (i, j, k) below `sizes`, `run` bytes go from src[p] + s * src_block + (i,
     j, k) . src_strides to dst[p] + d * dst_block + (i, j, k) . dst_strides. All numbers are bytes.

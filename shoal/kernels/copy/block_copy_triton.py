@@ -49,7 +49,7 @@ def _copy_kernel(
     source = tl.load(addresses_ptr + piece) + tl.load(ids_ptr + pair) * src_block
     target = tl.load(addresses_ptr + num_pieces + piece) + tl.load(ids_ptr + num_pairs + pair) * dst_block
     # The alignment is stated of the pointers, because casts lose what is known of integers. Without it there
-    # are no 16-byte loads.
+    # do not allow 16-byte loads.
     source_ptr = tl.multiple_of(source.to(tl.pointer_type(WORD)), ALIGNED)
     target_ptr = tl.multiple_of(target.to(tl.pointer_type(WORD)), ALIGNED)
 

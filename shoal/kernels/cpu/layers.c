@@ -21,7 +21,7 @@ typedef struct {
 // residual [tokens, D] holds the embeddings, and all results but the last layer's are added to it. x [tokens,
 // D] receives that last result, for the final norm to add. Layer i's cache lies i * layer_stride bytes
 // behind the first layer's. scratch has tokens * (qkv + H * N + gate_up + gate) floats. Returns -1 if there
-// is no memory.
+// lacks memory.
 int shoal_layers(const Layer *layers, int num_layers, const Cache *first_cache, int64_t layer_stride, const Sequences *seqs, const Tokens *t,
                  float *residual, float *x, float *scratch) {
     Cache cache = *first_cache;

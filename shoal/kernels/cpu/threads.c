@@ -37,7 +37,7 @@ static void *help(void *id) {
         for (int i = 0; i < SPINS && atomic_load(&pool.job) == seen; i++) pause_briefly();
         if (atomic_load(&pool.job) == seen) {
             pthread_mutex_lock(&pool.sleep);
-            // This comes before the look at `job`, so that whoever changes `job` later sees a sleeper.
+            // This comes before the look at `job`, so that a later change of `job` sees a sleeper.
             atomic_fetch_add(&pool.sleepers, 1);
             while (atomic_load(&pool.job) == seen) pthread_cond_wait(&pool.wake, &pool.sleep);
             atomic_fetch_sub(&pool.sleepers, 1);

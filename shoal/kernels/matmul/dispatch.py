@@ -26,7 +26,7 @@ MAX_SPLITS = 4
 SHARED_BYTES = 216 << 10  # what the tiles may take of an SM's 227 KiB
 # hopper_row.py takes as many inputs at the most, as they lie in shared memory beside the ring.
 WIDEST_ROW = 32768
-# hopper_fp8_row.py and hopper_int4_row.py likewise; they have groups of this size.
+# hopper_fp8_row.py and hopper_int4_row.py do the same; they have groups of this size.
 WIDEST_PACKED_ROW = 16384
 RING_GROUP = 128
 INT4_TILE = 1024  # inputs of hopper_int4_row.py's tiles, which are whole
@@ -36,7 +36,7 @@ MAX_PACKED_SPLITS = 8
 MIN_SPLIT_ROUNDS = 2  # A split with fewer rounds ends before its pipeline is full.
 # fp8_linear.py has tiles of many rows (rows, outputs, warps); the first are taken that give all SMs work.
 FP8_TILES = ((128, 128, 8), (128, 64, 4), (64, 64, 4))
-FP8_PROGRAMS = 5  # of few rows, that an SM has at once: inputs are split until there are as many
+FP8_PROGRAMS = 5  # programs per SM for few rows: inputs are split until there are as many
 MAX_FP8_SPLITS = 8
 MIN_SPLIT_TILES = 4  # A split with fewer tiles ends before its pipeline is full.
 
@@ -72,7 +72,7 @@ class Limits:
     widened_rows: int = 16
 
 
-REFERENCE_SMS = 132  # of the H200
+REFERENCE_SMS = 132  # an H200's
 MEASURED = {"NVIDIA H200": Limits()}
 
 
@@ -88,7 +88,8 @@ def derived_limits(sms: int) -> Limits:
 
 
 class GPU(NamedTuple):
-    """What a choice depends on. Without Hopper's kernels, for which Gluon is needed, `hopper` is False."""
+    """Properties of a GPU on which the choice depends. Without Hopper's kernels, for which Gluon is needed,
+    `hopper` is False."""
 
     sms: int = REFERENCE_SMS
     hopper: bool = False
@@ -97,7 +98,8 @@ class GPU(NamedTuple):
 
 @functools.cache
 def gpu_of(device: torch.device) -> GPU:
-    """Where there is no GPU, kernels are interpreted, or compiled for one that is not there."""
+    """Returns the GPU's properties. Without a GPU, kernels are interpreted, or compiled for a machine that
+    has one."""
     if device.type != "cuda":
         return GPU()
     properties = torch.cuda.get_device_properties(device)
@@ -107,7 +109,7 @@ def gpu_of(device: torch.device) -> GPU:
 
 
 class Before(Enum):
-    """What happens to the rows first."""
+    """Operation on the rows before the matmul."""
 
     NOTHING = 0
     NORM = 1
@@ -115,7 +117,7 @@ class Before(Enum):
 
 
 class After(Enum):
-    """What happens to the outputs at the end."""
+    """Operation on the outputs after the matmul."""
 
     NOTHING = 0
     SILU_MUL = 1  # The weight is gate over up.
@@ -130,8 +132,8 @@ class Shape(NamedTuple):
     before: Before = Before.NOTHING
     after: After = After.NOTHING
     bias: bool = False
-    bits: int = 16  # of a weight; fewer than 16 are packed (packed_linear.py)
-    group: int = 0  # of a quantized weight: inputs that share a scale; 0: all of them
+    bits: int = 16  # per weight; fewer than 16 are packed (packed_linear.py)
+    group: int = 0  # inputs of a quantized weight that share a scale; 0: all of them
 
     @property
     def gated(self) -> bool:
@@ -159,18 +161,18 @@ class Kernel(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How linear.py cuts a product: a program computes `outs` outputs of all rows, `columns` inputs at a
+    """Tile sizes of linear.py: a program computes `outs` outputs of all rows, `columns` inputs at a
     time."""
 
     outs: int
     columns: int
     num_warps: int
-    num_stages: int = 0  # of the pipeline into the tensor cores; 0: elementwise
+    num_stages: int = 0  # stages of the pipeline into the tensor cores; 0: elementwise
 
 
 @dataclass(frozen=True, slots=True)
 class HopperTiles:
-    """How hopper_linear.py cuts a product: a program computes `outs` outputs of `rows` rows from a
+    """Tile sizes and split-K of hopper_linear.py: a program computes `outs` outputs of `rows` rows from a
     `splits`-th of the inputs, `columns` at a time."""
 
     rows: int
@@ -180,7 +182,7 @@ class HopperTiles:
 
     @functools.cache  # noqa: B019 -- there are as many instances as shapes
     def stages(self, inputs: int, gated: bool) -> int:
-        """How many tiles of weight and rows lie in shared memory at once."""
+        """Returns the number of tiles of weight and rows that shared memory holds at once."""
         tile_bytes = (self.rows + self.outs * (1 + gated)) * self.columns * 2
         return min(SHARED_BYTES // tile_bytes, self.num_tiles(inputs), MAX_STAGES)
 
@@ -190,7 +192,7 @@ class HopperTiles:
 
 @dataclass(frozen=True, slots=True)
 class PackedTiles:
-    """How packed_linear.py cuts a product: a program computes `outs` outputs of `rows` rows from a
+    """Tile sizes and split-K of packed_linear.py: a program computes `outs` outputs of `rows` rows from a
     `splits`-th of the inputs, in rounds of `steps` steps. A step is 16 bytes of each thread's weights."""
 
     rows: int
@@ -205,8 +207,8 @@ class PackedTiles:
 
 @dataclass(frozen=True, slots=True)
 class Fp8Tiles:
-    """How fp8_linear.py cuts a product: a program computes `outs` outputs of `rows` rows from a `splits`-th
-    of the inputs, `columns` at a time."""
+    """Tile sizes and split-K of fp8_linear.py: a program computes `outs` outputs of `rows` rows from a
+    `splits`-th of the inputs, `columns` at a time."""
 
     rows: int
     outs: int
@@ -263,7 +265,7 @@ def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Product:
 
 
 def _is_for_ring(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> bool:
-    """Whether this is one row, and a weight that is large in both directions."""
+    """Says if this is one row and a weight that is large in both directions."""
     return (
         gpu.hopper
         and rows == 1
@@ -275,7 +277,7 @@ def _is_for_ring(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> bool:
 
 
 def _is_for_int4_ring(shape: Shape, dtype: torch.dtype, gpu: GPU) -> bool:
-    """Whether the weight is large in both directions, and of whole tiles."""
+    """Says if the weight is large in both directions and consists of whole tiles."""
     return (
         gpu.hopper
         and dtype == torch.bfloat16
@@ -289,7 +291,7 @@ def _is_for_int4_ring(shape: Shape, dtype: torch.dtype, gpu: GPU) -> bool:
 
 
 def _is_for_hopper_gated(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> bool:
-    """Whether these are many rows, of sizes that TMA can read and store, 16 bytes at a time."""
+    """Says if these are many rows, of sizes that TMA can read and store, 16 bytes at a time."""
     return (
         gpu.hopper
         and shape.gated
@@ -301,7 +303,7 @@ def _is_for_hopper_gated(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) 
 
 
 def choose_tiles(shape: Shape, rows: int, dtype: torch.dtype, limits: Limits) -> Tiles | None:
-    """How linear.py cuts a product. None: cuBLAS is as fast."""
+    """Returns linear.py's tile sizes. None: cuBLAS is as fast."""
     if rows == 0 or dtype == torch.float32:
         return None
     columns = shape.inputs
@@ -324,10 +326,10 @@ def choose_tiles(shape: Shape, rows: int, dtype: torch.dtype, limits: Limits) ->
 
 
 def choose_hopper_tiles(rows: int, outs: int, inputs: int, gated: bool, sms: int) -> HopperTiles | None:
-    """How hopper_linear.py cuts a product. Programs get the fewest outputs for which programs do not
+    """Returns hopper_linear.py's tile sizes. Programs get the fewest outputs for which programs do not
     outnumber SMs. Then the inputs are split while SMs are idle and a slice does not fit in shared memory.
 
-    None: cuBLAS gets the product. It has so many outputs and rows that programs would queue, or is bound by
+    None: cuBLAS gets the matmul. It has more outputs and rows than programs that run at once, or is bound by
     arithmetic, or is gated (so it can't be split) and has so few outputs that most SMs would read nothing."""
     # TMA reads 16 bytes at a time, and the end stores as many.
     if not MIN_ROWS <= rows <= MAX_ROWS or inputs < 512 or inputs % 8 or outs % 8:
@@ -371,8 +373,8 @@ def _whole_packed_tiles(block_rows: int, gated: bool) -> PackedTiles:
 
 
 def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> PackedTiles | None:
-    """How packed_linear.py cuts a product. None: the weights are unpacked, and cuBLAS multiplies; or gate and
-    up, which lie in whole tiles of 16 outputs only, are two products."""
+    """Returns packed_linear.py's tile sizes. None: the weights are unpacked, and cuBLAS multiplies; or gate
+    and up, which lie in whole tiles of 16 outputs only, are two matmuls."""
     if not 0 < rows <= gpu.limits.packed_rows or (shape.gated and shape.outs % 16):
         return None
     block_rows = min(128, max(16, next_power_of_2(rows)))
@@ -393,7 +395,7 @@ def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> PackedTiles | None
 
 
 def _is_for_fp8_ring(shape: Shape, gpu: GPU) -> bool:
-    """Whether the weight is large in both directions, and TMA can read it and its scales, 16 bytes at a
+    """Says if the weight is large in both directions and TMA can read it and its scales, 16 bytes at a
     time."""
     return (
         gpu.hopper
@@ -406,7 +408,7 @@ def _is_for_fp8_ring(shape: Shape, gpu: GPU) -> bool:
 
 def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Product:
     """Which of the kernels that fp8_linear.py launches. Whether rows become fp8 depends on their number
-    alone, because whoever makes them must know before."""
+    alone, because the operation that makes them must know before."""
     columns = min(128, shape.group or 128)
     if rows > gpu.limits.widened_rows:
         tiles = [Fp8Tiles(tall, wide, columns, warps, 4) for tall, wide, warps in FP8_TILES]
@@ -457,7 +459,7 @@ def choose_blocks(num_slots: int, num_experts: int, dtype: torch.dtype, packed: 
 
 
 def choose_expert_tiles(block_rows: int, gated: bool) -> PackedTiles:
-    """How packed_moe.py cuts a product with weights of 4 or 8 bits, for tiles of so many rows: as
+    """Returns packed_moe.py's tile sizes for weights of 4 or 8 bits and tiles of `rows` rows: as
     packed_linear.py does. Experts are programs enough, so inputs are not split."""
     return _whole_packed_tiles(block_rows, gated)
 

@@ -341,8 +341,8 @@ def _many_kernel(
 
 
 def fp8_group(matrix: Fp8Matrix, rows: int) -> int | None:
-    """In which groups of columns the product of so many rows wants them in fp8; 0: each row is one. None: it
-    wants them as they are."""
+    """Returns the group size along columns for fp8 inputs of `num_rows` rows. 0: one scale per row. None: the
+    matmul takes them as they are."""
     outs, inputs = matrix.data.shape
     shape = Shape(outs, inputs, group=matrix.group)
     chosen = choose(shape, rows, torch.float8_e4m3fn, gpu_of(matrix.data.device))
@@ -575,6 +575,6 @@ def _by_torch(
 
 @functools.cache
 def _arrived(device: torch.device) -> torch.Tensor:
-    """How many parts of each tile are there. Every launch leaves zeros, which the next one counts on. So
-    launches on one device must follow each other."""
+    """Returns the counters of finished parts, one per tile. Every launch leaves zeros, which the next one
+    counts on. So launches on one device must follow each other."""
     return torch.zeros(MAX_SPLIT_TILES, dtype=torch.int32, device=device)

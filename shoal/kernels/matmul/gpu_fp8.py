@@ -27,7 +27,7 @@ class Fp8Weight:
     """A matrix of weights, [O, I]."""
 
     matrix: Fp8Matrix
-    dtype: torch.dtype  # of activations
+    dtype: torch.dtype  # the activations' dtype
 
     def fp8_group(self, num_rows: int) -> int | None:
         return fp8_group(self.matrix, num_rows)

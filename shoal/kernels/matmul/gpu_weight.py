@@ -45,7 +45,7 @@ E2M1_SHIFT = {torch.bfloat16: 126, torch.float16: 14}
 
 
 class PlainRows:
-    """What both kinds of weights here are to the layers around them: their rows come in plain numbers."""
+    """Shared behaviour of both kinds of weights: their input rows are plain numbers (bf16, fp16)."""
 
     def fp8_group(self, num_rows: int) -> int | None:
         return None
@@ -211,7 +211,7 @@ def _groups(tensor: QuantizedTensor, order: torch.Tensor | None) -> torch.Tensor
 
 
 def _is_of(groups: torch.Tensor, size: int) -> bool:
-    """Whether every `size` inputs from the first on are of one group."""
+    """Says if every `size` inputs, from the first on, belong to one group."""
     filled = torch.cat((groups, groups[-1:].expand(-len(groups) % size))).view(-1, size)
     return bool((filled == filled[:, :1]).all())
 
@@ -236,7 +236,7 @@ def _pack(
     e2m1 = isinstance(tensors[0], Mxfp4Tensor)
     bits = 4 if group >= 32 and all(_has_4_bits(tensor) for tensor in tensors) else 8
     assert e2m1 == all(isinstance(tensor, Mxfp4Tensor) for tensor in tensors) and not (e2m1 and bits == 8)
-    columns = 256 // bits  # of a step
+    columns = 256 // bits  # per step
     tiles, steps = cdiv(outs, FILLED) * FILLED // TILE, cdiv(inputs, columns)
     num_groups = cdiv(inputs, group) if group >= columns else steps * (columns // group)
     at = torch.arange(num_groups).mul(group).clamp(max=inputs - 1)  # the first input of each

@@ -39,12 +39,12 @@ from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
 OUTS: gl.constexpr = gl.constexpr(16)  # outputs of a group
-SLICES: gl.constexpr = gl.constexpr(8)  # of a tile's inputs
+SLICES: gl.constexpr = gl.constexpr(8)  # slices of a tile's inputs
 PART: gl.constexpr = gl.constexpr(128)  # inputs of a slice: as many bytes as TMA swizzles as one row
 # Tiles of 16 KB in the ring. A gated product has half as many places, each for a tile of gate and one of up.
 # They take more than half of an SM's memory, for hopper_row.py's reason.
 STAGES: gl.constexpr = gl.constexpr(8)
-# So many of these are asked for before the row is there. Behind more of them the row would have to wait, and
+# Tiles requested before the row is there. The row would have to wait behind more of them, and
 # so would what the kernels before still read.
 EARLY: gl.constexpr = gl.constexpr(6)
 WARPS: gl.constexpr = gl.constexpr(8)  # They share a tile's rows for the tensor cores, 16 each.
@@ -167,7 +167,7 @@ def hopper_fp8_row_kernel(
     DTYPE: gl.constexpr = out_ptr.dtype.element_ty
     FP8: gl.constexpr = weight_desc.dtype
     RING: gl.constexpr = STAGES // (1 + GATED)
-    COLUMNS: gl.constexpr = 2 * SLICES  # of the right operand: high and low of each slice
+    COLUMNS: gl.constexpr = 2 * SLICES  # columns of the right operand: high and low of each slice
     mma: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [num_warps, 1], [16, COLUMNS, 32])
     swizzled: gl.constexpr = gl.NVMMASharedLayout(128, 8)
     weight_smem = gl.allocate_shared_memory(FP8, [STAGES, OUTS, SLICES, PART], weight_desc.layout)

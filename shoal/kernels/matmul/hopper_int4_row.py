@@ -29,17 +29,17 @@ from shoal.kernels.matmul.hopper_row import finish
 from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
-SLICES: gl.constexpr = gl.constexpr(4)  # of a tile's inputs, one a warp
-COLUMNS: gl.constexpr = gl.constexpr(2 * SLICES.value)  # of the right operand: high and low of each slice
-STEPS: gl.constexpr = gl.constexpr(16)  # of a tile: 64 inputs of 16 outputs, 16 bytes a lane
-GROUPS: gl.constexpr = gl.constexpr(8)  # of a tile's inputs
+SLICES: gl.constexpr = gl.constexpr(4)  # slices of a tile's inputs, one per warp
+COLUMNS: gl.constexpr = gl.constexpr(2 * SLICES.value)  # two per slice: high and low
+STEPS: gl.constexpr = gl.constexpr(16)  # steps per tile: 64 inputs of 16 outputs, 16 bytes per lane
+GROUPS: gl.constexpr = gl.constexpr(8)  # groups of a tile's inputs
 # Tiles of 8 KB in the ring. A gated product has half as many places, each for a tile of gate and one of up.
 STAGES: gl.constexpr = gl.constexpr(6)
-EARLY: gl.constexpr = gl.constexpr(2)  # of them, asked for before the row is there, as in hopper_fp8_row.py
+EARLY: gl.constexpr = gl.constexpr(2)  # tiles requested before the row is there, as in hopper_fp8_row.py
 # From the scales and minima of gpu_weight.py in bf16 to those of quants that are numbers of fp8.
 SCALE: gl.constexpr = gl.constexpr(2.0**-108)
 MINIMUM: gl.constexpr = gl.constexpr(2.0**16)
-ZERO: gl.constexpr = gl.constexpr(-8 * 2.0**-9)  # of a symmetric quant, in those scales
+ZERO: gl.constexpr = gl.constexpr(-8 * 2.0**-9)  # the zero of a symmetric quant, in those scales
 
 PROGRAMS = 3  # that an SM has at once: one multiplies while others make operands
 
@@ -248,7 +248,7 @@ def hopper_int4_row_kernel(
         asked_piece, asked_group = following(asked_piece, asked_group, pieces)
 
     layout: gl.constexpr = gl.BlockedLayout([1, 16], [4, 8], [num_warps, 1], [1, 0])
-    part = gl.arange(0, PARTS, gl.SliceLayout(1, layout))  # of piece, half and slice
+    part = gl.arange(0, PARTS, gl.SliceLayout(1, layout))  # index over piece, half and slice
     first = (part // 8 * 8 + part % SLICES * 2 + part // SLICES % 2) * PART
     at = first[:, None] + gl.arange(0, PART, gl.SliceLayout(0, layout))[None, :]
     if norm_ptr is not None:
@@ -354,7 +354,7 @@ def hopper_int4_row_product(
 
 
 def _described(tensor: torch.Tensor, columns: int, rows: int) -> TensorDescriptor:
-    """Describes it to TMA as rows of so many columns, of which a tile has `rows`."""
+    """Returns a TMA descriptor of rows of `columns` columns; a tile has `rows` of them."""
     matrix = tensor.view(-1, columns)
     return TensorDescriptor(
         matrix, list(matrix.shape), [columns, 1], [rows, columns], gl.NVMMASharedLayout(0, 32)

@@ -341,6 +341,6 @@ def _layout(rows: int, columns: int, dtype: torch.dtype) -> gl.NVMMASharedLayout
 
 @functools.cache
 def _arrived(device: torch.device) -> torch.Tensor:
-    """How many parts of each tile are there. Every launch leaves zeros, which the next one counts on. So
-    launches on one device must follow each other."""
+    """Returns the counters of finished parts, one per tile. Every launch leaves zeros, which the next one
+    counts on. So launches on one device must follow each other."""
     return torch.zeros(MAX_TILES, dtype=torch.int32, device=device)

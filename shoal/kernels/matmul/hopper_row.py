@@ -32,7 +32,7 @@ PART: gl.constexpr = gl.constexpr(256)  # inputs that a warp reads at once, 16 b
 PARTS: gl.constexpr = gl.constexpr(4)  # parts of a tile, which is 16 KB of weights
 # Tiles in the ring. A gated product has half as many places, each for a tile of gate and one of up.
 STAGES: gl.constexpr = gl.constexpr(8)
-EARLY: gl.constexpr = gl.constexpr(6)  # of them, before the row is there, as in hopper_fp8_row.py
+EARLY: gl.constexpr = gl.constexpr(6)  # tiles requested before the row is there, as in hopper_fp8_row.py
 
 
 @gluon.jit
@@ -56,7 +56,7 @@ def _ask(i, weight_ptr, weight_smem, up_smem, O, I, pieces, tiles, GATED: gl.con
 
 @gluon.jit
 def finish(result, up, bias_ptr, out, O, dtype: gl.constexpr, GATED: gl.constexpr):
-    """What leaves the product: its sums with the bias, or silu of them times those of up, rounded."""
+    """Returns the matmul's outputs: its sums with the bias, or silu of them times those of up, rounded."""
     if bias_ptr is not None:
         result += gl.load(bias_ptr + out, mask=out < O, other=0.0).to(gl.float32)
         if GATED:

@@ -394,7 +394,7 @@ def product(
 
 
 def fitting_stages(num_stages: int, stage_bytes: int, device: torch.device) -> int:
-    """How many stages of a pipeline there is room for. On many cards a program has no more than 99 KB of
+    """Returns the number of pipeline stages that fit. On many cards a program has no more than 99 KB of
     shared memory. A pipeline buffers one stage less than it has."""
     if device.type != "cuda":  # interpreted
         return num_stages

@@ -30,7 +30,7 @@ PackedExperts = TiledWeight | Fp8Weight  # the rows of all experts
 
 @triton.jit
 def _rows_of(slots_ptr, tiles_ptr, K: tl.constexpr, GATED: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Where each row of this program's tile is read, where its result goes, and whether there is one."""
+    """Returns for each row of this program's tile its source, its destination and a mask."""
     tile_ptr = tiles_ptr + tl.program_id(1) * 3
     row = tl.load(tile_ptr + 1) + tl.arange(0, BLOCK_M)
     in_tile = row < tl.load(tile_ptr + 2)
@@ -154,7 +154,7 @@ def _fp8_kernel(
     if expert < 0:
         return
     source, target, in_tile = _rows_of(slots_ptr, tiles_ptr, K, GATED, BLOCK_M)
-    ROWS: tl.constexpr = (1 + GATED) * O  # of an expert
+    ROWS: tl.constexpr = (1 + GATED) * O  # rows of one expert
     EVEN: tl.constexpr = I % BLOCK_I == 0
     out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     column = tl.arange(0, BLOCK_I)

@@ -10,8 +10,8 @@ import torch
 from shoal.errors import CheckpointError
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 
-NAN = 0x7F  # The only bits, but for the sign, that are no number in e4m3.
-LARGEST = 448.0  # of e4m3
+NAN = 0x7F  # The only bits, except for the sign, that are not a number in e4m3.
+LARGEST = 448.0  # the largest number of e4m3
 SMALLEST_CUT = 32  # A cut of columns leaves groups of at least as many, as GPUs multiply no fewer.
 
 
@@ -25,7 +25,7 @@ class Fp8Tensor(QuantizedTensor):
     shape: tuple[int, int]
     data: torch.Tensor
     scales: torch.Tensor
-    size: int  # of a group
+    size: int  # columns of a group
 
     @classmethod
     def of(cls, data: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> Fp8Tensor:
@@ -35,7 +35,7 @@ class Fp8Tensor(QuantizedTensor):
         tall, wide = block[0] or outs, block[1] or inputs
         scales = scales.float().view(-(-outs // tall), -(-inputs // wide))
         if not scales.isfinite().all() or bool(((data.view(torch.uint8) & NAN) == NAN).any()):
-            raise CheckpointError("there are weights or scales that are no numbers; the file is damaged")
+            raise CheckpointError("weights or scales are NaN or infinite; the file is damaged")
         scales = scales.repeat_interleave(tall, dim=0)[:outs].contiguous()
         return cls((outs, inputs), data, scales, min(wide, inputs))
 
@@ -86,7 +86,7 @@ class Fp8Tensor(QuantizedTensor):
             size = math.gcd(self.size, start, end)
             if size < self.group_size:
                 raise CheckpointError(
-                    f"columns {start} to {stop} of an fp8 matrix of shape {list(self.shape)} are no "
+                    f"columns {start} to {stop} of an fp8 matrix of shape {list(self.shape)} are not "
                     f"multiples of {self.group_size}; choose a smaller tensor_parallel_size"
                 )
         taken = torch.arange(start, stop, size, device=self.scales.device) // self.size

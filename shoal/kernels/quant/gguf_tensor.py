@@ -17,8 +17,8 @@ from shoal.errors import CheckpointError
 from shoal.kernels.quant.ggml_types import GROUPS
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 
-# How many weights are unpacked at a time: on the CPU so many that they stay in its caches, which is 4 times
-# as fast as whole tensors; elsewhere so many that they fill the device.
+# Weights unpacked at a time: on the CPU few enough to stay in its caches, which is 4 times as fast as whole
+# tensors; elsewhere enough to fill the device.
 CPU_CHUNK = 1 << 18
 DEVICE_CHUNK = 1 << 24
 
@@ -33,7 +33,7 @@ class GGUFTensor(QuantizedTensor):
 
     @property
     def group_size(self) -> int:
-        """How many weights of a row share a scale. Columns are cut at multiples of it."""
+        """Returns the number of weights of a row that share a scale. Columns are cut at multiples of it."""
         return GROUPS[self.kind][0]
 
     def dequantize(
@@ -97,7 +97,7 @@ def _bits(packed: torch.Tensor, width: int, run: int) -> torch.Tensor:
 
 
 class Numbers(NamedTuple):
-    """What n groups hold: a weight is quant * scale + minimum. A group has one scale or several, each for as
+    """Content of n groups: a weight is quant * scale + minimum. A group has one scale or several, each for as
     many weights."""
 
     quants: torch.Tensor  # int8 [n, weights]

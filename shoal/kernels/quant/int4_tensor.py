@@ -33,10 +33,10 @@ class Int4Tensor(QuantizedTensor):
         groups_I: torch.Tensor | None = None,
     ) -> Int4Tensor:
         """From a byte for each weight. Without zero points they are 8. Raises CheckpointError for scales that
-        are no numbers, and for groups that do not exist."""
+        are NaN or infinite, and for groups that do not exist."""
         scales = scales_OG.float().contiguous()
         if not scales.isfinite().all():
-            raise CheckpointError("there are scales that are no numbers; the file is damaged")
+            raise CheckpointError("scales are NaN or infinite; the file is damaged")
         zeros = torch.full_like(scales, 8, dtype=torch.uint8) if zeros_OG is None else zeros_OG.contiguous()
         size = quants_OI.shape[1] // scales.shape[1]
         if groups_I is not None:

@@ -11,8 +11,8 @@ from shoal.errors import CheckpointError
 from shoal.kernels.quant.quantized_tensor import QuantizedTensor
 
 GROUP = 32
-BIAS = 127  # of e8m0: a scale's exponent is its byte less this.
-NAN = 255  # the one byte that is no scale
+BIAS = 127  # e8m0: a scale's exponent is its byte less this.
+NAN = 255  # the one byte that is not a scale
 # The numbers by their bits: sign, two of exponent, one of mantissa
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
@@ -27,9 +27,9 @@ class Mxfp4Tensor(QuantizedTensor):
 
     @classmethod
     def of(cls, quants: torch.Tensor, scales: torch.Tensor) -> Mxfp4Tensor:
-        """Raises CheckpointError for scales that are no numbers."""
+        """Raises CheckpointError for scales that are NaN."""
         if bool((scales == NAN).any()):
-            raise CheckpointError("there are scales that are no numbers; the file is damaged")
+            raise CheckpointError("scales are NaN; the file is damaged")
         return cls((quants.shape[0], 2 * quants.shape[1]), quants.contiguous(), scales.contiguous())
 
     @property

@@ -9,7 +9,7 @@ import torch
 
 
 def is_projection(name: str) -> bool:
-    """Whether a checkpoint's tensor is a matrix of attention, an MLP or an expert: those are quantized.
+    """Says if a checkpoint's tensor is a matrix of attention, an MLP or an expert: those are quantized.
     Embeddings, norms, the output head and a mixture's router are not."""
     return name.endswith("_proj.weight")
 

@@ -95,8 +95,8 @@ def logprobs(
 
     A rank is the number of tokens that are at least as probable, the token itself included. The best is 1.
 
-    The logits may be those of `columns` alone. Whoever has the other columns then makes the same call, and
-    gets the same results.
+    The logits may cover `columns` alone. The ranks with the other columns then make the same call and get the
+    same results.
     """
     part = columns or Columns(0, logits_SV.shape[1], lambda x: x)
     logits_SV = logits_SV.float()

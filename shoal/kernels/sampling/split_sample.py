@@ -48,7 +48,7 @@ Parts = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def needs_whole_row(temperature: float, top_k: int, top_p: float, min_p: float) -> bool:
-    """Whether parts do not suffice for a draw with these parameters."""
+    """Says if sampling with these parameters needs more than the parts."""
     has_filters = top_k > 0 or top_p < 1.0 or min_p > 0.0
     return temperature >= MIN_TEMPERATURE and has_filters and not 0 < top_k <= PARTS
 
@@ -180,8 +180,8 @@ def _best_values(
 
 
 def _drawn_tile(masses: torch.Tensor, tiles: torch.Tensor, keys: Keys) -> torch.Tensor:
-    """Which parts are of the tile that is drawn. A row has parts along the last dim; those with mass -inf
-    are none."""
+    """Returns a mask of the parts of the sampled tile. A row has parts along the last dim; mass -inf marks a
+    missing part."""
     is_same = tiles.unsqueeze(2) == tiles.unsqueeze(1)
     whole = torch.where(is_same, masses.unsqueeze(1), -math.inf).logsumexp(2)
     noisy = torch.where(masses > -math.inf, gumbel(*keys, -1 - tiles) + whole, -math.inf)

@@ -83,7 +83,7 @@ def _tile_parts(
     measure = best * scale
     noisy = measure
     if is_drawn:
-        measure += tl.log(tl.maximum(mass, 1e-30))  # beyond the row there is none
+        measure += tl.log(tl.maximum(mass, 1e-30))  # zero beyond the row
         between = (tile > 0) & (tile < tiles - 1)
         noisy = tl.where(between, measure + _gumbel(key_0, key_1, -1 - (tile + FIRST // TILE)), float("-inf"))
     _, chosen = tl.max(noisy, axis=0, return_indices=True)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from shoal.kernels.quant.int4_tensor import Int4Tensor
 
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of the outputs in an int32, from its low bits on
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # order of the outputs in an int32, from its low bits on
 
 
 def read(fields: ConfigFields) -> Quantization:

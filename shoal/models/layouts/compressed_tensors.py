@@ -26,7 +26,7 @@ IN_ORDER, ACT_ORDER = (None, False, "weight", "static"), (True, "group", "dynami
 
 
 def _weights(fields: ConfigFields, format: str) -> ConfigFields | None:
-    """How weights are quantized, which is the same for all of them. None: in another format."""
+    """Returns the quantization of the weights, the same for all of them. None: another format."""
     choice(fields, "format", (INT4, FP8, MXFP4))
     if fields.get("format") != format:
         return None

@@ -20,8 +20,9 @@ BY_NAME: dict[str, Layout] = {layout.name: layout for layout in LAYOUTS}
 
 
 def read_quantization(fields: ConfigFields) -> Quantization | None:
-    """What config.json says under quantization_config, or in older checkpoints under compression_config; None
-    for nothing. Raises CheckpointError for what is unknown, contradictory or not supported."""
+    """Returns the part of config.json under quantization_config, or in older checkpoints under
+    compression_config; None for nothing. Raises CheckpointError for unknown, contradictory or unsupported
+    values."""
     given = {key: fields.get(key) for key in ("quantization_config", "compression_config")}
     given = {key: value for key, value in given.items() if value}
     if not given:

@@ -28,7 +28,7 @@ def unpack() -> None:
 
 
 def converts_fp8() -> bool:
-    """Whether the target has instructions for it; an engine refuses an fp8 cache where it has none."""
+    """Says if the target has instructions for it; without them an engine refuses an fp8 cache."""
     return triton.runtime.driver.active.get_current_target().arch >= 89
 
 

@@ -474,7 +474,7 @@ def test_the_work_of_a_prefill_holds_every_query_once_and_the_longest_first() ->
     print(f"seed {seed}")
     rng = random.Random(seed)
     for group in (1, 2, 3, 4, 6, 64):
-        lens = [1, 1, *(rng.randint(1, 400) for _ in range(9))]  # two decodes, which are no work
+        lens = [1, 1, *(rng.randint(1, 400) for _ in range(9))]  # two decodes, which cost nothing here
         kv_lens = [n + rng.choice([0, rng.randint(1, 400)]) for n in lens]
         starts = [sum(lens[:i]) for i in range(len(lens) + 1)]
         work, selected = prefill_work(tuple(starts), tuple(kv_lens), 2, group)
@@ -522,7 +522,7 @@ def test_large_prefills_go_to_hoppers_kernel_where_there_is_no_window(
                 scale,
             )
 
-    tiles: list[int] = []  # of each launch
+    tiles: list[int] = []  # per launch
     monkeypatch.setattr(backend_module.hopper, "is_supported", lambda *_: True)
     monkeypatch.setattr(backend_module.hopper, "hopper_prefill_attention", in_plain_torch)
     monkeypatch.setattr(backend_module, "HOPPER_FROM", 100)

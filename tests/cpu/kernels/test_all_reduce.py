@@ -1,5 +1,5 @@
 """The kernels of sums over peer memory, interpreted, by real processes that share their buffers: right sums
-for odd sizes, whoever comes late, over many turns, also where counters wrap.
+for odd sizes, whichever rank is late, over many turns, also where counters wrap.
 
 What the interpreter can't show is how a GPU orders memory; tests/gpu/test_all_reduce_gpu.py is for that.
 """

@@ -150,7 +150,7 @@ def _observe() -> dict[str, object]:
     ThreadPoolExecutor.__exit__ = waiting
     seen["interrupted"] = active_mode.get() is None and ahead(lambda: launch(2)) == ["double"]
 
-    class OneArgument:  # of Triton 3.5
+    class OneArgument:  # as in Triton 3.5
         def __init__(self, executor) -> None:
             raise AssertionError("it knows no ignore_errors")
 

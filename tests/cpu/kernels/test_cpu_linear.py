@@ -14,7 +14,7 @@ from shoal.kernels.quant.gguf_tensor import GROUPS, GGUFTensor
 needs_library = pytest.mark.skipif(cpu_build.load() is None, reason="needs a C compiler")
 # activations rounded to 16 bits a group of 32: steps of about 2.2 / 32767, an error of 2e-5 of each term
 TOLERANCE = 1e-4
-REQUANTIZED = 1e-2  # weights rounded to 8 bits a group: likewise 5e-3
+REQUANTIZED = 1e-2  # weights rounded to 8 bits a group: then 5e-3
 
 
 def random_tensor(kind: str, rows: int, cols: int, seed: int = 0) -> GGUFTensor:
@@ -22,7 +22,9 @@ def random_tensor(kind: str, rows: int, cols: int, seed: int = 0) -> GGUFTensor:
     generator = np.random.default_rng(seed)
     size, num_bytes = GROUPS[kind]
     groups = generator.integers(0, 256, (rows, cols // size, num_bytes), dtype=np.uint8)
-    offsets = {"Q6_K": [208], "Q8_0": [0], "Q4_0": [0]}.get(kind, [0, 2])  # of the group's fp16 numbers
+    offsets = {"Q6_K": [208], "Q8_0": [0], "Q4_0": [0]}.get(
+        kind, [0, 2]
+    )  # where the group's fp16 numbers are
     for offset in offsets:
         scales = generator.uniform(0.001, 0.01, groups.shape[:2]).astype(np.float16)
         groups[..., offset : offset + 2] = scales[..., None].view(np.uint8)

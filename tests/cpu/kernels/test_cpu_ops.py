@@ -93,7 +93,7 @@ def test_other_dtypes_go_to_the_reference():
     assert torch.equal(cpu_ops.silu_mul(x), reference.silu_mul(x))
 
 
-SIZE, WIDTH = 1003, 32  # of the vocabulary, of a state row
+SIZE, WIDTH = 1003, 32  # size of the vocabulary, width of a state row
 FILTERS = [
     (0, 1.0, 0.0),
     (1, 1.0, 0.0),

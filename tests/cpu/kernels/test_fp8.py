@@ -254,7 +254,7 @@ for group in (0, 128):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LAUNCHES)
 def test_compiles_for_hopper_without_spills_and_for_ada(compiled, case: str) -> None:
-    """How many stages fit into Ada's shared memory is asked when there is an Ada."""
+    """Returns the number of stages for Ada's shared memory, as an Ada would be asked."""
     check_kernels([kernel for kernel in compiled[case] if kernel.capability == 90])
     assert not any(kernel.error for kernel in compiled[case])
 

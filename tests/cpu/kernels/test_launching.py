@@ -49,11 +49,11 @@ def test_triton_is_asked_once_for_arguments_of_the_same_kinds(seen):
 
 
 def test_a_descriptor_of_other_tiles_is_of_another_kind(seen):
-    assert len(seen["descriptors"]) == 3  # of six launches, two for each size of tiles
+    assert len(seen["descriptors"]) == 3  # six launches, two for each size of tiles
 
 
 def test_another_threads_launches_are_tritons_own(seen):
-    assert seen["another thread"] == 4  # of four launches
+    assert seen["another thread"] == 4  # four launches
 
 
 def test_tritons_launch_is_back_afterwards_also_after_an_error(seen):

@@ -125,7 +125,7 @@ def test_rows_are_unpacked_for_an_embedding(matrix) -> None:
 @pytest.mark.parametrize("size", [48, 37])
 @pytest.mark.parametrize("kind", ["int4", "mxfp4", "Q8_0"])
 def test_gate_and_up_end_with_silu_mul(kind: str, size: int, rows: int) -> None:
-    """37 outputs are no whole tiles, so they are two products."""
+    """37 outputs are not whole tiles, so they are two matmuls."""
     print("seed", torch.manual_seed(4).initial_seed())
     make = {"int4": lambda: _int4(size, 256, 32, zeros=True), "mxfp4": lambda: _mxfp4(size, 160)}
     make |= {"Q8_0": lambda: _gguf("Q8_0", size, 96)}

@@ -168,7 +168,7 @@ for tokens in (1, 100, 4000):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", LAUNCHES)
 def test_compiles_without_spills(compiled, case: str) -> None:
-    """How many stages fit into Ada's shared memory is asked when there is an Ada. fp8 wants that or Hopper."""
+    """Returns the number of stages for Ada's shared memory, as an Ada would be asked. fp8 needs Ada or Hopper."""
     least = 89 if "fp8" in case else 80
     kernels = [kernel for kernel in compiled[case] if kernel.capability >= least]
     assert not any(kernel.error for kernel in kernels)

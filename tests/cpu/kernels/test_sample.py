@@ -192,7 +192,7 @@ def test_a_draw_does_not_depend_on_the_batch() -> None:
 
 
 def test_float32_copies_of_half_logits_draw_the_same() -> None:
-    """What is sampled again outside the graph, from float32, must be what the graph drew."""
+    """Sampling again outside the graph, from float32, gives the graph's tokens."""
     logits = torch.randn(3, 4000).half()
     rows, table = torch.arange(3, dtype=torch.int32), make_table([PLAIN, FILTERS[3], FILTERS[1]], [5, 6, 7])
     assert torch.equal(

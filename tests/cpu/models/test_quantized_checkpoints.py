@@ -269,7 +269,7 @@ def test_new_weights_lie_where_the_old_ones_lay():
 
 @pytest.fixture
 def a_gpu(monkeypatch):
-    """What torch says where there is an A100."""
+    """Returns torch's answer on an A100."""
     properties = SimpleNamespace(total_memory=80 << 30)
     for name, value in (
         ("is_available", True),
