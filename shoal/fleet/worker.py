@@ -90,7 +90,7 @@ class Worker(Generic[L]):
         self.info, self.link = info, link
         self.id = info.id
         self.ranks = [WorkerRank(info.id, rank) for rank in range(info.dp_size or 1)]
-        self.has_told_ranks = info.dp_size is not None  # until then its one rank is a guess
+        self.knows_ranks = info.dp_size is not None  # until then its one rank is a guess
         self.has_events = False  # it tells what it caches
         self.is_draining = False
         self.num_holds = 0  # commands of an operator at work: it gets nothing until the last one has ended

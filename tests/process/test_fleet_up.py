@@ -245,7 +245,7 @@ def test_a_command_starts_workers_that_speak_http(tmp_path, folder):
         assert len({text for text, *_ in asked}) == 1
         assert {worker for _, worker, _ in asked} == {f"{name}-1", f"{name}-2"}
         status, _, text = fleet.request("/sleep", method="POST", admin=True)
-        assert status == 503 and "no worker of ours" in text
+        assert status == 503 and "needs a native worker" in text
         processes = fleet.descendants()
         fleet.signal(signal.SIGTERM)
         assert fleet.process.wait(PATIENCE_S) == 0

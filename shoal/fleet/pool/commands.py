@@ -1,7 +1,8 @@
-"""One verb for many workers: sleep, wake_up, update_weights and the rest of `shoal.control`.
+"""One command for many workers: sleep, wake_up, update_weights and the rest of `shoal.control`.
 
-At once means at the same time. Rolling means one worker after the other, each without requests meanwhile: it
-gets nothing new, ends what it has, carries the verb out, and comes back. The first failure ends it there.
+At once, all workers run it at the same time. Rolling, one worker after the other runs it without requests:
+the worker gets no new ones, ends its present ones, runs the command, and returns. The first failure ends the
+rollout.
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from shoal.fleet_api import CommandResults
 async def command_workers(
     workers: Sequence[Worker[Any]], command: Command[Any], *, rolling: bool
 ) -> CommandResults:
-    """Raises ConfigError if one of them is foreign: such a worker knows none of these verbs."""
+    """Raises ConfigError for an external worker, which has none of these commands."""
     if foreign := [worker.id for worker in workers if worker.info.is_foreign]:
         raise ConfigError(
-            f"{', '.join(foreign)}: {name_of(command)} is for our own workers; name those (?workers=a,b)"
+            f"{', '.join(foreign)}: {name_of(command)} needs native workers; name some (?workers=a,b)"
         )
     found = CommandResults()
     if rolling:
@@ -46,16 +47,16 @@ async def _note(worker: Worker[Any], running: Coroutine[Any, Any, Any], found: C
 
 
 async def _without_requests(worker: Worker[Any], command: Command[Any]) -> Any:
-    """Other workers take its requests meanwhile. Those that no other can take wait for it."""
+    """Runs the command without requests at the worker. Requests that no other worker can take wait for it."""
     with worker.held():
         await worker.wait_idle()
         return await _run(worker, command)
 
 
 async def _run(worker: Worker[Any], command: Command[Any]) -> Any:
-    """Carries it out, and notes what it means for the choice among workers."""
+    """Runs the command, and records the worker's new state for the choice among workers."""
     if isinstance(command, Sleep):
-        worker.set_sleep_level(command.level)  # from now on, so that nothing more is sent there
+        worker.set_sleep_level(command.level)  # before it sleeps, so that no request is sent there
     worker.num_commands += 1
     try:
         result = await worker.link.control(command)

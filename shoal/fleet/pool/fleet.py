@@ -1,5 +1,5 @@
-"""All workers of a router, by model: how they come, go, are probed and heard, and what an operator sees of
-them."""
+"""`Fleet`: all workers of a router, by model: joining, leaving, health, KV events, and the operator's
+view."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ from shoal.telemetry.served import ServedTotals
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 1.0  # between two looks at what has grown old
-WAKE_AGAIN_S = 10.0  # until a worker that could not be woken is tried again
-MODEL_MEMORY_S = 600.0  # a model without workers is known for so long: requests are told to come again
+TICK_S = 1.0  # between two rounds of maintenance
+WAKE_AGAIN_S = 10.0  # between two tries to wake a worker
+MODEL_MEMORY_S = 600.0  # a model without workers stays known this long: requests may be retried
 # Options that may change while running.
 SETTINGS = (
     "max_queued_requests",
@@ -54,16 +54,16 @@ SETTINGS = (
     "max_prefill_queue_size",
 )
 
-# What a worker that is started again under its id goes on with: who breaks at every start is seen to.
+# Counts that a worker keeps when it joins again under its id, so that one that breaks at every start shows.
 COUNTS = ("num_requests", "num_prefills", "num_breaks", "num_failed")
-MAX_GONE = 256  # workers whose counts are remembered
+MAX_GONE = 256  # workers that left and whose counts are kept
 
-# Feeds one rank's events to the index, until it is cancelled.
+# Feeds one rank's events to an EventFeed, until it is cancelled.
 Listening = Callable[[EventFeed], Coroutine[Any, Any, None]]
 
 
 class Fleet:
-    """`changed` is set when a model came or went. Nothing here is for several threads."""
+    """`changed` is set when a model appeared or disappeared. Not thread-safe."""
 
     def __init__(
         self,
@@ -72,14 +72,14 @@ class Fleet:
         registry: Registry | None = None,
         connect: Callable[[WorkerSpec], Link] | None = None,
     ) -> None:
-        """`connect` makes the link to a foreign worker."""
+        """`connect` makes the link to an external worker."""
         self.config, self.clock, self.registry = config, clock, registry
         self.models: dict[str, ModelPool] = {}  # by each of their names
         self._all: list[ModelPool] = []
         self.workers: dict[str, Worker[Any]] = {}
         self.changed = asyncio.Event()
-        self.planner_view: Callable[[], PlannerView] | None = None  # where a planner is at work
-        self.parked_ids: Callable[[], Container[str]] = tuple  # workers that sleep by the planner's word
+        self.planner_view: Callable[[], PlannerView] | None = None  # set by a planner, if one runs
+        self.parked_ids: Callable[[], Container[str]] = tuple  # workers that the planner put to sleep
         self.health_checks = HealthChecks(
             clock,
             interval_s=config.check_interval,
@@ -90,18 +90,18 @@ class Fleet:
         self.replica_sync = None if registry is None else ReplicaSync(registry, lambda: self._all)
         self._connect = connect
         self._settings: dict[str, Any] = {name: getattr(config, name) for name in SETTINGS}
-        self._listening: dict[str, Sequence[Listening]] = {}  # by worker, for each rank
+        self._listening: dict[str, Sequence[Listening]] = {}  # by worker, one for each rank
         self._feeds: dict[str, list[tuple[EventFeed, asyncio.Task[None]]]] = {}
         self._context: zmq.asyncio.Context | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._leaving: set[asyncio.Task[None]] = set()
         self._waking: dict[str, asyncio.Task[None]] = {}  # by worker
-        self._no_wake_before: dict[str, float] = {}  # by worker that could not be woken
-        self._counts: dict[str, list[int]] = {}  # COUNTS of workers that are gone, the oldest first
+        self._no_wake_before: dict[str, float] = {}  # by worker
+        self._counts: dict[str, list[int]] = {}  # COUNTS of workers that left, the oldest first
 
     async def start(self) -> None:
-        """Begins with the foreign workers of the configuration."""
-        self._tasks.append(start(self._keep_house()))
+        """Starts with the external workers of the configuration."""
+        self._tasks.append(start(self._maintain()))
         if self.replica_sync is not None:
             self.replica_sync.open()
         for spec in self.config.workers:
@@ -122,15 +122,15 @@ class Fleet:
     # Workers
 
     def join(self, worker: Worker[Any], listening: Sequence[Listening] = ()) -> None:
-        """A worker has come; it gets requests once a probe has reached it. `listening`: for each of its
-        ranks what feeds its KV events; () if it tells none. It replaces a worker of the same id and URL.
-        Raises ConfigError if another one has its id."""
+        """Adds a worker, which gets requests once a probe has reached it. `listening`: a source of KV events
+        for each of its ranks; () without events. The worker replaces one of the same id and URL. Raises
+        ConfigError if another worker has its id."""
         other = self.workers.get(worker.id)
         if other is not None:
             if other.info.url != worker.info.url:
                 raise ConfigError(
-                    f"the worker at {worker.info.url} has the id {worker.id!r}, as the one at "
-                    f"{other.info.url}; give it another"
+                    f"the id of a worker must be its own, got {worker.id!r} for {worker.info.url} and "
+                    f"{other.info.url}; give one of them another"
                 )
             self.leave(worker.id)
         for name, count in zip(COUNTS, self._counts.pop(worker.id, ())):
@@ -139,46 +139,47 @@ class Fleet:
         worker.has_events = bool(listening) and self.config.policy != "kv_approx"
         self._listening[worker.id] = listening
         if worker.info.models:
-            self._place(worker)
+            self._add_to_models(worker)
         self.changed.set()
         self.health_checks.watch(worker)
 
     def set_role(self, worker: Worker[Any], role: str) -> None:
-        """A worker has another role from now on. What it has goes on."""
+        """Gives a worker another role. Its requests continue."""
         worker.link.info = worker.info = msgspec.structs.replace(worker.info, role=role)
         for model in self._models_of(worker):
             model.assign(worker)
         self.changed.set()
 
     def leave(self, worker_id: str) -> None:
-        """A worker has gone. What it has goes on elsewhere. An unknown id changes nothing."""
+        """Removes a worker. Its requests continue at other workers. An unknown id changes nothing."""
         worker = self.workers.pop(worker_id, None)
         if worker is None:
             return
-        worker.is_gone, worker.why = True, worker.why or "it is gone"
-        self._displace(worker)
+        worker.is_gone, worker.why = True, worker.why or "it has left"
+        self._remove_from_models(worker)
         worker.interrupt()
         self._listening.pop(worker_id, None)
         self._no_wake_before.pop(worker_id, None)
         self._counts[worker_id] = [getattr(worker, name) for name in COUNTS]
         if len(self._counts) > MAX_GONE:
             del self._counts[next(iter(self._counts))]
-        self._await_at_end(asyncio.create_task(self._part_from(worker)))
+        self._await_on_close(asyncio.create_task(self._close_link(worker)))
 
     def model(self, name: str | None) -> ModelPool | None:
-        """The model of a request; the first if it names none. None if no worker has offered it."""
+        """Returns the model by one of its names; the first model for None. None if no worker has offered
+        it."""
         if name is None:
             return next(iter(self.models.values()), None)
         return self.models.get(name)
 
     @property
     def unknown(self) -> list[str]:
-        """The ids of workers whose models are not known yet."""
+        """The ids of workers whose models are not yet known."""
         return [worker.id for worker in self.workers.values() if not worker.info.models]
 
     def _add(self, spec: WorkerSpec) -> None:
         if self._connect is None:
-            raise ConfigError(f"worker {spec.url} is foreign, and this router speaks to none")
+            raise ConfigError(f"worker {spec.url} is external, and this router takes native workers only")
         worker = Worker(spec.info(), self._connect(spec), self.clock.now)
         self.join(
             worker,
@@ -188,19 +189,19 @@ class Fleet:
             ],
         )
 
-    async def _part_from(self, worker: Worker[Any]) -> None:
+    async def _close_link(self, worker: Worker[Any]) -> None:
         await self.health_checks.forget(worker)
         try:
             await worker.link.close()
         except (ShoalError, OSError) as error:
-            logger.warning("the link to worker %s did not end well: %s", worker.id, error)
+            logger.warning("closing the link to worker %s failed: %s", worker.id, error)
 
     async def _listen(self, feed: EventFeed, endpoint: str, replay: str | None, topic: str) -> None:
         if self._context is None:
             self._context = zmq.asyncio.Context()
         await listen(feed, self._context, endpoint, replay, topic)
 
-    # What workers say of themselves
+    # Reports of workers
 
     def _checked(self, worker: Worker[Any], info: WorkerInfo) -> None:
         if self.workers.get(worker.id) is not worker:
@@ -208,14 +209,14 @@ class Fleet:
         is_back = not worker.is_reached
         was, worker.info = worker.info, info
         if (was.models, was.adapters) != (info.models, info.adapters):
-            self._displace(worker)
-            self._place(worker)
+            self._remove_from_models(worker)
+            self._add_to_models(worker)
         if is_back:
             for feed, _ in self._feeds.get(worker.id, ()):
                 feed.check()
 
     def published(self, worker_id: str, loads: Sequence[WorkerLoad]) -> None:
-        """What a worker says of its load, each rank for itself; [] is no word of it."""
+        """Records a worker's load, by rank. An empty report changes nothing."""
         worker = self.workers.get(worker_id)
         if worker is None or not loads:
             return
@@ -235,10 +236,10 @@ class Fleet:
     def _models_of(self, worker: Worker[Any]) -> list[ModelPool]:
         return [model for model in self._all if model.workers.get(worker.id) is worker]
 
-    def _place(self, worker: Worker[Any]) -> None:
-        """Gives the worker to the models that it serves, if it fits their other workers."""
+    def _add_to_models(self, worker: Worker[Any]) -> None:
+        """Adds the worker to the models that it serves, if it is compatible with their other workers."""
         info, incompatibility = worker.info, ""
-        # Names of one of ours are names of one model; a foreign worker may have several models.
+        # All names of a native worker mean one model; an external worker may have several models.
         for names in [(name,) for name in info.models] if info.is_foreign else [info.models]:
             model = next((self.models[name] for name in names if name in self.models), None)
             why = "" if model is None else model.incompatibility(info, names)
@@ -254,10 +255,10 @@ class Fleet:
                 self._begin_feeds(worker, model)
         if incompatibility and not self._models_of(worker) and worker.excluded_reason != incompatibility:
             worker.excluded_reason = incompatibility
-            logger.warning("worker %s is set aside: %s", worker.id, incompatibility)
+            logger.warning("worker %s is excluded: %s", worker.id, incompatibility)
 
     def _replace(self, old: ModelPool | None, name: str, is_foreign: bool) -> ModelPool:
-        """A model, in place of one of this name that has no workers any more."""
+        """Returns a new model, in place of `old`, which has no workers left."""
         if old is not None:
             self._all.remove(old)
         model = ModelPool(name, is_foreign, self.config, self.clock)
@@ -270,22 +271,22 @@ class Fleet:
         self._all.append(model)
         return model
 
-    def _displace(self, worker: Worker[Any]) -> None:
-        """Takes the worker away from its models, with all that is known of its blocks. Those that did not fit
-        beside it may now."""
+    def _remove_from_models(self, worker: Worker[Any]) -> None:
+        """Removes the worker from its models, with its blocks in the index. Excluded workers may be
+        compatible now and are tried again."""
         for model in self._models_of(worker):
             model.remove(worker.id)
             if not model.workers:
                 model.empty_since = self.clock.now()
         for _, task in self._feeds.pop(worker.id, ()):
             task.cancel()
-            self._await_at_end(task)
+            self._await_on_close(task)
         self._name_models()
         for other in list(self.workers.values()):
             if other is not worker and other.excluded_reason and not self._models_of(other):
-                self._place(other)
+                self._add_to_models(other)
 
-    def _await_at_end(self, task: asyncio.Task[None]) -> None:
+    def _await_on_close(self, task: asyncio.Task[None]) -> None:
         self._leaving.add(task)
         task.add_done_callback(self._leaving.discard)
 
@@ -298,20 +299,20 @@ class Fleet:
             return
         feeds = []
         for rank, listening in zip(worker.ranks, self._listening.get(worker.id, ())):
-            sink = _Hearing(self, worker, model.router)
+            sink = _EventSink(self, worker, model.router)
             feed = EventFeed(sink, rank, worker.info.dp_size)
             feeds.append((feed, start(listening(feed))))
         self._feeds[worker.id] = feeds
 
-    def hears_of_rank(self, worker: Worker[Any], rank: WorkerRank) -> None:
-        """A worker without a dp_size names a data-parallel rank in its KV events."""
+    def add_rank(self, worker: Worker[Any], rank: WorkerRank) -> None:
+        """Adds a data-parallel rank that a worker without a dp_size has named in its KV events."""
         old = worker.ranks
-        worker.ranks = sorted([*old, rank]) if worker.has_told_ranks else [rank]
-        worker.has_told_ranks = True
+        worker.ranks = sorted([*old, rank]) if worker.knows_ranks else [rank]
+        worker.knows_ranks = True
         for model in self._models_of(worker):
             model.dispatcher.rename_ranks(worker, old)
 
-    async def _keep_house(self) -> None:
+    async def _maintain(self) -> None:
         while True:
             await self.clock.sleep(TICK_S)
             now = self.clock.now()
@@ -323,15 +324,15 @@ class Fleet:
                     self._all.remove(model)
                     self._name_models()
 
-    # What an operator asks (shoal.fleet_api.FleetControl)
+    # FleetControl (shoal.fleet_api)
 
     def state_of(self, worker_id: str) -> WorkerState | None:
-        """None for an unknown id."""
+        """Returns None for an unknown id."""
         worker = self.workers.get(worker_id)
         return None if worker is None else worker.state
 
     def ready(self, model: str, role: str) -> list[str]:
-        """The ids of the model's workers of this role that are ready."""
+        """Returns the ids of the model's ready workers of this role."""
         return [
             worker.id
             for worker in self.workers.values()
@@ -339,12 +340,12 @@ class Fleet:
         ]
 
     def role_of(self, worker_id: str) -> str | None:
-        """The role that it has now. None for an unknown id."""
+        """Returns the worker's present role; None for an unknown id."""
         worker = self.workers.get(worker_id)
         return None if worker is None else worker.info.role
 
     def least_loaded(self, model: str, role: str) -> str | None:
-        """The model's worker of this role with the fewest requests; None if there is none that takes any."""
+        """Returns the model's worker of this role with the fewest requests; None if none accepts requests."""
         found = [
             worker
             for worker in self.workers.values()
@@ -353,8 +354,8 @@ class Fleet:
         return min(found, key=lambda worker: self._view(worker).active_requests).id if found else None
 
     def observe(self, name: str, decode_role: str) -> Observation:
-        """What a model's workers do now, for the planner. `decode_role`: "decode", or "both" where prefill
-        and decode are not apart."""
+        """Returns the state of a model's workers for the planner. `decode_role`: "decode", or "both" without
+        separate prefill workers."""
         model = self.models.get(name)
         if model is None:
             return Observation(at=0.0, decode=[], decode_role=decode_role)
@@ -447,7 +448,9 @@ class Fleet:
     def _known(self, model: str | None) -> ModelPool:
         found = self.model(model)
         if found is None:
-            raise UnavailableError(f"no worker offers the model {model!r:.100}; there are {self._names()}")
+            raise UnavailableError(
+                f"model must be one that a worker offers ({self._names()}), got {model!r:.100}"
+            )
         return found
 
     def _names(self) -> str:
@@ -462,11 +465,13 @@ class Fleet:
     async def change_role(self, worker_id: str, role: str) -> None:
         worker = self._worker(worker_id)
         if worker.info.is_foreign:
-            raise ConfigError(f"worker {worker_id} is foreign, and does prompts and answers both")
+            raise ConfigError(
+                f"worker {worker_id} is external, and its role stays both; change the role of native workers"
+            )
         await worker.link.change_role(role)
 
     async def retire(self, worker_id: str) -> None:
-        """Returns when this router has nothing there any more."""
+        """Drains the worker. Returns when this router has no request there."""
         worker = self._worker(worker_id)
         worker.drain(True)
         await worker.wait_idle()
@@ -484,15 +489,15 @@ class Fleet:
         for spec in specs:
             if spec.id in self.workers:
                 raise ConfigError(
-                    f"a worker has the id {spec.id!r} already ({self.workers[spec.id].info.url}); give "
-                    "another (id=NAME), or remove that one first"
+                    f"the id of a new worker must be unused, got {spec.id!r}, which the worker at "
+                    f"{self.workers[spec.id].info.url} has; give another (id=NAME), or remove that one first"
                 )
         removed = {worker_id: self._worker(worker_id) for worker_id in remove}
         for worker in removed.values():
-            if not worker.info.is_foreign:  # its process would run on, and join no more
+            if not worker.info.is_foreign:  # its process would continue without this router
                 raise ConfigError(
-                    f"worker {worker.id} is one of ours, which leaves when its process ends, and remove is "
-                    f"for foreign ones; to send it nothing new, POST /fleet/drain/{worker.id}"
+                    f"remove takes external workers, and worker {worker.id} is native: it leaves when its "
+                    f"process ends; to give it no new requests, POST /fleet/drain/{worker.id}"
                 )
         for spec in specs:
             self._add(spec)
@@ -503,8 +508,8 @@ class Fleet:
     def _remove(self, worker: Worker[Any]) -> None:
         models = self._models_of(worker)
         self.leave(worker.id)
-        for model in models:  # nobody waits for what an operator took away
-            # A worker that was set aside may have put a model of its own in this one's place.
+        for model in models:  # an operator took the worker away, so the model is not kept for its return
+            # An excluded worker may already have replaced the model by its own.
             if not model.workers and model in self._all:
                 self._all.remove(model)
         self._name_models()
@@ -512,7 +517,9 @@ class Fleet:
     async def configure(self, settings: Mapping[str, Any]) -> Mapping[str, Any]:
         for name in settings:
             if name not in SETTINGS:
-                raise ConfigError(f"{name!r} cannot change while running; there are {', '.join(SETTINGS)}")
+                raise ConfigError(
+                    f"a setting that changes while running must be one of {', '.join(SETTINGS)}, got {name!r}"
+                )
         FleetConfig(**{name: settings.get(name, value) for name, value in self._settings.items()})
         self._settings |= settings
         for model in self._all:
@@ -540,17 +547,17 @@ class Fleet:
             replica_sync = self.replica_sync
             yield fleet_metrics.one_gauge(
                 "shoal:router_peers",
-                "Other routers that share their books with this one.",
+                "Other routers that exchange their active requests with this one.",
                 replica_sync.num_routers,
             )
             yield fleet_metrics.one_counter(
                 "shoal:router_book_changes_told",
-                "Changes of books told to other routers.",
+                "Changes of active requests sent to other routers.",
                 replica_sync.num_sent,
             )
             yield fleet_metrics.one_counter(
                 "shoal:router_book_changes_heard",
-                "Changes of books heard from others.",
+                "Changes of active requests received from other routers.",
                 replica_sync.num_received,
             )
 
@@ -571,10 +578,10 @@ class Fleet:
             workers = list(self._known(model).workers.values())
         else:
             if isinstance(command, UpdateWeights) and len(self._all) > 1:
-                raise ConfigError(f"model is missing; there are {self._names()}")
+                raise ConfigError(f"model must be given, as there are several: {self._names()}")
             workers = [worker for worker in self.workers.values() if not worker.info.is_foreign]
         if not workers:
-            raise UnavailableError("there is no worker of ours that could be asked; start one")
+            raise UnavailableError("the command needs a native worker; start one")
         found = await command_workers(workers, command, rolling=rolling)
         if isinstance(command, UpdateWeights):
             for worker_id in found.results:
@@ -582,14 +589,15 @@ class Fleet:
         return found
 
     def _forget_blocks(self, worker: Worker[Any] | None) -> None:
-        """Other weights, other blocks. A worker with events tells that itself."""
+        """Forgets the cached KV blocks of a worker with new weights. A worker with events reports that
+        itself."""
         if worker is not None and not worker.has_events:
             for model in self._models_of(worker):
                 for rank in worker.ranks:
                     model.router.forget_blocks(rank)
 
     def _wake(self, worker: Worker[Any]) -> bool:
-        """A request needs a worker that sleeps. Returns whether it is being woken."""
+        """Wakes a sleeping worker for a request. Returns whether it is being woken."""
         if self.clock.now() < self._no_wake_before.get(worker.id, 0.0):
             return False
         if worker.id not in self._waking:
@@ -597,11 +605,11 @@ class Fleet:
         return True
 
     async def _wake_up(self, worker: Worker[Any]) -> None:
-        logger.info("worker %s is woken for a request", worker.id)
+        logger.info("waking worker %s for a request", worker.id)
         try:
             found = await command_workers([worker], WakeUp(), rolling=False)
             for error in found.errors.values():
-                logger.warning("worker %s cannot be woken: %s", worker.id, error)
+                logger.warning("worker %s did not wake up: %s", worker.id, error)
                 self._no_wake_before[worker.id] = self.clock.now() + WAKE_AGAIN_S
         finally:
             del self._waking[worker.id]
@@ -611,12 +619,12 @@ class Fleet:
         worker = self.workers.get(worker_id)
         if worker is None:
             known = ", ".join(self.workers) or "none"
-            raise UnknownWorkerError(f"no worker has the id {worker_id!r:.100}; there are {known}")
+            raise UnknownWorkerError(f"the id of a worker must be one of {known}, got {worker_id!r:.100}")
         return worker
 
 
 def _served(worker: Worker[Any]) -> ServedTotals | None:
-    """What the worker has served; of a foreign one, a copy of what this router counts."""
+    """Returns the worker's own counters; for an external worker, a copy of this router's counts."""
     served = worker.served
     if served is None or not worker.info.is_foreign:
         return served
@@ -631,8 +639,8 @@ def _served(worker: Worker[Any]) -> ServedTotals | None:
 
 
 def _decode_load(loads: Sequence[WorkerLoad]) -> DecodeLoad:
-    """By what each of a worker's ranks has said last, however long ago: one that is too busy to speak is not
-    empty."""
+    """Returns the last reported load of a worker's ranks, however old: a worker too busy to report is not
+    idle."""
     usage = max((load.kv_usage for load in loads if math.isfinite(load.kv_usage)), default=0.0)
     has_slots = any(load.num_running for load in loads)
     return DecodeLoad(usage, sum(load.num_waiting for load in loads), has_slots)
@@ -643,16 +651,16 @@ def _sum_of_queues(queues: Iterable[QueueView]) -> QueueView:
     return QueueView(sum(one.length for one in found), max((one.oldest_s for one in found), default=0.0))
 
 
-class _Hearing:
-    """Takes a worker's KV events to the router, and learns from them which data-parallel ranks there are
-    where nobody has said it. A request that goes to one rank finds nothing of another's cache."""
+class _EventSink:
+    """Applies a worker's KV events to the router, and learns the worker's data-parallel ranks from them if
+    its dp_size is unknown. Ranks matter, as each has a cache of its own."""
 
     def __init__(self, fleet: Fleet, worker: Worker[Any], router: KvRouter) -> None:
         self._fleet, self._worker, self._router = fleet, worker, router
 
     def apply(self, rank: WorkerRank, event: KVEvent) -> None:
         worker = self._worker
-        is_new = rank not in worker.ranks or not worker.has_told_ranks
+        is_new = rank not in worker.ranks or not worker.knows_ranks
         if worker.info.dp_size is None and is_new and isinstance(event, BlockStored):
-            self._fleet.hears_of_rank(worker, rank)
+            self._fleet.add_rank(worker, rank)
         self._router.apply(rank, event)

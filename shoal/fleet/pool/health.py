@@ -1,11 +1,10 @@
-"""Health probes: whether workers answer, and whether they work.
+"""Health checks: whether workers answer, and whether they work.
 
-Each worker is checked at an interval. A worker that has delivered no token for a while generates one for a
-probe (a canary), so that one which answers and does nothing is noticed: within `hang_timeout` seconds of its
-last token. One that has failed a request which another worker failed, too, generates one at once: the request
-may be what they fail at, or all of them fail. A worker that has delivered a token lately is well, whatever a
-probe says: under load, a health check may time out. A worker that is broken is probed more often, until it is
-well again.
+Each worker is checked at an interval. A worker that has delivered no token for a while gets a probe of one
+token (a canary), so that a worker that answers and computes nothing is found within `hang_timeout` seconds of
+its last token. A worker that has failed the same request as another one gets a canary at once: either the
+request or the workers are at fault. A recent token proves a worker healthy, whatever a probe says, since a
+health check may time out under load. A broken worker is probed more often, until it is healthy again.
 """
 
 from __future__ import annotations
@@ -25,15 +24,15 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CHECK_TIMEOUT_S = 5.0
-LATELY_S = 5.0  # a token so young proves that the worker works
-QUIET_SHARE = 0.4  # of hang_timeout, after which a silent worker gets a canary; it has the rest to answer
-FIRST_RETRY_S = 0.25  # after a failure, and each time half as long again up to the interval
-TICKS = 4  # looks at a worker's silence in that share
-SUSPECT_S = 1.0  # a token so young clears a worker of suspicion; also the time between two canaries
+LATELY_S = 5.0  # a token younger than this proves that the worker works
+QUIET_SHARE = 0.4  # share of hang_timeout until a silent worker gets a canary; the rest is for its answer
+FIRST_RETRY_S = 0.25  # after a failure; each further pause is 1.5 times as long, up to the interval
+TICKS = 4  # checks of a worker's silence during that share
+SUSPECT_S = 1.0  # a token younger than this clears a suspect; also the time between two canaries
 
 
 class HealthChecks:
-    """`checked` gets what a worker said of itself, before the worker counts as reached; `loaded` its load."""
+    """`checked` gets a worker's WorkerInfo before the worker counts as reached; `loaded` gets its load."""
 
     def __init__(
         self,
@@ -51,7 +50,7 @@ class HealthChecks:
 
     def watch(self, worker: Worker[Any]) -> None:
         """Probes the worker from now on."""
-        tasks = [start(self._check_again_and_again(worker))]
+        tasks = [start(self._keep_checking(worker))]
         if self._hang_timeout_s:
             tasks.append(start(self._watch_silence(worker)))
         self._tasks[worker] = tasks
@@ -63,7 +62,7 @@ class HealthChecks:
         await stop([task for tasks in self._tasks.values() for task in tasks])
         self._tasks.clear()
 
-    async def _check_again_and_again(self, worker: Worker[Any]) -> None:
+    async def _keep_checking(self, worker: Worker[Any]) -> None:
         retry, was_well, why = FIRST_RETRY_S, False, ""
         is_new = True
         while True:
@@ -71,11 +70,11 @@ class HealthChecks:
             if is_new and not worker.is_reached:
                 # Otherwise the log would say nothing of a wrong URL.
                 logger.warning(
-                    "worker %s at %s is not reached yet: %s; start it, or correct its URL; probes go on",
+                    "worker %s at %s is not reached yet: %s; start it, or correct its URL; probes continue",
                     *(worker.id, worker.info.url, worker.why),
                 )
             is_new = False
-            # A break is told of when its probe is over: a worker that leaves breaks its connection, too.
+            # A break is logged after its probe: a worker that leaves breaks its connection, too.
             if was_well and (why or not worker.is_reached):
                 logger.warning("worker %s at %s is broken: %s", worker.id, worker.info.url, why or worker.why)
                 was_well = False
@@ -106,17 +105,18 @@ class HealthChecks:
             worker.why = str(error)
 
     async def _watch_silence(self, worker: Worker[Any]) -> None:
-        """A canary for a worker that has not delivered for a while, or is suspected of failing requests."""
+        """Sends a canary to a worker that has delivered nothing for a while, or is suspected of failing
+        requests."""
         quiet_s = QUIET_SHARE * self._hang_timeout_s
-        since = self._clock.now()  # it works for all that is known
+        since = self._clock.now()  # nothing speaks against it yet
         while True:
             await first_of(self._clock.sleep(quiet_s / TICKS), worker.suspected.wait())
             is_suspected = worker.suspected.is_set()
             worker.suspected.clear()
-            # A canary takes the one slot that a small server may have, and with it what that has cached. A
-            # server that tells of its cache has room for more.
-            is_left_alone = not (worker.active or worker.has_events or is_suspected)
-            if not worker.is_reached or worker.is_asleep or worker.num_commands or is_left_alone:
+            # A canary takes the only slot of a small server, with the slot's cache. A server that publishes
+            # its cache has more slots.
+            needs_none = not (worker.active or worker.has_events or is_suspected)
+            if not worker.is_reached or worker.is_asleep or worker.num_commands or needs_none:
                 since = self._clock.now()
                 continue
             since = max(since, worker.last_token_at)
@@ -142,12 +142,12 @@ class HealthChecks:
             pass  # it is full, so it works
 
     async def _within(self, seconds: float, probe: Coroutine[Any, Any, T], what: str) -> T:
-        """Raises WorkerFailedError when the time is over."""
+        """Raises WorkerFailedError after `seconds`."""
         asked = asyncio.create_task(probe)
         try:
             await first_of(asked, self._clock.sleep(seconds))
             if not asked.done():
-                raise WorkerFailedError(f"{what} had no answer within {seconds:g} s")
+                raise WorkerFailedError(f"{what} was not answered within {seconds:g} s")
             return asked.result()
         finally:
             asked.cancel()

@@ -1,6 +1,6 @@
-"""What Prometheus reads of a router: how it chooses, what waits, how its workers fare.
+"""A router's metrics: its choices, its queues, its workers and its planner.
 
-Names are vLLM's where one exists, else NVIDIA Dynamo's, else ours.
+Names are vLLM's where one exists, else NVIDIA Dynamo's, else Shoal's own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def of_models(models: Iterable[ModelPool]) -> Iterable[Metric]:
     )
     yield gauge(
         "shoal:router_queue_oldest_seconds",
-        "Seconds the longest waiting one has waited.",
+        "Seconds that the oldest waiting request has waited.",
         OF_MODEL,
         [([model.name], model.dispatcher.queue.oldest_s) for model in models],
     )
@@ -62,7 +62,7 @@ def of_models(models: Iterable[ModelPool]) -> Iterable[Metric]:
             migrations.append(([model.name, "new_request"], model.sender.num_retries))
     yield counter(
         "dynamo_frontend_model_migration",
-        "Requests that went on at another worker, with tokens (ongoing) or without (new).",
+        "Requests that continued at another worker, with tokens (ongoing) or without (new).",
         (*OF_MODEL, "migration_type"),
         migrations,
     )
@@ -85,7 +85,7 @@ def of_models(models: Iterable[ModelPool]) -> Iterable[Metric]:
     )
     yield counter(
         "shoal:router_kv_loans",
-        "Tickets for KV blocks that workers gave, for a stream that moves or a prefix that another one has.",
+        "Tickets for KV blocks from workers, for a stream that moves or a prefix in another worker's cache.",
         (*OF_MODEL, "reason"),
         [
             ([model.name, reason], count)
@@ -107,7 +107,7 @@ def of_models(models: Iterable[ModelPool]) -> Iterable[Metric]:
     )
     yield gauge(
         "shoal:router_prefill_queue_oldest_seconds",
-        "Seconds the longest waiting one has waited.",
+        "Seconds that the oldest waiting request has waited.",
         OF_MODEL,
         [([model.name], model.prefills.dispatcher.queue.oldest_s) for model in models],
     )
@@ -135,21 +135,21 @@ def of_models(models: Iterable[ModelPool]) -> Iterable[Metric]:
         if isinstance(model.sender, ForeignForwarder)
     ]
     for name, text, field in (
-        ("vllm:prompt_tokens", "Prompt tokens taken in.", "prompt"),
-        ("vllm:prompt_tokens_cached", "Prompt tokens taken in that the prefix cache held.", "cached"),
+        ("vllm:prompt_tokens", "Prompt tokens accepted.", "prompt"),
+        ("vllm:prompt_tokens_cached", "Prompt tokens accepted that were in the prefix cache.", "cached"),
         ("vllm:generation_tokens", "Tokens generated.", "generated"),
     ):
         yield counter(name, text, engine, [([model, "0"], getattr(found, field)) for model, found in counts])
     yield gauge(
         "shoal:router_index_blocks",
-        "KV blocks that the index knows of, of all workers together.",
+        "KV blocks in the index, over all workers.",
         OF_MODEL,
         [([model.name], model.index.num_blocks()) for model in models],
     )
 
 
 def of_workers(workers: Iterable[tuple[Worker[Any], WorkerView, int]]) -> Iterable[Metric]:
-    """Each with its view, and the tokens of prompts that it has under way."""
+    """`workers`: each with its view, and the prompt tokens in flight there."""
     found = [(worker, view, tokens, [view.id, view.model]) for worker, view, tokens in workers]
     yield gauge(
         "shoal:worker_state",
@@ -165,36 +165,40 @@ def of_workers(workers: Iterable[tuple[Worker[Any], WorkerView, int]]) -> Iterab
     for name, text, values in (
         (
             "dynamo_frontend_worker_active_decode_blocks",
-            "KV blocks of requests under way.",
+            "KV blocks of requests in flight.",
             [view.active_blocks for _, view, _, _ in found],
         ),
         (
             "dynamo_frontend_worker_active_prefill_tokens",
-            "Tokens of prompts whose first token is still to come.",
+            "Tokens of prompts without a first token yet.",
             [tokens for _, _, tokens, _ in found],
         ),
         (
             "shoal:worker_active_requests",
-            "Requests under way.",
+            "Requests in flight.",
             [view.active_requests for _, view, _, _ in found],
         ),
         (
             "shoal:worker_cached_blocks",
-            "KV blocks that it is known to have.",
+            "KV blocks that the worker is known to have.",
             [view.cached_blocks for _, view, _, _ in found],
         ),
         (
             "dynamo_component_router_kv_hit_rate",
-            "Share of prompt tokens that it had cached, since the router's start.",
+            "Share of prompt tokens that the worker had cached, since the router's start.",
             [view.hit_rate for _, view, _, _ in found],
         ),
     ):
         yield gauge(name, text, OF_WORKER, [(labels, value) for (*_, labels), value in zip(found, values)])
     for name, text, values in (
-        ("shoal:worker_requests", "Requests sent to it.", [worker.num_requests for worker, *_ in found]),
+        (
+            "shoal:worker_requests",
+            "Requests sent to the worker.",
+            [worker.num_requests for worker, *_ in found],
+        ),
         (
             "shoal:worker_breaks",
-            "Times that it failed, was absent or hung, and was left out until a probe found it well.",
+            "Times that the worker failed, was absent or hung, and got no requests until a probe succeeded.",
             [worker.num_breaks for worker, *_ in found],
         ),
     ):
@@ -202,7 +206,7 @@ def of_workers(workers: Iterable[tuple[Worker[Any], WorkerView, int]]) -> Iterab
 
 
 def of_feeds(feeds: Iterable[tuple[str, EventFeed]]) -> Iterable[Metric]:
-    """By the ids of their workers."""
+    """`feeds`: with the ids of their workers."""
     sums: dict[str, list[int]] = {}
     for worker_id, feed in feeds:
         of_worker = sums.setdefault(worker_id, [0, 0, 0])
@@ -210,7 +214,7 @@ def of_feeds(feeds: Iterable[tuple[str, EventFeed]]) -> Iterable[Metric]:
             of_worker[number] += count
     for number, (name, text) in enumerate(
         (
-            ("dynamo_component_kv_cache_events_applied", "Batches of KV events taken into the index."),
+            ("dynamo_component_kv_cache_events_applied", "Batches of KV events applied to the index."),
             ("shoal:kv_events_lost", "Gaps in a worker's KV events that no replay could fill."),
             ("shoal:kv_events_unreadable", "KV events that could not be read."),
         )
@@ -254,7 +258,7 @@ def of_planner(view: PlannerView) -> Iterable[Metric]:
     yield gauge("shoal:planner_desired_workers", "Workers as last decided.", *by("role", "desired"))
     yield gauge(
         "shoal:planner_pending_workers",
-        "Workers that are starting or ending, or have died and come again.",
+        "Workers that are starting or ending, or restart after a death.",
         OF_MODEL,
         [([name], found.pending) for name, found in models],
     )
@@ -269,6 +273,8 @@ def of_planner(view: PlannerView) -> Iterable[Metric]:
         *by("kind", "changes"),
     )
     yield counter(
-        "shoal:planner_failures", "Workers that it could not add, remove or move.", *by("kind", "failures")
+        "shoal:planner_failures",
+        "Workers that the planner could not add, remove or move.",
+        *by("kind", "failures"),
     )
     yield one_gauge("shoal:planner_max_gpus", "GPUs that all workers may have together.", view.max_gpus)

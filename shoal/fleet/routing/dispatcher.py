@@ -6,7 +6,8 @@
 
 Leaving the block releases the assignment. A WorkerFailedError that leaves the block counts against the
 worker, and a BusyError marks the worker as full. Both reach the caller, which asks for another assignment, or
-calls `dispatcher.forget(wanted)`."""
+calls `dispatcher.forget(request)`.
+"""
 
 from __future__ import annotations
 

@@ -638,7 +638,7 @@ async def test_decode_workers_take_turns_whoever_prefills():
 async def test_thresholds_change_while_it_runs():
     fleet = Fleet(FleetConfig(max_local_prefill_length=MAX_LOCAL), LoopClock())
     worker = Worker(WorkerInfo(id="p", url="", models=("m",), role="prefill"), None, fleet.clock.now)
-    fleet._place(worker)
+    fleet._add_to_models(worker)
     prefills = fleet.models["m"].prefills
     assert "p" in prefills.dispatcher.workers and not fleet.models["m"].dispatcher.workers
     assert fleet.view().prefill_queue.length == 0
@@ -650,7 +650,7 @@ async def test_thresholds_change_while_it_runs():
     for wrong in ({"max_local_prefill_length": -1}, {"max_prefill_queue_size": "many"}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             await fleet.configure(wrong)
-    fleet._displace(worker)
+    fleet._remove_from_models(worker)
     assert not fleet.models["m"].workers
 
 
@@ -658,7 +658,7 @@ async def test_thresholds_change_while_it_runs():
 async def test_what_waits_for_prefill_workers_is_told():
     fleet = Fleet(FleetConfig(), LoopClock())
     worker = Worker(WorkerInfo(id="p", url="", models=("m",), role="prefill"), None, fleet.clock.now)
-    fleet._place(worker)
+    fleet._add_to_models(worker)
     worker.reached()
     dispatcher = fleet.models["m"].prefills.dispatcher
     async with dispatcher.assign(RoutingRequest("a", list(range(9000)))):

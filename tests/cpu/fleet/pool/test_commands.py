@@ -265,6 +265,6 @@ async def test_a_worker_that_could_not_fall_asleep_is_awake():
 async def test_a_foreign_worker_is_named():
     rig = Rig("ab")
     rig.workers[1].info = WorkerInfo(id="b", url="http://w", models=("m",), is_foreign=True)
-    with pytest.raises(ConfigError, match="b: sleep is for our own workers"):
+    with pytest.raises(ConfigError, match="b: sleep needs native workers"):
         await rig.command(Sleep())
     assert not rig.log

@@ -436,9 +436,9 @@ def test_a_worker_of_another_model_or_hash_seed_is_set_aside_and_named(caplog):
             "d": "ready",
         }
         whys = {worker.id: worker.why for worker in s.fleet.view().workers}
-        assert "hash_seed" in whys["b"] and "foreign" in whys["c"]
+        assert "hash_seed" in whys["b"] and "external" in whys["c"]
         assert {await s.went() for _ in range(20)} == {"a", "d"}
-        with pytest.raises(ConfigError, match="has the id 'a'"):
+        with pytest.raises(ConfigError, match="got 'a'"):
             s.fleet.join(
                 Worker(WorkerInfo(id="a", url="http://else:1", models=("m",)), None, s.fleet.clock.now)
             )
@@ -456,7 +456,7 @@ def test_a_worker_that_was_set_aside_serves_when_the_others_have_gone():
         assert s.state("b") == "broken"
         gone = s.fleet.workers["a"]
         s.fleet.leave("a")
-        assert gone.why == "it is gone", "requests that move from it say why"
+        assert gone.why == "it has left", "requests that move from it say why"
         assert s.state("b") == "ready" and await s.went() == "b"
         assert s.fleet.models["m"] is not old, "what was offered by the old one's card is offered anew"
         s.fleet.leave("b")
