@@ -15,12 +15,12 @@ from shoal.text.tokenizer import Tokenizer
 
 @dataclass(slots=True)
 class Delta:
-    """What is new of one answer. The last delta of an answer has a finish_reason."""
+    """The new part of one answer. The last delta of an answer has a finish_reason."""
 
     index: int  # prompt number * n + answer number
     text: str  # "" without a tokenizer or with detokenize=False
     token_ids: list[int]
-    logprobs: list[TokenLogprobs] | None = None  # one entry a token, with texts
+    logprobs: list[TokenLogprobs] | None = None  # one entry per token, with texts
     prompt_logprobs: list[TokenLogprobs | None] | None = None  # once, with the first token
     finish_reason: str | None = None  # "stop" | "length" | "abort"
     stop_reason: int | str | None = None
@@ -28,11 +28,11 @@ class Delta:
 
 
 class Answer:
-    """The answer to one request, up to its end. It keeps only what the next tokens need; its reader keeps the
-    text and tokens that have come.
+    """The answer to one request. It keeps only the state that the next tokens need; the reader keeps the text
+    and the tokens so far.
 
     tokenizer: None for an answer without text. If the request has `output_token_ids`, the first new text
-    follows the text of those.
+    follows their text.
     """
 
     __slots__ = (
@@ -61,9 +61,10 @@ class Answer:
     def push(self, output: Output) -> str:
         """Takes the next output; returns the text that it adds. Its log-probabilities get texts.
 
-        A stop string ends the answer, whatever the engine says: `output` is cut behind the token that
-        completes the string, and gets its finish reason. Tokens behind it were drawn only because the engine
-        did not know, and how many depends on how steps were merged. Not to be called after the end.
+        A stop string ends the answer, even if the engine continues: `output` is cut after the token that
+        completes the string, and gets its finish reason. The engine sampled further tokens only because it
+        does not know stop strings; their number depends on how steps were merged. Not to be called after the
+        end.
         """
         text, stop = "", None
         ids, ends = output.token_ids, output.finish_reason is not None
@@ -86,8 +87,8 @@ class Answer:
         return text
 
     def _cut(self, output: Output, detokenizer: Detokenizer) -> tuple[str, str | None]:
-        """The text of several tokens and the stop string that ends it. Takes them one by one, to know which
-        one completes the string, and cuts `output` behind that one."""
+        """Returns the text of several tokens and the stop string that ends it. Takes the tokens one by one,
+        to find the token that completes the string, and cuts `output` after it."""
         ids, text, stop = output.token_ids, "", None
         ends, stopped = output.finish_reason is not None, output.finish_reason == FinishReason.STOP
         count = 0
@@ -110,7 +111,7 @@ class Answer:
 
 
 def add_to(whole: CompletionOutput, part: Output | Delta, text: str) -> None:
-    """Adds what is new of an answer, and its `text`."""
+    """Adds the new part of an answer, and its `text`."""
     whole.token_ids.extend(part.token_ids)
     whole.text += text
     if whole.logprobs is not None:

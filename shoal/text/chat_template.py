@@ -1,7 +1,7 @@
 """Chat templates turn messages into prompt text, through Jinja in a sandbox, with the names and rules that
 `transformers` gives to templates.
 
-A template comes with a checkpoint, so it is not trusted: it sees plain JSON values only. tokenizer.py turns
+A template is part of a checkpoint, so it is not trusted: it gets plain JSON values only. tokenizer.py turns
 the text into tokens.
 """
 
@@ -34,11 +34,12 @@ CONTINUE = "<|continue here|> "
 BILLING_LINE = re.compile(r"x-anthropic-billing-header:[^\n]*\n?")
 # The roles of OpenAI's API. A template may know others.
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# Names under which clients send thoughts. Templates read the first, but gpt-oss' and LFM2's the second.
+# Names under which clients send reasoning. Templates read the first, except gpt-oss' and LFM2's, which read
+# the second.
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 PLAIN_TYPES = frozenset({int, float, bool, type(None)})
-MOST_REPEATED = 10_000_000  # a template's `*` may make so many characters or items
-MOST_BITS = 100_000  # a template's `**` may make a number of so many bits
+MOST_REPEATED = 10_000_000  # limit for characters or items that a template's `*` makes
+MOST_BITS = 100_000  # limit for bits of a number that a template's `**` makes
 # A template's own code may raise these.
 FAILURES = (TypeError, ValueError, LookupError, ArithmeticError, AttributeError, RecursionError, MemoryError)
 
@@ -81,7 +82,7 @@ class ChatTemplate:
         **variables: Any,
     ) -> str:
         """Returns the prompt's text. Raises RequestError for malformed messages, and with the template's own
-        words if it refuses them.
+        message if it refuses them.
 
         If the template does not write tools or calls itself, they are written in the format of
         `tool_call_parser` (tool_prompt.py).
@@ -99,7 +100,7 @@ class ChatTemplate:
         tools = _plain(tools, "tools")
         if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
             raise RequestError(
-                f"tools {tools!r:.80} is no list of tools; a tool is "
+                f"tools must be a list of tools, got {tools!r:.80}; a tool is "
                 "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
             )
         own_roles = [i for i, message in enumerate(messages) if _has_own_role(message)]
@@ -145,7 +146,7 @@ class ChatTemplate:
             return None
 
     def _with_calls(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Returns the conversation with calls, their ids and arguments as the template takes them."""
+        """Returns the conversation with calls, ids and arguments in a form that the template accepts."""
         num_calls = [len(message.get("tool_calls") or ()) for message in messages]
         if max(num_calls) > 1 and not self._traits.takes_several_calls:
             messages = conversation.with_one_call_each(messages)
@@ -165,8 +166,8 @@ class ChatTemplate:
         return messages
 
     def _with_arguments(self, call: dict[str, Any]) -> dict[str, Any]:
-        """Returns the call with its arguments as the template takes them. A list or text is put into an
-        object if the template takes neither its own type nor text."""
+        """Returns the call with arguments that the template accepts. A list or text is put into an object if
+        the template accepts neither its own type nor text."""
         function = call.get("function", {})
         if "arguments" not in function:
             return call
@@ -184,10 +185,10 @@ class ChatTemplate:
         parts if the template loops over them, otherwise text."""
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RequestError(
-                f"messages[{i}] {message!r:.80} is no object with a role; a message is "
+                f"messages[{i}] must be an object with a role, got {message!r:.80}; a message is "
                 f"{{'role': 'user', 'content': 'text'}}"
             )
-        # As in OpenAI's API, a field that is None counts as absent.
+        # As in OpenAI's API, a field with None counts as absent.
         plain = _plain(message, f"messages[{i}]")
         message = {key: value for key, value in plain.items() if value is not None}
         if message["role"] == "developer" and not (self._knows_developer and self._traits.writes_developer):
@@ -203,17 +204,22 @@ class ChatTemplate:
             content = [{"type": "text", "text": t} for t in texts] if self._reads_parts else "\n".join(texts)
         elif not isinstance(content, str):
             raise RequestError(
-                f"messages[{i}].content {content!r:.80} is neither text nor a list of text parts"
+                f"messages[{i}].content must be text or a list of text parts, got {content!r:.80}; send one "
+                "of them"
             )
         calls = message.get("tool_calls", [])
-        if calls == []:  # some clients send it with each answer, and some templates count calls by the key
+        if (
+            calls == []
+        ):  # some clients send an empty list with each answer, and some templates count calls by the key
             message.pop("tool_calls", None)
         if not isinstance(calls, list):
-            raise RequestError(f"messages[{i}].tool_calls {calls!r:.80} are no list of calls")
+            raise RequestError(
+                f"messages[{i}].tool_calls must be a list of calls, got {calls!r:.80}; send one"
+            )
         for k, call in enumerate(calls):
             if not isinstance(call, dict) or not isinstance(call.get("function", {}), dict):
                 raise RequestError(
-                    f"messages[{i}].tool_calls[{k}] {call!r:.80} is no call; a call is "
+                    f"messages[{i}].tool_calls[{k}] must be a call, got {call!r:.80}; a call is "
                     f"{{'type': 'function', 'function': {{'name': ..., 'arguments': ...}}}}"
                 )
         if message["role"] == "assistant" and "content" not in message:
@@ -263,7 +269,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 class _Generation(jinja2.ext.Extension):
-    """The tag {% generation %} marks what a model wrote, for training. Here only its body counts."""
+    """The tag {% generation %}, which marks a model's text for training. Only its body is rendered."""
 
     tags = {"generation"}
 
@@ -275,18 +281,19 @@ class _Generation(jinja2.ext.Extension):
 def _checked(messages: Any) -> Sequence[Any]:
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError(
-            f"messages {messages!r:.80} is no list of messages; give [{{'role': 'user', 'content': 'text'}}]"
+            f"messages must be a list of messages, got {messages!r:.80}; give [{{'role': 'user', 'content': "
+            "'text'}}]"
         )
     return messages
 
 
 def _plain(value: Any, what: str) -> Any:
-    """Returns a copy that holds JSON values alone. An object with methods of its own would be a way out of
-    the sandbox. `what` names the value in errors."""
+    """Returns a copy of JSON values only. An object with its own methods could escape the sandbox. `what`
+    names the value in errors."""
     try:
         return _copied(value)
     except (TypeError, RecursionError) as error:
-        raise RequestError(f"{what}: {error}; only what JSON can express may be in a conversation") from None
+        raise RequestError(f"{what}: {error}; send JSON values only") from None
 
 
 def _copied(value: Any) -> Any:
@@ -302,16 +309,16 @@ def _copied(value: Any) -> Any:
     for plain in (str, bool, int, float):  # a subclass may have methods of its own
         if isinstance(value, plain):
             return plain(value)
-    raise TypeError(f"a {kind.__name__} is no value of JSON")
+    raise TypeError(f"a {kind.__name__} is not a JSON value")
 
 
 def _key(key: Any) -> str:
-    """Returns a key as text. Keys that are no text become what JSON writes for them."""
+    """Returns a key as text. Other keys become their JSON."""
     if isinstance(key, str):
         return str(key)
     if key is None or isinstance(key, (bool, int, float)):
         return json.dumps(key)
-    raise TypeError(f"keys must be texts, and {key!r:.80} is none")
+    raise TypeError(f"keys must be strings, got {key!r:.80}")
 
 
 def without_billing_line(text: str) -> str:
@@ -344,11 +351,11 @@ def _with_all_instructions(
     write: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]], source: str
 ) -> str:
     """Returns the prompt's text in the first of three forms in which the template writes all system and
-    developer messages: as they come, joined into one that leads, before the user's first words. If it changes
-    their text, so that they are not found in any, the first form that it takes counts. Raises RequestError
-    with the template's own words if it takes none.
+    developer messages: in their order, joined into a leading one, before the user's first message. If the
+    template changes their text, so that they are found in no form, the first accepted form is used. Raises
+    RequestError with the template's own message if it accepts no form.
 
-    A text that stands elsewhere, too, proves nothing: then marks are written in place of the instructions."""
+    If the text of an instruction also appears elsewhere, marks are rendered in place of the instructions."""
     texts = conversation.instructions(messages)
     others = [conversation.as_text(m["content"]) for m in messages if not _is_instruction(m)]
     is_doubtful = any(text.strip() in other for text in texts for other in (source, *others))
@@ -374,7 +381,7 @@ def _with_all_instructions(
             return text
         taken = text if taken is None else taken
     if taken is None:
-        raise RequestError(f"messages: the chat template does not take them: {refusal}") from None
+        raise RequestError(f"messages: the chat template refuses them: {refusal}") from None
     return taken
 
 
@@ -387,7 +394,7 @@ def _has_own_role(message: dict[str, Any]) -> bool:
 
 
 def _marked(number: int, message: dict[str, Any]) -> dict[str, Any]:
-    """Returns the message with words by which it is found in a prompt; one that says nothing stays."""
+    """Returns the message with a text by which it can be found in a prompt; an empty one stays."""
     content = message["content"]
     if _is_instruction(message) and not conversation.as_text(content).strip():
         return message
@@ -396,7 +403,7 @@ def _marked(number: int, message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _appears(text: str, prompt: str) -> bool:
-    """Whether a template has written `text`: it may have changed the white space."""
+    """True if the template has written `text`, possibly with other white space."""
     return text.strip() in prompt or "".join(text.split()) in "".join(prompt.split())
 
 
@@ -411,14 +418,14 @@ def _cut_at_mark(text: str) -> str:
     end = text.rfind(CONTINUE.strip())
     if end < 0:
         raise RequestError(
-            "the chat template does not write the final message's content, so nothing can continue it; "
+            "the chat template does not write the final message's content, so it cannot be continued; "
             "drop continue_final_message"
         )
     return text[:end] if text.startswith(CONTINUE, end) else text[:end].rstrip()
 
 
 def _loops_over_content(tree: nodes.Template) -> bool:
-    """Whether the template loops over a message's content, or maps it, directly or through a variable that is
+    """True if the template loops over a message's content, or maps it, directly or through a variable that is
     set from it."""
     names = {"content"}
 
@@ -450,7 +457,7 @@ def _loops_over_content(tree: nodes.Template) -> bool:
 
 
 def _names(tree: nodes.Template, name: str) -> bool:
-    """Whether the template reads an attribute of this name, or has this text as a constant."""
+    """True if the template reads an attribute of this name, or has this text as a constant."""
     return any(node.attr == name for node in tree.find_all(nodes.Getattr)) or any(
         node.value == name for node in tree.find_all(nodes.Const)
     )
@@ -463,7 +470,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson`. Jinja's own filter escapes HTML, and no model was trained on that."""
+    """Implements the filter `tojson`. Jinja's own filter escapes HTML, which models were not trained on."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,5 +1,5 @@
-"""Conversations as clients send them, made into what a chat template takes. Nothing that was said is lost:
-what a template has no place for is written where it has one."""
+"""Converts conversations of clients into forms that a chat template accepts. No text is lost: text without a
+place in the template is written to a place that it has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 Message = dict[str, Any]
 
 INSTRUCTIONS = ("system", "developer")
-# Half a character, as an escape of JSON: its writer has cut a text amid an emoji. A whole character, and any
+# A lone surrogate as an escape of JSON: its writer has cut a text within an emoji. A whole character, and any
 # other escape, is matched before it.
 HALF_CHARACTER = re.compile(
     r"(\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\(?!u[dD][89a-fA-F]).)"
@@ -25,12 +25,12 @@ SIGNS = string.digits + string.ascii_letters
 
 
 def with_whole_escapes(text: str) -> str:
-    """Returns JSON with U+FFFD in place of each escape that is half a character."""
+    """Returns JSON with U+FFFD in place of each escape of a lone surrogate."""
     return HALF_CHARACTER.sub(lambda found: found[1] or "\\ufffd", text)
 
 
 def with_whole_characters(text: str) -> str:
-    """Returns the text with U+FFFD in place of each half of a character, which no tokenizer takes."""
+    """Returns the text with U+FFFD in place of each lone surrogate, which tokenizers refuse."""
     if not text.isascii():
         try:
             text.encode()
@@ -40,19 +40,19 @@ def with_whole_characters(text: str) -> str:
 
 
 def instructions(messages: Sequence[Message]) -> list[str]:
-    """Returns the texts of all system and developer messages that say something."""
+    """Returns the texts of all system and developer messages with text."""
     texts = [as_text(message["content"]) for message in messages if message["role"] in INSTRUCTIONS]
     return [text for text in texts if text.strip()]
 
 
 def with_one_instruction(messages: Sequence[Message]) -> list[Message]:
-    """Returns the conversation with all system and developer messages joined into one that leads."""
+    """Returns the conversation with all system and developer messages joined into a leading one."""
     text = "\n\n".join(instructions(messages))
     return [{"role": "system", "content": text}, *_without_instructions(messages)]
 
 
 def with_instructions_of_user(messages: Sequence[Message]) -> list[Message]:
-    """Returns the conversation with all system and developer messages before the first words of the user."""
+    """Returns the conversation with all system and developer messages before the user's first text."""
     rest = _without_instructions(messages)
     text = "\n\n".join(instructions(messages))
     if not text:
@@ -66,8 +66,8 @@ def with_instructions_of_user(messages: Sequence[Message]) -> list[Message]:
 
 
 def _without_instructions(messages: Sequence[Message]) -> list[Message]:
-    """Returns the conversation without system and developer messages. Messages of the user between which one
-    stood become one, as many templates want the roles to take turns."""
+    """Returns the conversation without system and developer messages. User messages around a removed one are
+    joined, as many templates require alternating roles."""
     found: list[Message] = []
     was_between = False
     for message in messages:
@@ -84,8 +84,8 @@ def _without_instructions(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_calls_alone(messages: Sequence[Message]) -> list[Message]:
-    """Returns the conversation with null content beside calls; text beside them becomes a message of its
-    own."""
+    """Returns the conversation with null content in messages with calls; their text becomes a separate
+    message."""
     found: list[Message] = []
     for message in messages:
         if message.get("tool_calls"):
@@ -97,10 +97,10 @@ def with_calls_alone(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_words_in_results(messages: Sequence[Message]) -> list[Message]:
-    """Returns the conversation in which the words of the user that follow the result of a call stand at its
-    end. An instruction may stand between them."""
+    """Returns the conversation with the user's text after the result of a call moved to the end of the
+    result. Instructions may be between them."""
     found: list[Message] = []
-    result: int | None = None  # where the last result is, if only instructions followed
+    result: int | None = None  # index of the last result, if only instructions followed
     for message in messages:
         if message["role"] == "user" and result is not None:
             text = f"{as_text(found[result]['content'])}\n\n{as_text(message['content'])}"
@@ -115,9 +115,9 @@ def with_words_in_results(messages: Sequence[Message]) -> list[Message]:
 
 
 def with_one_call_each(messages: Sequence[Message]) -> list[Message]:
-    """Returns the conversation with a message for each call, and behind it the result of that call."""
+    """Returns the conversation with a message for each call, and after it the result of that call."""
     found: list[Message] = []
-    results: list[Message] = []  # they were put behind the last calls
+    results: list[Message] = []  # the results were moved behind their calls
     for i, message in enumerate(messages):
         calls = message.get("tool_calls") or []
         if len(calls) < 2:
@@ -145,8 +145,8 @@ def _results_behind(messages: Sequence[Message], i: int) -> list[Message]:
 
 
 def with_short_ids(messages: Sequence[Message]) -> list[Message]:
-    """Returns the conversation with nine letters and digits for the id of each call. Ids that are missing are
-    made, and results without one belong to the calls in their order."""
+    """Returns the conversation with nine letters and digits for the id of each call. Missing ids are
+    generated, and results without an id belong to the calls in their order."""
     found: list[Message] = []
     open_ids: list[str] = []
     for i, message in enumerate(messages):
@@ -179,9 +179,9 @@ def _short(call_id: Any) -> str:
 
 
 def parsed_arguments(given: Any) -> Any:
-    """Returns the arguments of a call, which OpenAI's API carries as JSON text, as an object, a list or text.
-    Text that is no JSON stays text: models make such mistakes, and agents send them back with an error for
-    the model to see."""
+    """Returns the arguments of a call, which are JSON text in OpenAI's API, as an object, a list or text.
+    Invalid JSON stays text: models make such errors, and agents send them back with an error for the model to
+    see."""
     value = given
     if isinstance(given, str):
         try:
@@ -194,5 +194,5 @@ def parsed_arguments(given: Any) -> Any:
 
 
 def as_text(content: Any) -> str:
-    """Returns a message's content, which is text, a list of text parts or nothing, as text."""
+    """Returns a message's content (text, a list of text parts, or None) as text."""
     return content if isinstance(content, str) else "\n".join(part["text"] for part in content or ())

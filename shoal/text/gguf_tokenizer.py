@@ -1,8 +1,8 @@
 """Builds a `tokenizers` backend from GGUF metadata, as the format defines it: byte-level BPE ("gpt2") or
 SentencePiece ("llama").
 
-The metadata holds the vocabulary and the merges, but only the name of the pre-tokenizer. PRE_TOKENIZERS says
-what the published tokenizer.json files of these names do. weights/gguf.py reads the file, and tokenizer.py
+The metadata has the vocabulary and the merges, but only the name of the pre-tokenizer. PRE_TOKENIZERS has the
+rules of the published tokenizer.json files with these names. weights/gguf.py reads the file, and tokenizer.py
 uses the backend.
 """
 
@@ -23,8 +23,8 @@ from shoal.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
-# Every cut of every token of a SentencePiece vocabulary is looked at, so its size needs a bound. Published
-# vocabularies have up to 2 million characters, and 64 in a token.
+# The builder visits every split of every token of a SentencePiece vocabulary, so its size needs a bound.
+# Published vocabularies have up to 2 million characters, and up to 64 in a token.
 MAX_CHARACTERS, MAX_TOKEN_LEN = 16 << 20, 512
 WAY_OUT = "convert the model again, or give another tokenizer with the option `tokenizer`"
 
@@ -35,9 +35,9 @@ class TokenType(IntEnum):
     NORMAL = 1
     UNKNOWN = 2
     CONTROL = 3
-    USER_DEFINED = 4  # It is matched as a whole, and shown in decoded text, as <think> is.
-    UNUSED = 5  # It pads the vocabulary to the size of the embedding.
-    BYTE = 6  # one byte, spelled as <0x0A>
+    USER_DEFINED = 4  # Matched as a whole, and shown in decoded text, such as <think>.
+    UNUSED = 5  # Pads the vocabulary to the size of the embedding.
+    BYTE = 6  # one byte, written as <0x0A>
 
 
 ADDED_TYPES = frozenset({TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DEFINED})
@@ -45,13 +45,13 @@ ADDED_TYPES = frozenset({TokenType.UNKNOWN, TokenType.CONTROL, TokenType.USER_DE
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """How a text is split before BPE. Each pattern splits the pieces that the patterns before it have
+    """Rules for splitting a text before BPE. Each pattern splits the pieces that the earlier patterns have
     left."""
 
     patterns: tuple[str, ...]
     nfc: bool = False
-    ignore_merges: bool = False  # A piece that is itself a token is not split, whatever the merges say.
-    add_bos: bool = False  # The file may say otherwise.
+    ignore_merges: bool = False  # True: a piece that is a token is not split, regardless of the merges.
+    add_bos: bool = False  # Default; the file may have another value.
 
 
 _CONTRACTION = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -97,8 +97,8 @@ PRE_TOKENIZERS = {
     "deepseek-coder": PreTokenizer(("[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _CJK, r"\p{N}")),
 }
 
-# A chat model ends a turn with one of these and a document with another. A file names only one of them as its
-# end of text.
+# A chat model ends a turn with one of these tokens and a document with another. A file names only one of them
+# as end of text.
 END_TOKENS = frozenset({"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"})
 _DEFAULT_IDS = {"llama": {"bos": 1, "eos": 2, "unknown": 0}}
 _ROLES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
@@ -131,7 +131,7 @@ def build_backend(metadata: Mapping[str, Any]) -> Backend:
         )
         add_bos = True
     else:
-        raise CheckpointError(f"tokenizer.ggml.model {kind!r:.80} is not one of 'gpt2', 'llama'; {WAY_OUT}")
+        raise CheckpointError(f"tokenizer.ggml.model must be 'gpt2' or 'llama', got {kind!r:.80}; {WAY_OUT}")
     added = {token: TokenType(of) for token, of in zip(tokens, types) if of in ADDED_TYPES}
     backend.add_special_tokens(
         [AddedToken(t, normalized=False) for t, of in added.items() if of is not TokenType.USER_DEFINED]
@@ -157,7 +157,7 @@ def special_tokens(metadata: Mapping[str, Any]) -> dict[str, str]:
 
 
 def end_token_ids(metadata: Mapping[str, Any], backend: Backend) -> list[int]:
-    """Returns every id that ends an answer: those that the file names, then special tokens of END_TOKENS."""
+    """Returns every id that ends an answer: the ones named in the file, then special tokens of END_TOKENS."""
     named = [_id(metadata, key) for key in ("eos", "eot", "eom")]
     known = [
         i
@@ -190,7 +190,7 @@ def _list(metadata: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
         raise CheckpointError(f"the GGUF file has no tokenizer.ggml.{name}; {WAY_OUT}")
     if not isinstance(values, list) or not set(map(type, values)) <= set(kinds):
         raise CheckpointError(
-            f"tokenizer.ggml.{name} {values!r:.80} is no list of {kinds[0].__name__}; {WAY_OUT}"
+            f"tokenizer.ggml.{name} must be a list of {kinds[0].__name__}, got {values!r:.80}; {WAY_OUT}"
         )
     return values
 
@@ -198,13 +198,14 @@ def _list(metadata: Mapping[str, Any], name: str, *kinds: type) -> list[Any]:
 def _id(metadata: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
     value = metadata.get(f"tokenizer.ggml.{name}_token_id", default)
     if value is not None and type(value) is not int:
-        raise CheckpointError(f"tokenizer.ggml.{name}_token_id {value!r:.80} is no token id; {WAY_OUT}")
+        raise CheckpointError(
+            f"tokenizer.ggml.{name}_token_id must be a token id, got {value!r:.80}; {WAY_OUT}"
+        )
     return value
 
 
 def _set_ends(backend: Backend, bos: str | None, eos: str | None) -> None:
-    """Sets which tokens `encode` adds before and after a text. A token that the vocabulary lacks is not
-    added."""
+    """Sets the tokens that `encode` adds before and after a text, if the vocabulary has them."""
     ends = {t: i for t in (bos, eos) if t is not None and (i := backend.token_to_id(t)) is not None}
     single = [*([bos] if bos in ends else []), "$A", *([eos] if eos in ends else [])]
     backend.post_processor = TemplateProcessing(single=single, special_tokens=list(ends.items()))
@@ -221,7 +222,7 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
         name = "default"
     if not isinstance(name, str) or name not in PRE_TOKENIZERS:
         raise CheckpointError(
-            f"tokenizer.ggml.pre {name!r:.80} is not one of {', '.join(PRE_TOKENIZERS)}; {WAY_OUT}"
+            f"tokenizer.ggml.pre must be one of {', '.join(PRE_TOKENIZERS)}, got {name!r:.80}; {WAY_OUT}"
         )
     return PRE_TOKENIZERS[name]
 
@@ -229,7 +230,7 @@ def _pre_tokenizer(metadata: Mapping[str, Any]) -> PreTokenizer:
 def _bpe(vocab: dict[str, int], merges: list[tuple[str, str]], **options: Any) -> Backend:
     try:
         return Backend(models.BPE(vocab=vocab, merges=merges, **options))
-    except Exception as error:  # noqa: BLE001 - the library raises nothing narrower
+    except Exception as error:  # noqa: BLE001 - the library raises plain Exception
         raise CheckpointError(f"the tokenizer in the GGUF file is damaged: {error}; {WAY_OUT}") from None
 
 
@@ -238,7 +239,7 @@ def _byte_level(tokens: list[str], types: list[int], merges: list[str], pre: Pre
     for merge in merges:
         left, space, right = merge.partition(" ")
         if not space:
-            raise CheckpointError(f"tokenizer.ggml.merges holds {merge!r:.80}, which is no pair; {WAY_OUT}")
+            raise CheckpointError(f"tokenizer.ggml.merges must be pairs, got {merge!r:.80}; {WAY_OUT}")
         pairs.append((left, right))
     backend = _bpe(_vocabulary(tokens, types), pairs, ignore_merges=pre.ignore_merges)
     if pre.nfc:
@@ -255,12 +256,12 @@ def _sentencepiece(
     tokens: list[str], types: list[int], scores: list[float], add_space_prefix: bool
 ) -> Backend:
     """Builds a SentencePiece tokenizer as BPE. SentencePiece joins the two neighbours whose joint piece has
-    the best score, so each way to split a piece in two is a merge, and the best score comes first."""
+    the best score, so every split of a piece in two becomes a merge, sorted by score."""
     if sum(map(len, tokens)) > MAX_CHARACTERS or max(map(len, tokens), default=0) > MAX_TOKEN_LEN:
         raise CheckpointError(
             f"tokenizer.ggml.tokens has {sum(map(len, tokens))} characters, up to "
             f"{max(map(len, tokens))} a token, more than the {MAX_CHARACTERS} and "
-            f"{MAX_TOKEN_LEN} that are taken; {WAY_OUT}"
+            f"{MAX_TOKEN_LEN} allowed; {WAY_OUT}"
         )
     mergeable = {TokenType.NORMAL, TokenType.USER_DEFINED}
     ordinary = {t: s for t, kind, s in zip(tokens, types, scores) if kind in mergeable}
@@ -271,7 +272,7 @@ def _sentencepiece(
         if piece[:cut] in ordinary and piece[cut:] in ordinary
     ]
     if not all(map(math.isfinite, scores)):
-        raise CheckpointError(f"tokenizer.ggml.scores holds what is no finite number; {WAY_OUT}")
+        raise CheckpointError(f"tokenizer.ggml.scores must be finite numbers; {WAY_OUT}")
     ranked.sort(key=lambda merge: merge[0])
     unknown = next((t for t, kind in zip(tokens, types) if kind == TokenType.UNKNOWN), None)
     backend = _bpe(

@@ -1,5 +1,5 @@
-"""Makes `Request`s out of prompts and sampling parameters, and says what a model requires of one. `LLM` and
-the server use it; answer.py turns outputs into text again.
+"""Builds `Request`s from prompts and sampling parameters, and checks them for a model. `LLM` and the server
+use it; answer.py turns outputs into text.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ from shoal.text.tokenizer import Tokenizer
 
 
 class RequestBuilder:
-    """Makes the requests for one model.
+    """Builds the requests for one model.
 
-    tokenizer: None where the engine runs without one. seed: requests that bring no seed get one that follows
-    from this number.
-    closes_objects: whether objects of a JSON schema have only the keys that it names, where neither it nor
-    the request says so.
+    tokenizer: None if the engine runs without one. seed: the source of seeds for requests without one.
+    closes_objects: objects of a JSON schema have only the keys that it names, unless it or the request says
+    otherwise.
     """
 
     def __init__(
@@ -40,9 +39,9 @@ class RequestBuilder:
         self._seeds = random.Random(seed)
 
     def check_grammar(self, params: SamplingParams) -> None:
-        """Raises RequestError for structured outputs that cannot be used. Takes up to half a second."""
+        """Raises RequestError for unusable structured outputs. Takes up to half a second."""
         if params.structured_outputs is not None:
-            # here, as the grammar library takes a while to import and most requests do without
+            # imported here, as the grammar library takes long to import and most requests do not need it
             from shoal.text.grammar import structured
 
             structured.check(params.structured_outputs, self.closes_objects)
@@ -64,13 +63,13 @@ class RequestBuilder:
         external_id: str = "",
         trace_headers: dict[str, str] | None = None,
     ) -> list[Request]:
-        """`params.n` requests for each prompt (a list of token ids), prompt by prompt. Answer i of a prompt
-        draws with seed + i.
+        """Returns `params.n` requests for each prompt (a list of token ids), prompt by prompt. Answer i of a
+        prompt is sampled with seed + i.
 
-        request_ids: an id for each request, in that order. max_tokens: of each prompt's answers, in place of
-        `params.max_tokens`. output_token_ids: the first tokens of each answer, drawn elsewhere; the engine
-        goes on behind them. external_id, trace_headers: see Request. Raises RequestError for stop strings and
-        bad words without a tokenizer.
+        request_ids: an id for each request, in that order. max_tokens: for each prompt's answers, in place of
+        `params.max_tokens`. output_token_ids: the first tokens of each answer, sampled elsewhere; the engine
+        continues after them. external_id, trace_headers: see Request. Raises RequestError for stop strings
+        and bad words without a tokenizer.
         """
         if (params.stop or params.bad_words) and self.tokenizer is None:
             raise RequestError(
@@ -111,8 +110,8 @@ class RequestBuilder:
 
 
 def copy_params(params: SamplingParams) -> SamplingParams:
-    """A copy that is not checked again, as `replace` would. (The way of `copy` with slots takes more than
-    twice as long, and each request has its own copy.)"""
+    """Returns a copy without the checks of `replace`. (`copy` with slots takes more than twice as long, and
+    each request has its own copy.)"""
     if type(params) is not SamplingParams:
         return copy(params)
     own = object.__new__(SamplingParams)
@@ -122,8 +121,8 @@ def copy_params(params: SamplingParams) -> SamplingParams:
 
 
 def check_request(request: Request, vocab_size: int, max_logprobs: int) -> None:
-    """Raises RequestError for what a model with that vocabulary cannot do. An engine checks each request
-    once, when it takes it. max_logprobs: the most log-probabilities of a token; -1 is no limit."""
+    """Raises RequestError for a request that is impossible for a model with this vocabulary. An engine checks
+    each request once, on arrival. max_logprobs: the most log-probabilities per token; -1: any number."""
     params, ids = request.params, request.prompt_token_ids
     if not ids:
         raise RequestError("prompt is empty (0 tokens); give at least one token")
@@ -132,18 +131,19 @@ def check_request(request: Request, vocab_size: int, max_logprobs: int) -> None:
         _check_output(request, vocab_size)
     if request.embed and (request.offers_kv or request.kv_ticket is not None):
         raise RequestError(
-            "an embedding neither offers KV blocks nor takes any; leave out offers_kv and kv_ticket"
+            "an embedding neither offers nor reads KV blocks; leave out offers_kv and kv_ticket"
         )
     if request.fetches_only and (request.kv_ticket is None or request.embed or request.output_token_ids):
         raise RequestError(
-            "fetches_only brings the KV blocks of a prompt in: give the kv_ticket, and leave embed and "
+            "fetches_only reads the KV blocks of a prompt: give the kv_ticket, and leave embed and "
             "output_token_ids out"
         )
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
         for token_id in getattr(params, name) or ():
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
-                    f"{name} names token id {token_id}, outside the vocabulary [0, {vocab_size}); drop it"
+                    f"{name} must have token ids in [0, {vocab_size}), the vocabulary, got {token_id}; drop "
+                    "it"
                 )
     if params.allowed_token_ids is not None:
         banned = {word[0] for word in request.bad_word_ids if len(word) == 1}
@@ -158,13 +158,13 @@ def check_request(request: Request, vocab_size: int, max_logprobs: int) -> None:
         if asked is not None and max_logprobs >= 0 and (vocab_size if asked < 0 else asked) > max_logprobs:
             count = f"{asked} (all)" if asked < 0 else asked
             raise RequestError(
-                f"{name} {count} is more than max_logprobs {max_logprobs}; ask for fewer or raise "
+                f"{name} must be <= max_logprobs {max_logprobs}, got {count}; ask for fewer or raise "
                 "max_logprobs of the engine"
             )
 
 
 def _check_output(request: Request, vocab_size: int) -> None:
-    """Raises RequestError if nothing is left to do behind the tokens that are output already."""
+    """Raises RequestError if output_token_ids leave no token to generate."""
     _check_token_ids("output_token_ids", request.output_token_ids, vocab_size)
     if request.embed:
         raise RequestError("output_token_ids belong to an answer, and an embedding has none; leave them out")
@@ -185,5 +185,5 @@ def _check_token_ids(name: str, ids: list[int], vocab_size: int) -> None:
     if not valid:
         bad = next(i for i in ids if not 0 <= i < vocab_size)
         raise RequestError(
-            f"{name} holds token id {bad}, outside the vocabulary [0, {vocab_size}); check the tokenizer"
+            f"{name} must have token ids in [0, {vocab_size}), the vocabulary, got {bad}; check the tokenizer"
         )

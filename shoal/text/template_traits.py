@@ -1,5 +1,5 @@
-"""What a chat template takes, found out by trying it with short conversations: its source tells too little,
-as templates refuse, drop and rename by conditions of their own."""
+"""Traits of a chat template, found by rendering short conversations: its source is not enough, as templates
+refuse, drop and rename fields under arbitrary conditions."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ USER: Message = {"role": "user", "content": "Hello"}
 
 
 class TemplateTraits:
-    """Each trait is tried when it is first asked for, and kept."""
+    """Traits of one template. Each is determined on first use, and cached."""
 
     def __init__(self, render: Callable[[list[Message]], str | None]) -> None:
-        """render: a conversation through the template; None if it refuses."""
+        """render: renders a conversation; returns None if the template refuses it."""
         self._render = render
         self._takes_arguments: dict[type, bool] = {}
 
     @functools.cached_property
     def takes_several_calls(self) -> bool:
-        """Whether a message may have several calls. False only if a message with one is taken."""
+        """True if a message may have several calls, or if a message with one call is refused, too."""
         both = self._texts(*_calls("probe_a", "probe_b"))
         return any("probe_a" in text and "probe_b" in text for text in both) or not self._texts(
             *_calls("probe_a")
@@ -35,11 +35,11 @@ class TemplateTraits:
 
     @functools.cached_property
     def wants_short_ids(self) -> bool:
-        """Whether a call's id must have nine letters and digits."""
+        """True if a call's id must have nine letters and digits."""
         return not self._texts(*_calls("probe_a", call_id=LONG_ID)) and bool(self._texts(*_calls("probe_a")))
 
     def takes_arguments(self, arguments: Any) -> bool:
-        """Whether the template writes a call's arguments of this type: an object, a list, or text."""
+        """True if the template writes a call's arguments of this type: an object, a list, or text."""
         kind = type(arguments)
         if kind not in self._takes_arguments:
             tried: Any = {"x": WORD} if kind is dict else [WORD] if kind is list else WORD
@@ -49,13 +49,13 @@ class TemplateTraits:
 
     @functools.cached_property
     def takes_null_beside_calls(self) -> bool:
-        """Whether the content of an answer with calls may be null."""
+        """True if the content of an answer with calls may be null."""
         texts = self._texts(*_calls("probe_a"), contents=(None,))
         return any("None" not in text for text in texts)
 
     @functools.cached_property
     def wants_null_beside_calls(self) -> bool:
-        """Whether the template drops the calls of an answer whose content is not null."""
+        """True if the template drops the calls of an answer whose content is not null."""
 
         def writes_calls(content: str | None) -> bool:
             return any(WORD in text for text in self._texts(*_calls("probe_a"), contents=(content,)))
@@ -64,18 +64,18 @@ class TemplateTraits:
 
     @functools.cached_property
     def takes_words_after_results(self) -> bool:
-        """Whether the user may speak right after the result of a call. False only if a result is taken."""
+        """True if a user message may follow the result of a call, or if a result is refused, too."""
         call = _calls("probe_a")
         return bool(self._texts(*call, more=[USER])) or not self._texts(*call)
 
     @functools.cached_property
     def takes_thoughts_beside_words(self) -> bool:
-        """Whether an answer with calls may have both content and `thinking`."""
+        """True if an answer with calls may have both content and `thinking`."""
         return bool(self._texts(*_calls("probe_a"), contents=(OTHER,), thoughts={"thinking": OTHER}))
 
     @functools.cached_property
     def takes_empty_answers(self) -> bool:
-        """Whether an answer without calls may be empty. False only if another answer is taken."""
+        """True if an answer without calls may be empty, or if other answers are refused, too."""
 
         def takes(content: str) -> bool:
             return self._render([USER, {"role": "assistant", "content": content}, USER]) is not None
@@ -84,12 +84,12 @@ class TemplateTraits:
 
     @functools.cached_property
     def takes_null(self) -> bool:
-        """Whether the content of an answer without calls may be null."""
+        """True if the content of an answer without calls may be null."""
         return _is_nothing(self._render([USER, {"role": "assistant", "content": None}, USER]))
 
     @functools.cached_property
     def writes_developer(self) -> bool:
-        """Whether the template writes messages of the role `developer`."""
+        """True if the template writes messages of the role `developer`."""
         return WORD in (self._render([{"role": "developer", "content": WORD}, USER]) or "")
 
     def _texts(
@@ -99,9 +99,9 @@ class TemplateTraits:
         more: Sequence[Message] = (),
         thoughts: Message | None = None,
     ) -> list[str]:
-        """Returns the texts that the template makes of an answer with these calls, their results and `more`:
-        one for each form of the content, and of arguments where none are given, so that a trait does not
-        depend on another one. Forms that the template refuses are left out."""
+        """Returns the rendered texts of an answer with these calls, their results and `more`: one for each
+        form of the content, and of the arguments if they are not given, so that traits are independent of
+        each other. Refused forms are left out."""
         found = []
         for content in contents:
             for as_given in (dict, json.dumps):

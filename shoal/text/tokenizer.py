@@ -1,5 +1,5 @@
-"""The tokenizer: it turns text into ids and ids into text, for a Hugging Face folder or a GGUF file. Its
-methods have the names of transformers' tokenizers.
+"""The tokenizer: turns text into ids and ids into text, for a Hugging Face folder or a GGUF file. Its methods
+have the names of transformers' tokenizers.
 
 The `tokenizers` library encodes. Decoding goes token by token through bytes (TokenBytes), so that a whole
 text and a stream of tokens (detokenizer.py) cannot differ. chat_template.py renders chat templates, and
@@ -41,16 +41,16 @@ class TokenizerFiles(Protocol):
     """The part of a resolved checkpoint that `load_tokenizer` reads."""
 
     @property
-    def kind(self) -> str: ...  # "gguf", or something else for a folder
+    def kind(self) -> str: ...  # "gguf", or another name for a folder
 
     @property
-    def path(self) -> Path: ...  # errors name it
+    def path(self) -> Path: ...  # named in errors
 
     @property
     def folder(self) -> Path: ...
 
     @property
-    def metadata(self) -> Mapping[str, Any]: ...  # of a GGUF file
+    def metadata(self) -> Mapping[str, Any]: ...  # only for a GGUF file
 
 
 def load_tokenizer(
@@ -78,15 +78,15 @@ def load_tokenizer(
 
 
 def end_token_ids(of_model: Iterable[int], tokenizer: Tokenizer | None, vocab_size: int) -> tuple[int, ...]:
-    """Returns every id that ends a text. Llama 3, for one, has several. Some configs name ids that the model
-    does not have; these are left out."""
+    """Returns every end-of-text id. Llama 3, for example, has several. Ids of a config that the model does
+    not have are left out."""
     ids = dict.fromkeys((*of_model, *(tokenizer.eos_token_ids if tokenizer is not None else ())))
     return tuple(i for i in ids if i < vocab_size)
 
 
 class Tokenizer:
-    """One model's tokenizer. An id beyond the vocabulary decodes to nothing and is no error, because models
-    pad their vocabularies."""
+    """One model's tokenizer. An id beyond the vocabulary decodes to an empty text without an error, because
+    models pad their vocabularies."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Tokenizer:
         templates: "default" is used unless there are tools and a template "tool_use"."""
         backend.no_truncation()
         backend.no_padding()
-        # A special token is left out of decoded text even if the file does not mark it as special.
+        # Special tokens are left out of decoded text, even if the file does not mark them as special.
         marked = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
         backend.add_special_tokens(
             [
@@ -110,12 +110,14 @@ class Tokenizer:
         )
         self._backend = backend
         self.special_tokens_map = dict(special_tokens)
-        # A byte order mark, as editors of Windows write it, is not part of the template.
+        # A byte order mark, written by editors of Windows, is not part of the template.
         self.chat_templates = {
             name: template.removeprefix("\ufeff") for name, template in (chat_templates or {}).items()
         }
         self._compiled: dict[str, ChatTemplate] = {}  # the model's own templates, by name
-        self._told_of_tools = False  # the log has said that the template has no place for tools
+        self._told_of_tools = (
+            False  # True once the log has a warning that the template has no place for tools
+        )
         own = [self.eos_token_id] if self.eos_token_id is not None else []
         self.eos_token_ids = tuple(dict.fromkeys([*own, *eos_token_ids]))
         self.all_special_ids = sorted(
@@ -141,7 +143,7 @@ class Tokenizer:
                 "or name a folder that has one with the option `tokenizer`"
             )
         content = read_bounded(file, MAX_TOKENIZER_BYTES).removeprefix(codecs.BOM_UTF8)
-        with refusing(f"{file} is no tokenizer"):
+        with refusing(f"{file} must be a tokenizer"):
             backend = Backend.from_buffer(content)
         settings = read_object(folder / "tokenizer_config.json")
         named = read_object(folder / "special_tokens_map.json")
@@ -160,7 +162,7 @@ class Tokenizer:
             if role not in special and ids and (text := backend.id_to_token(ids[0])) is not None:
                 special[role] = text
         templates = _chat_templates(folder, settings)
-        with refusing(f"{file} is no tokenizer"):
+        with refusing(f"{file} must be a tokenizer"):
             try:
                 return cls(backend, special, ends, templates)
             except CheckpointError as error:
@@ -183,30 +185,29 @@ class Tokenizer:
     # Text and ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Returns the ids of a text. Raises RequestError if it holds half a character (a lone surrogate).
-        Other threads run while a long text is encoded."""
+        """Returns the ids of a text. Raises RequestError for a lone surrogate. Other threads run while a long
+        text is encoded."""
         try:
-            if len(text) < LONG_TEXT:  # encode_batch_fast frees Python's lock, but costs more to begin
+            if len(text) < LONG_TEXT:  # encode_batch_fast releases the GIL, but has a higher fixed cost
                 return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
             return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError:
             raise RequestError(
-                f"the prompt {text!r:.80} is no text of whole characters; give a str without lone surrogates"
+                f"the prompt must be a str without lone surrogates, got {text!r:.80}; remove them"
             ) from None
         except BaseException as error:
             if type(error) is not Exception and not _is_panic(error):
                 raise
-            # The library raises a bare Exception where the vocabulary lacks the model's own unk_token, and
-            # panics where a pattern of the checkpoint's pre-tokenizer needs too many tries.
+            # The library raises a bare Exception if the vocabulary lacks the model's own unk_token, and
+            # panics if a pattern of the checkpoint's pre-tokenizer backtracks too much.
             raise RequestError(
-                f"the model's tokenizer cannot take the prompt {text!r:.80}: {error}; "
+                f"the model's tokenizer cannot encode the prompt {text!r:.80}: {error}; "
                 "change or shorten it, or give another tokenizer with the option `tokenizer`"
             ) from None
 
     @functools.cached_property
     def longest_token(self) -> int:
-        """The largest number of bytes of a text that one token may stand for. The first call looks at every
-        token."""
+        """Returns the largest number of bytes of text per token. The first call visits every token."""
         longest = max((len(self.token_bytes[i]) for i in range(len(self))), default=1)
         # A normalizer may shorten a text before it is cut into tokens: four bytes of a composed letter may
         # become one.
@@ -219,22 +220,22 @@ class Tokenizer:
         return {"input_ids": [self.encode(each, add_special_tokens) for each in text]}
 
     def decode(self, token_ids: int | Iterable[int], skip_special_tokens: bool = True) -> str:
-        """Returns the text of ids. Bytes that are no whole character become U+FFFD."""
+        """Returns the text of ids. Bytes of incomplete characters become U+FFFD."""
         pieces = self.shown_bytes if skip_special_tokens else self.token_bytes
         ids = [token_ids] if isinstance(token_ids, int) else token_ids
         text = b"".join([pieces[i] for i in ids]).decode("utf-8", pieces.errors)
         return text.removeprefix(" ") if pieces.strips_first_space else text
 
     def token_text(self, token_id: int) -> str:
-        """Returns the text of one token by itself. Special tokens are shown, a leading space stays, and half
-        a character becomes U+FFFD."""
+        """Returns the text of one token. Special tokens are shown, a leading space stays, and an incomplete
+        character becomes U+FFFD."""
         return self.token_bytes[token_id].decode("utf-8", self.token_bytes.errors)
 
     def bad_word_ids(self, words: Iterable[str], vocab_size: int) -> tuple[tuple[int, ...], ...]:
-        """Returns the token sequences that spell these words. A word also counts with a space before it, if
-        it then has as many tokens and another first one; this rule is vLLM's.
+        """Returns the token sequences of these words. A word also counts with a space before it, if it then
+        has the same number of tokens and another first token; this rule is vLLM's.
 
-        Sequences with ids from `vocab_size` up are left out, as the model cannot draw them. Raises
+        Sequences with ids from `vocab_size` are left out, as the model cannot sample them. Raises
         RequestError for a word without tokens.
         """
         found: list[tuple[int, ...]] = []
@@ -244,7 +245,8 @@ class Tokenizer:
             )
             if not bare:
                 raise RequestError(
-                    f"bad word {word!r} has no tokens; give words with at least one visible character"
+                    f"bad_words must have tokens, got {word!r}; give words with at least one visible "
+                    "character"
                 )
             found.append(bare)
             if spaced[0] != bare[0] and len(spaced) == len(bare):
@@ -254,7 +256,7 @@ class Tokenizer:
     # The vocabulary
 
     def convert_ids_to_tokens(self, token_ids: int | Iterable[int]) -> Any:
-        """Returns tokens as the vocabulary spells them, and None for an id beyond it."""
+        """Returns tokens in the vocabulary's spelling, and None for an id beyond it."""
         return (
             self._backend.id_to_token(token_ids)
             if isinstance(token_ids, int)
@@ -273,7 +275,7 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens without added ones; len() counts those, too."""
+        """Number of tokens without added ones; len() counts all."""
         return self._backend.get_vocab_size(with_added_tokens=False)
 
     def __len__(self) -> int:
@@ -313,7 +315,7 @@ class Tokenizer:
         **variables: Any,
     ) -> Any:
         """Returns the prompt of a conversation: ids, or text if `tokenize` is False. Raises RequestError for
-        messages that the template does not take.
+        messages that the template refuses.
 
         `chat_template` is a template, or the name of one that the model has. If the template has no place for
         tools, they are described in the format of `tool_call_parser`: "hermes" or "llama3_json".
@@ -338,11 +340,11 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
     def has_place_for_tools(self, chat_template: str | None = None) -> bool:
-        """Whether the template writes tools itself. If it does not, the system message describes them."""
+        """True if the template writes tools itself. Otherwise the system message describes them."""
         return self._template(chat_template, True).reads_tools
 
     def _template(self, given: str | None, has_tools: bool) -> ChatTemplate:
-        # This import is here because Jinja takes long to import, and a plain prompt does not need it.
+        # Imported here, because Jinja takes long to import and a plain prompt does not need it.
         from shoal.text.chat_template import ChatTemplate
 
         name = given or ("tool_use" if has_tools and "tool_use" in self.chat_templates else "default")
@@ -360,8 +362,8 @@ class Tokenizer:
 
 
 class TokenBytes(dict[int, bytes]):
-    """Maps token ids to UTF-8 bytes, which may be half a character. Each entry is computed when it is first
-    asked for. Hidden and unknown ids have no bytes."""
+    """Maps token ids to UTF-8 bytes, possibly of an incomplete character. Each entry is computed on first
+    use. Hidden and unknown ids have no bytes."""
 
     def __init__(self, backend: Backend, hidden: Iterable[int] = ()) -> None:
         """Raises CheckpointError for a decoder with which a token's bytes depend on its neighbours."""
@@ -381,20 +383,20 @@ class TokenBytes(dict[int, bytes]):
             "Strip" in steps
             or steps.get("Metaspace", {"prepend_scheme": "never"})["prepend_scheme"] != "never"
         )
-        # SentencePiece shows each byte that is no text as one U+FFFD. Byte-level tokenizers show each broken
+        # SentencePiece shows each invalid byte as one U+FFFD. Byte-level tokenizers show each broken
         # character as one.
         self.errors = "replace" if self._byte_level else "shoal.every-byte"
 
     def __missing__(self, token_id: int) -> bytes:
         if not 0 <= token_id < 1 << 32 or (token := self._backend.id_to_token(token_id)) is None:
-            return b""  # It is not stored, because there is no end of such ids.
+            return b""  # Not stored, because the number of such ids is unbounded.
         self[token_id] = spelled = self._spell(token_id, token)
         return spelled
 
     def _spell(self, token_id: int, token: str) -> bytes:
         if self._byte_level:
             if token_id not in self._added:
-                with contextlib.suppress(UnicodeEncodeError):  # a character that stands for no byte
+                with contextlib.suppress(UnicodeEncodeError):  # a character without a byte
                     return token.translate(BYTE_OF_CHAR).encode("latin-1")
             return token.encode()
         if self._byte_fallback and (byte := BYTE_TOKEN.fullmatch(token)):
@@ -409,7 +411,7 @@ codecs.register_error("shoal.every-byte", lambda error: ("\ufffd" * (error.end -
 
 class _ByteChars(dict[int, int]):
     """Maps each character that byte-level vocabularies use to its byte, for str.translate. Printable Latin-1
-    stands for itself; the other bytes are U+0100 and the characters after it, in order."""
+    maps to itself; the other bytes are U+0100 and the characters after it, in order."""
 
     def __init__(self) -> None:
         printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -417,7 +419,7 @@ class _ByteChars(dict[int, int]):
         super().__init__({b: b for b in printable} | {0x100 + i: b for i, b in enumerate(others)})
 
     def __missing__(self, char: int) -> int:
-        """No byte, so that the whole token is none of bytes."""
+        """Raises for a character without a byte: the token is then not a token of bytes."""
         return 0xFFFF
 
 
@@ -432,8 +434,8 @@ def _decoder_steps(backend: Backend) -> list[dict[str, Any]]:
 
 
 def _chat_templates(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns templates by name, as transformers stores them: the default one in chat_template.jinja, others
-    in additional_chat_templates/NAME.jinja. The older places count where there is no chat_template.jinja."""
+    """Returns templates by name from the files of transformers: the default one in chat_template.jinja,
+    others in additional_chat_templates/NAME.jinja. Without chat_template.jinja the older places are read."""
     files = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     default = folder / "chat_template.jinja"
     if default.is_file():
@@ -445,7 +447,7 @@ def _template_text(file: Path) -> str:
     try:
         return read_bounded(file, MAX_TEMPLATE_BYTES).decode()
     except UnicodeDecodeError as error:
-        raise CheckpointError(f"{file} is no text in UTF-8: {error}") from None
+        raise CheckpointError(f"{file} must be text in UTF-8: {error}") from None
 
 
 def _templates_in_json(folder: Path, settings: Mapping[str, Any]) -> dict[str, str]:
@@ -465,27 +467,27 @@ def _templates_in_json(folder: Path, settings: Mapping[str, Any]) -> dict[str, s
         ]
     if not all(isinstance(name, str) and isinstance(template, str) for name, template in named):
         raise CheckpointError(
-            f"{folder / where}: chat_template {stored!r:.80} is neither a template nor templates by name"
+            f"{folder / where}: chat_template must be a template or templates by name, got {stored!r:.80}"
         )
     return dict(named)
 
 
 def _text_or_file(template: str) -> str:
-    """Returns `template` itself if it has braces or line breaks; anything else is read as a path."""
+    """Returns `template` itself if it has braces or line breaks; otherwise reads the file at this path."""
     if "{" in template or "\n" in template:
         return template.removeprefix("\ufeff")
     try:
         return Path(template).read_text("utf-8-sig")
     except OSError as error:
         raise CheckpointError(
-            f"chat_template {template!r} is neither a Jinja template nor a readable file: {error.strerror}"
+            f"chat_template must be a Jinja template or a readable file, got {template!r}: {error.strerror}"
         ) from None
 
 
 @contextmanager
 def refusing(what: str) -> Iterator[None]:
-    """Turns whatever the tokenizers library raises inside into a CheckpointError that begins with `what`. The
-    library raises plain Exception, and a panic of its Rust code is not even that."""
+    """Turns every exception of the tokenizers library inside the block into a CheckpointError that begins
+    with `what`. The library raises plain Exception, and a panic of its Rust code is not even an Exception."""
     try:
         yield
     except CheckpointError:
@@ -497,7 +499,7 @@ def refusing(what: str) -> Iterator[None]:
 
 
 def _is_panic(error: BaseException) -> bool:
-    """Whether Rust code panicked. A panic is no Exception, and its class cannot be imported."""
+    """True if Rust code panicked. A panic is not an Exception, and its class cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
@@ -505,12 +507,12 @@ def _token_text(value: Any, where: str) -> str | None:
     """Returns the text of a special token, which is stored as text or as a dict with the text inside."""
     text = value.get("content") if isinstance(value, dict) else value
     if text is not None and not isinstance(text, str):
-        raise CheckpointError(f"{where} {value!r:.80} is no token")
+        raise CheckpointError(f"{where} must be a token, got {value!r:.80}")
     return text
 
 
 def _ids(value: Any, where: str) -> list[int]:
     ids = value if isinstance(value, list) else [value]
     if not all(i is None or (type(i) is int and i < 1 << 31) for i in ids):
-        raise CheckpointError(f"{where} {value!r:.80} is neither a token id nor a list of them")
+        raise CheckpointError(f"{where} must be a token id or a list of token ids, got {value!r:.80}")
     return [i for i in ids if i is not None and i >= 0]

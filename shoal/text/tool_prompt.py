@@ -1,5 +1,5 @@
-"""Writes tools, calls and results as text, for chat templates that have no place for them. The text has the
-format that the model's parser of calls reads."""
+"""Writes tools, calls and results as text, for chat templates without a place for them. The text has the
+format of the model's parser of calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ For each function call, return a json object with function name and arguments {w
 {begin}{{"name": <function-name>, "arguments": <args-json-object>}}{end}"""
 WITHIN_TAGS = "within <tool_call></tool_call> XML tags"
 TAGS = ("<tool_call>\n", "\n</tool_call>")
-# What stands around a call's JSON, for parsers that do not read TAGS.
+# Marks around a call's JSON, for parsers that do not read TAGS.
 MARKS = {"granite": ("<|tool_call|>[", "]"), "mistral": ("[TOOL_CALLS][", "]")}
 LLAMA = """You have access to the following functions. To call a function, respond with JSON for a function \
 call. Respond in the format \
@@ -32,8 +32,8 @@ call. Respond in the format \
 
 
 def describe(tools: Sequence[dict[str, Any]], parser: str) -> str:
-    """Returns the text about tools for the system prompt, in the words that models of the format were
-    trained on."""
+    """Returns the text about tools for the system prompt, in the words on which models of the format were
+    trained."""
     listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
     if parser == "llama3_json":
         return LLAMA.format(tools=listed)
@@ -44,15 +44,15 @@ def describe(tools: Sequence[dict[str, Any]], parser: str) -> str:
 
 
 def with_tools(messages: list[dict[str, Any]], text: str) -> list[dict[str, Any]]:
-    """Returns the conversation with `text` in its system message, which is added if there is none."""
+    """Returns the conversation with `text` in its system message, which is added if it is missing."""
     if messages[0]["role"] == "system":
         return [{**messages[0], "content": f"{as_text(messages[0]['content'])}\n\n{text}"}, *messages[1:]]
     return [{"role": "system", "content": text}, *messages]
 
 
 def with_calls_as_text(messages: Sequence[dict[str, Any]], parser: str) -> list[dict[str, Any]]:
-    """Returns the conversation with each call in the text of the message that makes it. Results stand in a
-    message of the user, because every template knows that role."""
+    """Returns the conversation with each call in the text of its message. Results become user messages,
+    because every template knows that role."""
     found: list[dict[str, Any]] = []
     after_results = False
     for message in messages:
@@ -65,7 +65,7 @@ def with_calls_as_text(messages: Sequence[dict[str, Any]], parser: str) -> list[
                 found.append({"role": "user", "content": result})
             after_results = True
             continue
-        if message["role"] == "user" and after_results:  # many templates want the roles to take turns
+        if message["role"] == "user" and after_results:  # many templates require alternating roles
             found[-1]["content"] += f"\n\n{content}"
         elif calls := message.get("tool_calls"):
             texts = [content] if content else []
@@ -79,7 +79,7 @@ def with_calls_as_text(messages: Sequence[dict[str, Any]], parser: str) -> list[
 
 def _call(call: dict[str, Any], parser: str) -> str:
     """Returns one call as text. Some conversations have a call's name and arguments without `function` around
-    them, which templates take, too."""
+    them, which templates also accept."""
     function = call.get("function", call)
     name, arguments = function.get("name"), parsed_arguments(function.get("arguments"))
     if parser == "llama3_json":

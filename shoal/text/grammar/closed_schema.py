@@ -1,8 +1,8 @@
-"""Closes the objects of a JSON schema: they get the keys that the schema names and no others, unless the
-schema says so itself.
+"""Closes the objects of a JSON schema: they may have only the keys that the schema names, unless the schema
+allows others.
 
-pydantic and most people write schemas that leave objects open by saying nothing. A small model then invents
-keys until its tokens are used up. Closing means `unevaluatedProperties: false` for every object that names
+Most schemas, also pydantic's, leave objects open by default. A small model then invents keys until its tokens
+are used up. Closing means `unevaluatedProperties: false` for every object that names
 its keys, in keywords that llguidance knows: keys that `allOf`, `$ref` and the branches of an `anyOf` name
 together are allowed together.
 """
@@ -15,14 +15,14 @@ from typing import Any
 
 from shoal.errors import RequestError
 
-MAX_STEPS = 200_000  # parts looked at and keys repeated; compositions of compositions may cost no more
+MAX_STEPS = 200_000  # limit of visited parts and repeated keys, for compositions of compositions
 
-# These keywords hold schemas of other places in the document: OF_KEYS by name, OF_ITEMS one or a list.
+# Keywords with schemas of other places in the document: OF_KEYS by name, OF_ITEMS one or a list.
 OF_KEYS = ("properties", "patternProperties")
 OF_ITEMS = ("items", "prefixItems", "additionalItems", "additionalProperties", "contains", "unevaluatedItems")
 DEFINITIONS = ("$defs", "definitions")
-VALUES = ("const", "enum", "default", "examples")  # these hold values, not schemas
-IDENTITY = ("$schema", "$id")  # of the document; they stand once, at its root
+VALUES = ("const", "enum", "default", "examples")  # keywords with values, not schemas
+IDENTITY = ("$schema", "$id")  # keywords of the document, only at its root
 ANNOTATIONS = frozenset(
     {
         *DEFINITIONS,
@@ -42,40 +42,40 @@ ANNOTATIONS = frozenset(
 
 
 def closed(schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns a closed copy whose definitions have new names. A schema with references that are no pointers
-    into itself is returned as it is.
+    """Returns a closed copy with new names for definitions. A schema with references that do not point into
+    itself is returned unchanged.
 
     The caller bounds the nesting. Raises RequestError if compositions make the copy too large.
     """
     try:
         return _Closing(schema).run()
     except LookupError:
-        return schema  # The compiler knows more kinds of references, or says which one leads nowhere.
+        return schema  # The compiler knows more kinds of references, or reports a dangling one.
 
 
 @dataclass(slots=True)
 class _Keys:
-    """What the parts of a composition say about an object's keys."""
+    """Facts of a composition's parts about an object's keys."""
 
     names: dict[str, None] = field(default_factory=dict)  # a set that keeps its order
     patterns: dict[str, None] = field(default_factory=dict)
-    are_named: bool = False  # some part lists its keys
-    are_told: bool = False  # some part says what becomes of other keys
+    are_named: bool = False  # True if a part lists its keys
+    are_told: bool = False  # True if a part has a rule for other keys
     groups: list[list[Any]] = field(default_factory=list)  # the branches of each anyOf and oneOf
 
 
 class _Closing:
-    """One schema on its way to being closed."""
+    """Closes one schema."""
 
     def __init__(self, root: dict[str, Any]) -> None:
         self._root = root
         self._steps = 0
         # (pointer, whether it is closed) -> the new name of that definition
         self._new_names: dict[tuple[str, bool], str] = {}
-        self._todo: list[tuple[str, bool]] = []  # definitions that have a name and no schema yet
+        self._todo: list[tuple[str, bool]] = []  # definitions with a name, but without a schema so far
 
     def run(self) -> dict[str, Any]:
-        """Returns the closed schema. Raises LookupError for a reference that cannot be followed."""
+        """Returns the closed schema. Raises LookupError for an unresolvable reference."""
         result = self._place(self._root, _Keys())
         definitions: dict[str, Any] = {}
         while self._todo:
@@ -105,7 +105,7 @@ class _Closing:
             rest = {name: value for name, value in schema.items() if name not in (groups[0], *IDENTITY)}
             return {**self._part(rest), groups[0]: branches}
         if keys.groups:
-            # A branch cannot know which branch of another group it meets, so each may have the keys of all.
+            # Any branch of one group may apply with any branch of another, so each may have the keys of all.
             branches = [branch for group in keys.groups for branch in group]
             keys = self._keys(branches, keys, into_groups=True)
             if keys.are_told:
@@ -141,14 +141,13 @@ class _Closing:
             elif name in ("allOf", "anyOf", "oneOf") and isinstance(value, list):
                 result[name] = [self._part(v) for v in value]
             elif name == "unevaluatedProperties" and isinstance(value, bool):
-                continue  # True says nothing, and False is said in other keywords.
+                continue  # True has no effect, and False is written in other keywords.
             elif name not in (*DEFINITIONS, *IDENTITY):
                 result[name] = value
         return result
 
     def _keys(self, parts: list[Any], known: _Keys, into_groups: bool = False) -> _Keys:
-        """Returns the keys that `parts`, and the schemas that they refer to, name in addition to those of
-        `known`."""
+        """Returns the keys that `parts`, and the schemas they refer to, name in addition to `known`."""
         found = _Keys(dict(known.names), dict(known.patterns), known.are_named)
         todo, seen = list(reversed(parts)), set()
         while todo:
@@ -192,8 +191,8 @@ class _Closing:
         return {**kept, "$ref": f"#/$defs/{self._new_names[pointer, is_closed]}"}
 
     def _check_id(self, schema: dict[str, Any]) -> None:
-        """Raises LookupError for a schema with an identity of its own. References within it start from there,
-        so they cannot be followed."""
+        """Raises LookupError for a schema with its own identity. References within it are relative to that,
+        so they cannot be resolved here."""
         if "$id" in schema and schema is not self._root:
             raise LookupError
 

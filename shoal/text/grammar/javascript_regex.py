@@ -1,8 +1,8 @@
-"""Rewrites JavaScript's regexes, in which patterns of JSON schemas are written, for llguidance, whose regexes
-are Rust's and have no look-around.
+"""Rewrites JavaScript's regexes, the syntax of patterns in JSON schemas, for llguidance, whose regexes are
+Rust's and have no look-around.
 
-A look-ahead at the beginning of a pattern, or a look-behind at its end, says something about the whole text,
-which a further pattern can say as well. Others are left out.
+A look-ahead at the beginning of a pattern, or a look-behind at its end, constrains the whole text, which a
+further pattern can do as well. Others are left out.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 
 from shoal.text.grammar.regex_complement import complement
 
-# What these escapes match in JavaScript and in xgrammar. Rust's digits and letters are from all scripts.
+# The meaning of these escapes in JavaScript and in xgrammar. Rust's digits and letters are from all scripts.
 CLASSES = {"d": "[0-9]", "D": "[^0-9]", "w": "[0-9A-Za-z_]", "W": "[^0-9A-Za-z_]"}
 WORD = re.compile(
     r"\\.|\[\^?\]?|\(\?<?[=!]|.", re.DOTALL
 )  # a class may begin with the bracket that ends others
 LOOKS = ("(?=", "(?!", "(?<=", "(?<!")
 BORDERS = ("\\b", "\\B")
-MAX_LOOKS = 4  # in a pattern; each may cost some milliseconds
+MAX_LOOKS = 4  # limit per pattern; each may take some milliseconds
 
 
 @dataclass(slots=True)
@@ -51,8 +51,7 @@ def ascii_classes(regex: str) -> str:
 
 
 def without_look_around(pattern: str, can_express: bool = True) -> Plain:
-    """Returns the pattern without look-around, and what takes its place. Nothing does unless
-    `can_express`."""
+    """Returns the pattern without look-around, and the patterns that replace it, if `can_express`."""
     words = WORD.findall(pattern)
     ends, has_branches = _groups(words)
     plain, kept = Plain(""), list(words)
@@ -87,8 +86,8 @@ def _whole(regex: str | None) -> str | None:
 
 
 def _groups(words: list[str]) -> tuple[dict[int, int], bool]:
-    """Returns the place at which each look-around ends, by the place where it begins, and whether the pattern
-    has branches outside of any group."""
+    """Returns the end of each look-around by its start, and True if the pattern has branches outside of
+    groups."""
     ends: dict[int, int] = {}
     opened: list[int] = []
     in_class = has_branches = False

@@ -1,5 +1,5 @@
-"""Turns the JSON schema of a request into the text that llguidance compiles, within bounds: its size, its
-nesting and its numbers decide what a grammar may cost.
+"""Turns the JSON schema of a request into text for llguidance, within bounds: its size, its nesting and its
+numbers determine the cost of a grammar.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from shoal.sampling_params import StructuredOutputsParams
 from shoal.text.grammar.closed_schema import closed
 from shoal.text.grammar.schema_meaning import LOWER_BOUNDS, as_meant, is_integer
 
-MAX_BYTES = 128 * 1024  # a specification's text; the stack and time that it needs grow with it
-MAX_NESTING = 60  # levels of a JSON schema; llguidance's parser takes 128 levels of JSON text
-MAX_MULTIPLE = 100_000  # the product of a schema's `multipleOf`s; the automaton has that many states
-MAX_DIGITS = 40  # a number in a schema
-MAX_INTEGER = 2**63 - 1  # llguidance takes larger ones for this one
-# What may stand between the tokens of JSON. Without a bound, weak models print line breaks until their tokens
-# are used up. A line break and eight levels of indentation are enough for all that people read.
+MAX_BYTES = 128 * 1024  # size of a specification's text, with which stack and time grow
+MAX_NESTING = 60  # levels of a JSON schema; llguidance's parser accepts 128 levels of JSON text
+MAX_MULTIPLE = 100_000  # product of a schema's `multipleOf`s, the number of states of the automaton
+MAX_DIGITS = 40  # digits of a number in a schema
+MAX_INTEGER = 2**63 - 1  # llguidance reduces larger ones to this one
+# White space between the tokens of JSON. Without a bound, weak models print line breaks until their tokens
+# are used up. A line break and eight levels of indentation are enough for readable JSON.
 WHITESPACE = r"[ \t]{1,8}|[ \t]?\r?\n[ \t]{0,16}"
 
 
@@ -35,7 +35,8 @@ def bounded(kind: str, text: str) -> str:
 
 
 class SchemaWriter:
-    """Writes JSON schemas of one request as text for llguidance, and collects what that text leaves out."""
+    """Writes JSON schemas of one request as text for llguidance, and collects the constraints that the text
+    leaves out."""
 
     def __init__(self, params: StructuredOutputsParams, kind: str, closes_objects: bool) -> None:
         self._kind, self._closes_objects = kind, closes_objects
@@ -43,20 +44,20 @@ class SchemaWriter:
         self.left_out: list[str] = []
 
     def text(self, schema: Any) -> str:
-        """Returns a schema, whose nesting was checked, as JSON text."""
+        """Returns a schema as JSON text, after a check of its nesting."""
         kind = self._kind
         if schema is True:
             schema = {}
         if not isinstance(schema, dict):
             raise RequestError(
-                f"structured_outputs.{kind} {schema!r:.60} is no JSON schema; send an object (or "
+                f"structured_outputs.{kind} must be a JSON schema, got {schema!r:.60}; send an object (or "
                 f"true for any JSON)"
             )
         bounded(kind, json_text(kind, schema))
         own = schema.get("x-guidance")
         options = {**_own_options(own if isinstance(own, dict) else {}), **self._options}
         if (schema := as_meant(schema, self.left_out)) is False:
-            raise RequestError(f'structured_outputs.{kind} excludes every value by "not"; mend it')
+            raise RequestError(f'structured_outputs.{kind} excludes every value by "not"; correct it')
         return json_text(
             kind, {**(closed(schema) if self._closes_objects else schema), "x-guidance": options}
         )
@@ -66,7 +67,7 @@ def parsed(kind: str, text: str) -> Any:
     try:
         return json.loads(bounded(kind, text))
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"structured_outputs.{kind} is no JSON: {error}; send a JSON schema") from None
+        raise RequestError(f"structured_outputs.{kind} must be JSON: {error}; send a JSON schema") from None
 
 
 def json_text(kind: str, value: Any) -> str:
@@ -74,13 +75,14 @@ def json_text(kind: str, value: Any) -> str:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(
-            f"structured_outputs.{kind} is no JSON ({error}); send plain objects, lists, texts and numbers"
+            f"structured_outputs.{kind} must be JSON ({error}); send plain objects, lists, strings and "
+            "numbers"
         ) from None
 
 
 def _options(params: StructuredOutputsParams) -> dict[str, Any]:
-    """Returns llguidance's options for JSON that the request decides. llguidance takes a `oneOf` whose
-    branches may hold together as an `anyOf`, and warns of that."""
+    """Returns llguidance's options for JSON from the request. llguidance treats a `oneOf` with overlapping
+    branches as an `anyOf`, and warns of it."""
     options: dict[str, Any] = {"coerce_one_of": True}
     if params.whitespace_pattern is not None:
         options["whitespace_pattern"] = bounded("whitespace_pattern", params.whitespace_pattern)
@@ -90,15 +92,15 @@ def _options(params: StructuredOutputsParams) -> dict[str, Any]:
 
 
 def _own_options(own: dict[str, Any]) -> dict[str, Any]:
-    """Returns the options that a schema has in `x-guidance`, with Shoal's white space where they leave it
-    open. Clients such as guidance parse the answer by the same options."""
+    """Returns the options of a schema's `x-guidance`, with Shoal's white space as the default. Clients such
+    as guidance parse the answer by the same options."""
     if own.get("whitespace_flexible") is False or own.get("whitespace_pattern") is not None:
         return own
     return {**own, "whitespace_pattern": WHITESPACE}
 
 
 def check_nesting(kind: str, schema: Any) -> None:
-    """Raises RequestError if a schema is nested too deep, or has numbers that would cost too much."""
+    """Raises RequestError for a schema that is nested too deep, or has numbers that would cost too much."""
     multiple = 1
     for depth, key, value in walk(schema):
         if depth > MAX_NESTING:
@@ -128,7 +130,7 @@ def check_nesting(kind: str, schema: Any) -> None:
 
 
 def _check_integers(kind: str, schema: dict[str, Any]) -> None:
-    """Raises RequestError for a schema of integers that can only be met above 64 bits."""
+    """Raises RequestError for a schema whose integers must exceed 64 bits."""
     enum = schema.get("enum")
     values = [(key, schema.get(key)) for key in ("const", *LOWER_BOUNDS)]
     values += [("enum", value) for value in (enum if isinstance(enum, list) else ())]

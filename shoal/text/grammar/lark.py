@@ -1,4 +1,4 @@
-"""Turns grammars as people write them (Lark, GBNF) into the Lark that llguidance compiles."""
+"""Turns grammars of requests (Lark, GBNF) into the Lark that llguidance compiles."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_RULES = 1000  # in a grammar
 GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 LARK_RULE = re.compile(r"^[ \t]*[?!]?[A-Za-z_]\w*(\.-?\d+)?(\[[^\]\n]*\])?[ \t]*:", re.MULTILINE)
 DIRECTIVE = re.compile(r"^[ \t]*%(\w*)|%(regex|lark)\b", re.MULTILINE)
-# Texts, comments and regexes of Lark: what looks like a directive or a rule within them means nothing.
+# Strings, comments and regexes of Lark: directives and rules within them have no meaning.
 LITERAL = re.compile(r""""(?:\\.|[^"\\\n])*"|(?://|#)[^\n]*|/(?:\\.|[^/\\\n])+/""")
 UNICODE_ESCAPE = re.compile(r"(\\\\)|\\u([0-9A-Fa-f]{4})|\\U([0-9A-Fa-f]{8})")
 
@@ -28,7 +28,7 @@ def lark_text(text: str) -> str:
 
 
 def lark_of(grammar: str, schemas: SchemaWriter) -> str:
-    """Returns the grammar as Lark. One with rules `name ::= ...` is GBNF and is converted."""
+    """Returns the grammar as Lark. A grammar with rules `name ::= ...` is GBNF and is converted."""
     if GBNF_RULE.search(grammar):
         if (count := grammar.count("::=")) > MAX_RULES:
             raise RequestError(
@@ -39,9 +39,9 @@ def lark_of(grammar: str, schemas: SchemaWriter) -> str:
         except RecursionError:
             raise RequestError("structured_outputs.grammar is nested too deep; split it into rules") from None
         except (GbnfToLarkError, IndexError, ValueError) as error:
-            raise RequestError(f"structured_outputs.grammar is no GBNF: {error}; mend it") from None
-        except Exception as error:  # noqa: BLE001 - the converter raises nothing narrower for a rule that is missing
-            raise RequestError(f"structured_outputs.grammar is no GBNF: {error}; mend it") from None
+            raise RequestError(f"structured_outputs.grammar must be GBNF: {error}; correct it") from None
+        except Exception as error:  # noqa: BLE001 - the converter raises plain Exception for a missing rule
+            raise RequestError(f"structured_outputs.grammar must be GBNF: {error}; correct it") from None
     grammar, num_rules = _with_schemas(grammar, schemas)
     if num_rules > MAX_RULES:
         raise RequestError(
@@ -51,8 +51,8 @@ def lark_of(grammar: str, schemas: SchemaWriter) -> str:
 
 
 def _with_schemas(grammar: str, schemas: SchemaWriter) -> tuple[str, int]:
-    """Returns the grammar with each schema behind %json as Shoal writes it, and the number of its rules and
-    schemas. Other directives than %json, %ignore and %llguidance are refused."""
+    """Returns the grammar with each schema after %json rewritten by Shoal, and the number of its rules and
+    schemas. Refuses directives except %json, %ignore and %llguidance."""
     parts: list[str] = []
     bare = LITERAL.sub(lambda found: " " * len(found[0]), grammar)
     at = num_rules = 0
@@ -64,8 +64,8 @@ def _with_schemas(grammar: str, schemas: SchemaWriter) -> tuple[str, int]:
         for found in DIRECTIVE.finditer(rest):
             if (name := found[1] if found[1] is not None else found[2]) not in ("ignore", "llguidance"):
                 raise RequestError(
-                    f"structured_outputs.grammar uses %{name}; of directives only %json and %ignore are "
-                    "supported, leave it out"
+                    f"structured_outputs.grammar must have only the directives %json and %ignore, got %{name}; "
+                    "leave it out"
                 )
         parts.append(grammar[at:end])
         if start < 0:
@@ -93,6 +93,6 @@ def _character(found: re.Match[str]) -> str:
         return f"\\x{code:02x}"
     if code > 0x10FFFF or 0xD800 <= code < 0xE000:
         raise RequestError(
-            f"structured_outputs.grammar has the escape {found[0]}, which is no character; mend it"
+            f"structured_outputs.grammar must have escapes of characters, got {found[0]}; correct it"
         )
     return chr(code)

@@ -1,8 +1,8 @@
-"""Writes the regex of all texts that do not begin with a match of another regex, for compilers of grammars
-that have no negation: negative look-aheads of JSON schemas become such regexes.
+"""Builds the regex of all texts that do not begin with a match of another regex, for grammar compilers
+without negation: negative look-aheads of JSON schemas become such regexes.
 
-The regex becomes an automaton, whose accepting states are exchanged with the others, and states are taken
-out one by one until what remains is one regex. Both steps are bounded, because a regex comes from a request.
+The regex becomes an automaton, whose accepting states are exchanged with the others, and states are
+eliminated one by one until one regex remains. Both steps are bounded, because a regex comes from a request.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-MAX_STATES = 300  # in the automaton that follows the regex's letters
-MAX_SETS = 40  # in the automaton that can be exchanged; few suffice for what people write in look-aheads
+MAX_STATES = 300  # states of the nondeterministic automaton
+MAX_SETS = 40  # states of the deterministic automaton; few suffice for usual look-aheads
 MAX_LENGTH = 8_000  # characters of the result
 HIGHEST = 0x10FFFF
-END = HIGHEST + 1  # stands behind the last character of every text, so that `$` is a step of its own
+END = HIGHEST + 1  # follows the last character of every text, so that `$` is a step
 
 Ranges = tuple[tuple[int, int], ...]
 ANY: Ranges = ((0, END),)
-# What a class may hold that Python warns of, as it will mean operations on sets one day.
+# Characters in a class that Python warns about, as they may mean set operations in the future.
 AMBIGUOUS = re.compile(r"\[[^\]]*(\[|--|&&|~~|\|\|)")
 CATEGORIES: dict[str, Ranges] = {
     "CATEGORY_DIGIT": ((48, 57),),
@@ -32,8 +32,8 @@ CATEGORIES: dict[str, Ranges] = {
 
 @functools.lru_cache(maxsize=256)
 def complement(regex: str) -> str | None:
-    """Returns a regex, to be matched against whole texts, of the texts that have no match of `regex` at their
-    beginning. Returns None if `regex` has parts that no automaton can follow, or the result is too large."""
+    """Returns a regex, to be matched against whole texts, of the texts without a match of `regex` at their
+    beginning. Returns None if `regex` has parts beyond automata, or if the result is too large."""
     if AMBIGUOUS.search(regex):
         return None
     try:
@@ -47,11 +47,11 @@ def complement(regex: str) -> str | None:
 
 
 class _TooHard(Exception):
-    """Raised for a regex that cannot be followed, or costs too much."""
+    """Raised for a regex that is not supported, or costs too much."""
 
 
 class _Automaton:
-    """Steps between numbered states, by a character of some ranges or without one."""
+    """An automaton with numbered states. Steps have ranges of characters, or are empty."""
 
     def __init__(self) -> None:
         self._steps: list[list[tuple[Ranges, int]]] = [[]]
@@ -61,7 +61,7 @@ class _Automaton:
         self._steps[start].append((ranges, end))
 
     def add(self, tree: Iterable[Any], start: int) -> int:
-        """Adds what matches `tree` behind the state `start` and returns the state behind it."""
+        """Adds states that match `tree` from the state `start`, and returns the last one."""
         for operation, given in tree:
             match str(operation):
                 case "LITERAL":
@@ -142,7 +142,7 @@ class _Automaton:
                 if low == END:
                     if last not in target:
                         ends.append(len(moves))
-                elif last not in target:  # else every longer text leads there, too
+                elif last not in target:  # every longer text leads there, too
                     if target not in numbers:
                         if len(numbers) == MAX_SETS:
                             raise _TooHard
@@ -192,7 +192,7 @@ def _inverse(ranges: Ranges) -> Ranges:
 
 
 def _written(moves: list[dict[int, list[tuple[int, int]]]], ends: list[int]) -> str | None:
-    """Returns the regex of an automaton, by taking out its states. None if no text leads to an end."""
+    """Returns the regex of an automaton by eliminating its states; None if it accepts no text."""
     first, final = -1, -2
     ways: dict[tuple[int, int], str] = {(first, 0): ""} if moves else {}
     ways |= {(end, final): "" for end in ends if moves}

@@ -1,9 +1,9 @@
-"""Rewrites a JSON schema as its writer meant it, in the keywords that llguidance knows.
+"""Rewrites a JSON schema with the keywords that llguidance knows.
 
-Programs generate most schemas, and write keywords that say nothing (`propertyNames` of any text) or that can
-be said in other keywords. What remains and cannot be said in a grammar is one of two: `uniqueItems`,
-look-around within a pattern and the like are left out and reported, as the answer is nearly always right
-without them; others stay, and llguidance refuses them by name.
+Programs generate most schemas, with keywords that have no effect (`propertyNames` of any text) or that other
+keywords can express. The remaining constraints beyond grammars are of two kinds: `uniqueItems`, look-around
+within a pattern and similar ones are left out and reported, as the answer is nearly always right without
+them; others stay, and llguidance refuses them by name.
 """
 
 from __future__ import annotations
@@ -14,18 +14,20 @@ from typing import Any
 from shoal.text.grammar.closed_schema import ANNOTATIONS, DEFINITIONS, OF_KEYS, VALUES
 from shoal.text.grammar.javascript_regex import Plain, without_look_around
 
-LEAST_BOUND = 1024 - 2**63  # llguidance keeps bounds as floats, and the one below this begins no range
+LEAST_BOUND = (
+    1024 - 2**63
+)  # llguidance keeps bounds as floats, and cannot begin a range at the float below this one
 LOWER_BOUNDS = ("minimum", "exclusiveMinimum")
 # The formats of texts that llguidance knows.
 FORMATS = frozenset(
     ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid")
 )
 BRANCHES = ("allOf", "anyOf", "oneOf")
-# Keywords that say, or may say, of what type a value is.
+# Keywords that determine, or may determine, the type of a value.
 TYPING = frozenset({"type", "enum", "const", "$ref", "not", *BRANCHES})
-MAX_PATTERNS = 20  # different ones of a document whose look-around is expressed
-NAMES = (*OF_KEYS, *DEFINITIONS, "dependentSchemas")  # keywords whose keys are names that the writer chose
-# Values with which a keyword says nothing.
+MAX_PATTERNS = 20  # limit of different patterns per document whose look-around is expressed
+NAMES = (*OF_KEYS, *DEFINITIONS, "dependentSchemas")  # keywords whose keys are arbitrary names
+# Values with which a keyword has no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "not": (False,),
     "uniqueItems": (False,),
@@ -40,19 +42,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 def as_meant(schema: dict[str, Any], left_out: list[str]) -> Any:
-    """Returns a copy of a schema as its writer meant it: a dict, or False if no value fits it. Adds to
-    `left_out` what the copy does not say."""
+    """Returns a rewritten copy of a schema: a dict, or False if no value fits it. Adds the constraints that
+    the copy lacks to `left_out`."""
     return _Meaning(schema, left_out).of(schema)
 
 
 class _Meaning:
-    """One document on its way.
+    """Rewrites one document.
 
-    By JSON Schema's rules a format is a word to the reader unless somebody knows how to check it. pydantic
-    writes "binary", "path" and "password", and OpenAPI's documents have many more: those that llguidance
-    would refuse, as it knows FORMATS alone, are left out. By the same rules a text, too, fits a schema that
-    lists properties and says no type; who lists them means an object, and who says what items are a list. So
-    xgrammar takes it, by which vLLM reads schemas.
+    By JSON Schema's rules a format is an annotation unless the reader can check it. pydantic writes "binary",
+    "path" and "password", and OpenAPI's documents have many more: formats outside of FORMATS, which
+    llguidance would refuse, are left out. By the same rules a string, too, fits a schema with properties and
+    without a type; here, properties mean an object, and items a list, as in xgrammar, with which vLLM reads
+    schemas.
     """
 
     def __init__(self, root: dict[str, Any], left_out: list[str]) -> None:
@@ -60,8 +62,8 @@ class _Meaning:
         self._plain: dict[str, Plain] = {}  # patterns with look-around, without it
 
     def of(self, schema: Any, are_names: bool = False, is_typed: bool = False) -> Any:
-        """Returns one part. `are_names` says that the keys here are names that the writer chose, such as
-        the names of properties, and `is_typed` that the schema around says the type."""
+        """Returns one rewritten part. are_names: the keys here are arbitrary names, such as the names of
+        properties. is_typed: the outer schema has the type."""
         if isinstance(schema, list):
             return [self.of(part, is_typed=is_typed) for part in schema]
         if not isinstance(schema, dict):
@@ -69,7 +71,7 @@ class _Meaning:
         if are_names:
             return {name: self.of(part) for name, part in schema.items()}
         if schema.get("not") in (True, {}):
-            return False  # zod writes so for what may not be there
+            return False  # zod writes this for an optional value
         is_typed = is_typed or "type" in schema
         meant = {
             key: value if key in VALUES else self.of(value, key in NAMES, is_typed and key in BRANCHES)
@@ -105,7 +107,7 @@ class _Meaning:
 
     def _say_numbers(self, schema: dict[str, Any], meant: dict[str, Any]) -> None:
         for key, own in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-            if meant.get(own) is True:  # draft 4 says so that the bound itself is excluded
+            if meant.get(own) is True:  # draft 4: the bound itself is excluded
                 del meant[own]
                 if key in meant:
                     meant[own] = meant.pop(key)
@@ -119,7 +121,7 @@ class _Meaning:
             del meant["uniqueItems"]
             if not (isinstance(most := meant.get("maxItems"), int) and most <= 1):
                 self._left_out.append("uniqueItems")
-        if not meant.keys() & {"$ref", "$dynamicRef", *BRANCHES}:  # nothing else evaluates keys or items
+        if not meant.keys() & {"$ref", "$dynamicRef", *BRANCHES}:  # no other keyword evaluates keys or items
             for own, key in (
                 ("unevaluatedProperties", "additionalProperties"),
                 ("unevaluatedItems", "items"),
@@ -137,7 +139,7 @@ class _Meaning:
     # propertyNames
 
     def _say_names(self, meant: dict[str, Any]) -> None:
-        """Puts the names that keys may have into properties or patternProperties."""
+        """Moves the allowed names of keys into properties or patternProperties."""
         if "propertyNames" not in meant or not isinstance(
             names := self._followed(meant["propertyNames"]), dict | bool
         ):
@@ -161,7 +163,7 @@ class _Meaning:
         meant["additionalProperties"] = False
 
     def _followed(self, schema: Any) -> Any:
-        """Returns the schema to which plain references lead from `schema`."""
+        """Returns the target of plain references from `schema`."""
         for _ in range(10):
             if not isinstance(schema, dict) or not str(schema.get("$ref", "")).startswith("#/"):
                 return schema
@@ -173,13 +175,13 @@ class _Meaning:
 
 
 def is_integer(schema: dict[str, Any]) -> bool:
-    """Whether a schema of numbers admits integers only."""
+    """True if a schema of numbers admits integers only."""
     kinds = schema.get("type")
     return kinds == "integer" or (isinstance(kinds, list) and "integer" in kinds and "number" not in kinds)
 
 
 def _says_nothing(schema: dict[str, Any], key: str, value: Any) -> bool:
-    """Whether `schema` means the same without this key."""
+    """True if `schema` means the same without this key."""
     match key:
         case "format":
             return isinstance(value, str) and value not in FORMATS
@@ -194,8 +196,8 @@ def _says_nothing(schema: dict[str, Any], key: str, value: Any) -> bool:
 
 
 def _regex_of_names(names: dict[str, Any]) -> str | None:
-    """Returns the regex of keys with the pattern or the length of `names`, None for one that needs more than
-    a regex."""
+    """Returns the regex of keys with the pattern or the length of `names`; None if one regex is not
+    enough."""
     if "pattern" not in names:
         least, most = names.get("minLength", 0), names.get("maxLength", "")
         return (

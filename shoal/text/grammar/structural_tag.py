@@ -1,8 +1,8 @@
 """Turns a structural tag, xgrammar's description of texts with JSON within marks, into Lark.
 
-Free text (`any_text`, and the text around `triggered_tags`) has no grammar of its own: what follows it ends
-it. So the rule of a part is written together with the texts that may end the part, and a lazy terminal reads
-free text up to the first of these.
+Free text (`any_text`, and the text around `triggered_tags`) has no grammar: the following text ends it. So
+the rule of a part is written together with the texts that may end it, and a lazy terminal reads free text up
+to the first of them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_TIMES = 1000
 
 
 def tag_grammar(given: Any, schemas: SchemaWriter) -> str:
-    """Returns the grammar of a structural tag, or of its JSON text, in xgrammar's form, which vLLM takes:
+    """Returns the grammar of a structural tag, or of its JSON text, in xgrammar's form, which vLLM accepts:
     {"type": "structural_tag", "format": {"type": "or", ...}}, or the older one with structures and
     triggers."""
     tag = parsed(KIND, given) if isinstance(given, str) else given
@@ -67,8 +67,7 @@ def _of_older_form(tag: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Rules:
-    """The rules of one structural tag, as they are written. The recursion is bounded, because the nesting
-    is."""
+    """Writes the rules of one structural tag. The recursion is bounded by the bounded nesting."""
 
     def __init__(self, schemas: SchemaWriter) -> None:
         self._schemas = schemas
@@ -87,7 +86,7 @@ class _Rules:
         return name
 
     def _rule(self, part: Any, ends: list[str]) -> str:
-        """Adds a rule for this part and one of the texts `ends` behind it, if there are any."""
+        """Adds a rule for this part, followed by one of the texts `ends`, if there are any."""
         match part.get("type") if isinstance(part, dict) else None:
             case "any_text":
                 return self._free(ends, _texts(part, "excludes"))
@@ -101,7 +100,7 @@ class _Rules:
                     if isinstance(other, dict) and other.get("type") in ("any_text", "triggered_tags"):
                         raise RequestError(
                             f"structured_outputs.{KIND} has {other['type']} as element {i} of a sequence, "
-                            "where nothing ends it; make it the last, or the content of a tag"
+                            "which no text ends; make it the last, or the content of a tag"
                         )
                 return self._named(" ".join([*(self._rule(p, []) for p in others), self._rule(last, ends)]))
             case "tag":
@@ -129,7 +128,8 @@ class _Rules:
                 body = f"%lark {{\n{lark_of(_text(part, 'grammar'), self._schemas)}\n}}"
             case other:
                 raise RequestError(
-                    f"structured_outputs.{KIND} has a format of the type {other!r:.60}; there are {FORMATS}"
+                    f"structured_outputs.{KIND} must have a format of the types {FORMATS}, got "
+                    f"{other!r:.60}; choose one"
                 )
         return self._named(f"{body} {_any_of(ends)}" if ends else body)
 
@@ -164,7 +164,7 @@ class _Rules:
             rest = self._rule({"type": "tag", **tag, "begin": begin[len(trigger) :]}, [])
             by_trigger.setdefault(trigger, []).append(rest)
             whole.append(f"{lark_text(trigger)} {rest}")
-        # An unused trigger is text like any other, and what ends the part ends its free text.
+        # An unused trigger is ordinary text, and the ends of the part end its free text.
         marks = [*ends, *by_trigger]
         tags = " | ".join(
             f"{self._free([trigger], [*excludes, *(mark for mark in marks if mark not in trigger)])} "
@@ -185,9 +185,7 @@ class _Rules:
 
 def _text(part: dict[str, Any], name: str) -> str:
     if not isinstance(value := part.get(name, ""), str):
-        raise RequestError(
-            f"structured_outputs.{KIND} has the {name} {value!r:.60}, which is no text; give a string"
-        )
+        raise RequestError(f"structured_outputs.{KIND}: {name} must be a string, got {value!r:.60}; give one")
     return value
 
 
@@ -198,7 +196,9 @@ def _lark_of(part: dict[str, Any], name: str) -> str:
 def _texts(part: dict[str, Any], name: str) -> list[str]:
     values = part.get(name) or []
     if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
-        raise RequestError(f"structured_outputs.{KIND} has the {name} {values!r:.60}; give a list of texts")
+        raise RequestError(
+            f"structured_outputs.{KIND}: {name} must be a list of strings, got {values!r:.60}; give one"
+        )
     return list(dict.fromkeys(values))
 
 
@@ -211,7 +211,7 @@ def _ends(tag: dict[str, Any]) -> list[str]:
 def _parts(part: dict[str, Any], name: str) -> list[Any]:
     if not isinstance(values := part.get(name), list) or not values:
         raise RequestError(
-            f"structured_outputs.{KIND} has the {name} {values!r:.60}; give a list of at least one"
+            f"structured_outputs.{KIND}: {name} must be a list of at least one, got {values!r:.60}; give one"
         )
     return values
 
@@ -228,10 +228,7 @@ def _count(part: dict[str, Any]) -> str:
 
 def _schema_of(part: dict[str, Any]) -> Any:
     if (style := part.get("style", "json")) != "json":
-        raise RequestError(
-            f"structured_outputs.{KIND} has JSON in the style {style!r:.60}; there is json alone, "
-            "leave it out"
-        )
+        raise RequestError(f"structured_outputs.{KIND}: style must be json, got {style!r:.60}; leave it out")
     schema = part.get("json_schema")
     if isinstance(schema, str):
         schema = parsed(KIND, schema)

@@ -1,9 +1,9 @@
-"""Turns what a request says about the form of its answer into a grammar for llguidance. This file needs no
-torch, because the server checks a request here before it admits it.
+"""Turns a request's structured outputs into a grammar for llguidance. No torch, because the server checks a
+request here before it admits it.
 
-`grammar_of` translates, and `check` also proves that llguidance takes the result.
-engine/scheduling/grammar.py compiles a grammar for a tokenizer. A grammar is a program that a stranger sends,
-so its size, its nesting and llguidance's own limits bound what it may cost.
+`grammar_of` translates, and `check` also tests that llguidance accepts the result.
+engine/scheduling/grammar.py compiles a grammar for a tokenizer. A grammar is an untrusted program, so its
+size, its nesting and llguidance's own limits bound its cost.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ LIMITS = LLParserLimits(
     step_max_items=20_000,
     verbose_errors=False,
 )
-# llguidance recurses along rules and needs up to 40 MiB of stack for MAX_BYTES. Pages that are not touched
-# cost nothing.
+# llguidance recurses along rules and needs up to 40 MiB of stack for MAX_BYTES. Untouched pages cost no
+# memory.
 STACK_BYTES = 256 << 20
 
 T = TypeVar("T")
 
 
 def check(params: StructuredOutputsParams, closes_objects: bool = True) -> None:
-    """Raises RequestError that names what is wrong with the specification and where. It takes a millisecond,
-    and half a second at worst. What a grammar cannot say is left out of it, and the log says so once."""
+    """Raises RequestError with the error of the specification and its place. Takes a millisecond, and half a
+    second at worst. Constraints beyond grammars are left out, with one line in the log."""
     left_out: list[str] = []
     message, approximated = _judged(grammar_of(params, closes_objects, left_out=left_out))
     if message is not None:
         raise RequestError(
-            f"structured_outputs.{_kind(params)} is not usable: {message}; mend or simplify it"
+            f"structured_outputs.{_kind(params)} is not usable: {message}; correct or simplify it"
         )
     for what in (*left_out, *approximated):
         _report(what)
@@ -61,8 +61,8 @@ def grammar_of(
     is_dense: bool = False,
     left_out: list[str] | None = None,
 ) -> str:
-    """Returns the specification in llguidance's form, within bounds, and not yet compiled, and adds to
-    `left_out` what the grammar does not say. Raises RequestError.
+    """Returns the specification in llguidance's form, within bounds and before compilation, and adds the
+    constraints that the grammar lacks to `left_out`. Raises RequestError.
 
     With `closes_objects`, an object of a JSON schema has no other keys than the schema names. With
     `is_dense`, JSON has no white space between its tokens. `params` may say otherwise.
@@ -77,7 +77,7 @@ def grammar_of(
         grammar = _written(params, kind, schemas)
     except UnicodeEncodeError:
         raise RequestError(
-            f"structured_outputs.{kind} holds half a character (a lone surrogate); send whole ones"
+            f"structured_outputs.{kind} must not have lone surrogates; send whole characters"
         ) from None
     if left_out is not None:
         left_out += schemas.left_out
@@ -91,7 +91,7 @@ def _written(params: StructuredOutputsParams, kind: str, schemas: SchemaWriter) 
         return tag_grammar(params.structural_tag, schemas)
     if params.whitespace_pattern is not None:
         raise RequestError(
-            f"structured_outputs.whitespace_pattern belongs to json and json_object, not to {kind}; "
+            f"structured_outputs.whitespace_pattern goes with json and json_object only, not with {kind}; "
             "leave it out"
         )
     if kind == "regex":
@@ -102,15 +102,13 @@ def _written(params: StructuredOutputsParams, kind: str, schemas: SchemaWriter) 
 
 
 def in_deep_thread(call: Callable[[], T]) -> Future[T]:
-    """Runs a call of llguidance's compiler in the thread whose stack is deep enough for it. Calls run one
-    after the other."""
+    """Runs a call of llguidance's compiler in a thread with a large stack. Calls run one after another."""
     return _deep_thread().submit(call)
 
 
 @functools.lru_cache(maxsize=512)
 def _judged(grammar: str) -> tuple[str | None, list[str]]:
-    """Returns llguidance's message about a grammar that it does not take, and its warnings about one that it
-    takes."""
+    """Returns llguidance's error about a refused grammar, and its warnings about an accepted one."""
     failed, messages = in_deep_thread(
         lambda: LLMatcher.validate_grammar_with_warnings(grammar, limits=LIMITS)
     ).result()
@@ -119,12 +117,12 @@ def _judged(grammar: str) -> tuple[str | None, list[str]]:
 
 @functools.lru_cache(maxsize=512)
 def _report(what: str) -> None:
-    """Writes into the log, once, what the grammar of a JSON schema does not say."""
+    """Logs, once, a constraint that the grammar of a JSON schema lacks."""
     logger.warning("a JSON schema has a limit that its grammar leaves out: %.300s", what)
 
 
 def short(message: str) -> str:
-    """Returns an error of llguidance without the parts of a user's grammar that would fill a page."""
+    """Returns an error of llguidance without long parts of a user's grammar."""
     message = " ".join(message.split("<non-verbose/>")[0].split())
     if (unsupported := re.search(r"Unimplemented keys: \[(.*?)\]", message)) is not None:
         return f"the JSON schema keywords {unsupported[1]} are not supported"
@@ -146,12 +144,14 @@ def _json_grammar(params: StructuredOutputsParams, schemas: SchemaWriter) -> str
     try:
         return LLMatcher.grammar_from_json_schema(text)
     except ValueError as error:
-        raise RequestError(f"structured_outputs.json is not usable: {short(str(error))}; mend it") from None
+        raise RequestError(
+            f"structured_outputs.json is not usable: {short(str(error))}; correct it"
+        ) from None
 
 
 def _choice_grammar(choice: list[str]) -> str:
-    """Returns a grammar of one terminal. As alternatives of a rule, each choice would be an item of the
-    parser's row, whose length is bounded."""
+    """Returns a grammar with one terminal for all choices. As alternatives of a rule, each choice would be an
+    item of the parser's row, whose length is bounded."""
     texts = dict.fromkeys(choice)
     bounded("choice", "".join(texts))
     return LLMatcher.grammar_from_lark(
@@ -165,7 +165,7 @@ def _deep_thread() -> ThreadPoolExecutor:
     with _start_lock:
         before = threading.stack_size(STACK_BYTES)
         try:
-            pool.submit(int).result()  # threads take the size that holds when they start
+            pool.submit(int).result()  # a thread takes the stack size that is set when it starts
         finally:
             threading.stack_size(before)
     return pool

@@ -562,7 +562,7 @@ def test_an_engine_and_a_request_say_whether_objects_are_closed(build):
     [
         ("{", "JSON"),
         ({"disable_additional_property": True}, "did you mean 'disable_additional_properties'"),
-        ({"disable_additional_properties": 1}, "neither true nor false"),
+        ({"disable_additional_properties": 1}, "must be true or false"),
     ],
 )
 def test_a_wrong_structured_outputs_config_is_named(given, said):

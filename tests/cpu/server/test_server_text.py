@@ -223,5 +223,5 @@ def test_what_a_template_sees_is_plain():
     )
     assert value == msgspec.json.decode(msgspec.json.encode(value))
     for wrong in (object(), {"a": {1, 2}}, {(1,): 2}, b"x"):
-        with pytest.raises(RequestError, match="only what JSON can express"):
+        with pytest.raises(RequestError, match="send JSON values only"):
             _plain(wrong, "it")

@@ -247,9 +247,9 @@ def test_without_a_template_the_error_says_how_to_give_one(tmp_path):
 @pytest.mark.parametrize(
     "messages, said",
     [
-        ([], "no list of messages"),
-        ("hi", "no list of messages"),
-        ({"role": "user"}, "no list of messages"),
+        ([], "messages must be a list of messages, got"),
+        ("hi", "messages must be a list of messages, got"),
+        ({"role": "user"}, "messages must be a list of messages, got"),
         ([["x"]], "role"),
         ([{"content": "x"}], "role"),
         ([{"role": 5, "content": "x"}], "role"),
@@ -272,13 +272,13 @@ def test_malformed_messages_are_refused(messages, said, tmp_path):
     "template, said",
     [
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
-        ("{{ messages[7]['role'] }}", "does not take"),
-        ("{{ 'a' + 1 }}", "does not take"),
-        ("{{ 1 / 0 }}", "does not take"),
+        ("{{ messages[7]['role'] }}", "the chat template refuses them"),
+        ("{{ 'a' + 1 }}", "the chat template refuses them"),
+        ("{{ 1 / 0 }}", "the chat template refuses them"),
         ("{% if %}", "not valid Jinja"),
-        ("{{ messages.append('x') }}", "does not take"),
-        ("{{ ''.__class__.__mro__ }}", "does not take"),
-        ("{{ range(10**9) | list }}", "does not take"),
+        ("{{ messages.append('x') }}", "the chat template refuses them"),
+        ("{{ ''.__class__.__mro__ }}", "the chat template refuses them"),
+        ("{{ range(10**9) | list }}", "the chat template refuses them"),
     ],
 )
 def test_a_template_that_fails_is_the_requests_error(template, said, tmp_path):

@@ -84,17 +84,17 @@ def test_a_grammar_that_cannot_be_used_is_refused():
     ("prompt", "options", "output", "said"),
     [
         ([], {}, [], "prompt is empty"),
-        ([1, VOCAB], {}, [], f"prompt holds token id {VOCAB}, outside the vocabulary"),
-        ([1, -1], {}, [], "prompt holds token id -1,"),
-        ([2**40], {}, [], "prompt holds token id 1099511627776,"),
-        ([1], dict(logit_bias={VOCAB: 1.0}), [], "logit_bias names token id 300"),
-        ([1], dict(allowed_token_ids=[VOCAB]), [], "allowed_token_ids names"),
-        ([1], dict(stop_token_ids=[VOCAB]), [], "stop_token_ids names"),
+        ([1, VOCAB], {}, [], rf"prompt must have token ids in \[0, {VOCAB}\), the vocabulary, got {VOCAB}"),
+        ([1, -1], {}, [], r"prompt must have token ids in \[0, .*, got -1;"),
+        ([2**40], {}, [], r"prompt must have token ids in \[0, .*, got 1099511627776;"),
+        ([1], dict(logit_bias={VOCAB: 1.0}), [], r"logit_bias must have token ids in \[0, .*, got 300;"),
+        ([1], dict(allowed_token_ids=[VOCAB]), [], "allowed_token_ids must have token ids in"),
+        ([1], dict(stop_token_ids=[VOCAB]), [], "stop_token_ids must have token ids in"),
         ([1], dict(allowed_token_ids=[7], stop_token_ids=[7], min_tokens=1), [], "min_tokens forbid all of"),
-        ([1], dict(logprobs=21), [], "logprobs 21 is more than max_logprobs 20"),
-        ([1], dict(logprobs=-1), [], r"logprobs -1 \(all\) is more than max_logprobs 20"),
-        ([1], dict(prompt_logprobs=-1), [], r"prompt_logprobs -1 \(all\) is more"),
-        ([1], {}, [VOCAB], "output_token_ids holds token id 300"),
+        ([1], dict(logprobs=21), [], "logprobs must be <= max_logprobs 20, got 21"),
+        ([1], dict(logprobs=-1), [], r"logprobs must be <= max_logprobs 20, got -1 \(all\)"),
+        ([1], dict(prompt_logprobs=-1), [], r"prompt_logprobs must be <= max_logprobs 20, got -1 \(all\)"),
+        ([1], {}, [VOCAB], r"output_token_ids must have token ids in \[0, .*, got 300;"),
         ([1], dict(max_tokens=2), [5, 6], "max_tokens 2 allows no more"),
     ],
 )
@@ -124,7 +124,7 @@ def test_a_request_at_the_limits_passes():
 
 @pytest.mark.parametrize("options", [{"offers_kv": True}, {"kv_ticket": b"a ticket"}])
 def test_an_embedding_exchanges_no_kv_blocks(options):
-    with pytest.raises(RequestError, match="neither offers KV blocks nor takes any"):
+    with pytest.raises(RequestError, match="neither offers nor reads KV blocks"):
         check_request(Request("r", [1, 2], SamplingParams(), embed=True, **options), 10, 5)
 
 
@@ -134,5 +134,5 @@ def test_all_log_probabilities_are_as_many_as_the_vocabulary_has_tokens():
         [[1]], SamplingParams(logprobs=-1, prompt_logprobs=-1), iter("a"), arrival=0.0
     )
     check_request(request, 50, 50)
-    with pytest.raises(RequestError, match="more than max_logprobs 49"):
+    with pytest.raises(RequestError, match="must be <= max_logprobs 49"):
         check_request(request, 50, 49)
