@@ -64,8 +64,8 @@ def _with_schemas(grammar: str, schemas: SchemaWriter) -> tuple[str, int]:
         for found in DIRECTIVE.finditer(rest):
             if (name := found[1] if found[1] is not None else found[2]) not in ("ignore", "llguidance"):
                 raise RequestError(
-                    f"structured_outputs.grammar must have only the directives %json and %ignore, got %{name}; "
-                    "leave it out"
+                    "structured_outputs.grammar may have the directives %json and %ignore only, got "
+                    f"%{name}; leave it out"
                 )
         parts.append(grammar[at:end])
         if start < 0:
