@@ -88,7 +88,7 @@ def tags_of(headers: Mapping[bytes, bytes]) -> tuple[str, ...]:
 
 
 @dataclass(slots=True)
-class ForeignCall:
+class ExternalCall:
     """A client's request as received, and its timeline."""
 
     line: Timeline
@@ -99,7 +99,7 @@ class ForeignCall:
 
 
 @dataclass(slots=True)
-class ForeignAnswer:
+class ExternalAnswer:
     """A worker's answer. `headers` are for the client, with X-Shoal-Worker."""
 
     status: int
@@ -111,7 +111,7 @@ class ForeignAnswer:
 class Forwarder(Protocol):
     """Forwards the HTTP requests of a model with external workers."""
 
-    async def forward(self, call: ForeignCall) -> ForeignAnswer:
+    async def forward(self, call: ExternalCall) -> ExternalAnswer:
         """Returns when the head of the answer, and for a stream its first token, have arrived. Closing
         `chunks` early (aclose) closes the connection to the worker. Both raise BusyError and
         UnavailableError; `chunks` does if a stream breaks and cannot be continued by another worker."""

@@ -97,7 +97,7 @@ class ModelView(msgspec.Struct, kw_only=True):
     """A served model, over all its workers."""
 
     name: str
-    is_foreign: bool = False  # its workers are external
+    is_external: bool = msgspec.field(default=False, name="is_foreign")  # the JSON key that clients know
     active_requests: int = 0  # running or waiting requests of this server
     failed: int = 0  # requests that failed
     refused: int = 0  # requests refused as the queue was full

@@ -52,7 +52,7 @@ class FakeConnector:
         self._note(model, -1)
         return ours[-1]
 
-    async def until_hopeless(self):
+    async def wait_until_all_failed(self):
         await asyncio.Event().wait()
 
     async def close(self, grace_s):

@@ -25,12 +25,12 @@ from shoal.errors import ConfigError, ShoalError, UnavailableError, UserError
 from shoal.files.toml_file import keys_of
 from shoal.fleet.config import FleetConfig
 from shoal.fleet.connectors.by_name import connector_named
-from shoal.fleet.connectors.connector import GRACE_S, Component, Connector, Setting
+from shoal.fleet.connectors.connector import GRACE_S, Component, Connector, ConnectorContext
 from shoal.fleet.connectors.local import LocalConnector
 from shoal.fleet.connectors.process_log import ProcessLog
 from shoal.fleet.connectors.state_file import digest_of, fleet_folder, holding, socket_in
 from shoal.fleet.file.components import check_gpus, components_of, components_of_pods
-from shoal.fleet.file.fleet_file import FleetFile, ForeignWorkers, OwnWorkers, read_fleet_file
+from shoal.fleet.file.fleet_file import ExternalWorkers, FleetFile, NativeWorkers, read_fleet_file
 from shoal.fleet.planner.config import ON_THIS_HOST, PlannerConfig
 from shoal.fleet.planner.engine_profile import EngineProfile
 from shoal.fleet.pool.fleet import Fleet
@@ -101,7 +101,7 @@ def check_workers(file: FleetFile, path: str) -> None:
     ConfigError."""
     for number, group in enumerate(file.workers, 1):
         try:
-            if isinstance(group, ForeignWorkers):
+            if isinstance(group, ExternalWorkers):
                 _check_program(group.words[0])
             else:
                 _check_model(group)
@@ -116,7 +116,7 @@ def _check_program(name: str) -> None:
         )
 
 
-def _check_model(group: OwnWorkers) -> None:
+def _check_model(group: NativeWorkers) -> None:
     """Raises UserError."""
     server = {name: value for name, value in group.options.items() if name in keys_of(ServerConfig)}
     engine = {name: value for name, value in group.options.items() if name not in server}
@@ -147,7 +147,7 @@ async def run_fleet(
         await run_router(config, server, ports, drain, force, run, end)
     if workers.error is not None:
         raise workers.error
-    return 1 if workers.is_hopeless or force.is_set() else 0
+    return 1 if workers.all_failed or force.is_set() else 0
 
 
 class FleetSupervisor:
@@ -157,7 +157,7 @@ class FleetSupervisor:
         self,
         planner: PlannerConfig,
         components: Sequence[Component],
-        make: Callable[[Setting], Connector],
+        make: Callable[[ConnectorContext], Connector],
         log: ProcessLog,
         folder: Path,
         name: str,
@@ -166,7 +166,7 @@ class FleetSupervisor:
     ) -> None:
         """`name`: the fleet's name on its plane. `record`: from open_record. `profiles`: for the Planner."""
         self.error: ShoalError | None = None  # the reason why the workers could not be started
-        self.is_hopeless = False
+        self.all_failed = False
         self._planner, self._components, self._make = planner, components, make
         self._log, self._folder, self._name = log, folder, name
         self._record, self._profiles = record, profiles
@@ -177,7 +177,7 @@ class FleetSupervisor:
         or planned, or if all have failed."""
         timeout_s = self._planner.start_timeout
         connector = self._make(
-            Setting(self._components, fleet, fleet.clock, timeout_s, self._log, self._folder)
+            ConnectorContext(self._components, fleet, fleet.clock, timeout_s, self._log, self._folder)
         )
         if self._planner.park_level is not None:
             assert isinstance(connector, LocalConnector), "the planner's options say so"
@@ -200,17 +200,17 @@ class FleetSupervisor:
 
     async def _size(self, drain: asyncio.Event, fleet: Fleet, connector: Connector) -> None:
         """Waits until the fleet drains."""
-        hopeless = asyncio.create_task(connector.until_hopeless())
+        all_failed = asyncio.create_task(connector.wait_until_all_failed())
         planned = OwnFleet(fleet, connector, self._components)
         if self._planner.enabled:
             sizing = PlannerLoop(self._planner, planned, fleet.clock, self._record, self._profiles).run()
         else:
             sizing = PlannerPort(planned, _registry_of(fleet), self._name).run()
-        tasks = [asyncio.create_task(drain.wait()), hopeless, asyncio.create_task(sizing)]
+        tasks = [asyncio.create_task(drain.wait()), all_failed, asyncio.create_task(sizing)]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            self.is_hopeless = hopeless in done and not drain.is_set()
-            if self.is_hopeless:
+            self.all_failed = all_failed in done and not drain.is_set()
+            if self.all_failed:
                 logger.error("all workers have failed and none is started again: the fleet ends")
                 drain.set()
             for task in done:

@@ -11,7 +11,7 @@ from shoal.config import ServerConfig
 from shoal.errors import CheckpointError, ConfigError, ShoalError
 from shoal.fleet.clock import Clock
 from shoal.fleet.config import FleetConfig
-from shoal.fleet.external.forwarder import ForeignForwarder
+from shoal.fleet.external.forwarder import ExternalForwarder
 from shoal.fleet.external.prompt_tokens import PromptTokens
 from shoal.fleet.native.fleet_engine import FleetEngine
 from shoal.fleet.pool.fleet import Fleet
@@ -64,7 +64,7 @@ class ModelCatalogSync:
         for model in current:
             if model in self._served or model in self._loading:
                 continue
-            if model.is_foreign:
+            if model.is_external:
                 self._add(model, self._external(model))
             else:
                 model.block("its tokenizer is being read")
@@ -110,7 +110,7 @@ class ModelCatalogSync:
 
     def _external(self, model: ModelPool) -> ExternalModel:
         tokens = model.tokens = PromptTokens(model.dispatcher, self._tokenizer)
-        model.sender = ForeignForwarder(
+        model.sender = ExternalForwarder(
             model.dispatcher, tokens, migration_limit=self._config.migration_limit
         )
         return ExternalModel(model.names, model.sender, request_timeout=self._server.request_timeout)

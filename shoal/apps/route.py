@@ -17,7 +17,7 @@ from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 from shoal.fleet.clock import LoopClock
 from shoal.fleet.config import FleetConfig
-from shoal.fleet.external.link import ForeignLink, new_session
+from shoal.fleet.external.link import ExternalLink, new_session
 from shoal.fleet.key import FleetKey
 from shoal.fleet.native.membership import watch_workers
 from shoal.fleet.native.remote_engine import RemoteEngine
@@ -97,7 +97,7 @@ async def run_router(
             stack.push_async_callback(registry.close)
         tracing = await stack.enter_async_context(opened_tracing(server.otlp_traces_endpoint, "router"))
         session = await stack.enter_async_context(new_session())
-        fleet = Fleet(config, clock, registry, connect=lambda spec: ForeignLink(spec, session))
+        fleet = Fleet(config, clock, registry, connect=lambda spec: ExternalLink(spec, session))
         stack.push_async_callback(fleet.close)
         catalog, routes = Catalog([]), FleetRoutes(fleet)
         public = [route for route in PUBLIC_ROUTES if route.path != routes.metrics.path]

@@ -10,10 +10,10 @@ from typing import Any
 
 from shoal.config import DEFAULT_MODEL, ServerConfig
 from shoal.doctor.examine import examine
-from shoal.doctor.finding import Asked, Finding, Verdict
+from shoal.doctor.finding import CheckTarget, Finding, Verdict
 from shoal.errors import ConfigError
 from shoal.fleet.config import FleetConfig
-from shoal.fleet.file.fleet_file import FleetFile, OwnWorkers, read_fleet_file
+from shoal.fleet.file.fleet_file import FleetFile, NativeWorkers, read_fleet_file
 from shoal.fleet.planner.config import PlannerConfig
 
 WIDTH = 80
@@ -55,20 +55,20 @@ def is_idle(finding: Finding) -> bool:
     return finding.verdict is Verdict.FAILS and not finding.is_asked
 
 
-def what_is_asked(file: str | None, given: dict[str, Any]) -> Asked:
+def what_is_asked(file: str | None, given: dict[str, Any]) -> CheckTarget:
     """Returns the target of the checks. A file that cannot be read becomes a finding. Raises ConfigError."""
     if file is not None:
         try:
-            return Asked(read_fleet_file(file), file)
+            return CheckTarget(read_fleet_file(file), file)
         except ConfigError as error:
-            return Asked(_one_worker({}), file, str(error))
-    return Asked(_one_worker(given), given=frozenset(given))
+            return CheckTarget(_one_worker({}), file, str(error))
+    return CheckTarget(_one_worker(given), given=frozenset(given))
 
 
 def _one_worker(given: dict[str, Any]) -> FleetFile:
     """Returns a fleet of one worker, as `shoal serve` with these options. Raises ConfigError."""
     options = {name: given[name] for name in ("device",) if name in given}
-    worker = OwnWorkers(given.get("model", DEFAULT_MODEL), options=options)
+    worker = NativeWorkers(given.get("model", DEFAULT_MODEL), options=options)
     server = ServerConfig(**{name: given[name] for name in ("port",) if name in given})
     router = FleetConfig(**{name: given[name] for name in ("plane", "fleet_key_file") if name in given})
     return FleetFile([worker], server, router, PlannerConfig())

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from shoal.doctor import fleet_file, gpu, libraries, machine, network
-from shoal.doctor.finding import Asked, Finding, Findings, fails
+from shoal.doctor.finding import CheckTarget, Finding, Findings, fails
 
 LIMIT_S = 15.0
 
@@ -24,7 +24,7 @@ LIMIT_S = 15.0
 class Check:
     """`limit_s`: after so many seconds nobody waits for it any more, and that is a finding."""
 
-    look: Callable[[Asked], Findings]
+    look: Callable[[CheckTarget], Findings]
     limit_s: float = LIMIT_S
 
     @property
@@ -65,12 +65,12 @@ class _Run:
     check: Check
     found: list[Finding] = field(default_factory=list)
 
-    def start(self, asked: Asked) -> threading.Thread:
+    def start(self, asked: CheckTarget) -> threading.Thread:
         thread = threading.Thread(target=self._look, args=(asked,), name=self.check.name, daemon=True)
         thread.start()
         return thread
 
-    def _look(self, asked: Asked) -> None:
+    def _look(self, asked: CheckTarget) -> None:
         try:
             for finding in self.check.look(asked):
                 self.found.append(finding)
@@ -80,7 +80,7 @@ class _Run:
             self.found.append(fails(self.check.name, what, means, "Please report it."))
 
 
-def examine(asked: Asked, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:
+def examine(asked: CheckTarget, checks: Sequence[Check] = CHECKS) -> Iterator[Finding]:
     """Runs all checks side by side and yields what they find, in their order, as soon as it is there. Returns
     within the longest of their limits."""
     began = time.monotonic()

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from shoal.config import ServerConfig
 from shoal.fleet.config import FleetConfig
-from shoal.fleet.file.fleet_file import FleetFile, OwnWorkers
+from shoal.fleet.file.fleet_file import FleetFile, NativeWorkers
 from shoal.fleet.planner.config import ON_THIS_HOST, PlannerConfig
 
 GPU_DEVICE = re.compile(r"nvidia\d+")
@@ -52,7 +52,7 @@ def fails(about: str, found: str, means: str, remedy: str, *, is_asked: bool = T
 
 
 @dataclass(frozen=True)
-class Asked:
+class CheckTarget:
     """What is to work here. Without a fleet's file it is one worker with `shoal serve`'s options.
 
     path: of the fleet's file; None: there is none. mistake: why that file cannot be read, if so. given: the
@@ -86,11 +86,11 @@ class Asked:
         return self.planner.connector in ON_THIS_HOST
 
     @property
-    def own(self) -> list[OwnWorkers]:
+    def own(self) -> list[NativeWorkers]:
         """Our workers that are to run on this machine."""
         if not self.is_here:
             return []
-        return [group for group in self.fleet.workers if isinstance(group, OwnWorkers)]
+        return [group for group in self.fleet.workers if isinstance(group, NativeWorkers)]
 
     @property
     def needs_gpu(self) -> bool:

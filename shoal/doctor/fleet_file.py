@@ -9,13 +9,13 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from shoal.config import DEFAULT_MODEL
-from shoal.doctor.finding import Asked, Finding, Findings, fails, gpu_devices, in_units, works
+from shoal.doctor.finding import CheckTarget, Finding, Findings, fails, gpu_devices, in_units, works
 from shoal.doctor.machine import hub_cache, nearest
 from shoal.errors import CheckpointError, ConfigError
 from shoal.files.object_store import shown
 from shoal.files.user_dirs import cache_folder
 from shoal.fleet.file.components import check_gpus, components_of
-from shoal.fleet.file.fleet_file import ForeignWorkers
+from shoal.fleet.file.fleet_file import ExternalWorkers
 from shoal.memory.available import total_bytes
 from shoal.weights import default_model
 from shoal.weights.hub import bytes_to_download, is_model_file
@@ -26,7 +26,7 @@ from shoal.weights.store import is_url, look, models_folder
 ANSWER_S = 8.0  # for the hub, or a model's store, to answer
 
 
-def tables(asked: Asked) -> Findings:
+def tables(asked: CheckTarget) -> Findings:
     """Whether the file says a fleet."""
     if asked.path is None:
         return
@@ -42,7 +42,7 @@ def tables(asked: Asked) -> Findings:
         yield works(about, f"{asked.path}: {count} workers")
 
 
-def gpus_of_workers(asked: Asked) -> Findings:
+def gpus_of_workers(asked: CheckTarget) -> Findings:
     """Whether there are as many GPUs as the file's workers take."""
     if asked.path is None or asked.mistake is not None or not asked.is_here or not asked.fleet.workers:
         return
@@ -61,10 +61,10 @@ def gpus_of_workers(asked: Asked) -> Findings:
     yield works(about, f"{len(wanted)} GPUs" if wanted else "none: they compute on the CPU")
 
 
-def programs(asked: Asked) -> Findings:
+def programs(asked: CheckTarget) -> Findings:
     """Other engines that the file starts."""
     for group in asked.fleet.workers:
-        if isinstance(group, ForeignWorkers):
+        if isinstance(group, ExternalWorkers):
             name = group.words[0]
             if shutil.which(name) is None:
                 remedy = "Install it, or give its whole path."
@@ -73,7 +73,7 @@ def programs(asked: Asked) -> Findings:
                 yield works(f"program {name}", str(shutil.which(name)))
 
 
-def models(asked: Asked) -> Findings:
+def models(asked: CheckTarget) -> Findings:
     """Whether the models of our workers are here, or to be had. Nothing is downloaded."""
     is_asked = asked.is_given("model")
     for model in dict.fromkeys(group.model for group in asked.own):
@@ -90,7 +90,7 @@ def models(asked: Asked) -> Findings:
             yield fails(about, str(error), "It cannot be served.", remedy, is_asked=is_asked)
 
 
-def _model(model: str, download_dir: str | None, asked: Asked, is_asked: bool) -> Finding:
+def _model(model: str, download_dir: str | None, asked: CheckTarget, is_asked: bool) -> Finding:
     """Raises CheckpointError."""
     about = f"model {shown(model)}"
     if model == DEFAULT_MODEL and default_model.kept() is None:

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from shoal.doctor.finding import Asked, Finding, Findings, fails, gpu_devices, in_units, limited, works
+from shoal.doctor.finding import CheckTarget, Finding, Findings, fails, gpu_devices, in_units, limited, works
 from shoal.doctor.programs import run
 
 SMI_LIMIT_S = 10
@@ -32,7 +32,7 @@ LEAST_CAPABILITY = (8, 0)  # of what Shoal is made for: bfloat16, asynchronous c
 INSTALL_TORCH = "Install it: pip install torch (for CPUs: --index-url https://download.pytorch.org/whl/cpu)."
 
 
-def driver(asked: Asked) -> Findings:
+def driver(asked: CheckTarget) -> Findings:
     """The kernel's driver, as nvidia-smi tells of it."""
     is_asked = asked.needs_gpu
     devices = gpu_devices()
@@ -91,7 +91,7 @@ def _is_narrow(gpu: dict[str, str]) -> bool:
     return current.isdigit() and most.isdigit() and int(current) < min(8, int(most))
 
 
-def torch(asked: Asked) -> Findings:
+def torch(asked: CheckTarget) -> Findings:
     """torch and what it sees, asked in a process of its own."""
     is_asked = bool(asked.own)
     said = run([sys.executable, "-m", "shoal.doctor.torch_probe"], PROBE_LIMIT_S)
@@ -224,7 +224,7 @@ def _triton(line: dict[str, Any], is_asked: bool) -> Finding:
     return works("Triton", f"{line['triton']}, a kernel was compiled and is right", is_asked=is_asked)
 
 
-def nvcc(asked: Asked) -> Findings:
+def nvcc(asked: CheckTarget) -> Findings:
     """Shoal's own kernels need none; FlashInfer compiles with it."""
     is_asked = "flashinfer" in asked.options("attention_backend")
     path = shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")

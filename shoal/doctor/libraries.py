@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires
 
-from shoal.doctor.finding import Asked, Finding, Findings, fails, works
+from shoal.doctor.finding import CheckTarget, Finding, Findings, fails, works
 from shoal.doctor.machine import reaches_other_hosts
 from shoal.doctor.programs import python_failure, version_of
 from shoal.fleet.planner.predictors import NEEDS_STATSMODELS
@@ -28,14 +28,14 @@ class Extra:
     trial: str
     of: str
     gives: str
-    is_asked: Callable[[Asked], bool]
+    is_asked: Callable[[CheckTarget], bool]
 
 
-def _has_store(asked: Asked) -> bool:
+def _has_store(asked: CheckTarget) -> bool:
     return bool(asked.options("kv_store") or asked.options("compile_cache"))
 
 
-def _takes_attention(name: str) -> Callable[[Asked], bool]:
+def _takes_attention(name: str) -> Callable[[CheckTarget], bool]:
     return lambda asked: name in asked.options("attention_backend")
 
 
@@ -83,7 +83,7 @@ def _is_nats(plane: str | None) -> bool:
     return plane is not None and plane.startswith(NATS)
 
 
-def required(asked: Asked) -> Findings:
+def required(asked: CheckTarget) -> Findings:
     """Whether what Shoal was installed with is there, in the versions that it needs."""
     try:
         needed = requires("shoal") or []
@@ -110,7 +110,7 @@ def required(asked: Asked) -> Findings:
         yield works("packages", "all that Shoal needs, in fitting versions")
 
 
-def extras(asked: Asked) -> Findings:
+def extras(asked: CheckTarget) -> Findings:
     for extra in EXTRAS:
         yield _extra(extra, extra.is_asked(asked))
 

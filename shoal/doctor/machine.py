@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 
 from shoal.config import KVTransferConfig
-from shoal.doctor.finding import GIB, MIB, Asked, Findings, fails, gpu_devices, in_units, limited, works
+from shoal.doctor.finding import GIB, MIB, CheckTarget, Findings, fails, gpu_devices, in_units, limited, works
 from shoal.doctor.programs import run
 from shoal.errors import ConfigError
 from shoal.files.user_dirs import cache_folder, state_folder
@@ -33,7 +33,7 @@ TIMEX_STATUS = 5  # longs before that field: modes (padded), offset, freq, maxer
 INFINIBAND = Path("/sys/class/infiniband")
 
 
-def system(asked: Asked) -> Findings:
+def system(asked: CheckTarget) -> Findings:
     found = f"Python {platform.python_version()}, {platform.system()} {platform.release()}, "
     found += f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"
     if sys.platform == "linux":
@@ -43,7 +43,7 @@ def system(asked: Asked) -> Findings:
         yield fails("system", found, means, "Run it on Linux, or in a Linux container or virtual machine.")
 
 
-def memory(asked: Asked) -> Findings:
+def memory(asked: CheckTarget) -> Findings:
     free, total = available_bytes(), total_bytes()
     found = f"{in_units(free)} of {in_units(total)} can be had"
     wanted = sum(
@@ -64,7 +64,7 @@ def memory(asked: Asked) -> Findings:
         yield works("memory", found)
 
 
-def open_files(asked: Asked) -> Findings:
+def open_files(asked: CheckTarget) -> Findings:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = hard if hard != resource.RLIM_INFINITY else sys.maxsize
     found = "no limit" if files == sys.maxsize else f"at most {files} (ulimit -Hn)"
@@ -83,7 +83,7 @@ def open_files(asked: Asked) -> Findings:
         yield works("open files", found)
 
 
-def locked_memory(asked: Asked) -> Findings:
+def locked_memory(asked: CheckTarget) -> Findings:
     """CUDA's pinned memory does not count here; memory that a network card reads does."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if soft == resource.RLIM_INFINITY or soft >= LOCKED_MEMORY:
@@ -103,7 +103,7 @@ def locked_memory(asked: Asked) -> Findings:
         yield limited("locked memory", found, means, remedy, is_asked=False)
 
 
-def reaches_other_hosts(asked: Asked) -> bool:
+def reaches_other_hosts(asked: CheckTarget) -> bool:
     """Whether KV blocks are to travel to other hosts, which NIXL does."""
     for group in asked.own:
         transfer = KVTransferConfig.of(group.options.get("kv_transfer_config"))
@@ -112,7 +112,7 @@ def reaches_other_hosts(asked: Asked) -> bool:
     return False
 
 
-def shared_memory(asked: Asked) -> Findings:
+def shared_memory(asked: CheckTarget) -> Findings:
     """The engine's own is anonymous (memfd); NCCL between GPUs, and Ray, use the folder."""
     try:
         fd = os.memfd_create("shoal-doctor")
@@ -149,7 +149,7 @@ def shared_memory(asked: Asked) -> Findings:
         yield works(about, found, is_asked=is_asked)
 
 
-def folders(asked: Asked) -> Findings:
+def folders(asked: CheckTarget) -> Findings:
     """Where kernels, models and KV blocks are kept."""
     try:
         cache, state = cache_folder(), state_folder()
@@ -220,7 +220,7 @@ def nearest(path: Path) -> Path:
     return next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
 
 
-def compiler(asked: Asked) -> Findings:
+def compiler(asked: CheckTarget) -> Findings:
     """CPU kernels are C, and Triton compiles a small C module of its own before a GPU's first kernel."""
     is_asked = bool(asked.own)
     has_gpu = bool(gpu_devices()) and asked.may_use_gpu
@@ -242,7 +242,7 @@ def compiler(asked: Asked) -> Findings:
     yield verdict("C compiler", found, means, remedy, is_asked=is_asked)
 
 
-def clock(asked: Asked) -> Findings:
+def clock(asked: CheckTarget) -> Findings:
     """Leases are measured by each process's own clock; times in logs, metrics and traces are compared."""
     timex = (ctypes.c_long * 64)()
     try:

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 import aiohttp
 import zmq
 
-from shoal.doctor.finding import Asked, Finding, Findings, fails, limited, works
+from shoal.doctor.finding import CheckTarget, Finding, Findings, fails, limited, works
 from shoal.errors import ConfigError, ShoalError
 from shoal.files.object_store import shown
 from shoal.fleet.file.components import components_of_pods
@@ -37,7 +37,7 @@ RAYS_OWN = ("auto", "local")  # words for a cluster that Ray finds or starts on 
 POD = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
 
-def ports(asked: Asked) -> Findings:
+def ports(asked: CheckTarget) -> Findings:
     server = asked.server
     about = f"port {server.port}" if server.uds is None else server.uds
     if server.admin_port is not None:
@@ -55,7 +55,7 @@ def ports(asked: Asked) -> Findings:
         yield works(about, f"free, on {server.host}", is_asked=is_asked)
 
 
-def plane(asked: Asked) -> Findings:
+def plane(asked: CheckTarget) -> Findings:
     """The plane, and the fleet's key, which is read without a plane, too: a fleet that is started by its file
     has one that nobody names."""
     url, key_file = asked.router.plane, asked.router.fleet_key_file
@@ -176,13 +176,13 @@ def _in_folder(about: str, path: Path) -> Finding:
     return works(about, "of this host; the router makes it")
 
 
-def workers(asked: Asked) -> Findings:
+def workers(asked: CheckTarget) -> Findings:
     """The other engines' servers that a router begins with, and whether their clocks agree with ours."""
     if asked.router.workers:
         yield from asyncio.run(_of_workers(asked))
 
 
-async def _of_workers(asked: Asked) -> list[Finding]:
+async def _of_workers(asked: CheckTarget) -> list[Finding]:
     timeout = aiohttp.ClientTimeout(total=ANSWER_S)
     async with aiohttp.ClientSession(timeout=timeout) as session:
         return [
@@ -227,7 +227,7 @@ def _skew(url: str, date: str) -> list[Finding]:
     return [limited(f"clock of {url}", found, means, "Run chrony or systemd-timesyncd on both hosts.")]
 
 
-def kubernetes(asked: Asked) -> Findings:
+def kubernetes(asked: CheckTarget) -> Findings:
     """Whether the connector could patch the Deployments of the fleet's workers."""
     is_asked = asked.planner.connector == "kubernetes"
     if not is_asked:
@@ -250,7 +250,7 @@ def kubernetes(asked: Asked) -> Findings:
         yield works("Kubernetes", "the fleet's Deployments are there, and their scale can be read")
 
 
-async def _deployments(asked: Asked) -> None:
+async def _deployments(asked: CheckTarget) -> None:
     from shoal.fleet.connectors.kubernetes import Cluster, deployment_of
 
     async with asyncio.timeout(ANSWER_S):
@@ -262,7 +262,7 @@ async def _deployments(asked: Asked) -> None:
             await cluster.close()
 
 
-def ray(asked: Asked) -> Findings:
+def ray(asked: CheckTarget) -> Findings:
     """Whether the cluster that RAY_ADDRESS names takes connections."""
     address = os.environ.get("RAY_ADDRESS")
     if asked.planner.connector != "ray" or address in (None, *RAYS_OWN):

@@ -144,5 +144,5 @@ class FleetConfig:
 
     @cached_property
     def workers(self) -> tuple[WorkerSpec, ...]:
-        """The foreign workers that it begins with."""
+        """The external workers that it begins with."""
         return tuple(parse_worker(text, self.block_size) for text in self.worker or ())

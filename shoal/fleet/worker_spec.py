@@ -1,4 +1,4 @@
-"""A foreign worker as the command line names it: `URL,key=value,...`."""
+"""An external worker as the command line names it: `URL,key=value,...`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class WorkerSpec:
             id=self.id,
             url=self.url,
             models=(),
-            is_foreign=True,
+            is_external=True,
             tags=self.tags,
             dp_size=self.dp_size,
             block_size=self.block_size,

@@ -14,7 +14,7 @@ from shoal.cli.main import main
 from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet.clock import LoopClock
 from shoal.fleet.connectors import kubernetes
-from shoal.fleet.connectors.connector import Component, Setting
+from shoal.fleet.connectors.connector import Component, ConnectorContext
 from shoal.fleet.connectors.kubernetes import KubernetesConnector, deployment_of
 from shoal.fleet.file.components import components_of_pods
 from shoal.fleet.file.fleet_file import read_fleet_file
@@ -59,8 +59,8 @@ class Setup:
     async def connector(self, tmp_path, monkeypatch, *components, start_timeout_s=10.0):
         async with self.fake.serving(tmp_path) as kubeconfig:
             use(monkeypatch, kubeconfig)
-            setting = Setting(components, self.router, LoopClock(), start_timeout_s, None, tmp_path)
-            connector = KubernetesConnector(setting)
+            context = ConnectorContext(components, self.router, LoopClock(), start_timeout_s, None, tmp_path)
+            connector = KubernetesConnector(context)
             try:
                 await connector.start()
                 yield connector
@@ -378,7 +378,9 @@ def test_an_api_that_refuses_or_is_not_there_is_named(tmp_path, monkeypatch):
     run(tmp_path, monkeypatch, scenario)
 
     async def starting():
-        connector = KubernetesConnector(Setting([WORKER], FakeRouterView(), LoopClock(), 1.0, None, tmp_path))
+        connector = KubernetesConnector(
+            ConnectorContext([WORKER], FakeRouterView(), LoopClock(), 1.0, None, tmp_path)
+        )
         try:
             await connector.start()
         finally:
@@ -400,10 +402,10 @@ def test_an_api_that_refuses_or_is_not_there_is_named(tmp_path, monkeypatch):
 
 def test_what_cannot_run_in_pods_is_refused(tmp_path):
     path = tmp_path / "fleet.toml"
-    foreign = "[[workers]]\ncommand = 'vllm serve m --port {port}'\nname = 'm'\n"
+    external = "[[workers]]\ncommand = 'vllm serve m --port {port}'\nname = 'm'\n"
     planner = "[planner]\nconnector = 'kubernetes'\n"
     for text, told in (
-        (foreign + planner + "[plane]\nurl = 'nats://127.0.0.1:4222'\n", "component 'vllm' has a command"),
+        (external + planner + "[plane]\nurl = 'nats://127.0.0.1:4222'\n", "component 'vllm' has a command"),
         ("[[workers]]\n" + planner, "write [plane] url = "),
     ):
         path.write_text(text)

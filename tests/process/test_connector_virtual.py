@@ -7,7 +7,7 @@ import pytest
 
 from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet.clock import LoopClock
-from shoal.fleet.connectors.connector import Component, Setting
+from shoal.fleet.connectors.connector import Component, ConnectorContext
 from shoal.fleet.connectors.virtual import VirtualClient, VirtualConnector
 from shoal.fleet_views import WorkerState
 
@@ -34,7 +34,7 @@ class Cluster:
 
 
 def connector(folder, cluster, timeout_s=5.0, components=COMPONENTS):
-    return VirtualConnector(Setting(components, cluster, LoopClock(), timeout_s, None, folder))
+    return VirtualConnector(ConnectorContext(components, cluster, LoopClock(), timeout_s, None, folder))
 
 
 async def obey(folder, cluster, seen, times):

@@ -24,10 +24,10 @@ from shoal.fleet.connectors import circus, restarts
 from shoal.fleet.connectors import kubernetes as connector_kubernetes
 from shoal.fleet.connectors import local as connector_local
 from shoal.fleet.connectors.by_name import connector_named
-from shoal.fleet.connectors.connector import Setting
+from shoal.fleet.connectors.connector import ConnectorContext
 from shoal.fleet.connectors.kubernetes import deployment_of
 from shoal.fleet.connectors.process_log import ProcessLog
-from shoal.fleet.connectors.state_file import Life, StateFile
+from shoal.fleet.connectors.state_file import ProcessId, StateFile
 from shoal.fleet.connectors.virtual import VirtualClient
 from shoal.fleet_views import WorkerState
 from tests import ray_cluster
@@ -75,8 +75,8 @@ def local(name):
     async def world(folder, components):
         router = Folder(folder)
         log = ProcessLog(sys.stderr, "text")
-        setting = Setting(components, router, LoopClock(), START_TIMEOUT_S, log, folder)
-        connector = connector_named(name)(setting)
+        context = ConnectorContext(components, router, LoopClock(), START_TIMEOUT_S, log, folder)
+        connector = connector_named(name)(context)
 
         try:
             yield World(connector, router, components)
@@ -142,7 +142,7 @@ async def kubernetes(folder, components):
             patched.setattr(connector_kubernetes, "POLL_S", 0.02)
             use(patched, kubeconfig)
             connector = connector_named("kubernetes")(
-                Setting(components, router, LoopClock(), START_TIMEOUT_S, None, folder)
+                ConnectorContext(components, router, LoopClock(), START_TIMEOUT_S, None, folder)
             )
             try:
                 yield World(connector, router, components, outlives=True)
@@ -176,7 +176,7 @@ async def virtual(folder, components):
 
     orchestrator = asyncio.ensure_future(orchestrate())
     connector = connector_named("virtual")(
-        Setting(components, router, LoopClock(), START_TIMEOUT_S, None, folder)
+        ConnectorContext(components, router, LoopClock(), START_TIMEOUT_S, None, folder)
     )
 
     try:
@@ -194,7 +194,9 @@ async def actors_on_ray(folder, components):
     router = Folder(folder)
     log = ProcessLog(sys.stderr, "text")
     components = [dataclasses.replace(one, resources={"CPU": 1}) for one in components]
-    connector = ray_connector(Setting(components, router, LoopClock(), RAY_START_TIMEOUT_S, log, folder))
+    connector = ray_connector(
+        ConnectorContext(components, router, LoopClock(), RAY_START_TIMEOUT_S, log, folder)
+    )
 
     try:
         yield World(connector, router, components)
@@ -579,7 +581,7 @@ def test_workers_of_a_dead_arbiter_are_started_until_all_are_there(tmp_path, mon
             return {"statuses": dict.fromkeys(names, "active"), "pids": [os.getpid()]}
 
     async def start_arbiter():
-        monkeypatch.setattr(processes, "_arbiter", lambda: Life.of(os.getpid()))
+        monkeypatch.setattr(processes, "_arbiter", lambda: ProcessId.of(os.getpid()))
 
     async def test():
         with StateFile(tmp_path).changing() as state:
@@ -659,7 +661,7 @@ def test_workers_that_are_given_up_are_not_awaited_and_leave_the_fleet_without_h
 
     async def test(world):
         assert world.connector.pending("m") == 2
-        await world.connector.until_hopeless()
+        await world.connector.wait_until_all_failed()
         assert world.connector.pending("m") == 0
 
     by_hand(tmp_path, monkeypatch, test, bad)
@@ -690,7 +692,7 @@ def test_a_worker_that_was_given_up_is_replaced_on_its_gpu_by_the_next_one(tmp_p
     async def test(world):
         monkeypatch.setattr(world.connector, "_start_timeout_s", DEADLINE_S)
         await world.connector.add("m", "both")
-        while not world.connector._has_given_up("x-1"):
+        while not world.connector._is_crash_looping("x-1"):
             await asyncio.sleep(0.05)
         with pytest.raises(UnavailableError, match="x-1 does not stay alive"):
             await world.connector.add("m", "prefill")

@@ -18,7 +18,7 @@ from shoal.fleet.connectors import restarts
 from shoal.fleet.connectors.connector import Component
 from shoal.fleet.connectors.process_log import ProcessLog
 from shoal.fleet.connectors.processes import Processes
-from shoal.fleet.connectors.state_file import Life, State
+from shoal.fleet.connectors.state_file import ProcessId, State
 
 SLEEP = "import time; print('begun', flush=True); time.sleep(600)"
 DEADLINE_S = 60
@@ -44,7 +44,7 @@ class Toys:
 
     async def until_given_up(self, *placements):
         for placement in placements:
-            while not (await self.processes.running())[placement.id].has_given_up:
+            while not (await self.processes.running())[placement.id].is_crash_looping:
                 await asyncio.sleep(0.02)
 
 
@@ -230,8 +230,8 @@ def test_what_a_supervisor_before_has_left_is_ended():
 
         async def open_(toys, stream):
             waiting = asyncio.create_task(asyncio.to_thread(left.wait))
-            life = Life.of(other.pid)
-            await toys.processes.open([Life.of(left.pid), Life(life.pid, life.started - 1)])
+            life = ProcessId.of(other.pid)
+            await toys.processes.open([ProcessId.of(left.pid), ProcessId(life.pid, life.started - 1)])
             await waiting
 
         run(open_)

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.config import KVEventsConfig
 from shoal.kv.events.publisher import KvEvents
-from tests.foreign_worker import MODEL, Fault, ForeignWorkerThread, ids_of, written
+from tests.external_worker import MODEL, ExternalWorkerThread, Fault, ids_of, written
 from tests.serving import DEADLINE_S, Route, free_port, until
 
 PROMPT = "A shoal of fish swims as one, and nobody leads. " * 3
@@ -34,7 +34,7 @@ def routers(tmp_path):
 @pytest.fixture
 def workers():
     """Two stand-ins."""
-    with ForeignWorkerThread(delay=0.01) as a, ForeignWorkerThread(delay=0.01) as b:
+    with ExternalWorkerThread(delay=0.01) as a, ExternalWorkerThread(delay=0.01) as b:
         yield a, b
 
 
@@ -176,13 +176,13 @@ def free_ports(count):
 
 def test_a_worker_that_dies_is_left_out_and_comes_back(routers, workers):
     a, b = workers
-    with ForeignWorkerThread() as c:
+    with ExternalWorkerThread() as c:
         router = routers(*specs(a, b, c), "--check-interval", "0.5").await_workers(3)
     until(lambda: states(router)["c"] == "broken", router.text)
     for number in range(6):
         assert complete(router, f"{number} {PROMPT}")[0] == 200
     assert len(a.received) + len(b.received) == 6
-    with ForeignWorkerThread(port=int(c.url.rpartition(":")[2])):
+    with ExternalWorkerThread(port=int(c.url.rpartition(":")[2])):
         until(lambda: states(router)["c"] == "ready", router.text)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from shoal.fleet.clock import LoopClock
 from shoal.fleet.connectors.by_name import connector_named
-from shoal.fleet.connectors.connector import Setting
+from shoal.fleet.connectors.connector import ConnectorContext
 from shoal.fleet.connectors.process_log import ProcessLog
 from tests.connector_cases import START_TIMEOUT_S, Folder, two_components
 
@@ -15,8 +15,10 @@ from tests.connector_cases import START_TIMEOUT_S, Folder, two_components
 async def main(name: str, path: str, *models: str) -> None:
     folder = Path(path)
     log = ProcessLog(sys.stderr, "text")
-    setting = Setting(two_components(folder), Folder(folder), LoopClock(), START_TIMEOUT_S, log, folder)
-    connector = connector_named(name)(setting)
+    context = ConnectorContext(
+        two_components(folder), Folder(folder), LoopClock(), START_TIMEOUT_S, log, folder
+    )
+    connector = connector_named(name)(context)
     await connector.start()
     for model in models:
         await connector.add(model, "both")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from shoal.errors import ConfigError
-from shoal.fleet.connectors.connector import Connector, Setting
+from shoal.fleet.connectors.connector import Connector, ConnectorContext
 from shoal.fleet.connectors.process import process_connector
 from shoal.fleet.connectors.virtual import VirtualConnector
 
 
-def connector_named(name: str) -> Callable[[Setting], Connector]:
+def connector_named(name: str) -> Callable[[ConnectorContext], Connector]:
     """How to make it. What is chosen never depends on what happens to be installed: raises ConfigError if a
     package is missing, before anything starts."""
     match name:

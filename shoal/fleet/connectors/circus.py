@@ -22,11 +22,11 @@ from circus.client import CircusClient, make_message
 from circus.exc import CallError
 
 from shoal.errors import UnavailableError
-from shoal.fleet.connectors.connector import LOOK_S, Component, Setting
+from shoal.fleet.connectors.connector import LOOK_S, Component, ConnectorContext
 from shoal.fleet.connectors.local import LocalConnector, Running
 from shoal.fleet.connectors.processes import dying_with, kill_group
 from shoal.fleet.connectors.restarts import Restarts
-from shoal.fleet.connectors.state_file import Life, Placement, StateFile, socket_in
+from shoal.fleet.connectors.state_file import Placement, ProcessId, StateFile, socket_in
 from shoal.fleet.tasks import start, stop
 
 logger = logging.getLogger(__name__)
@@ -43,8 +43,8 @@ check_delay = {tick_s}
 """
 
 
-def circus_connector(setting: Setting) -> LocalConnector:
-    return LocalConnector(setting, CircusProcesses(setting.folder, setting.components))
+def circus_connector(context: ConnectorContext) -> LocalConnector:
+    return LocalConnector(context, CircusProcesses(context.folder, context.components))
 
 
 class CircusProcesses:
@@ -64,7 +64,7 @@ class CircusProcesses:
         self._lost: list[Placement] = []  # with an arbiter that has died, and not started again yet
         self._tasks: list[asyncio.Task[None]] = []
 
-    async def open(self, leftovers: Sequence[Life]) -> None:
+    async def open(self, leftovers: Sequence[ProcessId]) -> None:
         if self._arbiter() is None:
             for life in leftovers:  # they have got their signal; not every engine heeds it
                 while not life.is_over:
@@ -84,8 +84,8 @@ class CircusProcesses:
             if status != "stopped":
                 with contextlib.suppress(UnavailableError):  # it was removed meanwhile
                     pids = (await self._call("list", name=worker_id))["pids"]
-            has_given_up = worker_id in self._due and self._due[worker_id] is None
-            found[worker_id] = Running(pids[0] if pids else None, has_given_up)
+            is_crash_looping = worker_id in self._due and self._due[worker_id] is None
+            found[worker_id] = Running(pids[0] if pids else None, is_crash_looping)
         return found
 
     async def start(self, placement: Placement) -> None:
@@ -139,7 +139,7 @@ class CircusProcesses:
             await asyncio.sleep(LOOK_S)
 
     async def _end(self, worker_id: str, pid: int, grace_s: float) -> None:
-        life = Life.of(pid)
+        life = ProcessId.of(pid)
         if life is None:
             return
         with contextlib.suppress(ProcessLookupError):
@@ -184,14 +184,14 @@ class CircusProcesses:
         with self._file.changing() as state:
             state.adopt(placement)
 
-    def _arbiter(self) -> Life | None:
+    def _arbiter(self) -> ProcessId | None:
         """None if there is none that lives."""
         try:
             pid = int(self._pid_file.read_text())
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         except (OSError, ValueError):
             return None
-        return Life.of(pid) if bytes(self._settings) in words else None
+        return ProcessId.of(pid) if bytes(self._settings) in words else None
 
     async def _start_again(self, worker_id: str) -> None:
         now = asyncio.get_running_loop().time()

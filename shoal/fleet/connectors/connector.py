@@ -50,7 +50,7 @@ class Component:
     death_signal: signal.Signals = signal.SIGKILL
 
 
-class UnderWay:
+class InFlight:
     """How many changes are being made at this moment."""
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class RouterView(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class ConnectorContext:
     """What every connector is made of. `start_timeout_s`: how long a new worker may take to be ready. `log`:
     where the workers' lines go, if this process reads them. `folder`: for what a connector must find again
     when it starts anew."""
@@ -150,7 +150,7 @@ class Connector(Protocol):
         this role was started here, and ConfigError as `add` does."""
         ...
 
-    async def until_hopeless(self) -> None:
+    async def wait_until_all_failed(self) -> None:
         """Returns when there were workers and none of them will be started again: never, where whoever starts
         them does not give up."""
         ...

@@ -27,7 +27,7 @@ from kubernetes_asyncio import client, config
 from kubernetes_asyncio.client.exceptions import ApiException
 
 from shoal.errors import ConfigError, UnavailableError
-from shoal.fleet.connectors.connector import Component, Setting, UnderWay, component_of, is_missing
+from shoal.fleet.connectors.connector import Component, ConnectorContext, InFlight, component_of, is_missing
 from shoal.fleet.tasks import start
 from shoal.fleet_views import WorkerState
 
@@ -159,13 +159,13 @@ class Cluster:
 class KubernetesConnector:
     """See the module. `cluster` is connected by `start` where none is given."""
 
-    def __init__(self, setting: Setting, cluster: Cluster | None = None) -> None:
-        self._components = setting.components
-        self._router, self._clock = setting.router, setting.clock
-        self._start_timeout_s = setting.start_timeout_s
+    def __init__(self, context: ConnectorContext, cluster: Cluster | None = None) -> None:
+        self._components = context.components
+        self._router, self._clock = context.router, context.clock
+        self._start_timeout_s = context.start_timeout_s
         self._cluster = cluster
-        self._seen: dict[str, _Seen] = {}
-        self._adding = UnderWay()
+        self._seen: dict[str, _DeploymentStatus] = {}
+        self._adding = InFlight()
         self._claimed: set[str] = set()  # pods that the present calls of `add` have got
         # By Deployment, from the mark of the pod that goes until the count is lowered
         self._shrinking: dict[str, asyncio.Lock] = collections.defaultdict(asyncio.Lock)
@@ -237,7 +237,7 @@ class KubernetesConnector:
         await self._look_again(component)
         return youngest
 
-    async def until_hopeless(self) -> None:
+    async def wait_until_all_failed(self) -> None:
         """Kubernetes does not give up."""
         await asyncio.Event().wait()
 
@@ -325,7 +325,7 @@ class KubernetesConnector:
                     with contextlib.suppress(UnavailableError):
                         await self._let_stay(component)
 
-    async def _look_again(self, component: Component) -> _Seen:
+    async def _look_again(self, component: Component) -> _DeploymentStatus:
         """What was seen last holds where the API does not answer for a while."""
         with contextlib.suppress(UnavailableError):
             return await self._look(component)
@@ -338,7 +338,7 @@ class KubernetesConnector:
                 return await self._connected.has_pod(pod)
         return True
 
-    async def _look(self, component: Component) -> _Seen:
+    async def _look(self, component: Component) -> _DeploymentStatus:
         deployment = deployment_of(component)
         replicas, _ = await self._connected.replicas(deployment)
         pods, marked, num_ending = await self._connected.pods(deployment)
@@ -346,7 +346,7 @@ class KubernetesConnector:
         now = self._clock.now()
         is_settled = replicas == self._num_there(pods) and not num_ending
         since = now if last is None or is_settled or last.replicas != replicas else last.since
-        self._seen[component.name] = _Seen(replicas, pods, marked, num_ending, since)
+        self._seen[component.name] = _DeploymentStatus(replicas, pods, marked, num_ending, since)
         return self._seen[component.name]
 
     def _ready(self, pods: Sequence[str]) -> list[str]:
@@ -357,7 +357,7 @@ class KubernetesConnector:
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _DeploymentStatus:
     """A Deployment at the last look: how many pods it should have, which it has, which of these are marked to
     go first, how many more are ending, and since when it is not as it should be."""
 

@@ -15,8 +15,15 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from shoal.errors import ConfigError, ShoalError, UnavailableError, UnknownWorkerError
-from shoal.fleet.connectors.connector import GRACE_S, LOOK_S, Component, Setting, component_of, is_missing
-from shoal.fleet.connectors.state_file import Life, Placement, State, StateFile
+from shoal.fleet.connectors.connector import (
+    GRACE_S,
+    LOOK_S,
+    Component,
+    ConnectorContext,
+    component_of,
+    is_missing,
+)
+from shoal.fleet.connectors.state_file import Placement, ProcessId, State, StateFile
 from shoal.fleet.tasks import start, stop
 from shoal.fleet_views import WorkerState
 
@@ -34,13 +41,13 @@ class Running(NamedTuple):
     """A worker as its supervisor knows it. `pid`: None between two lives, and on another host."""
 
     pid: int | None
-    has_given_up: bool  # it died too often, and is not started again
+    is_crash_looping: bool  # it died too often, and is not started again
 
 
 class Supervisor(Protocol):
     """Keeps processes alive, by the worker's id."""
 
-    async def open(self, leftovers: Sequence[Life]) -> None:
+    async def open(self, leftovers: Sequence[ProcessId]) -> None:
         """Called once, by who runs the fleet. `leftovers`: processes of its workers before a crash; those
         that it does not take over end."""
         ...
@@ -88,10 +95,10 @@ class LocalConnector:
     """A Connector. `start` and `close` are for who runs the fleet; a planner in a process of its own does
     without them."""
 
-    def __init__(self, setting: Setting, supervisor: Supervisor) -> None:
-        self._components, self._router = setting.components, setting.router
-        self._clock, self._start_timeout_s = setting.clock, setting.start_timeout_s
-        self._supervisor, self._file = supervisor, StateFile(setting.folder)
+    def __init__(self, context: ConnectorContext, supervisor: Supervisor) -> None:
+        self._components, self._router = context.components, context.router
+        self._clock, self._start_timeout_s = context.clock, context.start_timeout_s
+        self._supervisor, self._file = supervisor, StateFile(context.folder)
         self._mine: dict[str, Placement] = {}  # what this process has placed or taken over
         self._running: Mapping[str, Running] = {}  # as it was seen last
         self._missing_since: dict[str, float] = {}  # workers that are not ready
@@ -112,7 +119,7 @@ class LocalConnector:
         await self._supervisor.open(leftovers)
         running = await self._supervisor.running()
         there = {placement.id for placement in kept if placement.id in running} - {
-            name for name, one in running.items() if one.has_given_up
+            name for name, one in running.items() if one.is_crash_looping
         }
         await asyncio.gather(*(self._supervisor.stop(name, GRACE_S) for name in running if name not in there))
         for placement in [*kept, *new]:
@@ -252,12 +259,12 @@ class LocalConnector:
                     await self._end(placement)
                     await self._until_gone(worker_id)
 
-    async def until_hopeless(self) -> None:
+    async def wait_until_all_failed(self) -> None:
         while (
             self._placing.locked()
             or self._starting
             or not self._running
-            or not all(one.has_given_up for one in self._running.values())
+            or not all(one.is_crash_looping for one in self._running.values())
         ):
             await self._clock.sleep(WATCH_S)
 
@@ -303,7 +310,7 @@ class LocalConnector:
 
     async def _replace(self, useless: Sequence[Placement], component: Component) -> Placement:
         """Takes a place where these have theirs. They are forgotten only now: until then people see them."""
-        were_given_up = any(self._has_given_up(one.id) for one in useless)
+        were_given_up = any(self._is_crash_looping(one.id) for one in useless)
         for placement in useless:
             await self._end(placement)
         await self._look()
@@ -343,7 +350,7 @@ class LocalConnector:
         if placement.id in self._replacing:
             with contextlib.suppress(UnavailableError):
                 running = (await self._supervisor.running()).get(placement.id)
-                return running is not None and running.has_given_up
+                return running is not None and running.is_crash_looping
         return False
 
     async def _begin(self, placement: Placement, is_there: bool = False) -> None:
@@ -357,7 +364,7 @@ class LocalConnector:
         deadline = self._clock.now() + self._start_timeout_s
         while self._router.state_of(placement.id) != WorkerState.READY:
             running = (await self._supervisor.running()).get(placement.id)
-            if running is None or running.has_given_up:
+            if running is None or running.is_crash_looping:
                 outcome = "given up again" if placement.id in self._replacing else "taken back"
                 raise UnavailableError(
                     f"worker {placement.id} does not stay alive, and is {outcome}; its lines in the log say "
@@ -422,7 +429,7 @@ class LocalConnector:
                 self._mine.pop(name, None)
         async with self._changing() as state:
             if self._tasks:
-                state.supervisor = Life.of(os.getpid())
+                state.supervisor = ProcessId.of(os.getpid())
             for placement in self._mine.values():
                 state.adopt(placement)
             state.see({name: one.pid for name, one in running.items()})
@@ -439,15 +446,15 @@ class LocalConnector:
                     state.park(placement, is_parked)
 
     def _is_missing(self, worker_id: str) -> bool:
-        return not self._has_given_up(worker_id) and is_missing(self._router.state_of(worker_id))
+        return not self._is_crash_looping(worker_id) and is_missing(self._router.state_of(worker_id))
 
     def _serves_no_more(self, worker_id: str) -> bool:
         """Whether it was given up, or has been missing for so long that `pending` does not wait for it."""
         since = self._missing_since.get(worker_id, math.inf)
         is_old = self._clock.now() - since >= self._start_timeout_s
         is_lost = is_old and self._is_missing(worker_id) and worker_id not in self._starting
-        return is_lost or self._has_given_up(worker_id)
+        return is_lost or self._is_crash_looping(worker_id)
 
-    def _has_given_up(self, worker_id: str) -> bool:
+    def _is_crash_looping(self, worker_id: str) -> bool:
         running = self._running.get(worker_id)
-        return running is not None and running.has_given_up
+        return running is not None and running.is_crash_looping

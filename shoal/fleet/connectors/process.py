@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from shoal.fleet.connectors.connector import Setting
+from shoal.fleet.connectors.connector import ConnectorContext
 from shoal.fleet.connectors.local import LocalConnector
 from shoal.fleet.connectors.processes import Processes
 
 
-def process_connector(setting: Setting) -> LocalConnector:
-    return LocalConnector(setting, Processes(setting.log))
+def process_connector(context: ConnectorContext) -> LocalConnector:
+    return LocalConnector(context, Processes(context.log))

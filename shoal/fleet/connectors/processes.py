@@ -24,7 +24,7 @@ from shoal.fleet.connectors.connector import LOOK_S
 from shoal.fleet.connectors.local import Running, WorkersById
 from shoal.fleet.connectors.process_log import ProcessLog
 from shoal.fleet.connectors.restarts import Restarts
-from shoal.fleet.connectors.state_file import Life, Placement
+from shoal.fleet.connectors.state_file import Placement, ProcessId
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ class WorkerProcess:
 
     def __init__(self, placement: Placement, log: ProcessLog) -> None:
         self.id = placement.id
-        self.has_given_up = False
+        self.is_crash_looping = False
         self._placement, self._log = placement, log
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
@@ -74,7 +74,7 @@ class WorkerProcess:
                 return
             delay_s = restarts.delay_after(loop.time() - began, ended_in_words(code))
             if delay_s is None:
-                self.has_given_up = True
+                self.is_crash_looping = True
                 return
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._stopping.wait(), delay_s)
@@ -119,7 +119,7 @@ class Processes(WorkersById[WorkerProcess]):
         super().__init__()
         self._log = log
 
-    async def open(self, leftovers: Sequence[Life]) -> None:
+    async def open(self, leftovers: Sequence[ProcessId]) -> None:
         """Ends what a supervisor before this one has left: workers may have had no time to die with it, and
         other engines may not have heeded their signal."""
         for life in leftovers:
@@ -130,7 +130,7 @@ class Processes(WorkersById[WorkerProcess]):
                 await asyncio.sleep(LOOK_S)
 
     async def running(self) -> dict[str, Running]:
-        return {name: Running(worker.pid, worker.has_given_up) for name, worker in self._workers.items()}
+        return {name: Running(worker.pid, worker.is_crash_looping) for name, worker in self._workers.items()}
 
     async def start(self, placement: Placement) -> None:
         self._workers[placement.id] = WorkerProcess(placement, self._log)

@@ -24,11 +24,11 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from shoal.fleet.connectors.connector import Setting
+from shoal.fleet.connectors.connector import ConnectorContext
 from shoal.fleet.connectors.local import LocalConnector, Running, WorkersById
 from shoal.fleet.connectors.ray_worker import Launch, Place, RayWorkerActor
 from shoal.fleet.connectors.restarts import Restarts
-from shoal.fleet.connectors.state_file import Life, Placement
+from shoal.fleet.connectors.state_file import Placement, ProcessId
 from shoal.fleet.tasks import start
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class RayWorker:
         self.task = start(self._keep_alive())
 
     @property
-    def has_given_up(self) -> bool:
+    def is_crash_looping(self) -> bool:
         return self.task.done() and not self._stopping.is_set()
 
     async def stop(self, grace_s: float) -> None:
@@ -152,22 +152,22 @@ class RayActors(WorkersById[RayWorker]):
         super().__init__()
         self._fleet_key, self._only_host = fleet_key, only_host
 
-    async def open(self, leftovers: Sequence[Life]) -> None:
+    async def open(self, leftovers: Sequence[ProcessId]) -> None:
         """Gives back what a router before this one had reserved: Ray ends actors with the process that made
         them, but not always their groups."""
         await asyncio.to_thread(_remove_groups_of_this_job)
 
     async def running(self) -> dict[str, Running]:
-        return {name: Running(None, worker.has_given_up) for name, worker in self._workers.items()}
+        return {name: Running(None, worker.is_crash_looping) for name, worker in self._workers.items()}
 
     async def start(self, placement: Placement) -> None:
         launch = Launch(placement.command, dict(placement.environment), self._fleet_key, self._only_host)
         self._workers[placement.id] = RayWorker(placement.id, placement.component.resources, launch)
 
 
-def ray_connector(setting: Setting, fleet_key: bytes = b"", only_host: str = "") -> LocalConnector:
+def ray_connector(context: ConnectorContext, fleet_key: bytes = b"", only_host: str = "") -> LocalConnector:
     """A Connector, for a process that is connected to the cluster. The rest is as in RayActors."""
-    return LocalConnector(setting, RayActors(fleet_key, only_host))
+    return LocalConnector(context, RayActors(fleet_key, only_host))
 
 
 def _remove_groups_of_this_job() -> None:

@@ -36,14 +36,14 @@ MAX_SOCKET_PATH = 107  # bytes, of Linux
 START_TICKS = 19  # the field of /proc/PID/stat, counted behind the command's name
 
 
-class Life(msgspec.Struct, frozen=True):
+class ProcessId(msgspec.Struct, frozen=True):
     """A process. Its number alone may be another's by now. `started`: in clock ticks since the machine's."""
 
     pid: int
     started: int
 
     @classmethod
-    def of(cls, pid: int) -> Life | None:
+    def of(cls, pid: int) -> ProcessId | None:
         """None if there is no such process, or nothing is left of it but its exit code."""
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
@@ -53,7 +53,7 @@ class Life(msgspec.Struct, frozen=True):
 
     @property
     def is_over(self) -> bool:
-        return Life.of(self.pid) != self
+        return ProcessId.of(self.pid) != self
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ class WorkerEntry(msgspec.Struct, omit_defaults=True):
     does not need it, and it sleeps."""
 
     since: str  # for people
-    placed_by: Life | None
-    process: Life | None = None
+    placed_by: ProcessId | None
+    process: ProcessId | None = None
     devices: list[str] = []
     ports: dict[str, int] = {}
     is_parked: bool = False
@@ -139,7 +139,7 @@ class State(msgspec.Struct, omit_defaults=True):
     machine all this is of."""
 
     boot: str = ""
-    supervisor: Life | None = None
+    supervisor: ProcessId | None = None
     components: dict[str, ComponentEntry] = {}
 
     def begin(self, components: Sequence[Component]) -> tuple[list[Placement], list[Placement]]:
@@ -147,7 +147,7 @@ class State(msgspec.Struct, omit_defaults=True):
         are still wanted, and new ones. Another command or count in the fleet's file is a person's word, so
         that component begins anew. Raises ConfigError as `place` does."""
         old = self.components if self.supervisor is not None else {}
-        self.supervisor = Life.of(os.getpid())
+        self.supervisor = ProcessId.of(os.getpid())
         self.components = {component.name: ComponentEntry.of(component) for component in components}
         kept: list[Placement] = []
         anew: list[Component] = []
@@ -178,7 +178,7 @@ class State(msgspec.Struct, omit_defaults=True):
         if placement.number not in entry.workers:
             entry.workers[placement.number] = WorkerEntry(
                 since=time.strftime("%Y-%m-%d %H:%M:%S"),
-                placed_by=Life.of(os.getpid()),
+                placed_by=ProcessId.of(os.getpid()),
                 devices=list(placement.devices),
                 ports=placement.ports,
             )
@@ -213,7 +213,7 @@ class State(msgspec.Struct, omit_defaults=True):
                 worker_id = f"{name}-{number}"
                 pid = pids.get(worker_id)
                 if pid is not None:
-                    worker.process = Life.of(pid) or worker.process
+                    worker.process = ProcessId.of(pid) or worker.process
                 is_coming = (
                     worker.process is None and worker.placed_by is not None and not worker.placed_by.is_over
                 )
@@ -221,7 +221,7 @@ class State(msgspec.Struct, omit_defaults=True):
                     del entry.workers[number]
 
     @property
-    def lives(self) -> list[Life]:
+    def lives(self) -> list[ProcessId]:
         """The workers' processes."""
         workers = [worker for entry in self.components.values() for worker in entry.workers.values()]
         return [worker.process for worker in workers if worker.process is not None]

@@ -27,7 +27,7 @@ from typing import TypeVar
 import msgspec
 
 from shoal.errors import ConfigError, UnavailableError
-from shoal.fleet.connectors.connector import LOOK_S, Setting, UnderWay, component_of
+from shoal.fleet.connectors.connector import LOOK_S, ConnectorContext, InFlight, component_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,14 +72,14 @@ class VirtualConnector:
     """A Connector. Counts outlive it, as workers are the orchestrator's: `start` goes on with them, unless
     the fleet's file says other ones than it did, and `close` leaves them."""
 
-    def __init__(self, setting: Setting) -> None:
-        self._components, self._router = setting.components, setting.router
-        self._clock, self._start_timeout_s = setting.clock, setting.start_timeout_s
-        self._folder = setting.folder
+    def __init__(self, context: ConnectorContext) -> None:
+        self._components, self._router = context.components, context.router
+        self._clock, self._start_timeout_s = context.clock, context.start_timeout_s
+        self._folder = context.folder
         self._decision = ScalingDecision(0, {})
         self._decided_at: dict[str, float] = {}  # by model
         self._deciding = asyncio.Lock()
-        self._changes: dict[str, UnderWay] = collections.defaultdict(UnderWay)  # by model
+        self._changes: dict[str, InFlight] = collections.defaultdict(InFlight)  # by model
         self._scaled = 0  # the last decision that is known to be confirmed
         self._told = ""  # why confirmations cannot be read now
         # What the present calls of `add` have got, by model.
@@ -151,7 +151,7 @@ class VirtualConnector:
                     )
                 await self._clock.sleep(LOOK_S)
 
-    async def until_hopeless(self) -> None:
+    async def wait_until_all_failed(self) -> None:
         await asyncio.Event().wait()
 
     async def close(self, grace_s: float) -> None:

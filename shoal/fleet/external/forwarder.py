@@ -1,7 +1,7 @@
-"""`ForeignForwarder`: a client's request on its way to one foreign worker, and to another if that one fails.
+"""`ExternalForwarder`: sends a client's request to one external worker, and to another if that one fails.
 
 Before the first token every failure is followed by another try, and the client sees none of it. After it a
-stream of completions or chats goes on at another worker (foreign_stream.py). Any other answer ends there.
+stream of completions or chats goes on at another worker (external_stream.py). Any other answer ends there.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import msgspec
 
 from shoal.api import Span
 from shoal.errors import BusyError, RequestError, UnavailableError, WorkerFailedError
-from shoal.fleet.external.link import ForeignExchange, ForeignLink
+from shoal.fleet.external.link import ExternalExchange, ExternalLink
 from shoal.fleet.external.prompt_tokens import PROMPT_FIELDS, PromptTokens, text_numbers
-from shoal.fleet.external.request import CHAT, COMPLETIONS, ForeignRequest
+from shoal.fleet.external.request import CHAT, COMPLETIONS, ExternalRequest
 from shoal.fleet.external.sse import SseReader
-from shoal.fleet.external.stream import ForeignStream, TokenCounts, reasons_of
+from shoal.fleet.external.stream import ExternalStream, TokenCounts, reasons_of
 from shoal.fleet.routing.dispatcher import Assignment, Dispatcher, RoutingRequest
 from shoal.fleet.worker import MovedError
-from shoal.fleet_api import ForeignAnswer, ForeignCall, tags_of
+from shoal.fleet_api import ExternalAnswer, ExternalCall, tags_of
 from shoal.telemetry.logs import about
 from shoal.telemetry.timeline import Timeline
 
@@ -56,7 +56,7 @@ class _Head:
         self.headers: list[tuple[bytes, bytes]] = []
         self.content_type = b"application/json"
 
-    def fill(self, exchange: ForeignExchange, worker_id: str) -> None:
+    def fill(self, exchange: ExternalExchange, worker_id: str) -> None:
         self.status = exchange.status
         self.content_type = _bytes(exchange.headers.get("content-type", "application/json"))
         self.headers = [(b"x-shoal-worker", worker_id.encode("ascii"))]
@@ -65,7 +65,7 @@ class _Head:
 
 
 class _Told:
-    """What becomes of a request, as its timeline and the log are told. What a foreign worker does with it,
+    """What becomes of a request, as its timeline and the log are told. What an external worker does with it,
     up to its first token, is one span. Errors of such workers may quote a prompt, so they are not told."""
 
     def __init__(self, line: Timeline) -> None:
@@ -74,7 +74,7 @@ class _Told:
         self._sent_at = 0.0
         self._left: tuple[float, Span] | None = None
 
-    def arrived(self, assignment: Assignment[ForeignLink]) -> None:
+    def arrived(self, assignment: Assignment[ExternalLink]) -> None:
         """It has a place at a worker."""
         self._sent_at, self._worker = time.perf_counter(), assignment.worker.id
         self._line.add(assignment.take_spans(), self._sent_at)
@@ -96,7 +96,7 @@ class _Told:
         if count:
             self._answer.tokens(count, now, self._worker)
 
-    def left(self, assignment: Assignment[ForeignLink], why: str) -> None:
+    def left(self, assignment: Assignment[ExternalLink], why: str) -> None:
         """It goes on at another worker."""
         worker_id, num_tokens = assignment.worker.id, self._line.output_tokens
         move: dict[str, str | int | float] = {"from": worker_id, "why": why, "output_tokens": num_tokens}
@@ -114,11 +114,11 @@ class _Told:
         self._line.reasons.update(reasons)
 
 
-class ForeignForwarder:
-    """The foreign workers of one model."""
+class ExternalForwarder:
+    """The external workers of one model."""
 
     def __init__(
-        self, dispatcher: Dispatcher[ForeignLink], tokens: PromptTokens, *, migration_limit: int
+        self, dispatcher: Dispatcher[ExternalLink], tokens: PromptTokens, *, migration_limit: int
     ) -> None:
         """migration_limit: how many workers may fail one request after its first token."""
         self.num_migrations = 0  # of streams that went on at another worker
@@ -128,27 +128,27 @@ class ForeignForwarder:
         self._migration_limit = migration_limit
         self._numbers = itertools.count()
 
-    async def forward(self, call: ForeignCall) -> ForeignAnswer:
+    async def forward(self, call: ExternalCall) -> ExternalAnswer:
         """As Forwarder says. `chunks` raises WorkerFailedError and UnavailableError for a stream that breaks
         and cannot be taken up elsewhere."""
         head = _Head()
         if len(call.body) < LARGE_BODY:
-            request = ForeignRequest(call)
+            request = ExternalRequest(call)
         else:
-            request = await asyncio.to_thread(ForeignRequest, call)
+            request = await asyncio.to_thread(ExternalRequest, call)
         chunks = self._chunks(request, head)
         await anext(chunks)
-        return ForeignAnswer(head.status, head.headers, chunks, head.content_type)
+        return ExternalAnswer(head.status, head.headers, chunks, head.content_type)
 
-    async def _chunks(self, request: ForeignRequest, head: _Head) -> AsyncGenerator[bytes]:
+    async def _chunks(self, request: ExternalRequest, head: _Head) -> AsyncGenerator[bytes]:
         """Yields an empty piece once `head` is filled, and then the answer's bytes."""
         routing = await self._routing_request(request)
-        stream = ForeignStream(request)
+        stream = ExternalStream(request)
         told = _Told(request.call.line)
         num_failures = num_migrations = 0
         try:
             while True:
-                assignment: Assignment[ForeignLink] | None = None
+                assignment: Assignment[ExternalLink] | None = None
                 try:
                     async with (
                         self._dispatcher.assign(routing) as assignment,
@@ -191,7 +191,7 @@ class ForeignForwarder:
                 self.token_counts.add(stream.counts)
 
     async def _ask(
-        self, assignment: Assignment[ForeignLink], stream: ForeignStream, head: _Head, told: _Told
+        self, assignment: Assignment[ExternalLink], stream: ExternalStream, head: _Head, told: _Told
     ) -> AsyncGenerator[bytes]:
         """Sends the request to a worker and yields what the client gets of its answer. Raises BusyError if
         the worker is full, MovedError if another one would run the request at once, and WorkerFailedError."""
@@ -235,7 +235,7 @@ class ForeignForwarder:
                     yield b""
                 return
 
-    def _to_send(self, stream: ForeignStream, link: ForeignLink) -> tuple[bool, str, bytes]:
+    def _to_send(self, stream: ExternalStream, link: ExternalLink) -> tuple[bool, str, bytes]:
         """Whether the body is as it came, the path and the body."""
         request = stream.request
         if stream.has_begun:
@@ -245,7 +245,7 @@ class ForeignForwarder:
             return True, request.call.path, request.call.body
         return False, request.call.path, request.first_body()
 
-    async def _refusal(self, exchange: ForeignExchange, link: ForeignLink) -> bytes | None:
+    async def _refusal(self, exchange: ExternalExchange, link: ExternalLink) -> bytes | None:
         """The body of an answer that refuses the request; None if it does not. Raises BusyError and
         WorkerFailedError for those that are not about the request."""
         status = exchange.status
@@ -262,9 +262,9 @@ class ForeignForwarder:
 
     async def _read_chunks(
         self,
-        exchange: ForeignExchange,
-        assignment: Assignment[ForeignLink],
-        stream: ForeignStream,
+        exchange: ExternalExchange,
+        assignment: Assignment[ExternalLink],
+        stream: ExternalStream,
         told: _Told,
     ) -> AsyncGenerator[bytes]:
         reader = SseReader()
@@ -302,7 +302,7 @@ class ForeignForwarder:
         yield stream.finish()  # some servers send no [DONE]
 
     async def _read_stream(
-        self, exchange: ForeignExchange, assignment: Assignment[ForeignLink], told: _Told
+        self, exchange: ExternalExchange, assignment: Assignment[ExternalLink], told: _Told
     ) -> AsyncGenerator[bytes]:
         """Any other stream, as it is."""
         async with aclosing(exchange.pieces()) as pieces:
@@ -312,7 +312,7 @@ class ForeignForwarder:
                 yield piece
 
     async def _read_whole(
-        self, exchange: ForeignExchange, assignment: Assignment[ForeignLink], told: _Told
+        self, exchange: ExternalExchange, assignment: Assignment[ExternalLink], told: _Told
     ) -> AsyncGenerator[bytes]:
         body = await exchange.whole()
         assignment.generated(1)
@@ -334,7 +334,7 @@ class ForeignForwarder:
         told.tokens(num_tokens)
         yield body
 
-    async def _settle(self, stream: ForeignStream) -> None:
+    async def _settle(self, stream: ExternalStream) -> None:
         """Finds out which tokens the text that was sent is of. Workers hold text back that may begin a stop
         string, and a chunk of several tokens may end with half a character. Raises UnavailableError if nobody
         can say and it matters."""
@@ -356,7 +356,7 @@ class ForeignForwarder:
                 "which some may have been held back as they may begin a stop string"
             )
 
-    def _check_migration(self, stream: ForeignStream, num_migrations: int, error: WorkerFailedError) -> None:
+    def _check_migration(self, stream: ExternalStream, num_migrations: int, error: WorkerFailedError) -> None:
         """Raises UnavailableError if the stream ends here."""
         obstacle = stream.obstacle()
         if obstacle is not None:
@@ -372,7 +372,7 @@ class ForeignForwarder:
         """Whether there is a worker that could take the request, and has not failed at it."""
         return any(worker.id not in routing.tried for worker in self._dispatcher.ready_for(routing))
 
-    async def _routing_request(self, request: ForeignRequest) -> RoutingRequest:
+    async def _routing_request(self, request: ExternalRequest) -> RoutingRequest:
         headers, model = request.call.headers, request.model
         priority, session, salt = request.get("priority"), request.get("user"), request.get("cache_salt")
         if b"x-session-id" in headers:
@@ -390,7 +390,7 @@ class ForeignForwarder:
             tags=frozenset(tags_of(headers)),
         )
 
-    async def _prompt_tokens(self, request: ForeignRequest) -> Sequence[int]:
+    async def _prompt_tokens(self, request: ExternalRequest) -> Sequence[int]:
         body = request.call.body
         if request.path not in (COMPLETIONS, CHAT):
             return text_numbers(body)
@@ -404,13 +404,13 @@ class ForeignForwarder:
             return text_numbers(body)
 
 
-def _tell_cached(assignment: Assignment[ForeignLink], num_cached: int, num_tokens: int) -> None:
+def _tell_cached(assignment: Assignment[ExternalLink], num_cached: int, num_tokens: int) -> None:
     """Tells the books how many of the prompt's `num_tokens` tokens were cached. The router may have counted
     others, where numbers stand for the text."""
     assignment.cached(num_cached * assignment.num_prompt_tokens // max(1, num_tokens))
 
 
-def _move(exchange: ForeignExchange, stream: ForeignStream) -> bool:
+def _move(exchange: ExternalExchange, stream: ExternalStream) -> bool:
     if stream.has_begun:
         return False
     exchange.abort(MovedError("it waits there, and another worker would run it at once"))
@@ -422,11 +422,11 @@ def _bytes(header: str) -> bytes:
     return header.encode("utf-8", "surrogateescape")
 
 
-def _content_type(exchange: ForeignExchange) -> str:
+def _content_type(exchange: ExternalExchange) -> str:
     return exchange.headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
-def _is_about_our_fields(exchange: ForeignExchange, error: bytes) -> bool:
+def _is_about_our_fields(exchange: ExternalExchange, error: bytes) -> bool:
     named = b"return_token_ids" in error or b"stream_options" in error
     return exchange.status in REFUSED_FIELD and named
 

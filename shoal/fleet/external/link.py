@@ -1,5 +1,5 @@
-"""`ForeignLink`: HTTP to a worker that is not ours: vLLM, SGLang, llama.cpp, Ollama, or any other server with
-OpenAI's endpoints."""
+"""`ExternalLink`: HTTP to an external worker: vLLM, SGLang, llama.cpp, Ollama, or any other server with OpenAI's
+endpoints."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ RANK_LABEL = re.compile(r'(?:engine|dp_rank)="(\d+)"')
 
 
 def new_session() -> aiohttp.ClientSession:
-    """The connections of a router to its foreign workers. To be called in the running loop, and closed."""
+    """The connections of a router to its external workers. To be called in the running loop, and closed."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
@@ -61,7 +61,7 @@ def new_session() -> aiohttp.ClientSession:
     )
 
 
-class ForeignExchange:
+class ExternalExchange:
     """One request to a worker, and its answer.
 
         async with link.exchange("POST", path, body) as exchange:
@@ -70,14 +70,14 @@ class ForeignExchange:
     Leaving the block before the answer is read closes the connection: the worker sees its client leave.
     """
 
-    def __init__(self, link: ForeignLink, method: str, url: str, options: Mapping[str, Any]) -> None:
+    def __init__(self, link: ExternalLink, method: str, url: str, options: Mapping[str, Any]) -> None:
         self._link, self._method, self._url, self._options = link, method, url, options
         self._wait_for_head = asyncio.timeout(None)
         self._is_aborted = False
         self._why_aborted: ShoalError | None = None
         self._response: aiohttp.ClientResponse | None = None
 
-    async def __aenter__(self) -> ForeignExchange:
+    async def __aenter__(self) -> ExternalExchange:
         """Raises WorkerFailedError if no answer begins."""
         try:
             async with self._wait_for_head:
@@ -157,7 +157,7 @@ class ForeignExchange:
         return self._response
 
 
-class ForeignLink:
+class ExternalLink:
     """One worker. What is learned about it is kept until it is found anew: its models, and whether it has
     /health, /metrics, /tokenize and /detokenize."""
 
@@ -255,15 +255,15 @@ class ForeignLink:
     async def close(self) -> None:
         """Requests under way have ended: the session is its owner's."""
 
-    # What only a foreign worker is asked
+    # What only an external worker is asked
 
     def exchange(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
-    ) -> ForeignExchange:
+    ) -> ExternalExchange:
         """A request, to be entered. `path` may have a query."""
         sent = {**(headers or {}), **self._headers}
         options = {"data": body, "headers": sent, "allow_redirects": False}
-        return ForeignExchange(self, method, self._url + path, options)
+        return ExternalExchange(self, method, self._url + path, options)
 
     def max_model_len(self, model: str | None) -> int | None:
         return self._max_model_lens.get(model or self._model or "")

@@ -1,4 +1,4 @@
-"""`PromptTokens`: the tokens of prompts for foreign workers. They choose the worker, and are never sent."""
+"""`PromptTokens`: the tokens of prompts for external workers. They choose the worker, and are never sent."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from shoal.errors import RequestError
-from shoal.fleet.external.link import ForeignLink
+from shoal.fleet.external.link import ExternalLink
 from shoal.fleet.external.request import is_text
 from shoal.fleet.routing.dispatcher import Dispatcher
 from shoal.text.tokenizer import LONG_TEXT, Tokenizer
@@ -35,7 +35,7 @@ class PromptTokens:
     nobody can, a text is taken for numbers of four bytes: equal beginnings of texts have equal numbers, which
     is enough for the router's own decisions to count, though not for the events of workers."""
 
-    def __init__(self, dispatcher: Dispatcher[ForeignLink], tokenizer: Tokenizer | None) -> None:
+    def __init__(self, dispatcher: Dispatcher[ExternalLink], tokenizer: Tokenizer | None) -> None:
         self._dispatcher, self._tokenizer = dispatcher, tokenizer
 
     async def tokens_of(self, body: Mapping[str, Any]) -> Sequence[int]:
@@ -69,7 +69,7 @@ class PromptTokens:
                 return text
         return None
 
-    def _links(self, model: str | None) -> list[ForeignLink]:
+    def _links(self, model: str | None) -> list[ExternalLink]:
         """Those of workers that are well and have this model or adapter, the least busy first."""
         workers = []
         for worker in self._dispatcher.workers.values():

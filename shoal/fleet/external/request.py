@@ -1,4 +1,4 @@
-"""`ForeignRequest`: a client's request as it goes to foreign workers, first as it came, and after a break
+"""`ExternalRequest`: a client's request as it goes to external workers, first as it came, and after a break
 with the tokens so far."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from shoal.errors import UnavailableError
-from shoal.fleet_api import ForeignCall
+from shoal.fleet_api import ExternalCall
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 DEFAULT_MAX_TOKENS = 16  # of a completion that does not say; as OpenAI
@@ -59,10 +59,10 @@ GRAMMAR_FIELDS = (
 )
 
 
-class ForeignRequest:
+class ExternalRequest:
     """The body stays in pieces of JSON: what the router does not read goes on as it came."""
 
-    def __init__(self, call: ForeignCall) -> None:
+    def __init__(self, call: ExternalCall) -> None:
         self.call = call
         self.path = call.path.partition("?")[0]
         self._fields: dict[str, msgspec.Raw] = {}

@@ -1,4 +1,4 @@
-"""`ForeignStream`: one stream of chunks for a client, out of the streams of several workers.
+"""`ExternalStream`: one stream of chunks for a client, out of the streams of several workers.
 
 The first worker answers the request as it came, and its chunks are passed on without what the client did not
 ask for. When its stream breaks off, another worker is given the prompt and the tokens so far as a completion,
@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from shoal.errors import WorkerFailedError
-from shoal.fleet.external.request import ForeignRequest
+from shoal.fleet.external.request import ExternalRequest
 
 DONE = b"data: [DONE]\n\n"
 MOST_HELD = 1 << 16  # chunks in succession that show nothing
@@ -64,8 +64,8 @@ def reasons_of(choices: Any) -> set[str]:
     return {str(choice["finish_reason"]) for choice in found if choice.get("finish_reason") is not None}
 
 
-class ForeignStream:
-    def __init__(self, request: ForeignRequest) -> None:
+class ExternalStream:
+    def __init__(self, request: ExternalRequest) -> None:
         self.request = request
         self.token_ids: list[int] = []  # of the output, as far as the client was sent it
         self.prompt_ids: list[int] | None = None  # None: the worker has not told them

@@ -17,12 +17,12 @@ from shoal.config import EngineConfig, ServerConfig
 from shoal.errors import ConfigError
 from shoal.files.toml_file import keys_of
 from shoal.fleet.connectors.connector import Component
-from shoal.fleet.file.fleet_file import ForeignWorkers, OwnWorkers
+from shoal.fleet.file.fleet_file import ExternalWorkers, NativeWorkers
 from shoal.fleet.registry.open import NATS
 
 GPU = re.compile(r"nvidia\d+")
 WSL = "/dev/dxg"  # the way to GPUs of Windows, which have no files of their own
-Group = OwnWorkers | ForeignWorkers
+Group = NativeWorkers | ExternalWorkers
 
 
 def components_of(
@@ -45,7 +45,7 @@ def components_of(
     for number, group in enumerate(groups, 1):
         devices = None if group.devices is None else [str(device) for device in sorted(group.devices)]
         model, source, role, worker = "", "", "both", None
-        if isinstance(group, ForeignWorkers):
+        if isinstance(group, ExternalWorkers):
             words, worker, model = group.words, group.worker, group.name or ""
         else:
             words = [sys.executable, "-m", "shoal", *serve_words(group, plane_url), *more_words]
@@ -62,12 +62,12 @@ def components_of(
                 role=role,
                 count=group.count,
                 worker=worker,
-                environment=shared if isinstance(group, OwnWorkers) else {},
+                environment=shared if isinstance(group, NativeWorkers) else {},
                 devices=tuple(devices or ()),
                 devices_per_worker=group.devices_per_worker,
                 shares_devices=may_grow and group.devices is None,
                 # Another engine may have processes that it must end itself.
-                death_signal=signal.SIGKILL if isinstance(group, OwnWorkers) else signal.SIGTERM,
+                death_signal=signal.SIGKILL if isinstance(group, NativeWorkers) else signal.SIGTERM,
             )
         )
     return components
@@ -80,7 +80,7 @@ def check_gpus(groups: Sequence[Group], components: Sequence[Component]) -> None
         return
     num_gpus, free = _num_gpus(), iter(_gpus())
     for number, (group, component) in enumerate(zip(groups, components, strict=True), 1):
-        if isinstance(group, ForeignWorkers) or group.options.get("device") == "cpu":
+        if isinstance(group, ExternalWorkers) or group.options.get("device") == "cpu":
             continue
         if component.shares_devices and component.devices:
             wanted = component.count * component.devices_per_worker
@@ -111,7 +111,7 @@ def components_of_pods(groups: Sequence[Group], plane_url: str | None) -> list[C
         )
     components = []
     for name, group in zip(names_of(groups), groups, strict=True):
-        if isinstance(group, ForeignWorkers):
+        if isinstance(group, ExternalWorkers):
             raise ConfigError(
                 f"component {name!r} has a command, and pods of another engine are named by the router's "
                 "`worker` option; leave it out of [[workers]]"
@@ -129,7 +129,7 @@ def names_of(groups: Sequence[Group], prefix: str = "") -> list[str]:
     "Qwen3-8B-prefill"."""
     names: list[str] = []
     for number, group in enumerate(groups, 1):
-        if isinstance(group, ForeignWorkers):
+        if isinstance(group, ExternalWorkers):
             name = prefix + Path(group.words[0]).name
         else:
             short = re.sub(r"[^A-Za-z0-9_-]+", "-", Path(group.served_name).name).strip("-") or "worker"
@@ -138,7 +138,7 @@ def names_of(groups: Sequence[Group], prefix: str = "") -> list[str]:
     return names
 
 
-def serve_words(group: OwnWorkers, plane_url: str, port: str = "0") -> list[str]:
+def serve_words(group: NativeWorkers, plane_url: str, port: str = "0") -> list[str]:
     """The words of `shoal` that serve as a worker of this group; `{id}` among them stands for its id."""
     words = ["serve", group.model, "--port", port, "--plane", plane_url]
     words += ["--role", group.role, "--worker-id", "{id}"]
@@ -187,7 +187,7 @@ def _cores(groups: Sequence[Group], has_gpus: bool) -> dict[str, str]:
     """Workers that compute on the CPU share its cores, as each would take all of them."""
     on_cpu = 0
     for group in groups:
-        if isinstance(group, OwnWorkers) and (not has_gpus or group.options.get("device") == "cpu"):
+        if isinstance(group, NativeWorkers) and (not has_gpus or group.options.get("device") == "cpu"):
             on_cpu += group.count
     if on_cpu < 2 or "OMP_NUM_THREADS" in os.environ:
         return {}

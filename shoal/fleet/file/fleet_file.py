@@ -68,7 +68,7 @@ TOP_KEYS = SERVER_OPTIONS | {"model", "workers", "router", "plane", "planner", "
 
 
 @dataclass(frozen=True, slots=True)
-class OwnWorkers:
+class NativeWorkers:
     """Equal workers of ours. `name`: what clients call the model; None: as it is loaded. `devices`: the
     numbers of their GPUs, each worker takes its share of them in order; None: whatever is free. `options`:
     those of `shoal serve`. `resources`: what Ray reserves for each beside its GPUs, as {"CPU": 4}; one host
@@ -111,7 +111,7 @@ class OwnWorkers:
 
 
 @dataclass(frozen=True, slots=True)
-class ForeignWorkers:
+class ExternalWorkers:
     """Equal workers of another engine. `command`: the command line that starts one. `name`: what clients call
     its model, for a planner to know what it sizes. `worker`: how the router reaches it, in the form of
     --worker without an id. In command and worker `{port}`, `{events_port}` and `{replay_port}` stand for free
@@ -192,7 +192,7 @@ class FleetFile:
     """`server`: options of the router's ports. `router`: those of routing; its plane is None where the file
     names none. `may_grow`: the file has options of a planner, in this process or beside it."""
 
-    workers: list[OwnWorkers | ForeignWorkers]
+    workers: list[NativeWorkers | ExternalWorkers]
     server: ServerConfig
     router: FleetConfig
     planner: PlannerConfig
@@ -204,9 +204,9 @@ class FleetFile:
 
     def _check_role_changes(self) -> None:
         """A worker that takes another role should be as those that were started for it."""
-        first: dict[str, OwnWorkers] = {}
+        first: dict[str, NativeWorkers] = {}
         for number, group in enumerate(self.workers, 1):
-            if isinstance(group, ForeignWorkers):
+            if isinstance(group, ExternalWorkers):
                 continue
             other = first.setdefault(group.served_name, group)
             if other is group:
@@ -229,7 +229,7 @@ class FleetFile:
         """Raises ConfigError for workers that the planner could not size."""
         seen: set[tuple[str, str]] = set()
         for number, group in enumerate(self.workers, 1):
-            cannot_sleep = isinstance(group, OwnWorkers) and not group.options.get("enable_sleep_mode")
+            cannot_sleep = isinstance(group, NativeWorkers) and not group.options.get("enable_sleep_mode")
             if self.planner.park_level is not None and cannot_sleep:
                 raise ConfigError(
                     f"[[workers]] {number}: [planner] park_level puts workers to sleep, and these cannot; "
@@ -241,7 +241,7 @@ class FleetFile:
                     f"[[workers]] {number} has a command and no name, and [planner] needs to know what it "
                     "sizes; write name = what /v1/models of that server says"
                 )
-            is_on_cpu = isinstance(group, OwnWorkers) and group.options.get("device") == "cpu"
+            is_on_cpu = isinstance(group, NativeWorkers) and group.options.get("device") == "cpu"
             gpus, counted = group.devices_per_worker, self.planner.gpus_of(role)
             if gpus > counted and not is_on_cpu:
                 option = "prefill_engine_num_gpu" if role == "prefill" else "decode_engine_num_gpu"
@@ -266,15 +266,15 @@ class FleetFile:
         return read_profiles(self.planner, dict.fromkeys(name for name in names if name is not None))
 
 
-def _exchanges(group: OwnWorkers) -> bool:
+def _exchanges(group: NativeWorkers) -> bool:
     """Whether its workers can lend and read KV blocks, and so do each role."""
     transfer = KVTransferConfig.of(group.options.get("kv_transfer_config"))
     return group.role == "decode" if transfer is None else transfer.lends and transfer.reads
 
 
-def _sized(group: OwnWorkers | ForeignWorkers) -> tuple[str | None, str]:
+def _sized(group: NativeWorkers | ExternalWorkers) -> tuple[str | None, str]:
     """The model and the role of its workers."""
-    return (group.name, "both") if isinstance(group, ForeignWorkers) else (group.served_name, group.role)
+    return (group.name, "both") if isinstance(group, ExternalWorkers) else (group.served_name, group.role)
 
 
 def read_fleet_file(path: str | Path) -> FleetFile:
@@ -294,7 +294,7 @@ def _fleet_of(document: Mapping[str, Any]) -> FleetFile:
     check_keys(router, ROUTER_OPTIONS, "[router]", REMOVED_OPTIONS)
     if "url" in plane:
         router = {**router, "plane": plane["url"]}
-    groups: list[OwnWorkers | ForeignWorkers] = []
+    groups: list[NativeWorkers | ExternalWorkers] = []
     for number, entry in enumerate(tables(document, "workers"), 1):
         try:
             groups.append(_group_of(entry, document.get("model", DEFAULT_MODEL)))
@@ -311,29 +311,32 @@ def _fleet_of(document: Mapping[str, Any]) -> FleetFile:
     return FleetFile(groups, build(ServerConfig, server), config, planner, "planner" in document)
 
 
-def _group_of(entry: Mapping[str, Any], model: Any) -> OwnWorkers | ForeignWorkers:
+def _group_of(entry: Mapping[str, Any], model: Any) -> NativeWorkers | ExternalWorkers:
     if "command" in entry:
-        check_keys(entry, keys_of(ForeignWorkers), "[[workers]] with a command")
-        return build(ForeignWorkers, entry)
-    check_keys(entry, [*keys_of(OwnWorkers), "command"], "[[workers]]")
-    return build(OwnWorkers, {"model": model, **entry})
+        check_keys(entry, keys_of(ExternalWorkers), "[[workers]] with a command")
+        return build(ExternalWorkers, entry)
+    check_keys(entry, [*keys_of(NativeWorkers), "command"], "[[workers]]")
+    return build(NativeWorkers, {"model": model, **entry})
 
 
-def _check_names(groups: Sequence[OwnWorkers | ForeignWorkers]) -> None:
+def _check_names(groups: Sequence[NativeWorkers | ExternalWorkers]) -> None:
     """A name that clients use means one model."""
     models: dict[str, str] = {}
     for group in groups:
-        if isinstance(group, OwnWorkers) and models.setdefault(group.served_name, group.model) != group.model:
+        if (
+            isinstance(group, NativeWorkers)
+            and models.setdefault(group.served_name, group.model) != group.model
+        ):
             raise ConfigError(
                 f"name {group.served_name!r} is of two models, {models[group.served_name]!r} and "
                 f"{group.model!r}; give each its own"
             )
 
 
-def _check_roles(groups: Sequence[OwnWorkers | ForeignWorkers], planner: PlannerConfig) -> None:
+def _check_roles(groups: Sequence[NativeWorkers | ExternalWorkers], planner: PlannerConfig) -> None:
     """Prefill workers compute prompts for workers that read KV blocks. Where there are none of these at
     first, a planner has to add one unasked: while nobody generates, requests are refused and none waits."""
-    own = [group for group in groups if isinstance(group, OwnWorkers)]
+    own = [group for group in groups if isinstance(group, NativeWorkers)]
     partners = [group for group in own if group.role == "decode" or _reads(group)]
     adds = planner.enabled and not planner.no_operation
     served = {group.served_name for group in partners}
@@ -355,7 +358,7 @@ def _check_roles(groups: Sequence[OwnWorkers | ForeignWorkers], planner: Planner
             )
 
 
-def _reads(group: OwnWorkers) -> bool:
+def _reads(group: NativeWorkers) -> bool:
     """Whether workers of the role `both` were told to read KV blocks of others."""
     transfer = KVTransferConfig.of(group.options.get("kv_transfer_config"))
     return group.role == "both" and transfer is not None and transfer.reads

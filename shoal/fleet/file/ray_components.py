@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from shoal.errors import ConfigError
 from shoal.fleet.connectors.connector import Component
 from shoal.fleet.file.components import Group, names_of, serve_words
-from shoal.fleet.file.fleet_file import ForeignWorkers, OwnWorkers
+from shoal.fleet.file.fleet_file import ExternalWorkers, NativeWorkers
 from shoal.fleet.key import is_loopback
 from shoal.fleet.registry.open import NATS
 
@@ -40,7 +40,7 @@ def ray_components(
             resources = bundle_of(group, most_gpus)
         except ConfigError as error:
             raise ConfigError(f"[[workers]] {number}: {error}") from None
-        assert isinstance(group, OwnWorkers)
+        assert isinstance(group, NativeWorkers)
         words = serve_words(group, plane_url, port="{http_port}")
         words += ["--fleet-key-file", "{fleet_key_file}"]
         if plane_url.startswith(NATS) and "fleet_host" not in group.options:
@@ -63,7 +63,7 @@ def ray_components(
 def bundle_of(group: Group, most_gpus: int) -> dict[str, float]:
     """What Ray reserves for one worker, on one node. `most_gpus`: of the cluster's largest node; 0: it has
     none yet. Raises ConfigError as ray_components does."""
-    if isinstance(group, ForeignWorkers):
+    if isinstance(group, ExternalWorkers):
         raise ConfigError(
             "a command is started on one host alone, not on Ray; start these servers otherwise, and name "
             'them in [router]: worker = ["http://HOST:PORT"]'

@@ -15,7 +15,7 @@ from statistics import fmean
 from shoal.fleet.planner.config import PlannerConfig
 from shoal.fleet.planner.observation import (
     WAITING_LOAD,
-    Change,
+    CountChange,
     Decision,
     Observation,
     counts_of,
@@ -37,7 +37,7 @@ def decide_by_load(
     if hindrance is not None:
         return Decision(at=last.at, changes=[], reason=hindrance, desired=counts), grace
     gpus = other_gpus + sum(config.gpus_of(role) * count for role, count in counts.items())
-    changes: list[Change] = []
+    changes: list[CountChange] = []
     reasons: list[str] = []
     kept: list[str] = []  # why a role stays as it is, although its load is beyond a threshold
     rested = max(0, grace - 1)
@@ -51,7 +51,7 @@ def decide_by_load(
             continue
         counts[role] += count
         gpus += count * config.gpus_of(role)
-        changes.append(Change(role, count))
+        changes.append(CountChange(role, count))
         reasons.append(reason)
     for role, count, reason in list(_additions(config, grace, last, counts, queue, loads)):
         if any(change.role == role for change in changes):
@@ -64,7 +64,7 @@ def decide_by_load(
             continue
         counts[role] += count
         gpus += config.gpus_of(role)
-        changes.append(Change(role, count))
+        changes.append(CountChange(role, count))
         reasons.append(reason)
         if role != "prefill":
             rested = GRACE_INTERVALS

@@ -65,7 +65,7 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
         return self.queued + self.prefill_queue + sum(load.num_waiting for load in self.decode)
 
 
-class Change(msgspec.Struct, frozen=True):
+class CountChange(msgspec.Struct, frozen=True):
     role: str
     count: int  # so many workers to be added, or, below 0, to be removed
 
@@ -82,7 +82,7 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
     """What should change, and why. `desired`: workers by role when all of it is done."""
 
     at: float
-    changes: list[Change]
+    changes: list[CountChange]
     reason: str
     desired: dict[str, int]
     moves: list[Move] = []

@@ -17,7 +17,7 @@ from shoal.errors import ConfigError
 from shoal.fleet.planner.config import PlannerConfig
 from shoal.fleet.planner.engine_profile import EngineProfile, read_profile
 from shoal.fleet.planner.load_rules import decide_by_load
-from shoal.fleet.planner.observation import Change, Decision, Failure, Move, Observation, counts_of
+from shoal.fleet.planner.observation import CountChange, Decision, Failure, Move, Observation, counts_of
 from shoal.fleet.planner.sla_rules import SlaState, decide_by_latency
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,7 @@ def _with_moves(config: PlannerConfig, decision: Decision, waiting: Waiting) -> 
             moves.append(Move(role, to, count))
             counts[role] += count
             counts[to] -= count
-    changes = [Change(role, count) for role, count in counts.items() if count]
+    changes = [CountChange(role, count) for role, count in counts.items() if count]
     return msgspec.structs.replace(decision, changes=changes, moves=[move for move in moves if move.count])
 
 
@@ -125,7 +125,7 @@ def _without_waiting(
         if count:
             counts[role] += count
             gpus += config.gpus_of(role) * count
-            changes.append(Change(role, count))
+            changes.append(CountChange(role, count))
     return msgspec.structs.replace(decision, changes=changes, reason="; ".join(reasons), desired=counts)
 
 
@@ -153,7 +153,7 @@ def read_profiles(config: PlannerConfig, models: Iterable[str]) -> dict[str, Eng
     return found
 
 
-class Judged(NamedTuple):
+class ModelDecision(NamedTuple):
     model: str
     decision: Decision
     other_gpus: int  # those of the other models' workers, when it was made
@@ -177,7 +177,7 @@ class Planner:
         """What was seen in this interval is not judged."""
         self._seen = {}
 
-    def judge(self, last: Iterable[str] = ()) -> list[Judged]:
+    def judge(self, last: Iterable[str] = ()) -> list[ModelDecision]:
         """The end of an interval: decides for one model after the other. What is decided for one counts in
         the others' budget, so those in `last` come last, in their order. Raises ConfigError for a profile
         that is missing."""
@@ -186,7 +186,7 @@ class Planner:
             self._profiles = read_profiles(self._config, seen)
         gpus = {model: _gpus_of(self._config, observations[-1]) for model, observations in seen.items()}
         late = [model for model in last if model in seen]
-        judged: list[Judged] = []
+        judged: list[ModelDecision] = []
         for model in [*(model for model in seen if model not in late), *late]:
             others = sum(count for name, count in gpus.items() if name != model)
             decision, self._states[model] = decide(
@@ -197,7 +197,7 @@ class Planner:
                 profile=self._profiles.get(model),
             )
             gpus[model] += sum(self._config.gpus_of(each.role) * each.count for each in decision.changes)
-            judged.append(Judged(model, decision, others))
+            judged.append(ModelDecision(model, decision, others))
         self.num_gpus = sum(gpus.values())
         return judged
 

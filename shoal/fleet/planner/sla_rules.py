@@ -20,7 +20,7 @@ import msgspec
 
 from shoal.fleet.planner.config import PlannerConfig
 from shoal.fleet.planner.engine_profile import EngineProfile
-from shoal.fleet.planner.observation import Change, Decision, Observation, counts_of, hindrance_of
+from shoal.fleet.planner.observation import CountChange, Decision, Observation, counts_of, hindrance_of
 from shoal.fleet.planner.predictors import predict
 from shoal.fleet.planner.sla_sizing import (
     Corrections,
@@ -40,7 +40,7 @@ LEARN_MOST = 2.0  # by which factor a correction may change at once, before the 
 CORRECT_MOST = 10.0  # corrections are from 1 / CORRECT_MOST to this
 
 
-class Asked(msgspec.Struct, frozen=True, array_like=True):
+class ObservedLoad(msgspec.Struct, frozen=True, array_like=True):
     """What was asked for in an interval."""
 
     rate: float  # requests a second
@@ -51,7 +51,7 @@ class Asked(msgspec.Struct, frozen=True, array_like=True):
 class SlaState(msgspec.Struct, frozen=True):
     """What a decision leaves for the next one. Times are those of observations."""
 
-    history: tuple[Asked, ...] = ()
+    history: tuple[ObservedLoad, ...] = ()
     prefill_correction: float = 1.0
     decode_correction: float = 1.0
     planned_at: float | None = None  # when the last interval of the slow loop ended
@@ -110,7 +110,7 @@ def decide_by_latency(
         found = {role: max(count, min(wanted[role], counts[role])) for role, count in found.items()}
     wanted = found
     # What is removed makes room for what is added.
-    changes = [Change(role, wanted[role] - count) for role, count in counts.items()]
+    changes = [CountChange(role, wanted[role] - count) for role, count in counts.items()]
     changes = sorted((each for each in changes if each.count), key=lambda each: each.count)
     return Decision(at=last.at, changes=changes, reason=reason + limit, desired=wanted), state
 
@@ -130,7 +130,7 @@ def _end_interval(
     history = state.history
     prefill, decode = state.prefill_correction, state.decode_correction
     if input_length and output_length:  # else nothing is known of answers yet
-        now = Asked(asked.num_requests / seconds, input_length, output_length)
+        now = ObservedLoad(asked.num_requests / seconds, input_length, output_length)
         history = (*history, now)[-config.load_prediction_window_size :]
         if state.is_steady and not config.no_correction:
             found = _latency(profile, counts, _demand(now), Corrections(prefill, decode))
@@ -249,7 +249,7 @@ def _reaction(
 # What both have in common
 
 
-def _demand(asked: Asked, rate: float | None = None) -> Demand:
+def _demand(asked: ObservedLoad, rate: float | None = None) -> Demand:
     return Demand(asked.rate if rate is None else rate, asked.input_length, asked.output_length)
 
 

@@ -70,7 +70,7 @@ class Parking(Connector):
         if not awake:
             raise UnavailableError(f"there is no {role} worker of {model} here that is awake")
         worker = self._fleet.workers.get(awake[-1])
-        if worker is None or worker.info.is_foreign:
+        if worker is None or worker.info.is_external:
             await self._inner.end(awake[-1])
             return awake[-1]
         self._inner.note_parked(worker.id, True)
@@ -84,8 +84,8 @@ class Parking(Connector):
         logger.info("worker %s sleeps until it is needed", worker.id)
         return worker.id
 
-    async def until_hopeless(self) -> None:
-        await self._inner.until_hopeless()
+    async def wait_until_all_failed(self) -> None:
+        await self._inner.wait_until_all_failed()
 
     async def close(self, grace_s: float) -> None:
         await self._inner.close(grace_s)

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 import msgspec
 
 from shoal.errors import ConfigError, ShoalError, UnavailableError
-from shoal.fleet.connectors.connector import LOOK_S, Component, Connector, UnderWay
+from shoal.fleet.connectors.connector import LOOK_S, Component, Connector, InFlight
 from shoal.fleet.planner.observation import Observation
 from shoal.fleet.pool.fleet import Fleet
 from shoal.fleet.registry.registry import Member, Registry
@@ -65,9 +65,9 @@ class OwnFleet:
 
     def __init__(self, fleet: Fleet, connector: Connector, components: Sequence[Component]) -> None:
         self._fleet, self._connector = fleet, connector
-        self._changes: dict[str, UnderWay] = collections.defaultdict(UnderWay)  # by model
-        self._removals: dict[str, UnderWay] = collections.defaultdict(
-            UnderWay
+        self._changes: dict[str, InFlight] = collections.defaultdict(InFlight)  # by model
+        self._removals: dict[str, InFlight] = collections.defaultdict(
+            InFlight
         )  # by model; included in _changes
         self._decode_roles: dict[str, str] = {}  # by model
         for component in components:
@@ -141,7 +141,7 @@ class RemoveWorker(_PlannerMessage, frozen=True):
     role: str
 
 
-class ChangeRole(_PlannerMessage, frozen=True):
+class SwitchRole(_PlannerMessage, frozen=True, tag="ChangeRole"):
     """Changes the role of one worker."""
 
     model: str
@@ -149,7 +149,7 @@ class ChangeRole(_PlannerMessage, frozen=True):
     to: str
 
 
-PlannerRequest = Observe | AddWorker | RemoveWorker | ChangeRole
+PlannerRequest = Observe | AddWorker | RemoveWorker | SwitchRole
 
 
 class Observed(msgspec.Struct, frozen=True):
@@ -185,13 +185,13 @@ class PlannerPort:
             logger.error("a change requested by the planner failed: %s", error)
             raise
 
-    async def _change(self, request: AddWorker | RemoveWorker | ChangeRole) -> str:
+    async def _change(self, request: AddWorker | RemoveWorker | SwitchRole) -> str:
         match request:
             case AddWorker():
                 return await self._fleet.add(request.model, request.role)
             case RemoveWorker():
                 return await self._fleet.remove(request.model, request.role)
-            case ChangeRole():
+            case SwitchRole():
                 return await self._fleet.change_role(request.model, request.role, request.to)
 
 
@@ -219,7 +219,7 @@ class RemoteFleet:
         return (await self._request(RemoveWorker(model, role), Changed, CHANGE_S)).worker_id
 
     async def change_role(self, model: str, role: str, to: str) -> str:
-        return (await self._request(ChangeRole(model, role, to), Changed, CHANGE_S)).worker_id
+        return (await self._request(SwitchRole(model, role, to), Changed, CHANGE_S)).worker_id
 
     async def _request(self, request: PlannerRequest, type_: type[A], timeout_s: float) -> A:
         try:

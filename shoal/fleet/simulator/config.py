@@ -24,7 +24,7 @@ from typing import Any
 from shoal.errors import ConfigError
 from shoal.files.toml_file import build, check_keys, keys_of, read_document, table, tables
 from shoal.fleet.config import REMOVED_OPTIONS, FleetConfig
-from shoal.fleet.file.fleet_file import ROUTER_OPTIONS, TOP_KEYS, WORKER_OPTIONS, OwnWorkers
+from shoal.fleet.file.fleet_file import ROUTER_OPTIONS, TOP_KEYS, WORKER_OPTIONS, NativeWorkers
 from shoal.fleet.planner.config import PlannerConfig
 from shoal.fleet.planner.engine_profile import read_profile
 from shoal.fleet.registry.registry import ROLES
@@ -239,7 +239,7 @@ def _config_of(
 def _workers_of(document: Mapping[str, Any], num_workers: int | None) -> list[SimWorkers]:
     groups = []
     for entry in tables(document, "workers") or [{}]:
-        check_keys(entry, keys_of(OwnWorkers), "[[workers]]")
+        check_keys(entry, keys_of(NativeWorkers), "[[workers]]")
         options = table(entry, "options")
         check_keys(options, WORKER_OPTIONS, "options of [[workers]]")
         simulated = {name: options[name] for name in keys_of(SimWorkers) if name in options}

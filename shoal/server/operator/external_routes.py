@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.fleet_api import ForeignCall
+from shoal.fleet_api import ExternalCall
 from shoal.server.apis.protocol import Seconds
 from shoal.server.errors import ApiError
 from shoal.server.http.decode import decode
@@ -90,7 +90,7 @@ async def _pass_on(exchange: Exchange, model: ExternalModel, asked: _Asked) -> N
     limits = [t for t in (asked.timeout, model.request_timeout) if t is not None]
     seconds = min(limits) if limits else None
     query = exchange.scope["query_string"].decode("latin-1")
-    call = ForeignCall(
+    call = ExternalCall(
         exchange.begin_line(model.name, is_listed=exchange.path not in UNLISTED),
         exchange.method,
         f"{exchange.path}?{query}" if query else exchange.path,
@@ -123,7 +123,7 @@ def _as_operated(exchange: Exchange) -> bytes:
     return msgspec.json.encode(body)
 
 
-async def _answer(exchange: Exchange, model: ExternalModel, call: ForeignCall) -> None:
+async def _answer(exchange: Exchange, model: ExternalModel, call: ExternalCall) -> None:
     answer = await model.forwarder.forward(call)
     exchange.more_headers += answer.headers
     async with aclosing(answer.chunks) as chunks:

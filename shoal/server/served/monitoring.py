@@ -142,7 +142,7 @@ class Monitor:
             failed = sum(one.failed for one in view.workers if one.model == external.name)
             active = external.admission.active
             view.models.append(
-                ModelView(name=external.name, is_foreign=True, active_requests=active, failed=failed)
+                ModelView(name=external.name, is_external=True, active_requests=active, failed=failed)
             )
         return view
 

@@ -13,7 +13,7 @@ from shoal.fleet.config import FleetConfig
 class Model:
     """A model of the fleet of native workers."""
 
-    is_foreign, name, names, workers = False, "m", ["m"], {"a": None}
+    is_external, name, names, workers = False, "m", ["m"], {"a": None}
     blocked_reason = None
 
     def block(self, why):

@@ -117,7 +117,7 @@ def test_sagemakers_ping_is_the_health_of_the_server():
         (BATCH, "messages", BATCH),
     ],
 )
-def test_a_router_passes_both_on_to_a_foreign_worker(path, field, passed_on):
+def test_a_router_passes_both_on_to_an_external_worker(path, field, passed_on):
     workers = Workers(b"{}")
     body = {"model": "external", field: [said("a")] if path == BATCH else "a"}
     assert ask(workers, path, json.dumps(body).encode(), config=ServerConfig()).status == 200

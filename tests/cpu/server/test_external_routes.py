@@ -8,7 +8,7 @@ import pytest
 
 from shoal.config import ServerConfig
 from shoal.errors import BusyError, UnavailableError
-from shoal.fleet_api import ForeignAnswer
+from shoal.fleet_api import ExternalAnswer
 from shoal.server.app import Server
 from shoal.server.operator.external_routes import with_external_models
 from shoal.server.routes import PUBLIC_ROUTES, described
@@ -30,7 +30,7 @@ class Workers:
         self.calls.append(call)
         if self.error is not None and not self.chunks:
             raise self.error
-        return ForeignAnswer(self.status, [(b"x-shoal-worker", b"w")], self._said(), self.content_type)
+        return ExternalAnswer(self.status, [(b"x-shoal-worker", b"w")], self._said(), self.content_type)
 
     async def _said(self):
         try:

@@ -131,7 +131,7 @@ async def rates_of(fleet, changes, monkeypatch, interval=2.0):
     return found
 
 
-def test_a_foreign_worker_that_leaves_is_no_burst_of_tokens(monkeypatch):
+def test_an_external_worker_that_leaves_is_no_burst_of_tokens(monkeypatch):
     """The sums of those that stay were lower than before, as if all had started again."""
     fleet = FakeFleet({"a": ServedTotals(output_tokens=10_000), "b": ServedTotals(output_tokens=50)})
     serves = functools.partial(setattr, fleet.counts["b"], "output_tokens", 70)

@@ -62,14 +62,14 @@ def up(tmp_path, monkeypatch):
     return up
 
 
-FOREIGN = "[[workers]]\nname = 'm'\ncommand = 'sh serve --port {port}'\n"
+EXTERNAL = "[[workers]]\nname = 'm'\ncommand = 'sh serve --port {port}'\n"
 
 
 @pytest.mark.parametrize("name", ["none/record.jsonl", "."])
 def test_a_record_that_cannot_be_written_is_told_before_the_router_starts(tmp_path, up, name):
     path = tmp_path / name
     with pytest.raises(ConfigError, match=r"\[planner\] record .* cannot be written: .*; choose") as error:
-        up(FOREIGN + f"[planner]\nenabled = true\nrecord = '{path}'\n")
+        up(EXTERNAL + f"[planner]\nenabled = true\nrecord = '{path}'\n")
     assert str(path) in str(error.value)
 
 
@@ -119,7 +119,7 @@ def test_a_gpu_that_cuda_visible_devices_names_has_to_be_there(folder, up, gpus,
 
 def test_workers_that_need_no_gpu_of_this_machine_start(folder, up, gpus):
     assert up(own(folder)) and up(own(folder, CPU, "devices = [7]"))
-    assert up(FOREIGN + "devices = [7]\n"), "another engine knows what it needs"
+    assert up(EXTERNAL + "devices = [7]\n"), "another engine knows what it needs"
     elsewhere = "count = 3\ndevices = [5, 6, 7]\n[planner]\nconnector = 'virtual'"
     assert up(own(folder, CUDA, elsewhere)), "they run elsewhere"
     gpus(2)

@@ -10,7 +10,7 @@ import pytest
 
 from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet.clock import LoopClock, run_virtual
-from shoal.fleet.connectors.connector import Component, Setting
+from shoal.fleet.connectors.connector import Component, ConnectorContext
 from shoal.fleet.connectors.local import LocalConnector, Running
 from shoal.fleet.connectors.state_file import StateFile
 from shoal.fleet_views import WorkerState
@@ -79,7 +79,9 @@ class Slow:
 def run(tmp_path, test, *components):
     async def main():
         slow = Slow()
-        connector = LocalConnector(Setting(components, slow, LoopClock(), 60.0, None, tmp_path), slow)
+        connector = LocalConnector(
+            ConnectorContext(components, slow, LoopClock(), 60.0, None, tmp_path), slow
+        )
         await connector.start()
         await test(slow, connector)
         await connector.close(0.0)
@@ -250,13 +252,13 @@ def test_a_fleet_has_hope_when_the_first_worker_of_a_planner_does_not_start(tmp_
     async def test(slow, connector):
         slow.is_bad = True
         await asyncio.sleep(later_s)
-        hopeless = asyncio.create_task(connector.until_hopeless())
+        all_failed = asyncio.create_task(connector.wait_until_all_failed())
         for _ in range(3):
             with pytest.raises(UnavailableError, match="does not stay alive, and is taken back"):
                 await connector.add("m", "both")
             await asyncio.sleep(5.0)
-            assert not hopeless.done() and not connector.roles()
-        hopeless.cancel()
+            assert not all_failed.done() and not connector.roles()
+        all_failed.cancel()
 
     run(tmp_path, test, ONE_GPU)
 
@@ -283,20 +285,20 @@ def test_a_fleet_has_hope_while_a_worker_that_was_given_up_is_replaced_and_none_
         adding = asyncio.create_task(connector.add("m", "both"))
         while connector._running:
             await asyncio.sleep(0.1)
-        hopeless = asyncio.create_task(connector.until_hopeless())
+        all_failed = asyncio.create_task(connector.wait_until_all_failed())
         while not slow.names:
             await asyncio.sleep(0.1)
-            assert not hopeless.done()
+            assert not all_failed.done()
         with pytest.raises(UnavailableError, match="m-1 does not stay alive"):
             await adding
-        await asyncio.wait_for(hopeless, 5.0)
+        await asyncio.wait_for(all_failed, 5.0)
         slow.is_bad = False
         assert await connector.add("m", "both") == "m-1"
 
     run(tmp_path, test, TWO_GPUS)
 
 
-FOREIGN = Component("m", ("run", "{port}"), "m", worker="http://127.0.0.1:{port}")
+EXTERNAL = Component("m", ("run", "{port}"), "m", worker="http://127.0.0.1:{port}")
 
 
 @pytest.mark.parametrize("busy_s", [0.0, 70.0, 590.0])
@@ -311,7 +313,7 @@ def test_a_worker_of_another_engine_ends_when_its_requests_have(tmp_path, busy_s
         await asyncio.sleep(5.0)
         assert slow.names == [] and await removing == "m-1" and not caplog.text
 
-    run(tmp_path, test, FOREIGN)
+    run(tmp_path, test, EXTERNAL)
 
 
 def test_a_request_that_hangs_does_not_keep_a_worker_of_another_engine_for_ever(tmp_path, caplog):
@@ -320,7 +322,7 @@ def test_a_request_that_hangs_does_not_keep_a_worker_of_another_engine_for_ever(
         assert await asyncio.wait_for(connector.remove("m", "both"), 610.0) == "m-1"
         assert "m-1 ends with requests that have not ended within 600 s" in caplog.text
 
-    run(tmp_path, test, FOREIGN)
+    run(tmp_path, test, EXTERNAL)
 
 
 def test_a_fleet_that_ends_does_not_wait_for_a_worker_that_was_to_end_before(tmp_path):
@@ -333,7 +335,7 @@ def test_a_fleet_that_ends_does_not_wait_for_a_worker_that_was_to_end_before(tmp
         await connector.close(60.0)
         assert slow.names == [] and connector._clock.now() - begun < 1.0
 
-    run(tmp_path, test, FOREIGN)
+    run(tmp_path, test, EXTERNAL)
 
 
 @contextlib.contextmanager
@@ -392,7 +394,9 @@ def test_a_fleet_ends_although_another_process_holds_its_state(tmp_path, caplog)
 def test_a_fleet_starts_when_its_state_is_let_go_of(tmp_path):
     async def main():
         slow = Slow()
-        connector = LocalConnector(Setting([TWO_GPUS], slow, LoopClock(), 60.0, None, tmp_path), slow)
+        connector = LocalConnector(
+            ConnectorContext([TWO_GPUS], slow, LoopClock(), 60.0, None, tmp_path), slow
+        )
         with locked(tmp_path):
             starting = asyncio.create_task(connector.start())
             await asyncio.sleep(30.0)

@@ -11,7 +11,7 @@ import pytest
 
 from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet.connectors.connector import Component
-from shoal.fleet.connectors.state_file import Life, Placement, StateFile, fleet_folder, holding
+from shoal.fleet.connectors.state_file import Placement, ProcessId, StateFile, fleet_folder, holding
 
 ONE = Component("one", ("run", "{id}", "{port}"), "m", count=2)
 PAIR = Component("pair", ("run",), "m", role="prefill", devices=("10", "9", "8", "2"), devices_per_worker=2)
@@ -25,7 +25,7 @@ def file(tmp_path):
 def dead():
     """A process that is no more."""
     process = subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE)
-    life = Life.of(process.pid)
+    life = ProcessId.of(process.pid)
     process.communicate()
     return life
 
@@ -169,8 +169,8 @@ def test_a_place_is_free_again_when_its_worker_is_gone_and_nobody_starts_it(file
             state.place(ONE)
         workers = state.components["one"].workers
         workers[2].placed_by = dead()  # and has started nothing
-        workers[3].process = Life.of(os.getpid())  # it ran, and a person has removed it
-        workers[4].placed_by, workers[4].process = dead(), Life.of(os.getpid())  # it runs
+        workers[3].process = ProcessId.of(os.getpid())  # it ran, and a person has removed it
+        workers[4].placed_by, workers[4].process = dead(), ProcessId.of(os.getpid())  # it runs
         state.see({"one-4": os.getpid()})
         assert ids(state) == ["one-1", "one-4"], "the first is being started by a process that lives"
 
@@ -180,7 +180,7 @@ def test_a_worker_between_two_lives_keeps_its_place(file):
         state.place(ONE)
         state.see({"one-1": os.getpid()})
         state.see({"one-1": None})
-        assert ids(state) == ["one-1"] and state.lives == [Life.of(os.getpid())]
+        assert ids(state) == ["one-1"] and state.lives == [ProcessId.of(os.getpid())]
 
 
 @pytest.mark.parametrize("text", ["", "{", '{"boot": 3}', "\0" * 100])
@@ -203,8 +203,8 @@ def test_another_start_of_the_machine_makes_it_history(file):
 
 
 def test_a_process_is_known_from_one_that_has_its_number(file):
-    life = Life.of(os.getpid())
-    assert not life.is_over and Life(life.pid, life.started - 1).is_over and dead().is_over
+    life = ProcessId.of(os.getpid())
+    assert not life.is_over and ProcessId(life.pid, life.started - 1).is_over and dead().is_over
 
 
 def _place(folder, times):

@@ -1,4 +1,4 @@
-"""Requests on their way to foreign workers: what goes on, what comes back, and what is seen of a worker that
+"""Requests on their way to external workers: what goes on, what comes back, and what is seen of a worker that
 fails."""
 
 import asyncio
@@ -14,25 +14,25 @@ from aiohttp.test_utils import TestServer
 
 from shoal.errors import BusyError, UnavailableError, WorkerFailedError
 from shoal.fleet.clock import LoopClock
-from shoal.fleet.external import link as foreign_link
-from shoal.fleet.external import stream as foreign_stream
-from shoal.fleet.external.forwarder import ForeignForwarder
-from shoal.fleet.external.link import ForeignLink, new_session
+from shoal.fleet.external import link as external_link
+from shoal.fleet.external import stream as external_stream
+from shoal.fleet.external.forwarder import ExternalForwarder
+from shoal.fleet.external.link import ExternalLink, new_session
 from shoal.fleet.external.prompt_tokens import PromptTokens
-from shoal.fleet.external.request import ForeignRequest
+from shoal.fleet.external.request import ExternalRequest
 from shoal.fleet.external.sse import SseReader
-from shoal.fleet.external.stream import ForeignStream
+from shoal.fleet.external.stream import ExternalStream
 from shoal.fleet.index.indexer import KvIndexer
 from shoal.fleet.routing.dispatcher import Dispatcher
 from shoal.fleet.routing.kv_router import KvRouter
 from shoal.fleet.worker import Worker, WorkerLoad
 from shoal.fleet.worker_spec import parse_worker
-from shoal.fleet_api import ForeignCall
+from shoal.fleet_api import ExternalCall
 from shoal.telemetry.timeline import Timeline
 from shoal.telemetry.tracing import TRACE_HEADERS
-from tests import foreign_worker
+from tests import external_worker
+from tests.external_worker import MODEL, ExternalWorker, Fault, ids_of, template, written
 from tests.fake_server import byte_tokenizer
-from tests.foreign_worker import MODEL, Fault, ForeignWorker, ids_of, template, written
 
 PROMPT = "Which fish swim together? "
 MESSAGES = [{"role": "user", "content": "Which fish swim together?"}]
@@ -82,20 +82,20 @@ class Front:
         for i, worker in enumerate(self.workers):
             await stack.enter_async_context(worker)
             key = f",api_key_file={self.keys[i]}" if self.keys else ""
-            link = ForeignLink(
+            link = ExternalLink(
                 parse_worker(f"{worker.url},id={'abcdef'[i]},dp_size={self.dp_size}{key}"), session
             )
             known = Worker(await link.check(), link, clock.now)
             known.reached()
             self.dispatcher.add(known)
         self.tokens = PromptTokens(self.dispatcher, None)
-        self.forwarder = ForeignForwarder(self.dispatcher, self.tokens, migration_limit=self.limit)
+        self.forwarder = ExternalForwarder(self.dispatcher, self.tokens, migration_limit=self.limit)
 
     async def begin(self, path="/v1/completions", data=None, headers=None, **body):
         data = json.dumps({"model": MODEL, **body}).encode() if data is None else data
         headers = {b"content-type": b"application/json", **(headers or {})}
         self.line = line(headers)
-        return await self.forwarder.forward(ForeignCall(self.line, "POST", path, headers, data))
+        return await self.forwarder.forward(ExternalCall(self.line, "POST", path, headers, data))
 
     async def ask(self, *args, **body):
         answer = await self.begin(*args, **body)
@@ -135,7 +135,7 @@ def running(test):
 
 @running
 async def test_a_body_goes_on_as_it_came():
-    a = ForeignWorker()
+    a = ExternalWorker()
     async with front(a) as router:
         bodies = [
             b'{"model":"toy",  "messages":[{"role":"user","content":[{"type":"image_url"}]}], "unheard_of":{"x":[1e400,-0]} }',
@@ -152,7 +152,7 @@ async def test_a_body_goes_on_as_it_came():
 
 @running
 async def test_a_stream_has_nothing_that_the_client_did_not_ask_for():
-    async with front(ForeignWorker()) as router:
+    async with front(ExternalWorker()) as router:
         for form in ("completion", "chat"):
             plain = await router.stream(form, max_tokens=4)
             assert plain.text == written(prompt_of(form), 4) and plain.usage is None and plain.is_done
@@ -169,7 +169,7 @@ async def test_a_stream_has_nothing_that_the_client_did_not_ask_for():
 
 @running
 async def test_a_server_that_does_not_say_done_has_not_failed():
-    a = ForeignWorker()
+    a = ExternalWorker()
     a.says_done = False
     async with front(a) as router:
         for options in ({}, {"n": 2}, {"max_tokens": 1}, {"stream_options": {"include_usage": True}}):
@@ -181,7 +181,7 @@ async def test_a_server_that_does_not_say_done_has_not_failed():
 
 @running
 async def test_connections_to_a_worker_are_used_again():
-    a = ForeignWorker()
+    a = ExternalWorker()
     a.end_delay = 0.05
     async with front(a) as router:
         for stream in (True, False, True, True):
@@ -191,7 +191,7 @@ async def test_connections_to_a_worker_are_used_again():
 
 @running
 async def test_a_server_that_refuses_unknown_fields_is_asked_without_ours():
-    a = ForeignWorker(unknown_fields=("return_token_ids",))
+    a = ExternalWorker(unknown_fields=("return_token_ids",))
     async with front(a) as router:
         for _ in range(2):
             answer = await router.stream("completion", max_tokens=4)
@@ -202,7 +202,7 @@ async def test_a_server_that_refuses_unknown_fields_is_asked_without_ours():
 @running
 async def test_headers_go_on_but_for_the_clients_key_in_whose_place_is_the_workers_own(tmp_path):
     (tmp_path / "key").write_text("of the worker")
-    a = ForeignWorker()
+    a = ExternalWorker()
     async with front(a, keys=[tmp_path / "key"]) as router:
         await router.ask(
             prompt="x",
@@ -220,7 +220,7 @@ async def test_headers_go_on_but_for_the_clients_key_in_whose_place_is_the_worke
 
 @running
 async def test_a_data_parallel_rank_is_named_to_the_worker():
-    a = ForeignWorker()
+    a = ExternalWorker()
     async with front(a, dp_size=2) as router:
         for _ in range(2):
             await router.ask(prompt="x")
@@ -229,7 +229,7 @@ async def test_a_data_parallel_rank_is_named_to_the_worker():
 
 @running
 async def test_a_refusal_is_passed_on_unchanged_and_not_tried_elsewhere():
-    a, b = ForeignWorker(), ForeignWorker()
+    a, b = ExternalWorker(), ExternalWorker()
     a.faults, b.faults = [Fault(404)], [Fault(404)]
     async with front(a, b) as router:
         for stream in (False, True):
@@ -241,7 +241,7 @@ async def test_a_refusal_is_passed_on_unchanged_and_not_tried_elsewhere():
 
 @running
 async def test_a_worker_that_refuses_the_routers_key_is_a_failure_of_the_fleet_and_not_the_clients():
-    a, b = ForeignWorker(), ForeignWorker()
+    a, b = ExternalWorker(), ExternalWorker()
     a.faults = [Fault(401)]
     async with front(a, b) as router:
         for _ in range(2):
@@ -251,7 +251,7 @@ async def test_a_worker_that_refuses_the_routers_key_is_a_failure_of_the_fleet_a
 
 @running
 async def test_a_full_worker_means_waiting_and_a_full_queue_means_busy():
-    a = ForeignWorker()
+    a = ExternalWorker()
     a.faults = [Fault(429, times=3, headers={"Retry-After": "0.2"})]
     async with front(a) as router:
         answers = await asyncio.gather(
@@ -269,7 +269,7 @@ async def test_a_full_worker_means_waiting_and_a_full_queue_means_busy():
 @pytest.mark.parametrize("form", ["completion", "chat"])
 @running
 async def test_a_failure_before_the_first_token_is_followed_by_another_try(form, kind):
-    a, b = ForeignWorker(), ForeignWorker()
+    a, b = ExternalWorker(), ExternalWorker()
     a.faults = [Fault(kind)]
     async with front(a, b) as router:
         for _ in range(2):
@@ -279,7 +279,7 @@ async def test_a_failure_before_the_first_token_is_followed_by_another_try(form,
 
 @running
 async def test_a_request_that_every_worker_fails_at_ends():
-    a, b = ForeignWorker(), ForeignWorker()
+    a, b = ExternalWorker(), ExternalWorker()
     a.faults, b.faults = [Fault(500)], [Fault(500)]
     async with front(a, b) as router:
         with pytest.raises(WorkerFailedError, match="500"):
@@ -289,7 +289,7 @@ async def test_a_request_that_every_worker_fails_at_ends():
 
 @running
 async def test_a_request_that_has_waited_and_is_given_up_leaves_the_queue():
-    a = ForeignWorker()
+    a = ExternalWorker()
     a.faults = [Fault(429, times=1, headers={"Retry-After": "0.1"}), Fault(500)]
     async with front(a) as router:
         with pytest.raises(WorkerFailedError, match="500"):
@@ -302,7 +302,7 @@ async def test_an_answer_without_a_byte_is_passed_on():
     async def nothing(request):
         return web.Response(status=200, headers={"Content-Type": "application/x-ndjson"})
 
-    a = ForeignWorker()
+    a = ExternalWorker()
     async with front(a) as router:
         app = web.Application()
         app.router.add_post("/api/chat", nothing)
@@ -315,7 +315,7 @@ async def test_an_answer_without_a_byte_is_passed_on():
 
 @running
 async def test_a_worker_without_the_adapter_is_no_other_try():
-    a, b = ForeignWorker(), ForeignWorker(adapters=("poems",))
+    a, b = ExternalWorker(), ExternalWorker(adapters=("poems",))
     b.faults = [Fault("break")]
     async with front(a, b) as router:
         with pytest.raises(WorkerFailedError):
@@ -326,7 +326,7 @@ async def test_a_worker_without_the_adapter_is_no_other_try():
 @pytest.mark.parametrize("form", ["completion", "chat"])
 @running
 async def test_a_time_line_tells_of_a_move_and_not_of_what_the_worker_said(form):
-    a, b = ForeignWorker(), ForeignWorker()
+    a, b = ExternalWorker(), ExternalWorker()
     a.faults = [Fault("break", 4)]
     async with front(a, b) as router:
         await router.stream(form, max_tokens=10)
@@ -345,7 +345,7 @@ async def test_a_time_line_tells_of_a_move_and_not_of_what_the_worker_said(form)
 
 @running
 async def test_a_whole_answers_tokens_are_counted_as_its_worker_counts_them():
-    async with front(ForeignWorker()) as router:
+    async with front(ExternalWorker()) as router:
         await router.ask(prompt=PROMPT, max_tokens=7)
         told = router.line
         assert (told.output_tokens, told.prompt_tokens) == (7, len(ids_of(PROMPT)))
@@ -355,7 +355,7 @@ async def test_a_whole_answers_tokens_are_counted_as_its_worker_counts_them():
 
 @running
 async def test_an_answer_that_counts_no_tokens_has_its_time_at_the_worker():
-    async with front(ForeignWorker()) as router:
+    async with front(ExternalWorker()) as router:
         await router.ask("/tokenize", prompt=PROMPT)
         assert [span.name for span in router.line.all_spans()] == ["queue", "routing", "prefill"]
 
@@ -370,7 +370,7 @@ async def test_a_stream_that_breaks_anywhere_is_one_stream_to_the_client(form, s
     sizes = rng.choice([(1,), (1, 2, 3), (5,)])
     primes = alphabet == "junk" or rng.random() < 0.5
     workers = [
-        ForeignWorker(alphabet=alphabet, chunk_sizes=sizes, primes=primes, seed=seed + i) for i in range(4)
+        ExternalWorker(alphabet=alphabet, chunk_sizes=sizes, primes=primes, seed=seed + i) for i in range(4)
     ]
     async with front(*workers) as router:
         for _ in range(6):
@@ -404,7 +404,7 @@ async def test_a_stream_that_breaks_anywhere_is_one_stream_to_the_client(form, s
 @pytest.mark.parametrize("form", ["completion", "chat"])
 @running
 async def test_a_worker_lost_behind_its_last_token_is_not_missed(form):
-    a, b = ForeignWorker(), ForeignWorker()
+    a, b = ExternalWorker(), ExternalWorker()
     a.faults, b.faults = [Fault("break", 9)], [Fault("break", 9)]
     async with front(a, b) as router:
         for options in ({}, {"stream_options": {"include_usage": True}}):
@@ -423,7 +423,7 @@ async def test_a_stop_string_that_two_workers_write_ends_the_answer(seed):
     at = rng.randrange(2, 30)
     stop = whole[at : at + 4]
     at = whole.index(stop)
-    a, b, c = (ForeignWorker(chunk_sizes=(1, 2), seed=seed + i) for i in range(3))
+    a, b, c = (ExternalWorker(chunk_sizes=(1, 2), seed=seed + i) for i in range(3))
     async with front(a, b, c) as router:
         for after in range(1, at + 4):
             a.faults = [Fault("break", after, times=1)]
@@ -439,7 +439,7 @@ async def test_a_stop_string_that_two_workers_write_ends_the_answer(seed):
 
 @running
 async def test_stop_strings_over_a_break_need_somebody_who_detokenizes():
-    a, b = (ForeignWorker(has_tokenizer=False) for _ in range(2))
+    a, b = (ExternalWorker(has_tokenizer=False) for _ in range(2))
     a.faults = [Fault("break", 12)]
     async with front(a, b) as router:
         with pytest.raises(UnavailableError, match="detokenize"):
@@ -450,7 +450,7 @@ async def test_stop_strings_over_a_break_need_somebody_who_detokenizes():
 
 @running
 async def test_migrations_have_a_limit():
-    workers = [ForeignWorker() for _ in range(4)]
+    workers = [ExternalWorker() for _ in range(4)]
     async with front(*workers, limit=2) as router:
         for worker in workers:
             worker.faults = [Fault("break", 3)]
@@ -475,7 +475,7 @@ async def test_migrations_have_a_limit():
 )
 @running
 async def test_what_cannot_be_taken_up_ends_with_an_error_that_says_so(body, why):
-    a, b = ForeignWorker(), ForeignWorker()
+    a, b = ExternalWorker(), ExternalWorker()
     a.faults, b.faults = [Fault("break", 5)], [Fault("break", 5)]
     async with front(a, b) as router:
         path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
@@ -489,7 +489,7 @@ async def test_what_cannot_be_taken_up_ends_with_an_error_that_says_so(body, why
 
 @running
 async def test_a_break_without_token_ids_is_told():
-    a, b = (ForeignWorker(gives_ids=False) for _ in range(2))
+    a, b = (ExternalWorker(gives_ids=False) for _ in range(2))
     async with front(a, b) as router:
         assert (await router.stream("completion", max_tokens=9)).text == written(PROMPT, 9)
         a.faults, b.faults = [Fault("break", 5)], [Fault("break", 5)]
@@ -501,7 +501,7 @@ async def test_a_break_without_token_ids_is_told():
 
 @running
 async def test_a_whole_answer_is_generated_again_elsewhere():
-    a, b = ForeignWorker(), ForeignWorker()
+    a, b = ExternalWorker(), ExternalWorker()
     a.faults = [Fault("break", 5)]
     async with front(a, b) as router:
         answer = await router.ask(prompt=PROMPT, max_tokens=20)
@@ -512,7 +512,7 @@ async def test_a_whole_answer_is_generated_again_elsewhere():
 @pytest.mark.parametrize("stream", [False, True])
 @running
 async def test_what_waits_for_a_hung_worker_goes_on_elsewhere_once_it_is_taken_for_dead(stream, after):
-    a, b = ForeignWorker(), ForeignWorker()
+    a, b = ExternalWorker(), ExternalWorker()
     a.faults = [Fault("hang", after)]
     async with front(a, b) as router:
         hung = router.dispatcher.workers["a"]
@@ -534,7 +534,7 @@ async def test_what_waits_for_a_hung_worker_goes_on_elsewhere_once_it_is_taken_f
 @running
 async def test_a_stream_that_waits_at_a_worker_moves_to_one_that_is_idle(stream):
     """An answer that is not a stream does not say whether it has begun, so it stays."""
-    a, b = ForeignWorker(), ForeignWorker()
+    a, b = ExternalWorker(), ExternalWorker()
     a.faults = [Fault("hang", 0, times=1)]
     async with front(a, b) as router:
         waited = router.dispatcher.workers["a"]
@@ -564,7 +564,7 @@ async def test_a_stream_that_waits_at_a_worker_moves_to_one_that_is_idle(stream)
 @pytest.mark.parametrize("stream", [False, True])
 @running
 async def test_a_client_that_leaves_is_gone_at_the_worker(stream):
-    a = ForeignWorker(delay=0.05)
+    a = ExternalWorker(delay=0.05)
     async with front(a) as router:
         if stream:
             answer = await router.begin(prompt=PROMPT, max_tokens=1000, stream=True)
@@ -583,9 +583,9 @@ async def test_a_client_that_leaves_is_gone_at_the_worker(stream):
 
 
 def test_chunks_that_show_nothing_are_not_kept_without_end(monkeypatch):
-    monkeypatch.setattr(foreign_stream, "MOST_HELD", 10)
+    monkeypatch.setattr(external_stream, "MOST_HELD", 10)
     body = json.dumps({"model": MODEL, "prompt": "x", "stream": True}).encode()
-    stream = ForeignStream(ForeignRequest(ForeignCall(line(), "POST", "/v1/completions", {}, body)))
+    stream = ExternalStream(ExternalRequest(ExternalCall(line(), "POST", "/v1/completions", {}, body)))
     empty = json.dumps({"choices": [{"index": 0, "text": ""}]}).encode()
     for _ in range(10):
         assert stream.push(empty) == (b"", 0)
@@ -595,7 +595,7 @@ def test_chunks_that_show_nothing_are_not_kept_without_end(monkeypatch):
 
 @running
 async def test_an_echoed_prompt_of_megabytes_passes():
-    a, b = ForeignWorker(), ForeignWorker()
+    a, b = ExternalWorker(), ExternalWorker()
     a.faults = [Fault("break", 5)]
     async with front(a, b) as router:
         prompt = [97] * 1_000_000
@@ -609,7 +609,7 @@ async def test_an_echoed_prompt_of_megabytes_passes():
 
 @running
 async def test_tokens_are_asked_of_a_worker_and_a_worker_without_a_tokenizer_is_found_out_once():
-    a, b = ForeignWorker(has_tokenizer=False), ForeignWorker()
+    a, b = ExternalWorker(has_tokenizer=False), ExternalWorker()
     async with front(a) as router:
         numbers = await router.tokens.tokens_of({"prompt": "eight ch" * 4})
         assert len(numbers) == 8 and numbers[0] == numbers[2] != numbers[1]
@@ -633,7 +633,7 @@ async def test_tokens_are_asked_of_a_worker_and_a_worker_without_a_tokenizer_is_
 
 @running
 async def test_only_a_worker_that_has_the_adapter_is_asked_for_tokens():
-    a, b = ForeignWorker(), ForeignWorker(adapters=("poems",))
+    a, b = ExternalWorker(), ExternalWorker(adapters=("poems",))
     async with front(a, b) as router:
         for _ in range(2):
             assert await router.tokens.tokens_of({"model": "poems", "prompt": "x"}) == ids_of("x")
@@ -642,8 +642,8 @@ async def test_only_a_worker_that_has_the_adapter_is_asked_for_tokens():
 
 @running
 async def test_a_worker_is_not_asked_for_tokens_of_images_nor_when_it_was_late(monkeypatch):
-    monkeypatch.setattr(foreign_link, "TOKENIZE_SECONDS", 0.05)
-    a = ForeignWorker()
+    monkeypatch.setattr(external_link, "TOKENIZE_SECONDS", 0.05)
+    a = ExternalWorker()
     async with front(a) as router:
         image = {
             "role": "user",
@@ -665,7 +665,7 @@ async def test_a_worker_is_not_asked_for_tokens_of_images_nor_when_it_was_late(m
 
 @running
 async def test_cached_tokens_are_counted_in_the_routers_own_units():
-    a = ForeignWorker(has_tokenizer=False)
+    a = ExternalWorker(has_tokenizer=False)
     async with front(a) as router:
         prompt = (
             "eight ch" * 8
@@ -679,7 +679,7 @@ async def test_cached_tokens_are_counted_in_the_routers_own_units():
 
 @running
 async def test_the_operators_tokenizer_comes_first():
-    a = ForeignWorker()
+    a = ExternalWorker()
     async with front(a) as router:
         tokenizer = byte_tokenizer("{% for m in messages %}{{ m.content }}{% endfor %}")
         tokens = PromptTokens(router.dispatcher, tokenizer)
@@ -703,8 +703,8 @@ def test_token_counts_that_cannot_be_count_as_none(wrong):
         "completion_tokens": wrong,
         "prompt_tokens_details": {"cached_tokens": wrong},
     }
-    assert foreign_stream.TokenCounts.of(usage) == foreign_stream.TokenCounts()
-    good = foreign_stream.TokenCounts.of({**usage, "prompt_tokens": 4})
+    assert external_stream.TokenCounts.of(usage) == external_stream.TokenCounts()
+    good = external_stream.TokenCounts.of({**usage, "prompt_tokens": 4})
     assert (good.prompt, good.cached, good.generated) == (4, 0, 0)
 
 
@@ -712,7 +712,7 @@ def test_token_counts_that_cannot_be_count_as_none(wrong):
 async def test_an_answer_with_impossible_counts_goes_to_the_client_as_it_is(monkeypatch):
     details = {"cached_tokens": -3}
     usage = {"prompt_tokens": -7, "completion_tokens": -5, "prompt_tokens_details": details}
-    monkeypatch.setattr(foreign_worker._Answer, "usage", lambda answer: usage)
-    async with front(ForeignWorker()) as router:
+    monkeypatch.setattr(external_worker._Answer, "usage", lambda answer: usage)
+    async with front(ExternalWorker()) as router:
         answer = await router.stream("completion", max_tokens=4, stream_options={"include_usage": True})
         assert answer.text == written(prompt_of("completion"), 4) and answer.usage == usage

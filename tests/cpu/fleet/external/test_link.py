@@ -1,4 +1,4 @@
-"""What a router finds out about a foreign worker: its models, its load, whether it is well."""
+"""What a router finds out about an external worker: its models, its load, whether it is well."""
 
 import asyncio
 import logging
@@ -7,8 +7,8 @@ import pytest
 from aiohttp import web
 
 from shoal.errors import WorkerFailedError
-from shoal.fleet.external import link as foreign_link
-from shoal.fleet.external.link import ForeignLink, is_exposed, new_session, read_loads
+from shoal.fleet.external import link as external_link
+from shoal.fleet.external.link import ExternalLink, is_exposed, new_session, read_loads
 from shoal.fleet.worker import WorkerLoad
 from shoal.fleet.worker_spec import parse_worker
 
@@ -46,7 +46,7 @@ def with_server(routes, use, spec=""):
         try:
             async with new_session() as session:
                 url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-                await use(ForeignLink(parse_worker(f"{url}{spec}"), session), asked)
+                await use(ExternalLink(parse_worker(f"{url}{spec}"), session), asked)
         finally:
             await runner.cleanup()
 
@@ -66,7 +66,7 @@ MODELS = {
 def test_models_and_adapters_are_told_apart():
     async def use(link, asked):
         info = await link.check()
-        assert info.models == ("base",) and info.adapters == {"poems"} and info.is_foreign
+        assert info.models == ("base",) and info.adapters == {"poems"} and info.is_external
         assert (
             link.max_model_len("base") == 77 == link.max_model_len(None)
             and link.max_model_len("poems") is None
@@ -104,7 +104,7 @@ def test_what_is_wrong_with_a_worker_is_said(routes, why):
 
 
 def test_an_answer_without_end_is_a_failure(monkeypatch):
-    monkeypatch.setattr(foreign_link, "MAX_ANSWER_BYTES", 1000)
+    monkeypatch.setattr(external_link, "MAX_ANSWER_BYTES", 1000)
     models = {"data": [{"id": f"model-{number}"} for number in range(1000)]}
 
     async def use(link, asked):
@@ -117,7 +117,7 @@ def test_an_answer_without_end_is_a_failure(monkeypatch):
 def test_nobody_there_is_a_failure_that_needs_no_second_try():
     async def run():
         async with new_session() as session:
-            link = ForeignLink(parse_worker("http://127.0.0.1:9,id=a"), session)
+            link = ExternalLink(parse_worker("http://127.0.0.1:9,id=a"), session)
             with pytest.raises(WorkerFailedError) as failure:
                 await link.check()
             assert failure.value.is_absent
@@ -139,7 +139,7 @@ def test_clients_are_not_told_where_a_worker_is(answer):
         server = await asyncio.start_server(speak, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         async with server, new_session() as session:
-            link = ForeignLink(parse_worker(f"http://localhost:{port},id=a"), session)
+            link = ExternalLink(parse_worker(f"http://localhost:{port},id=a"), session)
             with pytest.raises(WorkerFailedError, match=r"the worker a failed: \w") as failure:
                 async with link.exchange("GET", "/secret") as exchange:
                     await exchange.whole()
@@ -151,11 +151,11 @@ def test_clients_are_not_told_where_a_worker_is(answer):
 
 
 def test_a_worker_offers_no_more_models_than_the_limit(caplog):
-    models = {"data": [{"id": f"model-{number}"} for number in range(foreign_link.MAX_MODELS + 5)]}
+    models = {"data": [{"id": f"model-{number}"} for number in range(external_link.MAX_MODELS + 5)]}
 
     async def use(link, asked):
         for _ in range(3):
-            assert len((await link.check()).models) == foreign_link.MAX_MODELS
+            assert len((await link.check()).models) == external_link.MAX_MODELS
         assert caplog.text.count("of which the first") == 1
 
     with_server({("GET", "/v1/models"): (200, models)}, use)
@@ -235,9 +235,9 @@ def test_plain_http_beyond_this_host_is_warned_of_unless_there_is_a_key(url, exp
 
     async def run():
         async with new_session() as session:
-            ForeignLink(parse_worker(f"{url},id=a,api_key_file={tmp_path / 'key'}"), session)
+            ExternalLink(parse_worker(f"{url},id=a,api_key_file={tmp_path / 'key'}"), session)
             assert not caplog.records
-            ForeignLink(parse_worker(f"{url},id=a"), session)
+            ExternalLink(parse_worker(f"{url},id=a"), session)
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(run())

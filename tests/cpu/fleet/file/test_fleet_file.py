@@ -15,7 +15,7 @@ from shoal.config import EngineConfig, ServerConfig
 from shoal.errors import ConfigError
 from shoal.fleet.config import FleetConfig
 from shoal.fleet.file.components import components_of
-from shoal.fleet.file.fleet_file import ForeignWorkers, OwnWorkers, read_fleet_file
+from shoal.fleet.file.fleet_file import ExternalWorkers, NativeWorkers, read_fleet_file
 from shoal.fleet.planner.config import PlannerConfig
 from shoal.fleet.routing.policy import RouterWeights
 from shoal.fleet.simulator.config import read_sim_config
@@ -23,7 +23,7 @@ from shoal.fleet.simulator.config import read_sim_config
 EXAMPLES = Path(__file__).parents[4] / "examples" / "fleet"
 MODEL = 'model = "smollm2"\n'
 WORKERS = '[[workers]]\nrole = "both"\ncount = 1\n'
-FOREIGN = "[[workers]]\ncommand = 'vllm serve m --port {port}'\n"
+EXTERNAL = "[[workers]]\ncommand = 'vllm serve m --port {port}'\n"
 
 
 @pytest.fixture
@@ -72,11 +72,11 @@ def test_a_whole_file_is_read(read):
         """
     )
     first, second, third = file.workers
-    assert first == OwnWorkers(
+    assert first == NativeWorkers(
         "smollm2", count=2, devices=[0, 1], options={"max_model_len": 1024, "dtype": "float32"}
     )
-    assert second == OwnWorkers("Qwen/Qwen3-0.6B", name="qwen", role="decode")
-    assert third == ForeignWorkers("vllm serve m --port {port}")
+    assert second == NativeWorkers("Qwen/Qwen3-0.6B", name="qwen", role="decode")
+    assert third == ExternalWorkers("vllm serve m --port {port}")
     assert (file.server.port, file.server.admin_port, file.server.api_key) == (0, 9001, ["k"])
     router = file.router
     assert (router.policy, router.migration_limit, router.plane) == ("round_robin", 5, "nats://10.0.0.1:4222")
@@ -97,11 +97,11 @@ def test_a_fleet_of_ours_can_be_simulated_from_its_own_file(name, tmp_path):
 
 
 def test_a_byte_order_mark_is_no_part_of_the_file(read):
-    assert read("\ufeffmodel = 'm'\n" + WORKERS).workers == [OwnWorkers("m", role="both", count=1)]
+    assert read("\ufeffmodel = 'm'\n" + WORKERS).workers == [NativeWorkers("m", role="both", count=1)]
 
 
 def test_a_file_of_nothing_but_a_worker_serves_the_default_model(read):
-    assert read("[[workers]]").workers == [OwnWorkers("smollm2")]
+    assert read("[[workers]]").workers == [NativeWorkers("smollm2")]
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_file_of_nothing_but_a_worker_serves_the_default_model(read):
         ("model = ''\n" + WORKERS, "[[workers]] 1: model is empty; give a folder"),
         (WORKERS + "model = ' '", "[[workers]] 1: model is empty; give a folder"),
         (WORKERS + "name = ''", "[[workers]] 1: name is empty; give what clients call the model"),
-        (FOREIGN + "name = ''", "[[workers]] 1: name is empty; give what clients call the model"),
+        (EXTERNAL + "name = ''", "[[workers]] 1: name is empty; give what clients call the model"),
         (WORKERS + "devices = 'all'", "devices must be of the type list[int], got 'all'"),
         (WORKERS + "worker = 'http://127.0.0.1:9'", "unknown key 'worker' in [[workers]]"),
         (
@@ -162,18 +162,18 @@ def test_a_file_of_nothing_but_a_worker_serves_the_default_model(read):
             "name 'x' is of two models, 'a' and 'b'",
         ),
         (
-            FOREIGN + "model = 'm'",
+            EXTERNAL + "model = 'm'",
             "unknown key 'model' in [[workers]] with a command; choose one of command, ",
         ),
-        (FOREIGN.replace("serve", '"serve'), "cannot be split into words: No closing quotation"),
+        (EXTERNAL.replace("serve", '"serve'), "cannot be split into words: No closing quotation"),
         ("[[workers]]\ncommand = ''", "command is empty"),
-        (FOREIGN.replace("{port}", "8000"), "has {port}, and command 'vllm serve m --port 8000' has not"),
-        (FOREIGN + "worker = 'http://127.0.0.1:8000'\ncount = 2", "2 workers cannot share a port"),
+        (EXTERNAL.replace("{port}", "8000"), "has {port}, and command 'vllm serve m --port 8000' has not"),
+        (EXTERNAL + "worker = 'http://127.0.0.1:8000'\ncount = 2", "2 workers cannot share a port"),
         (
-            FOREIGN + "worker = 'http://127.0.0.1:{port},colour=red'",
+            EXTERNAL + "worker = 'http://127.0.0.1:{port},colour=red'",
             "unknown key 'colour' in worker 'http://",
         ),
-        (FOREIGN + "worker = 'http://127.0.0.1:{port},id=x'", "has an id; the fleet numbers"),
+        (EXTERNAL + "worker = 'http://127.0.0.1:{port},id=x'", "has an id; the fleet numbers"),
         ("workers = 3", "workers must be a list of tables; write [[workers]]"),
         ("router = 3", "router must be a table, got 3; write [router]"),
         ("[router]\npolciy = 'kv'", "unknown key 'polciy' in [router]"),
@@ -331,7 +331,7 @@ def test_an_example_is_a_fleet_whose_workers_can_be_started(path, gpus):
     file = read_fleet_file(path)
     assert file.workers and file.server.admin_port
     for component, group in zip(components_of(file.workers, "ipc:///p"), file.workers, strict=True):
-        if isinstance(group, OwnWorkers):
+        if isinstance(group, NativeWorkers):
             build_parser().parse_args(component.command[3:])
         else:
             assert component.command[:3] == ("vllm", "serve", "Qwen/Qwen3-8B")
@@ -354,12 +354,12 @@ def test_a_planner_sizes_another_engines_workers_if_it_knows_their_model(read):
     with pytest.raises(
         ConfigError, match=r"\[\[workers\]\] 1 has a command and no name, and \[planner\] needs"
     ):
-        read(FOREIGN + planner)
-    file = read(FOREIGN + "name = 'm'\n" + planner)
+        read(EXTERNAL + planner)
+    file = read(EXTERNAL + "name = 'm'\n" + planner)
     [component] = components_of(file.workers, "ipc:///p")
     assert (component.model, component.role, component.worker) == ("m", "both", "http://127.0.0.1:{port}")
     with pytest.raises(ConfigError, match="there are two tables of them"):
-        read(2 * (FOREIGN + "name = 'm'\n") + planner)
+        read(2 * (EXTERNAL + "name = 'm'\n") + planner)
 
 
 def test_workers_that_change_their_role_are_alike_and_exchange_blocks(read):

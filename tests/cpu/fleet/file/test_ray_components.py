@@ -7,7 +7,7 @@ import pytest
 
 from shoal.errors import ConfigError
 from shoal.fleet.connectors.by_name import connector_named
-from shoal.fleet.file.fleet_file import ForeignWorkers, OwnWorkers, read_fleet_file
+from shoal.fleet.file.fleet_file import ExternalWorkers, NativeWorkers, read_fleet_file
 from shoal.fleet.file.ray_components import bundle_of, check_reach, hosts_of, ray_components
 
 NATS = "nats://10.0.0.9:4222"
@@ -19,7 +19,7 @@ def node(address="10.0.0.1", gpus=0, cpus=8):
 
 
 def own(**more):
-    return OwnWorkers(model="smollm2", **more)
+    return NativeWorkers(model="smollm2", **more)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_more_gpus_than_a_node_has_are_refused_with_the_limit():
     "group, said",
     [
         (own(devices=[0]), "Ray chooses them; leave it out"),
-        (ForeignWorkers("vllm serve m --port {port}"), r"name them in \[router\]"),
+        (ExternalWorkers("vllm serve m --port {port}"), r"name them in \[router\]"),
     ],
 )
 def test_what_ray_does_not_start_is_refused(group, said):

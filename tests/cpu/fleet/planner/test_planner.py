@@ -8,11 +8,11 @@ import pytest
 
 from shoal.errors import ConfigError
 from shoal.fleet.planner.config import PlannerConfig
-from shoal.fleet.planner.observation import Change, Decision, DecodeLoad, Failure, Move, Observation
+from shoal.fleet.planner.observation import CountChange, Decision, DecodeLoad, Failure, Move, Observation
 from shoal.fleet.planner.planner import Planner, PlannerState, Recorded, decide, replay
 
 CONFIG = PlannerConfig(enabled=True)
-GROW, SHRINK = Change("decode", 1), Change("decode", -1)
+GROW, SHRINK = CountChange("decode", 1), CountChange("decode", -1)
 
 
 def seen(*usages, prefill=1, queue=0, at=0.0, role="decode", waiting=0, **more):
@@ -80,7 +80,7 @@ def test_a_worker_stays_whose_load_the_others_could_not_carry():
 
 
 def test_prefill_grows_when_its_queue_is_long_and_stays_so():
-    assert changes(*with_queue(6, 7, 8)) == [Change("prefill", 1)]
+    assert changes(*with_queue(6, 7, 8)) == [CountChange("prefill", 1)]
 
 
 def test_prefill_does_not_grow_when_its_queue_is_on_its_way_down():
@@ -88,7 +88,7 @@ def test_prefill_does_not_grow_when_its_queue_is_on_its_way_down():
 
 
 def test_prefill_shrinks_when_its_queue_is_empty():
-    assert changes(*with_queue(0, 0, prefill=2)) == [Change("prefill", -1)]
+    assert changes(*with_queue(0, 0, prefill=2)) == [CountChange("prefill", -1)]
 
 
 def test_after_growing_decode_does_not_shrink_for_three_whole_intervals():
@@ -134,12 +134,14 @@ def test_other_models_share_the_budget():
 def test_both_roles_together_stay_within_the_budget():
     """The reference counts GPUs once, before it adds for either role."""
     config = PlannerConfig(max_gpu_budget=3)
-    assert changes(*[seen(0.99, queue=length) for length in (6, 7)], config=config) == [Change("prefill", 1)]
+    assert changes(*[seen(0.99, queue=length) for length in (6, 7)], config=config) == [
+        CountChange("prefill", 1)
+    ]
 
 
 def test_what_is_removed_makes_room_for_what_is_added():
     config = PlannerConfig(max_gpu_budget=3)
-    assert changes(seen(0.99, prefill=2, queue=0), config=config) == [Change("prefill", -1), GROW]
+    assert changes(seen(0.99, prefill=2, queue=0), config=config) == [CountChange("prefill", -1), GROW]
 
 
 def test_a_role_that_shrinks_gives_its_worker_to_one_that_grows():
@@ -181,7 +183,7 @@ def test_nothing_is_decided_while_an_operator_has_workers_rest():
 def test_a_worker_that_drains_keeps_its_gpus_and_is_replaced_where_the_budget_allows():
     draining = seen(prefill=0, role="both", draining=1)
     assert changes(draining, config=PlannerConfig(max_gpu_budget=1)) == []
-    assert changes(draining, config=PlannerConfig(max_gpu_budget=2)) == [Change("both", 1)]
+    assert changes(draining, config=PlannerConfig(max_gpu_budget=2)) == [CountChange("both", 1)]
     planner = Planner(PlannerConfig(max_gpu_budget=3))
     planner.see("a", seen(0.99, prefill=0, role="both"))
     planner.see("b", seen(0.7, prefill=0, role="both", draining=1))
@@ -199,28 +201,28 @@ def test_workers_that_a_person_added_are_taken_as_they_are():
 
 def test_a_worker_for_both_follows_the_rules_of_decode():
     up = seen(0.99, prefill=0, role="both")
-    assert changes(up) == [Change("both", 1)]
-    assert changes(seen(0.1, 0.1, prefill=0, role="both")) == [Change("both", -1)]
+    assert changes(up) == [CountChange("both", 1)]
+    assert changes(seen(0.1, 0.1, prefill=0, role="both")) == [CountChange("both", -1)]
 
 
 def test_without_any_worker_no_average_is_made_and_the_least_number_is_started():
     """The reference's mean of nothing is no number, and no comparison with it is true."""
-    assert changes(seen(prefill=0, role="both")) == [Change("both", 1)]
-    assert changes(seen(prefill=0, queue=0)) == [GROW, Change("prefill", 1)]
+    assert changes(seen(prefill=0, role="both")) == [CountChange("both", 1)]
+    assert changes(seen(prefill=0, queue=0)) == [GROW, CountChange("prefill", 1)]
 
 
 def test_one_worker_that_answers_stays_and_comes_back_whatever_the_least_number_is():
     """A router without any refuses requests, so none would wait that could bring one back."""
     config = PlannerConfig(min_endpoint=0, checks_remaining_load=False)
     assert changes(seen(0.0, prefill=0, role="both"), config=config) == []
-    assert changes(seen(prefill=0, role="both"), config=config) == [Change("both", 1)]
-    assert changes(seen(0.0), config=config) == [Change("prefill", -1)]
+    assert changes(seen(prefill=0, role="both"), config=config) == [CountChange("both", 1)]
+    assert changes(seen(0.0), config=config) == [CountChange("prefill", -1)]
     assert changes(seen(prefill=0), config=config) == [GROW]
 
 
 def test_prefill_comes_back_from_zero_when_prompts_wait_at_those_that_decode():
     config = PlannerConfig(min_endpoint=0)
-    assert changes(seen(0.6, prefill=0, waiting=9), config=config) == [Change("prefill", 1)]
+    assert changes(seen(0.6, prefill=0, waiting=9), config=config) == [CountChange("prefill", 1)]
     assert changes(seen(0.6, prefill=0, waiting=2), config=config) == []
     last_gpu = PlannerConfig(min_endpoint=0, max_gpu_budget=2)  # of which those that decode need both
     assert changes(seen(0.97, prefill=0, waiting=9), config=last_gpu) == [GROW]
@@ -230,7 +232,7 @@ def test_the_last_prefill_worker_goes_only_when_nobody_generates():
     """Others could carry no load at all: a fleet would grow and shrink between none and one."""
     config = PlannerConfig(min_endpoint=0)
     assert changes(seen(0.6), config=config) == []
-    assert changes(seen(0.0), config=config) == [Change("prefill", -1)]
+    assert changes(seen(0.0), config=config) == [CountChange("prefill", -1)]
 
 
 def test_the_decision_says_why_and_what_is_wanted():
@@ -271,7 +273,7 @@ def test_a_change_of_role_waits_for_itself_alone():
     for count, made in (
         (1, ([Move("prefill", "decode", 1)], [])),
         (-1, ([Move("prefill", "decode", 1)], [])),
-        (0, ([], [Change("prefill", -1), GROW])),
+        (0, ([], [CountChange("prefill", -1), GROW])),
     ):
         failures = [Failure("decode" if count > 0 else "prefill", count, 1, 100.0)]
         observation = seen(0.99, prefill=2, queue=0, at=101.0, failures=failures)

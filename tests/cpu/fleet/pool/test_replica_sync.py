@@ -51,7 +51,7 @@ class Routers:
         self.fleets.append(fleet)
         await fleet.start()
         for name in self.workers:
-            info = WorkerInfo(id=name, url=f"http://{name}:1", models=("m",), is_foreign=True, **more)
+            info = WorkerInfo(id=name, url=f"http://{name}:1", models=("m",), is_external=True, **more)
             fleet.join(Worker(info, Well(info), self.clock.now))
         await asyncio.sleep(1)
         return fleet

@@ -26,7 +26,7 @@ class Host:
         self.names = list(names)
         self.workers = {
             name: SimpleNamespace(
-                id=name, is_reached=True, is_asleep=False, info=SimpleNamespace(is_foreign=False)
+                id=name, is_reached=True, is_asleep=False, info=SimpleNamespace(is_external=False)
             )
             for name in names
         }

@@ -1,4 +1,4 @@
-"""A foreign worker for tests: a server that looks from outside as vLLM's does, and breaks on request.
+"""An external worker for tests: a server that looks from outside as vLLM's does, and breaks on request.
 
 A token is a byte. The next one follows from all tokens so far, so that an answer which began at one worker
 and ended at another can be compared with `written`.
@@ -83,7 +83,7 @@ class Fault:
     headers: dict[str, str] = field(default_factory=dict)
 
 
-class ForeignWorker:
+class ExternalWorker:
     def __init__(
         self,
         *,
@@ -112,7 +112,7 @@ class ForeignWorker:
         self.says_done = True  # [DONE]
         self.end_delay = 0.0  # seconds from [DONE] to the end of the answer
 
-    async def __aenter__(self) -> ForeignWorker:
+    async def __aenter__(self) -> ExternalWorker:
         app = web.Application(client_max_size=1 << 28)
         app.router.add_get("/health", self._about)
         app.router.add_get("/metrics", self._metrics)
@@ -259,7 +259,7 @@ class ForeignWorker:
 class _Answer:
     """As vLLM: with stop strings it holds back as much text as could begin the longest."""
 
-    def __init__(self, worker: ForeignWorker, body: dict, prompt: list[int], chat: bool) -> None:
+    def __init__(self, worker: ExternalWorker, body: dict, prompt: list[int], chat: bool) -> None:
         self.worker, self.body, self.prompt, self.chat = worker, body, prompt, chat
         stop = body.get("stop") or []
         self.stops = [stop] if isinstance(stop, str) else stop
@@ -332,11 +332,11 @@ class _Answer:
         return b"data: %b\n\n" % json.dumps({**self.head, "choices": choices, **more}).encode()
 
 
-class ForeignWorkerThread:
+class ExternalWorkerThread:
     """The same in a loop of its own, beside a test that has none. `worker.call(coroutine function)` runs there."""
 
     def __init__(self, **options) -> None:
-        self.worker = ForeignWorker(**options)
+        self.worker = ExternalWorker(**options)
         self._ready = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
@@ -346,7 +346,7 @@ class ForeignWorkerThread:
             self._ready.set()
             await self._end.wait()
 
-    def __enter__(self) -> ForeignWorker:
+    def __enter__(self) -> ExternalWorker:
         self._thread.start()
         assert self._ready.wait(30), "the stand-in did not start"
         return self.worker
@@ -357,7 +357,7 @@ class ForeignWorkerThread:
 
 
 async def main(port: int) -> None:
-    async with ForeignWorker(port=port, delay=0.02):
+    async with ExternalWorker(port=port, delay=0.02):
         await asyncio.Event().wait()
 
 

@@ -1,4 +1,4 @@
-"""`shoal route` over foreign workers: a stand-in that breaks, `shoal serve` as if it were somebody else's, and
+"""`shoal route` over external workers: a stand-in that breaks, `shoal serve` as if it were somebody else's, and
 llama.cpp's Python server."""
 
 import contextlib
@@ -8,7 +8,7 @@ import subprocess
 import openai
 import pytest
 
-from tests.foreign_worker import MODEL, Fault, ForeignWorkerThread, template, written
+from tests.external_worker import MODEL, ExternalWorkerThread, Fault, template, written
 from tests.serving import TINY, Route, Serve, free_port, until
 from tests.tiny import write_model
 
@@ -35,7 +35,7 @@ def route(tmp_path):
 @pytest.fixture
 def stand_in():
     with contextlib.ExitStack() as stack:
-        yield lambda **options: stack.enter_context(ForeignWorkerThread(**options))
+        yield lambda **options: stack.enter_context(ExternalWorkerThread(**options))
 
 
 def text_of(stream):
@@ -111,7 +111,7 @@ def test_a_worker_elsewhere_without_a_key_is_warned_of(tmp_path):
 
 @pytest.fixture
 def shoals(tmp_path):
-    """Two servers of ours behind --worker, spoken to as foreign ones. Their model is deep, so that a stream takes
+    """Two servers of ours behind --worker, spoken to as external ones. Their model is deep, so that a stream takes
     seconds: a server that writes faster than the test reads has ended before anything breaks."""
     folder = write_model(tmp_path, "qwen3", num_hidden_layers=32)
     servers = [Serve(tmp_path, folder, "--served-model-name", "tiny", *TINY) for _ in range(2)]
