@@ -1,6 +1,6 @@
 """One worker as the router knows it: what it serves, how it fares, and the link to it.
 
-A link speaks to a worker: `RemoteEngine` at token level to ours, `ForeignLink` by HTTP to any other. All
+A link speaks to a worker: `RemoteEngine` at token level to ours, `ExternalLink` by HTTP to any other. All
 else that a router does with workers (choose, drain, probe, break the circuit) is the same for both.
 """
 
@@ -31,7 +31,7 @@ class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
     models: tuple[str, ...]  # the names that clients may use; (): not known yet
     adapters: frozenset[str] = frozenset()  # further names: adapters of the first model
     role: str = "both"
-    is_foreign: bool = False  # it is spoken to by HTTP
+    is_external: bool = False  # it is spoken to by HTTP
     tags: frozenset[str] = frozenset()
     pid: int | None = None
     dp_size: int | None = 1  # data-parallel ranks; None: as many as its KV events name
@@ -99,8 +99,8 @@ class Worker(Generic[L]):
         self.is_paused = False  # also of one that sleeps, whose level is that of its sleep
         self.weights_version = 0
         self.stats: Stats | None = None  # as one of ours has reported last
-        # What it has served, as it has reported last; of a foreign one, what this router has had of it.
-        self.served: ServedTotals | None = ServedTotals.counting() if info.is_foreign else None
+        # What it has served, as it has reported last; of an external one, what this router has had of it.
+        self.served: ServedTotals | None = ServedTotals.counting() if info.is_external else None
         self.loads: Sequence[WorkerLoad] = ()  # as it has published last, of each rank
         self.is_reached = False  # a probe has succeeded since it came, or since it broke
         self.is_gone = False

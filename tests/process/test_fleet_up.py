@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from tests import nats_server
+from tests.external_worker import written
 from tests.fleet_up import PATIENCE_S, Crowd, Fleet, is_running, sized, until
-from tests.foreign_worker import written
 from tests.serving import PYTHON, ROOT, TINY, free_port
 
 LAPTOP = ROOT / "examples" / "fleet" / "laptop.toml"
@@ -391,7 +391,7 @@ def test_a_planner_sizes_workers_of_another_engine_by_their_metrics_and_fails_no
     """That engine ends at a SIGTERM with all it has, so the router has to drain it first."""
     text = f"""
         [[workers]]
-        command = "{PYTHON} {ROOT / "tests" / "foreign_worker.py"} {{port}}"
+        command = "{PYTHON} {ROOT / "tests" / "external_worker.py"} {{port}}"
         name = "toy"
         [router]
         check_interval = 0.2

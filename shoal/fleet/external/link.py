@@ -1,5 +1,5 @@
-"""`ExternalLink`: HTTP to an external worker: vLLM, SGLang, llama.cpp, Ollama, or any other server with OpenAI's
-endpoints."""
+"""`ExternalLink`: HTTP to an external worker: vLLM, SGLang, llama.cpp, Ollama, or another server with the
+endpoints of OpenAI."""
 
 from __future__ import annotations
 

@@ -21,9 +21,9 @@ async def command_workers(
     workers: Sequence[Worker[Any]], command: Command[Any], *, rolling: bool
 ) -> CommandResults:
     """Raises ConfigError for an external worker, which has none of these commands."""
-    if foreign := [worker.id for worker in workers if worker.info.is_foreign]:
+    if external := [worker.id for worker in workers if worker.info.is_external]:
         raise ConfigError(
-            f"{', '.join(foreign)}: {name_of(command)} needs native workers; name some (?workers=a,b)"
+            f"{', '.join(external)}: {name_of(command)} needs native workers; name some (?workers=a,b)"
         )
     found = CommandResults()
     if rolling:

@@ -240,14 +240,14 @@ class Fleet:
         """Adds the worker to the models that it serves, if it is compatible with their other workers."""
         info, incompatibility = worker.info, ""
         # All names of a native worker mean one model; an external worker may have several models.
-        for names in [(name,) for name in info.models] if info.is_foreign else [info.models]:
+        for names in [(name,) for name in info.models] if info.is_external else [info.models]:
             model = next((self.models[name] for name in names if name in self.models), None)
             why = "" if model is None else model.incompatibility(info, names)
             if why and model is not None and model.workers:
                 incompatibility = f"it cannot serve {names[0]!r}: {why}"
                 continue
             if model is None or why:
-                model = self._replace(model, names[0], info.is_foreign)
+                model = self._replace(model, names[0], info.is_external)
             worker.excluded_reason = model.blocked_reason
             model.add(worker)
             self._name_models()
@@ -257,11 +257,11 @@ class Fleet:
             worker.excluded_reason = incompatibility
             logger.warning("worker %s is excluded: %s", worker.id, incompatibility)
 
-    def _replace(self, old: ModelPool | None, name: str, is_foreign: bool) -> ModelPool:
+    def _replace(self, old: ModelPool | None, name: str, is_external: bool) -> ModelPool:
         """Returns a new model, in place of `old`, which has no workers left."""
         if old is not None:
             self._all.remove(old)
-        model = ModelPool(name, is_foreign, self.config, self.clock)
+        model = ModelPool(name, is_external, self.config, self.clock)
         for setting, value in self._settings.items():
             model.configure(setting, value)
         if self.config.wake_on_request:
@@ -413,7 +413,7 @@ class Fleet:
             view.running = sum(load.num_running for load in worker.loads)
             view.waiting = sum(load.num_waiting for load in worker.loads)
             view.kv = {"device": TierView(max(load.kv_usage for load in worker.loads))}
-        if worker.served is not None and not info.is_foreign:
+        if worker.served is not None and not info.is_external:
             view.failed += worker.served.failed
         for model in self._models_of(worker):
             for rank in worker.ranks:
@@ -464,7 +464,7 @@ class Fleet:
 
     async def change_role(self, worker_id: str, role: str) -> None:
         worker = self._worker(worker_id)
-        if worker.info.is_foreign:
+        if worker.info.is_external:
             raise ConfigError(
                 f"worker {worker_id} is external, and its role stays both; change the role of native workers"
             )
@@ -494,7 +494,7 @@ class Fleet:
                 )
         removed = {worker_id: self._worker(worker_id) for worker_id in remove}
         for worker in removed.values():
-            if not worker.info.is_foreign:  # its process would continue without this router
+            if not worker.info.is_external:  # its process would continue without this router
                 raise ConfigError(
                     f"remove takes external workers, and worker {worker.id} is native: it leaves when its "
                     f"process ends; to give it no new requests, POST /fleet/drain/{worker.id}"
@@ -579,7 +579,7 @@ class Fleet:
         else:
             if isinstance(command, UpdateWeights) and len(self._all) > 1:
                 raise ConfigError(f"model must be given, as there are several: {self._names()}")
-            workers = [worker for worker in self.workers.values() if not worker.info.is_foreign]
+            workers = [worker for worker in self.workers.values() if not worker.info.is_external]
         if not workers:
             raise UnavailableError("the command needs a native worker; start one")
         found = await command_workers(workers, command, rolling=rolling)
@@ -626,7 +626,7 @@ class Fleet:
 def _served(worker: Worker[Any]) -> ServedTotals | None:
     """Returns the worker's own counters; for an external worker, a copy of this router's counts."""
     served = worker.served
-    if served is None or not worker.info.is_foreign:
+    if served is None or not worker.info.is_external:
         return served
     return ServedTotals(
         worker.prompt_tokens,

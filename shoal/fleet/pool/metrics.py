@@ -10,7 +10,7 @@ from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from shoal.fleet.external.forwarder import ForeignForwarder
+from shoal.fleet.external.forwarder import ExternalForwarder
 from shoal.fleet.index.event_feed import EventFeed
 from shoal.fleet.pool.model_pool import ModelPool
 from shoal.fleet.worker import Worker
@@ -112,7 +112,7 @@ def of_models(models: Iterable[ModelPool]) -> Iterable[Metric]:
         [([model.name], model.prefills.dispatcher.queue.oldest_s) for model in models],
     )
     # For models of our own workers, the engine's figures are among the model's metrics already.
-    foreign = [model for model in models if model.is_foreign]
+    external = [model for model in models if model.is_external]
     engine = (*OF_MODEL, "engine")
     yield gauge(
         "vllm:num_requests_running",
@@ -120,19 +120,19 @@ def of_models(models: Iterable[ModelPool]) -> Iterable[Metric]:
         engine,
         [
             ([model.name, "0"], sum(worker.active for worker in model.dispatcher.workers.values()))
-            for model in foreign
+            for model in external
         ],
     )
     yield gauge(
         "vllm:num_requests_waiting",
         "Requests that wait for their turn.",
         engine,
-        [([model.name, "0"], model.dispatcher.queue.length) for model in foreign],
+        [([model.name, "0"], model.dispatcher.queue.length) for model in external],
     )
     counts = [
         (model.name, model.sender.token_counts)
-        for model in foreign
-        if isinstance(model.sender, ForeignForwarder)
+        for model in external
+        if isinstance(model.sender, ExternalForwarder)
     ]
     for name, text, field in (
         ("vllm:prompt_tokens", "Prompt tokens accepted.", "prompt"),

@@ -29,19 +29,19 @@ class TokenSource(Protocol):
 
 
 class RequestSender(Protocol):
-    """The part that sends requests to workers: a FleetEngine or a ForeignForwarder."""
+    """The part that sends requests to workers: a FleetEngine or an ExternalForwarder."""
 
     num_migrations: int  # streams that continued at another worker
     num_retries: int  # requests without a token that were sent to another worker
 
 
 class ModelPool:
-    """`name`: the first name of the model. Its workers are all native, or all external (`is_foreign`).
+    """`name`: the first name of the model. Its workers are all native, or all external (`is_external`).
     `dispatcher` has the workers that generate, `prefills` the workers that compute prompts for them; a worker
     of the role `both` is in both if others may read its KV blocks."""
 
-    def __init__(self, name: str, is_foreign: bool, config: FleetConfig, clock: Clock) -> None:
-        self.name, self.is_foreign = name, is_foreign
+    def __init__(self, name: str, is_external: bool, config: FleetConfig, clock: Clock) -> None:
+        self.name, self.is_external = name, is_external
         self.names: list[str] = [name]  # its own name first, then adapters
         self.index = KvIndexer(config.block_size)
         self.router = KvRouter(
@@ -119,7 +119,7 @@ class ModelPool:
     def current_names(self) -> list[str]:
         """Returns the names that its workers offer; without workers, the names offered last."""
         workers = [worker.info for worker in self.workers.values()]
-        own = {name for info in workers if not info.is_foreign for name in info.models}
+        own = {name for info in workers if not info.is_external for name in info.models}
         adapters = {name for info in workers if info.models[0] == self.name for name in info.adapters}
         if workers:
             self.names = [self.name, *sorted((own | adapters) - {self.name})]
@@ -133,11 +133,11 @@ class ModelPool:
     def incompatibility(self, info: WorkerInfo, names: Sequence[str]) -> str:
         """Returns why a worker of a model of these names cannot serve with the present or last workers of
         this one; "" if it can."""
-        if info.is_foreign != self.is_foreign:
+        if info.is_external != self.is_external:
             return (
-                "its other workers are " + ("external" if self.is_foreign else "native") + ", and it is not"
+                "its other workers are " + ("external" if self.is_external else "native") + ", and it is not"
             )
-        if info.is_foreign and self.name not in names:
+        if info.is_external and self.name not in names:
             return f"{self.name!r} has an adapter of this name"
         for key, value in self._identity.items():
             if info.identity.get(key, value) != value:

@@ -262,9 +262,9 @@ async def test_a_worker_that_could_not_fall_asleep_is_awake():
 
 
 @virtual
-async def test_a_foreign_worker_is_named():
+async def test_a_external_worker_is_named():
     rig = Rig("ab")
-    rig.workers[1].info = WorkerInfo(id="b", url="http://w", models=("m",), is_foreign=True)
+    rig.workers[1].info = WorkerInfo(id="b", url="http://w", models=("m",), is_external=True)
     with pytest.raises(ConfigError, match="b: sleep needs native workers"):
         await rig.command(Sleep())
     assert not rig.log

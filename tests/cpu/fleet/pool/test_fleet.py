@@ -66,7 +66,7 @@ class Scene:
         self.links = {}
 
     def add(self, name, listening=(), **more):
-        info = WorkerInfo(id=name, url=f"http://{name}:1", **{"models": ("m",), "is_foreign": True, **more})
+        info = WorkerInfo(id=name, url=f"http://{name}:1", **{"models": ("m",), "is_external": True, **more})
         link = self.links[name] = StandIn(info)
         self.fleet.join(Worker(info, link, self.fleet.clock.now), listening)
         return link
@@ -404,7 +404,7 @@ def test_who_delivers_to_others_is_not_probed_for_a_request_that_fails():
 def test_a_change_of_workers_is_made_whole_or_not_at_all():
     async def run(s):
         s.fleet._connect = lambda spec: StandIn(spec.info())
-        s.add("ours", models=("other",), is_foreign=False)
+        s.add("ours", models=("other",), is_external=False)
         assert await s.fleet.change_workers(["http://a:1,id=a", "http://b:1,id=b"], []) == ["a", "b"]
         for add, remove, error in (
             (["http://c:1,id=c"], ["nobody"], UnknownWorkerError),
@@ -426,7 +426,7 @@ def test_a_worker_of_another_model_or_hash_seed_is_set_aside_and_named(caplog):
     async def run(s):
         s.add("a", identity={"hash_seed": 1, "weights": "x"})
         s.add("b", identity={"hash_seed": 2, "weights": "x"})
-        s.add("c", is_foreign=False)
+        s.add("c", is_external=False)
         s.add("d", identity={"weights": "x"})
         await asyncio.sleep(1)
         assert {name: s.state(name) for name in "abcd"} == {
@@ -460,7 +460,7 @@ def test_a_worker_that_was_set_aside_serves_when_the_others_have_gone():
         assert s.state("b") == "ready" and await s.went() == "b"
         assert s.fleet.models["m"] is not old, "what was offered by the old one's card is offered anew"
         s.fleet.leave("b")
-        s.add("c", is_foreign=False)
+        s.add("c", is_external=False)
         await asyncio.sleep(1)
         assert s.state("c") == "ready" and await s.went() == "c"
 
@@ -501,7 +501,7 @@ def test_models_come_with_their_workers_and_are_remembered_for_a_while():
         link.is_dead, link.info = (
             False,
             WorkerInfo(
-                id="a", url="http://a:1", models=("m", "n"), adapters=frozenset({"x"}), is_foreign=True
+                id="a", url="http://a:1", models=("m", "n"), adapters=frozenset({"x"}), is_external=True
             ),
         )
         await until(lambda: s.state("a") == "ready")
@@ -523,7 +523,7 @@ def test_a_worker_that_serves_another_model_now_leaves_the_old_one():
         link = s.add("a")
         s.add("b")
         await asyncio.sleep(1)
-        link.info = WorkerInfo(id="a", url="http://a:1", models=("other",), is_foreign=True)
+        link.info = WorkerInfo(id="a", url="http://a:1", models=("other",), is_external=True)
         await asyncio.sleep(10)
         assert set(s.fleet.models["m"].dispatcher.workers) == {"b"}
         assert set(s.fleet.models["other"].dispatcher.workers) == {"a"}
@@ -832,7 +832,7 @@ def test_a_request_that_only_a_full_worker_can_take_does_not_hold_up_others():
     scene(run)
 
 
-def test_what_is_known_of_a_foreign_worker_is_shown_and_counted():
+def test_what_is_known_of_a_external_worker_is_shown_and_counted():
     async def run(s):
         link = s.add("a")
         link.load = [WorkerLoad(num_running=2, num_waiting=1, kv_usage=0.25, rank=0)]
@@ -859,7 +859,7 @@ def test_what_is_known_of_a_foreign_worker_is_shown_and_counted():
 
 def test_one_of_ours_counts_for_itself():
     async def run(s):
-        s.add("a", is_foreign=False)
+        s.add("a", is_external=False)
         worker = s.fleet.workers["a"]
         assert s.fleet.served() == {}
         worker.stats, worker.served = (
