@@ -1,9 +1,9 @@
-"""Prefill and decode apart: when a prompt is computed by a prefill worker, and how its first token comes.
+"""Disaggregated prefill: a prefill worker computes the prompt, and a decode worker continues.
 
-The worker that will decode is chosen first, since what it has cached decides how much there is to compute. A
-prefill worker then gives a ticket when it begins with the prompt, and the first token at its end. With the
-ticket the decode worker reads the KV blocks that it lacks, layer by layer while later ones are
-computed. If anything goes wrong, the decode worker computes the prompt.
+The decode worker is chosen first, since its cache decides how much there is to compute. A prefill worker then
+returns a ticket when it begins with the prompt, and the first token at its end. With the ticket the decode
+worker reads the KV blocks that it lacks, layer by layer while later layers are computed. If anything fails,
+the decode worker computes the prompt.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from shoal.text.request_builder import copy_params
 
 logger = logging.getLogger(__name__)
 
-PREFILL_WORKERS = 2  # that may fail a prompt, until the decode worker computes it
-# So many prompts that wait are looked at, and the one goes next of which a worker with room has most.
+PREFILL_WORKERS = 2  # after this many failed the prompt, the decode worker computes it
+# Among this many of the oldest prompts, the one with the longest prefix cached on a free worker goes next.
 LOOK_AHEAD = 16
 
 
 class PrefillPool:
-    """The prefill workers of one model, and what waits for them."""
+    """The prefill workers of one model, and the prompts that wait for them."""
 
     def __init__(self, router: KvRouter, config: FleetConfig, clock: Clock) -> None:
         self.max_local_prefill_length = config.max_local_prefill_length
-        self.num_done = 0  # prompts whose first token came from here
-        self.fall_backs: Counter[str] = Counter()  # prompts that were to come from here, by what went wrong
+        self.num_done = 0  # prompts computed by prefill workers
+        self.fall_backs: Counter[str] = Counter()  # prompts left to decode workers, by reason
         self.dispatcher: Dispatcher[RemoteEngine] = Dispatcher(
             router, max_queued=config.max_prefill_queue_size, clock=clock
         )
@@ -51,7 +51,7 @@ class PrefillPool:
         self._timeout_s = config.prefill_timeout
 
     def takes(self, request: Request, assignment: Assignment[RemoteEngine]) -> bool:
-        """Whether the prompt is to be computed here. place: at the decode worker."""
+        """Returns whether a prefill worker should compute the prompt. assignment: at the decode worker."""
         dispatcher = self.dispatcher
         if assignment.num_prompt_tokens <= self.max_local_prefill_length:  # the common case is cheap
             return False
@@ -61,7 +61,7 @@ class PrefillPool:
             return False
         if not any(self._others(assignment)):
             return False
-        # Behind the first token the decode worker must have room for one more.
+        # The decode worker needs room for one more token after the first.
         if assignment.num_prompt_tokens + 2 > _most_tokens(assignment):
             return False
         if not is_remote(
@@ -75,7 +75,7 @@ class PrefillPool:
         return assignment.worker.info.role == "decode" or self._has_cheaper(assignment)
 
     def _others(self, assignment: Assignment[RemoteEngine]) -> Iterator[Worker[RemoteEngine]]:
-        """Who could compute the prompt for the worker of `place` now."""
+        """Yields the workers that could compute the prompt for the assigned worker now."""
         for worker in self.dispatcher.workers.values():
             if (
                 worker is not assignment.worker
@@ -85,8 +85,8 @@ class PrefillPool:
                 yield worker
 
     def _has_cheaper(self, assignment: Assignment[RemoteEngine]) -> bool:
-        """Whether a prompt of a worker that could compute it, too, costs less elsewhere. Where it costs as
-        much it stays: nothing needs to travel then."""
+        """Returns whether another worker computes the prompt at less cost than the assigned one, whose role
+        is `both`. At equal cost the prompt stays, as no block needs to travel then."""
         router = self.dispatcher.router
         found = router.active_requests.chain_of(assignment.request_id)
         if not router.weighs_blocks or found is None:
@@ -107,13 +107,12 @@ class PrefillPool:
         sent: Callable[[RemoteEngine, str], None],
         begun: Callable[[bytes], None],
     ) -> tuple[str, Output] | None:
-        """The prefill worker's id, and an Output with the first token and the ticket; the Output has a finish
-        reason if the request ends with that token. None if the decode worker is to do all, or to end the
-        request as it was aborted.
+        """Returns the prefill worker's id, and an Output with the first token and the ticket; the Output has
+        a finish reason if the request ends with that token. Returns None if the decode worker has to compute
+        the prompt, or to end an aborted request.
 
-        wanted: how the worker of `place` was asked for, which decodes. sent: called with each worker that
-        gets the request, and with the request's id there. begun: called with the ticket when a worker begins
-        with the prompt."""
+        routing, assignment: for the decode worker. sent: called with each worker that gets the request,
+        and the request's id there. begun: called with the ticket when a worker begins with the prompt."""
         own = RoutingRequest(
             f"{request.request_id}.prefill",
             routing.token_ids,
@@ -133,7 +132,7 @@ class PrefillPool:
         except WorkerFailedError:
             self._fall_back(request, assignment, "failed")
             return None
-        except ShoalError:  # it is full or asleep, or the request is one that the decode worker refuses too
+        except ShoalError:  # it is full or asleep, or the request is invalid
             self._fall_back(request, assignment, "refused")
             return None
         finally:
@@ -150,9 +149,9 @@ class PrefillPool:
         return worker_id, output
 
     def _fall_back(self, request: Request, assignment: Assignment[RemoteEngine], kind: str) -> None:
-        """The worker of `place` computes the prompt after all."""
+        """Counts and logs that the decode worker computes the prompt after all."""
         self.fall_backs[kind] += 1
-        text = f"is computed by worker {assignment.worker.id}: no prefill worker has done it ({kind})"
+        text = f"is computed by worker {assignment.worker.id}: no prefill worker did ({kind})"
         logger.info(about(request.log_id, text, worker=assignment.worker.id, kind=kind))
 
     async def _from_any(
@@ -162,7 +161,7 @@ class PrefillPool:
         sent: Callable[[RemoteEngine, str], None],
         begun: Callable[[bytes], None],
     ) -> tuple[str, Output]:
-        """From another worker if the first one fails. Raises ShoalError."""
+        """Like `_from_one`, with another worker if the first one fails. Raises ShoalError."""
         attempt = 0
         while True:
             attempt += 1
@@ -188,10 +187,10 @@ class PrefillPool:
         begun: Callable[[bytes], None],
     ) -> tuple[str, Output]:
         async with self.dispatcher.assign(routing) as assignment:
-            self.dispatcher.forget(routing)  # it waits no longer
+            self.dispatcher.forget(routing)  # its wait has ended
             worker, link = assignment.worker, assignment.worker.link
             assignment.on_broken = lambda: link.break_off(
-                asked.request_id, WorkerFailedError(f"worker {worker.id} was given up: {worker.why}")
+                asked.request_id, WorkerFailedError(f"worker {worker.id} was abandoned: {worker.why}")
             )
             logger.debug(about(asked.log_id, f"goes to prefill worker {worker.id}", worker=worker.id))
             with errors_of(worker.id), closing(link.open(asked)) as stream:
@@ -202,7 +201,7 @@ class PrefillPool:
                         begun(output.kv_ticket)
                     while output.finish_reason is None:
                         merge(output, await stream.get())
-                except BaseException:  # the client has left, say: nobody will read the blocks
+                except BaseException:  # nobody will read the blocks, for example as the client has left
                     if output.kv_ticket is not None:
                         KvLease(link, output.kv_ticket).release()
                     raise
@@ -215,7 +214,7 @@ class PrefillPool:
 
 
 def _for_prefill(request: Request, request_id: str) -> Request:
-    """The request, up to its first token. It offers no blocks if nobody will read them."""
+    """Returns the request up to its first token. It offers its blocks only if it continues after that."""
     params = copy_params(request.params)
     params.max_tokens, params.min_tokens = 1, min(1, params.min_tokens)
     offers_kv = request.params.max_tokens != 1
@@ -223,6 +222,6 @@ def _for_prefill(request: Request, request_id: str) -> Request:
 
 
 def _most_tokens(assignment: Assignment[RemoteEngine]) -> int:
-    """The most tokens that a request may have there."""
+    """Returns the maximum number of tokens of a request at the worker."""
     info = assignment.worker.link.card.info
     return min(info.max_model_len, info.num_blocks * info.block_size)

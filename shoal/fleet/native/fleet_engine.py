@@ -1,10 +1,10 @@
-"""FleetEngine: our own workers of one model as one Engine.
+"""FleetEngine: the native workers of one model as one Engine.
 
-A request goes where the dispatcher places it. If its worker breaks off before the first token, another one
-gets it anew. After that it migrates: another worker gets the same request with the tokens so far as
-`output_token_ids`, and goes on as the first one would have. A draw depends on seed and position alone, and
-penalties, min_tokens, grammars and limits count those tokens as their own. Stop strings and tool calls are
-read from the text of the one unbroken stream, so they do not notice.
+The dispatcher assigns a request to a worker. If that worker fails before the first token, another one gets
+the request anew. After the first token the request migrates: another worker gets it with the tokens so far as
+`output_token_ids`, and continues as the first one would have. A sampled token depends on seed and position
+alone, and penalties, min_tokens, grammars and limits include those tokens. Stop strings and tool calls are
+found in the text of the whole stream, so a migration does not affect them.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_TRIES = 4  # workers that may fail a request before its first token, whatever the limit of migrations
-RECORDED_TOKENS = 8  # of a stream are told to the router's books at a time, which count in blocks
-MAX_REFUSALS = 10  # by workers that take nothing just now, until the request is told so
+MAX_TRIES = 4  # workers that may fail a request before its first token; migration_limit counts later ones
+RECORDED_TOKENS = 8  # tokens of a stream per update of the active requests, whose unit is a block
+MAX_REFUSALS = 10  # refusals by sleeping or stopping workers, until the request fails
 
 
 class FleetEngine(Control):
@@ -50,26 +50,26 @@ class FleetEngine(Control):
         *,
         migration_limit: int,
     ) -> None:
-        """dispatcher: of the workers that generate. prefills: those that compute long prompts for them.
-        moves: how KV blocks go along with a request; None: they are computed.
-        migration_limit: workers that may fail a request which has tokens, before it ends with an error."""
-        self.num_migrations = 0  # of streams that went on at another worker
-        self.num_retries = 0  # of requests without a token
-        self.num_drained = 0  # of streams that left a worker which drains
+        """dispatcher: for the workers that generate. prefills: the workers that compute long prompts for
+        them. transfers: brings KV blocks along with a request; None: they are computed again.
+        migration_limit: how many workers may fail a request with tokens before it ends with an error."""
+        self.num_migrations = 0  # streams that continued at another worker
+        self.num_retries = 0  # requests without a token that were sent to another worker
+        self.num_drained = 0  # streams that left a draining worker
         self._dispatcher, self._prefills, self._transfers = dispatcher, prefills, transfers
         self._migration_limit = migration_limit
         self._sums = SummedStats()
         self._running: dict[str, _Progress] = {}
-        self._leaving: set[_Progress] = set()  # those that leave a worker and have no other place yet
+        self._leaving: set[_Progress] = set()  # requests that leave a draining worker
 
     # Engine
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
-        """Raises BusyError if all workers and the queue are full, and UnavailableError if no worker is ready,
-        or so many have failed the request that it is given up."""
+        """Raises BusyError if all workers and the queue are full, and UnavailableError if no worker is ready
+        or too many workers have failed the request."""
         if request.request_id in self._running:
             raise RequestError(
-                f"request_id {request.request_id!r} is that of a request that runs; choose another"
+                f"request_id must be unused, got {request.request_id!r} of a running request; choose another"
             )
         progress = self._running[request.request_id] = _Progress(request)
         routing = RoutingRequest(
@@ -102,15 +102,15 @@ class FleetEngine(Control):
                                 if first is not None:
                                     yield first
                                 raise
-                            self._may_leave(progress, routing, assignment)
-                            if first is not None:  # The worker has begun while this one is read.
+                            self._move_when_draining(progress, routing, assignment)
+                            if first is not None:  # The worker begins while this output is read.
                                 yield first
                             while not progress.has_ended:
                                 output = progress.take(await stream.get(), assignment)
                                 if output.token_ids or progress.has_ended:
                                     yield output
                                 if progress.must_move:
-                                    raise RefusedError("it has ended its requests, to sleep or to stop")
+                                    raise RefusedError("it aborted its requests, to sleep or to stop")
                 except MovedError as error:
                     progress.left(assignment, error)
                 except RefusedError as error:
@@ -128,13 +128,13 @@ class FleetEngine(Control):
         finally:
             del self._running[request.request_id]
             self._leaving.discard(progress)
-            # The router's books are told of tokens several at a time, and not of the last ones.
+            # The active requests get tokens several at a time, and the last ones not at all.
             routing.num_generated = len(progress.output_ids) - len(request.output_token_ids)
             self._dispatcher.end(routing)
             progress.end()
 
     async def abort(self, request_id: str) -> None:
-        """A request that still waits for a worker ends there, as soon as it gets one."""
+        """Aborts a request. One that still waits for a worker ends as soon as it gets one."""
         progress = self._running.get(request_id)
         if progress is not None:
             progress.is_aborted = True
@@ -142,10 +142,10 @@ class FleetEngine(Control):
                 progress.link.tell_abort(progress.attempt_id)
 
     async def stats(self) -> Stats:
-        """The sums over all workers, as they have reported lately; what those that are gone had counted is
-        counted still. Who waits here waits, too."""
+        """Returns sums of the last reports of all workers, with the counts of workers that left. Requests
+        queued in the router are included in num_waiting."""
         workers = self._dispatcher.workers
-        if self._prefills is not None:  # a worker may be in either
+        if self._prefills is not None:  # a worker may be in both
             workers = workers | self._prefills.dispatcher.workers
         links = [worker.link for worker in workers.values()]
         stats = self._sums.of({link.address: link.report.stats for link in links if link.report is not None})
@@ -155,13 +155,15 @@ class FleetEngine(Control):
     # Control
 
     async def control(self, command: Command[T]) -> T:
-        """The state of sleep is told for the workers that generate together: awake if one is. Every other
-        command is for workers by name, and not for their sum: raises ConfigError."""
+        """Answers ReadSleepState for the workers that generate: awake if one of them is. Raises ConfigError
+        for other commands, which are for workers by name."""
         if not isinstance(command, ReadSleepState):
-            raise ConfigError("the workers of a fleet get commands by the router's admin port, under /fleet")
+            raise ConfigError(
+                "commands for workers of a fleet must go to the router's admin port, under /fleet"
+            )
         reports = [worker.link.report for worker in self._dispatcher.workers.values()]
         states = [report.sleep for report in reports if report is not None]
-        state = min(states, key=_depth, default=SleepState())
+        state = min(states, key=_sleep_depth, default=SleepState())
         return cast(T, state)
 
     # Inside
@@ -169,8 +171,8 @@ class FleetEngine(Control):
     async def _first_token(
         self, progress: _Progress, routing: RoutingRequest, assignment: Assignment[RemoteEngine]
     ) -> Output | None:
-        """From a prefill worker, if the prompt is to be computed by one; it is tried once. None: the worker
-        of `place` does all."""
+        """Returns the first token from a prefill worker, which is tried once for a request; None if the
+        assigned worker computes the prompt."""
         prefills = self._prefills
         if prefills is None or progress.is_local or progress.has_tokens:
             return None
@@ -199,16 +201,16 @@ class FleetEngine(Control):
     async def _bring_blocks(
         self, progress: _Progress, routing: RoutingRequest, assignment: Assignment[RemoteEngine]
     ) -> None:
-        """Another worker's KV blocks for the worker of `place`, where that is quicker than computing."""
+        """Leases another worker's KV blocks for the assigned worker, if reading is faster than computing."""
         progress.drop_spent_lease(assignment.worker.link)
         if self._transfers is not None and progress.lease is None and progress.reads_cache:
             progress.take_lease(await self._transfers.lease_for(routing, assignment))
 
-    def _may_leave(
+    def _move_when_draining(
         self, progress: _Progress, routing: RoutingRequest, assignment: Assignment[RemoteEngine]
     ) -> None:
-        """From now on the request leaves the worker of `place` when that drains, if others have room, and if
-        it can take its blocks along sooner than they are computed anew. Else it ends there."""
+        """Has the request leave the assigned worker when that drains, if other workers have room and get its
+        blocks faster than they compute them. Otherwise the request ends there."""
         transfers = self._transfers
         if transfers is None:
             return
@@ -234,7 +236,7 @@ class FleetEngine(Control):
         routing: RoutingRequest,
         assignment: Assignment[RemoteEngine],
     ) -> None:
-        """The worker goes on with the request until it has promised its blocks."""
+        """Moves the request from a draining worker, which continues until it has leased its blocks."""
         worker, attempt_id = assignment.worker, progress.attempt_id
         lease = await transfers.request_lease(worker, progress.token_ids, routing)
         if lease is None:
@@ -244,65 +246,65 @@ class FleetEngine(Control):
         else:
             progress.take_lease(lease)
             self.num_drained += 1
-            worker.link.break_off(attempt_id, RefusedError(f"worker {worker.id} drains"))
+            worker.link.break_off(attempt_id, RefusedError(f"worker {worker.id} is draining"))
 
     def _count(self, progress: _Progress, error: WorkerFailedError) -> None:
-        """Raises UnavailableError if the request ends here."""
+        """Counts a failure. Raises UnavailableError if it is one too many."""
         if not progress.was_sent:
-            return  # the worker is known to be away now, and is not chosen again
+            return  # the worker was not connected, and is not chosen again
         if progress.has_tokens:
             progress.num_migrations += 1
             if progress.num_migrations > self._migration_limit:
                 raise UnavailableError(
                     f"{error}; workers failed this request {progress.num_migrations} times after its first "
-                    f"token, and the limit is {self._migration_limit} (--migration-limit): it is given up"
+                    f"token, and --migration-limit is {self._migration_limit}"
                 ) from None
             self.num_migrations += 1
         else:
             progress.num_failures += 1
             if progress.num_failures >= MAX_TRIES:
                 raise UnavailableError(
-                    f"{error}; {progress.num_failures} workers failed this request before its first token: "
-                    "it may be what they fail at, so it is given up"
+                    f"{error}; {progress.num_failures} workers failed this request before its first token, "
+                    "so the request may be the cause"
                 ) from None
             self.num_retries += 1
 
 
 class _Progress:
-    """What has become of a request, over all its workers."""
+    """The state of a request over all its workers."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
         self.output_ids = list(request.output_token_ids)
         self.has_tokens = self.has_ended = self.is_aborted = False
         self.num_migrations = self.num_failures = self.num_refusals = 0
-        self.was_sent = False  # by the attempt of now, to a worker that was there
-        self.must_move = False  # the worker of now does no more for it
-        self.is_local = False  # prefill workers are not asked for it any more
+        self.was_sent = False  # the present attempt went to a connected worker
+        self.must_move = False  # the present worker has aborted it
+        self.is_local = False  # no prefill worker is tried (again)
         self.link: RemoteEngine | None = None
         self.attempt_id = request.request_id
         self._num_attempts = 0
-        self._is_told = False  # what this worker had cached
+        self._has_output = False  # from the present attempt
         self._num_unrecorded = 0
-        self._num_cached = 0  # what the worker of the first token had cached
+        self._num_cached = 0  # tokens cached at the worker of the first token
         self._has_prompt_logprobs = False
-        self.lease: KvLease | None = None  # for the worker that goes on, until it has read the blocks
-        self._reader: RemoteEngine | None = None  # who was given its ticket
-        # What brings those blocks in there, while they are computed
+        self.lease: KvLease | None = None  # for the worker that continues, until it has read the blocks
+        self._reader: RemoteEngine | None = None  # the worker that was given its ticket
+        # Brings the blocks to the decode worker while they are computed.
         self._prefetch: RemoteStream | None = None
         self._prefetch_link: RemoteEngine | None = None
         self._num_prefetches = 0
-        self._departure: tuple[float, Span] | None = None  # when it left its worker, and the move that began
-        self._migrations: list[tuple[float, Span]] = []  # that are to be told, with the times of their ends
+        self._departure: tuple[float, Span] | None = None  # when it left its worker, and the span of its move
+        self._migrations: list[tuple[float, Span]] = []  # spans for the next output, with their ends
 
     def arrived(self, assignment: Assignment[RemoteEngine]) -> None:
-        """It has a place at a worker."""
+        """Logs the assignment."""
         logger.debug(
             about(self.request.log_id, f"goes to worker {assignment.worker.id}", worker=assignment.worker.id)
         )
 
     def left(self, assignment: Assignment[RemoteEngine] | None, error: ShoalError) -> None:
-        """It goes on at another worker."""
+        """Begins the span of a move to another worker, and logs it."""
         if assignment is None:
             return
         num_tokens, worker_id = (
@@ -326,39 +328,40 @@ class _Progress:
             self._migrations.append((then, span))
             self._departure = None
 
-    def _spans(self, output: Output, assignment: Assignment[RemoteEngine], told: list[Span]) -> None:
-        """Tells with this output how the request came to `place`, and then what is told of it there."""
+    def _spans(self, output: Output, assignment: Assignment[RemoteEngine], spans: list[Span]) -> None:
+        """Puts spans into the output: the moves and waits up to the assignment, then the worker's `spans`."""
         self._end_move(assignment)
         for then, span in self._migrations:
             span.ago_s = assignment.now - then
-        output.spans = [*[span for _, span in self._migrations], *assignment.take_spans(), *told]
+        output.spans = [*[span for _, span in self._migrations], *assignment.take_spans(), *spans]
         self._migrations.clear()
 
     def end(self) -> None:
-        """Nobody reads the answer any more."""
+        """Releases what the request holds."""
         self.has_ended = True
         self.drop_prefetch()
         if self.lease is not None:
             self.lease.release()
 
     def take_lease(self, lease: KvLease | None) -> None:
-        """For the next worker, in place of one that it may have by now."""
+        """Keeps the lease for the next worker, and releases the present one."""
         if self.lease is not None:
             self.lease.release()
         self.lease, self._reader = lease, None
 
     def was_not_taken(self) -> None:
-        """The worker had no room, and has read nothing."""
+        """Notes that the worker refused the request, so that it has read no blocks."""
         self._reader = None
 
     def drop_spent_lease(self, link: RemoteEngine) -> None:
-        """A ticket ends with the worker that has begun to read by it. `link`: where the request goes on."""
+        """Releases a lease whose reader is not `link`, where the request continues: one worker reads a
+        ticket."""
         if self._reader not in (None, link):
             self.take_lease(None)
 
     @property
     def reads_cache(self) -> bool:
-        """Whether a worker would use blocks that it has of the prompt."""
+        """True if a worker would use cached blocks of the prompt."""
         params = self.request.params
         needs_prompt = params.prompt_logprobs is not None and not self._has_prompt_logprobs
         return not (needs_prompt or params.skip_reading_prefix_cache or self.request.embed)
@@ -373,13 +376,14 @@ class _Progress:
         return prompt + self.output_ids if self.output_ids else prompt
 
     def sent(self, link: RemoteEngine, attempt_id: str) -> None:
-        """A prefill worker has the request, by this id."""
+        """Records the prefill worker that has the request, and the id there."""
         self.link, self.attempt_id = link, attempt_id
         if self.is_aborted:
             link.tell_abort(attempt_id)
 
     def prefetch(self, assignment: Assignment[RemoteEngine], ticket: bytes) -> None:
-        """A prefill worker has begun with the prompt: the worker of `place` begins to read its blocks."""
+        """Sends a prefetch request: the assigned worker reads blocks while the prefill worker computes
+        them."""
         self.drop_prefetch()
         self._num_prefetches += 1
         prefetch = dataclasses.replace(
@@ -397,17 +401,17 @@ class _Progress:
 
     @property
     def has_prefetch(self) -> bool:
-        """Whether its blocks are in place, or on their way, where it goes on with the next token."""
+        """True if the blocks are at the worker that continues, or on their way there."""
         return self._prefetch is not None and self.lease is not None and not self.has_ended
 
     def drop_prefetch(self) -> None:
-        """It has a successor by now, or nobody needs the blocks."""
+        """Ends the prefetch request: its continuation has begun, or the blocks are not needed."""
         if self._prefetch is not None:
             self._prefetch.close()
             self._prefetch = self._prefetch_link = None
 
     def take_first(self, output: Output, prefill_worker: str, assignment: Assignment[RemoteEngine]) -> Output:
-        """What the reader gets of a prefill worker's answer. place: where the request goes on."""
+        """Returns a prefill worker's output for the reader. assignment: where the request continues."""
         self._num_attempts += 1
         self._spans(output, assignment, output.spans or [])
         self.has_ended = output.finish_reason is not None
@@ -423,12 +427,12 @@ class _Progress:
         return output
 
     def begin(self, assignment: Assignment[RemoteEngine]) -> RemoteStream:
-        """Sends the request to the worker. Every attempt has an id of its own, as the worker may be one that
-        still has the attempt before. Raises what RemoteEngine.open raises."""
+        """Sends the request to the assigned worker. Each attempt has its own id, as the worker may still have
+        the previous attempt. Raises the errors of RemoteEngine.open."""
         worker, link = assignment.worker, assignment.worker.link
         self.link, self.was_sent, self.must_move = link, link.is_connected and worker.is_reached, False
-        self._is_told, self._num_unrecorded, self._num_attempts = False, 0, self._num_attempts + 1
-        if not worker.is_reached:  # it broke while another one computed the prompt
+        self._has_output, self._num_unrecorded, self._num_attempts = False, 0, self._num_attempts + 1
+        if not worker.is_reached:  # it broke while a prefill worker computed the prompt
             raise WorkerFailedError(f"worker {worker.id}: {worker.why}")
         request, params = self.request, self.request.params
         if not self.has_tokens:
@@ -450,11 +454,11 @@ class _Progress:
                 request.kv_ticket, request.continues = None, self._prefetch.request_id
         attempt_id = self.attempt_id = request.request_id
         assignment.on_broken = lambda: link.break_off(
-            attempt_id, WorkerFailedError(f"worker {worker.id} was given up: {worker.why}")
+            attempt_id, WorkerFailedError(f"worker {worker.id} was abandoned: {worker.why}")
         )
 
         def move() -> bool:
-            if self._is_told or self.attempt_id != attempt_id:
+            if self._has_output or self.attempt_id != attempt_id:
                 return False
             link.break_off(
                 attempt_id, MovedError(f"it waits at worker {worker.id}, and another would run it at once")
@@ -470,13 +474,13 @@ class _Progress:
         return stream
 
     def take(self, output: Output, assignment: Assignment[RemoteEngine]) -> Output:
-        """What the reader gets. The prompt and its cached tokens are told once, whoever computes it again.
-        `must_move` is set where the worker has aborted what nobody asked it to."""
+        """Returns an output for the reader. It reports the cached tokens of the first worker. Sets
+        `must_move` if the worker aborted the request by itself."""
         self._num_unrecorded += len(output.token_ids)
-        if not self._is_told:
-            self._is_told = True
+        if not self._has_output:
+            self._has_output = True
             self._spans(output, assignment, at_worker(output.spans, assignment.worker.id))
-            if self._reader is not None:  # else the ticket came since, and is for the next worker
+            if self._reader is not None:  # else the lease is new, and for the next worker
                 self.lease = None
             self.drop_prefetch()
             assignment.cached(output.num_cached_tokens)
@@ -503,11 +507,13 @@ class _Progress:
         self._num_unrecorded = 0
 
     def refused(self, error: RefusedError) -> None:
-        """Raises UnavailableError if that was often enough."""
+        """Counts a refusal. Raises UnavailableError after MAX_REFUSALS."""
         self.num_refusals += 1
         if self.num_refusals >= MAX_REFUSALS:
-            raise UnavailableError(f"{error}; so did {self.num_refusals - 1} tries before") from None
+            raise UnavailableError(
+                f"{error}; {self.num_refusals - 1} earlier tries were refused, too"
+            ) from None
 
 
-def _depth(state: SleepState) -> int:
+def _sleep_depth(state: SleepState) -> int:
     return -1 if state.level is None else state.level

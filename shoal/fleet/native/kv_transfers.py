@@ -1,9 +1,10 @@
-"""KV blocks that go along with a request, from a worker that has them to the one that goes on with it, where
-that is quicker than computing them.
+"""KV transfers between workers: a request's blocks go to the worker that continues it, if that is faster than
+computing them.
 
-The worker that has them gives the router a ticket, as a prefill worker does, and the other one reads them
-with it. A request that moves in mid-stream finds them at the worker that it leaves, if that lives, or at any
-other that the index names. A new request gets a prefix from another worker only with `enable_p2p`.
+The worker with the blocks leases them: it gives the router a ticket, as a prefill worker does, with which the
+other worker reads them. The blocks of a request that moves in mid-stream are at the worker that it leaves, if
+that lives, or at another one that the index names. A new request gets a prefix from another worker only with
+`enable_p2p`.
 """
 
 from __future__ import annotations
@@ -21,10 +22,9 @@ from shoal.fleet.routing.kv_router import KvRouter
 from shoal.fleet.worker import Worker
 from shoal.wire import LendKv, TakeBackKv
 
-LEASE_TIMEOUT_S = 1.0  # a worker that gives no ticket within it is done without
-# What is assumed until it is measured: a transfer between two GPUs of one host, which a first one that is
-# slower corrects (nothing would ever be measured if nothing moved), and a GPU that computes 10,000 tokens a
-# second.
+LEASE_TIMEOUT_S = 1.0  # for a ticket; without one the blocks are computed
+# Assumptions until the first measurement: the speed between two GPUs of one host, optimistic since nothing
+# would be measured if nothing were transferred, and a GPU that computes 10,000 tokens a second.
 BYTES_PER_S = 2e10
 PROMPT_TOKEN_S = 1e-4
 # A ticket is made between two steps, and the transfer ends between two others.
@@ -32,8 +32,8 @@ OVERHEAD_S = 0.02
 
 
 def is_transfer_faster(num_tokens: int, num_bytes: int, *, bytes_per_s: float, prompt_token_s: float) -> bool:
-    """Whether the KV blocks of so many tokens are there sooner if they are read from another worker than if
-    they are computed. prompt_token_s: seconds that a worker computes at one token of a prompt."""
+    """Returns whether reading the KV blocks of `num_tokens` tokens from another worker is faster than
+    computing them. prompt_token_s: seconds of computing per prompt token."""
     return OVERHEAD_S + num_bytes / bytes_per_s < num_tokens * prompt_token_s
 
 
@@ -45,26 +45,26 @@ class KvLease:
     ticket: bytes
 
     def release(self) -> None:
-        """Nobody will use it. A worker that is gone needs no word."""
+        """Has the worker free the blocks. A disconnected worker has freed them already."""
         self.source.tell(TakeBackKv(self.ticket))
 
 
 class KvTransfers:
-    """`workers`: all of a model, by id."""
+    """`workers` returns all workers of a model, by id."""
 
     def __init__(
         self, workers: Callable[[], Mapping[str, Worker[RemoteEngine]]], router: KvRouter, *, enable_p2p: bool
     ) -> None:
         self.enable_p2p = enable_p2p
-        self.num_leases: Counter[str] = Counter()  # tickets given, by what for: "migration", "prefix"
-        self.num_refusals = 0  # of workers that were asked for one
+        self.num_leases: Counter[str] = Counter()  # leases by purpose: "migration", "prefix"
+        self.num_refusals = 0  # requests for a lease without a ticket
         self._workers, self._router = workers, router
 
     async def lease_for(
         self, routing: RoutingRequest, assignment: Assignment[RemoteEngine]
     ) -> KvLease | None:
-        """A ticket for what the worker of `place` lacks of the request's tokens, from the worker that has
-        most of them. None where computing is quicker, or nobody lends."""
+        """Leases the blocks that the assigned worker lacks from the worker that has most of them. Returns
+        None if computing is faster, or no worker gives a ticket."""
         if not (routing.has_begun or self.enable_p2p) or not assignment.worker.info.reads_kv:
             return None
         found = self._router.active_requests.chain_of(routing.request_id)
@@ -86,15 +86,15 @@ class KvTransfers:
     def is_worth_moving(
         self, worker: Worker[RemoteEngine], num_tokens: int, others: Iterable[Worker[RemoteEngine]]
     ) -> bool:
-        """Whether a request of so many tokens goes on sooner at one of the others with this worker's blocks
-        than without them."""
+        """Returns whether one of the others continues a request of `num_tokens` tokens sooner with this
+        worker's blocks than without them."""
         return can_lend(worker) and any(
             other.info.reads_kv and self.is_faster(num_tokens, other) for other in others
         )
 
     def is_faster(self, num_tokens: int, worker: Worker[RemoteEngine]) -> bool:
-        """Whether this worker has so many tokens' blocks sooner by reading them than by computing them, as
-        far as it has measured either."""
+        """Returns whether this worker reads the blocks of `num_tokens` tokens faster than it computes them,
+        by its own measurements where it has any."""
         info, stats = worker.info, worker.stats
         bytes_per_s, prompt_token_s = BYTES_PER_S, PROMPT_TOKEN_S
         if stats is not None:
@@ -110,7 +110,8 @@ class KvTransfers:
     async def request_lease(
         self, source: Worker[RemoteEngine], token_ids: Sequence[int], routing: RoutingRequest
     ) -> KvLease | None:
-        """A ticket for what this worker has of these tokens of a request, if it gives one soon."""
+        """Leases this worker's blocks of a request's tokens. Returns None without a ticket in
+        LEASE_TIMEOUT_S."""
         link = source.link
         command = LendKv(list(token_ids), routing.cache_salt, routing.lora_name)
         asking = asyncio.create_task(link.control(command))
@@ -129,11 +130,11 @@ class KvTransfers:
 
 
 def can_lend(worker: Worker[RemoteEngine]) -> bool:
-    """Whether it may be asked for blocks: one that drains may."""
+    """Returns whether the worker can lease blocks; a draining one can."""
     return worker.is_reached and not worker.is_asleep and worker.info.lends_kv
 
 
 def _return_late(link: RemoteEngine, asking: asyncio.Task[bytes | None]) -> None:
-    """Gives a ticket back that came when nobody waited for it any more."""
+    """Releases a ticket that came after its request had stopped waiting."""
     if not asking.cancelled() and asking.exception() is None and (ticket := asking.result()) is not None:
         KvLease(link, ticket).release()

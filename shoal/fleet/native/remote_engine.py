@@ -1,7 +1,7 @@
-"""RemoteEngine: one of our workers, as its router uses it. An Engine with its Control, and a Link.
+"""RemoteEngine: a native worker, as its router uses it. An Engine with its Control, and a Link.
 
-It connects to the worker's port (worker_port.py) and connects again by itself. What was under way when the
-connection broke ends with WorkerFailedError: another worker may go on with it.
+It connects to the worker's WorkerServer (worker_server.py) and reconnects by itself. Requests in flight when
+the connection breaks end with WorkerFailedError: another worker may continue them.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from shoal.wire import Abort, Add, Call, CoreCommand, Message, Outputs, ReadStat
 
 T = TypeVar("T")
 
-CONNECT_S = 1.0  # a worker that is not connected within it fails a check
+CONNECT_S = 1.0  # after this long without a connection a check fails
 
 logger = logging.getLogger(__name__)
 
 
 class RemoteStream:
-    """One request's outputs. `has_ended` is set with the last one."""
+    """One request's outputs. `has_ended` becomes True with the last one."""
 
     def __init__(self, request_id: str, leave: Callable[[RemoteStream], None]) -> None:
         self.request_id, self._leave = request_id, leave
@@ -61,32 +61,32 @@ class RemoteStream:
         self.has_ended = False
 
     async def get(self) -> Output:
-        """All that has come since the last call. Raises what ended the request."""
+        """Returns all output since the last call. Raises the error that ended the request."""
         output = await self.collector.get()
         self.has_ended = output.finish_reason is not None
         return output
 
     @property
     def is_under_way(self) -> bool:
-        """Whether no end of the request has come yet."""
+        """True until the end of the request has arrived."""
         waiting = self.collector.output
         ends = waiting is not None and waiting.finish_reason is not None
         return not (ends or self.has_ended or self.collector.error is not None)
 
     def close(self) -> None:
-        """To be called once. A request that has not ended is aborted."""
+        """Aborts the request if it has not ended. Must be called once."""
         self._leave(self)
 
 
 class RemoteEngine(Control):
-    """`info` and `card` are what the worker says of itself. Used in the loop that it was built in.
+    """`info` and `card` describe the worker. Must be used in the event loop that it was built in.
 
-    `report` is its last one. `on_report` is called with each, `on_outputs` when tokens came, and `on_lost`
-    when the connection broke.
+    `report` is the worker's last report. `on_report` is called with each report, `on_outputs` when tokens
+    arrive, and `on_lost` when the connection breaks.
     """
 
     def __init__(self, info: WorkerInfo, card: ModelCard, address: str, key: FleetKey | None) -> None:
-        """address: of the worker's port, tcp://HOST:PORT. Raises ConfigError for what is none."""
+        """address: the worker's, tcp://HOST:PORT. Raises ConfigError for a malformed one."""
         self.info, self.card, self.address = info, card, address
         self.report: Report | None = None
         self.on_report: Callable[[Report], None] = lambda report: None
@@ -97,15 +97,15 @@ class RemoteEngine(Control):
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._call_ids = itertools.count()
         self._feed: EventFeed | None = None
-        self._replayed = asyncio.Event()  # the replay that was asked for has ended, or broke
-        self._stepped = asyncio.Event()  # the engine has computed something, says a report
-        self._is_connected = False  # the worker has answered our Hello on this connection
+        self._replayed = asyncio.Event()  # the requested replay has ended or failed
+        self._stepped = asyncio.Event()  # a report shows that the engine has computed something
+        self._is_connected = False  # the worker has answered Hello on this connection
         self._connected = asyncio.Event()
-        self._hello: asyncio.TimerHandle | None = None  # when it is said again
+        self._hello: asyncio.TimerHandle | None = None  # sends Hello again
         self._is_closed = False
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
         socket: zmq.Socket[bytes] = self._socket
-        socket.immediate = True  # nothing is kept for a worker that is not there
+        socket.immediate = True  # messages to a disconnected worker are not queued
         socket.sndhwm = socket.rcvhwm = 0
         socket.linger = 0
         socket.reconnect_ivl, socket.reconnect_ivl_max = 100, 2000
@@ -124,14 +124,16 @@ class RemoteEngine(Control):
             socket.connect(address)
         except zmq.ZMQError as error:
             self._close_sockets()
-            raise ConfigError(f"{address!r} is no address of a worker's port: {error}") from None
+            raise ConfigError(
+                f"the address of a worker must be tcp://HOST:PORT, got {address!r}: {error}"
+            ) from None
 
     @property
     def is_connected(self) -> bool:
         return self._is_connected
 
     async def wait_connected(self) -> None:
-        """Returns when the worker has answered on this connection, or on one of the next."""
+        """Returns once the worker has answered Hello on a connection."""
         await self._connected.wait()
 
     # Engine
@@ -145,11 +147,13 @@ class RemoteEngine(Control):
             stream.close()
 
     def open(self, request: Request) -> RemoteStream:
-        """The same, for who reads outputs without a generator between: each token passes here. Raises
-        WorkerFailedError where nobody is connected, and RequestError."""
+        """Like `generate`, without the cost of an async generator per token. Raises WorkerFailedError if the
+        worker is not connected, and RequestError."""
         request_id = request.request_id
         if request_id in self._streams:
-            raise RequestError(f"request_id {request_id!r} is that of a request that runs; choose another")
+            raise RequestError(
+                f"request_id must be unused, got {request_id!r} of a running request; choose another"
+            )
         try:
             self._send(Add(request, time.monotonic() - request.arrival))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -161,7 +165,7 @@ class RemoteEngine(Control):
         self.tell_abort(request_id)
 
     def tell_abort(self, request_id: str) -> None:
-        """The same, at once. A worker that is not there has aborted it already."""
+        """Like `abort`, without awaiting. A disconnected worker has aborted the request already."""
         with contextlib.suppress(WorkerFailedError):
             self._send(Abort([request_id]))
 
@@ -169,19 +173,19 @@ class RemoteEngine(Control):
         return await self._call(ReadStats())
 
     def tell(self, command: Command[Any]) -> None:
-        """A command whose answer nobody waits for. A worker that is not there gets none."""
+        """Sends a command without waiting for its answer. A disconnected worker gets none."""
         with contextlib.suppress(WorkerFailedError):
             self._send(Call(next(self._call_ids), cast(CoreCommand, command)))
 
     def break_off(self, request_id: str, error: ShoalError) -> None:
-        """Whoever reads this request's outputs gets the error now; the worker is told to stop."""
+        """Raises the error in the reader of this request, and aborts it at the worker."""
         stream = self._streams.get(request_id)
         if stream is not None and stream.collector.error is None:
             stream.collector.fail(error)
             self.tell_abort(request_id)
 
     def _leave(self, stream: RemoteStream) -> None:
-        """Nobody reads this stream any more."""
+        """Forgets a stream that is not read any more, and aborts its request."""
         del self._streams[stream.request_id]
         if stream.collector.output is not None:
             self._take_back(stream.collector.output)
@@ -189,7 +193,7 @@ class RemoteEngine(Control):
             self.tell_abort(stream.request_id)
 
     def _take_back(self, output: Output) -> None:
-        """Nobody reads this output, and so nobody will read the blocks that it offers."""
+        """Returns the KV ticket of an output that nobody reads."""
         if output.kv_ticket is not None:
             self.tell(TakeBackKv(output.kv_ticket))
 
@@ -199,7 +203,7 @@ class RemoteEngine(Control):
         return await self._call(command)
 
     async def change_role(self, role: str) -> None:
-        """Raises ConfigError if this worker cannot do it."""
+        """Raises ConfigError if the worker cannot have this role."""
         call_id = next(self._call_ids)
         await self._answer_to(call_id, ChangeRole(call_id, role))
 
@@ -220,7 +224,8 @@ class RemoteEngine(Control):
         return self.info
 
     async def canary(self) -> None:
-        """A worker that computes anything works: the token may wait for the long prompts of others."""
+        """Returns with the token, or when the worker has computed anything: the token may have to wait for
+        long prompts."""
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
         name, embeds = f"canary-{next(self._call_ids)}", not self.card.info.generates
         request = Request(name, [0], params, embed=embeds)
@@ -243,7 +248,7 @@ class RemoteEngine(Control):
         return self.current_loads()
 
     def current_loads(self) -> list[WorkerLoad]:
-        """As of the last report; [] before the first one. Reports come by themselves."""
+        """Returns the load of the last report; [] before the first one."""
         if self.report is None:
             return []
         stats = self.report.stats
@@ -254,11 +259,11 @@ class RemoteEngine(Control):
         ]
 
     async def close(self) -> None:
-        """What is under way ends with WorkerFailedError."""
+        """Ends requests in flight with WorkerFailedError."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._lose("its worker has left the fleet")
+        self._lose("the worker has left the fleet")
         self._close_sockets()
 
     def _close_sockets(self) -> None:
@@ -271,7 +276,7 @@ class RemoteEngine(Control):
     # KV events
 
     async def follow_events(self, feed: EventFeed) -> None:
-        """Gives `feed` the worker's KV events, those of the past first, until it is cancelled."""
+        """Feeds the worker's KV events to `feed`, past ones first, until it is cancelled."""
         self._feed = feed
         try:
             while True:
@@ -279,7 +284,7 @@ class RemoteEngine(Control):
                 feed.missing.clear()
                 if feed.replay_from is not None:
                     self._replayed.clear()
-                    with contextlib.suppress(WorkerFailedError):  # the connection's end is told next
+                    with contextlib.suppress(WorkerFailedError):  # `_lose` follows
                         self._send(AskEvents(feed.replay_from))
                     await self._replayed.wait()
                 else:
@@ -290,14 +295,14 @@ class RemoteEngine(Control):
     # Inside
 
     def _send(self, message: Message) -> None:
-        """Raises WorkerFailedError where nobody is connected."""
+        """Raises WorkerFailedError if the worker is not connected."""
         if not self._is_connected:
             raise WorkerFailedError(f"worker {self.info.id} is not reached", is_absent=True)
         try:
             self._socket.send(encode(message), zmq.NOBLOCK)
         except zmq.ZMQError:
             raise WorkerFailedError(f"worker {self.info.id} is not reached", is_absent=True) from None
-        self._reader.look()
+        self._reader.poll()
 
     async def _call(self, command: Command[T]) -> T:
         call_id = next(self._call_ids)
@@ -306,8 +311,8 @@ class RemoteEngine(Control):
             return msgspec.convert(reply, result_type(command))
         except msgspec.ValidationError as error:
             raise WorkerFailedError(
-                f"worker {self.info.id}: its answer to {name_of(command)} cannot be read ({error}); is its "
-                "version another?"
+                f"worker {self.info.id}: its answer to {name_of(command)} cannot be read ({error}); does it "
+                "run another version?"
             ) from None
 
     async def _answer_to(self, call_id: int, message: Message) -> Any:
@@ -324,7 +329,7 @@ class RemoteEngine(Control):
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             if not self._has_warned:
                 self._has_warned = True
-                logger.warning("worker %s sends what cannot be read: %s", self.info.id, error)
+                logger.warning("messages of worker %s cannot be read: %s", self.info.id, error)
             return
         if isinstance(message, Outputs):
             self.on_outputs()
@@ -332,7 +337,7 @@ class RemoteEngine(Control):
                 stream = self._streams.get(output.request_id)
                 if stream is not None:
                     stream.collector.put(output)
-                else:  # its reader has left
+                else:  # not read any more
                     self._take_back(output)
         elif isinstance(message, Report):
             self._take_report(message)
@@ -356,7 +361,7 @@ class RemoteEngine(Control):
 
     def _take_reply(self, reply: Reply) -> None:
         waiting = self._calls.get(reply.call_id)
-        if waiting is None or waiting.done():  # whoever called has left
+        if waiting is None or waiting.done():  # the caller does not wait any more
             return
         if reply.error is None:
             waiting.set_result(reply.result)
@@ -376,7 +381,7 @@ class RemoteEngine(Control):
             self._replayed.set()
 
     def _take_event(self, frames: list[bytes]) -> None:
-        """What libzmq tells of the connection."""
+        """Handles an event of libzmq's socket monitor."""
         event = parse_monitor_message(frames)["event"]
         if event == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             self._say_hello()
@@ -387,10 +392,10 @@ class RemoteEngine(Control):
     def _say_hello(self) -> None:
         if self._is_connected or self._is_closed:
             return
-        with contextlib.suppress(zmq.ZMQError):  # not quite there yet, or gone again
+        with contextlib.suppress(zmq.ZMQError):  # not ready yet, or lost again
             self._socket.send(encode(Hello(self.info.id)), zmq.NOBLOCK)
-        self._reader.look()
-        if self._hello is not None:  # a connection before this one
+        self._reader.poll()
+        if self._hello is not None:  # from an earlier connection
             self._hello.cancel()
         self._hello = asyncio.get_running_loop().call_later(CONNECT_S, self._say_hello)
 
@@ -399,7 +404,7 @@ class RemoteEngine(Control):
         self._connected.clear()
         self._replayed.set()
         if self._feed is not None:
-            self._feed.check()  # the worker sends events to those alone who have asked on this connection
+            self._feed.check()  # events must be requested again on the next connection
         error = WorkerFailedError(f"worker {self.info.id}: {why}", is_absent=True)
         for stream in self._streams.values():
             if stream.collector.error is None:

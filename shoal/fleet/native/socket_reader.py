@@ -1,4 +1,5 @@
-"""Reads a ZMQ socket in an asyncio loop, at less cost a message than pyzmq's own asyncio sockets."""
+"""`SocketReader`: reads a ZMQ socket in an asyncio loop, at less cost per message than pyzmq's asyncio
+sockets."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ import zmq
 
 logger = logging.getLogger(__name__)
 
-MESSAGES_A_TURN = 64  # read before the loop gets to do something else
-# Enums would take as long as the calls.
+MESSAGES_A_TURN = 64  # messages read before other tasks get a turn
+# Plain ints: enum look-ups would cost as much as the calls.
 EVENTS, POLLIN, NOBLOCK = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.NOBLOCK)
 
 
@@ -25,17 +26,17 @@ class SocketReader:
         self._fd: int = socket.fileno()
         self._is_closed = self._is_scheduled = False
         self._loop.add_reader(self._fd, self._read)
-        self.look()
+        self.poll()
 
-    def look(self) -> None:
-        """To be called after each message that is sent: the descriptor tells of news only once, and sending
-        takes that in, too."""
+    def poll(self) -> None:
+        """Must be called after each sent message: the file descriptor signals an event once, and sending may
+        consume that signal."""
         if not self._is_scheduled and not self._is_closed:
             self._is_scheduled = True
             self._loop.call_soon(self._read)
 
     def read_all(self) -> None:
-        """Takes what is there at once."""
+        """Reads all messages that have arrived."""
         while self._read_one():
             pass
 
@@ -49,7 +50,7 @@ class SocketReader:
         for _ in range(MESSAGES_A_TURN):
             if not self._read_one():
                 return
-        self.look()
+        self.poll()
 
     def _read_one(self) -> bool:
         if self._is_closed:

@@ -1,7 +1,7 @@
-"""The stats of a fleet's workers as those of one engine, for whoever knows one only: `/metrics` above all.
+"""`SummedStats`: the stats of a fleet's workers as the stats of one engine, for `/metrics` above all.
 
-What an engine counts since its start never falls, and Prometheus takes a fall for a start at 0: it would add
-all that the other workers have done once more. So what a worker has counted stays when it is gone.
+A counter never falls, and Prometheus takes a fall for a restart at 0: it would add the counts of all other
+workers once more. So the counts of a worker that left stay in the sums.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any, cast
 
 from shoal.stats import Stats
 
-MAX_GONE = 16  # workers that are remembered one by one, as they may come back with what they had
+MAX_GONE = 16  # workers that left and are kept apart, as they may return with their counts
 
 
 class SummedStats:
     def __init__(self) -> None:
-        self._past = Stats()  # what engines have counted that do not come back
-        self._seen: dict[str, Stats] = {}  # the last stats by address, those of workers that are gone first
+        self._past = Stats()  # counts of engines that do not return
+        self._seen: dict[str, Stats] = {}  # the last stats by address, workers that left first
 
     def of(self, stats: Mapping[str, Stats]) -> Stats:
-        """The sum of these, by their workers' addresses, and of what workers have counted that are gone."""
+        """Returns the sum of these stats, by worker address, and of the counts of workers that left."""
         for address, one in stats.items():
             before = self._seen.pop(address, None)
             if before is not None and _has_fallen(counted(before), counted(one)):
-                self._add_past(before)  # its engine has been started again
+                self._add_past(before)  # its engine has restarted
             self._seen[address] = one
         while len(self._seen) > len(stats) + MAX_GONE:
             self._add_past(self._seen.pop(next(iter(self._seen))))
@@ -37,18 +37,18 @@ class SummedStats:
 
 
 def sum_of(parts: Sequence[Stats]) -> Stats:
-    """Stats of several engines as those of one: counts and sizes are added, and of times that engines have
-    measured, those that are known are averaged."""
+    """Returns stats of several engines as stats of one: counts and sizes are added, known times are
+    averaged."""
     return cast(Stats, _sum(parts, False))
 
 
 def counted(stats: Stats) -> Stats:
-    """What of it is counted since the engine's start, and nothing of what it has or does now."""
+    """Returns the stats with their counters alone; gauges are 0."""
     return cast(Stats, _counted(stats))
 
 
 def _has_fallen(before: Any, now: Any) -> bool:
-    """Whether anything is less than it was, in stats of which only counts are left."""
+    """Returns whether any count has decreased, in stats from `counted`."""
     if before is None or now is None:
         return False
     if dataclasses.is_dataclass(before):
@@ -62,7 +62,7 @@ def _has_fallen(before: Any, now: Any) -> bool:
 
 
 def _sum(parts: Sequence[Any], is_counted: bool) -> Any:
-    parts = [one for one in parts if one is not None]  # of an engine that has no such thing
+    parts = [one for one in parts if one is not None]  # absent in some engines
     if not parts:
         return None
     first = parts[0]

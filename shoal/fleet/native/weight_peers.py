@@ -28,7 +28,7 @@ async def borrowed_weights(
     registry: Registry, key: FleetKey | None, model: str, name: Callable[[], bytes], borrower: str
 ) -> AsyncIterator[Awaitable[bytes | None]]:
     """Searches the workers that serve `model` for weights while the block runs. The block awaits what it gets
-    for the loan, which is None if no worker lends them. `name()` returns the name of the weights
+    for the loan; None without a worker that lends them. `name()` returns the name of the weights
     (weights/fingerprint.py); it reads files, and runs in a thread once a worker is found. `borrower`: this
     process's id. The loan ends with the block."""
     search = _Search(registry, key, model, name, borrower)

@@ -1,4 +1,5 @@
-"""The token-level port of a worker: where routers send requests, and get outputs, KV events and reports.
+"""`WorkerServer`: the token-level port of a worker, where routers send requests and get outputs, KV events
+and reports.
 
 It is one ZMQ socket. Tokens do not cross the plane: they would pass its hub or server, and each would be a
 message there. Here all outputs of one step go to a router in one message. A router that is gone takes its
@@ -55,14 +56,14 @@ from shoal.wire import Abort, Add, Call, Failure, FlushKv, Message, Outputs, Rea
 
 logger = logging.getLogger(__name__)
 
-REPLAY_PATIENCE_S = 10.0  # without a batch, a replay of the engine has ended
-MAX_WAITING_BATCHES = 10_000  # of KV events on their way from the engine
+REPLAY_PATIENCE_S = 10.0  # a replay without a batch for this long has ended
+MAX_WAITING_BATCHES = 10_000  # batches of KV events queued from the engine
 LINGER_MS = 500
-MAX_MESSAGE_BYTES = 64 << 20  # of a router; libzmq closes connections that announce more
+MAX_MESSAGE_BYTES = 64 << 20  # libzmq closes connections of routers that announce more
 
 
 class Gate(Protocol):
-    """Who gets in: shared with the worker's HTTP server."""
+    """Admission of requests, shared with the worker's HTTP server."""
 
     def enter(self, count: int) -> None:
         """Raises RequestError, BusyError, UnavailableError."""
@@ -73,27 +74,27 @@ class Gate(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EventEndpoints:
-    """Where this worker's engine publishes its KV events."""
+    """The sockets on which this worker's engine publishes its KV events."""
 
     publisher: str
     replay: str
 
 
 @dataclass(eq=False)
-class _Router:
-    """One connection."""
+class _RouterConnection:
+    """One router's connection."""
 
     routing_id: bytes
     tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by the router's request id
     own_ids: dict[str, str] = field(default_factory=dict)  # by the router's request id
-    outputs: dict[str, Output] = field(default_factory=dict)  # that are to be sent, by the same
-    ends: list[Refused] = field(default_factory=list)  # to be sent behind them
+    outputs: dict[str, Output] = field(default_factory=dict)  # not sent yet, by the router's request id
+    ends: list[Refused] = field(default_factory=list)  # to be sent after the outputs
     is_flushing: bool = False
     follows_events: bool = False
 
 
 class WorkerServer:
-    """Built by `open`. `address` is where routers reach it."""
+    """Built by `open`. `address` is the address for routers."""
 
     def __init__(
         self,
@@ -108,12 +109,12 @@ class WorkerServer:
         self.address = ""
         self.weights_version = 0
         self._has_warned = False  # about a message that could not be read
-        self.on_role: Callable[[str], Awaitable[None]] | None = None  # does another role from now on
+        self.on_role: Callable[[str], Awaitable[None]] | None = None  # changes the worker's role
         self._engine, self._gate, self._metrics, self._clock = engine, gate, metrics, clock
-        self._report = Report(Stats(), SleepState(), 0)  # the last one
+        self._report = Report(Stats(), SleepState(), 0)  # the last report
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count()
-        self._routers: dict[bytes, _Router] = {}
+        self._routers: dict[bytes, _RouterConnection] = {}
         self._background: set[asyncio.Task[None]] = set()
         self._context = zmq.Context()
         self._socket: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
@@ -121,7 +122,7 @@ class WorkerServer:
         self._authenticator: ThreadAuthenticator | None = None
         self._subscriber: tuple[zmq.Socket[bytes], SocketReader] | None = None
         self._replayer: tuple[zmq.Socket[bytes], SocketReader] | None = None
-        self._asked: list[tuple[_Router, int]] = []  # replays; the first one is under way
+        self._asked: list[tuple[_RouterConnection, int]] = []  # replays to be done; the first is in progress
         self._replay_timer: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -139,14 +140,14 @@ class WorkerServer:
         events: EventEndpoints | None = None,
         tracing: Tracing | None = None,
     ) -> WorkerServer:
-        """Listens. port: 0 is any that is free. tracing: where the worker's part of a request's trace
-        goes. Raises ConfigError for an address that cannot be had, or that lies beyond this machine,
-        without a key."""
+        """Opens the port. port: 0 for any free one. tracing: gets the worker's part of a request's trace.
+        Raises ConfigError for an address that cannot be opened, or that other machines reach without a
+        key."""
         check_host(host, key)
         self = cls(worker_id, engine, gate, metrics, clock, tracing)
         listener = self._socket
         listener.router_mandatory = True
-        listener.sndhwm = listener.rcvhwm = 0  # what waits is bounded by the requests that run
+        listener.sndhwm = listener.rcvhwm = 0  # queued messages are bounded by the running requests
         listener.maxmsgsize = MAX_MESSAGE_BYTES
         listener.linger = LINGER_MS
         listener.heartbeat_ivl, listener.heartbeat_timeout, listener.heartbeat_ttl = (
@@ -164,7 +165,7 @@ class WorkerServer:
         except zmq.ZMQError as error:
             self._close_sockets()
             raise ConfigError(
-                f"fleet_port {port} on {host!r} cannot be opened: {error}; choose another"
+                f"fleet_port must be a free port of {host!r}, got {port}: {error}; choose another"
             ) from None
         self.address = listener.getsockopt_string(zmq.LAST_ENDPOINT)
         self._reader = SocketReader(listener, self._take)
@@ -174,8 +175,8 @@ class WorkerServer:
         return self
 
     def address_seen_from(self, host: str | None) -> str:
-        """The address for a router that is, or is reached by way of, this host. It differs where the port
-        listens on all addresses of the machine."""
+        """Returns the address for a router that runs on this host or is reached through it. It depends on the
+        host if the port listens on all addresses of the machine."""
         own, _, number = self.address.removeprefix("tcp://").rpartition(":")
         if own not in ("0.0.0.0", "[::]"):
             return self.address
@@ -189,7 +190,7 @@ class WorkerServer:
         return f"tcp://[{found}]:{number}" if ":" in found else f"tcp://{found}:{number}"
 
     async def close(self) -> None:
-        """Ends what runs: its routers learn that the worker is gone."""
+        """Ends all requests; routers learn that the worker is gone."""
         tasks = [task for router in self._routers.values() for task in router.tasks.values()]
         for task in (*tasks, *self._background):
             task.cancel()
@@ -227,12 +228,12 @@ class WorkerServer:
             return
         if isinstance(message, Hello):
             if message.worker_id == self.worker_id and routing_id not in self._routers:
-                self._routers[routing_id] = _Router(routing_id)
-                self._send(self._routers[routing_id], self._report)  # by it the router knows that it is heard
+                self._routers[routing_id] = _RouterConnection(routing_id)
+                self._send(self._routers[routing_id], self._report)  # shows the router that it is connected
                 self._start(self._report_once())
             return
         router = self._routers.get(routing_id)
-        if router is None:  # it did not say whom it wants: it is told nothing
+        if router is None:  # it sent no Hello: it gets no answer
             return
         if isinstance(message, Add):
             # The routers' clocks differ, and requests of equal priority run in the order of their arrival.
@@ -252,7 +253,7 @@ class WorkerServer:
     def _take_unreadable(self, routing_id: bytes, data: bytes, error: Exception) -> None:
         if not self._has_warned:
             self._has_warned = True
-            logger.warning("a message to this worker cannot be read, and others may follow: %s", error)
+            logger.warning("a message to this worker cannot be read (further ones are not logged): %s", error)
         router = self._routers.get(routing_id)
         try:
             answer = wire.refusal(data, error)
@@ -263,22 +264,22 @@ class WorkerServer:
 
     # Requests
 
-    def _add(self, router: _Router, request: Request) -> None:
+    def _add(self, router: _RouterConnection, request: Request) -> None:
         request_id = request.request_id
         if request_id in router.tasks:
-            error = ShoalError(f"request_id {request_id!r} is that of a request that runs")
+            error = ShoalError(f"request_id must be unused, got {request_id!r} of a running request")
             self._send(router, Refused(request_id, Failure.of(error)))
             return
-        # Two routers may give the same id, and the engine needs each once.
+        # Two routers may use the same id, but the engine needs unique ones.
         request.request_id = router.own_ids[request_id] = f"{request_id}/{next(self._numbers)}"
         if request.continues is not None:
             request.continues = router.own_ids.get(request.continues)
         task = self._loop.create_task(self._run(router, request_id, request))
         router.tasks[request_id] = task
 
-    async def _run(self, router: _Router, request_id: str, request: Request) -> None:
+    async def _run(self, router: _RouterConnection, request_id: str, request: Request) -> None:
         try:
-            count = 0 if request.fetches_only else 1  # a forerunner and its successor are one
+            count = 0 if request.fetches_only else 1  # a prefetch request and its continuation count once
             self._gate.enter(count)
             try:
                 await self._stream(router, request_id, request)
@@ -295,12 +296,14 @@ class WorkerServer:
         finally:
             del router.tasks[request_id], router.own_ids[request_id]
 
-    async def _stream(self, router: _Router, request_id: str, request: Request) -> None:
+    async def _stream(self, router: _RouterConnection, request_id: str, request: Request) -> None:
         times = self._metrics.begin(request)
         if request.fetches_only:
             times.forget()
         moves_kv = request.offers_kv or request.kv_ticket is not None
-        part = None if self._tracing is None else _Part(request, self._metrics.labels[0], self._tracing)
+        part = (
+            None if self._tracing is None else _WorkerTrace(request, self._metrics.labels[0], self._tracing)
+        )
         try:
             async with aclosing(self._engine.generate(request)) as outputs:
                 async for output in outputs:
@@ -311,20 +314,20 @@ class WorkerServer:
                     if part is not None:
                         part.push(output)
                     self._give(router, request_id, output)
-                    if moves_kv:  # now its blocks are read, or offered: who looks at the fleet sees that
+                    if moves_kv:  # shows the fleet that its blocks are being read, or offered
                         moves_kv = False
                         self._start(self._report_once())
         except (UserError, UnavailableError):
             times.forget()
             raise
         finally:
-            times.finish(FinishReason.ABORT)  # where it has not ended otherwise
+            times.finish(FinishReason.ABORT)  # unless it has ended already
             self._metrics.end([times])
             if part is not None:
                 part.end(has_failed=times.reason in (None, FinishReason.ERROR))
             logger.debug(_ended(request, times))
 
-    def _give(self, router: _Router, request_id: str, output: Output) -> None:
+    def _give(self, router: _RouterConnection, request_id: str, output: Output) -> None:
         output.request_id = request_id
         waiting = router.outputs.get(request_id)
         if waiting is None:
@@ -333,13 +336,14 @@ class WorkerServer:
             merge(waiting, output)
         self._flush_soon(router)
 
-    def _flush_soon(self, router: _Router) -> None:
-        """Once the loop has been around: then all tasks that one step has woken have added theirs."""
+    def _flush_soon(self, router: _RouterConnection) -> None:
+        """Flushes after one turn of the loop, when all tasks that one step has woken have added their
+        outputs."""
         if not router.is_flushing:
             router.is_flushing = True
             self._loop.call_soon(self._flush, router)
 
-    def _flush(self, router: _Router) -> None:
+    def _flush(self, router: _RouterConnection) -> None:
         router.is_flushing = False
         if router.outputs:
             if not self._send(router, Outputs(list(router.outputs.values()))):
@@ -349,8 +353,8 @@ class WorkerServer:
             self._send(router, end)
         router.ends = []
 
-    def _send(self, router: _Router, message: Message) -> bool:
-        """False: the router is gone."""
+    def _send(self, router: _RouterConnection, message: Message) -> bool:
+        """Returns False if the router is gone."""
         if self._socket.closed or router.routing_id not in self._routers:
             return False
         try:
@@ -359,18 +363,18 @@ class WorkerServer:
             self._lose(router)
             return False
         if self._reader is not None:
-            self._reader.look()
+            self._reader.poll()
         return True
 
-    def _lose(self, router: _Router) -> None:
-        """Nobody reads what this router has asked for."""
+    def _lose(self, router: _RouterConnection) -> None:
+        """Cancels the requests of a router that is gone."""
         del self._routers[router.routing_id]
         for task in router.tasks.values():
             task.cancel()
 
     # Commands and reports
 
-    async def _reply(self, router: _Router, call_id: int, work: Awaitable[Any]) -> None:
+    async def _reply(self, router: _RouterConnection, call_id: int, work: Awaitable[Any]) -> None:
         try:
             reply = Reply(call_id, await work)
         except Exception as error:
@@ -381,14 +385,14 @@ class WorkerServer:
 
     async def _change_role(self, role: str) -> None:
         if self.on_role is None:
-            raise UnavailableError(f"worker {self.worker_id} is not on its plane yet; try again")
+            raise UnavailableError(f"worker {self.worker_id} has not joined its fleet yet; try again")
         await self.on_role(role)
 
     async def _carry_out(self, command: Command[Any]) -> Any:
         if isinstance(command, ReadStats):
             return await self._engine.stats()
         if isinstance(command, FlushKv):
-            raise ConfigError(f"{wire.name_of(command)} is no command of a fleet")
+            raise ConfigError(f"{wire.name_of(command)} is not a command for a fleet")
         result = await self._engine.control(command)
         if isinstance(command, UpdateWeights):
             self.weights_version = result
@@ -402,7 +406,8 @@ class WorkerServer:
                 await self._report_once()
 
     async def _report_once(self) -> None:
-        """An engine that does not answer makes no report: its routers find out by other means."""
+        """Sends a report to all routers. An engine that does not answer makes none; health checks find
+        that."""
         with contextlib.suppress(ShoalError):
             stats, sleep = await asyncio.gather(self._engine.stats(), self._engine.sleep_state())
             self._report = Report(stats, sleep, self.weights_version, totals_of(self._metrics))
@@ -432,9 +437,9 @@ class WorkerServer:
             if router.follows_events:
                 self._send(router, message)
 
-    def _ask_replay(self, router: _Router, start: int) -> None:
-        """Replays come one after the other: the engine ends a listener's answer when the listener asks
-        again."""
+    def _ask_replay(self, router: _RouterConnection, start: int) -> None:
+        """Queues a replay for a router. Replays run one by one, as the engine ends a listener's replay when
+        the listener asks again."""
         router.follows_events = True
         if self._replayer is None:
             self._send(router, KvReplayEnded())
@@ -452,8 +457,8 @@ class WorkerServer:
             _, start = self._asked[0]
             socket, reader = self._replayer
             socket.send_multipart((b"", start.to_bytes(8, "big")), zmq.NOBLOCK)
-            reader.look()
-            self._replay_timer = self._loop.call_later(REPLAY_PATIENCE_S, self._give_up_replay)
+            reader.poll()
+            self._replay_timer = self._loop.call_later(REPLAY_PATIENCE_S, self._abandon_replay)
 
     def _take_replayed(self, frames: list[bytes]) -> None:
         if not self._asked or len(frames) < 2:
@@ -465,11 +470,10 @@ class WorkerServer:
         self._send(router, KvReplayed(int.from_bytes(frames[-2], "big"), frames[-1]))
         if self._replay_timer is not None:
             self._replay_timer.cancel()
-            self._replay_timer = self._loop.call_later(REPLAY_PATIENCE_S, self._give_up_replay)
+            self._replay_timer = self._loop.call_later(REPLAY_PATIENCE_S, self._abandon_replay)
 
-    def _give_up_replay(self) -> None:
-        """What may still come of this answer is not the next one's, which therefore gets a socket of its
-        own."""
+    def _abandon_replay(self) -> None:
+        """Abandons a replay. The next one gets a new socket, as late batches may still arrive on this one."""
         assert self._replayer is not None
         replayer, reader = self._replayer
         endpoint = replayer.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -484,7 +488,7 @@ class WorkerServer:
         self._replay_next()
 
 
-class _Part:
+class _WorkerTrace:
     """This worker's part of a request's trace."""
 
     def __init__(self, request: Request, model: str, tracing: Tracing) -> None:
@@ -503,7 +507,7 @@ class _Part:
 
 
 def _ended(request: Request, times: RequestTimes) -> Event:
-    """The line of a request of a router that has ended."""
+    """Returns the log line of a router's request that has ended."""
     prompt, reason = len(request.prompt_token_ids), "refused" if times.reason is None else str(times.reason)
     text = f"of a router has ended in={prompt} out={times.count} finish={reason}"
     fields = {"prompt_tokens": prompt, "completion_tokens": times.count, "finish_reason": reason}
@@ -511,10 +515,10 @@ def _ended(request: Request, times: RequestTimes) -> Event:
 
 
 def check_host(host: str, key: FleetKey | None) -> None:
-    """Raises ConfigError for an address that strangers can reach, without a key."""
+    """Raises ConfigError for an address that other machines reach, without a key."""
     if key is None and not is_loopback(host):
         raise ConfigError(
-            f"fleet_host {host!r} lies beyond this machine, where anybody could send requests and commands "
-            "to this worker; give all processes of the fleet one key with --fleet-key-file, or leave "
-            "--fleet-host out"
+            f"fleet_host must be a loopback address without a key, got {host!r}, where anybody could send "
+            "requests and commands to this worker; give all processes of the fleet one key with "
+            "--fleet-key-file, or leave --fleet-host out"
         )

@@ -1,4 +1,4 @@
-"""What crosses between a router and a worker of ours: msgpack by msgspec, one message a ZMQ frame.
+"""The messages between a router and a native worker: msgpack by msgspec, one message per ZMQ frame.
 
 Requests and outputs travel as they do between `shoal serve` and its engine's core (shoal/wire.py).
 """
@@ -13,28 +13,28 @@ from shoal.stats import SleepState, Stats
 from shoal.telemetry.served import ServedTotals
 from shoal.wire import Abort, Add, Call, Message, Outputs, Refused, Reply
 
-HEARTBEAT_MS = 2000  # libzmq's own signs of life, both ways
-SILENCE_MS = 6000  # without one, the connection is taken for broken
+HEARTBEAT_MS = 2000  # libzmq's heartbeats, both ways
+SILENCE_MS = 6000  # without a heartbeat for this long the connection is broken
 REPORT_S = 1.0  # between two reports of a worker
 
 # To the worker
 
 
 class Hello(Message, frozen=True):
-    """The first message of a connection. `worker_id`: who is meant; somebody else may have the port now."""
+    """The first message of a connection. `worker_id`: the addressee, as another process may have the port
+    now."""
 
     worker_id: str
 
 
 class AskEvents(Message, frozen=True):
-    """All batches of KV events from this number on, and then each as it comes."""
+    """Requests all batches of KV events from this number on, and then each new one."""
 
     start: Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
 
 
 class ChangeRole(Message, frozen=True):
-    """The worker does another role from now on, and says so on the plane; what it has goes on. It answers
-    with a Reply."""
+    """Gives the worker another role, which it registers; its requests continue. It answers with a Reply."""
 
     call_id: int
     role: str
@@ -42,11 +42,11 @@ class ChangeRole(Message, frozen=True):
 
 ToWorker = Hello | Add | Abort | Call | AskEvents | ChangeRole
 
-# From the worker; beside these: Outputs (what one step added), Refused (a request ended with an error), Reply
+# From the worker; in addition: Outputs (of one step), Refused (a request ended with an error), Reply
 
 
 class Report(Message, frozen=True):
-    """How the worker fares."""
+    """The worker's state, sent every REPORT_S seconds and after commands."""
 
     stats: Stats
     sleep: SleepState
@@ -62,21 +62,22 @@ class KvBatch(Message, frozen=True):
 
 
 class KvReplayed(Message, frozen=True):
-    """A batch that was asked for."""
+    """A batch of a replay."""
 
     number: int
     payload: bytes
 
 
 class KvReplayEnded(Message, frozen=True):
-    """The engine has told all that it had."""
+    """The end of a replay."""
 
 
 FromWorker = Outputs | Refused | Reply | Report | KvBatch | KvReplayed | KvReplayEnded
 
 encode = msgspec.msgpack.Encoder().encode
 _to_worker: msgspec.msgpack.Decoder[ToWorker] = msgspec.msgpack.Decoder(ToWorker)  # type: ignore[arg-type]
-_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)  # type: ignore[arg-type]
+# type: ignore[arg-type]
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
 
 
 def decode_to_worker(data: bytes) -> ToWorker:
