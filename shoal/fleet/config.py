@@ -43,95 +43,107 @@ class FleetConfig:
     """Raises ConfigError that names the option, its value and the limit."""
 
     policy: str = option(
-        "kv", "which worker gets a request", common=True, section="router", choices=tuple(POLICIES)
+        "kv",
+        "routing policy: chooses the worker of a request",
+        common=True,
+        section="router",
+        choices=tuple(POLICIES),
     )
     worker: list[str] | None = option(
         None,
-        "a worker that speaks HTTP: URL, or URL,kv_events=tcp://...,replay=tcp://...,block_size=16,id=b,"
-        "tag=x,dp_size=2,api_key_file=F; again for each",
+        "external worker: URL, or "
+        "URL,kv_events=tcp://...,replay=tcp://...,block_size=16,id=b,tag=x,dp_size=2,api_key_file=F; once "
+        "per worker",
         common=True,
     )
     plane: str | None = option(
         None,
-        "where our own workers join: tcp://127.0.0.1:PORT or ipc:///PATH for one host, nats://... for many",
+        "address of the plane that native workers join: tcp://127.0.0.1:PORT or ipc:///PATH for one host, "
+        "nats://... for many",
         common=True,
     )
     fleet_key_file: str | None = option(
-        None, "the key of the plane and of our workers' ports; without it they are loopback", common=True
+        None,
+        "file with the key of the plane and of native workers' ports; without it they use loopback only",
+        common=True,
     )
     block_size: int = option(
-        16, "tokens a KV block, of workers that do not tell theirs", common=True, low=1, high=1 << 20
+        16, "tokens per KV block, for workers that do not report it", common=True, low=1, high=1 << 20
     )
     migration_limit: int = option(
         3,
-        "workers that may fail a request which has tokens, before it ends with an error",
+        "most moves of a request with tokens to another worker, before it ends with an error",
         common=True,
         low=0,
     )
     max_queued_requests: int = option(
-        1024, "of a model, that wait for a worker with room; more are a 429", common=True, low=0
+        1024, "most requests per model that wait for a worker; further ones get a 429", common=True, low=0
     )
-    seed: int | None = option(None, "of random choices; default: another each time")
+    seed: int | None = option(None, "seed of random choices; default: another at each start")
     tokenizer: str | None = option(
-        None, "folder or tokenizer.json, for workers without /tokenize; it serves routing alone", common=True
+        None, "folder or tokenizer.json for routing to workers without /tokenize", common=True
     )
-    lease: float = option(
-        6.0, "seconds until a worker on the plane that died is gone from everyone's view", low=0.5
-    )
+    lease: float = option(6.0, "seconds after which a dead worker is removed from the plane", low=0.5)
     check_interval: float = option(5.0, "seconds between two health checks of a worker", above=0)
     hang_timeout: float = option(
         25.0,
-        "seconds without a token, with a probe of one token in them, until a worker counts as hung; 0: never",
+        "seconds without a token, and with an unanswered probe, after which a worker counts as hung; 0: "
+        "never",
         low=0,
     )
     busy_kv_usage: float | None = option(
-        None, "the share of its KV cache beyond which a worker gets nothing new", above=0, high=1
+        None, "share of its KV cache in use, above which a worker gets no new requests", above=0, high=1
     )
     busy_prefill_tokens: int | None = option(
-        None, "tokens of prompts under way beyond which a worker gets nothing new", low=1
+        None, "tokens of its running prompts, above which a worker gets no new requests", low=1
     )
 
     max_local_prefill_length: int = option(
         1000,
-        "tokens of a prompt, beyond what the decode worker has cached, up to which that worker computes it "
-        "itself; longer ones go to a prefill worker, where there is one",
+        "uncached tokens of a prompt, up to which the decode worker computes it; longer prompts go to a "
+        "prefill worker, if there is one",
         low=0,
     )
     max_prefill_queue_size: int = option(
         2,
-        "prompts that may wait for a prefill worker; more are computed by decode workers; 0: all are",
+        "most prompts that wait for a prefill worker; decode workers compute further ones; 0: none waits",
         low=0,
     )
     prefill_timeout: float = option(
-        60.0, "seconds until a prompt that no prefill worker has computed goes to its decode worker", above=0
+        60.0,
+        "seconds after which a prompt goes to its decode worker if no prefill worker has computed it",
+        above=0,
     )
     enable_p2p: bool = option(
         False,
-        "a worker reads a prefix that it lacks from another worker that has it, where that is quicker than "
-        "computing; both need kv_role kv_both",
+        "let a worker read a cached prefix of another worker, where that is quicker than computing it; both "
+        "need kv_role kv_both",
     )
     wake_on_request: bool = option(
-        False, "a request for a model whose workers all sleep wakes one; else it is refused"
+        False,
+        "wake a worker for a request if all workers of the model sleep; otherwise the request is refused",
     )
     prefill_load_scale: float = option(
         DEFAULTS.prefill_load_scale,
-        "weight of a block to compute, beside one that a running request holds",
+        "weight of a block to compute; a block of a running request has weight 1",
         section="cost of a worker (policy kv), in KV blocks",
         low=0,
     )
     overlap_score_credit: float = option(
         DEFAULTS.overlap_score_credit,
-        "blocks to compute that a cached block outweighs: itself, and beyond 1 those that wait there",
+        "credit of a cached block, in blocks to compute: above 1 it also offsets waiting prefills",
         low=0,
     )
     decode_active_request_weight: float = option(
         DEFAULTS.decode_active_request_weight, "weight of a running request", low=0
     )
     recent_prefill_weight: float = option(
-        DEFAULTS.recent_prefill_weight, "weight of a block that the worker was given to compute lately", low=0
+        DEFAULTS.recent_prefill_weight,
+        "weight of a block of prefill work that the worker got recently",
+        low=0,
     )
     router_temperature: float = option(
-        DEFAULTS.router_temperature, "0: the least cost; above, a softmax over the costs draws", low=0
+        DEFAULTS.router_temperature, "temperature of a softmax over the costs; 0: the least cost", low=0
     )
 
     def __post_init__(self) -> None:

@@ -20,9 +20,11 @@ CONNECTORS = (*ON_THIS_HOST, "ray", "kubernetes", "virtual")
 class PlannerConfig:
     """`[planner]` of a fleet's file. Raises ConfigError."""
 
-    enabled: bool = option(False, "whether the fleet is sized by its load", section="planner")
-    mode: str = option("load", "by which rules: by load, or for the latencies ttft and itl", choices=MODES)
-    connector: str = option("process", "what starts and ends workers", choices=CONNECTORS)
+    enabled: bool = option(False, "size the fleet by its load", section="planner")
+    mode: str = option(
+        "load", "rules of the planner: by load, or for the latencies ttft and itl", choices=MODES
+    )
+    connector: str = option("process", "connector that starts and ends workers", choices=CONNECTORS)
     metric_pulling_interval: float = option(1.0, "seconds between two observations", low=0.01)
     adjustment_interval: float = option(10.0, "seconds between two decisions", above=0)
     prefill_queue_scale_up_threshold: float = option(5.0, "mean queue above which prefill grows", low=0)
@@ -30,49 +32,50 @@ class PlannerConfig:
     decode_kv_scale_up_threshold: float = option(0.9, "mean KV load above which decode grows", low=0)
     decode_kv_scale_down_threshold: float = option(0.5, "mean KV load below which decode shrinks", low=0)
     min_endpoint: int = option(
-        1,
-        "workers of a role that always stay; of those that answer (both, decode) one does with 0 too",
-        low=0,
+        1, "least number of workers of a role; with 0, one decode worker (or one for both) still stays", low=0
     )
-    max_gpu_budget: int = option(8, "GPUs that all workers may have together", low=1)
-    decode_engine_num_gpu: int = option(1, "GPUs of a decode worker, or of one for both", low=1)
-    prefill_engine_num_gpu: int = option(1, "GPUs of a prefill worker", low=1)
-    grace_freezes_both: bool = option(False, "in its grace, decode does not grow either")
+    max_gpu_budget: int = option(8, "most GPUs of all workers together", low=1)
+    decode_engine_num_gpu: int = option(1, "GPUs per decode worker, or per worker for both roles", low=1)
+    prefill_engine_num_gpu: int = option(1, "GPUs per prefill worker", low=1)
+    grace_freezes_both: bool = option(
+        False, "block growth of decode, too, in the intervals after a worker was added"
+    )
     checks_remaining_load: bool = option(True, "remove a worker only if the others can carry its load")
     no_operation: bool = option(False, "advise, and change nothing")
-    start_timeout: float = option(600.0, "seconds that a new worker has to become ready", above=0)
+    start_timeout: float = option(600.0, "seconds for a new worker to become ready", above=0)
     park_level: int | None = option(
         None,
-        "a worker that is not needed sleeps at this level, and wakes when it is; default: it ends",
+        "sleep level of a worker that is not needed, which wakes when it is; default: the worker ends",
         low=1,
         high=2,
     )
     change_roles: bool = option(
-        False, "where one role is to shrink and another to grow, workers change their role without a restart"
+        False, "change the role of workers without a restart, if one role shrinks while another grows"
     )
     record: str | None = option(None, "file to which observations and decisions are appended, as JSON lines")
     ttft: float = option(0.5, 'mode "sla": seconds to the first token, for nine of ten requests', above=0)
-    itl: float = option(0.05, "likewise, mean seconds from one token to the next", above=0)
+    itl: float = option(0.05, 'mode "sla": mean seconds from one token to the next', above=0)
     profile: str | dict[str, str] | None = option(
-        None, "likewise, file of what a worker can do (shoal plan --profile); several models: a table"
+        None, 'mode "sla": file with the profile of a worker (shoal plan --profile); several models: a table'
     )
     load_predictor: str = option(
-        "linear", "likewise, how the load of later intervals is foretold", choices=tuple(PREDICTORS)
+        "linear", 'mode "sla": forecast of the load of later intervals', choices=tuple(PREDICTORS)
     )
-    load_prediction_window_size: int = option(50, "likewise, from how many intervals", low=1)
-    load_season: float = option(
-        0.0, 'seconds after which the load repeats itself, for "holt_winters"', low=0, high=YEAR_S
+    load_prediction_window_size: int = option(
+        50, 'mode "sla": number of past intervals for the forecast', low=1
     )
+    load_season: float = option(0.0, 'period of the load in seconds, for "holt_winters"', low=0, high=YEAR_S)
     load_adjustment_interval: float | None = option(
         None,
-        'mode "sla": seconds between two looks whether the targets are missed now; default: 5, as far as the '
-        "other two intervals allow",
+        'mode "sla": seconds between two checks of the targets; default: 5, within the other two intervals',
         above=0,
     )
     startup_time: float = option(
-        30.0, "likewise, seconds that a worker takes to start: so far it looks ahead", low=0, high=DAY_S
+        30.0, 'mode "sla": start-up time of a worker in seconds; also the forecast horizon', low=0, high=DAY_S
     )
-    no_correction: bool = option(False, "likewise, the profile is believed, whatever is observed")
+    no_correction: bool = option(
+        False, 'mode "sla": use the profile without correction by observed latencies'
+    )
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
