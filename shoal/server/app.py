@@ -1,4 +1,4 @@
-"""The server as an ASGI application: it finds a request's route, tells clients of errors, and drains.
+"""The server as an ASGI application: it finds a request's route, reports errors to clients, and drains.
 
 There is no framework: a table of routes and one function.
 """
@@ -27,7 +27,7 @@ from shoal.telemetry.tracing import Tracing
 
 
 class Server:
-    """One port."""
+    """The application behind one port."""
 
     def __init__(
         self,
@@ -76,7 +76,7 @@ class Server:
                 await exchange.fail(exchange.end_error)
             else:
                 raise
-        except Exception as error:  # noqa: BLE001 - whatever it is, the client is told, and never how our stack looks
+        except Exception as error:  # noqa: BLE001 - the client gets any error, without its stack
             await exchange.fail(to_api_error(error, exchange.names))
         finally:
             self.exchanges.discard(exchange)
@@ -85,7 +85,7 @@ class Server:
                 self._count(exchange)
 
     def _route(self, exchange: Exchange) -> Route | None:
-        """None for a CORS preflight. Raises ApiError: 404, 405, 401, 403."""
+        """Returns the route of a request; None for a CORS preflight. Raises ApiError: 404, 405, 401, 403."""
         self._cors.add_headers(exchange)
         root = self._root_path
         if root and (exchange.path == root or exchange.path.startswith(f"{root}/")):
@@ -109,11 +109,11 @@ class Server:
             )
         exchange.dialect = _dialect(exchange, route.dialect)
         self._access.check(exchange, is_public=route.public)
-        exchange.is_quiet = route.quiet  # not for who is kept out: keys that are guessed are to be seen
+        exchange.is_quiet = route.quiet  # set after the check, so that guessed keys are logged
         return route
 
     def _count(self, exchange: Exchange) -> None:
-        """Writes the line of a request that ends into the log, and counts it. Called once for each."""
+        """Logs and counts a request that ends. Called once for each."""
         if not exchange.is_quiet:
             seconds = time.perf_counter() - exchange.arrival
             self.context.metrics.observe(exchange.method, exchange.handler, status_of(exchange), seconds)
@@ -123,7 +123,7 @@ class Server:
     # The end
 
     async def drain(self, grace: float) -> None:
-        """Refuses new requests, waits for the running ones, and ends what still runs after `grace`
+        """Refuses new requests, waits for the running ones, and ends requests that still run after `grace`
         seconds."""
         self.context.models.drain()
         try:
@@ -134,7 +134,7 @@ class Server:
             self.stop("the server is shutting down and its grace period is over")
 
     def stop(self, why: str) -> None:
-        """Ends whatever runs now; clients are told."""
+        """Ends all running requests with an error that says why."""
         for exchange in list(self.exchanges):
             exchange.stop(ApiError(503, why))
 
@@ -146,10 +146,10 @@ def _dialect(exchange: Exchange, dialect: Dialect) -> Dialect:
 
 
 def create_app(models: Catalog, config: ServerConfig, tracing: Tracing | None = None) -> Server:
-    """The public port. tracing: see ServerContext."""
+    """Returns the application of the public port. tracing: see ServerContext."""
     return Server(models, config, described(PUBLIC_ROUTES), tracing=tracing)
 
 
 def create_admin_app(models: Catalog, config: ServerConfig) -> Server:
-    """The port for whoever operates the server: sleep, weights, pause."""
+    """Returns the application of the operator's port: sleep, weights, pause."""
     return Server(models, config, ADMIN_ROUTES, is_admin=True)

@@ -25,7 +25,7 @@ ROOT = re.compile(r"([a-z_]*)((?:\[\d+\])?)")
 CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code
 NO_NAMES: Mapping[str, str] = {}
 
-RETRY_SECONDS = 1  # what Retry-After says: queues here move on within that time
+RETRY_SECONDS = 1  # for Retry-After: queues here move on within that time
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -41,8 +41,8 @@ TYPES = {
 
 
 class ApiError(ShoalError):
-    """An answer that is an error. `param` names the field of the request that is wrong. `code` is the code
-    that OpenAI's API has for it, if it has one."""
+    """An error as the answer to a request. param: the wrong field of the request. code: OpenAI's code for
+    the error, if there is one."""
 
     def __init__(
         self,
@@ -94,8 +94,8 @@ def context_overflow(
 
 
 def to_api_error(error: BaseException, names: Mapping[str, str] = NO_NAMES) -> ApiError:
-    """What a client is told of an exception that a handler raised. An exception that nobody foresaw is logged
-    with its stack, and the client is told without it. names: see Exchange."""
+    """Returns the error that a client gets for an exception of a handler. An unforeseen exception is
+    logged with its stack, which the client does not get. names: see Exchange."""
     if isinstance(error, ApiError):
         error.param = names.get(error.param or "", error.param)
         return error

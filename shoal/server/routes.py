@@ -1,4 +1,4 @@
-"""The public port: what is where."""
+"""The routes of the public port."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
         "POST",
         "/v1/responses/input_tokens",
         responses.count_input_tokens,
-        "How many tokens such a conversation has",
+        "The number of tokens of such a conversation",
         responses.ResponsesRequest,
         responses.InputTokens,
     ),
@@ -86,7 +86,7 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
         "POST",
         "/v1/messages/count_tokens",
         anthropic.count_tokens,
-        "How many tokens such a conversation has",
+        "The number of tokens of such a conversation",
         anthropic.CountTokensRequest,
         anthropic.TokenCount,
         dialect=ANTHROPIC,
@@ -169,7 +169,9 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
         dialect=OLLAMA,
     ),
     Route("GET", "/api/tags", ollama.tags, "The models", response=ollama.OllamaModels, dialect=OLLAMA),
-    Route("GET", "/api/ps", ollama.ps, "Those that are awake", response=ollama.OllamaModels, dialect=OLLAMA),
+    Route(
+        "GET", "/api/ps", ollama.ps, "The models that are awake", response=ollama.OllamaModels, dialect=OLLAMA
+    ),
     Route(
         "POST",
         "/api/show",
@@ -225,7 +227,8 @@ PUBLIC_ROUTES: tuple[Route, ...] = (
 
 
 def described(routes: Sequence[Route]) -> list[Route]:
-    """The routes, two more that describe all of them, and the files that the chat page needs."""
+    """Returns the routes with SageMaker's path, two routes that describe all of them, and the chat page's
+    libraries."""
     found = list(routes)
     found += [
         Route(

@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS = 75
 LAST_WORDS_SECONDS = 5  # for clients to read answers that are whole when the server ends
 Ready = Callable[[int, int | None], None]
-FORCED_SECONDS = 0.5  # to tell clients that are cut off at once
+FORCED_SECONDS = 0.5  # for clients that are cut off to get their error
 BACKLOG = 2048  # connections that wait to be accepted
-# How many connections asyncio accepts in one pass of its loop. Running answers wait for each pass.
+# The most connections that asyncio accepts in one pass of its loop. Running answers wait for each pass.
 ACCEPTED_AT_ONCE = 16
 MAX_FILES = 65536  # connections are files, and the usual limit of 1024 is soon reached
-RESERVED_FILES = 256  # files that are no connections: engines, libraries, logs; and connections just accepted
+RESERVED_FILES = 256  # for engines, libraries and logs, and for connections just accepted
 ACCEPT_LOG_SECONDS = 10.0  # between two lines that say that files have run out
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -61,7 +61,7 @@ async def serve(
 
 @contextlib.contextmanager
 def heeding_signals(drain: asyncio.Event, force: asyncio.Event) -> Iterator[None]:
-    """Inside of the block SIGTERM and SIGINT set `drain`, and `force` the second time. SIGHUP sets `drain`:
+    """Inside the block, SIGTERM and SIGINT set `drain`, and `force` the second time. SIGHUP sets `drain`:
     a terminal that is closed sends it more than once. Under nohup it is ignored."""
     loop = asyncio.get_running_loop()
 
@@ -122,7 +122,7 @@ async def serve_until(
                 raise ConfigError("the HTTP server ended before it began; the log says why")
             await asyncio.sleep(0.01)
         for port in ports:
-            # Once more, as asyncio has one number for how many may wait and how many it accepts at once.
+            # Again: asyncio has one number for the backlog and for the connections that it accepts at once.
             port.listen(BACKLOG)
         monitor = app.context.monitor
         for report in (monitor.run(), report_throughput(app.context.models, monitor)):
@@ -136,8 +136,8 @@ async def serve_until(
             num_active = sum(admission.active for admission in app.context.models.admissions)
             waits = f": requests that run get up to {config.shutdown_timeout:g} s" if num_active else ""
             logger.info("stopping%s", waits)
-        # The ports stay open meanwhile: a client that still comes is told 503 and when to try again, where a
-        # closed port would tell it nothing.
+        # The ports stay open meanwhile: a new client gets a 503 with Retry-After, which is more than a closed
+        # port would say.
         await _first(app.drain(config.shutdown_timeout), force.wait())
         for server in servers:
             server.should_exit = True
@@ -156,8 +156,8 @@ async def serve_until(
 
 
 def open_ports(config: ServerConfig) -> list[socket.socket]:
-    """The public port and, where there is one, the admin port. They are ours from now on, and refuse
-    connections until they are served.
+    """Binds the public port and, if configured, the admin port. They refuse connections until they are
+    served.
 
     Raises ConfigError for an address that cannot be had.
     """
@@ -210,12 +210,12 @@ def _bound_file(path: str) -> socket.socket:
 
 
 def _remove_stale(path: str) -> None:
-    """A server that was killed leaves its socket's file behind. Raises OSError if the path is anything else,
-    or in use."""
+    """Removes the socket's file of a killed server. Raises OSError if the path is anything else, or in
+    use."""
     if not os.path.lexists(path):
         return
     if not stat.S_ISSOCK(os.lstat(path).st_mode):
-        raise FileExistsError("something that is no socket is there")
+        raise FileExistsError("the path exists and is not a socket")
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)
@@ -249,7 +249,7 @@ def check_tls(config: ServerConfig) -> None:
 
 
 def url_of(config: ServerConfig, port: int, reachable: bool = False) -> str:
-    """The URL of the server. reachable: if the server listens on all addresses, one that this machine can
+    """Returns the URL of the server. reachable: for a server on all addresses, a URL that this machine can
     open."""
     if config.uds is not None:
         return f"unix:{config.uds}"
@@ -259,10 +259,10 @@ def url_of(config: ServerConfig, port: int, reachable: bool = False) -> str:
 
 
 def warn_of_open_port(config: ServerConfig, port: int) -> None:
-    """Says so if others than this machine's users may use the server without a key."""
+    """Warns if users of other machines may use the server without a key."""
     if not is_loopback(config.host) and not read_keys(config):
         logger.warning(
-            "whoever reaches port %d on %s may use this server, as it has no key; set one with "
+            "anybody who reaches port %d on %s may use this server, as it has no key; set one with "
             "--api-key or SHOAL_API_KEY, or leave --host at 127.0.0.1",
             port,
             config.host,
@@ -270,9 +270,9 @@ def warn_of_open_port(config: ServerConfig, port: int) -> None:
 
 
 def max_connections(config: ServerConfig) -> int:
-    """How many connections a port takes: the number that is configured, else what the limit of open files
-    leaves beside RESERVED_FILES. Raises that limit as far as it goes. Raises ConfigError for more connections
-    than files."""
+    """Returns the most connections of a port: the configured number, else the limit of open files less
+    RESERVED_FILES. Raises that limit as far as possible. Raises ConfigError for more connections than
+    files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -326,13 +326,13 @@ async def _first(*awaitables: Any) -> None:
 
 
 def _tell_failure(report: asyncio.Task[None]) -> None:
-    """Requests do not need what looks at the server, so it goes on when that has failed."""
+    """Logs the failure of a monitoring task. Requests do not need it, so the server continues."""
     if not report.cancelled() and (error := report.exception()) is not None:
-        logger.error("a mistake of ours: what the server does is shown no more", exc_info=error)
+        logger.error("a bug in monitoring: rates and history are not updated any more", exc_info=error)
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals are ours: uvicorn's own would end the process while answers run."""
+    """uvicorn without its signal handlers, which would end the process while answers run."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -340,8 +340,8 @@ class _Uvicorn(uvicorn.Server):
 
 
 class _LoopErrors:
-    """Logs callbacks of asyncio that failed. Where files have run out, every connection that waits would be
-    such a failure, thousands of times a second: this says so once in a while."""
+    """Logs failed callbacks of asyncio. When files have run out, every waiting connection is such a
+    failure, thousands of times a second: these are logged once in a while."""
 
     def __init__(self) -> None:
         self._said = -ACCEPT_LOG_SECONDS

@@ -1,5 +1,5 @@
 """One server with the default model for all clients. They live in an environment of their own
-(requirements.txt), the server in that of SHOAL_PYTHON; where the clients are not installed nothing is
+(requirements.txt), the server in the one of SHOAL_PYTHON; where the clients are not installed nothing is
 collected, and `make test-slow` installs them."""
 
 import os

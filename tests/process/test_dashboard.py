@@ -340,7 +340,7 @@ def test_no_width_needs_sideways_scrolling(open_dashboard, width, height):
     dialog = page.locator("#line")
     assert page.evaluate(fits) and dialog.evaluate("d => d.scrollWidth <= d.clientWidth")
     assert dialog.bounding_box()["x"] >= 0
-    # What a pointer would tell by a title is read without one, on a phone above all.
+    # Details that a pointer shows as a title must be readable without one, above all on a phone.
     assert page.locator(".span .name").evaluate_all(WHOLE) and page.locator(".chart small").evaluate_all(
         WHOLE
     )

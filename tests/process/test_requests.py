@@ -23,7 +23,7 @@ SECRET = "the treasure lies under the old oak"
 
 
 class Collector:
-    """Takes OTLP over HTTP. `spans` are those that have come, each with its process."""
+    """Takes OTLP over HTTP. `spans`: the received spans, each with its process."""
 
     def __init__(self):
         self.spans, self.paths = [], set()
@@ -81,7 +81,7 @@ def fleet(tmp_path_factory, collector):
 
 
 def said(fleet, name, request_id):
-    """The lines of a worker's log that tell of a request: JSON, and the router's are text."""
+    """The log lines about a request: a worker's are JSON, the router's are text."""
     lines = [json.loads(line) for line in fleet.log(name).splitlines() if line.startswith("{")]
     return [line for line in lines if line.get("request_id") == request_id]
 

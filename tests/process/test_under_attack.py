@@ -40,7 +40,7 @@ def serve(tmp_path):
 
 
 def load(server, count, **more):
-    """(threads, futures of what `count` streams were told in the end): each has begun."""
+    """Returns threads and futures of the results of `count` streams, each of which has begun."""
     began = []
 
     def one(_):
@@ -60,7 +60,7 @@ def load(server, count, **more):
 
 
 def ends(loaded):
-    """What each stream got. None of them hangs."""
+    """Returns the result of each stream. No stream hangs."""
     pool, futures = loaded
     answers = [future.result(DEADLINE_S) for future in futures]
     pool.shutdown()

@@ -1,4 +1,4 @@
-"""A router and a worker of ours as docs/watching.md has them watched: by GET /fleet, `shoal top` and /dashboard."""
+"""Monitoring of a router and a native worker as in docs/watching.md: GET /fleet, `shoal top` and /dashboard."""
 
 import json
 import os

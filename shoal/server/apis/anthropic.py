@@ -149,7 +149,7 @@ async def create_message(exchange: Exchange) -> None:
     parser = AnswerFormat(
         plan, model.loaded.tool_call_parser, model.loaded.reasoning_parser, prompt.text or "", params
     ).parser(is_whole=not request.stream)
-    writer = _Writer(request.model or model.name, len(prompt.token_ids))
+    writer = MessageWriter(request.model or model.name, len(prompt.token_ids))
     async with exchange.generate(
         model,
         [prompt],
@@ -230,8 +230,8 @@ ANTHROPIC = Dialect(
 )
 
 
-class _Writer:
-    """The message as it grows, and the events that tell of it."""
+class MessageWriter:
+    """Builds the message of an answer, and returns its events as bytes."""
 
     def __init__(self, model: str, prompt_tokens: int) -> None:
         self.message = Message(

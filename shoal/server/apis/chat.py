@@ -46,7 +46,7 @@ from shoal.server.served.model import Prompt, ServedModel
 from shoal.text.answer import Delta
 from shoal.text.formats.tool_parsers import Part, TextDelta
 
-# Fields of OpenAI's messages and functions, with those that chat templates read beside them.
+# Fields of OpenAI's messages and functions, and the further fields that chat templates read.
 MESSAGE_FIELDS = frozenset(
     {
         "role",
@@ -69,7 +69,7 @@ FUNCTION_FIELDS = frozenset({"name", "description", "parameters", "strict", "ret
 
 @dataclass(slots=True)
 class Conversation:
-    """What a request asks for, checked, with its prompt, and how the text of its answers is read."""
+    """A checked request with its model, its prompt, and the format of its answers."""
 
     request: ChatCompletionRequest
     model: ServedModel
@@ -79,7 +79,7 @@ class Conversation:
 
 
 async def conversation_of(exchange: Exchange, request: ChatCompletionRequest) -> Conversation:
-    """Raises ApiError and RequestError."""
+    """Returns the checked request. Raises ApiError and RequestError."""
     exchange.names["prompt"] = "messages"
     model = exchange.models.find(request.model)
     _check(request, model)
@@ -115,7 +115,7 @@ async def conversation_of(exchange: Exchange, request: ChatCompletionRequest) ->
 
 
 def generation_of(exchange: Exchange, conversations: Sequence[Conversation]) -> Generation:
-    """The answers to conversations that differ in their prompts alone."""
+    """Returns the generation that answers conversations which differ only in their prompts."""
     first = conversations[0]
     return exchange.generate(
         first.model,
@@ -172,9 +172,9 @@ async def create_chat_completion(exchange: Exchange) -> None:
 
 
 def _check(request: ChatCompletionRequest, model: ServedModel) -> None:
-    """Raises ApiError for a request that this server would answer wrongly."""
+    """Raises ApiError for values that this server cannot honor."""
     for i, message in enumerate(request.messages):
-        if not isinstance(role := message.get("role"), str):  # whether the model knows it, its template says
+        if not isinstance(role := message.get("role"), str):  # the template checks whether the model knows it
             raise ApiError(
                 400,
                 f"messages[{i}].role must be a text such as 'user', got {role!r:.60}",
@@ -198,9 +198,9 @@ def _check(request: ChatCompletionRequest, model: ServedModel) -> None:
 
 
 def _check_calls(field: str, calls: Any) -> None:
-    """Raises ApiError for calls that are not of OpenAI's shape, which templates read."""
+    """Raises ApiError unless the calls have OpenAI's shape, which templates read."""
     if not isinstance(calls, list | None):
-        raise ApiError(400, f"{field} {calls!r:.60} is no list of calls", param=field)
+        raise ApiError(400, f"{field} must be a list of calls, got {calls!r:.60}; send one", param=field)
     for i, call in enumerate(calls or ()):
         function = call.get("function") if isinstance(call, dict) else None
         if isinstance(call, dict) and call.get("type") == "custom":
@@ -208,15 +208,15 @@ def _check_calls(field: str, calls: Any) -> None:
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise ApiError(
                 400,
-                f"{field}[{i}] {call!r:.80} is no call; give "
+                f"{field}[{i}] must be a call, got {call!r:.80}; give "
                 '{"type": "function", "function": {"name": ..., "arguments": "..."}}',
                 param=f"{field}[{i}]",
             )
 
 
 def _warn_unknown(exchange: Exchange, request: ChatCompletionRequest) -> None:
-    """Tells the log of misspelt fields within messages and functions, which nobody reads but, of messages,
-    perhaps a chat template."""
+    """Logs unknown fields within messages and functions: nothing reads them, except that a chat template
+    may read fields of messages."""
     found = {f"messages[].{name}" for message in request.messages for name in message.keys() - MESSAGE_FIELDS}
     for tool in request.tools or ():
         function = tool.get("function")
@@ -257,8 +257,7 @@ async def _prompt(
 
 
 class ChatAnswer:
-    """Shapes the choices of one conversation. If there may be reasoning or calls in the text, `form` reads
-    it."""
+    """Shapes the choices of one conversation. `form` parses the text if it may contain reasoning or calls."""
 
     def __init__(self, conversation: Conversation, generation: Generation, by_ids: bool) -> None:
         """by_ids: log-probabilities name tokens by their ids."""
@@ -300,8 +299,8 @@ class ChatAnswer:
         }
 
     def chunks(self, delta: Delta, chunks: Chunks) -> list[bytes]:
-        """The chunks of a delta: the role if the choice begins, then one, or one for each part that tools and
-        reasoning make of it."""
+        """Returns the chunks of a delta: first the role if the choice begins, then one chunk, or one per
+        part where tools or reasoning split the text."""
         found = []
         if delta.index not in self._begun:
             self._begun.add(delta.index)

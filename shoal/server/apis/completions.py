@@ -57,11 +57,11 @@ async def _generation_of(exchange: Exchange, request: CompletionRequest, model: 
         if not request.echo:
             raise ApiError(
                 400,
-                "max_tokens 0 asks for nothing; set echo for the prompt alone, or raise it",
+                "max_tokens must be at least 1 without echo, got 0; raise it, or set echo",
                 param="max_tokens",
             )
-        max_tokens = 1  # the engine gives one at least, which is not shown
-    if max_tokens is None:  # as many as OpenAI gives, or what is left
+        max_tokens = 1  # the engine's least; that token is not shown
+    if max_tokens is None:  # OpenAI's default, or what fits
         longest = max(len(p.token_ids) for p in prompts)
         max_tokens = max(1, min(DEFAULT_MAX_TOKENS, model.max_model_len - longest))
     params = text_params(
@@ -137,7 +137,7 @@ class _Answer:
         self.model, self.request, self.generation = model, request, generation
         self.id, self.created = generation.request_id, int(time.time())
         self.shapes = LogprobShapes(model, request.logprobs or 0, by_ids)
-        self._places: dict[int, TextPlace] = {}  # of the next token, in each choice that began
+        self._places: dict[int, TextPlace] = {}  # the next token's, by choice
         self._is_echo_alone = request.max_tokens == 0
         self._is_plain = (
             not (request.echo or request.return_token_ids)
@@ -217,8 +217,8 @@ class _Answer:
         return TextPlace() if tokenizer is None else TextPlace(tokenizer.token_bytes.errors)
 
     def _spelt(self, echoed_ids: list[int], said: str, token_ids: list[int]) -> list[bytes]:
-        """What these tokens of the prompt, which is shown as `said`, and those of the answer add to the
-        text."""
+        """Returns the bytes that each token adds to the text: first the echoed tokens of the prompt, whose
+        text is `said`, then the tokens of the answer."""
         tokenizer = self.model.loaded.tokenizer
         if tokenizer is None:
             return [b""] * (len(echoed_ids) + len(token_ids))

@@ -1,5 +1,4 @@
-"""OpenAI's older `functions` and `function_call` of a chat request, as tools, and its answer's calls in the
-older shape."""
+"""OpenAI's older fields `functions` and `function_call` of a chat request, translated to tools."""
 
 from __future__ import annotations
 
@@ -10,8 +9,8 @@ from shoal.server.apis.protocol import ChatCompletionRequest
 
 
 def as_tools(request: ChatCompletionRequest, names: dict[str, str]) -> None:
-    """Puts `functions`, `function_call` and messages of that kind into today's fields. names: see Exchange.
-    Raises RequestError."""
+    """Translates `functions`, `function_call` and messages with them into today's fields. names: see
+    Exchange. Raises RequestError."""
     if request.functions is not None or request.function_call is not None:
         if request.tools is not None or request.tool_choice is not None:
             raise RequestError(
@@ -39,7 +38,7 @@ def _message(i: int, message: dict[str, Any]) -> dict[str, Any]:
         return message
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise RequestError(
-            f"messages[{i}].function_call {call!r:.80} is no call; give it a name and arguments"
+            f"messages[{i}].function_call must be a call, got {call!r:.80}; give it a name and arguments"
         )
     rest = {key: value for key, value in message.items() if key != "function_call"}
     return {**rest, "tool_calls": [{"id": call["name"], "type": "function", "function": call}]}

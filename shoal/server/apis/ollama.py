@@ -58,7 +58,7 @@ NAMES = {
         )
     },
 }
-NOW = (0, "0", "0s")  # values of keep_alive with which Ollama lets a model go at once
+NOW = (0, "0", "0s")  # values of keep_alive with which Ollama unloads a model at once
 EFFORTS = ("low", "medium", "high")
 NANOSECONDS = 1_000_000_000
 NEVER = "2100-01-01T00:00:00Z"  # models stay
@@ -68,8 +68,8 @@ NEVER = "2100-01-01T00:00:00Z"  # models stay
 
 
 class OllamaOptions(Struct, kw_only=True):
-    """How tokens are drawn. The options of Ollama's own runner (num_ctx, num_gpu, num_thread and the like)
-    are accepted and ignored: the server was started with its own."""
+    """Sampling options. The options of Ollama's own runner (num_ctx, num_gpu, num_thread and the like) are
+    accepted and ignored: the server was started with its own."""
 
     num_predict: int | None = None  # not above 0: as many as fit
     temperature: float | None = None
@@ -136,7 +136,7 @@ class OllamaGenerateRequest(OllamaRequest, kw_only=True):
     prompt: str | None = None
     system: str | None = None
     raw: bool | None = None  # the prompt as it is, without the chat template
-    context: list[TokenId] | None = None  # that of the answer before
+    context: list[TokenId] | None = None  # returned with the previous answer
     images: list[str] | None = None  # refused
     suffix: str | None = None  # refused
     template: str | None = None  # refused
@@ -220,7 +220,7 @@ class OllamaModel(Struct, kw_only=True, omit_defaults=True):
     digest: str
     details: OllamaDetails
     modified_at: str | None = None
-    expires_at: str | None = None  # of those that run
+    expires_at: str | None = None  # set for loaded models
     size_vram: int | None = None
     context_length: int | None = None
 
@@ -270,7 +270,7 @@ async def chat(exchange: Exchange) -> None:
     exchange.names |= {**NAMES, "prompt": "messages"}
     model = exchange.models.find(request.model)
     messages = [_to_chat(exchange, i, message) for i, message in enumerate(request.messages or ())]
-    writer = _Writer(exchange, request.model or model.name, is_chat=True)
+    writer = OllamaWriter(exchange, request.model or model.name, is_chat=True)
     if not messages:
         await exchange.json(writer.loaded(request.keep_alive))
         return
@@ -293,7 +293,7 @@ async def generate(exchange: Exchange) -> None:
     ):
         if getattr(request, name):
             raise ApiError(400, f"{name} is given, and {why}; leave it out", param=name)
-    writer = _Writer(exchange, request.model or model.name, is_chat=False)
+    writer = OllamaWriter(exchange, request.model or model.name, is_chat=False)
     if not request.prompt:
         await exchange.json(writer.loaded(request.keep_alive))
         return
@@ -349,7 +349,7 @@ async def _answer(
     prompt: Prompt,
     params: SamplingParams,
     plan: ToolPlan,
-    writer: _Writer,
+    writer: OllamaWriter,
 ) -> None:
     wanted = request.options.num_ctx if request.options is not None else None
     if wanted is not None and wanted > model.max_model_len:
@@ -382,18 +382,18 @@ async def _answer(
     await exchange.end(writer.last(reason, generation) + b"\n")
 
 
-class _Writer:
+class OllamaWriter:
     """Collects what has come of an answer and is not sent yet. A tool call is sent when it is whole, because
     its arguments are an object and not a text."""
 
     def __init__(self, exchange: Exchange, name: str, *, is_chat: bool) -> None:
-        """name: that of the model, as the client wrote it."""
+        """name: the model's name as the client wrote it."""
         self.name, self.is_chat, self.gives_context = name, is_chat, False
         self._arrival = exchange.arrival
         self._content: list[str] = []
         self._thinking: list[str] = []
         self._calls: list[CallDelta] = []  # the last one may still grow
-        self._token_ids: list[int] = []  # those of the whole answer
+        self._token_ids: list[int] = []  # the whole answer's
         self.shapes: LogprobShapes | None = None  # for requests that want log-probabilities
         self._rows: list[Any] = []
 
@@ -439,8 +439,8 @@ class _Writer:
         )
 
     def loaded(self, keep_alive: float | str | None) -> bytes:
-        """The answer to a request that asks for nothing: Ollama's clients have a model loaded by it, or, with
-        a keep_alive of 0, unloaded."""
+        """Returns the answer to a request without a prompt: Ollama's clients load a model with it or, with
+        a keep_alive of 0, unload it."""
         reason = "unload" if keep_alive in NOW else "load"
         return encode({**self._head(True), **self._take(0), "done_reason": reason})
 

@@ -1,4 +1,4 @@
-"""From a request's fields to SamplingParams and prompts."""
+"""Conversion of a request's fields to SamplingParams and prompts."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
 from shoal.server.served.model import Prompt, ServedModel
 
-# Fields that say what the text must be, and the kind of StructuredOutputsParams that they give. The first two
-# give any kind; llama.cpp's and vLLM's older ones follow.
+# Fields that constrain the text, and the kind of StructuredOutputsParams that each sets. The first two set
+# any kind; llama.cpp's fields and vLLM's older ones follow.
 FORMAT_FIELDS = {
     "response_format": "",
     "structured_outputs": "",
@@ -40,8 +40,8 @@ def text_params(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """The sampling parameters of a request for text. max_tokens None: as many as fit. prompt_logprobs:
-    replaces the request's own. Raises ApiError and RequestError."""
+    """Returns the sampling parameters of a request for text. max_tokens None: as many as fit.
+    prompt_logprobs: replaces the request's own. Raises ApiError and RequestError."""
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ApiError(
             400,
@@ -65,8 +65,8 @@ def text_params(
 
 
 def _format_fields(request: TextFields) -> list[str]:
-    """Returns the fields that say what the text must be. Several may say the same, as clients write each
-    grammar for old and new servers. Raises ApiError if they do not."""
+    """Returns the given fields that constrain the text. Several may hold the same constraint, as clients
+    send both the older and the newer field. Raises ApiError if they differ."""
     fields = [name for name in FORMAT_FIELDS if getattr(request, name) is not None]
     if request.grammar == "":  # llama.cpp's default
         fields.remove("grammar")
@@ -75,14 +75,16 @@ def _format_fields(request: TextFields) -> list[str]:
     wishes = [_comparable(_format(request, field)) for field in fields] if len(fields) > 1 else []
     if any(wish != wishes[0] for wish in wishes):
         raise ApiError(
-            400, f"{' and '.join(fields)} each say what the text must be; give one of them", param=fields[0]
+            400,
+            f"{' and '.join(fields)} must not constrain the text in different ways; give one of them",
+            param=fields[0],
         )
     return fields
 
 
 def _comparable(wish: StructuredOutputsParams | None) -> StructuredOutputsParams | None:
-    """Returns the wish with its schema as a value, which may be JSON text, and without an option that asks
-    for nothing."""
+    """Returns the constraint with its schema parsed from JSON text, and without an option that has its
+    default."""
     if wish is None:
         return None
     schema = wish.json
@@ -140,8 +142,8 @@ def from_response_format(
 def check_stream_options(
     stream: bool | None, options: StreamOptions | None, config: ServerConfig
 ) -> StreamOptions:
-    """The options of a stream, with the usage that the operator wants. Raises ApiError for options without a
-    stream, as OpenAI and vLLM do."""
+    """Returns the options of a stream, with include_usage if the operator forces it. Raises ApiError for
+    options without a stream, as OpenAI and vLLM do."""
     if options is not None and not stream:
         raise ApiError(
             400, "stream_options is for streams; set stream to true or leave it out", param="stream_options"
@@ -151,7 +153,7 @@ def check_stream_options(
 
 
 def names_by_ids(exchange: Exchange, request: TextFields) -> bool:
-    """Whether log-probabilities name tokens by their ids."""
+    """Returns whether log-probabilities name tokens by their ids."""
     wanted = request.return_tokens_as_token_ids
     return exchange.context.config.return_tokens_as_token_ids if wanted is None else wanted
 
@@ -164,8 +166,8 @@ async def read_prompts(
     add_special_tokens: bool = True,
     keep: int | None = None,
 ) -> list[Prompt]:
-    """The prompts of a completion or embedding request. `keep` is how many tokens are kept of each, the last
-    ones; with None all are. Raises ApiError for a mixture of texts and ids."""
+    """Returns the prompts of a completion or embedding request. keep: the number of last tokens that are
+    kept of each; None: all. Raises ApiError for a mixture of texts and ids."""
     if isinstance(given, str):
         texts: list[Any] = [given]
     elif not given:
@@ -192,8 +194,8 @@ async def read_prompts(
 
 
 def are_ids(given: Sequence[Any]) -> bool:
-    """Whether these texts, ids and lists, as JSON has them, are ids alone. An array tells three times as soon
-    as the types of all."""
+    """Returns whether `given`, a JSON list of texts, ids or lists, holds only ids. Building an array is
+    three times as fast as looking at each type."""
     if type(given[0]) is not int:
         return False
     try:
@@ -204,25 +206,26 @@ def are_ids(given: Sequence[Any]) -> bool:
 
 
 def shortened(prompt: Prompt, keep: int | None) -> Prompt:
-    """The prompt with its last `keep` tokens. It has no text if tokens were cut off."""
+    """Returns the prompt with its last `keep` tokens, without a text if tokens were cut off."""
     if keep is None or len(prompt.token_ids) <= keep:
         return prompt
     return Prompt(prompt.token_ids[len(prompt.token_ids) - keep :])
 
 
 def spare_grammar(params: SamplingParams, asked: float | None) -> None:
-    """Takes the model's own repetition penalty from an answer that a grammar shapes, unless the request asks
-    for one: JSON repeats its signs and names, and a penalty drives a small model to the rare ones."""
+    """Drops the model's default repetition penalty for an answer under a grammar, unless the request sets
+    one: JSON repeats its signs and names, and a penalty drives a small model to rare ones."""
     if params.structured_outputs is not None and asked is None:
         params.repetition_penalty = 1.0
 
 
 def filled(model: ServedModel, max_tokens: int | None) -> int | None:
-    """Returns `max_tokens`, and for -1 more than the prompt leaves room for: the answer is cut to that."""
+    """Returns `max_tokens`, or for -1 the context length, which the generation cuts to what the prompt
+    leaves."""
     return model.max_model_len if max_tokens == AS_MANY_AS_FIT else max_tokens
 
 
 def num_kept(model: ServedModel, asked: int | None, max_tokens: int | None) -> int | None:
-    """How many tokens of a prompt truncate_prompt_tokens keeps. For -1 it keeps as many as leave room for the
-    answer."""
+    """Returns the number of prompt tokens that truncate_prompt_tokens keeps. -1 keeps as many as leave
+    room for the answer."""
     return max(1, model.max_model_len - (max_tokens or 1)) if asked == -1 else asked

@@ -1,8 +1,8 @@
 """Parts of a conversation's content: one rule for all APIs.
 
-What can be read as text is read. What cannot is left out, with a warning, because clients send their whole
-conversation with every request and a refusal would end it. Pictures and files in a user's message stay as
-they are, for the API to refuse by their field: an answer that ignores them would mislead.
+A part that can be read as text is read. Any other part is left out with a warning, because clients send their
+whole conversation with every request and a refusal would end it. Pictures and files in a user's message stay,
+and the API refuses them by their field: an answer that ignores them would mislead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from urllib.parse import unquote_to_bytes
 from shoal.server.http.exchange import Exchange
 
 TEXTS = ("text", "input_text", "output_text")
-# Types of files that are text, besides text/*. With no type or that of any bytes, the bytes decide.
+# Types of text files besides text/*. Without a type, or with application/octet-stream, the bytes decide.
 TEXT_FILES = frozenset(
     {
         *("", "application/octet-stream"),
@@ -25,7 +25,7 @@ TEXT_FILES = frozenset(
     }
 )
 TEXT_SUFFIXES = ("+json", "+xml", "+yaml")
-# Python knows more, some of which take the square of a text's length.
+# Python knows more; decoding some of them takes quadratic time.
 CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "windows-1252", "utf-16"})
 MEDIA = frozenset(
     {
@@ -37,8 +37,8 @@ MEDIA = frozenset(
 
 
 def readable(exchange: Exchange, content: Any, *, is_user: bool = False) -> Any:
-    """Returns the content with text in the place of each part that can be read or is media, without the parts
-    that mean nothing here. What has the wrong shape stays, for the API's own check to name."""
+    """Returns the content with each readable or media part replaced by text, without parts of unknown
+    types. Parts of a wrong shape stay; the API's own check names them."""
     if not isinstance(content, list):
         return content
     found = []
@@ -52,7 +52,7 @@ def readable(exchange: Exchange, content: Any, *, is_user: bool = False) -> Any:
             warn_unread(exchange, kind)
         elif is_user:
             found.append(part)
-        else:  # the model learns that it sees none
+        else:  # so that the model knows that something is missing
             warn_unread(exchange, kind)
             found.append({"type": "text", "text": f"[{kind} left out: this model reads text alone]"})
     return found
@@ -84,7 +84,7 @@ def _function_call(call: Any) -> Any:
 
 
 def warn_unread(exchange: Exchange, kind: str) -> None:
-    """Tells the log, once a client, of a part of a conversation that this server cannot use."""
+    """Logs, once a client, that a part of a conversation is left out."""
     exchange.warn(
         f"part {kind!r:.60}",
         f"this server cannot read parts of a conversation of the type {kind!r:.60}: they are left out of "
@@ -93,7 +93,7 @@ def warn_unread(exchange: Exchange, kind: str) -> None:
 
 
 def _text_of(part: dict[str, Any]) -> str | None:
-    """The text of a part that is text by another name. None if the part has none."""
+    """Returns the text of a part of a type that wraps text, or None."""
     kind, found = part["type"], None
     if kind in ("file", "input_file"):
         file = part["file"] if isinstance(part.get("file"), dict) else part
@@ -119,8 +119,8 @@ def _text_of(part: dict[str, Any]) -> str | None:
 
 
 def _text_of_file(given: str) -> str | None:
-    """The text of a file, which comes as a data URL or as base64, without a byte order mark. None if it is
-    absent, has another type, or is not text in the URL's charset (UTF-8 without one)."""
+    """Returns the text of a file, a data URL or base64, without a byte order mark. None if it is absent,
+    has another type, or is not text in the URL's charset (default: UTF-8)."""
     is_url = given[:5].lower() == "data:"
     header, comma, data = given.partition(",") if is_url else ("data:;base64", ",", given)
     media_type, *options = (each.strip() for each in header[len("data:") :].lower().split(";"))
@@ -145,7 +145,7 @@ def _from_base64(data: str) -> bytes:
 
 
 def _joined(content: Any) -> str | None:
-    """The text of a part's own content. None if a part of it holds other than text."""
+    """Returns the text of a part's own content. None if it contains a part that is not text."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None
     texts = [part["text"] for part in content if isinstance(part, dict) and isinstance(part.get("text"), str)]

@@ -1,8 +1,8 @@
-"""What clients send: one Struct a request body, with OpenAI's and vLLM's field names. Unknown fields are
+"""Request bodies of OpenAI's APIs: one Struct each, with OpenAI's and vLLM's field names. Unknown fields are
 ignored, as theirs are, but `unknown_fields` finds them.
 
-Types are checked here, and ranges of integers (they must fit the wire); what a value means is checked where
-it is used (SamplingParams, the engine). The OpenAPI document is made from these Structs.
+Types and ranges of integers (they must fit the wire) are checked here; the meaning of a value is checked
+where it is used (SamplingParams, the engine). The OpenAPI document is made from these Structs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MinusOneOrMore = Annotated[int, Meta(ge=-1, lt=2**31)]
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Text = Annotated[str, Meta(min_length=1)]
 Word = Annotated[str, Meta(max_length=1000)]
-Words = Annotated[list[Word], Meta(max_length=256)]  # each is looked for at every token
+Words = Annotated[list[Word], Meta(max_length=256)]  # each is searched for at every token
 Prompts = str | list[str | TokenId | list[TokenId]]  # a text, texts, ids, or lists of ids
 
 
@@ -50,13 +50,13 @@ class ResponseFormat(Struct, kw_only=True):
 class StreamOptions(Struct, kw_only=True):
     include_usage: bool | None = None  # a last chunk with the usage of the whole answer
     continuous_usage_stats: bool | None = None  # the usage so far in every chunk
-    # OpenAI pads events against listeners unless told not to; nothing is padded here
+    # OpenAI pads events against eavesdroppers by default; this server never does
     include_obfuscation: bool | None = None
 
 
 def _plain_fields() -> list[tuple[str, Any, None]]:
-    """An optional field for each number and each yes-or-no of SamplingParams, but those that the endpoints
-    spell each in its way."""
+    """Returns an optional field for each number and each boolean of SamplingParams, except the fields that
+    differ between endpoints."""
     hints = typing.get_type_hints(SamplingParams)
     found: list[tuple[str, Any, None]] = []
     for field in dataclasses.fields(SamplingParams):
@@ -80,9 +80,9 @@ PlainSamplingFields: Any = msgspec.defstruct(
 
 
 class SamplingFields(PlainSamplingFields, Struct, kw_only=True):
-    """How tokens are drawn: SamplingParams' fields. None means the model's own default
-    (generation_config.json), else SamplingParams' default. Numbers and yes-or-no follow from there; lists are
-    here, with the bounds that a stranger's request needs."""
+    """SamplingParams' fields. None means the model's own default (generation_config.json), else
+    SamplingParams' default. Numbers and booleans are generated from SamplingParams; lists are here, with
+    the bounds that an untrusted request needs."""
 
     stop: Word | Words | None = None
     stop_token_ids: list[TokenId] | None = None
@@ -92,8 +92,8 @@ class SamplingFields(PlainSamplingFields, Struct, kw_only=True):
     structured_outputs: StructuredOutputsParams | None = None
 
     def sampling_params(self, defaults: dict[str, Any], vocab_size: int, **more: Any) -> SamplingParams:
-        """`defaults`: the model's own, by field. `more` wins over everything. Raises RequestError, and
-        ApiError for lists of tokens that are longer than the vocabulary."""
+        """defaults: the model's own, by field. more: overrides all. Raises RequestError, and ApiError for
+        lists of tokens that are longer than the vocabulary."""
         for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
             if (value := getattr(self, name)) is not None and len(value) > vocab_size:
                 raise ApiError(
@@ -110,7 +110,7 @@ SAMPLING_NAMES = SamplingFields.__struct_fields__
 
 
 class GenerationFields(SamplingFields, kw_only=True):
-    """The fields of every request for tokens that do not say how tokens are drawn."""
+    """Fields of every request for tokens, besides the sampling fields."""
 
     model: str | None = None  # None: the first model
     stream: bool | None = None
@@ -130,7 +130,7 @@ class TextFields(GenerationFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: MinusOneOrMore | None = None  # keep the last so many; -1: as many as fit
+    truncate_prompt_tokens: MinusOneOrMore | None = None  # number of last tokens kept; -1: as many as fit
     # llama.cpp's names of structured_outputs' fields, and below vLLM's older ones.
     json_schema: str | dict[str, Any] | bool | None = None
     grammar: str | None = None
@@ -150,7 +150,7 @@ class ChatCompletionRequest(TextFields, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    functions: list[dict[str, Any]] | None = None  # OpenAI's older names: functions.py
+    functions: list[dict[str, Any]] | None = None  # OpenAI's older names: legacy_functions.py
     function_call: str | dict[str, Any] | None = None
     modalities: list[str] | None = None  # text alone
     audio: dict[str, Any] | None = None
@@ -190,7 +190,7 @@ class EmbeddingRequest(Struct, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Positive | None = None  # keep the first so many, scaled to unit length again
+    dimensions: Positive | None = None  # number of first components kept, scaled to unit length again
     user: str | None = None
     truncate_prompt_tokens: MinusOneOrMore | None = None
     add_special_tokens: bool | None = None

@@ -41,11 +41,11 @@ def usage_dict(usage: Usage, num_sent: int | None = None) -> dict[str, Any]:
 
 
 class TextPlace:
-    """Where the next token begins in a text, in characters. Tokens that share a character begin where it
-    does."""
+    """The offset in characters at which the next token begins. Tokens that share a character have its
+    offset."""
 
     def __init__(self, errors: str = "replace") -> None:
-        """errors: how the tokenizer shows bytes that are no text."""
+        """errors: how the tokenizer shows invalid UTF-8."""
         self.offset = 0
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors)
 
@@ -54,8 +54,7 @@ class TextPlace:
 
 
 class LogprobShapes:
-    """Log-probabilities as chat and as completions show them, `count` of the most likely beside each
-    token."""
+    """Shapes log-probabilities for chat and for completions, each token with the `count` most likely ones."""
 
     def __init__(self, model: ServedModel, count: int, as_ids: bool) -> None:
         self.model, self.count, self.as_ids = model, count, as_ids

@@ -212,7 +212,7 @@ async def create_response(exchange: Exchange) -> None:
     by_ids = exchange.context.config.return_tokens_as_token_ids
     shapes = None if params.logprobs is None else LogprobShapes(model, params.logprobs, as_ids=by_ids)
     is_kept = exchange.context.responses.max_bytes > 0 and request.store is not False
-    writer = _Writer(_response(request, model, params, plan, is_kept), _namespaced(request))
+    writer = ResponseWriter(_response(request, model, params, plan, is_kept), _namespaced(request))
     exchange.error_event = writer.failed
     async with exchange.generate(
         model,
@@ -277,8 +277,8 @@ async def _prepared(
     return plan, params, prompt
 
 
-class _Writer:
-    """The response as it grows, and the events that tell of it."""
+class ResponseWriter:
+    """Builds the response object of an answer, and returns its events as bytes."""
 
     def __init__(self, response: Response, namespaced: dict[str, tuple[str, str]]) -> None:
         self.response, self._namespaced = response, namespaced
@@ -558,7 +558,7 @@ def _add_to_answer(
         if (arguments := item.get("arguments")) is None:
             raise RequestError(f"input[{i}].arguments must be JSON text, got None; send '{{}}' for none")
         _add_call(message, i, item, {"name": name, "arguments": arguments})
-    elif kind == "custom_tool_call":  # of a tool whose input is text
+    elif kind == "custom_tool_call":  # a call of a tool with text input
         function = {"name": _text(i, item, "name"), "arguments": {"input": _text(i, item, "input")}}
         _add_call(message, i, item, function)
     elif isinstance(kind, str) and kind in CLIENT_CALLS:
@@ -597,7 +597,7 @@ def _add_call(message: dict[str, Any], i: int, item: dict[str, Any], function: d
 
 def _text(i: int, item: dict[str, Any], name: str) -> str:
     if not isinstance(value := item.get(name), str):
-        raise RequestError(f"input[{i}].{name} {value!r:.100} is no text")
+        raise RequestError(f"input[{i}].{name} must be a text, got {value!r:.100}; send a string")
     return value
 
 

@@ -1,5 +1,5 @@
-"""What JSON answers look like, for the OpenAPI document. Handlers write most of them as plain dicts; a fuzz
-test holds the two together."""
+"""Structs of JSON answers for the OpenAPI document. Handlers write most answers as plain dicts; a fuzz
+test compares the two."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class AddedToken(Struct):
 
 
 class TokenizerInfo(Struct):
-    tokenizer_class: str  # that of transformers which reads such a tokenizer
+    tokenizer_class: str  # the class of transformers that reads such a tokenizer
     chat_template: str | None
     model_max_length: int
     vocab_size: int  # with added tokens

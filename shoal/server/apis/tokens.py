@@ -222,7 +222,7 @@ async def generate_tokens(exchange: Exchange) -> None:
             "for each",
             param="sampling_params.n",
         )
-    # Stop strings need text; whoever has only ids looks for them himself.
+    # Stop strings need text, and this endpoint has only ids.
     if sampling.stop:
         raise ApiError(
             400,

@@ -1,5 +1,5 @@
-"""Tools of a request: checked, put into the prompt, enforced by a grammar where the request says so, and
-found again in the answer.
+"""Tools of a request: checked, put into the prompt, enforced by a grammar on request, and parsed out of the
+answer.
 
 `tool_choice` means the same as in OpenAI's API and vLLM:
 
@@ -11,9 +11,9 @@ found again in the answer.
 - allowed_tools: "auto" or "required" with some of the tools. All are in the prompt, and a call of another one
   is text like any other.
 
-The request may also ask for a format (response_format and the like). With "none" the answer is in this
-format, with "auto" it is in this format or a call, and with the others it is the call. A format that is no
-JSON (a regex, a choice, a grammar) leaves "auto" no calls.
+The request may also set a format (response_format and the like). With "none" the answer has this format, with
+"auto" it has this format or is a call, and with the others it is the call. With a format other than JSON (a
+regex, a choice, a grammar), "auto" allows no calls.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def choose_reasoning_parser(setting: str, chat_template: str | None) -> str:
 
 @dataclass(slots=True)
 class ToolPlan:
-    """How one request uses tools: which ones the model may call, whether a grammar enforces a call, and how
-    calls are found in the answer."""
+    """Tool use of one request: the tools that the model may call, whether a grammar enforces a call, and
+    how calls are parsed."""
 
     mode: str = "none"  # "none" | "auto" | "required" | "named"
     tools: list[dict[str, Any]] | None = None  # for the prompt
@@ -74,15 +74,15 @@ class ToolPlan:
     # The arguments' schema of each tool that may be called, by the tool's name.
     schemas: dict[str, dict[str, Any]] = field(default_factory=dict)
     is_limited: bool = False  # a call of any other tool counts as text
-    structured: StructuredOutputsParams | None = None  # what enforces "required" and "named"
+    structured: StructuredOutputsParams | None = None  # the grammar that enforces "required" and "named"
 
     @property
     def is_enforced(self) -> bool:
-        """Whether a grammar makes the answer a call, whether or not the model knows of the tools."""
+        """True if a grammar makes the answer a call, even if the model does not know the tools."""
         return self.mode in ("required", "named")
 
     def constrain(self, params: SamplingParams, parser: str, names: dict[str, str]) -> None:
-        """Makes the request's grammar that of the plan, together with the format that it has already. parser:
+        """Sets the request's grammar to the plan's, combined with the format that the request has. parser:
         the model's. names: see Exchange."""
         form = params.structured_outputs
         if self.mode == "auto":
@@ -95,7 +95,7 @@ class ToolPlan:
             names["structured_outputs"] = names.get("tools", "tools")
 
     def _call_or(self, form: StructuredOutputsParams, parser: str) -> StructuredOutputsParams:
-        """A grammar for either calls in the parser's format or JSON of `form`."""
+        """Returns a grammar for either calls in the parser's format or JSON of `form`."""
         written = BY_NAME.get(parser, BY_NAME[DEFAULT])
         call = _json_part(_call_schema(self.schemas, written.arguments))
         calls = {
@@ -121,9 +121,8 @@ def plan_tools(
     parser: str,
     left_out: Sequence[str] = (),
 ) -> ToolPlan:
-    """Checks `tools` and `tool_choice`, which mean what they mean in OpenAI's chat API. `parser` is the
-    model's. `left_out` has the tools that this server does not have and the request named, by name or type.
-    Raises RequestError."""
+    """Checks `tools` and `tool_choice` of OpenAI's chat API. parser: the model's. left_out: requested
+    tools that this server does not have, by name or type. Raises RequestError."""
     schemas, is_limited = _check_tools(tools), False
     tools = [_without_nulls(tool) for tool in tools] if tools is not None else None
     choice = tool_choice if tool_choice is not None else ("auto" if schemas else "none")
@@ -135,28 +134,29 @@ def plan_tools(
         name = _function_name(choice)
         if choice.get("type") != "function" or not isinstance(name, str):
             raise RequestError(
-                f"tool_choice {choice!r:.100} names no function; give "
+                f"tool_choice must name a function, got {choice!r:.100}; give "
                 '{"type": "function", "function": {"name": ...}}, "auto", "none" or "required"'
             )
         if name in left_out:
             raise RequestError(
-                f"tool_choice names {name!r:.100}, a tool that this server does not have; "
-                f"choose another, or 'auto'"
+                f"tool_choice must name a tool of this server, got {name!r:.100}; choose another, or 'auto'"
             )
         if name not in schemas:
             raise RequestError(
-                f"tool_choice names {name!r:.100}, which is not among the tools: "
-                f"{', '.join(schemas) or 'there are none'}"
+                f"tool_choice must name one of the request's tools, got {name!r:.100}; "
+                f"choose from: {', '.join(schemas) or '(no tools sent)'}"
             )
         return ToolPlan("named", tools, name, structured=StructuredOutputsParams(json=schemas[name]))
     if choice not in CHOICES:
-        raise RequestError(f"tool_choice {choice!r:.100} is none of {', '.join(CHOICES)} and no function")
+        raise RequestError(
+            f"tool_choice must be {', '.join(CHOICES)} or a function, got {choice!r:.100}; choose one"
+        )
     if choice == "none":
         return ToolPlan()
     if not schemas and choice == "required":
-        why = "there are none; send some"
+        why = "the request has none; send some"
         if left_out:
-            why = f"this server has none of those sent ({', '.join(left_out):.200}); send functions"
+            why = f"this server has none of the tools sent ({', '.join(left_out):.200}); send functions"
         raise RequestError(f"tool_choice 'required' needs tools, and {why}")
     if not tools:
         return ToolPlan()
@@ -180,21 +180,21 @@ def plan_tools(
 def _allowed(
     choice: dict[str, Any], schemas: dict[str, Any], left_out: Sequence[str]
 ) -> tuple[str, list[str]]:
-    """The mode and the names of a tool_choice of the type allowed_tools. A tool that was left out may be
-    named there and has no effect."""
+    """Returns the mode and the names of a tool_choice of the type allowed_tools. A tool in `left_out` may
+    be named and has no effect."""
     given = choice.get("allowed_tools")
     mode, tools = (given.get("mode"), given.get("tools")) if isinstance(given, dict) else (None, None)
     names = [_function_name(tool) for tool in tools] if isinstance(tools, list) else []
     if mode not in ("auto", "required") or not names or not all(isinstance(name, str) for name in names):
         raise RequestError(
-            f"tool_choice {choice!r:.200} allows no functions; give it the mode 'auto' or "
-            f"'required' and a list of tools, "
+            f"tool_choice must allow at least one function, got {choice!r:.200}; give it the mode 'auto' or "
+            "'required' and a list of tools, "
             '{"type": "function", "function": {"name": ...}}'
         )
     if unknown := [str(name) for name in names if name not in schemas and name not in left_out]:
         raise RequestError(
-            f"tool_choice allows {', '.join(unknown):.200}, not among the tools: "
-            f"{', '.join(schemas) or 'there are none'}"
+            f"tool_choice must allow only the request's tools, got {', '.join(unknown):.200}; "
+            f"choose from: {', '.join(schemas) or '(no tools sent)'}"
         )
     return mode, [str(name) for name in dict.fromkeys(names) if name in schemas]
 
@@ -205,7 +205,7 @@ def _function_name(tool: Any) -> Any:
 
 
 def warn_left_out(exchange: Exchange, kind: Any) -> None:
-    """Tells the log, once a client, of a tool whose type only other servers have."""
+    """Logs, once a client, that a tool of an unsupported type is left out."""
     exchange.warn(
         f"tool {kind!r:.60}",
         f"this server has no tools of the type {kind!r:.60}: they are left out of {exchange.path}",
@@ -215,9 +215,9 @@ def warn_left_out(exchange: Exchange, kind: Any) -> None:
 def template_variables(
     given: dict[str, Any] | None, effort: str | None, params: SamplingParams, reasoning_parser: str
 ) -> dict[str, Any]:
-    """The chat template's variables: the request's own, and what its reasoning effort means.
+    """Returns the chat template's variables: the request's own, and those for its reasoning effort.
 
-    A grammar holds from the first token on, so a model that would think before it is told not to.
+    A grammar holds from the first token on, so thinking is disabled with it.
     """
     variables: dict[str, Any] = {} if effort is None else {"reasoning_effort": effort}
     if reasoning_parser != "none" and (effort == "none" or params.structured_outputs is not None):
@@ -226,15 +226,15 @@ def template_variables(
 
 
 def check_finish(reason: str | None) -> str:
-    """Returns the finish reason. Raises ApiError for an answer that the server took back, because these APIs
-    have no word for that."""
+    """Returns the finish reason. Raises ApiError for an aborted answer, because these APIs have no word
+    for it."""
     if reason not in ("stop", "length"):
-        raise ApiError(503, "the answer was given up: the engine was put to sleep or is ending; try again")
+        raise ApiError(503, "the answer was aborted: the engine was put to sleep or is ending; try again")
     return reason
 
 
 class AnswerFormat:
-    """How the text of a request's answers is read: first reasoning, then content and calls."""
+    """The format of a request's answers: first reasoning, then content and calls."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class AnswerFormat:
 
 
 class AnswerParser:
-    """Cuts the text of one answer, as it comes, into reasoning, content and calls."""
+    """Splits the text of one answer, as it arrives, into reasoning, content and calls."""
 
     def __init__(self, reasoning: ThinkParser | None, calls: Parser | None, plan: ToolPlan) -> None:
         self._reasoning, self._calls = reasoning, calls
@@ -335,8 +335,8 @@ def whole(parts: list[Part]) -> Answer:
 def functions_among(
     exchange: Exchange, tools: list[dict[str, Any]] | None
 ) -> tuple[list[dict[str, Any]] | None, list[str]]:
-    """Returns the functions among the tools of a request, and the names of the others, which are left out
-    with a warning: clients send all that they have with every request."""
+    """Returns the functions among the tools of a request, and the names of the other tools, which are left
+    out with a warning: clients send all their tools with every request."""
     functions, left_out = [], []
     for tool in tools or ():
         kind = tool.get("type", "function")
@@ -350,20 +350,19 @@ def functions_among(
 
 
 def _without_nulls(tool: dict[str, Any]) -> dict[str, Any]:
-    """Returns the tool without fields that are null, which count as absent; within its schema, null is a
-    value."""
+    """Returns the tool without its null fields, which count as absent; within its schema, null is a value."""
     function = {name: value for name, value in tool["function"].items() if value is not None}
     return {**{name: value for name, value in tool.items() if value is not None}, "function": function}
 
 
 def _check_tools(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, Any]]:
-    """The schema of each tool's parameters, by the tool's name."""
+    """Returns the schema of each tool's parameters, by the tool's name."""
     schemas: dict[str, dict[str, Any]] = {}
     for i, tool in enumerate(tools or ()):
         function = tool.get("function")
         if (tool.get("type") or "function") != "function" or not isinstance(function, dict):
             raise RequestError(
-                f"tools[{i}] {tool!r:.100} is no function; give "
+                f"tools[{i}] must be a function, got {tool!r:.100}; give "
                 '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
             )
         name, schema = function.get("name"), function.get("parameters")
@@ -371,18 +370,20 @@ def _check_tools(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, Any]
             raise RequestError(f"tools[{i}] has no name; give one of letters, digits and any of _ . : -")
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise RequestError(
-                f"tools[{i}] has the name {name!r:.100}; names are 1 to 128 letters, digits and any of _ . "
-                ": -"
+                f"tools[{i}] must have a name of 1 to 128 letters, digits and any of _ . : -, got "
+                f"{name!r:.100}; rename it"
             )
         if name in schemas:
             raise RequestError(f"tools has {name!r} twice; give each tool a name of its own")
         if not isinstance(function.get("description", ""), str | None):
             raise RequestError(
-                f"tools[{i}], {name}: the description {function['description']!r:.100} is no text"
+                f"tools[{i}] ({name}) must have a text as description, got "
+                f"{function['description']!r:.100}; send a string"
             )
         if schema is not None and (not isinstance(schema, dict) or schema.get("type", "object") != "object"):
             raise RequestError(
-                f"tools[{i}], {name}: the parameters {schema!r:.100} are no JSON schema of an object; give "
+                f"tools[{i}] ({name}) must have the JSON schema of an object as parameters, got "
+                f"{schema!r:.100}; give "
                 '{"type": "object", "properties": {...}}'
             )
         schemas[name] = {**(schema or {"properties": {}}), "type": "object"}
@@ -402,8 +403,8 @@ def _calls_schema(schemas: dict[str, dict[str, Any]], many: bool) -> dict[str, A
 
 
 def _call_schema(schemas: dict[str, dict[str, Any]], arguments: str) -> dict[str, Any]:
-    """One call, its arguments under this key. Each tool's schema becomes a definition, and what it refers to
-    within itself is looked for there, whatever address the schema gave itself."""
+    """Returns the schema of one call with its arguments under this key. Each tool's schema becomes a
+    definition, and its references to itself lead there, whatever `$id` the schema has."""
     calls = [
         {
             "type": "object",
@@ -425,13 +426,13 @@ def _call_schema(schemas: dict[str, dict[str, Any]], arguments: str) -> dict[str
 
 
 def _json_part(schema: Any) -> dict[str, Any]:
-    """A structural tag's part that holds JSON of this schema."""
+    """Returns a structural tag's part for JSON of this schema."""
     return {"type": "json_schema", "json_schema": schema}
 
 
 def _moved(schema: Any, root: str, are_names: bool = False) -> Any:
-    """A copy of a schema whose references to itself lead to `root`. `are_names`: the keys here are names that
-    the schema's writer chose."""
+    """Returns a copy of a schema whose references to itself lead to `root`. are_names: the keys are
+    property names, not keywords."""
     if isinstance(schema, list):
         return [_moved(part, root) for part in schema]
     if not isinstance(schema, dict):

@@ -1,4 +1,4 @@
-"""Who may come in: keys, the pages that a browser has open, and the names under which a port answers."""
+"""Access to a port: API keys, the origins of web pages, and the host names under which it answers."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from shoal.server.http.keys import Keys, is_address
 
 
 class Access:
-    """Those of one port."""
+    """The access rules of one port."""
 
     def __init__(self, config: ServerConfig, keys: Keys, cors: Cors, *, is_admin: bool) -> None:
-        """is_admin: a page that some browser on this machine has open must not put models to sleep, so pages
-        are refused unless --allowed-origins names their site."""
+        """is_admin: a web page must not put models to sleep, so pages are refused unless --allowed-origins
+        names their site."""
         self._config, self._keys, self._cors, self._is_admin = config, keys, cors, is_admin
 
     def check(self, exchange: Exchange, *, is_public: bool) -> None:
@@ -31,9 +31,9 @@ class Access:
             self._check_host(exchange)
 
     def _check_origin(self, exchange: Exchange) -> None:
-        """Some browser on this machine may have the page of a stranger open. It must not operate the server,
-        nor have it compute: a key would keep it out, and where there is none, its origin tells. Programs send
-        no Origin."""
+        """Refuses pages of other sites, which some browser on this machine may have open: they must not
+        operate the server, nor make it compute. A key would keep them out; without keys their origin does.
+        Programs send no Origin."""
         origin = exchange.headers.get(b"origin", b"").decode("latin-1")
         if not origin or self._cors.allowed_origin(exchange) is not None:
             return
@@ -46,21 +46,21 @@ class Access:
 
     @staticmethod
     def _is_own_page(exchange: Exchange, origin: str) -> bool:
-        """Whether the page comes from this server, or is none: an editor's view and an extension are
-        installed programs."""
+        """Returns whether the request comes from a page of this server, or from an installed program such
+        as an editor's view or an extension."""
         scheme, _, site = origin.partition("://")
         if scheme not in ("http", "https", "null"):
             return True
-        # A proxy may tell us its own name for this server. The browser knows better than we do whether the
-        # page and the request have one address, and no page can write this header itself.
+        # A proxy may send its own name for this server. The browser knows whether the page and the request
+        # have the same origin, and no page can set this header itself.
         if exchange.headers.get(b"sec-fetch-site") == b"same-origin":
             return True
         own = [exchange.headers.get(name, b"") for name in (b"host", b"x-forwarded-host")]
         return bool(site) and site.lower() in [name.decode("latin-1").lower() for name in own]
 
     def _check_host(self, exchange: Exchange) -> None:
-        """A page of a stranger whose name has come to mean this machine's address (DNS rebinding) still sends
-        its own name as Host."""
+        """Refuses other host names: after DNS rebinding a page's own host name resolves to this machine,
+        and the page still sends that name as Host."""
         host = exchange.headers.get(b"host", b"").decode("latin-1")
         try:
             name = urllib.parse.urlsplit("//" + host).hostname or ""
@@ -69,8 +69,9 @@ class Access:
         if name not in ("", "localhost", self._config.admin_host.lower()) and not is_address(name):
             raise ApiError(
                 403,
-                f"this port is asked as {host!r:.100}, and without keys it answers to addresses, "
-                "localhost and --admin-host alone; set --api-key to have it answer under other names",
+                "without keys the header Host must be an address, localhost or --admin-host, got "
+                f"{host!r:.100}; "
+                "set --api-key to allow other names",
             )
 
     def _check_key(self, exchange: Exchange) -> None:

@@ -1,5 +1,5 @@
-"""The line of the log that says what a request asks for, when it arrives (--enable-log-requests): its id, its
-size and its parameters. Prompts are in it with --verbose alone."""
+"""The log line of a request that arrives (--enable-log-requests): its id, size and parameters, and with
+--verbose its prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_PARAMS = 2000  # characters: a schema may be long
 
 
 def log_arrival(request_id: str, handler: str, generation: Generation, config: ServerConfig) -> None:
-    """request_id: as in all logs. handler: the path of the request's route."""
+    """Logs an arrival. request_id: as in all logs. handler: the path of the request's route."""
     sizes = [len(prompt.token_ids) for prompt in generation.prompts]
     fields: dict[str, Any] = {
         "path": handler,
@@ -42,7 +42,7 @@ def log_arrival(request_id: str, handler: str, generation: Generation, config: S
 
 
 def _shown(params: SamplingParams) -> str:
-    """The parameters that are not the defaults of their class."""
+    """Returns the parameters that differ from the defaults of their class."""
     parts = []
     for field in dataclasses.fields(params):
         value = getattr(params, field.name)

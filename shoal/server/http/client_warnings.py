@@ -1,4 +1,4 @@
-"""Warnings about what clients send in vain: each once a client, and a limited number in all."""
+"""Warnings about fields and parts of requests without effect: each once a client, a limited number in all."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ import logging
 
 logger = logging.getLogger(__name__)
 
-MAX_TOLD = 1000  # warnings of one server: a client that makes up names fills neither memory nor log
+MAX_WARNINGS = 1000  # per server: a client that makes up names fills neither memory nor log
 
 
 class ClientWarnings:
     def __init__(self) -> None:
-        self._told: set[tuple[str, str]] = set()
+        self._given: set[tuple[str, str]] = set()
 
-    def tell(self, client: str, what: str, message: str) -> None:
-        """Logs `message`, unless this client was told of `what` before."""
+    def warn(self, client: str, what: str, message: str) -> None:
+        """Logs `message`, once for each client and `what`."""
         if self.is_new(client, what):
-            logger.warning("%s (client %.100r, told once)", message, client)
+            logger.warning("%s (client %.100r, logged once)", message, client)
 
     def is_new(self, client: str, what: str) -> bool:
-        """Whether this is asked for the first time. Never, once there were MAX_TOLD."""
-        if (client, what) in self._told or len(self._told) >= MAX_TOLD:
+        """Returns whether this is the first call for a client and `what`. False after MAX_WARNINGS."""
+        if (client, what) in self._given or len(self._given) >= MAX_WARNINGS:
             return False
-        self._told.add((client, what))
-        if len(self._told) == MAX_TOLD:
+        self._given.add((client, what))
+        if len(self._given) == MAX_WARNINGS:
             logger.warning(
-                "this is the last of %d warnings of what clients send in vain; more are not shown", MAX_TOLD
+                "this is the last of %d warnings about requests; further ones are not shown", MAX_WARNINGS
             )
         return True

@@ -1,8 +1,8 @@
 """One client's connection: uvicorn's protocol with the limits that it lacks.
 
 They bound a request's head, its trailers and the framing of its chunks, the number of connections, the time
-that a head may take, and the time that an answer may lie unread. Requests that come ahead of their turn
-(pipelined ones) do not hide that their client has left.
+to receive a head, and the time that an answer stays unread. A client that leaves is noticed even while its
+pipelined requests wait.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from shoal.server.http.request_log import RefusalLog
 MAX_HEADER_BYTES = 64 << 10
 CHUNK_BYTES = 24  # the most framing of one chunk: its size in hex digits and two line ends
 SLICE_BYTES = 16 << 10  # parsed at once: it may hold hundreds of small requests, which then wait as objects
-NO_HTTP = "what came is no HTTP"
-HANGUP_POLL_S = 0.5  # between looks at a client whose requests wait for their turn
+NO_HTTP = "the request is not valid HTTP"
+HANGUP_POLL_S = 0.5  # between polls of a client whose requests wait
 HANGUP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 REASONS = {
     400: b"Bad Request",
@@ -52,7 +52,7 @@ class Connections:
         self.pacing = RequestPacing()
 
     def make_room(self) -> bool:
-        """Whether one more connection may stay. An idle one may have been closed for it."""
+        """Returns whether one more connection fits. May close an idle one for it."""
         if self.num_open <= self.most:
             return True
         longest = next((one for one in self.idle if not one.has_ahead), None)
@@ -64,8 +64,8 @@ class Connections:
 
 
 class _Flow(FlowControl):
-    """Reads no more while requests wait for their turn. uvicorn would resume reading whenever an application
-    waits for its client, and those requests would grow without end."""
+    """Stops reading while pipelined requests wait. uvicorn would resume reading whenever an application
+    waits for its client, and the waiting requests would grow without bound."""
 
     def __init__(self, transport: asyncio.Transport, connection: Connection) -> None:
         super().__init__(transport)
@@ -77,8 +77,8 @@ class _Flow(FlowControl):
 
 
 class _HeadAndBody:
-    """To whom uvicorn writes an answer up to the beginning of its body. The head waits for that, so that both
-    are one call of the system and one packet."""
+    """The transport to which uvicorn writes an answer's head and the beginning of its body. The head waits
+    for the body, so that both are one system call and one packet."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle, self._transport = cycle, cycle.transport
@@ -94,7 +94,7 @@ class _HeadAndBody:
             self._transport.write(self._head + data)
 
     def end(self) -> None:
-        """The answer is whole. That of a HEAD has no body."""
+        """Ends the answer, which may have no body (HEAD)."""
         self._cycle.transport = self._transport
         self._transport.write(self._head)
 
@@ -107,8 +107,8 @@ class _HeadAndBody:
 
 
 class _Unchunked:
-    """Sends the answer to an HTTP/1.0 client, which does not know chunks: a body without a length ends with
-    the connection."""
+    """Sends an answer without chunks to an HTTP/1.0 client: a body without a length ends with the
+    connection."""
 
     def __init__(self, cycle: RequestResponseCycle) -> None:
         self._cycle, self._send = cycle, cycle.send
@@ -125,7 +125,7 @@ class _Unchunked:
 
 
 class _Refused(Exception):
-    """A callback of the parser raises this to stop it in the middle of what it was given."""
+    """Raised by a callback of the parser to stop it in the middle of its input."""
 
     def __init__(self, error: ApiError) -> None:
         super().__init__(error.message)
@@ -144,18 +144,18 @@ class Connection(HttpToolsProtocol):
         self._awaits_turn = False
         self._in_head = True
         self._between_messages = True
-        self._is_told_again = False  # the parser reads a head that it has read before
+        self._is_replaying = False  # a new parser is given the head again
         self._head_bytes = 0  # the length of the message's URL, headers and trailers so far
-        # The parser's callbacks tell of most bytes, not of chunk extensions and the like.
-        self._known_bytes = 0  # bytes of the last read that a callback told of
-        self._unknown_bytes = 0  # bytes of this message that no callback has told of
+        # The parser's callbacks report most bytes, but not chunk extensions and the like.
+        self._known_bytes = 0  # bytes of the last read that callbacks have reported
+        self._unknown_bytes = 0  # bytes of this message that no callback has reported
         self._began_message = False  # a message began in the last read
         self._running: Any = None  # the cycle that the application works on; self.cycle is the newest
         self._head_timer: asyncio.TimerHandle | None = None
         self._write_timer: asyncio.TimerHandle | None = None
         self._hangup_timer: asyncio.TimerHandle | None = None
 
-    # Its beginning and its end
+    # Opening and closing
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -181,18 +181,18 @@ class Connection(HttpToolsProtocol):
         self.pipeline.clear()
         self._kept = b""
         running = self._running
-        if running is not None and not running.response_complete:  # uvicorn tells the newest cycle alone
+        if running is not None and not running.response_complete:  # uvicorn notifies only the newest cycle
             running.disconnected = True
             running.message_event.set()
             if (on_leave := running.scope.get(ON_LEAVE)) is not None:
                 on_leave()
         super().connection_lost(exc)
 
-    # What the client sends
+    # Input
 
     @property
     def has_ahead(self) -> bool:
-        """Whether the client sent more than the request that is being answered."""
+        """True if the client has sent more than the request that is being answered."""
         return bool(self.pipeline or self._kept)
 
     def data_received(self, data: bytes) -> None:
@@ -213,8 +213,8 @@ class Connection(HttpToolsProtocol):
             self._parse_kept(is_paused=True)
 
     def _parse_kept(self, is_paused: bool) -> None:
-        """Hands the parser the data whose turn it is. Only a new message ends the keep-alive time. The rest
-        of a message that is answered already does not, or a client could hold the connection without end.
+        """Feeds the kept data to the parser. Only a new message ends the keep-alive time: if the rest of an
+        answered message did, a client could hold the connection for ever.
 
         is_paused: nothing is read because data was kept.
         """
@@ -251,8 +251,8 @@ class Connection(HttpToolsProtocol):
             self._refuse(
                 ApiError(
                     431,
-                    "one field of the request's head, or what its chunks say beside their "
-                    f"content, has more than {MAX_HEADER_BYTES} bytes",
+                    "one field of the request's head, or the extensions of its chunks, must have at most "
+                    f"{MAX_HEADER_BYTES} bytes; send less",
                 )
             )
 
@@ -267,8 +267,9 @@ class Connection(HttpToolsProtocol):
         return rest
 
     def _decline(self) -> None:
-        """Declines another protocol that the client offers, such as HTTP/2, which Java's client offers each
-        time. The parser has ended the request with its head, so a new parser is told of the body."""
+        """Declines an upgrade that the client offers, such as HTTP/2, which Java's client offers each
+        time. The parser has ended the request with its head, so a new parser is given the framing of the
+        body."""
         framing = [
             b"%b: %b\r\n" % header
             for header in self.headers
@@ -276,16 +277,16 @@ class Connection(HttpToolsProtocol):
         ]
         self.parser = httptools.HttpRequestParser(self)
         self.cycle.more_body = True
-        self._is_told_again = True
+        self._is_replaying = True
         try:
             self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
         finally:
-            self._is_told_again = False
+            self._is_replaying = False
 
-    # What the parser makes of it
+    # Callbacks of the parser
 
     def on_message_begin(self) -> None:
-        if self._is_told_again:
+        if self._is_replaying:
             return
         super().on_message_begin()
         self._unset_keepalive_if_required()
@@ -297,12 +298,12 @@ class Connection(HttpToolsProtocol):
             self._head_timer = self.loop.call_later(self._limits.read_timeout, self._head_is_late)
 
     def on_url(self, url: bytes) -> None:
-        if not self._is_told_again:
+        if not self._is_replaying:
             self._count_head(len(url))
             super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if self._is_told_again:
+        if self._is_replaying:
             return
         self._count_head(len(name) + len(value) + len(": \r\n"))
         if self._in_head:  # trailers are counted and dropped
@@ -313,12 +314,15 @@ class Connection(HttpToolsProtocol):
         self._known_bytes += count
         if self._head_bytes > MAX_HEADER_BYTES:
             raise _Refused(
-                ApiError(431, f"the request's head and trailers have more than {MAX_HEADER_BYTES} bytes")
+                ApiError(
+                    431,
+                    f"the request's head and trailers must have at most {MAX_HEADER_BYTES} bytes; send less",
+                )
             )
 
     def _check_target(self) -> None:
-        """Refuses a target without a path of ASCII characters, such as that of `CONNECT host:80`. uvicorn
-        would fail."""
+        """Refuses a target without a path of ASCII characters, such as in `CONNECT host:80`. uvicorn would
+        fail."""
         try:
             path = httptools.parse_url(self.url).path
         except httptools.HttpParserInvalidURLError:
@@ -329,12 +333,12 @@ class Connection(HttpToolsProtocol):
                 ApiError(
                     400,
                     f"the request's target {target!r:.100} has no path of "
-                    "ASCII characters; this server is no proxy",
+                    "ASCII characters; this server does not act as a proxy",
                 )
             )
 
     def on_headers_complete(self) -> None:
-        if self._is_told_again:
+        if self._is_replaying:
             return
         self._check_target()
         self._in_head = False
@@ -349,7 +353,7 @@ class Connection(HttpToolsProtocol):
             self.cycle.waiting_for_100_continue = False
         if len(self.pipeline) == num_waiting:
             self._running = self.cycle
-        elif self._hangup_timer is None:  # uvicorn reads no more, so it would not see that the client leaves
+        elif self._hangup_timer is None:  # uvicorn stops reading, and would not notice a hangup
             self._hangup_timer = self.loop.call_later(HANGUP_POLL_S, self._look_for_hangup)
 
     def on_chunk_header(self) -> None:
@@ -361,7 +365,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self.flow.resume_reading()  # so that it is seen when the client leaves
+        self.flow.resume_reading()  # so that a hangup is noticed
         self._between_messages = True
         self._note_idle()
 
@@ -375,19 +379,19 @@ class Connection(HttpToolsProtocol):
         if isinstance(self._running.transport, _HeadAndBody):
             self._running.transport.end()
         if self.pipeline:
-            self._running = self.pipeline[-1][0]  # the one that uvicorn begins now
+            self._running = self.pipeline[-1][0]  # uvicorn begins this one now
         self._note_idle()
         if self.transport.is_closing() and self.transport.get_write_buffer_size():
             self._await_reader()
         super().on_response_complete()
         if self._kept and not self.pipeline:
-            self.loop.call_soon(self.data_received, b"")  # not now: whose answer is complete calls us
+            self.loop.call_soon(self.data_received, b"")  # not now: the completed cycle is still on the stack
         else:
             self.flow.resume_reading()
 
     def _look_for_hangup(self) -> None:
-        """Looks whether the client has left. The state of its socket tells, as data that it sent before lies
-        unread."""
+        """Polls whether the client has left. Unread data hides the end of the stream, so it polls the
+        state of the socket."""
         self._hangup_timer = None
         if self.transport.is_closing():
             return
@@ -412,7 +416,7 @@ class Connection(HttpToolsProtocol):
             self._close()
 
     def _close(self) -> None:
-        """Closes once all that was written is sent, and does not wait without end for a client that does not
+        """Closes once all written data is sent, but waits only a limited time for a client that does not
         read."""
         self.transport.close()
         self._await_reader()
@@ -425,16 +429,16 @@ class Connection(HttpToolsProtocol):
         )
 
     def _check_reader(self, before: int) -> None:
-        """Gives up a client that took nothing since the last look. A slow one goes on, as a big answer takes
-        its time."""
+        """Drops a client that has read nothing since the last check. A slow client continues, as a large
+        answer takes time."""
         if self._num_unread() < before:
             self._await_reader()
         else:
             self.transport.abort()
 
     def _num_unread(self) -> int:
-        """The number of bytes that the client's side has not acknowledged. They are in our buffer or in the
-        kernel's, which may hold megabytes."""
+        """Returns the number of bytes that the client's side has not acknowledged: in this process's
+        buffer or in the kernel's, which may hold megabytes."""
         in_kernel = fcntl.ioctl(self._socket_fd(), termios.TIOCOUTQ, bytes(4))
         return self.transport.get_write_buffer_size() + int.from_bytes(in_kernel, sys.byteorder)
 
@@ -451,12 +455,12 @@ class Connection(HttpToolsProtocol):
         self._refuse(ApiError(408, f"the request's head did not arrive within {seconds:g} s"))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers what never became a request, and closes. While an earlier request waits for its answer it
-        only closes the connection."""
+        """Answers input that never became a request, and closes. While an earlier request waits for its
+        answer, it only closes the connection."""
         self._stop_timers()
         if self.transport.is_closing():
             return
-        self._all.refusals.tell(self.client[0] if self.client else "-", error)
+        self._all.refusals.log(self.client[0] if self.client else "-", error)
         running = self._running
         is_running = running is self.cycle and not self._in_head
         if running is None or running.response_complete or (is_running and not running.response_started):

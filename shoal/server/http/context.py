@@ -1,5 +1,4 @@
-"""One port as its requests see it: limits, models, keys, what is watched, and what is counted over all
-requests."""
+"""The state that all requests of one port share: limits, models, keys, the monitor, and counts."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from shoal.telemetry.tracing import Tracing
 
 
 class ServerContext:
-    """It knows neither the routes nor the requests that run."""
+    """Holds neither the routes nor the running requests."""
 
     def __init__(
         self, models: Catalog, config: ServerConfig, monitor: Monitor, tracing: Tracing | None

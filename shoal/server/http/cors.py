@@ -17,7 +17,7 @@ class Cors:
         self._allow_credentials = config.allow_credentials
 
     def allowed_origin(self, exchange: Exchange) -> bytes | None:
-        """The Origin of the request as an answer may name it. None if it has none, or one that is not
+        """Returns the Origin of the request as the answer may name it. None if it is absent or not
         allowed."""
         origin = exchange.headers.get(b"origin")
         if origin is None:
@@ -27,7 +27,7 @@ class Cors:
         return origin if origin.decode("latin-1") in self._origins else None
 
     def add_headers(self, exchange: Exchange) -> None:
-        """Adds those that let a page of an allowed site read the answer."""
+        """Adds the headers that let a page of an allowed site read the answer."""
         origin = self.allowed_origin(exchange)
         if origin is None:
             return
@@ -42,7 +42,7 @@ class Cors:
 
     @staticmethod
     def is_preflight(exchange: Exchange) -> bool:
-        """Whether a browser asks ahead of a call by a page of another site."""
+        """Returns whether this is a browser's preflight for a call by a page of another site."""
         return (
             exchange.method == "OPTIONS"
             and b"origin" in exchange.headers
@@ -50,11 +50,13 @@ class Cors:
         )
 
     async def answer_preflight(self, exchange: Exchange) -> None:
-        """Raises ApiError (400) for what the options do not allow."""
+        """Answers a preflight. Raises ApiError (400) for anything that the options do not allow."""
         method_asked = exchange.headers.get(b"access-control-request-method", b"")
         headers_asked = exchange.headers.get(b"access-control-request-headers", b"")
         if not (method_asked.isascii() and headers_asked.isascii()):  # they come back in the answer's head
-            raise ApiError(400, "the method or the headers that are asked for are no ASCII")
+            raise ApiError(
+                400, "the headers Access-Control-Request-Method and -Headers must be ASCII; send plain names"
+            )
         method = method_asked.decode("ascii")
         names = [name.strip().lower() for name in headers_asked.decode("ascii").split(",") if name.strip()]
         wrong = []

@@ -36,7 +36,7 @@ MOST_CONTAINERS = 100_000  # lists and objects among them
 MISSING = "Object missing required field "
 
 
-UNKNOWN = "Object contains unknown field "  # of a Struct that forbids them
+UNKNOWN = "Object contains unknown field "  # for a Struct that forbids unknown fields
 
 
 GOT_FLOAT = "got `float`"
@@ -49,9 +49,9 @@ MOST_EXACT = 1 << 53  # beyond it a float stands for several integers
 
 
 def check_size(body: bytes, num_tokens: int) -> None:
-    """Refuses JSON that would take long to read although its bytes are few: a parsed `[]` is forty times as
-    large, and nothing else runs meanwhile. num_tokens: how many fit into the model; so many more values are
-    allowed. Raises ApiError."""
+    """Refuses JSON that would take long to read although its bytes are few: a parsed `[]` is forty times
+    as large, and nothing else runs meanwhile. num_tokens: the model's context, which raises the limits.
+    Raises ApiError."""
     if len(body) <= SMALL_BODY:
         return
     for marks, most, what in (
@@ -68,7 +68,7 @@ def check_size(body: bytes, num_tokens: int) -> None:
 
 
 def decode(kind: type[T], body: bytes) -> T:
-    """The request in `body`. Raises ApiError (400), which names the field that is wrong."""
+    """Returns the request in `body`. Raises ApiError (400), which names the wrong field."""
     try:
         if len(body) <= SMALL_BODY:
             return msgspec.json.decode(body, type=kind)
@@ -103,12 +103,12 @@ def decode(kind: type[T], body: bytes) -> T:
     except msgspec.DecodeError as error:
         if (whole := with_whole_characters(body)) != body:
             return decode(kind, whole)
-        raise ApiError(400, f"the body is no JSON: {error}") from None
+        raise ApiError(400, f"the body is not valid JSON: {error}") from None
 
 
 def _with_integers(body: bytes) -> bytes:
-    """The same JSON with 2 in place of 2.0, which clients send whose language knows no integers. What cannot
-    be read stays as it is."""
+    """Returns the same JSON with 2 in place of 2.0, which clients send whose language has no integers.
+    Invalid JSON stays as it is."""
     try:
         return msgspec.json.encode(_INTEGERS.decode(body))
     except (ValueError, RecursionError):
@@ -127,8 +127,8 @@ _INTEGERS = msgspec.json.Decoder(float_hook=_number)
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Python's garbage collector would look at a large body's values again and again while they come: three
-    times the time."""
+    """Disables Python's garbage collector, which would traverse a large body's values again and again:
+    three times the time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -139,9 +139,9 @@ def _without_collections() -> Iterator[None]:
 
 
 def unknown_fields(kind: type, body: bytes) -> list[str]:
-    """The names in `body` that are no fields of `kind`, also those within its options, such as
-    "stream_options.usage". `decode` has read the body before. Raises ApiError (400) for a name that is no
-    valid text, which `decode` passes over."""
+    """Returns the names in `body` that `kind` does not have as fields, also within its options, such as
+    "stream_options.usage". `decode` has read the body before. Raises ApiError (400) for a name that is not
+    valid UTF-8, which `decode` ignores."""
     given = decode(dict[str, msgspec.Raw], body)
     options = _options_by_field(kind)
     found = [name for name in given if name not in options and not is_silent(kind, name)]
@@ -153,7 +153,7 @@ def unknown_fields(kind: type, body: bytes) -> list[str]:
 
 @functools.cache
 def _options_by_field(kind: type) -> dict[str, type | None]:
-    """Every field, with the type of its options where it has some."""
+    """Returns every field, with the type of its options if it has any."""
     found: dict[str, type | None] = {}
     for name, hint in typing.get_type_hints(kind).items():
         types = [t for t in (hint, *typing.get_args(hint)) if isinstance(t, type)]

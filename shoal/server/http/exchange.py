@@ -1,5 +1,5 @@
-"""One HTTP request and its answer, straight on ASGI: reading the body within limits, answering, streaming,
-and noticing who leaves."""
+"""One HTTP request and its answer on ASGI: reads the body within limits, answers, streams, and notices a
+client that leaves."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ Send = Callable[[Message], Awaitable[None]]
 
 JSON = b"application/json"
 DONE = b"data: [DONE]\n\n"
-ALWAYS_SEARCHED = 1 << 12  # bytes: a body that is no larger is always searched for unknown fields
+ALWAYS_SEARCHED = 1 << 12  # bytes: bodies up to this size are always searched for unknown fields
 MAX_SESSION = 256  # characters
 MAX_ID = 256  # characters
-MAX_UNKNOWN = 20  # unknown fields of one request that the log tells of
-LINGER_SECONDS = 2.0  # a client that is still sending when it is refused gets so long to see why
-# In a request's scope: what the connection calls when the client leaves. ASGI's own way, a task beside each
-# handler that waits for the message http.disconnect, costs more than reading the request does.
+MAX_UNKNOWN = 20  # unknown fields of one request that are logged
+LINGER_SECONDS = 2.0  # for a client that is still sending to read its refusal
+# The key, in a request's scope, of the function that the connection calls when the client leaves. ASGI's own
+# way, a task per handler that waits for the message http.disconnect, costs more than reading the request.
 ON_LEAVE = "shoal.on_leave"
 
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """How one of the APIs that this server speaks says what all of them say: errors and streams."""
+    """The form of errors and streams in one of the APIs that this server has."""
 
-    name: str  # whose API it is
+    name: str  # the company whose API it is
     error: type  # the Struct of an error, for the OpenAPI document
     error_body: Callable[[ApiError], bytes]
-    error_event: Callable[[ApiError], bytes]  # what a stream says when it fails midway
+    error_event: Callable[[ApiError], bytes]  # the event of a stream that fails midway
     stream_type: str = "text/event-stream; charset=utf-8"
     id_headers: tuple[str, ...] = ("x-request-id",)  # each holds the request's id
 
@@ -70,8 +70,8 @@ class ClientGone(Exception):
 
 
 class Exchange:
-    """Handlers get one, read `body` through `decode`, and answer with `json`, `respond`, or `send` as often
-    as they like and `end`."""
+    """Handlers get an exchange, read `body` through `decode`, and answer with `json`, with `respond`, or
+    with any number of `send` and one `end`."""
 
     def __init__(
         self,
@@ -92,19 +92,19 @@ class Exchange:
         self.size = 0  # bytes of the body so far
         self.more_headers: list[tuple[bytes, bytes]] = []  # go out with the answer, whatever it is
         self.arrival = time.perf_counter()
-        # What its route says, once there is one.
+        # Set from the route.
         self.handler = "none"  # the route's path
         self.is_quiet = False
         self.dialect = OPENAI
-        # How the client calls what messages of errors call otherwise: the handler says it.
+        # The client's name of a field, by the name in error messages. Set by the handler.
         self.names: dict[str, str] = {}
         self.generation: Generation | None = None  # see generate
-        self._last = b""  # of a stream, what its end takes along
+        self._last = b""  # events of a stream that are sent together with its end
         self.line: Timeline | None = None  # see begin_line
         self._trace: Trace | None = None
         self._read_at = self.arrival  # when the body was in
         self.status: int | None = None  # None: no byte of the answer is out
-        self.error: ApiError | None = None  # the client was told of it, maybe in the middle of a stream
+        self.error: ApiError | None = None  # sent to the client, possibly in the middle of a stream
         self.ended = False
         self.read_all = False  # nothing of the body is left in the socket
         self.is_gone = False
@@ -115,17 +115,17 @@ class Exchange:
         self._is_named = _is_id(given)
         self.request_id = given if self._is_named else secrets.token_hex(16)
 
-    # What the client sent
+    # Input
 
     async def read(self) -> None:
-        """Takes in the body. Raises ApiError: 413 if it is too large, 408 if it is too slow, 429 if the
+        """Reads the body. Raises ApiError: 413 if it is too large, 408 if it is too slow, 429 if the
         bodies of all requests are too large together. Raises ClientGone."""
         config = self.context.config
         limit, seconds = config.max_body_bytes, config.read_timeout
         try:
             length = int(self.headers.get(b"content-length", b"0"))
         except ValueError:
-            raise ApiError(400, "the header Content-Length is no number") from None
+            raise ApiError(400, "the header Content-Length must be a number") from None
         encoding = self.headers.get(b"content-encoding", b"identity").decode("latin-1").strip()
         if encoding.lower() not in ("", "identity"):
             raise ApiError(
@@ -159,7 +159,7 @@ class Exchange:
                         break
         except TimeoutError:
             raise ApiError(
-                408, f"the request did not arrive within {seconds:g} s; send its body at once"
+                408, f"the request's body did not arrive within {seconds:g} s; send it at once"
             ) from None
         self.scope[ON_LEAVE] = self._leave
         self.read_all, self._read_at = True, time.perf_counter()
@@ -167,8 +167,8 @@ class Exchange:
         self.body = b"".join(parts).removeprefix(codecs.BOM_UTF8)
 
     def decode(self, kind: type[T]) -> T:
-        """The body as this Struct. Fields that the Struct does not have are told in the log. Raises ApiError
-        (400) that names a field that is wrong."""
+        """Returns the body as this Struct, and logs unknown fields. Raises ApiError (400), which names the
+        wrong field."""
         check_size(self.body, self.models.most_tokens)
         request = decode(kind, self.body)
         refuse(kind, self.body)
@@ -183,24 +183,24 @@ class Exchange:
         return request
 
     def warn(self, what: str, message: str) -> None:
-        """Writes `message` into the log, once for this client and `what`."""
-        self.context.client_warnings.tell(self.client, what, message)
+        """Logs `message`, once for this client and `what`."""
+        self.context.client_warnings.warn(self.client, what, message)
 
     @property
     def client(self) -> str:
-        """The name of the client's program, or its address where it does not say."""
+        """The name of the client's program, or else its address."""
         address = (self.scope.get("client") or ("unknown",))[0]
         return self.headers.get(b"user-agent", b"").decode("latin-1")[:200] or str(address)
 
     def named(self, given: str | None) -> str:
-        """The id of the answer, which a request's body may give. All logs know the request by that id, too,
-        unless the header X-Request-Id names another, or it is none that a header could hold."""
+        """Returns the id of the answer, which a request's body may set. All logs use that id too, unless
+        the header X-Request-Id names another, or a header could not hold it."""
         if given is not None and not self._is_named and _is_id(given):
             self.request_id, self._is_named = given, True
         return given or self.request_id
 
     def begin_line(self, model: str, *, is_listed: bool = True) -> Timeline:
-        """The timeline of a request for answers of this model, whose prompt has become tokens by now."""
+        """Starts the timeline of a request to this model, once its prompt is tokenized."""
         line = self.line = Timeline(self.request_id, model, self.handler, self.arrival)
         now = time.perf_counter()
         line.add([Span("tokenize", now - self._read_at, now - self._read_at)], now)
@@ -251,17 +251,17 @@ class Exchange:
         return self.generation
 
     def _joined(self, name: bytes) -> str:
-        """A header that may be cut into several, as HTTP puts them together."""
+        """Returns a header that may be split into several, joined as HTTP says."""
         values = [value for found, value in self.scope["headers"] if found == name]
         return b",".join(values).decode("latin-1")
 
     def end_line(self) -> None:
-        """The exchange has ended."""
+        """Ends the timeline."""
         if self.line is None:
             return
         if self.is_gone:
             self.line.reasons.add(FinishReason.ABORT)
-        # An external worker's refusal is passed on as it is, and is no error of this server's own.
+        # An external worker's refusal is passed on unchanged, and does not set `error`.
         status = self.error.status if self.error is not None else self.status or 0
         self.line.end(has_failed=status >= 400)
         if self._trace is not None:
@@ -269,24 +269,25 @@ class Exchange:
         self.line.params = None  # a grammar may be long
 
     def session(self, user: Any = None) -> str | None:
-        """What keeps requests together at one worker of a fleet: the header X-Session-ID, else the body's
-        `user`, if that is a text."""
+        """Returns the key that keeps requests at one worker of a fleet: the header X-Session-ID, else the
+        body's `user`, if it is a text."""
         given = self.headers.get(b"x-session-id", b"").decode("latin-1")
         return (given or (user if isinstance(user, str) else ""))[:MAX_SESSION] or None
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Those that the worker of a fleet must have."""
+        """The tags that the worker of a fleet must have."""
         return tags_of(self.headers)
 
     def query(self) -> dict[str, list[str]]:
-        """The parameters of the URL: all values of each name. Raises ApiError (400) for invalid UTF-8."""
+        """Returns the parameters of the URL: all values of each name. Raises ApiError (400) for invalid
+        UTF-8."""
         try:
             return urllib.parse.parse_qs(
                 self.scope["query_string"].decode("ascii"), keep_blank_values=True, errors="strict"
             )
         except ValueError:
-            raise ApiError(400, "the URL's query is no valid UTF-8, percent-encoded") from None
+            raise ApiError(400, "the URL's query must be percent-encoded UTF-8") from None
 
     def _leave(self) -> None:
         """Cancels the handler, as the client has left."""
@@ -295,18 +296,18 @@ class Exchange:
             self._task.cancel()
 
     def stop(self, error: ApiError) -> None:
-        """Ends the exchange from outside: its handler is cancelled, its client told `error`."""
+        """Ends the exchange from outside: cancels its handler, and sends `error` to its client."""
         if self._may_be_cancelled and self._task is not None:
             self.end_error = error
             self._task.cancel()
 
     @property
     def _may_be_cancelled(self) -> bool:
-        """Whether the handler still works. Once it has answered or failed, it only waits for the client to
+        """True while the handler works. Once it has answered or failed, it only waits for the client to
         read."""
         return not self.ended and self.error is None
 
-    # What the client gets
+    # Output
 
     async def json(self, value: Any, status: int = 200) -> None:
         await self.respond(value if isinstance(value, bytes) else msgspec.json.encode(value), status)
@@ -323,8 +324,8 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": body})
 
     async def send(self, events: bytes) -> None:
-        """The next piece of a stream, begun by the first. Waits while the client is slow to read. What comes
-        when all answers have ended goes out with the stream's end, which is next."""
+        """Sends the next part of a stream; the first part begins it. Waits while the client is slow to
+        read. Events that arrive after all answers have ended are sent with the stream's end."""
         if self.generation is not None and self.generation.has_ended:
             self._last += events
             return
@@ -332,7 +333,7 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": events, "more_body": True})
 
     async def end(self, events: bytes = DONE) -> None:
-        """The last piece of a stream. Begins it, if nothing was sent yet."""
+        """Sends the last part of a stream. Begins it, if nothing was sent yet."""
         await self._begin_stream()
         self._end()
         await self._send({"type": "http.response.body", "body": self._last + events})
@@ -346,7 +347,7 @@ class Exchange:
             )
 
     async def fail(self, error: ApiError) -> None:
-        """Tells the client of an error: as an answer, or as a stream's last event."""
+        """Sends an error: as an answer, or as a stream's last event."""
         if self.ended:
             return
         self.error = error
@@ -369,7 +370,8 @@ class Exchange:
         await self._send({"type": "http.response.body", "body": b""})
 
     def _end(self) -> None:
-        """Called before the last bytes go out, so that a client with its answer finds it in the log."""
+        """Called before the last bytes are sent, so that the log has the request before its client has the
+        answer."""
         self.ended = True
         self._before_end(self)
 
@@ -395,8 +397,8 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def _linger(self) -> None:
-        """Throws away some of what the client still sends. A socket that is closed with data unread is reset,
-        and then the client never sees the answer."""
+        """Reads and drops some of the data that the client still sends. A socket that is closed with
+        unread data is reset, and then the client never sees the answer."""
         left = self.context.config.max_body_bytes
         try:
             async with asyncio.timeout(LINGER_SECONDS):

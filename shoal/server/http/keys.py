@@ -1,4 +1,4 @@
-"""The keys that open the server: from options, a file, and the environment."""
+"""The API keys of a server: from options, a file, and the environment."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Keys:
         return bool(self._digests)
 
     def hold(self, given: Sequence[bytes]) -> bool:
-        """Whether one of those that a client sent is one of ours. All are compared, whichever fits, and by
-        their digests, so the time that it takes says nothing about any of them."""
+        """Returns whether one of the client's keys is valid. All keys are compared, by their digests, so
+        the time reveals nothing about any of them."""
         fits = [hmac.compare_digest(_digest(one), key) for one in given for key in self._digests]
         return any(fits)
 
@@ -38,13 +38,13 @@ def _digest(key: bytes) -> bytes:
 
 
 def check_admin_port(config: ServerConfig) -> None:
-    """Raises ConfigError for an admin port that strangers can reach and that has no key, and as `read_keys`
-    does."""
+    """Raises ConfigError for an admin port that is reachable from outside and has no key, and as
+    `read_keys` does."""
     keys = read_keys(config)
     if config.admin_port is not None and not keys and not is_loopback(config.admin_host):
         raise ConfigError(
-            f"admin_host {config.admin_host!r} lies beyond this machine, where anybody could put the model "
-            "to sleep or replace its weights; set --api-key or --api-key-file, or leave --admin-host out"
+            f"admin_host must be a loopback address without keys, got {config.admin_host!r}: anybody could "
+            "put the model to sleep or replace its weights; set --api-key or --api-key-file, or leave it out"
         )
 
 

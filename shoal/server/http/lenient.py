@@ -1,6 +1,6 @@
-"""Bodies that clients write loosely, and what is meant: a null where a field may be absent, a number or a
-flag as text, as pydantic takes them, and half a character. Only fields that are numbers or flags by their
-type are touched, so nothing within prompts, schemas, arguments of calls or variables of templates changes."""
+"""Repair of loosely written bodies: a null where a field may be absent, a number or a flag as text, as
+pydantic takes them, and half a character. Only fields with the type of a number or a flag are changed, so
+prompts, schemas, arguments of calls and variables of templates stay as they are."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ FLAGS = {
 
 
 def with_whole_characters(body: bytes) -> bytes:
-    """Returns JSON with U+FFFD in place of each half of a character, as JavaScript's clients make it that cut
-    a text by its length."""
+    """Returns JSON with U+FFFD in place of each lone surrogate. JavaScript clients that cut a text by its
+    length send them."""
     return with_whole_escapes(body.decode(errors="surrogateescape")).encode(errors="surrogateescape")
 
 
 def as_meant(kind: Any, body: bytes) -> bytes:
-    """Returns the JSON of a request of this type as its client means it; `body` itself if there is nothing
-    to mend, or if it is malformed behind the wrong value."""
+    """Returns the repaired JSON of a request of this type; `body` itself if there is nothing to repair, or
+    if it is malformed after the wrong value."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -45,7 +45,7 @@ def _type_of(kind: Any) -> inspect.Type:
 
 
 def _meant(kind: inspect.Type, value: Any) -> Any:
-    """Returns what is meant by `value`; the same object if that is itself."""
+    """Returns the repaired value; the same object if nothing changes."""
     kinds = _kinds(kind)
     if isinstance(value, dict):
         for one in kinds:

@@ -12,7 +12,7 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 def middleware(name: str) -> Callable[[Application], Application]:
-    """The class of this name, package.module.Class, which wraps an application. Raises ConfigError."""
+    """Returns the class package.module.Class of this name, which wraps an application. Raises ConfigError."""
     module, _, attribute = name.rpartition(".")
     try:
         found = getattr(importlib.import_module(module), attribute)

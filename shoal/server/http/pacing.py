@@ -1,7 +1,7 @@
-"""Turns: how much of what clients send is begun in one pass of the event loop.
+"""Request pacing: how many new requests one pass of the event loop begins.
 
-A thousand requests may arrive at once. If all of them began in one pass, every running answer would wait
-until all of them had begun. So a pass begins a few, and passes the engine's tokens on before the next few.
+A thousand requests may arrive at once. If one pass began all of them, every running answer would wait. So a
+pass begins a few, and sends the engine's tokens before the next few.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ TURNS_A_PASS = 8  # a turn that begins a request costs well below a millisecond
 
 
 class RequestPacing:
-    """Gives out turns in the order in which they are asked for, TURNS_A_PASS in one pass of the event
-    loop."""
+    """Grants turns in order of arrival, TURNS_A_PASS in one pass of the event loop."""
 
     def __init__(self) -> None:
         self._num_left = TURNS_A_PASS  # in this pass

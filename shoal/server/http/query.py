@@ -22,7 +22,7 @@ def query_of(exchange: Exchange, known: tuple[str, ...]) -> Query:
 
 
 def one_of(query: Query, name: str, default: str = "") -> str:
-    """The value of a parameter that is given once at most."""
+    """Returns the value of a parameter that may be given once."""
     values = query.get(name, [default])
     if len(values) > 1:
         raise ApiError(400, f"{name} is given {len(values)} times; give it once", param=name)
@@ -30,9 +30,9 @@ def one_of(query: Query, name: str, default: str = "") -> str:
 
 
 def count_of(query: Query, name: str, most: int) -> int:
-    """A number from 1 to `most`, which is also what counts where the parameter is not given."""
+    """Returns a number from 1 to `most`, which is also the default."""
     text = one_of(query, name, str(most))
     number = int(text) if text.isascii() and text.isdigit() and len(text) <= len(str(most)) else 0
     if not 1 <= number <= most:
-        raise ApiError(400, f"{name} {text!r:.40} is no number from 1 to {most}", param=name)
+        raise ApiError(400, f"{name} must be from 1 to {most}, got {text!r:.40}; choose one", param=name)
     return number

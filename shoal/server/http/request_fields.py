@@ -17,13 +17,14 @@ from shoal.server.http.lenient import FLAGS, as_number
 
 @dataclass(frozen=True)
 class Refused:
-    """`neutral`: values that ask for nothing, beside null. `instead`: the way to what was asked for."""
+    """neutral: values without effect, besides null. instead: what to do in place of the field."""
 
     instead: str
     neutral: tuple[Any, ...] = ()
 
     def asks_for_nothing(self, value: Any) -> bool:
-        """Whether an answer without the field is right. Numbers and flags may be texts, as elsewhere."""
+        """Returns whether the value has no effect, so that the field may be ignored. Numbers and flags may
+        be texts, as elsewhere."""
         meant = [value]
         if isinstance(value, str):
             meant += [FLAGS.get(value.lower()), as_number(value)]
@@ -32,10 +33,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class Ignored:
-    """`why` it has no effect. is_told: the log has a line, once a client."""
+    """why: the reason that it has no effect. is_logged: the log has a line, once a client."""
 
     why: str
-    is_told: bool = True
+    is_logged: bool = True
 
 
 LEAVE = "leave it out"
@@ -133,15 +134,15 @@ TEXT: dict[str, Refused | Ignored] = {
 }
 # Fields of OpenAI's requests.
 OPENAI: dict[str, Refused | Ignored] = {
-    "store": Ignored(STORAGE, is_told=False),
-    "metadata": Ignored(STORAGE, is_told=False),
-    "service_tier": Ignored(STORAGE, is_told=False),
-    "prompt_cache_key": Ignored(STORAGE, is_told=False),
-    "prompt_cache_retention": Ignored(STORAGE, is_told=False),
+    "store": Ignored(STORAGE, is_logged=False),
+    "metadata": Ignored(STORAGE, is_logged=False),
+    "service_tier": Ignored(STORAGE, is_logged=False),
+    "prompt_cache_key": Ignored(STORAGE, is_logged=False),
+    "prompt_cache_retention": Ignored(STORAGE, is_logged=False),
     "prompt_cache_options": Ignored("/v1/responses has it"),
-    "safety_identifier": Ignored(STORAGE, is_told=False),
-    "verbosity": Ignored("it is a hint to models that were trained on it", is_told=False),
-    "client_metadata": Ignored(STORAGE, is_told=False),
+    "safety_identifier": Ignored(STORAGE, is_logged=False),
+    "verbosity": Ignored("it is a hint to models that were trained on it", is_logged=False),
+    "client_metadata": Ignored(STORAGE, is_logged=False),
     "moderation": Ignored(STORAGE),
     "prediction": Ignored("a guess of the answer saves no work here"),
     "web_search_options": Ignored(HOSTED),
@@ -176,10 +177,10 @@ MESSAGES: dict[str, Refused | Ignored] = {
         (*CHAT_FORMS, *SGLANG_FORMS, "structured_outputs"),
         "output_config.format says what the answer must look like",
     ),
-    "service_tier": Ignored(STORAGE, is_told=False),
-    "container": Ignored(STORAGE, is_told=False),
-    "inference_geo": Ignored(STORAGE, is_told=False),
-    "cache_control": Ignored("the prefix cache finds each prompt by itself", is_told=False),
+    "service_tier": Ignored(STORAGE, is_logged=False),
+    "container": Ignored(STORAGE, is_logged=False),
+    "inference_geo": Ignored(STORAGE, is_logged=False),
+    "cache_control": Ignored("the prefix cache finds each prompt by itself", is_logged=False),
     "context_management": Ignored("a conversation is used as it is sent"),
     "compaction": Ignored("a conversation is used as it is sent"),
     "mcp_servers": Ignored(HOSTED),
@@ -191,7 +192,7 @@ MESSAGES: dict[str, Refused | Ignored] = {
     "user_profile_id": Ignored(STORAGE),
     "workspace_id": Ignored(STORAGE),
     "betas": Ignored("it is sent as a header"),
-    "store": Ignored(STORAGE, is_told=False),
+    "store": Ignored(STORAGE, is_logged=False),
 }
 OLLAMA: dict[str, Refused | Ignored] = {
     **_forms(
@@ -228,9 +229,9 @@ def _refused(kind: type) -> dict[str, Refused]:
 
 
 def is_silent(kind: type, name: str) -> bool:
-    """Whether a field is passed over without a line in the log."""
+    """Returns whether a field is ignored without a line in the log."""
     field = fields_of(kind).get(name)
-    return isinstance(field, Ignored) and not field.is_told
+    return isinstance(field, Ignored) and not field.is_logged
 
 
 def why_ignored(kind: type, name: str) -> str:

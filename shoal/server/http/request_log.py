@@ -1,5 +1,4 @@
-"""The server's log of requests: one line when a request ends. It tells what the request cost, and nothing of
-what was said.
+"""The server's log of requests: one line when a request ends, with its costs and without its text.
 
 `in` and `out` are tokens, `cached` is the part of `in` that the prefix cache held, `speed` is tokens a second
 after the first one. A client that left before its answer was whole is a 499, as in nginx."""
@@ -38,8 +37,8 @@ LABELS = (
     ("request_id", "id", ""),
     ("error", "error", ""),
 )
-# Errors show the value that was wrong, and in a prompt's place that is the prompt: what is quoted stays out
-# of the log. Values are cut where they are long, so a quotation may have no end.
+# Errors quote the wrong value, which may be a prompt, so quotations stay out of the log. Long values are cut,
+# so a quotation may have no end.
 QUOTED = re.compile(r"""(?<!\w)(['"])(?:(?!\1)[^\\]|\\.)*(?:\1|\\?$)""", re.DOTALL)
 
 
@@ -81,15 +80,14 @@ def event_of(exchange: Exchange) -> Event:
 
 
 class RefusalLog:
-    """Writes a line for what never became a request: its head was no HTTP, too long or too late, or the
-    server had no room for its connection. There is a line a second at the most, as such things come in
-    floods."""
+    """Logs input that never became a request: its head was not HTTP, too long or too late, or the server
+    had no room for its connection. At most one line a second, as such input comes in floods."""
 
     def __init__(self, wanted: str) -> None:
         """wanted: ServerConfig.log_requests."""
         self._wanted, self._told_at, self._num_untold = wanted, -math.inf, 0
 
-    def tell(self, client: str, error: ApiError) -> None:
+    def log(self, client: str, error: ApiError) -> None:
         if self._wanted == "off":
             return
         now = time.monotonic()
@@ -134,7 +132,7 @@ def _tokens(generation: Generation, arrival: float) -> dict[str, Any]:
 
 
 def _tokens_of_external(line: Timeline) -> dict[str, Any]:
-    """The same of a request that was passed on, as far as its worker has told it."""
+    """Returns the same fields of a request that was passed on, as far as its worker reports them."""
     told = line.summary()
     fields: dict[str, Any] = {"model": told.model}
     if told.prompt_tokens:
@@ -167,8 +165,8 @@ def _message(error: ApiError) -> str:
 
 
 def _level(status: int, error: ApiError | None) -> int:
-    """ERROR for failures of the server itself. What a client caused, or an operator chose, such as sleep, is
-    a WARNING, and so is an external worker's refusal, which is passed on as it is."""
+    """Returns ERROR for failures of the server itself. Failures caused by a client or by an operator
+    (sleep), and refusals that an external worker sent, are WARNINGs."""
     if error is not None:
         return logging.ERROR if error.status == 500 else logging.WARNING
     return logging.WARNING if status >= 400 and status != CLIENT_GONE else logging.INFO

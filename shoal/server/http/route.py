@@ -1,4 +1,4 @@
-"""What a port answers to: a route, and the table in which a request's path finds its own."""
+"""Routes of a port, and the table that finds the route of a path."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shoal.server.http.exchange import OPENAI, Dialect, Exchange
 
 Handler = Callable[[Exchange], Awaitable[None]]
-# Where a port describes its routes, if it does: for people, and for programs.
+# Paths of the description of a port's routes: for people, and for programs.
 DOCS, DOCUMENT = "/docs", "/openapi.json"
 
 
@@ -23,9 +23,9 @@ class Route:
     summary: str
     request: type | None = None  # the Struct of the body, for the OpenAPI document
     response: type | None = None  # the Struct of a JSON answer, for the same document
-    content_type: str = "text/plain"  # the type of an answer that is no such Struct
+    content_type: str = "text/plain"  # for answers without a Struct
     public: bool = False  # asks for no key
-    quiet: bool = False  # machines ask for it all day long: it is neither logged nor counted
+    quiet: bool = False  # polled by machines: neither logged nor counted
     dialect: Dialect = OPENAI
 
 
@@ -63,7 +63,7 @@ class RouteTable:
         return dialects[0] if len(set(map(id, dialects))) == 1 else OPENAI
 
     def overview(self) -> str:
-        """What there is, for a client that asked for something else."""
+        """Returns a list of the routes, for the error of an unknown path."""
         if DOCUMENT in self._exact:
             return f"{DOCUMENT} lists what there is"
         paths = [*self._exact, *(prefix + "{id}" for prefix in self._prefixes)]

@@ -1,4 +1,4 @@
-"""Which key of a map makes a body invalid: msgspec's errors name the map alone."""
+"""The key of a map that makes a body invalid: msgspec's errors name only the map."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ STEP = re.compile(r"\.?([^.\[\]]+)|\[(\d+)\]")
 
 def wrong_key(kind: Any, body: bytes, path: str) -> str | None:
     """Returns the key of the map at `path`, such as `logit_bias` or `sampling_params.logit_bias`, that
-    `kind` refuses in `body`. None if it cannot be told.
+    `kind` refuses in `body`. None if it is unknown.
 
-    The key is looked for in halves, as each look converts the whole body."""
+    It searches by halves, as each step converts the whole body."""
     try:
         value = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -24,7 +24,7 @@ from shoal.server.served.model import ServedModel
 
 MOST_FOLDER_CHARACTERS = 200
 
-# Commands as they are
+# Routes from the table of commands
 
 
 def _route(kind: type[Command[Any]], route: AdminRoute) -> Route:
@@ -42,8 +42,8 @@ def _handler(kind: type[Command[Any]], answer: str) -> Handler:
 
 
 def command_of(kind: type[Command[Any]], query: Query) -> Command[Any]:
-    """The command with its arguments out of a URL's query, which may have other parameters too. Raises
-    ApiError (400) for a value of another type, and ConfigError for one that makes no sense."""
+    """Returns the command with its arguments from a URL's query, which may have other parameters too.
+    Raises ApiError (400) for a value of a wrong type, and ConfigError for an invalid one."""
     arguments = {}
     for field in msgspec.structs.fields(kind):
         if field.name in query:
@@ -60,12 +60,12 @@ def command_of(kind: type[Command[Any]], query: Query) -> Command[Any]:
 
 
 def _is_list(kind: Any) -> bool:
-    """Whether a field of this type takes all values that are given, as in ?tags=a&tags=b."""
+    """Returns whether a field of this type takes several values, as in ?tags=a&tags=b."""
     alternatives = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     return any(typing.get_origin(one) is list for one in alternatives)
 
 
-# What has a shape of its own
+# Routes with their own shape
 
 
 async def is_sleeping(exchange: Exchange) -> None:
@@ -74,7 +74,7 @@ async def is_sleeping(exchange: Exchange) -> None:
 
 
 async def pause(exchange: Exchange) -> None:
-    """Level 0: nothing is scheduled, nothing released."""
+    """Pauses the engine (sleep level 0): nothing is scheduled, nothing released."""
     query = query_of(exchange, ("mode", "model"))
     await _model(exchange, query).engine.sleep(0, None, one_of(query, "mode", "abort"))
     await exchange.json({"status": "paused"})
@@ -86,7 +86,7 @@ async def resume(exchange: Exchange) -> None:
 
 
 async def is_paused(exchange: Exchange) -> None:
-    """Asleep or paused: as vLLM, either way nothing is scheduled."""
+    """Answers true when asleep or paused: as in vLLM, either way nothing is scheduled."""
     state = await _model(exchange, query_of(exchange, ("model",))).engine.sleep_state()
     await exchange.json({"is_paused": state.is_sleeping})
 
@@ -97,7 +97,7 @@ async def update_weights(exchange: Exchange) -> None:
 
 
 def checkpoint_of(exchange: Exchange) -> str:
-    """What the body names: a checkpoint's folder or file, or a model's name. Raises ApiError."""
+    """Returns the checkpoint that the body names: a folder, a file, or a model's name. Raises ApiError."""
     request = exchange.decode(UpdateWeightsRequest)
     if (request.path is None) == (request.model is None):
         raise ApiError(
@@ -116,7 +116,7 @@ async def start_profile(exchange: Exchange) -> None:
 
 
 def _below(profile_dir: str, name: str) -> str:
-    """The folder of traces that a request may name."""
+    """Returns the folder of traces that a request names."""
     parts = PurePosixPath(name).parts
     if (
         not name.isprintable()
@@ -126,7 +126,7 @@ def _below(profile_dir: str, name: str) -> str:
     ):
         raise ApiError(
             400,
-            f"folder {name!r:.100} is no folder below the server's --profile-dir ({profile_dir}); give a "
+            f"folder must be below the server's --profile-dir ({profile_dir}), got {name!r:.100}; give a "
             f"relative path of at most {MOST_FOLDER_CHARACTERS} printable characters",
             param="folder",
         )

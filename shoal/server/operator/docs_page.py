@@ -17,7 +17,7 @@ from shoal.server.http.exchange import Exchange
 from shoal.server.http.route import Handler, Route
 from shoal.server.operator.openapi import document
 
-HOST = re.compile(r"[\w.-]+(:\d+)?|\[[0-9a-fA-F:.]+\](:\d+)?", re.ASCII)  # what may stand in an example
+HOST = re.compile(r"[\w.-]+(:\d+)?|\[[0-9a-fA-F:.]+\](:\d+)?", re.ASCII)  # a safe Host for the examples
 REF = "#/components/schemas/"
 # Values of fields in examples, beside the model; a schema says no more than their types.
 EXAMPLES: dict[str, Any] = {
@@ -29,7 +29,7 @@ EXAMPLES: dict[str, Any] = {
     "tokens": [1, 2, 3],
     "token_ids": [1, 2, 3],
 }
-TEXTS = ("messages", "input", "prompt")  # of a request that has several, the first
+TEXTS = ("messages", "input", "prompt")  # a request with several shows the first
 LIMITS = {
     "minimum": "from",
     "maximum": "to",
@@ -95,7 +95,7 @@ HEADERS = {
 
 
 def docs(routes: Sequence[Route]) -> Handler:
-    """A handler that answers with the page of these routes. They may grow until the first request."""
+    """Returns a handler that answers with the page of these routes. They may grow until the first request."""
 
     async def handle(exchange: Exchange) -> None:
         host = exchange.headers.get(b"host", b"").decode("latin-1")
@@ -151,7 +151,7 @@ def docs_page(routes: tuple[Route, ...], address: str, model: str, asks_for_key:
 
 
 class _Example:
-    """curl lines that work when pasted."""
+    """Returns curl lines that work when pasted."""
 
     def __init__(self, address: str, model: str, asks_for_key: bool) -> None:
         self._address, self._model, self._asks_for_key = address, model, asks_for_key
@@ -214,8 +214,8 @@ def _fields(schema: dict[str, Any]) -> str:
 
 
 def _type(schema: dict[str, Any]) -> str:
-    """The HTML of a field's type. A type with a section of its own is a link to that. null is not shown,
-    because every field that may be left out may also be null."""
+    """Returns the HTML of a field's type. A type with a section of its own is a link to that. null is not
+    shown, because every field that may be left out may also be null."""
     if "$ref" in schema:
         name = escape(schema["$ref"].removeprefix(REF))
         return f'<a href="#{name}">{name}</a>'
@@ -234,6 +234,6 @@ def _type(schema: dict[str, Any]) -> str:
         text = f"object of {_type(schema['additionalProperties'])}"
     else:
         text = escape(kind)
-    # Those that only say how wide an integer is tell a reader nothing.
+    # Limits that only give the width of an integer do not help a reader.
     limits = [f"{word} {limit}" for key, word in LIMITS.items() if abs(limit := schema.get(key, WIDE)) < WIDE]
     return f"{text} <small>{', '.join(limits)}</small>" if limits else text

@@ -18,7 +18,7 @@ from shoal.server.http.exchange import Exchange
 from shoal.server.http.route import Handler, Route
 from shoal.server.served.external_model import ExternalModel
 
-# Those that ask for no answer of the model.
+# Paths of requests without an answer of the model; they are not listed.
 UNLISTED = frozenset(
     {
         "/v1/messages/count_tokens",
@@ -30,7 +30,7 @@ UNLISTED = frozenset(
     }
 )
 STREAMS = (b"text/event-stream", b"application/x-ndjson")
-# Those whose body, or query, names a model, and that a server of this model could answer.
+# Paths whose body or query names a model, and that its workers could answer.
 PASSED_ON = frozenset(
     {
         "/tokenizer_info",
@@ -55,7 +55,7 @@ PASSED_ON = frozenset(
 
 
 class _Asked(msgspec.Struct):
-    """All that the router reads of a body by itself."""
+    """The fields of a body that the router reads itself."""
 
     model: str | None = None
     name: str | None = None  # the model, in older requests of Ollama
@@ -108,7 +108,7 @@ async def _pass_on(exchange: Exchange, model: ExternalModel, asked: _Asked) -> N
 
 
 def _as_operated(exchange: Exchange) -> bytes:
-    """The body, with what the router's options say for every request of OpenAI's older APIs."""
+    """Returns the body with the fields that the router's options force in OpenAI's older APIs."""
     config = exchange.context.config
     if exchange.path not in ("/v1/chat/completions", "/v1/completions") or not (
         config.enable_force_include_usage or config.return_tokens_as_token_ids

@@ -1,8 +1,8 @@
 """A fleet's admin port: the paths of `shoal serve`'s, for one worker, some or all of them.
 
 Every path takes ?workers=a,b (default: all, or all of ?model=NAME) and ?rolling=true (one after the other,
-each without requests meanwhile). The answer has under `workers` what each worker answered, and beside it what
-all of them have in common. So who asks one server and who asks a fleet read the same keys.
+each without requests meanwhile). The answer has each worker's answer under `workers`, and their common fields
+beside it, so that one server and a fleet answer with the same keys.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from shoal.server.http.query import Query, one_of, query_of
 from shoal.server.http.route import Handler, Route
 from shoal.server.operator.admin import checkpoint_of, command_of
 
-WHO = ("workers", "model", "rolling")
+TARGET = ("workers", "model", "rolling")
 STATE = ReadSleepState()
 
 
 @dataclass(frozen=True, slots=True)
 class _Verb:
-    """A path, the command that it means, and how one worker's answer looks."""
+    """A path, its command, and the shape of one worker's answer."""
 
     method: str
     path: str
@@ -56,10 +56,13 @@ def fleet_admin_routes(fleet: FleetControl) -> list[Route]:
 
 def _handler(fleet: FleetControl, verb: _Verb) -> Handler:
     async def handle(exchange: Exchange) -> None:
-        query = query_of(exchange, (*verb.fields, *WHO))
+        query = query_of(exchange, (*verb.fields, *TARGET))
         names = [name for value in query.get("workers", []) for name in value.split(",") if name]
         if "workers" in query and not names:
-            raise ApiError(400, "workers names none; write ?workers=a,b, or leave it out for all")
+            raise ApiError(
+                400,
+                "workers must name at least one, got nothing; write ?workers=a,b, or leave it out for all",
+            )
         found = await fleet.command(
             verb.make(exchange, query),
             names or None,
@@ -72,7 +75,7 @@ def _handler(fleet: FleetControl, verb: _Verb) -> Handler:
 
 
 async def _answer(exchange: Exchange, found: CommandResults, verb: _Verb) -> None:
-    """A failure has the status that the first worker's failure has, and the other workers' answers, too."""
+    """Answers with all workers' answers. A failure has the status of the first worker's failure."""
     answers = {name: verb.shape(result) for name, result in found.results.items()}
     if not found.errors:
         first, *others = answers.values()
@@ -80,20 +83,22 @@ async def _answer(exchange: Exchange, found: CommandResults, verb: _Verb) -> Non
         await exchange.json({**common, "workers": answers})
         return
     errors = {name: to_api_error(error) for name, error in found.errors.items()}
-    told = "; ".join([f"worker {name}: {error.message}" for name, error in errors.items()])
+    message = "; ".join([f"worker {name}: {error.message}" for name, error in errors.items()])
     if found.not_asked:
-        told += f". It ended there; not asked: {', '.join(found.not_asked)}"
+        message += f". It ended there; not asked: {', '.join(found.not_asked)}"
     if found.versions:
-        told += ". Versions of the weights: " + ", ".join(f"{name} {n}" for name, n in found.versions.items())
+        message += ". Versions of the weights: " + ", ".join(
+            f"{name} {n}" for name, n in found.versions.items()
+        )
     error = next(iter(errors.values()))
-    body = msgspec.json.decode(ApiError(error.status, told, param=error.param, code=error.code).body())
+    body = msgspec.json.decode(ApiError(error.status, message, param=error.param, code=error.code).body())
     failed = {name: {"error": each.message} for name, each in errors.items()}
     await exchange.json({**body, "workers": {**answers, **failed}}, error.status)
 
 
 def _is_true(value: str, name: str) -> bool:
     if value not in ("true", "false", "1", "0"):
-        raise ApiError(400, f"{name} {value!r:.40} is neither true nor false", param=name)
+        raise ApiError(400, f"{name} must be true or false, got {value!r:.40}", param=name)
     return value in ("true", "1")
 
 

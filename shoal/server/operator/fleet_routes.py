@@ -1,4 +1,4 @@
-"""A router's own routes: where a prompt would go, and on the admin port how its fleet is operated."""
+"""A router's own routes: selection of a worker for a prompt, and operation of the fleet on the admin port."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class SelectRequest(msgspec.Struct):
 
 
 class WorkersRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """External workers to add, in the form of --worker, and ids of external workers to remove. An operator's
-    misspelt field would pass for a change that was made."""
+    """External workers to add, in the form of --worker, and ids of external workers to remove. Unknown
+    fields are refused, as a misspelt one would look like a change that was made."""
 
     add: list[str] = []
     remove: list[str] = []
@@ -113,7 +113,11 @@ class FleetRoutes:
     async def _change_workers(self, exchange: Exchange) -> None:
         request = exchange.decode(WorkersRequest)
         if len(request.add) + len(request.remove) > MANY:
-            raise ApiError(400, f"add and remove name more than {MANY} workers; send several requests")
+            raise ApiError(
+                400,
+                f"add and remove must name at most {MANY} workers, got "
+                f"{len(request.add) + len(request.remove)}; send several requests",
+            )
         added = await self._fleet.change_workers(request.add, request.remove)
         await exchange.json(WorkersChanged(added, request.remove))
 
@@ -128,7 +132,7 @@ class FleetRoutes:
 
 
 async def _token_ids(models: Catalog, request: SelectRequest) -> list[int]:
-    """The prompt's tokens, for a model whose workers are ours."""
+    """Returns the prompt's tokens, for a model with native workers."""
     model = models.find(request.model)
     adds_special_tokens = request.add_special_tokens
     if request.token_ids is not None:
@@ -153,7 +157,7 @@ async def _token_ids(models: Catalog, request: SelectRequest) -> list[int]:
     if wrong is not None:
         raise ApiError(
             400,
-            f"token_ids: {wrong} is no token of {model.name}, which has {model.loaded.vocab_size}",
+            f"token_ids must be from 0 to {model.loaded.vocab_size - 1} for {model.name}, got {wrong}",
             param="token_ids",
         )
     return token_ids

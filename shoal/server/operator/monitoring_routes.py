@@ -1,4 +1,4 @@
-"""What one sees of a server and its fleet: the data, and the page that shows it."""
+"""Routes of monitoring: the state of a server and its fleet as JSON, and the dashboard."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ async def _fleet(exchange: Exchange) -> None:
         except ValueError:
             since = math.nan
         if not math.isfinite(since):
-            raise ApiError(400, f"since {text!r:.100} is no number; give seconds since 1970", param="since")
+            raise ApiError(
+                400, f"since must be a number, got {text!r:.100}; give seconds since 1970", param="since"
+            )
     await exchange.json(await exchange.context.monitor.view(since, one_of(query, "worker") or None))
 
 
@@ -31,5 +33,5 @@ async def _dashboard(exchange: Exchange) -> None:
     await exchange.respond(body, content_type=b"text/html; charset=utf-8", headers=headers)
 
 
-FLEET = Route("GET", "/fleet", _fleet, "The workers, and what they do", response=FleetView, quiet=True)
+FLEET = Route("GET", "/fleet", _fleet, "The workers and their state", response=FleetView, quiet=True)
 DASHBOARD = Route("GET", "/dashboard", _dashboard, "The dashboard", content_type="text/html", public=True)

@@ -35,7 +35,8 @@ OF_A_GET = (401, 404, 500, 503)
 
 
 def openapi(routes: Sequence[Route]) -> Handler:
-    """A handler that answers with the document of these routes. They may grow until the first request."""
+    """Returns a handler that answers with the document of these routes. They may grow until the first
+    request."""
 
     @functools.cache
     def encoded(root_path: str | None) -> bytes:
@@ -49,7 +50,7 @@ def openapi(routes: Sequence[Route]) -> Handler:
 
 
 def document(routes: Sequence[Route]) -> dict[str, Any]:
-    """The document of these routes, in OpenAPI 3.1."""
+    """Returns the document of these routes, in OpenAPI 3.1."""
     types = [
         t for route in routes for t in (route.request, route.response, route.dialect.error) if t is not None
     ]
@@ -77,7 +78,8 @@ def document(routes: Sequence[Route]) -> dict[str, Any]:
 
 
 def _operation(route: Route, schemas: dict[Any, Any]) -> dict[str, Any]:
-    """One route. No key is among the choices of `security`, as a server may be started without keys."""
+    """Returns the operation of one route. `security` also allows no key, as a server may be started
+    without keys."""
     content: dict[str, Any] = {route.content_type: {"schema": {"type": "string"}}}
     if route.response is not None:
         content = {"application/json": {"schema": schemas[route.response]}}

@@ -1,4 +1,4 @@
-"""What became of the last requests of this port: how long each took, and where the time went."""
+"""The last requests of this port, with the time of each and of its parts."""
 
 from __future__ import annotations
 

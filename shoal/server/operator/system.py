@@ -1,4 +1,4 @@
-"""What operators and probes ask: health, version, load, metrics; and the chat page."""
+"""Routes for operators and probes: health, version, load, metrics; and the chat page."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ METRICS_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
 
 
 async def health(exchange: Exchange) -> None:
-    """Answers 200 while the server can do its work, asleep or not: somebody chose that it sleeps, and a
-    restart would not wake it.
+    """Answers 200 while the server can work, asleep or not: sleep is an operator's choice, and a restart
+    would not end it.
 
     Answers 503 when an engine is dead, and while draining. Load balancers and Kubernetes' readiness probes
     then send new requests elsewhere.
@@ -44,7 +44,7 @@ async def load(exchange: Exchange) -> None:
 
 
 async def metrics(exchange: Exchange, more: Iterable[Metric] = ()) -> None:
-    """`more`: what is measured beside models and port."""
+    """more: further metrics, besides the models' and the port's."""
     families: list[Metric] = []
     for model in exchange.models:
         families += await _families(model)

@@ -21,12 +21,15 @@ ASSET = re.compile(r'<script src="([\w.]+)"></script>|<link rel="stylesheet" hre
 LIBRARY = re.compile(r'<script src="vendor/([\w.-]+)"></script>')
 SCRIPT = re.compile(r"<script>(.*?)</script>", re.DOTALL)
 STYLE = re.compile(r"<style>(.*?)</style>", re.DOTALL)
-VENDORED = {".js": b"text/javascript; charset=utf-8", ".woff2": b"font/woff2"}  # what of vendor/ is served
+VENDORED = {
+    ".js": b"text/javascript; charset=utf-8",
+    ".woff2": b"font/woff2",
+}  # the file types of vendor/ that are served
 
 
 @functools.cache
 def web_page(name: str) -> tuple[bytes, dict[str, str]]:
-    """(the page of this file, the headers to send beside its content type)."""
+    """Returns the page of this file and its headers besides the content type."""
     page = ASSET.sub(_inlined, PART.sub(lambda part: _read(part[1]), _read(name)))
     libraries = [_file(f"vendor/{library}") for library in LIBRARY.findall(page)]
     scripts = [_hash(library) for library in libraries]
@@ -55,7 +58,7 @@ def web_page(name: str) -> tuple[bytes, dict[str, str]]:
 
 @functools.cache
 def vendored(name: str) -> tuple[bytes, bytes, dict[str, str]] | None:
-    """(a file of vendor/, its content type, the headers to send beside it); None if no page needs it."""
+    """Returns a file of vendor/, its content type and its other headers; None if no page needs it."""
     folder = PAGES / "vendor"
     names = {f"{place}{file.name}" for place in ("", "fonts/") for file in (folder / place).iterdir()}
     content_type = VENDORED.get(name[name.rfind(".") :])
@@ -74,7 +77,7 @@ def _read(name: str) -> str:
 
 
 def _inlined(tag: re.Match[str]) -> str:
-    """The file that a tag of the page names, as an element of the page."""
+    """Returns the file that a tag of the page names, as an inline element."""
     script, style = tag.groups()
     if script:
         return f"<script>{_read(script)}</script>"
@@ -83,14 +86,15 @@ def _inlined(tag: re.Match[str]) -> str:
 
 
 def _checked(tag: re.Match[str]) -> str:
-    """The tag of a library with its hash. The policy demands it, and it gives a newer file a new address."""
+    """Returns the tag of a library with its hash. The policy demands it, and it gives a newer file a new
+    address."""
     name = tag[1]
     found = _hash(_file(f"vendor/{name}"))
     return f'<script src="vendor/{name}?{found[7:15]}" integrity="{found}"></script>'
 
 
 def _hash(text: bytes) -> str:
-    """A content security policy's name for a script or a style."""
+    """Returns the source expression of a script or a style for the content security policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}"
 
 

@@ -13,7 +13,7 @@ let atEnd = true;                     // the end of the conversation is in sight
 const running = new Map();            // conversation -> AbortController of the answer being written to it
 let isWaiting = false;                // there is no model yet, as the notice says
 let needsKey = false;                 // the server refused to name its models
-let nextLook = 0;                     // the timer of the next look for models, while there is none
+let nextLook = 0;                     // the timer of the next request for models, while there is no model
 
 // Small parts
 
@@ -94,7 +94,7 @@ function showState() {
 
 // Models
 
-/** Shows the models of the server. While there is none, it looks again every two seconds. */
+/** Shows the models of the server. While there is no model, it asks again every two seconds. */
 async function loadModels() {
   clearTimeout(nextLook);
   needsKey = false;
@@ -141,7 +141,7 @@ function chooseModel() {
     + `The last ${MOST_CONVERSATIONS} conversations are kept in this browser.`;
 }
 
-/** Shows the model's own sampling fields in the settings' empty fields, as far as the server tells them. */
+/** Shows the model's own sampling fields in the settings' empty fields, as far as the server reports them. */
 async function showDefaults() {
   const model = $("model").value, found = {};
   try {
@@ -152,7 +152,7 @@ async function showDefaults() {
       const [name, value] = line.split(/\s+/);
       found[name === "repeat_penalty" ? "repetition_penalty" : name] = value;
     }
-  } catch { /* Another server's model, of which nothing is told: the fields say "default". */ }
+  } catch { /* Another server's model without known defaults: the fields say "default". */ }
   for (const field of options.querySelectorAll("input[name][type=number]")) {
     field.placeholder = found[field.name] || (field.name === "seed" ? "random" : "default");
   }
@@ -351,7 +351,7 @@ addEventListener("storage", ({key}) => {
   } else {
     follow(known, kept);
     if (!conversations.includes(known)) conversations.push(known);
-    // Browsers tell tabs of each other's entries with a delay: two may have been written at once.
+    // Browsers notify tabs of each other's entries with a delay: two may have been written at once.
     if (isBehind(kept, known) && !running.has(known)) store(known);
   }
   conversations.sort((a, b) => b.changed - a.changed);

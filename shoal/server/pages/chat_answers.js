@@ -1,5 +1,5 @@
 "use strict";
-// Answers: what a model is sent, what of a long conversation it is spared, and what comes back.
+// Answers: the messages that a model is sent, without the oldest of a long conversation, and its answer.
 
 // What is sent
 

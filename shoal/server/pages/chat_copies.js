@@ -66,8 +66,8 @@ async function bringBack(files) {
   }
   $("settings").close();
   if (latest) open(latest);
-  const told = count ? [`${count} conversation${count > 1 ? "s are" : " is"} imported.`] : [];
-  notice([...told, ...refused].join(" "), {failed: refused.length > 0});
+  const imported = count ? [`${count} conversation${count > 1 ? "s are" : " is"} imported.`] : [];
+  notice([...imported, ...refused].join(" "), {failed: refused.length > 0});
 }
 
 const json = value => JSON.stringify(value, null, 1);

@@ -239,7 +239,7 @@ function openRequest(id) {
   refresh();
 }
 
-/** What goes wrong with the one request is told in its dialog: all else is shown as it is now. */
+/** Shows a request. Its errors are shown in its dialog; the rest of the page stays current. */
 async function showRequest(signal) {
   const id = shownRequest;
   try {

@@ -59,7 +59,7 @@ const CHARTS = [
   {title: "Failed requests", lines: {"": p => p.failed ?? 0}, show: short},
 ];
 
-/** A chart: `root` goes into the page, `update(points, now)` shows them. Touching it tells a point's values. */
+/** A chart: `root` goes into the page, `update(points, now)` shows them. Touching it shows a point's values. */
 class Chart {
   constructor({title, lines, show, top}) {
     Object.assign(this, {lines: Object.entries(lines), show, top, points: [], now: 0, span: SPAN_S});
@@ -71,8 +71,8 @@ class Chart {
     this.pointer = draw("path", {class: "pointer", d: ""});
     this.paths = this.lines.map((_, i) => draw("path", {class: `line-${i}`, d: ""}));
     this.svg.append(this.pointer, ...this.paths);
-    this.svg.onpointermove = event => this.tell(event);
-    this.svg.onpointerleave = () => this.tell(null);
+    this.svg.onpointermove = event => this.showValue(event);
+    this.svg.onpointerleave = () => this.showValue(null);
     this.since = make("span");
     const axis = make("small", "", this.since, this.high, make("span", "", "now"));
     this.root = make("figure", "chart", make("figcaption", "", make("b", "", title), this.value), this.svg, axis);
@@ -99,7 +99,7 @@ class Chart {
       this.paths[i].setAttribute("d", d);
     });
     this.high.textContent = values.some(Boolean) ? `top ${this.show(top)}` : "";
-    this.tell(null);
+    this.showValue(null);
   }
 
   x({at}) {
@@ -107,7 +107,7 @@ class Chart {
   }
 
   /** Writes the values at the pointer, or the last ones. */
-  tell(event) {
+  showValue(event) {
     let point = this.points.at(-1);
     if (event) {
       const box = this.svg.getBoundingClientRect(), x = (event.clientX - box.left) / box.width * WIDTH;

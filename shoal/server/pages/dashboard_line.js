@@ -39,7 +39,7 @@ function axisRow(whole) {
   return row("", "", make("small", "", ""), seconds(whole));
 }
 
-/** A bar from `start` on, both in seconds. The class is one of the page's own: a name of the server is none. */
+/** A bar from `start` on, both in seconds. `kind` must be a class of this page, never a name from the server. */
 function bar(kind, start, length, whole) {
   const element = make("i", kind), part = Math.min(1, Math.max(0, start / whole));
   element.style.left = `${part * 100}%`;
@@ -49,7 +49,7 @@ function bar(kind, start, length, whole) {
 
 const KINDS = ["tokenize", "queue", "routing", "waiting", "prefill", "transfer", "decode", "migration"];
 
-/** Counts are told as they are, and costs in four digits. */
+/** Rounds costs to four digits. Counts stay as they are. */
 function rounded(value) {
   return Number.isInteger(value) ? value : Number(value.toPrecision(4));
 }
@@ -84,20 +84,20 @@ function showGaps(tokens, whole) {
       + `H${(end / whole * 1000).toFixed(2)}V100Z`).join("");
     svg.append(draw("path", {class: kind, d}));
   }
-  const told = make("span"), worst = gaps.reduce((a, b) => (b.length > a.length ? b : a));
-  const tell = gap => {
-    told.textContent = `${seconds(gap.length)} after ${seconds(gap.start)}`;
+  const shownGap = make("span"), worst = gaps.reduce((a, b) => (b.length > a.length ? b : a));
+  const show = gap => {
+    shownGap.textContent = `${seconds(gap.length)} after ${seconds(gap.start)}`;
   };
   svg.onpointermove = event => {
     const box = svg.getBoundingClientRect(), at = (event.clientX - box.left) / box.width * whole;
     const gap = gaps.find(one => one.start <= at && at <= one.end);
-    if (gap) tell(gap);
+    if (gap) show(gap);
   };
-  svg.onpointerleave = () => tell(worst);
-  tell(worst);
+  svg.onpointerleave = () => show(worst);
+  show(worst);
   const slow = gaps.filter(isSlow).length;
   const caption = make("figcaption", "", "decode gaps", make("em", "", `median ${seconds(median)}`),
     make("em", "", slow ? `${slow} slow` : "none slow"));
-  const axis = make("small", "", told, `top ${seconds(longest)}`);
+  const axis = make("small", "", shownGap, `top ${seconds(longest)}`);
   $("gaps").replaceChildren(caption, make("div", "", svg, axis));
 }

@@ -64,10 +64,10 @@ async function failure(response) {
   }
   const kind = [response.status, error?.type].filter(Boolean).join(", ");
   const message = error?.message || text.slice(0, 300) || response.statusText;
-  const told = response.status === 401
+  const shown = response.status === 401
     ? "The API key is missing or wrong (401). The key goes into Settings."  // not how a program would send it
     : [`${message} (${kind})`, later && `Retry in ${later} s.`].filter(Boolean).join(" ");
-  return Object.assign(new Error(told), {status: response.status, code: error?.code});
+  return Object.assign(new Error(shown), {status: response.status, code: error?.code});
 }
 
 /** Takes the key that this tab has, and calls `action` when another one is given. */

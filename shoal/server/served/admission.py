@@ -1,4 +1,4 @@
-"""Who gets in: a bounded number of requests, none while the server drains."""
+"""Admission: a bounded number of requests, and no new ones while the server drains."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ class Admission:
         self.limit = max_running + max_queued
 
     def enter(self, count: int) -> None:
-        """Counts so many sequences in. Raises RequestError if they never fit, BusyError if they do not fit
+        """Admits `count` sequences. Raises RequestError if they never fit, BusyError if they do not fit
         now, UnavailableError while draining."""
         if self.draining:
             raise UnavailableError("the server is shutting down; send the request to another one")
         if count > self.limit:
             raise RequestError(
-                f"n: the request asks for {count} answers, and the queue takes {self.limit}; ask for fewer, "
+                f"n must be at most {self.limit} answers, the size of the queue, got {count}; ask for fewer, "
                 "or send fewer prompts at once"
             )
         if self.active + count > self.limit:
@@ -46,7 +46,7 @@ class Admission:
 
     @property
     def draining(self) -> bool:
-        """Whether nobody gets in any more, as the server is shutting down."""
+        """True when nothing is admitted any more, as the server is shutting down."""
         return self._drain.is_set()
 
     def drain(self) -> None:

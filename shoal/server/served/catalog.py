@@ -21,7 +21,7 @@ class Catalog:
         """The first model answers requests that name none."""
         self._models = list(models)
         self.external = list(external)
-        self.awaited: list[str] = []  # workers that were not reached yet: they may bring further models
+        self.awaited: list[str] = []  # workers not reached yet, which may bring further models
         self.draining = False  # the server is shutting down
 
     def __iter__(self) -> Iterator[ServedModel]:
@@ -51,8 +51,8 @@ class Catalog:
         return max((model.max_model_len for model in self._models), default=0)
 
     def find(self, name: str | None) -> ServedModel:
-        """The model of a request; the first if it names none. As in Ollama, a name may have the tag `:latest`
-        or do without. Raises ApiError for a name that no model has: 404, or 503 while it may still come."""
+        """Returns the model of a request; the first without a name. As in Ollama, the tag `:latest` is
+        optional. Raises ApiError for an unknown name: 404, or 503 while workers may still bring it."""
         if name is None and self._models:
             return self._models[0]
         found = _find(self._models, name)
@@ -70,7 +70,8 @@ class Catalog:
         )
 
     def find_external(self, name: str | None) -> ExternalModel | None:
-        """The same among external models; None if the name is of none of them."""
+        """Returns the external model of a request, found as in `find`; None if no external model has the
+        name."""
         if name is None:
             return self.external[0] if self.external and not self._models else None
         return None if _find(self._models, name) is not None else _find(self.external, name)
@@ -80,7 +81,7 @@ class Catalog:
         return [model.admission for model in self._models] + [model.admission for model in self.external]
 
     def drain(self) -> None:
-        """Nobody gets in any more, whatever model comes."""
+        """Admits no more requests, also for models that are added later."""
         self.draining = True
         for admission in self.admissions:
             admission.drain()

@@ -1,4 +1,4 @@
-"""ExternalModel: a model whose workers speak HTTP themselves. Requests for it go on as they came."""
+"""ExternalModel: a model whose workers serve OpenAI's HTTP API. Its requests are passed on unchanged."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from shoal.fleet_api import Forwarder
 from shoal.server.served.admission import Admission
 
-UNBOUNDED = 1 << 40  # the workers and the queue of the fleet say how much is too much
+UNBOUNDED = 1 << 40  # the workers and the fleet's queue set the limit
 
 
 class ExternalModel:
-    """`names` and `max_model_len` are what its workers said last; they may change while it is served."""
+    """`names` and `max_model_len` are reported by its workers, and may change while it is served."""
 
     def __init__(
         self,

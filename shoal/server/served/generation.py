@@ -1,11 +1,11 @@
-"""From token ids to text deltas: what chat, completions, responses and messages share.
+"""Generation: from token ids to text deltas, for all APIs.
 
     async with exchange.generate(model, [prompt], params) as answers:
         async for deltas in answers:        # all that is ready
             ...
 
-It takes the place in the queue, keeps the deadline and counts for the metrics. request_builder.py makes the
-requests, and answer.py reads the outputs. Whatever ends the block aborts the requests that still run.
+It is admitted to the queue, keeps the deadline and counts for the metrics. request_builder.py makes the
+requests, and answer.py reads the outputs. The end of the block aborts requests that still run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Usage:
 
 
 class Generation:
-    """The `params.n` answers to each prompt.
+    """Generates `params.n` answers to each prompt.
 
     Entering raises UserError for an impossible request and ApiError (429) if the queue is full. Iterating
     raises what the engine raises. At the deadline the block ends with ApiError (504).
@@ -66,9 +66,9 @@ class Generation:
         embed: bool = False,
         cuts_max_tokens: bool = False,
     ) -> None:
-        """line: where what happens is written. params.max_tokens: None is as many tokens as fit. timeout:
-        seconds from entering; the model's own limit holds too. session, tags: see Request. cuts_max_tokens: a
-        max_tokens that does not fit is lowered, otherwise it is refused.
+        """line: the request's timeline. params.max_tokens: None is as many tokens as fit. timeout: seconds
+        from entering; the model's own limit holds too. session, tags: see Request. cuts_max_tokens: lowers a
+        max_tokens that does not fit, which is refused otherwise.
         """
         self.model, self.prompts, self.params, self.request_id = model, prompts, params, request_id
         self.priority, self.cache_salt, self.session, self.tags = priority, cache_salt, session, tags
@@ -81,7 +81,7 @@ class Generation:
         line.params, line.prompt_tokens = params, self.usage.prompt_tokens
         self._running: list[_Running] = []
         self._num_ended = 0
-        self._num_places = 0  # in the queue, the most answers that are in the engine at once
+        self._num_slots = 0  # slots in the queue: the most answers that are in the engine at once
         self._streams: list[AsyncGenerator[Output, None]] = []
         self._pumps: list[asyncio.Task[None]] = []
         self._timeout = asyncio.timeout(self.seconds)
@@ -95,11 +95,11 @@ class Generation:
         if self.embed:  # OpenAI's clients send 2,048 inputs at once: a share of the queue computes them all
             count = min(count, max(1, self.model.admission.limit // 2))
         self.model.admission.enter(count)  # comes before anything is built, as n may be a million
-        self._num_places = count
+        self._num_slots = count
         try:
             self._running = [_Running(i, r, self.model, self.line) for i, r in enumerate(self._requests())]
         except BaseException:
-            self.model.admission.leave(self._num_places)
+            self.model.admission.leave(self._num_slots)
             raise
         self.model.metrics.answers.observe(params.n)
         await self._timeout.__aenter__()
@@ -117,7 +117,7 @@ class Generation:
             await self._leave()
 
     async def _leave(self) -> None:
-        """Ends what runs and gives the place in the queue back, even if it is cancelled meanwhile."""
+        """Ends running requests and releases the queue's slots, even if it is cancelled meanwhile."""
         try:
             for pump in self._pumps:
                 pump.cancel()
@@ -130,10 +130,10 @@ class Generation:
                 running.close()
             for i in range(0, len(self._running), self.params.n):
                 self.model.metrics.end(self.times[i : i + self.params.n])
-            self.model.admission.leave(self._num_places)
+            self.model.admission.leave(self._num_slots)
 
     async def __aiter__(self) -> AsyncIterator[list[Delta]]:
-        """Yields all deltas that are ready, at least one. The engine merges what comes while nobody reads."""
+        """Yields all deltas that are ready, at least one. The engine merges outputs while nothing reads."""
         self._streams = [self.model.engine.generate(running.request) for running in self._running]
         if len(self._running) == 1:
             async for delta in self._deltas(0):
@@ -142,11 +142,11 @@ class Generation:
         ready: list[Delta] = []
         arrived, taken = asyncio.Event(), asyncio.Event()
         num_running = len(self._running)
-        places = asyncio.Semaphore(self._num_places)
+        places = asyncio.Semaphore(self._num_slots)
         failure: BaseException | None = None
 
         async def pump(i: int) -> None:
-            """Moves one answer's deltas to `ready`, one for each turn of the reader."""
+            """Moves one answer's deltas to `ready`, one for each step of the reader."""
             nonlocal num_running, failure
             try:
                 async with places:
@@ -188,15 +188,15 @@ class Generation:
         return wholes
 
     async def warm(self) -> str | None:
-        """Puts the prompt into the prefix cache, and returns why that ended. The engine gives a token at
-        least, which does not count here."""
+        """Puts the prompt into the prefix cache, and returns the finish reason. The one token that the
+        engine generates is not counted."""
         [whole] = await self.collect()
         self.usage.completion_tokens = 0
         return whole.finish_reason
 
     @property
     def has_ended(self) -> bool:
-        """Whether all answers have ended."""
+        """True when all answers have ended."""
         return self._num_ended > 0 and self._num_ended == len(self._running)
 
     @property
@@ -206,17 +206,18 @@ class Generation:
 
     @property
     def worker(self) -> str:
-        """Which worker of a fleet has the first answer; "" where there is no fleet, or not yet."""
+        """The worker of a fleet that generates the first answer; "" without a fleet, or before it is
+        chosen."""
         return self._running[0].request.worker if self._running else ""
 
     @property
     def prefill_worker(self) -> str:
-        """Which worker has computed the first answer's prompt; "" where `worker` did itself."""
+        """The worker that has computed the first answer's prompt; "" if `worker` did."""
         return self._running[0].request.prefill_worker if self._running else ""
 
     @property
     def prompt_logprobs(self) -> list[list[TokenLogprobs | None] | None]:
-        """The prompt log-probabilities of each answer, once its first token is there."""
+        """The prompt log-probabilities of each answer, after its first token."""
         return [running.answer.prompt_logprobs for running in self._running]
 
     async def _deltas(self, i: int) -> AsyncIterator[Delta]:
@@ -276,7 +277,8 @@ class Generation:
         )
 
     def _max_tokens(self, prompt: Prompt) -> int:
-        """How many tokens may follow the prompt. Raises ApiError for a prompt that is too long."""
+        """Returns the most tokens that may follow the prompt. Raises ApiError for a prompt that is too
+        long."""
         model, ids, asked = self.model, prompt.token_ids, self.params.max_tokens
         room = model.max_model_len - len(ids)
         if self.embed:
@@ -298,7 +300,7 @@ class Generation:
 
 
 class _Running:
-    """One answer that runs, and its times for the metrics."""
+    """A running answer, and its times for the metrics."""
 
     def __init__(self, index: int, request: Request, model: ServedModel, line: Timeline) -> None:
         self.index, self.request = index, request
@@ -327,10 +329,10 @@ class _Running:
         )
 
     def fail(self, output: Output) -> None:
-        """The engine has ended the answer with an error. Nobody gets the tokens that come with it."""
+        """Ends the answer after an error of the engine. The tokens of that output are dropped."""
         self.times.finish(FinishReason.ERROR)
         self.line.push(dataclasses.replace(output, token_ids=[]), time.perf_counter())
 
     def close(self) -> None:
-        """Counts an answer that was left before its end as aborted."""
+        """Counts an unfinished answer as aborted."""
         self.times.finish(FinishReason.ABORT)

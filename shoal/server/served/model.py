@@ -159,8 +159,8 @@ class ServedModel:
     async def encode(
         self, texts: Sequence[str], add_special_tokens: bool = True, *, must_fit: bool = True
     ) -> list[list[int]]:
-        """The token ids of each text. must_fit: a text that the model's context cannot hold is refused, if
-        possible before all of it is tokenized. Raises RequestError."""
+        """Returns the token ids of each text. must_fit: refuses a text that is longer than the model's
+        context, if possible before all of it is tokenized. Raises RequestError."""
         self.need_tokenizer()
         size = text_size(texts, enough=HUGE_TEXT)
         return await self.for_text(
@@ -192,8 +192,8 @@ class ServedModel:
         must_fit: bool = True,
         needs_tools: bool = True,
     ) -> Prompt:
-        """A conversation through the model's chat template. Raises RequestError with the template's own words
-        where it refuses.
+        """Renders a conversation with the model's chat template. Raises RequestError with the template's own
+        message if it refuses.
 
         must_fit: as in `encode`. needs_tools: False where a grammar enforces the call. The description of
         tools is then left out, with a warning, if the template has no place and the context no room for it.
@@ -206,8 +206,8 @@ class ServedModel:
         ):
             raise ApiError(
                 400,
-                "chat_template: this server takes no templates from requests, as one may run for ever; start "
-                "it with --trust-request-chat-template",
+                "chat_template must be a template of the model, got one in the request, which may run for "
+                "ever; leave it out, or start the server with --trust-request-chat-template",
                 param="chat_template",
             )
         if len(messages) > self.max_model_len:
@@ -216,7 +216,7 @@ class ServedModel:
         if taken := TEMPLATE_NAMES & variables.keys():
             raise ApiError(
                 400,
-                f"chat_template_kwargs: {sorted(taken)} cannot be set here; use the request's own fields",
+                f"chat_template_kwargs must not have {sorted(taken)}; use the request's own fields",
                 param="chat_template_kwargs",
             )
         if documents is not None:
@@ -311,7 +311,7 @@ def served_model(
 
 
 def text_size(values: Sequence[str], enough: int) -> int:
-    """The number of characters of the texts, and a few for each text. Counts until there are `enough`."""
+    """Returns the number of characters of the texts, plus 8 per text. Stops counting at `enough`."""
     size = 0
     for value in values:
         size += 8 + len(value)

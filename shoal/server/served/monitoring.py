@@ -1,7 +1,7 @@
-"""What a server or its fleet does, to be looked at: now, with what came lately, and a short past.
+"""The current state, recent rates and short history of a server or its fleet.
 
-It is sampled at an interval whether anybody looks or not, so that who opens a page sees the last minutes.
-What is kept is bounded by time and by the number of workers.
+It samples at an interval even without viewers, so that a newly opened page shows the last minutes. Memory is
+bounded by the length of the history and the number of workers.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ RATES_S = 10.0  # over which tokens a second are counted
 WINDOW_S = 60.0  # over which quantiles are taken
 HISTORY_S = 600.0
 MAX_HISTORIES = 256  # workers that have a history of their own, the first ones
-MANY = 20  # workers, after which others have their turn
+MANY = 20  # workers per slice, after which other tasks run
 POINTS = int(HISTORY_S / INTERVAL_S)
 
 
 @dataclass(slots=True)
 class _Sample:
-    """What had been served at some moment."""
+    """Totals of everything served up to one moment."""
 
     at: float  # by time.monotonic
     workers: dict[str, ServedTotals]
@@ -41,8 +41,8 @@ class _Sample:
 
 
 @dataclass(slots=True)
-class _Lately:
-    """What came lately, as of the last sample."""
+class _Recent:
+    """Recent rates at the last sample."""
 
     workers: dict[str, RecentRates] = field(default_factory=dict)
     models: dict[str, RecentRates] = field(default_factory=dict)
@@ -50,16 +50,19 @@ class _Lately:
 
 
 class Monitor:
-    """`run` samples; `view` may be asked at any time."""
+    """Samples in `run`; `view` works at any time."""
 
     def __init__(self, models: Catalog, fleet: FleetControl | None = None) -> None:
-        """fleet: whose workers are watched; None: the models are this server's own, and each is a worker."""
+        """fleet: the fleet of a router; None: the models are this server's own, and each counts as a
+        worker."""
         self._models, self._fleet = models, fleet
         self._samples: collections.deque[_Sample] = collections.deque(maxlen=1 + int(WINDOW_S / INTERVAL_S))
-        self._lately = _Lately()
-        self._history: collections.deque[Point] = collections.deque(maxlen=POINTS)  # of all workers together
-        self._of_workers: dict[str, collections.deque[Point]] = {}
-        self._bytes_in: dict[str, int] = {}  # that each worker had read of others' KV at the last sample
+        self._recent_rates = _Recent()
+        self._history: collections.deque[Point] = collections.deque(maxlen=POINTS)  # the sum of all workers
+        self._history_by_worker: dict[str, collections.deque[Point]] = {}
+        self._bytes_in: dict[
+            str, int
+        ] = {}  # KV bytes that each worker had read from others at the last sample
 
     async def run(self) -> None:
         """Samples until it is cancelled."""
@@ -68,19 +71,19 @@ class Monitor:
             await asyncio.sleep(INTERVAL_S)
 
     async def sample(self) -> None:
-        """Takes one, and adds a point to each history."""
+        """Takes a sample, and adds a point to each history."""
         view = await self._look()
         before = self._samples[-1] if self._samples else None
         sample = self._take(view)
         self._samples.append(sample)
-        lately = _Lately(whole=self._recent([one.whole for one in self._samples]))
+        recent = _Recent(whole=self._recent([one.whole for one in self._samples]))
         for name in sample.models:
-            lately.models[name] = self._recent([one.models.get(name) for one in self._samples])
+            recent.models[name] = self._recent([one.models.get(name) for one in self._samples])
         for number, name in enumerate(sample.workers):
-            lately.workers[name] = self._recent([one.workers.get(name) for one in self._samples])
+            recent.workers[name] = self._recent([one.workers.get(name) for one in self._samples])
             if number % MANY == MANY - 1:
                 await asyncio.sleep(0)  # answers that stream do not wait for a large fleet
-        self._lately = lately
+        self._recent_rates = recent
         self._fill(view)
         self._remember(view, sample, sample if before is None else before)
 
@@ -101,26 +104,26 @@ class Monitor:
             whole.waiting += view.queue.length
         whole.failed = max(0, sample.whole.failed - before.whole.failed)
         self._history.append(whole)
-        for name, points in list(self._of_workers.items()):
+        for name, points in list(self._history_by_worker.items()):
             if view.at - points[-1].at > HISTORY_S:
-                del self._of_workers[name]
+                del self._history_by_worker[name]
 
     async def view(self, since: float | None = None, worker_id: str | None = None) -> FleetView:
-        """Now, and the points of the past that are later than `since` (seconds since 1970), of one worker
-        where it is named; none without `since`."""
+        """Returns the current state, and the history after `since` (seconds since 1970) of one worker if
+        it is named; no history without `since`."""
         view = await self._look()
         self._fill(view)
         if since is not None:
-            points = self._history if worker_id is None else self._of_workers.get(worker_id, ())
+            points = self._history if worker_id is None else self._history_by_worker.get(worker_id, ())
             view.history = [point for point in points if point.at > since]
         return view
 
     def recent(self, model_name: str) -> RecentRates:
-        """What came lately of a model, as of the last sample."""
-        return self._lately.models.get(model_name, RecentRates())
+        """Returns the recent rates of a model at the last sample."""
+        return self._recent_rates.models.get(model_name, RecentRates())
 
     async def _look(self) -> FleetView:
-        """What is known now, but for what came lately."""
+        """Returns the current state without recent rates."""
         if self._fleet is not None:
             view = self._fleet.view()
         else:
@@ -147,7 +150,7 @@ class Monitor:
         return view
 
     async def _worker(self, model: ServedModel) -> WorkerView:
-        """A model of this server as its own worker."""
+        """Returns a model of this server as its own worker."""
         view = WorkerView(
             id=model.name, url="", role="both", model=model.name, state=WorkerState.READY, pid=os.getpid()
         )
@@ -166,8 +169,9 @@ class Monitor:
         return view
 
     def _take(self, view: FleetView) -> _Sample:
-        """What has been served by now. Models of ours are counted here, external ones by worker. Sums over
-        several add what each has served since the last sample, so that one that leaves takes nothing away."""
+        """Returns the totals so far. Native models are counted by this server, external ones by worker.
+        Sums add the growth of each worker since the last sample, so that a worker that leaves does not
+        lower them."""
         last = self._samples[-1] if self._samples else _Sample(0.0, {}, {}, ServedTotals())
         models = {model.name: totals_of(model.metrics) for model in self._models}
         workers = dict(models) if self._fleet is None else dict(self._fleet.served())
@@ -179,7 +183,7 @@ class Monitor:
         return _Sample(time.monotonic(), workers, models, whole)
 
     def _recent(self, served: list[ServedTotals | None]) -> RecentRates:
-        """The recent rates, by what had been served at each sample; None where that was not known."""
+        """Returns the recent rates from the totals at each sample; None: unknown at that sample."""
         known = [(sample.at, one) for sample, one in zip(self._samples, served) if one is not None]
         if len(known) < 2:
             return RecentRates()
@@ -189,17 +193,17 @@ class Monitor:
         return recent_rates(last, before, now - begun, known[0][1])
 
     def _fill(self, view: FleetView) -> None:
-        """Writes what came lately into the view."""
+        """Writes the recent rates into the view."""
         for worker in view.workers:
-            worker.recent = self._lately.workers.get(worker.id, RecentRates())
+            worker.recent = self._recent_rates.workers.get(worker.id, RecentRates())
         for model in view.models:
             model.recent = self.recent(model.name)
-        view.recent = self._lately.whole
+        view.recent = self._recent_rates.whole
 
     def _add(self, worker_id: str, point: Point) -> None:
-        points = self._of_workers.get(worker_id)
-        if points is None and len(self._of_workers) < MAX_HISTORIES:
-            points = self._of_workers[worker_id] = collections.deque(maxlen=POINTS)
+        points = self._history_by_worker.get(worker_id)
+        if points is None and len(self._history_by_worker) < MAX_HISTORIES:
+            points = self._history_by_worker[worker_id] = collections.deque(maxlen=POINTS)
         if points is not None:
             points.append(point)
 
@@ -207,7 +211,7 @@ class Monitor:
 def _grown(
     total: ServedTotals, now: Mapping[str, ServedTotals], before: Mapping[str, ServedTotals]
 ) -> ServedTotals:
-    """`total` and what each has served since `before`."""
+    """Returns `total` plus the growth of each since `before`."""
     return sum_totals([total, *(one.since(before.get(name, ServedTotals())) for name, one in now.items())])
 
 

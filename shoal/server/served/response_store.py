@@ -1,4 +1,4 @@
-"""Responses that this process keeps for an hour, so that clients may send an id in place of its text."""
+"""Store of responses, kept for an hour, so that clients may send an id in place of the text."""
 
 from __future__ import annotations
 

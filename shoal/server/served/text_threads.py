@@ -18,11 +18,11 @@ from shoal.errors import RequestError
 T = TypeVar("T")
 
 NUM_THREADS = 2  # they are few, so that a burst queues here and not on the cores
-GRACE_SECONDS = 0.2  # between two looks at a piece of work whose time is over
+GRACE_SECONDS = 0.2  # between two checks of a job whose time is over
 
 
 class TextThreads:
-    """Runs pieces of work one after the other in each of a few threads."""
+    """Runs jobs in a few threads."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="text")
@@ -31,8 +31,8 @@ class TextThreads:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
     async def run_bounded(self, work: Callable[[], T], seconds: float, what: str) -> T:
-        """Returns `work()`. It is ended after so many seconds: Python code at its next line, other code not
-        before it returns. Raises RequestError then, which begins with `what`."""
+        """Returns `work()`. After `seconds` it is interrupted: Python code at its next line, other code
+        when it returns. Then raises RequestError, which begins with `what`."""
         job = _Job(work)
         future = asyncio.get_running_loop().run_in_executor(self._pool, job.run)
         try:
@@ -54,15 +54,15 @@ class TextThreads:
 
 
 class Overtime(BaseException):
-    """Raised in the middle of a piece of work by another thread. No template can catch it, nor any
-    `except Exception`."""
+    """Raised by another thread in the middle of a job. No template can catch it, nor any `except
+    Exception`."""
 
 
 class _Job(Generic[T]):
-    """One piece of work, and which thread it is in.
+    """One job, and the thread that runs it.
 
-    The thread is sent Overtime once at most, and `run` returns only when what was sent has come: the thread's
-    next piece of work must not get it.
+    The thread is sent Overtime at most once, and `run` returns only after it was raised: the thread's next
+    job must not get it.
     """
 
     def __init__(self, work: Callable[[], T]) -> None:
@@ -89,7 +89,7 @@ class _Job(Generic[T]):
             return self._work()
         finally:
             self._thread = None
-            with self._lock:  # whoever is about to send has sent
+            with self._lock:  # waits for a concurrent `end`
                 pass
             if self._was_sent:
                 _spend_time()

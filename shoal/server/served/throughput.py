@@ -1,4 +1,4 @@
-"""What the server is doing, as a line in the log every ten seconds while there is work."""
+"""A log line with the throughput of each model every ten seconds while it has work."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.telemetry.served import RecentRates
 
 logger = logging.getLogger(__name__)
 
-WORK_TOKENS_PER_SECOND = 1.0  # what is less is no work; a router's probe is two tokens in ten seconds
+WORK_TOKENS_PER_SECOND = 1.0  # less is idle: a router's probe is two tokens in ten seconds
 
 
 async def report_throughput(
@@ -28,7 +28,7 @@ async def report_throughput(
         for model in list(models):
             try:
                 stats = await model.stats()
-            except ShoalError:  # a dead engine, which is told elsewhere
+            except ShoalError:  # a dead engine is reported elsewhere
                 continue
             event = _event(model.name, stats, monitor.recent(model.name))
             if event is not None:
@@ -36,7 +36,8 @@ async def report_throughput(
 
 
 def _event(name: str, stats: Stats, recent: RecentRates) -> Event | None:
-    """The line of a model. None if it had no work: a router's probes of an idle worker are none."""
+    """Returns the line of a model. None if it had no work; a router's probes of an idle worker do not
+    count."""
     prompt, generation, hit_rate = recent.prompt_tokens_s, recent.output_tokens_s, recent.hit_rate
     is_idle = max(prompt, generation) < WORK_TOKENS_PER_SECOND
     if is_idle and not (stats.num_running or stats.num_waiting):

@@ -1,4 +1,4 @@
-"""Who may come in: pages of strangers, hosts under borrowed names, folders outside of where traces belong."""
+"""Access: pages of other sites, host names after DNS rebinding, and folders of traces outside --profile-dir."""
 
 import pytest
 

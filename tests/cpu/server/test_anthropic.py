@@ -15,7 +15,7 @@ CALL = (
 )
 TOOL = {
     "name": "weather",
-    "description": "tells",
+    "description": "reports",
     "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}},
 }
 
@@ -299,9 +299,9 @@ def test_a_wrong_key_and_a_failing_engine_are_told_in_that_shape(served, client)
     served.say("Hello there")
     served.engine.error_after = 4
     try:
-        with pytest.raises(anthropic.APIError, match="told to fail"):
+        with pytest.raises(anthropic.APIError, match="set to fail"):
             list(ask(client, stream=True))
-        with pytest.raises(anthropic.InternalServerError, match="told to fail"):
+        with pytest.raises(anthropic.InternalServerError, match="set to fail"):
             ask(client)
     finally:
         served.engine.error_after = None

@@ -1,4 +1,4 @@
-"""The catalog of a router: models come and go, and what is not there yet is told from what never was."""
+"""The catalog of a router: models are added and removed; a model that may still come is a 503, an unknown one a 404."""
 
 import pytest
 

@@ -287,7 +287,7 @@ def test_the_socket_of_a_killed_server_is_replaced_and_no_other_file(tmp_path):
     with FakeServer(uds=str(path)):
         assert b" 200 OK" in over_file(path, GET.replace(b"Host: x", b"Connection: close"))
     path.write_text("precious")
-    with pytest.raises(ConfigError, match=r"uds .* no socket is there; choose another path"):
+    with pytest.raises(ConfigError, match=r"uds .* is not a socket; choose another path"):
         open_ports(ServerConfig(uds=str(path)))
     assert path.read_text() == "precious"
     for bad in (str(tmp_path / ("x" * 200)), str(tmp_path / "none" / "sock"), "a\0b"):

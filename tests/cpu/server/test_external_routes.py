@@ -19,7 +19,7 @@ STREAM = b"text/event-stream; charset=utf-8"
 
 
 class Workers:
-    """A Forwarder whose workers say what the test tells them to."""
+    """A Forwarder whose workers answer as the test sets."""
 
     def __init__(self, *chunks, error=None, status=200, content_type=b"application/json", delay=0.0):
         self.chunks, self.error, self.status = chunks, error, status

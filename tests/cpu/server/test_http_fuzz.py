@@ -159,7 +159,7 @@ STAGES = (
 
 
 @long
-def test_whoever_leaves_at_any_stage_leaves_nothing_behind(cases, server):
+def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(cases, server):
     rng = random.Random(SEED)
     server.engine.token_seconds, server.engine.prefill_seconds = 0.01, 0.05
     counts = collections.Counter()

@@ -103,7 +103,7 @@ def test_a_wrong_parameter_is_told(server, query):
 
 @dataclass
 class FakeFleet:
-    """What a Monitor asks of a fleet."""
+    """The part of a fleet that a Monitor uses."""
 
     counts: dict[str, ServedTotals]
 
@@ -116,8 +116,8 @@ class FakeFleet:
 
 
 async def rates_of(fleet, changes, monkeypatch, interval=2.0):
-    """What `fleet`, whose external workers all serve "m", does lately, in all and of the model: after each of
-    these changes and one more interval."""
+    """Returns the recent rates of `fleet`, whose external workers all serve "m", in all and of the model:
+    after each of these changes and one more interval."""
     now = itertools.count(0.0, interval)
     monkeypatch.setattr(monitoring, "time", SimpleNamespace(monotonic=lambda: next(now), time=time.time))
     looked = monitoring.Monitor(Catalog([], [ExternalModel(["m"], None)]), fleet)
@@ -132,15 +132,15 @@ async def rates_of(fleet, changes, monkeypatch, interval=2.0):
 
 
 def test_an_external_worker_that_leaves_is_no_burst_of_tokens(monkeypatch):
-    """The sums of those that stay were lower than before, as if all had started again."""
+    """Regression: the sums of the remaining workers were lower than before, as if all had started again."""
     fleet = FakeFleet({"a": ServedTotals(output_tokens=10_000), "b": ServedTotals(output_tokens=50)})
     serves = functools.partial(setattr, fleet.counts["b"], "output_tokens", 70)
     leaves = functools.partial(fleet.counts.pop, "a")
     assert asyncio.run(rates_of(fleet, [serves, leaves], monkeypatch)) == [(10.0, 10.0), (5.0, 5.0)]
 
 
-def test_what_came_lately_is_of_five_intervals_though_each_is_a_little_late(monkeypatch):
-    """It was of four, as five are more than ten seconds then."""
+def test_recent_rates_are_over_five_intervals_though_each_is_a_little_late(monkeypatch):
+    """Regression: the rate was over four intervals, as five late ones are more than ten seconds."""
     fleet = FakeFleet({"a": ServedTotals()})
     serves = functools.partial(setattr, fleet.counts["a"], "output_tokens", 100)
     found = asyncio.run(rates_of(fleet, [serves] + [int] * 6, monkeypatch, interval=2.01))
@@ -200,7 +200,7 @@ def test_a_failed_request_is_counted():
         assert found["history"][-1]["failed"] == 1
 
 
-def test_a_dead_engine_is_shown_as_broken_and_the_watch_goes_on():
+def test_a_dead_engine_is_shown_as_broken_and_the_monitor_goes_on():
     with FakeServer() as server:
         server.call(server.engine.kill)
         sample(server)
@@ -208,13 +208,13 @@ def test_a_dead_engine_is_shown_as_broken_and_the_watch_goes_on():
         assert worker["state"] == "broken" and "died" in worker["why"]
 
 
-def test_a_watch_that_fails_is_told_and_requests_go_on(monkeypatch, caplog):
+def test_a_monitor_that_fails_is_logged_and_requests_go_on(monkeypatch, caplog):
     async def broken(self):
         raise KeyError("a mistake")
 
     monkeypatch.setattr(monitoring.Monitor, "sample", broken)
     with FakeServer() as server:
-        eventually(lambda: any("is shown no more" in one.getMessage() for one in caplog.records))
+        eventually(lambda: any("a bug in monitoring" in one.getMessage() for one in caplog.records))
         assert server.request("/v1/completions", {"prompt": "abc", "max_tokens": 2})[0] == 200
 
 

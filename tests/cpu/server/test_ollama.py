@@ -157,7 +157,7 @@ def test_a_conversation_with_tools_and_thoughts_comes_back(served):
     chat(served, messages=[USER, asked, told], think=False)
     prompt = served.last_prompt()
     assert '(thought: Hm.)<tool_call>weather{"city": "Rome"}</tool_call><tool>22 degrees' in prompt
-    assert prompt.endswith("<think>\n\n</think>\n\n")  # told not to think
+    assert prompt.endswith("<think>\n\n</think>\n\n")  # thinking is off
     chat(served, messages=[USER, {"role": "assistant", "content": "It is"}])
     assert served.last_prompt().endswith("<assistant>It is")
 
@@ -194,7 +194,7 @@ def test_nothing_to_answer_is_a_model_to_load(served):
         ("/api/generate", {"prompt": "x", "images": ["aGk="]}, 400, "images"),
         ("/api/generate", {"prompt": "x" * 5000}, 400, "4096"),
         ("/api/embed", {"input": "x" * 5000, "truncate": False}, 400, "4096"),
-        ("/api/show", b"{", 400, "no JSON"),
+        ("/api/show", b"{", 400, "not valid JSON"),
     ],
 )
 def test_errors_are_one_text(served, path, body, status, words):

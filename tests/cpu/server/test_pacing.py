@@ -1,4 +1,4 @@
-"""What clients send at once begins a few at a time, in order, and nothing of it is lost."""
+"""Requests that arrive at once begin a few at a time, in order, and none of them is lost."""
 
 import asyncio
 

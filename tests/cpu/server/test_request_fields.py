@@ -1,4 +1,4 @@
-"""What becomes of each field that other servers' requests have: no field that changes the answer is ignored."""
+"""Fields of other servers' requests: a field that would change the answer is never ignored silently."""
 
 import json
 import logging

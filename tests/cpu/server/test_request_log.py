@@ -170,14 +170,14 @@ def test_what_is_no_http_is_told(server, lines):
     connection.close()
     eventually(lines)
     [line] = lines()
-    assert line.endswith('WARNING 127.0.0.1 - - 400 error="what came is no HTTP"')
+    assert line.endswith('WARNING 127.0.0.1 - - 400 error="the request is not valid HTTP"')
 
 
 def test_a_flood_of_refusals_is_a_line_a_second(lines, caplog, monkeypatch):
     log = RefusalLog("all")
     for now in (0.0, 0.1, 0.9, 1.5):
         monkeypatch.setattr("shoal.server.http.request_log.time.monotonic", lambda now=now: now)
-        log.tell("127.0.0.1", ApiError(431, "too much"))
+        log.log("127.0.0.1", ApiError(431, "too much"))
     found = [line.partition("error=")[2] for line in lines()]
     assert found == ['"too much"', '"too much" (and 2 others before)']
 
@@ -314,5 +314,5 @@ def test_an_admin_port_beyond_this_machine_needs_a_key(monkeypatch):
     monkeypatch.delenv("SHOAL_API_KEY", raising=False)
     check_admin_port(ServerConfig(admin_host="192.0.2.1"))
     check_admin_port(ServerConfig(admin_host="192.0.2.1", admin_port=9000, api_key=["sesame"]))
-    with pytest.raises(ConfigError, match=r"admin_host '192.0.2.1' .* --api-key"):
+    with pytest.raises(ConfigError, match=r"admin_host must be .*'192.0.2.1'.* --api-key"):
         check_admin_port(ServerConfig(admin_host="192.0.2.1", admin_port=9000))

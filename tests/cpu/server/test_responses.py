@@ -16,7 +16,7 @@ CALL = (
 TOOL = {
     "type": "function",
     "name": "weather",
-    "description": "tells",
+    "description": "reports",
     "strict": False,
     "parameters": {
         "type": "object",
@@ -315,7 +315,7 @@ def test_a_failure_in_mid_stream_is_an_event(served, client):
         events = list(ask(client, stream=True))
     finally:
         served.engine.error_after = None
-    assert events[-1].type == "response.failed" and "told to fail" in events[-1].response.error.message
+    assert events[-1].type == "response.failed" and "set to fail" in events[-1].response.error.message
 
 
 @pytest.mark.parametrize("kind", [["message"], {"a": 1}, 5])
@@ -461,8 +461,8 @@ def test_a_conversation_goes_on_from_a_prompt_that_was_put_into_the_cache(keepin
     warm = client.responses.create(extra_body={"prompt_cache_options": {"prewarm": True}}, **body)
     warm = list(warm)[-1].response if stream else warm
     assert client.responses.retrieve(warm.id).output == []
-    says(keeping, "Yes.", input="Tell me.", previous_response_id=warm.id)
-    assert keeping.last_prompt() == "<user>What is a heron?<user>Tell me.<assistant>"
+    says(keeping, "Yes.", input="Say it.", previous_response_id=warm.id)
+    assert keeping.last_prompt() == "<user>What is a heron?<user>Say it.<assistant>"
 
 
 def test_minus_one_output_token_means_as_many_as_fit(served, client):

@@ -527,7 +527,7 @@ def test_a_grammar_that_cannot_be_followed_is_the_clients_mistake():
 
 
 def test_a_compressed_body_is_refused_as_such():
-    """Regression: a body in gzip was a 400 that said it was no JSON."""
+    """Regression: a body in gzip was a 400 that called it invalid JSON."""
     body = gzip.compress(json.dumps({"prompt": "a"}).encode())
     with FakeServer() as server:
         status, headers, text = server.request(COMPLETE, body, headers={"Content-Encoding": "gzip"})

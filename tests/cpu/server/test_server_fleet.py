@@ -1,4 +1,4 @@
-"""What a server in front of a fleet adds to its API: sessions go to the engine, and answers name their worker."""
+"""The API of a server in front of a fleet: sessions reach the engine, and answers name their worker."""
 
 import logging
 

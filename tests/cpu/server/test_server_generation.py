@@ -1,4 +1,4 @@
-"""Answers under way: what ends them, and that whoever leaves gives up his place."""
+"""Running answers: their ends, and the slot in the queue that a client which leaves gives back."""
 
 import asyncio
 import time
@@ -105,7 +105,7 @@ def test_a_request_sent_away_before_its_first_token_is_no_first_token():
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_whoever_is_cancelled_twice_gives_up_his_place(n):
+def test_a_task_that_is_cancelled_twice_gives_up_its_slot(n):
     async def run():
         model = served(Reluctant(300, token_seconds=60.0))
 

@@ -57,7 +57,7 @@ def test_a_slow_reader_holds_little_memory_and_is_cut_off():
 
 
 def test_nothing_is_computed_ahead_for_a_reader_that_takes_nothing():
-    """What is made of the engine's outputs waits in the socket's buffers, and nowhere else."""
+    """Answers from the engine's outputs wait in the socket's buffers, and nowhere else."""
 
     class Counting(FakeEngine):
         taken = 0

@@ -11,7 +11,7 @@ import pytest
 from shoal.api import Logprob
 from shoal.server.apis import completions
 from shoal.server.apis.response_shapes import LogprobShapes, TextPlace
-from shoal.server.http.client_warnings import MAX_TOLD, ClientWarnings
+from shoal.server.http.client_warnings import MAX_WARNINGS, ClientWarnings
 from shoal.text.tokenizer import Tokenizer
 from tests import http_shapes, texts
 from tests.fake_server import NAME, FakeServer, engine_saying, ids_of
@@ -585,10 +585,10 @@ def test_fields_that_nobody_takes_are_told_once_a_client(server, client, caplog)
 
 def test_warnings_have_an_end(caplog):
     warnings = ClientWarnings()
-    for i in range(MAX_TOLD + 50):
-        warnings.tell(f"client {i}", "what", f"message {i}")
+    for i in range(MAX_WARNINGS + 50):
+        warnings.warn(f"client {i}", "what", f"message {i}")
     told = [record for record in caplog.records if record.name == "shoal.server.http.client_warnings"]
-    assert len(told) == MAX_TOLD + 1 and not warnings.is_new("one", "more")
+    assert len(told) == MAX_WARNINGS + 1 and not warnings.is_new("one", "more")
 
 
 def test_the_token_level_endpoint(server):
@@ -696,4 +696,4 @@ def test_the_same_wish_in_old_and_new_spelling_is_one(server, old, new):
     }
     assert server.json("/v1/chat/completions", body)[0] == 200
     status, found = server.json("/v1/chat/completions", {**body, "structured_outputs": {"regex": "other"}})
-    assert status == 400 and "each say what the text must be" in found["error"]["message"]
+    assert status == 400 and "must not constrain the text in different ways" in found["error"]["message"]

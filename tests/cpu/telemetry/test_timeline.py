@@ -95,12 +95,12 @@ def test_as_many_requests_are_listed_as_are_asked_for(server):
 @pytest.mark.parametrize(
     ("query", "told"),
     [
-        ("limit=0", "limit '0' is no number from 1 to 256"),
-        ("limit=257", "limit '257' is no number from 1 to 256"),
-        ("limit=-1", "limit '-1'"),
-        ("limit=" + "9" * 5000, "limit '999"),
-        ("limit=%C2%B2", "limit '²'"),
-        ("limit=", "limit ''"),
+        ("limit=0", "limit must be from 1 to 256, got '0'"),
+        ("limit=257", "limit must be from 1 to 256, got '257'"),
+        ("limit=-1", "limit must be from 1 to 256, got '-1'"),
+        ("limit=" + "9" * 5000, "limit must be from 1 to 256, got '999"),
+        ("limit=%C2%B2", "limit must be from 1 to 256, got '²'"),
+        ("limit=", "limit must be from 1 to 256, got ''"),
         ("limit=1&limit=2", "limit is given 2 times"),
         ("limits=1", "unknown parameter 'limits'; /requests takes limit"),
     ],
