@@ -334,7 +334,7 @@ def test_log_probabilities_whole_and_streamed(served, path, more):
     status, error = served.json(path, {**more, "top_logprobs": 2})
     assert status == 400 and "top_logprobs" in error["error"]
     status, error = served.json(path, {**asked, "top_logprobs": 50})
-    assert status == 400 and error["error"].startswith("top_logprobs 50 is more than")
+    assert status == 400 and error["error"].startswith("top_logprobs must be <= max_logprobs 20, got 50")
 
 
 def test_messages_go_by_the_rule_of_the_other_apis(served):
