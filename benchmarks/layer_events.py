@@ -25,6 +25,7 @@ from workloads import write_model
 from shoal import LLM, SamplingParams
 from shoal.kv.block_map import BlockMap
 from shoal.kv.copy import CopyStream, StagedCopy
+from shoal.kv.library.tensor_view import blocks_of
 from shoal.kv.storage import pinned_memory
 from shoal.kv.view import BlockView
 
@@ -39,7 +40,7 @@ class Watch:
         runner = llm.core.ranks.runner
         self.ends = runner.layer_ends
         self.copying = CopyStream(runner.device)
-        device = BlockView.of(runner.cache.spec, runner.cache.blocks)
+        device = blocks_of(runner.cache.spec, runner.cache.blocks)
         spec = replace(device.spec, num_blocks=num_blocks)
         self.map = BlockMap(device, BlockView.over(spec, pinned_memory(spec.num_bytes)))
 

@@ -11,10 +11,13 @@ import torch
 from msgspec.structs import replace
 
 from shoal.kv.block_map import BlockMap, Ids, Shards, reachable
-from shoal.kv.copy import CopyStream, copy_blocks, copy_layer
+from shoal.kv.copy import CopyStream, copy_blocks
 from shoal.kv.layout import CacheSpec, Layout, contiguous_strides
-from shoal.kv.storage import DirectFile, Storage, host_memory, mapped_file
-from shoal.kv.view import BlockView, TensorView
+from shoal.kv.library.copies import copy_layer
+from shoal.kv.library.files import DirectFile, mapped_file
+from shoal.kv.library.tensor_view import TensorView, layer_of
+from shoal.kv.storage import Storage, host_memory
+from shoal.kv.view import BlockView
 
 Allocate = Callable[[int], Storage]
 AXES = ("block", "kv", "token", "head", "item")
@@ -43,7 +46,7 @@ def contents(cache: BlockView) -> torch.Tensor:
     """[layers, blocks, 2, tokens, heads, bytes of a head], whatever the layout."""
     order = [cache.spec.layout.axes.index(axis) for axis in AXES]
     layers = [
-        on_host(cache.layer(i)).permute(order).contiguous().view(torch.uint8)
+        on_host(layer_of(cache, i)).permute(order).contiguous().view(torch.uint8)
         for i in range(cache.spec.num_layers)
     ]
     return torch.stack(layers)
@@ -130,11 +133,11 @@ def check_ids_are_honoured(layout: Layout, allocate_src: Allocate, allocate_dst:
     axis = layout.axes.index("block")
     for layer in range(2):
         for block in range(6):
-            src.layer(layer, mutable=True).slice(axis, block, block + 1).fill(100 * layer + block)
+            layer_of(src, layer, mutable=True).slice(axis, block, block + 1).fill(100 * layer + block)
     copy_whole(src, [1, 2, 2, 3, 5], dst, [0, 3, 2, 1, 4])
     for layer in range(2):
         for block, source in enumerate((1, 3, 2, 2, 5)):
-            assert (on_host(dst.layer(layer).slice(axis, block, block + 1)) == 100 * layer + source).all()
+            assert (on_host(layer_of(dst, layer).slice(axis, block, block + 1)) == 100 * layer + source).all()
 
 
 def check_a_round_trip_layer_by_layer(
@@ -147,32 +150,35 @@ def check_a_round_trip_layer_by_layer(
     axis = spec.layout.axes.index("block")
     for layer in range(2):
         for block in range(8):
-            outside.layer(layer, mutable=True).slice(axis, block, block + 1).fill(block)
+            layer_of(outside, layer, mutable=True).slice(axis, block, block + 1).fill(block)
     copying = CopyStream(device)
     there = copying.stage(BlockMap(outside, inside), [0, 1, 2, 3], [0, 1, 2, 3])
     there.trigger_layer(1)
     there.trigger_all_layers()
     copying.synchronize()
     for layer in range(2):
-        outside.layer(layer, mutable=True).fill(0)
+        layer_of(outside, layer, mutable=True).fill(0)
     back_map = BlockMap(inside, outside)
     back = copying.stage(back_map, [3, 2, 1, 0], [0, 1, 2, 3])
     back.trigger_layer(0)
     copying.synchronize()
     held = [
-        [int(on_host(outside.layer(layer).slice(axis, block, block + 1)).flatten()[0]) for block in range(8)]
+        [
+            int(on_host(layer_of(outside, layer).slice(axis, block, block + 1)).flatten()[0])
+            for block in range(8)
+        ]
         for layer in range(2)
     ]
     assert held == [[3, 2, 1, 0, 0, 0, 0, 0], [0] * 8], "only the layer that was triggered has travelled"
     # A second call does nothing: what is overwritten in between stays.
-    outside.layer(0, mutable=True).fill(9)
+    layer_of(outside, 0, mutable=True).fill(9)
     back.trigger_layer(0)
     back.trigger_layer(1)
     back.wait_layer(1)
     copying.synchronize()
     for block in range(4):
-        assert (on_host(outside.layer(0).slice(axis, block, block + 1)) == 9).all()
-        assert (on_host(outside.layer(1).slice(axis, block, block + 1)) == 3 - block).all()
+        assert (on_host(layer_of(outside, 0).slice(axis, block, block + 1)) == 9).all()
+        assert (on_host(layer_of(outside, 1).slice(axis, block, block + 1)) == 3 - block).all()
     # Other blocks by the same map, and two copies that are under way together.
     again, others = (
         copying.stage(back_map, [3, 2, 1, 0], [0, 1, 2, 3]),
@@ -195,7 +201,7 @@ def shards_of(
         new = new_cache(replace(spec, tp_size=tp_size, tp_rank=rank), num_blocks, allocate, rng)
         if shards and shards[-1].spec.first_head == new.spec.first_head:
             for layer in range(spec.num_layers):
-                shards[-1].layer(layer).copy_to(new.layer(layer, mutable=True))
+                layer_of(shards[-1], layer).copy_to(layer_of(new, layer, mutable=True))
         shards.append(new)
     return shards
 
@@ -277,7 +283,7 @@ def check_the_permutation(allocate: Allocate) -> None:
     grid = torch.meshgrid(*(torch.arange(n, dtype=torch.float32) for n in spec.layer_shape), indexing="ij")
     values = sum(scale * axis for scale, axis in zip((1000, 100, 10, 1, 0.1), grid))
     assert isinstance(values, torch.Tensor)
-    TensorView.of(values).copy_to(src.layer(0, mutable=True))
+    TensorView.of(values).copy_to(layer_of(src, 0, mutable=True))
     storage = allocate(spec.num_bytes)
     ranks = [replace(spec, tp_size=4, tp_rank=rank) for rank in range(4)]
     dsts = [BlockView.over(rank, storage, rank.tp_rank * rank.num_bytes) for rank in ranks]

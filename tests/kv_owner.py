@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from shoal.kv.blocks import BlockPool
 from shoal.kv.layout import ITEM_BYTES, CacheSpec
+from shoal.kv.library.tensor_view import TensorView, layer_of
 from shoal.kv.storage import device_memory, host_memory, pinned_memory, shared_memory
 from shoal.kv.transfer.advance import Advancer
 from shoal.kv.transfer.offer_server import OfferServer
@@ -21,7 +22,7 @@ from shoal.kv.transfer.offers import Offers
 from shoal.kv.transfer.registry import TRANSPORTS, Transports, Windows
 from shoal.kv.transfer.ticket import WindowAddress
 from shoal.kv.transfer.transport import Reach
-from shoal.kv.view import BlockView, TensorView
+from shoal.kv.view import BlockView
 from tests.kv_cases import AXES, on_host
 
 MODEL = b"the model of tests"
@@ -55,7 +56,7 @@ def fill(view: BlockView, content: torch.Tensor, blocks: Sequence[int] | None = 
     block_axis = view.spec.layout.axes.index("block")
     which = list(range(view.spec.num_blocks)) if blocks is None else list(blocks)
     for i in range(view.spec.num_layers):
-        fill_layer(view.layer(i, mutable=True), share_of(content[i], view.spec), order, block_axis, which)
+        fill_layer(layer_of(view, i, mutable=True), share_of(content[i], view.spec), order, block_axis, which)
 
 
 def fill_layer(
@@ -142,7 +143,7 @@ class Owner:
         torch.cuda.synchronize(device)
         with torch.cuda.device(device):
             for i, content in enumerate(contents):
-                layer = view.layer(i, mutable=True)
+                layer = layer_of(view, i, mutable=True)
                 torch.cuda._sleep(10_000_000)
                 items = content.view(layer.dtype).permute(order)
                 axis = view.spec.layout.axes.index("block")

@@ -15,11 +15,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
-
-from shoal.errors import NoFreeBlocksError
 
 PRIORITIES = range(-128, 128)  # of findable blocks; 0 unless set
 
@@ -34,21 +31,6 @@ class BlockListener(Protocol):
     def cleared(self) -> None:
         """Every key was forgotten."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Prefill:
-    """Blocks for a prompt, a reference held on each: those that others hold too, those found free behind
-    them, and new ones."""
-
-    in_flight: list[int]
-    matched: list[int]
-    remaining: list[int]
-
-    @property
-    def blocks(self) -> list[int]:
-        """In sequence order; what `release` takes."""
-        return self.in_flight + self.matched + self.remaining
 
 
 class BlockPool:
@@ -160,23 +142,6 @@ class BlockPool:
     def hold(self, blocks: Sequence[int]) -> None:
         """Takes one more reference on each, free ones included."""
         self.try_allocate(0, shared=blocks)
-
-    def prepare_prefill(self, keys: Sequence[bytes], num_blocks: int) -> Prefill:
-        """Holds `num_blocks` blocks for a prompt: what can be found of `keys` (of its full blocks), and new
-        ones for the rest and its tail. One transaction: raises NoFreeBlocksError, and nothing is taken, if
-        too few are free. Raises ValueError for less than 0 blocks."""
-        if num_blocks < 0:
-            raise ValueError(f"{num_blocks} blocks can't be held; ask for 0 or more")
-        hits = self.match(keys[:num_blocks])
-        num_in_flight = next((i for i, block in enumerate(hits) if self._ref_counts[block] == 0), len(hits))
-        num_free = self.num_free - sum(self._ref_counts[block] == 0 for block in hits)
-        blocks = self.try_allocate(num_blocks - len(hits), shared=hits)
-        if blocks is None:
-            raise NoFreeBlocksError(
-                f"{num_blocks - len(hits)} KV blocks are needed and {num_free} of {self.num_blocks} are "
-                "free; ask for fewer, or again when others have released some"
-            )
-        return Prefill(blocks[:num_in_flight], blocks[num_in_flight : len(hits)], blocks[len(hits) :])
 
     def release(self, blocks: Sequence[int], coldest: bool = False) -> None:
         """Gives back a reference on each. The blocks are in the order of a sequence, and are freed tail

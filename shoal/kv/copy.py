@@ -7,14 +7,12 @@ returns. A caller that overwrites a block first waits for the event.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
 from msgspec.structs import replace
 
-from shoal.errors import UnavailableError
 from shoal.kernels.copy.block_copy import Pieces, bytes_at, copy_by_dma, copy_on_host, runs
 from shoal.kv.block_map import (
     BlockCopyError,
@@ -33,10 +31,6 @@ from shoal.kv.storage import Kind, host_memory, in_flight, pinned_memory
 from shoal.kv.view import BlockView
 
 STAGING_BYTES = 64 << 20  # what passes through memory that both sides reach, at a time
-
-
-class NoFreeCopyStreamError(UnavailableError):
-    """All streams of a pool are in use."""
 
 
 class CopyStream:
@@ -157,44 +151,6 @@ class StagedCopy:
             )
 
 
-class CopyStreams:
-    """A pool of `size` streams. A `CopyStream` that is dropped gives its stream back; whoever has it next is
-    queued behind its copies."""
-
-    def __init__(self, device: torch.device | str, size: int) -> None:
-        self.device = torch.device(device)
-        self._free = [
-            torch.cuda.Stream(self.device) if self.device.type == "cuda" else None for _ in range(size)
-        ]
-        self.size = size
-
-    @property
-    def num_free(self) -> int:
-        return len(self._free)
-
-    def acquire(self) -> CopyStream:
-        """Raises NoFreeCopyStreamError."""
-        try:
-            stream = self._free.pop()
-        except IndexError:
-            raise NoFreeCopyStreamError(
-                f"all {self.size} copy streams are in use: drop one, or make the pool larger"
-            ) from None
-        copying = CopyStream(self.device, stream)
-        weakref.finalize(copying, self._free.append, stream)
-        return copying
-
-
-def copy_layer(block_map: BlockMap, layer: int, src_ids: Ids, dst_ids: Ids) -> None:
-    """Copies one layer behind what the current stream does. It is done when this returns. Raises
-    BlockCopyError."""
-    copying = _behind_current(block_map.devices, None)
-    copy = copying.stage(block_map, src_ids, dst_ids)
-    copy.trigger_layer(layer)
-    if (event := copy.event(layer)) is not None:
-        event.synchronize()
-
-
 def copy_blocks(
     srcs: Shards, src_ids: Ids, dsts: Shards, dst_ids: Ids, stream: torch.cuda.Stream | None = None
 ) -> torch.cuda.Event | None:
@@ -216,14 +172,14 @@ def copy_blocks(
             _copy_in_between(srcs, from_ids, dsts, to_ids, stream)
         return None
     block_map = BlockMap(srcs, dsts)
-    copying = _behind_current(block_map.devices, stream)
+    copying = behind_current(block_map.devices, stream)
     event = copying.stage(block_map, src_ids, dst_ids).trigger_all_layers()
     if event is not None and copying.stream is not stream:
         (stream or torch.cuda.current_stream(copying.device)).wait_event(event)
     return event
 
 
-def _behind_current(devices: Sequence[torch.device], stream: torch.cuda.Stream | None) -> CopyStream:
+def behind_current(devices: Sequence[torch.device], stream: torch.cuda.Stream | None) -> CopyStream:
     """On `stream`, if it is one of these devices'. Otherwise on a stream of ours, which has waited for it or
     for the current one. Default streams are waited for too, because the copy engines' batches do not accept
     them."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import logging
 import mmap
@@ -32,7 +31,6 @@ logger = logging.getLogger(__name__)
 ALIGNMENT = 4096  # of direct I/O: offsets, sizes and addresses
 KEY_BYTES = 16  # by which other processes know that shared memory is the one they mean
 F_SEAL_FUTURE_WRITE = 0x0010  # Python 3.11's fcntl has no name for it
-BOUNCE_BYTES = 4 << 20
 
 
 class StorageError(UserError):
@@ -146,86 +144,15 @@ class Memory(Storage):
         self._tensor = None
 
 
-class DirectFile(Storage):
-    """A file that is read and written past the page cache (O_DIRECT), through an aligned buffer. The file is
-    made at once, with all its space. If its filesystem has no direct I/O, `direct` is False, a warning is
-    logged, and the page cache takes part."""
-
-    def __init__(self, path: str | os.PathLike[str], num_bytes: int) -> None:
-        _check_size(num_bytes)
-        super().__init__(Kind.DIRECT, num_bytes, torch.device("cpu"))
-        self.path, self.direct = os.fspath(path), True
-        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
-        try:
-            self._fd = _open_file(self.path, size, os.O_DIRECT)
-        except StorageError as error:
-            if getattr(error.__cause__, "errno", 0) != errno.EINVAL:
-                raise
-            self.direct = False
-            self._fd = _open_file(self.path, size)
-            logger.warning("the filesystem of %s has no direct I/O: the page cache takes part", self.path)
-        self._bounce = np.frombuffer(mmap.mmap(-1, BOUNCE_BYTES), np.uint8)
-        self._lock = threading.Lock()
-        self._close_fd = weakref.finalize(self, os.close, self._fd)
-
-    @property
-    def address(self) -> int:
-        return 0
-
-    def tensor(self) -> torch.Tensor:
-        raise StorageError(
-            f"{self.path} is a direct-I/O file, which has no memory to share: copy it (`copy_to`), or map "
-            "the file instead"
-        )
-
-    def read(self, offset: int, into: np.ndarray) -> None:
-        self._move(offset, into, False)
-
-    def write(self, offset: int, data: np.ndarray) -> None:
-        self._move(offset, data, True)
-
-    def _move(self, offset: int, data: np.ndarray, write: bool) -> None:
-        end = offset + data.nbytes
-        with self._lock:
-            self.check(offset, data.nbytes)  # in here: a closed descriptor may be another file's
-            for low in range(offset // ALIGNMENT * ALIGNMENT, end, BOUNCE_BYTES):
-                high = min(-(-end // ALIGNMENT) * ALIGNMENT, low + BOUNCE_BYTES)
-                start, stop = max(offset, low), min(end, high)
-                page, part = self._bounce[: high - low], data[start - offset : stop - offset]
-                if not write or (start, stop) != (low, high):  # what stands beside the part is written back
-                    self._transfer(os.preadv, page, low)
-                if write:
-                    page[start - low : stop - low] = part
-                    self._transfer(os.pwritev, page, low)
-                else:
-                    part[:] = page[start - low : stop - low]
-
-    def _transfer(self, call: object, page: np.ndarray, offset: int) -> None:
-        assert callable(call)
-        try:
-            moved = call(self._fd, [page.data], offset)
-        except OSError as error:
-            raise StorageError(f"{self.path}: {error.strerror} at byte {offset}") from None
-        if moved != page.nbytes:
-            raise StorageError(
-                f"{self.path}: {moved} of {page.nbytes} bytes at byte {offset} were moved: was the file cut "
-                "off?"
-            )
-
-    def _let_go(self) -> None:
-        with self._lock:
-            self._close_fd()
-
-
 def device_memory(num_bytes: int, device: torch.device | str = "cuda") -> Memory:
     """Raises torch.OutOfMemoryError."""
-    _check_size(num_bytes)
+    check_size(num_bytes)
     return Memory(Kind.DEVICE, torch.empty(num_bytes, dtype=torch.uint8, device=device))
 
 
 def host_memory(num_bytes: int) -> Memory:
     """Zeros, in pages of the system's choice. Raises NotEnoughMemoryError."""
-    return Memory(Kind.HOST, _tensor_over(_pages(num_bytes)))
+    return Memory(Kind.HOST, tensor_over(_pages(num_bytes)))
 
 
 class SharedPages:
@@ -265,7 +192,7 @@ def shared_memory(num_bytes: int) -> Memory:
     shared = SharedPages(num_bytes)
     array = (ctypes.c_uint8 * num_bytes).from_buffer(shared.pages)
     array.owner = shared  # type: ignore[attr-defined]
-    memory = Memory(Kind.HOST, _tensor_over(array))
+    memory = Memory(Kind.HOST, tensor_over(array))
     memory.shared = shared
     return memory
 
@@ -277,7 +204,7 @@ def pinned_memory(num_bytes: int) -> Memory:
     if not torch.cuda.is_available():
         raise StorageError("pinned memory needs a GPU: use host_memory")
     pages = _pages(num_bytes)
-    tensor = _tensor_over(pages)
+    tensor = tensor_over(pages)
     tensor.zero_()  # touched by all threads, which pinning would do with one
     torch.cuda.init()
     code = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), num_bytes, PORTABLE_AND_MAPPED)
@@ -289,33 +216,6 @@ def pinned_memory(num_bytes: int) -> Memory:
         )
     weakref.finalize(pages, _unpin, tensor.data_ptr()).atexit = False
     return Memory(Kind.PINNED, tensor)
-
-
-def mapped_file(path: str | os.PathLike[str], num_bytes: int) -> Memory:
-    """The first `num_bytes` of a file, which is made, or made longer, if need be. The system decides when
-    what is written reaches the file. Raises StorageError."""
-    _check_size(num_bytes)
-    fd = _open_file(os.fspath(path), num_bytes)
-    try:
-        pages = mmap.mmap(fd, num_bytes)
-    finally:
-        os.close(fd)
-    return Memory(Kind.MAPPED, _tensor_over((ctypes.c_uint8 * num_bytes).from_buffer(pages)))
-
-
-def borrowed_memory(address: int, num_bytes: int, kind: Kind, owner: object) -> Memory:
-    """Memory of another owner, at an address that is valid for this kind. `owner` is kept alive as long as
-    anything uses the memory. Raises StorageError."""
-    _check_size(num_bytes)
-    if kind is Kind.DIRECT or not address:
-        raise StorageError(
-            f"{kind} storage at address {address} cannot be borrowed: it takes memory with an address"
-        )
-    if kind is Kind.DEVICE:
-        return Memory(kind, torch.as_tensor(_DeviceBytes(address, num_bytes, owner)))
-    pages = (ctypes.c_uint8 * num_bytes).from_address(address)
-    pages.owner = owner  # type: ignore[attr-defined]
-    return Memory(kind, _tensor_over(pages))
 
 
 def memory_of(tensor: torch.Tensor) -> Memory:
@@ -352,27 +252,13 @@ class InFlight:
 in_flight = InFlight()
 
 
-class _DeviceBytes:
-    """Device memory in a form that torch can take over. The tensor keeps this object, which keeps the
-    owner."""
-
-    def __init__(self, address: int, num_bytes: int, owner: object) -> None:
-        self.owner = owner
-        self.__cuda_array_interface__ = {
-            "shape": (num_bytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
-def _check_size(num_bytes: int) -> None:
+def check_size(num_bytes: int) -> None:
     if num_bytes < 1:
         raise StorageError(f"a storage of {num_bytes} bytes cannot be: it takes 1 or more")
 
 
 def _check_free(num_bytes: int) -> None:
-    _check_size(num_bytes)
+    check_size(num_bytes)
     if num_bytes > (free := available_bytes()):
         raise NotEnoughMemoryError(
             f"{num_bytes / 2**30:.2f} GiB of host memory were asked for, but only {free / 2**30:.2f} GiB "
@@ -390,7 +276,7 @@ def _pages(num_bytes: int) -> ctypes.Array[ctypes.c_uint8]:
     return (ctypes.c_uint8 * num_bytes).from_buffer(pages)
 
 
-def _tensor_over(pages: ctypes.Array[ctypes.c_uint8]) -> torch.Tensor:
+def tensor_over(pages: ctypes.Array[ctypes.c_uint8]) -> torch.Tensor:
     """The tensor keeps the array, which keeps the map. torch would not keep a bare map open."""
     return torch.frombuffer(pages, dtype=torch.uint8)
 
@@ -398,20 +284,3 @@ def _tensor_over(pages: ctypes.Array[ctypes.c_uint8]) -> torch.Tensor:
 def _unpin(address: int) -> None:
     torch.cuda.synchronize()
     torch.cuda.cudart().cudaHostUnregister(address)
-
-
-def _open_file(path: str, num_bytes: int, flags: int = 0) -> int:
-    """Returns a descriptor of a file of `num_bytes` or more. Raises StorageError if there is no space for
-    them, and then leaves the file as long as it was."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | flags, 0o600)
-        before = os.fstat(fd).st_size
-        try:
-            os.posix_fallocate(fd, 0, num_bytes)
-        except OSError:
-            os.ftruncate(fd, before)
-            os.close(fd)
-            raise
-    except OSError as error:
-        raise StorageError(f"{path} cannot hold {num_bytes} bytes: {error.strerror}") from error
-    return fd

@@ -41,6 +41,7 @@ TORCH_FREE = [
     "kv/tiers/disk.py",
     "kv/tiers/store.py",
     "kv/events/*.py",
+    "kv/library/handles.py",
     "kv/transfer/advance.py",
     "kv/transfer/lease.py",
     "kv/transfer/offer_server.py",
@@ -123,6 +124,16 @@ def test_no_two_rooms_import_each_other_in_a_circle():
         node = node_of(path)
         graph.setdefault(node, set()).update({node_of(found) for found in edges_of(path)} - {node})
     TopologicalSorter(graph).prepare()
+
+
+def test_only_other_programs_import_the_kv_library():
+    library = PACKAGE / "kv" / "library"
+    for path in MODULES:
+        if path.parent != library:
+            found = [module for module in imports_of(path) if module.startswith("shoal.kv.library")]
+            assert not found, (
+                f"{path.relative_to(PACKAGE)} imports {found}; docs/kv-library.md lists its users"
+            )
 
 
 def test_a_room_has_some_twenty_files_and_lies_at_most_two_levels_deep():

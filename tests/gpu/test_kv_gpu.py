@@ -16,21 +16,22 @@ from msgspec.structs import replace
 from shoal.kv import block_map, copy
 from shoal.kv import storage as storage_module
 from shoal.kv.block_map import BlockCopyError, BlockMap
-from shoal.kv.copy import CopyStream, CopyStreams, copy_blocks, copy_layer
+from shoal.kv.copy import CopyStream, copy_blocks
 from shoal.kv.layout import CacheSpec, Layout
+from shoal.kv.library.borrowed import borrowed_memory
+from shoal.kv.library.copies import CopyStreams, copy_layer
+from shoal.kv.library.files import DirectFile, mapped_file
+from shoal.kv.library.tensor_view import TensorView, blocks_of, layer_of
 from shoal.kv.storage import (
-    DirectFile,
     Kind,
     StorageError,
     StorageInUseError,
-    borrowed_memory,
     device_memory,
     host_memory,
-    mapped_file,
     memory_of,
     pinned_memory,
 )
-from shoal.kv.view import BlockView, TensorView
+from shoal.kv.view import BlockView
 from shoal.memory import slab
 from tests import kv_cases
 
@@ -93,7 +94,7 @@ def as_blocks(rows):
 def test_an_engines_cache_to_a_slab_and_back(way):
     kv = torch.randn(40, 4, 2, 4, 16, 64, device=DEVICE, dtype=torch.bfloat16)
     spec = replace(SPEC, num_blocks=40)
-    inside = BlockView.of(spec, kv)
+    inside = blocks_of(spec, kv)
     outside = BlockView.over(replace(spec, num_blocks=50), pinned_memory(50 * spec.block_bytes))
     there, back = BlockMap(inside, outside), BlockMap(outside, inside)
     rng = random.Random(5)
@@ -132,7 +133,7 @@ def test_one_layer_is_copied_behind_the_current_stream_when_the_call_returns(way
     expected = kv_cases.contents(host)
     block_map = BlockMap(device, host)
     torch.cuda._sleep(SOME_MS)
-    device.layer(2, mutable=True).tensor().fill_(5)
+    layer_of(device, 2, mutable=True).tensor().fill_(5)
     copy_layer(block_map, 2, [0, 1], [3, 2])
     expected[2, [3, 2]] = kv_cases.contents(device)[2, [0, 1]]
     assert torch.equal(kv_cases.contents(host), expected)
@@ -183,14 +184,14 @@ def test_a_stream_waits_for_a_layer_and_a_layer_for_a_stream():
     staged = copying.stage(BlockMap(device, host), range(4), range(4))
     with torch.cuda.stream(compute):
         torch.cuda._sleep(SOME_MS)
-        device.layer(2, mutable=True).tensor().fill_(5)
+        layer_of(device, 2, mutable=True).tensor().fill_(5)
         computed = compute.record_event()
     staged.trigger_layer(2, after=computed)
     staged.wait_layer(2, compute)
     with torch.cuda.stream(compute):
-        device.layer(2, mutable=True).tensor().fill_(6)
+        layer_of(device, 2, mutable=True).tensor().fill_(6)
     staged.event(2).synchronize()
-    assert (kv_cases.on_host(host.layer(2)) == 5).all()
+    assert (kv_cases.on_host(layer_of(host, 2)) == 5).all()
     torch.cuda.synchronize()
 
 
@@ -224,7 +225,7 @@ def test_memory_is_kept_while_a_copy_is_in_flight():
     spec = replace(SPEC, num_blocks=4)
     memories = [device_memory(spec.num_bytes), pinned_memory(spec.num_bytes)]
     views = [BlockView.over(spec, memory) for memory in memories]
-    views[0].layer(1, mutable=True).fill(3)
+    layer_of(views[0], 1, mutable=True).fill(3)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     # the first of a process makes its kernels ready, for longer than the sleep

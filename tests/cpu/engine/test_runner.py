@@ -18,6 +18,7 @@ from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.kernels.state import Field
 from shoal.kv.block_map import BlockMap
 from shoal.kv.copy import CopyStream
+from shoal.kv.library.tensor_view import blocks_of
 from shoal.kv.storage import host_memory
 from shoal.kv.view import BlockView
 from shoal.layers.parallel import TensorParallel
@@ -305,7 +306,7 @@ def test_layers_leave_for_another_cache_while_their_step_runs(rank):
     cache = rank.runner.cache
     shards = [replace(cache.spec, num_blocks=9, tp_size=2, tp_rank=i) for i in range(2)]
     theirs = [BlockView.over(shard, host_memory(shard.num_bytes)) for shard in shards]
-    ours = BlockView.of(cache.spec, cache.blocks)
+    ours = blocks_of(cache.spec, cache.blocks)
     seq = rank.add(PROMPTS[1])
     plan = rank.scheduler.schedule()
     packed, _ = rank.builder.build(plan, None)

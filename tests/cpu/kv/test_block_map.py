@@ -13,7 +13,8 @@ from shoal.kv import copy
 from shoal.kv.block_map import BlockCopyError, BlockMap
 from shoal.kv.copy import copy_blocks
 from shoal.kv.layout import CacheSpec, Layout, LayoutError
-from shoal.kv.storage import DirectFile, StorageInUseError, host_memory, mapped_file
+from shoal.kv.library.files import DirectFile, mapped_file
+from shoal.kv.storage import StorageInUseError, host_memory
 from shoal.kv.view import BlockView
 from tests import kv_cases
 

@@ -7,6 +7,7 @@ import pytest
 
 from shoal.errors import NoFreeBlocksError
 from shoal.kv.blocks import PRIORITIES, BlockPool
+from shoal.kv.library.handles import prepare_prefill
 
 
 def key(name):
@@ -286,17 +287,17 @@ def test_a_prefill_is_prepared_in_one_transaction():
     pool.register(free[0], key("k2"))
     pool.register(free[1], key("k3"))
     pool.release(free)
-    prefill = pool.prepare_prefill(keys(4), 6)  # four full blocks, and two for the rest and its tail
+    prefill = prepare_prefill(pool, keys(4), 6)  # four full blocks, and two for the rest and its tail
     assert (prefill.in_flight, prefill.matched, prefill.remaining) == (held, free, [4, 5])
     pool.check(held + prefill.blocks)
     pool.release(prefill.blocks)
     with pytest.raises(NoFreeBlocksError, match="4 KV blocks are needed and 3 of 7 are free"):
-        pool.prepare_prefill(keys(4), 8)
+        prepare_prefill(pool, keys(4), 8)
     pool.check(held)
-    assert pool.prepare_prefill(keys(4), 1).blocks == held[:1], "no more than was asked for"
-    assert pool.prepare_prefill([], 0).blocks == []
+    assert prepare_prefill(pool, keys(4), 1).blocks == held[:1], "no more than was asked for"
+    assert prepare_prefill(pool, [], 0).blocks == []
     with pytest.raises(ValueError, match="-1 blocks"):
-        pool.prepare_prefill(keys(4), -1)
+        prepare_prefill(pool, keys(4), -1)
     pool.check([*held, *held[:1]])
 
 
@@ -476,7 +477,7 @@ def test_random_operations_agree_with_a_naive_pool(seed):
                 blocks = pool.try_allocate(n, shared=hits)
             else:
                 try:
-                    prefill = pool.prepare_prefill(wanted, len(hits) + n)
+                    prefill = prepare_prefill(pool, wanted, len(hits) + n)
                     assert [len(prefill.in_flight), len(prefill.remaining)] == [num_in_flight, n]
                     blocks = prefill.blocks
                 except NoFreeBlocksError:

@@ -17,10 +17,13 @@ from shoal.errors import UnavailableError
 from shoal.kernels.copy import block_copy, block_copy_triton
 from shoal.kv import copy
 from shoal.kv.block_map import BlockCopyError, BlockMap
-from shoal.kv.copy import CopyStream, CopyStreams, copy_blocks, copy_layer
+from shoal.kv.copy import CopyStream, copy_blocks
 from shoal.kv.layout import CacheSpec, Layout, LayoutError
-from shoal.kv.storage import DirectFile, host_memory, memory_of
-from shoal.kv.view import BlockView, TensorView
+from shoal.kv.library.copies import CopyStreams, copy_layer
+from shoal.kv.library.files import DirectFile
+from shoal.kv.library.tensor_view import TensorView, blocks_of, layer_of
+from shoal.kv.storage import host_memory, memory_of
+from shoal.kv.view import BlockView
 from tests import kv_cases
 
 SPEC = CacheSpec(Layout.WHOLE_BLOCKS, 2, 4, 8, "float16", 4)
@@ -128,9 +131,9 @@ def test_copies_within_one_memory():
     spec = replace(SPEC, num_blocks=4)
     cache = BlockView.over(spec, memory)
     for block in range(4):
-        cache.layer(0, mutable=True).slice(0, block, block + 1).fill(block)
+        layer_of(cache, 0, mutable=True).slice(0, block, block + 1).fill(block)
     copy_blocks(cache, [0, 0], cache, [2, 3])
-    assert [cache.layer(0)[block, 0, 0, 0, 0] for block in range(4)] == [0, 1, 0, 0]
+    assert [layer_of(cache, 0)[block, 0, 0, 0, 0] for block in range(4)] == [0, 1, 0, 0]
     with pytest.raises(BlockCopyError, match="block 1 is read and written"):
         copy_blocks(cache, [0, 1], cache, [1, 2])
     transposed = BlockView.over(replace(spec, layout=Layout.KV_FIRST), memory)
@@ -153,9 +156,9 @@ def test_caches_whose_layers_lie_between_each_other():
         )
         for first in range(2)
     ]
-    caches[0].layer(1, mutable=True).fill(4)
+    layer_of(caches[0], 1, mutable=True).fill(4)
     copy_blocks(caches[0], [0, 1, 2], caches[1], [2, 1, 0])
-    assert (caches[1].layer(1).array() == 4).all() and not caches[1].layer(0).array().any()
+    assert (layer_of(caches[1], 1).array() == 4).all() and not layer_of(caches[1], 0).array().any()
 
 
 def test_a_read_only_destination():
@@ -178,7 +181,7 @@ def test_an_engines_cache_to_a_slab_and_back():
     spec = CacheSpec(Layout.WHOLE_BLOCKS, 2, 3, 5, "float32", 4, num_blocks=9)
     rng = random.Random(3)
     kv, slab = torch.rand(spec.shape), torch.zeros(12, spec.block_bytes, dtype=torch.uint8)
-    inside = BlockView.of(spec, kv)
+    inside = blocks_of(spec, kv)
     outside = BlockView.over(replace(spec, num_blocks=12), memory_of(slab))
     there, back = BlockMap(inside, outside), BlockMap(outside, inside)
     copying = CopyStream("cpu")

@@ -14,21 +14,21 @@ import pytest
 import torch
 
 from shoal.kv import storage
+from shoal.kv.library import files
+from shoal.kv.library.borrowed import borrowed_memory
+from shoal.kv.library.files import DirectFile, mapped_file
+from shoal.kv.library.tensor_view import TensorView
 from shoal.kv.storage import (
-    DirectFile,
     Kind,
     NotEnoughMemoryError,
     StorageClosedError,
     StorageError,
     StorageInUseError,
-    borrowed_memory,
     host_memory,
-    mapped_file,
     memory_of,
     pinned_memory,
     shared_memory,
 )
-from shoal.kv.view import TensorView
 
 
 def borrowed(path, num_bytes):
@@ -69,7 +69,7 @@ def test_bytes_come_back_from_any_offset(make):
 
 
 def test_more_than_the_buffer_of_direct_io(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage, "BOUNCE_BYTES", 8192)
+    monkeypatch.setattr(files, "BOUNCE_BYTES", 8192)
     made = DirectFile(tmp_path / "blocks", 50_000)
     data = np.random.default_rng(1).integers(0, 256, 30_000).astype(np.uint8)
     made.write(5000, data)
@@ -207,7 +207,7 @@ def test_without_direct_io_the_page_cache_is_reported(tmp_path, monkeypatch, cap
             raise OSError(22, "Invalid argument")
         return real(path, flags, mode)
 
-    monkeypatch.setattr(storage.os, "open", open_without)
+    monkeypatch.setattr(files.os, "open", open_without)
     made = DirectFile(tmp_path / "blocks", 100)
     assert not made.direct and "no direct I/O" in caplog.text
     made.write(3, np.full(4, 9, np.uint8))

@@ -10,7 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 import shoal
-from shoal.kv.storage import DirectFile, host_memory
+from shoal.kv.library.files import DirectFile
+from shoal.kv.storage import host_memory
 from shoal.kv.transfer.registry import TRANSPORTS
 from shoal.kv.transfer.ticket import Failure, TransferError
 from tests import transport_cases

@@ -9,8 +9,10 @@ import torch
 from msgspec.structs import replace
 
 from shoal.kv.layout import CacheSpec, Layout, LayoutError
-from shoal.kv.storage import DirectFile, Storage, StorageError, host_memory, mapped_file
-from shoal.kv.view import BlockView, TensorView, ViewError
+from shoal.kv.library.files import DirectFile, mapped_file
+from shoal.kv.library.tensor_view import TensorView, blocks_of, layer_of
+from shoal.kv.storage import Storage, StorageError, host_memory
+from shoal.kv.view import BlockView, ViewError
 
 F32 = torch.float32
 
@@ -213,11 +215,11 @@ SPEC = CacheSpec(Layout.KV_FIRST, 2, 4, 8, "float16", 4, num_blocks=3)
 def test_layers_are_read_only_unless_asked_for():
     cache = BlockView.over(SPEC, host_memory(SPEC.num_bytes))
     with pytest.raises(ViewError, match="read-only"):
-        cache.layer(1).fill(1)
-    cache.layer(1, mutable=True).fill(1)
-    assert cache.layer(1).array().all() and not cache.layer(0).array().any()
+        layer_of(cache, 1).fill(1)
+    layer_of(cache, 1, mutable=True).fill(1)
+    assert layer_of(cache, 1).array().all() and not layer_of(cache, 0).array().any()
     with pytest.raises(LayoutError, match="layers go from 0 to 1"):
-        cache.layer(2)
+        layer_of(cache, 2)
     with pytest.raises(ViewError, match="byte offset"):
         BlockView.over(replace(SPEC, num_blocks=4), cache.storage)
 
@@ -225,21 +227,21 @@ def test_layers_are_read_only_unless_asked_for():
 def test_an_engines_cache_as_blocks():
     kv = torch.arange(5 * 2 * 2 * 4 * 4 * 8).view(5, 2, 2, 4, 4, 8).half()
     spec = CacheSpec(Layout.WHOLE_BLOCKS, 2, 4, 8, "float16", 4, num_blocks=5)
-    cache = BlockView.of(spec, kv)
-    assert all(torch.equal(cache.layer(i, mutable=True).tensor(), kv[:, i]) for i in range(2))
+    cache = blocks_of(spec, kv)
+    assert all(torch.equal(layer_of(cache, i, mutable=True).tensor(), kv[:, i]) for i in range(2))
     same = BlockView.over(spec, cache.storage)
-    assert [layer.strides for layer in (same.layer(1), cache.layer(1))] == [kv[:, 1].stride()] * 2
+    assert [layer.strides for layer in (layer_of(same, 1), layer_of(cache, 1))] == [kv[:, 1].stride()] * 2
     assert (same.addresses == cache.addresses).all()
     with pytest.raises(LayoutError, match="whole_blocks"):
-        BlockView.of(SPEC, kv)
+        blocks_of(SPEC, kv)
     with pytest.raises(LayoutError, match="layer 0 has shape"):
-        BlockView.of(spec, kv[:, :, :, :2])
+        blocks_of(spec, kv[:, :, :, :2])
     with pytest.raises(LayoutError, match="layer 0 has shape"):
-        BlockView.of(spec, kv[:4])
+        blocks_of(spec, kv[:4])
     with pytest.raises(LayoutError, match="1 layers"):
-        BlockView.of(spec, kv[:, :1])
+        blocks_of(spec, kv[:, :1])
     with pytest.raises(LayoutError, match=r"6 dimensions .* not 1"):
-        BlockView.of(spec, kv.view(-1))
+        blocks_of(spec, kv.view(-1))
 
 
 def test_layers_that_make_no_cache():
