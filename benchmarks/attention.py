@@ -27,8 +27,8 @@ from shoal.attention.triton import (
     prefix_parts,
 )
 from shoal.kernels.attention.paged_attention import (
+    AttentionTiles,
     DecodeWorkspace,
-    Tiles,
     decode_attention,
     decode_tiles,
     prefill_attention,
@@ -55,15 +55,15 @@ DECODES = {
     "16 heads: 256 x 640 in a graph for 4608": (16, [640] * 256, 4608, ""),
 }
 DECODE_TILES = [
-    Tiles(16, 64, 4, 2),
-    Tiles(16, 64, 4, 3),
-    Tiles(16, 64, 4, 4),
-    Tiles(16, 128, 4, 2),
-    Tiles(16, 128, 8, 2),
-    Tiles(16, 128, 8, 3),
-    Tiles(16, 32, 4, 4),
-    Tiles(16, 32, 2, 4),
-    Tiles(16, 64, 2, 3),
+    AttentionTiles(16, 64, 4, 2),
+    AttentionTiles(16, 64, 4, 3),
+    AttentionTiles(16, 64, 4, 4),
+    AttentionTiles(16, 128, 4, 2),
+    AttentionTiles(16, 128, 8, 2),
+    AttentionTiles(16, 128, 8, 3),
+    AttentionTiles(16, 32, 4, 4),
+    AttentionTiles(16, 32, 2, 4),
+    AttentionTiles(16, 64, 2, 3),
 ]
 
 # name: (query heads, sequences, groups of equal size that they form, tokens that a group shares, tokens of
@@ -78,11 +78,11 @@ SHARED = {
     "16 heads: 16 x 640, nothing shared": (16, 16, 0, 0, 640),
 }
 PREFIX_TILES = [
-    Tiles(64, 64, 4, 2),
-    Tiles(64, 64, 4, 3),
-    Tiles(128, 64, 8, 2),
-    Tiles(128, 64, 8, 3),
-    Tiles(128, 128, 8, 2),
+    AttentionTiles(64, 64, 4, 2),
+    AttentionTiles(64, 64, 4, 3),
+    AttentionTiles(128, 64, 8, 2),
+    AttentionTiles(128, 64, 8, 3),
+    AttentionTiles(128, 128, 8, 2),
 ]
 
 # name: (query heads, (query tokens, kv_len) of each sequence, paged)
@@ -99,15 +99,15 @@ PREFILLS = {
     "16 heads: 4 x 4096 fresh": (16, [(4096, 4096)] * 4, False),
 }
 PREFILL_TILES = [
-    Tiles(128, 64, 8, 2),
-    Tiles(128, 64, 8, 3),
-    Tiles(128, 64, 8, 2, 128),
-    Tiles(128, 128, 8, 2),
-    Tiles(128, 32, 8, 4),
-    Tiles(128, 32, 8, 3, 128),
-    Tiles(64, 64, 4, 2),
-    Tiles(64, 64, 4, 2, 168),
-    Tiles(64, 32, 4, 4),
+    AttentionTiles(128, 64, 8, 2),
+    AttentionTiles(128, 64, 8, 3),
+    AttentionTiles(128, 64, 8, 2, 128),
+    AttentionTiles(128, 128, 8, 2),
+    AttentionTiles(128, 32, 8, 4),
+    AttentionTiles(128, 32, 8, 3, 128),
+    AttentionTiles(64, 64, 4, 2),
+    AttentionTiles(64, 64, 4, 2, 168),
+    AttentionTiles(64, 32, 4, 4),
 ]
 
 
@@ -188,7 +188,9 @@ class Step:
         )
         self.step = replace(self.step, prefixes=SharedPrefixes(lens_S, members_S, table))
 
-    def cascade(self, tiles: Tiles, programs: int, parts: int, layer: int, only_prefix: bool = False) -> None:
+    def cascade(
+        self, tiles: AttentionTiles, programs: int, parts: int, layer: int, only_prefix: bool = False
+    ) -> None:
         step, prefixes = self.step, self.step.prefixes
         splits = decode_splits(step.num_seqs, 8, step.max_kv_len, self.backend.num_sms)
         prefix_attention(
@@ -226,7 +228,7 @@ class Step:
         return self.backend.attend(self.q, self.k, self.v, self.cache[:, layer], self.step, None)
 
     def decode(
-        self, splits: int, tiles: Tiles, min_split: int, workspace: DecodeWorkspace, layer: int
+        self, splits: int, tiles: AttentionTiles, min_split: int, workspace: DecodeWorkspace, layer: int
     ) -> None:
         step = self.step
         decode_attention(
@@ -245,7 +247,7 @@ class Step:
             min_split,
         )
 
-    def prefill(self, tiles: Tiles, paged: bool) -> None:
+    def prefill(self, tiles: AttentionTiles, paged: bool) -> None:
         step = self.step
         prefill_attention(
             self.q,

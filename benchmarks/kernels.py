@@ -191,7 +191,7 @@ def _product(
 def _hopper(
     tiles: dispatch.HopperTiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int
 ) -> torch.Tensor:
-    return hopper_linear.hopper_product(tiles, x, weights[i], None, gated)
+    return hopper_linear.hopper_matmul(tiles, x, weights[i], None, gated)
 
 
 def bench_norm(sweep: bool) -> None:

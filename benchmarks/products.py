@@ -36,8 +36,8 @@ from shoal.kernels.matmul.dispatch import (
     Fp8Tiles,
     Kernel,
     Limits,
+    Matmul,
     PackedTiles,
-    Product,
     Shape,
     choose,
     gpu_of,
@@ -48,7 +48,7 @@ FACTORS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0, 8.0)
 ROUNDS = 2
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 SIZES = ((576, 1536), (1024, 3072), (2048, 6144), (2560, 9728), (4096, 12288), (5120, 25600))
-Measure = Callable[[Shape, int, Product, Limits], float]  # microseconds
+Measure = Callable[[Shape, int, Matmul, Limits], float]  # microseconds
 
 
 def shapes() -> list[Shape]:
@@ -85,7 +85,7 @@ def fit(gpu: GPU, cases: Iterable[tuple[Shape, int]], measure: Measure) -> Limit
 
 
 @functools.cache
-def _microseconds(shape: Shape, rows: int, chosen: Product, prefetches: bool) -> float:
+def _microseconds(shape: Shape, rows: int, chosen: Matmul, prefetches: bool) -> float:
     from kernels import COLD_BYTES, microseconds_of, randn
 
     weight_bytes = shape.weight_rows * shape.inputs * 2
@@ -112,7 +112,7 @@ def _microseconds(shape: Shape, rows: int, chosen: Product, prefetches: bool) ->
         linear.choose, linear.products.gpu_of = chooses, looks
 
 
-def measure(shape: Shape, rows: int, chosen: Product, limits: Limits) -> float:
+def measure(shape: Shape, rows: int, chosen: Matmul, limits: Limits) -> float:
     """Measured once for each choice. A limit of warps counts only for products that are cut by them."""
     prefetches = False
     if chosen.kernel is Kernel.TRITON and chosen.tiles is not None and not chosen.tiles.num_stages:

@@ -26,7 +26,7 @@ from shoal.kernels.attention.paged_attention import (
     prefill_attention,
 )
 from shoal.kernels.attention.prefix_attention import prefix_attention
-from shoal.kernels.hopper import HAS_GLUON, empty_product_input
+from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
 
 if HAS_GLUON:
     from shoal.kernels.attention import hopper_attention as hopper
@@ -199,7 +199,7 @@ class TritonBackend:
         selected: bool = False,
         scales_2G: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        out_THN = empty_product_input(q_THN, *q_THN.shape)
+        out_THN = empty_matmul_input(q_THN, *q_THN.shape)
         if step.num_decodes:
             self.decode(q_THN, kv_layer, step, window, out_THN, scales_2G)
         if step.num_seqs > step.num_decodes:

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels.hopper import empty_product_input
+from shoal.kernels.hopper import empty_matmul_input
 from shoal.kernels.pdl import ORDINARY
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
@@ -35,7 +35,7 @@ def silu_mul(gate_up_T2F: torch.Tensor) -> torch.Tensor:
     """Returns silu(gate) * up, [T, F]. The first half of the columns is gate, the second is up."""
     assert gate_up_T2F.is_contiguous()
     num_tokens, size = gate_up_T2F.shape[0], gate_up_T2F.shape[1] // 2
-    out_TF = empty_product_input(gate_up_T2F, num_tokens, size)
+    out_TF = empty_matmul_input(gate_up_T2F, num_tokens, size)
     block = min(BLOCK, next_power_of_2(size))
     _silu_mul_kernel[(num_tokens, cdiv(size, block))](gate_up_T2F, out_TF, size, BLOCK=block)
     return out_TF
@@ -55,8 +55,8 @@ def embed(ids_T: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
     step's layers, and the kernels after it rely on what was prepared before it (pdl.py)."""
     assert weight_VD.is_contiguous()
     num_tokens, size = ids_T.shape[0], weight_VD.shape[1]
-    # a product reads it in models whose norms stand behind attention
-    out_TD = empty_product_input(weight_VD, num_tokens, size)
+    # a matmul reads it in models whose norms stand behind attention
+    out_TD = empty_matmul_input(weight_VD, num_tokens, size)
     block = min(BLOCK, next_power_of_2(size))
     grid = (num_tokens, cdiv(size, block))
     _embed_kernel[grid](ids_T, weight_VD, out_TD, size, BLOCK=block, **ORDINARY)

@@ -35,7 +35,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels.hopper import empty_product_input
+from shoal.kernels.hopper import empty_matmul_input
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
@@ -337,7 +337,7 @@ def all_reduce_add_rms_norm(
     """residual += the sum of the ranks' x, in place; returns the norm of that."""
     assert x_TD.is_contiguous() and residual_TD.is_contiguous()
     assert peers.takes(len(x_TD), x_TD.shape[1] * x_TD.itemsize)
-    out_TD = empty_product_input(x_TD, *x_TD.shape)
+    out_TD = empty_matmul_input(x_TD, *x_TD.shape)
     _launch(peers, x_TD, residual_TD, weight_D, out_TD, eps, x_TD.shape[1], way)
     return out_TD
 

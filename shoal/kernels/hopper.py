@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 import triton
 
-MAX_ROWS = 256  # Products of hopper_linear.py have no more rows.
+MAX_ROWS = 256  # Matmuls of hopper_linear.py have no more rows.
 # Gluon is experimental. These are the versions that are known to make these kernels.
 HAS_GLUON = triton.__version__.startswith(("3.6", "3.7"))
 
@@ -27,12 +27,12 @@ def rows_with_room(rows: int) -> int:
     return rows if rows > MAX_ROWS else max(8, 1 << (rows - 1).bit_length())
 
 
-def empty_product_input(like: torch.Tensor, *shape: int) -> torch.Tensor:
-    """An empty [T, ...] that a product will read, with memory for `rows_with_room` rows behind it.
+def empty_matmul_input(like: torch.Tensor, *shape: int) -> torch.Tensor:
+    """An empty [T, ...] that a matmul will read, with memory for `rows_with_room` rows behind it.
 
-    The products of hopper_linear.py read whole tiles of rows by TMA, which is slow to fill in zeros for rows
+    The matmuls of hopper_linear.py read whole tiles of rows by TMA, which is slow to fill in zeros for rows
     beyond a matrix. So they read what lies behind these rows instead, for sums that nobody stores. An input
-    without such room is answered right, but more slowly: whatever writes a product's input should get it from
+    without such room is answered right, but more slowly: whatever writes a matmul's input should get it from
     here.
     """
     rows = shape[0]

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shoal.kernels.hopper import empty_product_input
+from shoal.kernels.hopper import empty_matmul_input
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
@@ -57,7 +57,7 @@ def _rms_norm_kernel(
 
 def rms_norm(x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
     assert x_TD.is_contiguous()
-    out_TD = empty_product_input(x_TD, *x_TD.shape)
+    out_TD = empty_matmul_input(x_TD, *x_TD.shape)
     _launch(x_TD, x_TD, weight_D, out_TD, eps, add=False)
     return out_TD
 
@@ -67,7 +67,7 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """residual += x in place; returns the norm of the sum."""
     assert x_TD.is_contiguous() and residual_TD.is_contiguous()
-    out_TD = empty_product_input(x_TD, *x_TD.shape)
+    out_TD = empty_matmul_input(x_TD, *x_TD.shape)
     _launch(x_TD, residual_TD, weight_D, out_TD, eps, add=True)
     return out_TD
 

@@ -86,7 +86,7 @@ class Ops(Protocol):
         out_tokens_S: torch.Tensor,
     ) -> None: ...
 
-    def draw_parts(
+    def sample_parts(
         self,
         logits_SV: torch.Tensor,
         first: int,

@@ -51,8 +51,8 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
 def linear_add(
     x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
 ) -> torch.Tensor | None:
-    """Adds the product to the residual in place and returns None. Other modules may leave the residual alone
-    instead and return the product, for the next norm to add."""
+    """Adds the matmul to the residual in place and returns None. Other modules may leave the residual alone
+    instead and return the matmul, for the next norm to add."""
     residual_TO += F.linear(x_TI, weight_OI, bias_O)
     return None
 
@@ -60,7 +60,7 @@ def linear_add(
 def linear_silu_mul(
     x_TI: torch.Tensor, weight_2FI: torch.Tensor, bias_2F: torch.Tensor | None
 ) -> torch.Tensor:
-    """Returns silu(gate) * up, [T, F]. Gate is the first half of the product's outputs, up the second."""
+    """Returns silu(gate) * up, [T, F]. Gate is the first half of the matmul's outputs, up the second."""
     return silu_mul(F.linear(x_TI, weight_2FI, bias_2F))
 
 
@@ -186,30 +186,30 @@ def sample(
 
     A draw depends on logits, fields and position alone, and not on the batch. It is the argmax of logits /
     temperature + Gumbel noise, over the tokens that min_p, top_k and top_p leave, which is a draw from the
-    softmax (Maddison et al. 2014). The noise is a hash of the seed, the position of the drawn token, and the
-    token. Without these filters a TILE of the vocabulary is drawn first, by the log of its mass and noise of
-    its own, then a token of it in the same way. This has the same distribution and needs the noise of few
-    tokens. A greedy row takes the first of the largest logits.
+    softmax (Maddison et al. 2014). The noise is a hash of the seed, the position of the sampled token, and
+    the token. Without these filters a TILE of the vocabulary is sampled first, by the log of its mass and
+    noise of its own, then a token of it in the same way. This has the same distribution and needs the noise
+    of few tokens. A greedy row takes the first of the largest logits.
     """
     active = [s for s, row in enumerate(rows_S.tolist()) if row >= 0]
     if len(active) < len(rows_S):
         logits_BV, rows_S, positions_S = logits_BV[active], rows_S[active], positions_S[active]
-    rows, drawn_positions, logits_SV = rows_S.long(), positions_S + 1, logits_BV.float()
+    rows, sampled_positions, logits_SV = rows_S.long(), positions_S + 1, logits_BV.float()
     tokens = logits_SV.argmax(dim=-1)
     fields = table[rows, :FIELDS]
     words, floats = fields.tolist(), fields.view(torch.float32).tolist()
-    for s, position in enumerate(drawn_positions.tolist()):
+    for s, position in enumerate(sampled_positions.tolist()):
         temperature = floats[s][Field.TEMPERATURE]
         if temperature >= MIN_TEMPERATURE:
             keys = noise_keys(words[s][Field.SEED_LOW], words[s][Field.SEED_HIGH], position)
             filters = words[s][Field.TOP_K], floats[s][Field.TOP_P], floats[s][Field.MIN_P]
-            tokens[s] = _draw(logits_SV[s], temperature, filters, keys)
+            tokens[s] = _sample(logits_SV[s], temperature, filters, keys)
     out_tokens_S[active] = tokens = tokens.to(torch.int32)
     table[rows, Field.TOKEN] = tokens
-    table[rows, Field.POSITION] = drawn_positions
+    table[rows, Field.POSITION] = sampled_positions
 
 
-def _draw(
+def _sample(
     logits_V: torch.Tensor, temperature: float, filters: tuple[int, float, float], keys: tuple[int, int]
 ) -> torch.Tensor:
     """Draws a token of one row."""

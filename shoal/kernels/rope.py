@@ -1,10 +1,10 @@
-"""One Triton kernel between the q/k/v product and attention. It does q/k norm and rotary embedding, and
+"""One Triton kernel between the q/k/v matmul and attention. It does q/k norm and rotary embedding, and
 writes k and v into the paged cache.
 
 Because this is one kernel, a head's numbers pass once through the registers instead of four times through
 memory. A program works on a few heads of one token, as two halves [heads, N/2], because rotation pairs
-element i with i + N/2. Inputs that do not come from the product (the token's position, its slot, its angles)
-are read while the product still runs (pdl.py).
+element i with i + N/2. Inputs that do not come from the matmul (the token's position, its slot, its angles)
+are read while the matmul still runs (pdl.py).
 
 T tokens · H query heads · G kv heads · N head size · R state rows · M blocks of a sequence. The oracle is
 reference.py.

@@ -8,7 +8,7 @@ from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.reference import keep_bits
 from shoal.kernels.rope import qk_norm_rope_store
 from shoal.kernels.sampling.sample import sample
-from shoal.kernels.sampling.split_sample_triton import draw_parts, join_parts
+from shoal.kernels.sampling.split_sample_triton import join_parts, sample_parts
 
 __all__ = [
     "add_norm_linear",
@@ -16,7 +16,6 @@ __all__ = [
     "apply_updates",
     "begin_decode",
     "copy_ints",
-    "draw_parts",
     "embed",
     "join_parts",
     "keep_bits",
@@ -27,5 +26,6 @@ __all__ = [
     "qk_norm_rope_store",
     "rms_norm",
     "sample",
+    "sample_parts",
     "silu_mul",
 ]

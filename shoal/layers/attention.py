@@ -1,6 +1,6 @@
-"""Self-attention of one layer. It is four calls: one product for q, k and v of the norm of the residual; one
+"""Self-attention of one layer. It is four calls: one matmul for q, k and v of the norm of the residual; one
 fused pass that norms q and k, rotates them and writes k and v to the cache; the backend; and the output
-product."""
+matmul."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Attention(nn.Module):
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Returns what is left to add to the new residual (None: nothing; on several ranks this rank's part),
         and the new residual, which is residual + x. Both are [S, D] if `select_S` says which tokens are
-        wanted. `norm` is taken of the new residual before the product."""
+        wanted. `norm` is taken of the new residual before the matmul."""
         qkv, residual_TD = norm.add_linear(x_TD, residual_TD, self.qkv_proj)
         out, residual = self.attend(qkv, residual_TD, step, kv_layer, cos_sin, select_S)
         return (None if out is None else self.o_proj.add_to(out, residual)), residual

@@ -44,7 +44,7 @@ class Vocabulary(MatrixLayer):
 
     def logits(self, x_SD: torch.Tensor) -> torch.Tensor:
         """[S, D] hidden states to the logits of this rank's tokens, [S, V / size]."""
-        return self.format.multiply(x_SD, None)[:, : self.num_own]
+        return self.format.matmul(x_SD, None)[:, : self.num_own]
 
     def columns(self) -> Columns:
         """Which columns `logits` are."""

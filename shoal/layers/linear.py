@@ -20,7 +20,7 @@ from shoal.layers.parallel import TensorParallel
 class Linear(MatrixLayer):
     """y = x W^T + b.
 
-    `parts` are the tensors of the checkpoint that are merged into this one product (q, k and v, or gate and
+    `parts` are the tensors of the checkpoint that are merged into this one matmul (q, k and v, or gate and
     up): the name of each, and its number of outputs.
 
     split "columns": the outputs of each part are divided over the ranks. A part with fewer units (kv heads)
@@ -83,7 +83,7 @@ class Linear(MatrixLayer):
 
     def forward(self, x_TI: torch.Tensor) -> torch.Tensor:
         bias = self.bias if self.split != "rows" else None
-        y_TO = self.format.multiply(x_TI, bias)
+        y_TO = self.format.matmul(x_TI, bias)
         if self.split == "rows":
             y_TO = self.tp.all_reduce(y_TO)
             if self.bias is not None:
@@ -95,14 +95,14 @@ class Linear(MatrixLayer):
         this rank's part of y. For a layer that is split over its inputs.
 
         The sum is left to the norm on several ranks, because it sums over the ranks in one kernel with that;
-        with a multiplier, which the kernel that adds a product does not know; and by formats without such a
+        with a multiplier, which the kernel that adds a matmul does not know; and by formats without such a
         kernel.
         """
         bias = self.bias if self.tp.rank == 0 else None  # once in the sum
         if self.multiplier != 1.0:
-            return self.format.multiply(x_TI, bias).mul_(self.multiplier)
+            return self.format.matmul(x_TI, bias).mul_(self.multiplier)
         if self.tp.size > 1:
-            return self.format.multiply(x_TI, bias)
+            return self.format.matmul(x_TI, bias)
         return self.format.add(x_TI, bias, residual_TO)
 
     def silu_mul(self, x_TI: torch.Tensor, reader: Linear | None = None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""RMSNorm, alone or fused with the residual sum before it and the product after it."""
+"""RMSNorm, alone or fused with the residual sum before it and the matmul after it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class RMSNorm(LoadingLayer):
             if normed_TD is not None:
                 if silu_mul:
                     return linear.format.gated(normed_TD, linear.bias, reads), residual_TD
-                return linear.format.multiply(normed_TD, linear.bias), residual_TD
+                return linear.format.matmul(normed_TD, linear.bias), residual_TD
             x_TD = self._summed(x_TD)
         return linear.format.normed(x_TD, residual_TD, self.weight, self.eps, linear.bias, silu_mul, reads)
 

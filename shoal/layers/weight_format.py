@@ -1,4 +1,4 @@
-"""WeightFormat: one rank's matrix of weights as it lies in memory, and the products that it takes part in.
+"""WeightFormat: one rank's matrix of weights as it lies in memory, and the matmuls that it takes part in.
 
 A layer shards and merges; it asks its format for everything else. What a checkpoint holds in fewer bits comes
 as a QuantizedTensor, which knows how to be cut and what it means; `PACKED_BY` names the modules that make
@@ -31,7 +31,7 @@ PACKED_BY: dict[type[QuantizedTensor], dict[str, str]] = {
     Fp8Tensor: {"cpu": "shoal.kernels.cpu.fp8", "cuda": "shoal.kernels.matmul.gpu_fp8"},
 }
 EXPERT_ROWS = 16  # Outputs per tile in memory (gpu_weight.py). A tile belongs to one expert.
-# The input of a product. In fp8 it is where its reader asked for that (`WeightFormat.fp8_group`).
+# The input of a matmul. In fp8 it is where its reader asked for that (`WeightFormat.fp8_group`).
 Rows = torch.Tensor | Fp8Rows
 
 
@@ -59,7 +59,7 @@ class WritableMatrix(PackedMatrix, Protocol):
 
 @runtime_checkable
 class FusedMatrix(PackedMatrix, Protocol):
-    """A packed matrix whose kernels also do what stands before and after a product."""
+    """A packed matrix whose kernels also do what stands before and after a matmul."""
 
     def add(
         self, x_TI: Rows, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
@@ -68,7 +68,7 @@ class FusedMatrix(PackedMatrix, Protocol):
     def gated(
         self, x_TI: Rows, bias_2F: torch.Tensor | None, group: int | None = None
     ) -> torch.Tensor | Fp8Rows:
-        """`group`: what the next product's `fp8_group` says."""
+        """`group`: what the next matmul's `fp8_group` says."""
 
     def normed(
         self, x_TI: torch.Tensor | None, residual_TI: torch.Tensor, norm_weight_I: torch.Tensor, eps: float
@@ -83,15 +83,15 @@ class FusedMatrix(PackedMatrix, Protocol):
         bias_O: torch.Tensor | None,
         gated: bool,
     ) -> torch.Tensor | None:
-        """The product of the residual's norm, gated or not, where one kernel makes both. None: none does."""
+        """The matmul of the residual's norm, gated or not, where one kernel makes both. None: none does."""
 
     def fp8_group(self, num_rows: int) -> int | None: ...
 
 
 class WeightFormat:
-    """A rank's [O, I] matrix. The products that a format has no kernel for are made of those that it has.
+    """A rank's [O, I] matrix. The matmuls that a format has no kernel for are made of those that it has.
 
-    T tokens · I inputs · O outputs (F of a gated product, whose matrix has 2F rows)."""
+    T tokens · I inputs · O outputs (F of a gated matmul, whose matrix has 2F rows)."""
 
     def __init__(self, ops: Ops) -> None:
         self.ops = ops
@@ -105,7 +105,7 @@ class WeightFormat:
         None: pass bf16 or fp16."""
         return None
 
-    def multiply(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    def matmul(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         """x W^T + bias, [T, O]."""
         raise NotImplementedError
 
@@ -116,15 +116,15 @@ class WeightFormat:
     def add(
         self, x_TI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
     ) -> torch.Tensor | None:
-        """Adds the product to the residual in place, and returns None; or leaves the sum to the next norm,
-        and returns the product."""
-        return self.multiply(x_TI, bias_O)
+        """Adds the matmul to the residual in place, and returns None; or leaves the sum to the next norm,
+        and returns the matmul."""
+        return self.matmul(x_TI, bias_O)
 
     def gated(
         self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None, reader: WeightFormat | None = None
     ) -> torch.Tensor:
         """silu(first half of the outputs) * second half, [T, F], as `reader` wants it."""
-        return self.ops.silu_mul(self.multiply(x_TI, bias_2F))
+        return self.ops.silu_mul(self.matmul(x_TI, bias_2F))
 
     def normed(
         self,
@@ -136,14 +136,14 @@ class WeightFormat:
         gated: bool,
         reader: WeightFormat | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The product of the norm of residual + x (x None: of the residual), gated (as `reader` wants it) or
+        """The matmul of the norm of residual + x (x None: of the residual), gated (as `reader` wants it) or
         not; and that sum."""
         normed_TI = (
             self.ops.rms_norm(residual_TI, norm_weight_I, eps)
             if x_TI is None
             else self.ops.add_rms_norm(x_TI, residual_TI, norm_weight_I, eps)
         )
-        return (self.gated if gated else self.multiply)(normed_TI, bias_O), residual_TI
+        return (self.gated if gated else self.matmul)(normed_TI, bias_O), residual_TI
 
 
 class PlainWeight(WeightFormat):
@@ -153,7 +153,7 @@ class PlainWeight(WeightFormat):
         super().__init__(ops)
         self.weight_OI = weight_OI
 
-    def multiply(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    def matmul(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         return self.ops.linear(x_TI, self.weight_OI, bias_O)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
@@ -192,7 +192,7 @@ class PackedWeight(WeightFormat):
     def tensors(self) -> Mapping[str, torch.Tensor]:
         return self.packed.tensors()
 
-    def multiply(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
+    def matmul(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         return self.packed.linear(x_TI, bias_O)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
@@ -238,7 +238,7 @@ class FusedWeight(PackedWeight):
             if product is not None:
                 return product, residual_TI
         normed_TI = cast(torch.Tensor, self.packed.normed(x_TI, residual_TI, norm_weight_I, eps))
-        product = self.gated(normed_TI, bias_O, reader) if gated else self.multiply(normed_TI, bias_O)
+        product = self.gated(normed_TI, bias_O, reader) if gated else self.matmul(normed_TI, bias_O)
         return product, residual_TI
 
 

@@ -28,7 +28,7 @@ MOST = {
     "original_max_position_embeddings": 1 << 28,
 }
 MOST_COUNT = (1 << 31) - 1  # for any other count
-LEAST_NUMBER, MOST_NUMBER = 1e-20, 1e12  # float32 holds the products of such numbers
+LEAST_NUMBER, MOST_NUMBER = 1e-20, 1e12  # float32 holds the matmuls of such numbers
 LEAST_THETA = 2.0  # yarn divides by the logarithm of theta
 
 

@@ -109,7 +109,7 @@ def _gguf_rope(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     }
     if rope["rope_type"] == "none":
         return {"rope_theta": rope["rope_theta"]}
-    # llama.cpp multiplies its attn_factors with yarn's own factor; attention_factor is the product
+    # llama.cpp multiplies its attn_factors with yarn's own factor; attention_factor is the matmul
     if rope["rope_type"] == "yarn":
         given = ConfigFields(values, where)
         own = yarn_attention_factor(ConfigFields({}, where), given.number("rope.scaling.factor"))

@@ -14,7 +14,7 @@ from shoal.models.layer import DecoderLayer
 
 def fuse_layers(layers: Iterable, config: ModelConfig, backend: AttentionBackend) -> CpuLayers | None:
     """None where the C call can't run them. It knows dense layers of the Llama line alone, without
-    multipliers, and products that are packed for the C library and whole on this rank."""
+    multipliers, and matmuls that are packed for the C library and whole on this rank."""
     weights = []
     for layer in layers:
         if type(layer) is not DecoderLayer or not isinstance(layer.mlp, MLP):

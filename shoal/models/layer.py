@@ -29,7 +29,7 @@ class DecoderLayer(nn.Module):
     """Pre-norm transformer block: residual += attention(norm(residual)), then residual +=
     mlp(norm(residual)).
 
-    The last products of attention and MLP add themselves to the residual. Where they can't
+    The last matmuls of attention and MLP add themselves to the residual. Where they can't
     (Linear.add_to), what is left to add is passed on beside the residual, so that the sum and the next norm
     are one kernel. On several ranks it is each rank's part of what is to be added.
     """

@@ -118,7 +118,7 @@ class Sampler:
         if self.tp.size == 1:
             self.ops.sample(logits_SV, rows_S, positions_S, table, sampled_S)
             return
-        parts = self.ops.draw_parts(logits_SV, self.head.first, rows_S, positions_S, table)
+        parts = self.ops.sample_parts(logits_SV, self.head.first, rows_S, positions_S, table)
         parts_RSP = self.tp.all_gather(parts, dim=0).view(self.tp.size, *parts.shape)
         self.ops.join_parts(parts_RSP, rows_S, positions_S, table, sampled_S)
 

@@ -4,7 +4,7 @@ and layouts).
 FlashAttention 3 (Shah et al. 2024): a producer warp has the copy engine (TMA) fetch queries, keys and values
 into shared memory, and two warpgroups of 64 rows compute. A warpgroup sets out for the scores of the next
 tile of keys before it adds the values of this one, so that its softmax runs beside the tensor cores. The two
-take turns at setting out, so that one's softmax meets the other's products.
+take turns at setting out, so that one's softmax meets the other's matmuls.
 
 Work is a list of items, tiles of queries times heads, those with most keys first. A program stays on its SM
 and takes item after item from a counter. Its producer fetches for the next item while the last one ends. A
@@ -233,7 +233,7 @@ def _softmax(scores, highest, total, first, positions, scale_log2, MASKED: gl.co
 
 @gluon.jit
 def _as_operand(weights, dtype: gl.constexpr, layout: gl.constexpr):
-    """The weights rounded, as the left operand of a product. They are rounded pair by pair, as LLVM would
+    """The weights rounded, as the left operand of a matmul. They are rounded pair by pair, as LLVM would
     move single conversions to where they are used."""
     if dtype == gl.bfloat16:
         operand = gl.inline_asm_elementwise(

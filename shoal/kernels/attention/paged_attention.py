@@ -33,7 +33,7 @@ LOWEST: tl.constexpr = tl.constexpr(-1e30)
 
 
 @dataclass(frozen=True, slots=True)
-class Tiles:
+class AttentionTiles:
     """Tile sizes of a kernel: rows of queries, columns of keys, warps of a program, and stages of its
     pipeline."""
 
@@ -44,23 +44,23 @@ class Tiles:
     max_registers: int | None = None  # per thread; with fewer registers more programs share an SM
 
 
-def decode_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
-    # These products have no tensor cores. Small tiles limit the unrolled code and its registers.
+def decode_tiles(head_dim: int, dtype: torch.dtype) -> AttentionTiles:
+    # These matmuls have no tensor cores. Small tiles limit the unrolled code and its registers.
     if dtype == torch.float32:
-        return Tiles(16, 32 if head_dim <= 64 else 16, 4, 2)
-    return Tiles(16, 32, 2 if head_dim <= 128 else 4, 3)
+        return AttentionTiles(16, 32 if head_dim <= 64 else 16, 4, 2)
+    return AttentionTiles(16, 32, 2 if head_dim <= 128 else 4, 3)
 
 
-def prefill_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
+def prefill_tiles(head_dim: int, dtype: torch.dtype) -> AttentionTiles:
     if dtype == torch.float32:
-        return Tiles(32, 32, 4, 2) if head_dim <= 64 else Tiles(32, 16, 8, 2)
-    return Tiles(128, 64, 8, 3) if head_dim <= 128 else Tiles(64, 32, 8, 2)
+        return AttentionTiles(32, 32, 4, 2) if head_dim <= 64 else AttentionTiles(32, 16, 8, 2)
+    return AttentionTiles(128, 64, 8, 3) if head_dim <= 128 else AttentionTiles(64, 32, 8, 2)
 
 
-def chunk_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
+def chunk_tiles(head_dim: int, dtype: torch.dtype) -> AttentionTiles:
     """The tiles of prefills so short that their keys are split: more and smaller programs."""
     if dtype != torch.float32 and head_dim <= 128:
-        return Tiles(64, 64, 4, 3)
+        return AttentionTiles(64, 64, 4, 3)
     return prefill_tiles(head_dim, dtype)
 
 
@@ -86,7 +86,7 @@ def _cache_offsets(blocks, keys, stride_block, BLOCK_SIZE: tl.constexpr, N: tl.c
 
 @triton.jit
 def _as_plain(x, FP8: tl.constexpr, WIDE: tl.constexpr):
-    """Numbers of the cache for products with others, which are fp16 then, or fp32 if WIDE."""
+    """Numbers of the cache for matmuls with others, which are fp16 then, or fp32 if WIDE."""
     return x.to(tl.float8e4nv, bitcast=True).to(tl.float32 if WIDE else tl.float16) if FP8 else x
 
 
@@ -367,7 +367,7 @@ def decode_attention(
     splits: int,
     scale: float,
     window: int | None = None,
-    tiles: Tiles | None = None,
+    tiles: AttentionTiles | None = None,
     min_split: int = 64,
     prefix_lens_S: torch.Tensor | None = None,
     max_parts: int = 0,
@@ -787,7 +787,7 @@ def prefill_attention(
     window: int | None = None,
     *,
     paged: bool,
-    tiles: Tiles | None = None,
+    tiles: AttentionTiles | None = None,
     splits: int = 1,
     min_split: int = 512,
     workspace: PrefillWorkspace | None = None,

@@ -17,8 +17,8 @@ import triton.language as tl
 from shoal.kernels.attention.paged_attention import (
     LOG2_E,
     LOWEST,
+    AttentionTiles,
     DecodeWorkspace,
-    Tiles,
     _attend_range,
     cache_bytes,
     prefill_tiles,
@@ -33,9 +33,11 @@ GROUP_FIELDS = tl.constexpr(len(GroupField))
 MIN_PART = 256  # the fewest keys that are worth a part of their own
 
 
-def prefix_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
+def prefix_tiles(head_dim: int, dtype: torch.dtype) -> AttentionTiles:
     return (
-        Tiles(64, 64, 4, 3) if dtype != torch.float32 and head_dim <= 128 else prefill_tiles(head_dim, dtype)
+        AttentionTiles(64, 64, 4, 3)
+        if dtype != torch.float32 and head_dim <= 128
+        else prefill_tiles(head_dim, dtype)
     )
 
 
@@ -200,7 +202,7 @@ def prefix_attention(
     splits: int,
     max_parts: int,
     scale: float,
-    tiles: Tiles | None = None,
+    tiles: AttentionTiles | None = None,
     scales_2G: torch.Tensor | None = None,
 ) -> None:
     """Attends from the queries of all groups to the keys that each group shares, and leaves the results in

@@ -2,7 +2,7 @@
 //
 // A work item is a tile of query tokens of one sequence, with all query heads of one kv head, so that keys
 // and values are read once for all of them. A tile of few rows (a decode) reads the cache's rows where they
-// lie. A tile of many rows copies values, and keys transposed, for a product that keeps its sums in
+// lie. A tile of many rows copies values, and keys transposed, for a matmul that keeps its sums in
 // registers. If there are fewer items than threads need (long decodes), the keys are split as well, and the
 // parts are combined afterwards. Numbers of an fp8 cache become floats when they are copied, or a few keys at a
 // time where they would not be.
@@ -84,7 +84,7 @@ static void attend_keys(const float *restrict q, const float *restrict k, const 
 
 typedef float Vector __attribute__((vector_size(32), may_alias));
 
-// c[4, 16] = a[4, depth] b[depth, 16]. With `add` the product is added to c.
+// c[4, 16] = a[4, depth] b[depth, 16]. With `add` the matmul is added to c.
 static void product_4x16(const float *a, int a_stride, const float *b, int b_stride, int depth, float *c, int c_stride, int add) {
     Vector sum[4][2];
     for (int r = 0; r < 4; r++)

@@ -1,4 +1,4 @@
-// Products of float activations with fp8 (e4m3) weights, which lie row by row as in a checkpoint.
+// Matmuls of float activations with fp8 (e4m3) weights, which lie row by row as in a checkpoint.
 //
 // An e4m3 number shifted to the place of a float16 is that number times 2^-8, its subnormals too, so that the
 // processor's conversion of float16 serves. Groups of `size` columns share a scale, which is applied to the

@@ -1,6 +1,6 @@
-"""Products with fp8 weights on the CPU. The weights stay the checkpoint's own bytes; the C kernel multiplies
+"""Matmuls with fp8 weights on the CPU. The weights stay the checkpoint's own bytes; the C kernel multiplies
 them with float32 activations, as exactly as float32 does. Without the library, PyTorch unpacks some rows at a
-time for each product, which is far slower."""
+time for each matmul, which is far slower."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Products with 4-bit weights of checkpoints (Int4Tensor) on the CPU, by the C kernel of cpu_linear.py.
+"""Matmuls with 4-bit weights of checkpoints (Int4Tensor) on the CPU, by the C kernel of cpu_linear.py.
 
 The matrix is packed as Q4_1: each 32 inputs get their group's scale and minimum, -zero * scale, in float16.
 Scales that are float16 lose nothing; a minimum is rounded to 11 bits, and is exact where zero points are 8.
-With act-order, inputs are sorted by their groups, and so are the activations before each product.
+With act-order, inputs are sorted by their groups, and so are the activations before each matmul.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Products of float activations with weights of 4 or 8 bits, in groups of 32 along a row. Each call rounds
+// Matmuls of float activations with weights of 4 or 8 bits, in groups of 32 along a row. Each call rounds
 // its activations to int16, group by group, so the inner loop is integer arithmetic, and scales are applied
 // once for each group. int8, which llama.cpp uses, would halve the arithmetic of many rows, but is much less
 // accurate (docs/decisions/cpu.md).
@@ -256,7 +256,7 @@ void shoal_pack(const Packed *to, const uint8_t *source, int64_t row_bytes, int 
     }
 }
 
-// One product. A unit of its work is `rows_each` activation rows to quantize, or `blocks_each` blocks of
+// One matmul. A unit of its work is `rows_each` activation rows to quantize, or `blocks_each` blocks of
 // outputs for a panel of rows.
 typedef struct {
     const Packed *w;

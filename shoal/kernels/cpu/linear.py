@@ -2,7 +2,7 @@
 
 They are packed once, at load, for the C kernel, with 4 or 8 bits in groups of 32 columns. Q4_0, Q4_1 and Q8_0
 keep every bit. Q4_K keeps its quants, and its scales are rounded to fp16. Other kinds become 8 bits. The
-kernel rounds activations to 16 bits, group by group. Without the C library there is torch's int4 product, or
+kernel rounds activations to 16 bits, group by group. Without the C library there is torch's int4 matmul, or
 a plain matrix.
 """
 
@@ -67,7 +67,7 @@ class PackedWeight:
 
 @dataclass(frozen=True, slots=True)
 class TorchWeight:
-    """A matrix of weights for PyTorch alone. It is packed for PyTorch's int4 product if there are scales, and
+    """A matrix of weights for PyTorch alone. It is packed for PyTorch's int4 matmul if there are scales, and
     is a plain matrix otherwise."""
 
     source: GGUFTensor
@@ -77,7 +77,7 @@ class TorchWeight:
     def linear(self, x_TD: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         if self.scales_and_zeros is None:
             out_TO = F.linear(x_TD.to(self.data.dtype), self.data)
-        else:  # With float32 activations this product would be many times slower.
+        else:  # With float32 activations this matmul would be many times slower.
             out_TO = torch.ops.aten._weight_int4pack_mm_for_cpu(
                 x_TD.bfloat16(), self.data, GROUP, self.scales_and_zeros
             )
@@ -157,7 +157,7 @@ def _q8_0_of(weights: torch.Tensor) -> np.ndarray:
 
 def _q4_1_of_q4_k(data: np.ndarray) -> np.ndarray:
     """Converts Q4_K rows to Q4_1. Eight groups of Q4_K share two fp16 numbers, and their scales and minima
-    are 6-bit multiples of these. The products are rounded to fp16."""
+    are 6-bit multiples of these. The matmuls are rounded to fp16."""
     blocks = np.ascontiguousarray(data).reshape(-1, 144)
     factors = blocks[:, :4].view(np.float16).astype(np.float32)
     low, middle, high = blocks[:, 4:8], blocks[:, 8:12], blocks[:, 12:16]
@@ -171,7 +171,7 @@ def _q4_1_of_q4_k(data: np.ndarray) -> np.ndarray:
 
 
 def _pack_for_torch(tensors: Sequence[GGUFTensor], bits: int, outs: int, cols: int) -> TorchWeight:
-    # torch's int8 product has no groups, and its int4 product needs multiples of sixteen rows.
+    # torch's int8 matmul has no groups, and its int4 matmul needs multiples of sixteen rows.
     if bits == 8 or outs % 16:
         dtype = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
         return TorchWeight(tensors[0], torch.cat([t.dequantize().to(dtype) for t in tensors]))

@@ -1,4 +1,4 @@
-"""Products with MXFP4 weights on the CPU, by the C kernel of cpu_linear.py. The matrix is packed as Q8_0,
+"""Matmuls with MXFP4 weights on the CPU, by the C kernel of cpu_linear.py. The matrix is packed as Q8_0,
 whose groups have 32 inputs too: twice an e2m1 number is an integer, and half a scale is a float16."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// The small float32 ops between two products. Each is one pass, written as plain loops, which the compiler
+// The small float32 ops between two matmuls. Each is one pass, written as plain loops, which the compiler
 // vectorises for this machine. Threads help if there is more than one unit of work.
 
 #include "cpu.h"

@@ -10,7 +10,7 @@ import torch
 from shoal.kernels import reference
 from shoal.kernels.cpu import build as cpu_build
 from shoal.kernels.reference import apply_updates, copy_ints, embed, linear, linear_add, linear_silu_mul, moe
-from shoal.kernels.sampling.split_sample import draw_parts, join_parts
+from shoal.kernels.sampling.split_sample import join_parts, sample_parts
 
 __all__ = [
     "add_norm_linear",
@@ -18,7 +18,6 @@ __all__ = [
     "apply_updates",
     "begin_decode",
     "copy_ints",
-    "draw_parts",
     "embed",
     "join_parts",
     "keep_bits",
@@ -29,6 +28,7 @@ __all__ = [
     "qk_norm_rope_store",
     "rms_norm",
     "sample",
+    "sample_parts",
     "silu_mul",
 ]
 

@@ -1,6 +1,6 @@
 // Masks of logits, and, on the rows of the batch state, sampling and the start of a decode step.
 //
-// reference.py describes what is drawn. Here it takes a few passes over a row's logits. The first finds the
+// reference.py describes what is sampled. Here it takes a few passes over a row's logits. The first finds the
 // largest. Without top_k and top_p the next finds the masses of tiles. With them it makes a histogram, and
 // then the noise, whose logarithms are computed only for tokens that may win.
 

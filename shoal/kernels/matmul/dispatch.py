@@ -1,6 +1,6 @@
-"""Which kernel multiplies, and how it cuts the product: the one place that says so.
+"""Which kernel multiplies, and how it cuts the matmul: the one place that says so.
 
-`choose` is pure: it knows the product's shape, its rows, the numbers' type and what a GPU is. Kernels say
+`choose` is pure: it knows the matmul's shape, its rows, the numbers' type and what a GPU is. Kernels say
 what they can do; here is which of them is fastest. `Limits` are the numbers in the rules that were measured,
 on an H200 in bf16 (benchmarks/results/products.md). Those that count programs follow the number of SMs on
 other GPUs; `benchmarks/products.py` measures all of them for a GPU, and prints its line for `MEASURED`.
@@ -28,7 +28,7 @@ SHARED_BYTES = 216 << 10  # what the tiles may take of an SM's 227 KiB
 WIDEST_ROW = 32768
 # hopper_fp8_row.py and hopper_int4_row.py do the same; they have groups of this size.
 WIDEST_PACKED_ROW = 16384
-RING_GROUP = 128
+PIPELINE_GROUP = 128
 INT4_TILE = 1024  # inputs of hopper_int4_row.py's tiles, which are whole
 # packed_linear.py has these.
 MAX_PACKED_TILES = 4096  # tiles of outputs and rows of a launch whose inputs are split
@@ -45,26 +45,26 @@ MIN_SPLIT_TILES = 4  # A split with fewer tiles ends before its pipeline is full
 class Limits:
     """The measured numbers. A limit belongs to the side that its comment names."""
 
-    # A product of at most as many warps runs at once. Prefetching makes it faster, and larger ones slower.
+    # A matmul of at most as many warps runs at once. Prefetching makes it faster, and larger ones slower.
     prefetched_warps: int = 4096
-    # The widest row whose norm is part of an elementwise product: each program reads x, residual and norm.
+    # The widest row whose norm is part of an elementwise matmul: each program reads x, residual and norm.
     normed_inputs: int = 2048
     # 2 to 4 rows with at most as many multiplications are multiplied elementwise.
-    elementwise_products: int = 1 << 25
+    elementwise_matmuls: int = 1 << 25
     # To Triton's tensor-core kernel go up to 16 rows of fewer inputs, and up to 32 of a weight with at least
     # as many rows.
     deep_inputs: int = 4096
     many_weight_rows: int = 24576
-    # cuBLAS adds a product of many rows to the residual up to as many inputs. Wider ones take longer so.
+    # cuBLAS adds a matmul of many rows to the residual up to as many inputs. Wider ones take longer so.
     added_inputs: int = 8192
     # The fewest outputs, and inputs, of one row for Hopper's rings of tiles.
-    ring_side: int = 2048
+    pipeline_side: int = 2048
     # The fewest rows for Hopper's gate and up. For fewer, two launches cost the host less than this one.
     gated_rows: int = 4096
-    # The most rows for which packed weights are unpacked inside the product. For more, to unpack them once
+    # The most rows for which packed weights are unpacked inside the matmul. For more, to unpack them once
     # costs less than each tile of rows doing it again.
     packed_rows: int = 256
-    # Programs of a product with packed weights that an SM has at once. Inputs are split until there are as
+    # Programs of a matmul with packed weights that an SM has at once. Inputs are split until there are as
     # many.
     packed_programs: int = 3
     # The most rows by which a weight in fp8 is multiplied as it is, widened in registers. More rows become
@@ -82,7 +82,7 @@ def derived_limits(sms: int) -> Limits:
     return replace(
         reference,
         prefetched_warps=reference.prefetched_warps * sms // REFERENCE_SMS,
-        elementwise_products=reference.elementwise_products * sms // REFERENCE_SMS,
+        elementwise_matmuls=reference.elementwise_matmuls * sms // REFERENCE_SMS,
         many_weight_rows=reference.many_weight_rows * sms // REFERENCE_SMS,
     )
 
@@ -125,7 +125,7 @@ class After(Enum):
 
 
 class Shape(NamedTuple):
-    """A product with a weight [O, I], or [2F, I] where `after` is SILU_MUL: `outs` is O or F."""
+    """A matmul with a weight [O, I], or [2F, I] where `after` is SILU_MUL: `outs` is O or F."""
 
     outs: int
     inputs: int
@@ -218,8 +218,8 @@ class Fp8Tiles:
     splits: int = 1
 
 
-class Product(NamedTuple):
-    """A choice. `norms`: the kernel does what comes before the product. `adds`: it adds to the residual;
+class Matmul(NamedTuple):
+    """A choice. `norms`: the kernel does what comes before the matmul. `adds`: it adds to the residual;
     otherwise that is left to the next norm."""
 
     kernel: Kernel
@@ -232,58 +232,58 @@ class Product(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8192)
-def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Product:
-    """The fastest product that is known. The result is the same whenever the arguments are. `dtype` is that
+def choose(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> Matmul:
+    """The fastest matmul that is known. The result is the same whenever the arguments are. `dtype` is that
     of the weight."""
     if dtype == torch.float8_e4m3fn:
         return _choose_fp8(shape, rows, gpu)
     limits = gpu.limits
     if shape.bits < 16:
-        if rows == 1 and _is_for_int4_ring(shape, dtype, gpu):
-            return Product(Kernel.HOPPER_INT4_ROW, norms=shape.before is Before.NORM)
+        if rows == 1 and _is_for_int4_row_pipeline(shape, dtype, gpu):
+            return Matmul(Kernel.HOPPER_INT4_ROW, norms=shape.before is Before.NORM)
         packed = choose_packed_tiles(shape, rows, gpu)
-        return Product(Kernel.CUBLAS if packed is None else Kernel.PACKED, packed_tiles=packed)
+        return Matmul(Kernel.CUBLAS if packed is None else Kernel.PACKED, packed_tiles=packed)
     if shape.before is not Before.NOTHING:
         # The ring norms a row that is ready; the elementwise kernel norms a narrow one, and sums before it.
-        if shape.before is Before.NORM and _is_for_ring(shape, rows, dtype, gpu):
-            return Product(Kernel.HOPPER_ROW, norms=True)
+        if shape.before is Before.NORM and _is_for_row_pipeline(shape, rows, dtype, gpu):
+            return Matmul(Kernel.HOPPER_ROW, norms=True)
         tiles = choose_tiles(shape, rows, dtype, limits)
         if tiles is not None and rows == 1 and shape.inputs <= limits.normed_inputs:
-            return Product(Kernel.TRITON, tiles, norms=True)
+            return Matmul(Kernel.TRITON, tiles, norms=True)
     if _is_for_hopper_gated(shape, rows, dtype, gpu):
-        return Product(Kernel.HOPPER_GATED)
-    if _is_for_ring(shape, rows, dtype, gpu):
-        return Product(Kernel.HOPPER_ROW)
+        return Matmul(Kernel.HOPPER_GATED)
+    if _is_for_row_pipeline(shape, rows, dtype, gpu):
+        return Matmul(Kernel.HOPPER_ROW)
     if gpu.hopper and dtype in TENSOR_TYPES:
         hopper_tiles = choose_hopper_tiles(rows, shape.outs, shape.inputs, shape.gated, gpu.sms)
         if hopper_tiles is not None:
-            return Product(Kernel.HOPPER, hopper_tiles=hopper_tiles)
+            return Matmul(Kernel.HOPPER, hopper_tiles=hopper_tiles)
     if (tiles := choose_tiles(shape, rows, dtype, limits)) is not None:
-        return Product(Kernel.TRITON, tiles)
+        return Matmul(Kernel.TRITON, tiles)
     adds = not shape.bias and (rows <= MAX_ROWS or shape.inputs <= limits.added_inputs)
-    return Product(Kernel.CUBLAS, adds=adds)
+    return Matmul(Kernel.CUBLAS, adds=adds)
 
 
-def _is_for_ring(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> bool:
+def _is_for_row_pipeline(shape: Shape, rows: int, dtype: torch.dtype, gpu: GPU) -> bool:
     """Says if this is one row and a weight that is large in both directions."""
     return (
         gpu.hopper
         and rows == 1
         and dtype in TENSOR_TYPES
-        and min(shape.outs, shape.inputs) >= gpu.limits.ring_side
+        and min(shape.outs, shape.inputs) >= gpu.limits.pipeline_side
         and shape.inputs <= WIDEST_ROW
         and shape.inputs % 16 == 0
     )
 
 
-def _is_for_int4_ring(shape: Shape, dtype: torch.dtype, gpu: GPU) -> bool:
+def _is_for_int4_row_pipeline(shape: Shape, dtype: torch.dtype, gpu: GPU) -> bool:
     """Says if the weight is large in both directions and consists of whole tiles."""
     return (
         gpu.hopper
         and dtype == torch.bfloat16
         and shape.bits == 4
-        and shape.group == RING_GROUP
-        and min(shape.outs, shape.inputs) >= gpu.limits.ring_side
+        and shape.group == PIPELINE_GROUP
+        and min(shape.outs, shape.inputs) >= gpu.limits.pipeline_side
         and shape.inputs <= WIDEST_PACKED_ROW
         and shape.inputs % INT4_TILE == 0
         and not (shape.gated and shape.outs % 16)
@@ -316,7 +316,7 @@ def choose_tiles(shape: Shape, rows: int, dtype: torch.dtype, limits: Limits) ->
         if 3072 < columns <= 4096:
             return Tiles(1, 4096, 4) if shape.gated else Tiles(2, 4096, 8)
         return Tiles(2, 1024, 4)  # Small tiles: more of them are there at once.
-    elementwise = next_power_of_2(rows) * shape.weight_rows * columns <= limits.elementwise_products
+    elementwise = next_power_of_2(rows) * shape.weight_rows * columns <= limits.elementwise_matmuls
     if rows <= 4 and not shape.gated and elementwise:
         return Tiles(4, 256, 1) if columns <= 1024 else Tiles(4, 1024, 4)
     few = rows <= 16 and columns < limits.deep_inputs
@@ -394,19 +394,19 @@ def choose_packed_tiles(shape: Shape, rows: int, gpu: GPU) -> PackedTiles | None
     return replace(whole, splits=max(1, min(most, splits)))
 
 
-def _is_for_fp8_ring(shape: Shape, gpu: GPU) -> bool:
+def _is_for_fp8_row_pipeline(shape: Shape, gpu: GPU) -> bool:
     """Says if the weight is large in both directions and TMA can read it and its scales, 16 bytes at a
     time."""
     return (
         gpu.hopper
-        and min(shape.outs, shape.inputs) >= gpu.limits.ring_side
+        and min(shape.outs, shape.inputs) >= gpu.limits.pipeline_side
         and shape.inputs <= WIDEST_PACKED_ROW
-        and shape.inputs % RING_GROUP == 0
-        and (shape.group == 0 or (shape.group == RING_GROUP and shape.outs % 4 == 0))
+        and shape.inputs % PIPELINE_GROUP == 0
+        and (shape.group == 0 or (shape.group == PIPELINE_GROUP and shape.outs % 4 == 0))
     )
 
 
-def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Product:
+def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Matmul:
     """Which of the kernels that fp8_linear.py launches. Whether rows become fp8 depends on their number
     alone, because the operation that makes them must know before."""
     columns = min(128, shape.group or 128)
@@ -418,24 +418,24 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Product:
         takes_groups = shape.group == 128 and not shape.bias and rows % 4 == 0
         by_torch = gpu.hopper and whole and (shape.group == 0 or takes_groups)
         kernel = Kernel.FP8_TORCH if by_torch else Kernel.FP8_MANY
-        return Product(kernel, fp8_tiles=next(busy, tiles[-1]))
+        return Matmul(kernel, fp8_tiles=next(busy, tiles[-1]))
     if rows == 1:
-        kernel = Kernel.HOPPER_FP8_ROW if _is_for_fp8_ring(shape, gpu) else Kernel.FP8_ROW
+        kernel = Kernel.HOPPER_FP8_ROW if _is_for_fp8_row_pipeline(shape, gpu) else Kernel.FP8_ROW
         norms = kernel is Kernel.HOPPER_FP8_ROW and shape.before is Before.NORM
         # Small tiles: more of them are there at once.
-        return Product(kernel, norms=norms, fp8_tiles=Fp8Tiles(1, 2 if shape.gated else 4, 1024, 4))
+        return Matmul(kernel, norms=norms, fp8_tiles=Fp8Tiles(1, 2 if shape.gated else 4, 1024, 4))
     block_rows = min(64, max(16, next_power_of_2(max(rows, 1))))
     programs = cdiv(rows, block_rows) * cdiv(shape.outs, 64)
     num_tiles = cdiv(shape.inputs, columns)
     most = max(1, min(MAX_FP8_SPLITS, num_tiles // MIN_SPLIT_TILES))
     splits = next((n for n in range(1, most) if programs * n >= FP8_PROGRAMS * gpu.sms), most)
     stages = 5 if num_tiles // splits > 8 else 3  # A short pipeline is full sooner.
-    return Product(Kernel.FP8_FEW, fp8_tiles=Fp8Tiles(block_rows, 64, columns, 4, stages, splits))
+    return Matmul(Kernel.FP8_FEW, fp8_tiles=Fp8Tiles(block_rows, 64, columns, 4, stages, splits))
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Tile sizes of the two products of moe.py."""
+    """Tile sizes of the two matmuls of moe.py."""
 
     m: int
     n: int
@@ -446,7 +446,7 @@ class Blocks:
 
 def choose_blocks(num_slots: int, num_experts: int, dtype: torch.dtype, packed: bool = False) -> Blocks:
     """Chooses tiles by the mean number of slots of an expert. Few rows are bound by bandwidth, so tiles are
-    deep and have little padding. Many rows are bound by arithmetic. `packed`: of a product at least the
+    deep and have little padding. Many rows are bound by arithmetic. `packed`: of a matmul at least the
     weights are in fewer bits, whose sums and weights want registers."""
     rows = num_slots / num_experts
     if dtype == torch.float32:

@@ -1,4 +1,4 @@
-"""Products with a weight in fp8 (e4m3), in Triton, for GPUs that know the type.
+"""Matmuls with a weight in fp8 (e4m3), in Triton, for GPUs that know the type.
 
 Few rows take the time of reading the weight. There activations stay as they are and each weight is widened in
 registers, which e4m3 allows without rounding in bf16, float16 and float32: the results are those of the
@@ -8,14 +8,14 @@ adds the parts in a fixed order.
 
 Many rows are bound by arithmetic. They come in fp8 (fp8_quantize.py), and tensor cores multiply fp8 with fp8,
 whose sums are promoted to float32 every 128 inputs. Scales of rows and outputs are applied to the sums at the
-end, those of groups of inputs to the sum of each group. torch has this product for Hopper and bf16; the
+end, those of groups of inputs to the sum of each group. torch has this matmul for Hopper and bf16; the
 kernel here is for other cards, types and sizes.
 
-GATED: the weight is gate over up, and silu(gate) * up leaves the kernel. ADD: the product, rounded as one of
-its own, is added to what the output holds, the residual. Which kernel is taken is said in products.py.
+GATED: the weight is gate over up, and silu(gate) * up leaves the kernel. ADD: the matmul, rounded as one of
+its own, is added to what the output holds, the residual. Which kernel is taken is said in matmuls.py.
 
-T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows) · G groups of inputs. The
-oracle is the product with the unpacked matrix, and of rows in fp8 with what they stand for.
+T rows · I inputs · O outputs (F of a gated matmul, whose weight has 2F rows) · G groups of inputs. The
+oracle is the matmul with the unpacked matrix, and of rows in fp8 with what they stand for.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.activation import silu_mul
-from shoal.kernels.hopper import HAS_GLUON, empty_product_input
+from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
 from shoal.kernels.matmul.dispatch import After, Before, Fp8Tiles, Kernel, Shape, choose, gpu_of
 from shoal.kernels.matmul.linear import finish, fitting_stages
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
@@ -41,7 +41,7 @@ if HAS_GLUON:
     from shoal.kernels.matmul import hopper_fp8_row
 
 ROWS_ARE_FP8 = (Kernel.FP8_MANY, Kernel.FP8_TORCH)
-MAX_SPLIT_TILES = 4096  # tiles of a launch whose inputs are split; products.py stays below
+MAX_SPLIT_TILES = 4096  # tiles of a launch whose inputs are split; matmuls.py stays below
 
 
 class Fp8Matrix(NamedTuple):
@@ -96,7 +96,7 @@ def _row_kernel(
         x_ptrs = x_ptr + start + column
         x = (tl.load(x_ptrs) if EVEN else tl.load(x_ptrs, mask=start + column < I, other=0.0)).to(tl.float32)
         if GROUP > 0:
-            # The scale of a group is applied to its products, as another group may follow in the same sums.
+            # The scale of a group is applied to its matmuls, as another group may follow in the same sums.
             group = (start + part * WIDE) // GROUP
             inside = (out < O)[:, None] & (start + part * WIDE < I)[None, :]
             at = group[None, :] * num_outs + out[:, None]
@@ -168,7 +168,7 @@ def _few_kernel(
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The product of the rows of program 1 and the outputs of program 0 over the inputs of program 2, by
+    """The matmul of the rows of program 1 and the outputs of program 0 over the inputs of program 2, by
     tensor cores: out^T = weight @ x^T. TILED: weights are read as `operand` says, for which all tiles are
     whole and `weight_ptr` is of int32."""
     out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
@@ -390,14 +390,14 @@ def fp8_linear_of_norm(
     bias: torch.Tensor | None,
     gated: bool,
 ) -> torch.Tensor | None:
-    """The product of the residual's norm, gated or not, where one kernel makes both. None: none does."""
+    """The matmul of the residual's norm, gated or not, where one kernel makes both. None: none does."""
     weight_rows, inputs = matrix.data.shape
     outs, after = (weight_rows // 2, After.SILU_MUL) if gated else (weight_rows, After.NOTHING)
     shape = Shape(outs, inputs, Before.NORM, after, bias is not None, group=matrix.group)
     chosen = choose(shape, len(residual_TI), torch.float8_e4m3fn, gpu_of(matrix.data.device))
     if not chosen.norms or residual_TI.dtype != torch.bfloat16:
         return None
-    out_1O = empty_product_input(residual_TI, 1, outs)
+    out_1O = empty_matmul_input(residual_TI, 1, outs)
     _ring(residual_TI, matrix, bias, out_1O, shape, norm_weight_I, eps)
     return out_1O
 
@@ -414,7 +414,7 @@ def _run(
     out_TO = residual_TO
     if out_TO is None:
         like = matrix.scales.new_empty(0, dtype=x_TI.dtype)
-        out_TO = empty_product_input(like, rows, shape.outs)
+        out_TO = empty_matmul_input(like, rows, shape.outs)
     assert out_TO.is_contiguous() and out_TO.shape == (rows, shape.outs) and out_TO.dtype == x_TI.dtype
     if rows == 0:
         return out_TO
@@ -446,7 +446,7 @@ def _ring(
     eps: float = 0.0,
 ) -> None:
     assert x_1I.is_contiguous()
-    hopper_fp8_row.hopper_fp8_row_product(
+    hopper_fp8_row.hopper_fp8_row_matmul(
         x_1I,
         *matrix,
         bias,

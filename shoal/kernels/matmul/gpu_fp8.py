@@ -1,4 +1,4 @@
-"""fp8 weights on a GPU: what fp8_linear.py multiplies, made of a checkpoint's tensors, and the products that
+"""fp8 weights on a GPU: what fp8_linear.py multiplies, made of a checkpoint's tensors, and the matmuls that
 a layer asks for."""
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Fp8Weight:
     def add(
         self, x_TI: torch.Tensor | Fp8Rows, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
     ) -> None:
-        """residual += the product, in place."""
+        """residual += the matmul, in place."""
         fp8_linear(x_TI, self.matrix, bias_O, residual_TO)
 
     def gated(
@@ -49,7 +49,7 @@ class Fp8Weight:
     def normed(
         self, x_TI: torch.Tensor | None, residual_TI: torch.Tensor, norm_weight_I: torch.Tensor, eps: float
     ) -> torch.Tensor | Fp8Rows:
-        """The norm of residual + x as the product wants it. The residual becomes that sum."""
+        """The norm of residual + x as the matmul wants it. The residual becomes that sum."""
         group = self.fp8_group(len(residual_TI))
         if group is not None:
             return rms_norm_fp8(x_TI, residual_TI, norm_weight_I, eps, group)
@@ -65,7 +65,7 @@ class Fp8Weight:
         bias_O: torch.Tensor | None,
         gated: bool,
     ) -> torch.Tensor | None:
-        """The product of the residual's norm, gated or not, where one kernel makes both."""
+        """The matmul of the residual's norm, gated or not, where one kernel makes both."""
         return fp8_linear_of_norm(residual_TI, norm_weight_I, eps, self.matrix, bias_O, gated)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
@@ -92,7 +92,7 @@ def pack(
     dtype: torch.dtype = torch.float32,
 ) -> Fp8Weight:
     """Makes one weight of all the tensors' rows, in order. The memory of the weight `replaced` is used again.
-    Raises CheckpointError for groups that no product has."""
+    Raises CheckpointError for groups that no matmul has."""
     outs, inputs = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
     size, groups = tensors[0].size, tensors[0].scales.shape[1]
     group = 0 if groups == 1 else size

@@ -1,9 +1,9 @@
-"""Weights of few bits as the GPU's products read them (packed_linear.py), and their packing.
+"""Weights of few bits as the GPU's matmuls read them (packed_linear.py), and their packing.
 
 Whatever a checkpoint holds becomes one form: a weight is quant * scale + minimum, with a quant of 4 or 8
 bits, or an e2m1 number * scale. Scales and minima are of the engine's type. Types that fit neither 4 bits nor
 groups of 32 inputs get 8 bits, which hold all quants of GGUF's. With act-order, inputs are sorted by their
-groups here, and activations before each product.
+groups here, and activations before each matmul.
 
 The order in memory is that in which tensor cores want their left operand, so that a thread's 16 bytes are
 what it multiplies. 16 outputs make a tile. Of a tile and a step of 256 / bits inputs, lane 4 g + c of a warp
@@ -66,7 +66,7 @@ class PlainRows:
         bias_O: torch.Tensor | None,
         gated: bool,
     ) -> torch.Tensor | None:
-        """The product of the residual's norm, gated or not, where one kernel makes both."""
+        """The matmul of the residual's norm, gated or not, where one kernel makes both."""
         return None
 
 
@@ -78,20 +78,20 @@ class GpuWeight(TiledWeight, PlainRows):
 
     def linear(self, x_TI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:
         """x W^T + bias, [T, O]."""
-        return packed_linear.packed_product(self._ordered(x_TI), self, bias_O, False)
+        return packed_linear.packed_matmul(self._ordered(x_TI), self, bias_O, False)
 
     def add(
         self, x_TI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
     ) -> torch.Tensor | None:
-        """Adds the product to the residual in place."""
-        packed_linear.packed_product(self._ordered(x_TI), self, bias_O, False, residual_TO)
+        """Adds the matmul to the residual in place."""
+        packed_linear.packed_matmul(self._ordered(x_TI), self, bias_O, False, residual_TO)
         return None
 
     def gated(
         self, x_TI: torch.Tensor, bias_2F: torch.Tensor | None, group: int | None = None
     ) -> torch.Tensor:
         """silu(first half of the outputs) * second half, [T, F]."""
-        return packed_linear.packed_product(self._ordered(x_TI), self, bias_2F, True)
+        return packed_linear.packed_matmul(self._ordered(x_TI), self, bias_2F, True)
 
     def of_norm(
         self,
@@ -103,7 +103,7 @@ class GpuWeight(TiledWeight, PlainRows):
     ) -> torch.Tensor | None:
         if self.order is not None:
             return None
-        return packed_linear.product_of_norm(residual_TI, norm_weight_I, eps, self, bias_O, gated)
+        return packed_linear.matmul_of_norm(residual_TI, norm_weight_I, eps, self, bias_O, gated)
 
     def embed(self, ids_T: torch.Tensor) -> torch.Tensor:
         """The rows `ids_T`, [T, I]."""

@@ -1,4 +1,4 @@
-"""Products of one row with a large weight in fp8 (e4m3) on Hopper, in Gluon.
+"""Matmuls of one row with a large weight in fp8 (e4m3) on Hopper, in Gluon.
 
 To widen such a weight in registers takes more instructions than an SM can issue while memory brings the next
 one. So weights never come to registers: a ring of tiles in shared memory, filled by the copy engine (TMA)
@@ -9,11 +9,11 @@ two numbers of 4 bits each, x = high + low / 16. All 8 bits of a bf16 number are
 than 2^-14 of the row's largest one, and what a smaller one loses is less than 2^-17 of the largest.
 
 A tile has 128 rows for the tensor cores. They are 16 outputs by 8 slices of the inputs, so that a weight with
-few outputs too has work for all SMs. The product with high and low of all 8 slices is made, and the part is
+few outputs too has work for all SMs. The matmul with high and low of all 8 slices is made, and the part is
 taken that belongs together. Tensor cores add fp8 in fewer bits than float32, so sums are promoted
 every 128 inputs, where they may also get the scale of their group.
 
-I inputs · O outputs (F of a gated product, whose weight has 2F rows). The oracle is the product with the
+I inputs · O outputs (F of a gated matmul, whose weight has 2F rows). The oracle is the matmul with the
 unpacked matrix; figures are in benchmarks/results/products.md.
 """
 
@@ -41,7 +41,7 @@ from shoal.kernels.rounding import cdiv, next_power_of_2
 OUTS: gl.constexpr = gl.constexpr(16)  # outputs of a group
 SLICES: gl.constexpr = gl.constexpr(8)  # slices of a tile's inputs
 PART: gl.constexpr = gl.constexpr(128)  # inputs of a slice: as many bytes as TMA swizzles as one row
-# Tiles of 16 KB in the ring. A gated product has half as many places, each for a tile of gate and one of up.
+# Tiles of 16 KB in the ring. A gated matmul has half as many places, each for a tile of gate and one of up.
 # They take more than half of an SM's memory, for hopper_row.py's reason.
 STAGES: gl.constexpr = gl.constexpr(8)
 # Tiles requested before the row is there. The row would have to wait behind more of them, and
@@ -258,7 +258,7 @@ def hopper_fp8_row_kernel(
         mbarrier.invalidate(full.index(i))
 
 
-def hopper_fp8_row_product(
+def hopper_fp8_row_matmul(
     x_1I: torch.Tensor,
     data: torch.Tensor,
     scales: torch.Tensor,

@@ -1,11 +1,11 @@
 """silu(x @ gate^T) * (x @ up^T) of thousands of rows on Hopper, in Gluon.
 
 As a kernel of its own, SiLU * up is a pass over twice the outputs, which takes a noticeable part of the time
-of a product with few inputs.
+of a matmul with few inputs.
 
 Programs stay on their SMs and go from tile to tile. A producer warp keeps the copy engine (TMA) four tiles of
 inputs ahead of them, over the ends of output tiles too. Two warpgroups of 64 rows share each tile of gate and
-up, which are the two halves of one product, and round both as two products would. TMA also stores the
+up, which are the two halves of one matmul, and round both as two matmuls would. TMA also stores the
 results. Tiles are taken in groups of 16 tiles of rows, so that what runs side by side reads few rows and
 weights, from the L2 cache.
 
@@ -161,7 +161,7 @@ def hopper_gated_kernel(x_desc, weight_desc, out_desc, F, steps, row_tiles, out_
     )  # warps, and registers a thread, of all but the first
 
 
-def hopper_gated_product(x_TI: torch.Tensor, weight_2FI: torch.Tensor) -> torch.Tensor:
+def hopper_gated_matmul(x_TI: torch.Tensor, weight_2FI: torch.Tensor) -> torch.Tensor:
     """[T, F]. Gate is the first half of the weight's rows. Bits depend neither on timing nor on the number of
     rows."""
     assert x_TI.is_contiguous() and weight_2FI.is_contiguous()

@@ -1,4 +1,4 @@
-"""Products of one row with a large weight of 4 bits on Hopper, in Gluon: hopper_fp8_row.py's way, with
+"""Matmuls of one row with a large weight of 4 bits on Hopper, in Gluon: hopper_fp8_row.py's way, with
 weights that lie as gpu_weight.py lays them.
 
 A quant of 4 bits, taken as it is, is a small number of fp8. The lanes of a warp have just the weights that
@@ -7,9 +7,9 @@ of one output, the high halves those of another. The row lies in shared memory i
 
 A ring of tiles is on its way from before the row is there. A tile is 16 outputs by 4 slices of 256 inputs,
 one a warp, with the scales of each slice's two groups. What quants are too large by (8, or the zero point) is
-a product of the group's minimum and the sum of its inputs.
+a matmul of the group's minimum and the sum of its inputs.
 
-I inputs · O outputs (F of a gated product, whose weight has 2F rows). The oracle is the product with the
+I inputs · O outputs (F of a gated matmul, whose weight has 2F rows). The oracle is the matmul with the
 unpacked matrix; figures are in benchmarks/results/products.md.
 """
 
@@ -33,7 +33,7 @@ SLICES: gl.constexpr = gl.constexpr(4)  # slices of a tile's inputs, one per war
 COLUMNS: gl.constexpr = gl.constexpr(2 * SLICES.value)  # two per slice: high and low
 STEPS: gl.constexpr = gl.constexpr(16)  # steps per tile: 64 inputs of 16 outputs, 16 bytes per lane
 GROUPS: gl.constexpr = gl.constexpr(8)  # groups of a tile's inputs
-# Tiles of 8 KB in the ring. A gated product has half as many places, each for a tile of gate and one of up.
+# Tiles of 8 KB in the ring. A gated matmul has half as many places, each for a tile of gate and one of up.
 STAGES: gl.constexpr = gl.constexpr(6)
 EARLY: gl.constexpr = gl.constexpr(2)  # tiles requested before the row is there, as in hopper_fp8_row.py
 # From the scales and minima of gpu_weight.py in bf16 to those of quants that are numbers of fp8.
@@ -137,7 +137,7 @@ def _pairs(smem, place, pairs: gl.constexpr):
 
 @gluon.jit
 def _add(part, low, high, low_minimum, high_minimum, x_sum, sums, lowest, highest, mma: gl.constexpr):
-    """Adds the product of a half of a tile, with its scales, and what its minima are with the sums of its
+    """Adds the matmul of a half of a tile, with its scales, and what its minima are with the sums of its
     inputs."""
     rows = gl.join(low, high).permute((0, 2, 1)).reshape((OUTS * SLICES,))
     sums += part * gl.convert_layout(rows, gl.SliceLayout(1, mma), assert_trivial=True)[:, None]
@@ -160,7 +160,7 @@ def _tile(
     MINIMA: gl.constexpr,
     mma: gl.constexpr,
 ):
-    """Adds the product of a tile to the sums, and that of its minima to those of outputs g and of g + 8."""
+    """Adds the matmul of a tile to the sums, and that of its minima to those of outputs g and of g + 8."""
     words_layout: gl.constexpr = gl.BlockedLayout([4, 1, 4], [1, 32, 1], [SLICES, 1, 1], [2, 1, 0])
     dot: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     pairs: gl.constexpr = lowest.type.layout
@@ -313,7 +313,7 @@ def hopper_int4_row_kernel(
         mbarrier.invalidate(full.index(i))
 
 
-def hopper_int4_row_product(
+def hopper_int4_row_matmul(
     x_1I: torch.Tensor,
     words: torch.Tensor,
     scales: torch.Tensor,

@@ -1,7 +1,7 @@
-"""Products of 2 to 256 rows with a weight matrix on Hopper's tensor cores, bias and SiLU * up, or the
+"""Matmuls of 2 to 256 rows with a weight matrix on Hopper's tensor cores, bias and SiLU * up, or the
 residual, in the epilogue, in Gluon.
 
-A decode step's products are short: for a small model, less than half of a product's time with cuBLAS is the
+A decode step's matmuls are short: for a small model, less than half of a matmul's time with cuBLAS is the
 reading of its weight, and the rest is what comes before and after that. So all that does not need the rows is
 done while the kernel before still runs (pdl.py). A program asks the copy engine for its first weight tiles,
 as many as shared memory holds, and then waits. Where its whole slice of the weight and of the rows fits, no
@@ -9,13 +9,13 @@ tile is ever replaced, and the loop is nothing but tensor-core instructions; a l
 tiles as through a ring. If there are few outputs, the inputs are split, so that all SMs work: the last
 program of a tile to arrive adds the parts in a fixed order.
 
-A product that ends in the residual adds itself to it (ADD), rounded as one of its own. The residual's old
+A matmul that ends in the residual adds itself to it (ADD), rounded as one of its own. The residual's old
 values too are on their way early.
 
 With 32 rows or fewer, the rows are the right operand (out^T = weight @ x^T), as the left one comes in 64
-rows. Gate and up are two sums of one program, each rounded as a product of its own would be. Tiles of rows
+rows. Gate and up are two sums of one program, each rounded as a matmul of its own would be. Tiles of rows
 reach beyond the matrix: `descriptor` says what is read there. Figures are in benchmarks/results/products.md.
-T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows). The oracle is reference.py.
+T rows · I inputs · O outputs (F of a gated matmul, whose weight has 2F rows). The oracle is reference.py.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from shoal.kernels.hopper import barrier, empty_product_input
+from shoal.kernels.hopper import barrier, empty_matmul_input
 from shoal.kernels.matmul.dispatch import HopperTiles
 from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import cdiv
 
-MAX_TILES = 1024  # tiles of a launch whose inputs are split; products.py stays far below
+MAX_TILES = 1024  # tiles of a launch whose inputs are split; matmuls.py stays far below
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 
@@ -88,7 +88,7 @@ def _rounded(sums, dtype: gl.constexpr):
 
 @gluon.jit
 def silu_mul(gate, up, dtype: gl.constexpr):
-    """silu(gate) * up of float32 sums, each rounded first, as a product of its own would be. SiLU is x / (1 +
+    """silu(gate) * up of float32 sums, each rounded first, as a matmul of its own would be. SiLU is x / (1 +
     exp(-x)) to the bit, but 0 below -87: what exp and the quotient do for results below 2^-126 would triple
     its multiplications."""
     gate = _rounded(gate, dtype)
@@ -141,7 +141,7 @@ def hopper_kernel(
     PDL: gl.constexpr,
     num_warps: gl.constexpr,
 ):
-    """The product of the rows of program 0 and the outputs of program 1, over the `tiles` * BLOCK_I inputs of
+    """The matmul of the rows of program 0 and the outputs of program 1, over the `tiles` * BLOCK_I inputs of
     program 2."""
     BLOCK_T: gl.constexpr = x_desc.block_type.shape[0]
     BLOCK_O: gl.constexpr = weight_desc.block_type.shape[0]
@@ -277,7 +277,7 @@ def hopper_kernel(
     gl.store(out_ptrs, result, mask=inside)
 
 
-def hopper_product(
+def hopper_matmul(
     tiles: HopperTiles,
     x_TI: torch.Tensor,
     weight: torch.Tensor,
@@ -286,11 +286,11 @@ def hopper_product(
     residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x @ weight^T + bias, or silu(first half of the outputs) * second half if it is gated. Bits do not
-    depend on timing. The product is added to `residual_TO` in place, if there is one, which is then
+    depend on timing. The matmul is added to `residual_TO` in place, if there is one, which is then
     returned."""
     assert x_TI.is_contiguous() and weight.is_contiguous() and not (gated and tiles.splits > 1)
     (rows, inputs), outs = x_TI.shape, weight.shape[0] // (1 + gated)
-    out_TO = empty_product_input(x_TI, rows, outs) if residual_TO is None else residual_TO
+    out_TO = empty_matmul_input(x_TI, rows, outs) if residual_TO is None else residual_TO
     assert out_TO.is_contiguous() and out_TO.shape == (rows, outs) and out_TO.dtype == x_TI.dtype
     grid = (cdiv(rows, tiles.rows), cdiv(outs, tiles.outs), tiles.splits)
     parts, arrived = out_TO, out_TO
@@ -323,7 +323,7 @@ def hopper_product(
 
 def descriptor(matrix: torch.Tensor, rows: int, columns: int, rows_read: int = 0) -> TensorDescriptor:
     """Describes a matrix to TMA, which reads tiles of `rows` rows, `rows_read` rows in all. Rows beyond the
-    matrix are whatever lies in memory there, if its storage goes on so far (`empty_product_input`), for sums
+    matrix are whatever lies in memory there, if its storage goes on so far (`empty_matmul_input`), for sums
     that nobody stores. Otherwise TMA fills in zeros, more slowly."""
     num_rows, inputs = matrix.shape
     end = (matrix.storage_offset() + rows_read * inputs) * matrix.itemsize

@@ -1,18 +1,18 @@
-"""Products of one row with a large weight on Hopper, with RMSNorm before and bias, SiLU * up or the residual
+"""Matmuls of one row with a large weight on Hopper, with RMSNorm before and bias, SiLU * up or the residual
 after, in Gluon.
 
-Such a product is the reading of its weight. Time is lost when nothing is read: while a kernel waits for the
+Such a matmul is the reading of its weight. Time is lost when nothing is read: while a kernel waits for the
 one before, while it sums, and while it ends. So a program stays on its SM and goes through groups of weight
 rows, one row a warp, with a ring of tiles in shared memory that are on their way. They are asked for before
 the row of inputs is there (pdl.py), and each tile that has been used makes place for a later one.
 
-The ring takes more than half of an SM's memory, so that an SM has one such program. The next product's
+The ring takes more than half of an SM's memory, so that an SM has one such program. The next matmul's
 program begins when this one ends, and fills its ring while others still work. With smaller rings the next
-product's programs came early and in pairs, to half of the SMs, which was slower.
+matmul's programs came early and in pairs, to half of the SMs, which was slower.
 
 Each program normalises the row, rounds it as the norm's own kernel does, and keeps it in shared memory.
 Figures are in benchmarks/results/products.md; the weights of the smallest models are too small for this
-kernel. I inputs · O outputs (F of a gated product, whose weight has 2F rows). The oracle is reference.py.
+kernel. I inputs · O outputs (F of a gated matmul, whose weight has 2F rows). The oracle is reference.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shoal.kernels.rounding import cdiv, next_power_of_2
 OUTS: gl.constexpr = gl.constexpr(8)  # outputs of a group, one a warp
 PART: gl.constexpr = gl.constexpr(256)  # inputs that a warp reads at once, 16 bytes a thread
 PARTS: gl.constexpr = gl.constexpr(4)  # parts of a tile, which is 16 KB of weights
-# Tiles in the ring. A gated product has half as many places, each for a tile of gate and one of up.
+# Tiles in the ring. A gated matmul has half as many places, each for a tile of gate and one of up.
 STAGES: gl.constexpr = gl.constexpr(8)
 EARLY: gl.constexpr = gl.constexpr(6)  # tiles requested before the row is there, as in hopper_fp8_row.py
 
@@ -150,7 +150,7 @@ def hopper_row_kernel(
     async_copy.wait_group(0)  # The next program's ring lies in the same memory.
 
 
-def hopper_row_product(
+def hopper_row_matmul(
     x_1I: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -160,7 +160,7 @@ def hopper_row_product(
     norm_weight_I: torch.Tensor | None = None,
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """x @ weight^T + bias, or silu(first half of the outputs) * second half if it is gated. The product is
+    """x @ weight^T + bias, or silu(first half of the outputs) * second half if it is gated. The matmul is
     added to `residual_1O` in place, if there is one, which is then returned. With `norm_weight_I`, x is
     normalised first."""
     assert x_1I.is_contiguous() and weight.is_contiguous()

@@ -1,17 +1,17 @@
-"""Products of few rows with a weight matrix, in Triton. Their time is that of reading the weights.
+"""Matmuls of few rows with a weight matrix, in Triton. Their time is that of reading the weights.
 
-Which products come here, and which go to cuBLAS or to one of Hopper's kernels, is said in products.py.
+Which matmuls come here, and which go to cuBLAS or to one of Hopper's kernels, is said in matmuls.py.
 
 A few rows are multiplied elementwise in float32 with tiles of the weight, the first of which is loaded before
 the rows are there (pdl.py). More rows go to tensor cores. The weight is the left operand there, so that rows
 are padded to 16 only. No sum is split over programs, so each result is one sum in a fixed order.
 
-GATED: the weight is gate over up, and silu(gate) * up leaves the kernel instead of the two. ADD: the product,
+GATED: the weight is gate over up, and silu(gate) * up leaves the kernel instead of the two. ADD: the matmul,
 rounded as one of its own, is added to what the output holds, the residual, which is loaded before the
-product. RMSNorm before a product of one narrow row, and a residual sum before that, are part of the product,
+matmul. RMSNorm before a matmul of one narrow row, and a residual sum before that, are part of the matmul,
 because w (g * x) / rms(x) needs rms(x) only at its end.
 
-T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows). The oracle is reference.py.
+T rows · I inputs · O outputs (F of a gated matmul, whose weight has 2F rows). The oracle is reference.py.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.activation import silu, silu_mul
-from shoal.kernels.hopper import HAS_GLUON, empty_product_input
+from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
 from shoal.kernels.matmul import dispatch
-from shoal.kernels.matmul.dispatch import After, Before, Kernel, Product, Shape, Tiles, choose
+from shoal.kernels.matmul.dispatch import After, Before, Kernel, Matmul, Shape, Tiles, choose
 from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.pdl import pdl_options, prefetch, wait_for_inputs
 from shoal.kernels.rounding import cdiv, next_power_of_2
@@ -71,7 +71,7 @@ def _vector_kernel(
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The product of T <= BLOCK_T rows, elementwise. EVEN: the inputs are whole tiles. WHOLE: they are one
+    """The matmul of T <= BLOCK_T rows, elementwise. EVEN: the inputs are whole tiles. WHOLE: they are one
     tile. PREFETCH: the tiles after the first are brought into the L2 cache.
 
     With `norm_ptr`, x is replaced by its RMSNorm, weighted by it. With `residual_ptr` too, x + residual takes
@@ -142,7 +142,7 @@ def _vector_kernel(
 
 @triton.jit
 def finish(sums, up_sums, bias_ptr, out, O, DTYPE: tl.constexpr, GATED: tl.constexpr):
-    """Bias and activation. Gate and up are rounded first, as two products would round them."""
+    """Bias and activation. Gate and up are rounded first, as two matmuls would round them."""
     if bias_ptr is not None:
         sums += tl.load(bias_ptr + out, mask=out < O, other=0.0).to(tl.float32)
         if GATED:
@@ -170,7 +170,7 @@ def _matrix_kernel(
     BLOCK_I: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The product of T <= BLOCK_T rows, by tensor cores: out^T = weight @ x^T."""
+    """The matmul of T <= BLOCK_T rows, by tensor cores: out^T = weight @ x^T."""
     out = tl.program_id(0) * BLOCK_O + tl.arange(0, BLOCK_O)
     row = tl.arange(0, BLOCK_T)
     column = tl.arange(0, BLOCK_I)
@@ -206,7 +206,7 @@ def _exact_sums(num_outs: int) -> Iterator[None]:
     """Inside this context cuBLAS adds the parts of a split sum in float32.
 
     PyTorch lets it round each part to 16 bits. cuBLAS does so where outputs are not aligned to 16 bytes, and
-    the error is then three times that of one rounding. Other products are left alone: they have exact sums
+    the error is then three times that of one rounding. Other matmuls are left alone: they have exact sums
     anyway, and the switch is the process's.
     """
     if num_outs % 8 == 0:
@@ -228,7 +228,7 @@ def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | N
 def linear_add(
     x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None, residual_TO: torch.Tensor
 ) -> torch.Tensor | None:
-    """residual += the product, in place, and returns None. A product that cuBLAS is slow to add is returned
+    """residual += the matmul, in place, and returns None. A matmul that cuBLAS is slow to add is returned
     instead, for the next norm to add."""
     chosen = _choose(x_TI, weight_OI, bias_O, after=After.ADD)
     if not chosen.adds:
@@ -255,9 +255,9 @@ def add_norm_linear(
     bias: torch.Tensor | None,
     gated: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product of the norm of x + residual, and that sum. x None: there is nothing to add.
+    """The matmul of the norm of x + residual, and that sum. x None: there is nothing to add.
 
-    Where the norm is part of the product, there is one kernel, and the sum is a tensor of its own, because no
+    Where the norm is part of the matmul, there is one kernel, and the sum is a tensor of its own, because no
     program may write what others still read."""
     before = Before.NORM if x_TD is None else Before.SUM_AND_NORM
     chosen = _choose(residual_TD, weight, bias, before, After.SILU_MUL if gated else After.NOTHING)
@@ -269,7 +269,7 @@ def add_norm_linear(
         )
         return _run(chosen, normed_TD, weight, bias, gated), residual_TD
     if chosen.kernel is Kernel.HOPPER_ROW:
-        return hopper_row.hopper_row_product(
+        return hopper_row.hopper_row_matmul(
             residual_TD, weight, bias, gated, norm_weight_I=norm_weight_D, eps=eps
         ), residual_TD
     assert chosen.tiles is not None
@@ -290,7 +290,7 @@ def _choose(
     bias: torch.Tensor | None,
     before: Before = Before.NOTHING,
     after: After = After.NOTHING,
-) -> Product:
+) -> Matmul:
     weight_rows, inputs = weight.shape
     outs = weight_rows // 2 if after is After.SILU_MUL else weight_rows
     shape = Shape(outs, inputs, before, after, bias is not None)
@@ -298,21 +298,21 @@ def _choose(
 
 
 def _run(
-    chosen: Product,
+    chosen: Matmul,
     x_TI: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     gated: bool = False,
     residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """The product by the kernel that was chosen. It is added to `residual_TO` in place, if there is one,
+    """The matmul by the kernel that was chosen. It is added to `residual_TO` in place, if there is one,
     which is then returned."""
     if chosen.kernel is Kernel.HOPPER_GATED:
-        return hopper_gated.hopper_gated_product(x_TI, weight)
+        return hopper_gated.hopper_gated_matmul(x_TI, weight)
     if chosen.kernel is Kernel.HOPPER_ROW:
-        return hopper_row.hopper_row_product(x_TI, weight, bias, gated, residual_TO)
+        return hopper_row.hopper_row_matmul(x_TI, weight, bias, gated, residual_TO)
     if chosen.hopper_tiles is not None:
-        return hopper_linear.hopper_product(chosen.hopper_tiles, x_TI, weight, bias, gated, residual_TO)
+        return hopper_linear.hopper_matmul(chosen.hopper_tiles, x_TI, weight, bias, gated, residual_TO)
     if chosen.tiles is not None:
         return product(chosen.tiles, x_TI, weight, bias, gated, residual_TO)
     if gated:
@@ -334,12 +334,12 @@ def product(
     norm: tuple[torch.Tensor | None, ...] = (None, None, None),
     eps: float = 0.0,
 ) -> torch.Tensor:
-    """x @ weight^T + bias, cut as `tiles` say. The product is added to `residual_TO` in place, if there is
-    one, which is then returned. `norm`, for elementwise products alone: the norm's weight, the residual to
+    """x @ weight^T + bias, cut as `tiles` say. The matmul is added to `residual_TO` in place, if there is
+    one, which is then returned. `norm`, for elementwise matmuls alone: the norm's weight, the residual to
     add to x before it (or None), and where that sum goes."""
     assert x_TI.is_contiguous() and weight.is_contiguous()
     (rows, columns), outs = x_TI.shape, weight.shape[0] // (1 + gated)
-    out_TO = empty_product_input(x_TI, rows, outs) if residual_TO is None else residual_TO
+    out_TO = empty_matmul_input(x_TI, rows, outs) if residual_TO is None else residual_TO
     assert out_TO.is_contiguous() and out_TO.shape == (rows, outs) and out_TO.dtype == x_TI.dtype
     add = residual_TO is not None
     grid, even = (cdiv(outs, tiles.outs),), columns % tiles.columns == 0

@@ -1,4 +1,4 @@
-"""Products with weights of 4 or 8 bits that lie as gpu_weight.py lays them, in Triton.
+"""Matmuls with weights of 4 or 8 bits that lie as gpu_weight.py lays them, in Triton.
 
 A few rows are bound by the reading of the weights, so they are read packed, 16 bytes a thread, and become
 bf16 or fp16 in registers. Each thread gets just the weights that it has to feed to the tensor cores, because
@@ -11,13 +11,13 @@ same instruction. That scale would be beyond the type's range if weights were no
 (SMALLER), which the sums make good.
 
 If there are few outputs, the inputs are split, so that all SMs read; the last program of a tile to arrive
-adds the parts in a fixed order. Of many rows cuBLAS makes the product, of weights that `unpack_rows` has
+adds the parts in a fixed order. Of many rows cuBLAS makes the matmul, of weights that `unpack_rows` has
 unpacked, some outputs at a time.
 
-GATED: the weight is gate over up, and silu(gate) * up leaves the kernel instead of the two. ADD: the product,
+GATED: the weight is gate over up, and silu(gate) * up leaves the kernel instead of the two. ADD: the matmul,
 rounded as one of its own, is added to what the output holds, the residual.
 
-T rows · I inputs · O outputs (F of a gated product, whose weight has 2F rows). The oracle is the matrix that
+T rows · I inputs · O outputs (F of a gated matmul, whose weight has 2F rows). The oracle is the matrix that
 `unpack_rows` gives.
 """
 
@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 
 from shoal.kernels.activation import silu_mul
-from shoal.kernels.hopper import HAS_GLUON, empty_product_input
+from shoal.kernels.hopper import HAS_GLUON, empty_matmul_input
 from shoal.kernels.matmul import dispatch
 from shoal.kernels.matmul.dispatch import MAX_PACKED_TILES, After, Before, Kernel, PackedTiles, Shape, choose
 from shoal.kernels.matmul.linear import finish, fitting_stages
@@ -170,7 +170,7 @@ def add_step(
     MINIMA: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """Adds the product of one step's inputs to the sums, [outputs, rows]."""
+    """Adds the matmul of one step's inputs to the sums, [outputs, rows]."""
     COLUMNS: tl.constexpr = 256 // BITS
     GROUPS: tl.constexpr = 1 if GROUP >= COLUMNS else COLUMNS // GROUP
     scales = _of_groups(scales_ptrs, group, GROUPS)
@@ -206,7 +206,7 @@ def packed_kernel(
     STEPS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The product of the rows of program 0 and the outputs of program 1, over the inputs of `steps` * STEPS
+    """The matmul of the rows of program 0 and the outputs of program 1, over the inputs of `steps` * STEPS
     steps of program 2. A step is 16 bytes of a thread: 256 / BITS inputs. EVEN: the inputs are whole rounds
     of STEPS steps."""
     MINIMA: tl.constexpr = minima_ptr is not None
@@ -229,7 +229,7 @@ def packed_kernel(
     minima_ptrs = scales_ptrs
     if MINIMA:
         minima_ptrs = minima_ptr + at_scales
-    to_up = (O // 16).to(tl.int64)  # tiles from gate to up, of a gated product
+    to_up = (O // 16).to(tl.int64)  # tiles from gate to up, of a gated matmul
     column = tl.arange(0, COLUMNS)
     x_ptrs = x_ptr + row.to(tl.int64)[:, None] * I + column[None, :]
     out_ptrs = out_ptr + row.to(tl.int64)[None, :] * O + out[:, None]
@@ -356,14 +356,14 @@ def _unpack_kernel(
     tl.store(out_ptr + tl.program_id(0).to(tl.int64) * I + column, weights, mask=inside)
 
 
-def packed_product(
+def packed_matmul(
     x_TI: torch.Tensor,
     weight: TiledWeight,
     bias: torch.Tensor | None,
     gated: bool,
     residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x @ weight^T + bias, or silu(first half of the outputs) * second half if it is gated. The product is
+    """x @ weight^T + bias, or silu(first half of the outputs) * second half if it is gated. The matmul is
     added to `residual_TO` in place, if there is one, which is then returned. Bits do not depend on timing."""
     outs, inputs = weight.shape[0] // (1 + gated), weight.shape[1]
     after = After.SILU_MUL if gated else After.NOTHING if residual_TO is None else After.ADD
@@ -374,7 +374,7 @@ def packed_product(
     if chosen.packed_tiles is not None:
         return product(chosen.packed_tiles, x_TI, weight, bias, gated, residual_TO)
     if gated:
-        return silu_mul(packed_product(x_TI, weight, bias, False))
+        return silu_mul(packed_matmul(x_TI, weight, bias, False))
     out_TO = x_TI.new_empty((x_TI.shape[0], outs)) if residual_TO is None else residual_TO
     step = max(1, UNPACKED // inputs)
     for first in range(0, outs if len(x_TI) else 0, step):
@@ -388,7 +388,7 @@ def packed_product(
     return out_TO
 
 
-def product_of_norm(
+def matmul_of_norm(
     residual_TI: torch.Tensor,
     norm_weight_I: torch.Tensor,
     eps: float,
@@ -396,7 +396,7 @@ def product_of_norm(
     bias: torch.Tensor | None,
     gated: bool,
 ) -> torch.Tensor | None:
-    """The product of the residual's norm, gated or not, where one kernel makes both. None: none does."""
+    """The matmul of the residual's norm, gated or not, where one kernel makes both. None: none does."""
     outs, inputs = weight.shape[0] // (1 + gated), weight.shape[1]
     after = After.SILU_MUL if gated else After.NOTHING
     shape = Shape(outs, inputs, Before.NORM, after, bias is not None, weight.bits, weight.group)
@@ -418,8 +418,8 @@ def _ring(
     assert x_1I.is_contiguous() and not weight.e2m1
     out_1O = residual_1O
     if out_1O is None:
-        out_1O = empty_product_input(x_1I, 1, weight.shape[0] // (1 + gated))
-    hopper_int4_row.hopper_int4_row_product(
+        out_1O = empty_matmul_input(x_1I, 1, weight.shape[0] // (1 + gated))
+    hopper_int4_row.hopper_int4_row_matmul(
         x_1I,
         weight.words,
         weight.scales,
@@ -446,7 +446,7 @@ def product(
     assert x_TI.is_contiguous() and x_TI.dtype == weight.dtype
     (rows, inputs), outs = x_TI.shape, weight.shape[0] // (1 + gated)
     assert inputs == weight.shape[1] and not (gated and (outs % 16 or tiles.outs > 64))
-    out_TO = empty_product_input(x_TI, rows, outs) if residual_TO is None else residual_TO
+    out_TO = empty_matmul_input(x_TI, rows, outs) if residual_TO is None else residual_TO
     assert out_TO.is_contiguous() and out_TO.shape == (rows, outs) and out_TO.dtype == x_TI.dtype
     grid = (cdiv(rows, tiles.rows), cdiv(outs, tiles.outs), tiles.splits)
     parts, arrived = out_TO, out_TO

@@ -4,12 +4,12 @@ A slot is one pair of a token and one of its k choices. There are five kernels:
 
 1. `_route` chooses each token's experts, and numbers the slots of each expert. 2. `_arrange` lists the slots
 expert by expert, and cuts each expert's part of the list into tiles of BLOCK_M. 3. `_gate_up` is the first
-product over those tiles. It gathers the rows of tokens. 4. `_down` is the second product. It scatters its
+matmul over those tiles. It gathers the rows of tokens. 4. `_down` is the second matmul. It scatters its
 results to the slots. 5. `_combine` sums each token's slots by weight in float32. ADD: the sum, rounded, is
 added to the output, which
    holds the residual.
 
-Weights of fewer bits have products of their own in place of 3 and 4 (packed_moe.py).
+Weights of fewer bits have matmuls of their own in place of 3 and 4 (packed_moe.py).
 
 T tokens · E experts · k choices of a token · D hidden · F intermediate. The oracle is reference.py.
 """
@@ -23,7 +23,7 @@ import triton.language as tl
 from shoal.kernels.activation import silu
 from shoal.kernels.matmul.dispatch import Blocks, choose_blocks
 from shoal.kernels.matmul.linear import fitting_stages
-from shoal.kernels.moe.packed_moe import PackedExperts, packed_product, packed_shape
+from shoal.kernels.moe.packed_moe import PackedExperts, packed_matmul, packed_shape
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
 ARRANGED = tl.constexpr(128)  # slots, and tiles, of a program of `_arrange`
@@ -43,7 +43,7 @@ def _route(
     BLOCK_K: tl.constexpr,
 ):
     """Does softmax and top-k of one token. A slot's rank is its number within its expert. Ranks may come in
-    any order, because rows of a product do not depend on each other."""
+    any order, because rows of a matmul do not depend on each other."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     choice = tl.arange(0, BLOCK_K)
@@ -150,7 +150,7 @@ def _gate_up(
         up_ptrs += BLOCK_K
     hidden_ptrs = hidden_ptr + row[:, None].to(tl.int64) * F + column[None, :]
     dtype = hidden_ptr.dtype.element_ty
-    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)  # Separate products round so.
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)  # Separate matmuls round so.
     tl.store(hidden_ptrs, (silu(gate) * up).to(dtype), mask=in_tile[:, None] & in_columns[None, :])
 
 
@@ -312,11 +312,11 @@ def moe_with(
             x_TD, w13_E2FD, hidden_states, slots, tiles, K=top_k, **products
         )
     else:
-        packed_product(x_TD, w13_E2FD, hidden_states, *listed, gated=True)
+        packed_matmul(x_TD, w13_E2FD, hidden_states, *listed, gated=True)
     if isinstance(w2_EDF, torch.Tensor):
         _down[(cdiv(hidden, blocks.n), num_tiles)](hidden_states, w2_EDF, slots_out, slots, tiles, **products)
     else:
-        packed_product(hidden_states, w2_EDF, slots_out, *listed, gated=False)
+        packed_matmul(hidden_states, w2_EDF, slots_out, *listed, gated=False)
     block = min(1024, next_power_of_2(hidden))
     _combine[(num_tokens, cdiv(hidden, block))](
         slots_out, weights, out_TD, hidden, K=top_k, ADD=residual_TD is not None, BLOCK=block

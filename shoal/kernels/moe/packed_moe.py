@@ -1,4 +1,4 @@
-"""Products of a mixture's experts with weights that stay in fewer bits, in Triton.
+"""Matmuls of a mixture's experts with weights that stay in fewer bits, in Triton.
 
 All rows of all experts are one packed matrix, expert after expert: of 4 or 8 bits as gpu_weight.py lays it,
 or in fp8. A program multiplies one tile of moe.py's list, rows of one expert, with some of that expert's
@@ -8,7 +8,7 @@ fp8_linear.py, whose steps these are. They are the tensor cores' left operand, s
 GATED: an expert's rows are gate over up; the rows of tokens are gathered, and silu(gate) * up is written in
 the list's order. Otherwise rows come in that order, and results are scattered to the slots.
 
-I inputs · O outputs of an expert (F of a gated product, which has 2F rows). The oracle is the product with
+I inputs · O outputs of an expert (F of a gated matmul, which has 2F rows). The oracle is the matmul with
 the unpacked matrices.
 """
 
@@ -219,7 +219,7 @@ def packed_shape(weight: PackedExperts, num_experts: int) -> tuple[int, int, int
     return num_experts, rows // num_experts, inputs
 
 
-def packed_product(
+def packed_matmul(
     x: torch.Tensor,
     weight: PackedExperts,
     out: torch.Tensor,
@@ -230,18 +230,18 @@ def packed_product(
     block_rows: int,
     gated: bool,
 ) -> None:
-    """Writes to `out` the product of the listed rows, tile by tile of `block_rows`, with the expert of each
+    """Writes to `out` the matmul of the listed rows, tile by tile of `block_rows`, with the expert of each
     tile."""
     assert x.is_contiguous() and out.is_contiguous() and x.dtype == out.dtype == weight.dtype
     assert packed_shape(weight, num_experts) == (num_experts, out.shape[1] * (1 + gated), x.shape[1])
     if isinstance(weight, Fp8Weight):
         cut = choose_fp8_expert_tiles(block_rows, weight.matrix.group)
-        _fp8_product(cut, x, weight.matrix, out, slots, tiles, num_experts, top_k, gated)
+        _fp8_matmul(cut, x, weight.matrix, out, slots, tiles, num_experts, top_k, gated)
     else:
-        _tiled_product(choose_expert_tiles(block_rows, gated), x, weight, out, slots, tiles, top_k, gated)
+        _tiled_matmul(choose_expert_tiles(block_rows, gated), x, weight, out, slots, tiles, top_k, gated)
 
 
-def _tiled_product(
+def _tiled_matmul(
     cut: PackedTiles,
     x: torch.Tensor,
     weight: TiledWeight,
@@ -277,7 +277,7 @@ def _tiled_product(
     )
 
 
-def _fp8_product(
+def _fp8_matmul(
     cut: Fp8Tiles,
     x: torch.Tensor,
     matrix: Fp8Matrix,

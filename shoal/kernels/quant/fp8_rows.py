@@ -1,4 +1,4 @@
-"""Fp8Rows: activations in fp8 (e4m3), which products of fp8 with fp8 take; and their rounding in plain
+"""Fp8Rows: activations in fp8 (e4m3), which matmuls of fp8 with fp8 take; and their rounding in plain
 PyTorch, the oracle of fp8_quantize.py."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class Fp8Rows:
     """A number is its fp8 number times the scale of its row, or of its row and group of columns.
 
     data: float8_e4m3fn [T, I]. scales: float32 [groups, T], so that rows which are multiplied together have
-    their scales side by side. dtype: what the numbers were, and what a product of them is."""
+    their scales side by side. dtype: what the numbers were, and what a matmul of them is."""
 
     data: torch.Tensor
     scales: torch.Tensor

@@ -71,7 +71,7 @@ def keep_survivors(
     """Returns logits, already divided by their temperature, in which the tokens that min_p, top_k and top_p
     exclude from a draw are impossible, by the rules of `survivors` (reference.py).
 
-    tokens_S, the drawn tokens, stay possible: a draw may round the mass of a token at the edge of top_p in
+    tokens_S, the sampled tokens, stay possible: a draw may round the mass of a token at the edge of top_p in
     another way.
     """
     ordered_SV = logits_SV.sort(dim=-1, descending=True).values

@@ -1,5 +1,5 @@
 """Sampling in Triton, for a captured graph: launches are fixed, every row has its own fields, and nothing
-sorts the vocabulary. reference.py describes what is drawn.
+sorts the vocabulary. reference.py describes what is sampled.
 
 1. `_measure_tiles` has a program for each row and each few tiles of the vocabulary. It finds each tile's
 largest
@@ -266,7 +266,7 @@ def _largest_key(
 
 
 @triton.jit
-def _draw_filtered(
+def _sample_filtered(
     row_ptr,
     fields_ptr,
     group_ptr,
@@ -319,29 +319,29 @@ def _draw_filtered(
             best_token = tl.where(score > best, token, best_token)
             best = tl.maximum(score, best)
         _, at = tl.max(best, axis=0, return_indices=True)
-        drawn = tl.sum(tl.where(tl.arange(0, WIDE) == at, best_token, 0), axis=0)
+        sampled = tl.sum(tl.where(tl.arange(0, WIDE) == at, best_token, 0), axis=0)
     else:
         logits, token = _load_groups(row_ptr, list_ptr, num_listed, V)
         kept = (_order_key(logits, SHIFT) >= key) & (logits >= floor)
         score = tl.where(kept, logits * scale + _gumbel(key_0, key_1, token), float("-inf"))
         _, at = tl.max(score, axis=0, return_indices=True)
-        drawn = tl.load(list_ptr + at // GROUP) * GROUP + at % GROUP
-    return drawn
+        sampled = tl.load(list_ptr + at // GROUP) * GROUP + at % GROUP
+    return sampled
 
 
 @triton.jit
-def _draw(row_ptr, tile, best, mass, largest, temperature, key_0, key_1, V: tl.constexpr):
+def _sample(row_ptr, tile, best, mass, largest, temperature, key_0, key_1, V: tl.constexpr):
     """Draws a token of a row without filters: a tile by its mass, then a token of it. A greedy row gets its
     largest logit."""
-    is_drawn = temperature >= COLDEST
-    scale = tl.where(is_drawn, 1.0 / tl.maximum(temperature, COLDEST), 1.0)
+    is_sampled = temperature >= COLDEST
+    scale = tl.where(is_sampled, 1.0 / tl.maximum(temperature, COLDEST), 1.0)
     tile_score = (best - largest) * scale
-    if is_drawn:
+    if is_sampled:
         tile_score += tl.log(mass) + _gumbel(key_0, key_1, -1 - tile)
     _, tile = tl.max(tile_score, axis=0, return_indices=True)
     token = tile * TILE + tl.arange(0, TILE)
     score = tl.load(row_ptr + token, mask=token < V, other=float("-inf")).to(tl.float32) * scale
-    if is_drawn:
+    if is_sampled:
         score += _gumbel(key_0, key_1, token)
     _, at = tl.max(score, axis=0, return_indices=True)
     return tile * TILE + at
@@ -383,7 +383,7 @@ def _pick(
     largest = tl.max(best, axis=0)
     if has_filters:
         total = tl.sum(mass * tl.exp((best - largest) * (1.0 / temperature)), axis=0)
-        drawn = _draw_filtered(
+        sampled = _sample_filtered(
             row_ptr,
             fields_ptr,
             group_ptr,
@@ -398,10 +398,10 @@ def _pick(
             SHIFT,
         )
     else:
-        drawn = _draw(row_ptr, tile, best, mass, largest, temperature, key_0, key_1, V)
-    drawn = tl.minimum(tl.maximum(drawn, 0), V - 1)  # With logits of NaN it would be a wild address.
-    tl.store(out_ptr + s, drawn)
-    tl.store(fields_ptr + TOKEN, drawn)
+        sampled = _sample(row_ptr, tile, best, mass, largest, temperature, key_0, key_1, V)
+    sampled = tl.minimum(tl.maximum(sampled, 0), V - 1)  # With logits of NaN it would be a wild address.
+    tl.store(out_ptr + s, sampled)
+    tl.store(fields_ptr + TOKEN, sampled)
     tl.store(fields_ptr + POSITION, position)
 
 

@@ -5,12 +5,13 @@ whole row.
 This is exact for three kinds of rows, as the noise of a token, or of a tile, is the same on all ranks:
 
 greedy          The first of the largest logits of each rank.
-no filters      Of each tile that is drawn from: its mass, and the token that would be drawn from it. A rank
+no filters      Of each tile that is sampled from: its mass, and the token that would be sampled from it. A
+rank
                 sends its first and its last tile, which it may share with its neighbours, and of those
-                between them the one that would be drawn.
+                between them the one that would be sampled.
 top_k <= PARTS  The largest values of a rank, as many as hold top_k tokens: of each value how many tokens have
-                it, and the one that would be drawn. Tokens that tie count as `sample` counts them. min_p and
-                top_p look at such a row's top_k tokens alone, so they change nothing.
+                it, and the one that would be sampled. Tokens that tie count as `sample` counts them. min_p
+                and top_p look at such a row's top_k tokens alone, so they change nothing.
 
 Other rows (top_p or min_p over the whole vocabulary, or a large top_k) may need any number of tokens.
 `needs_whole_row` tells them by their parameters, so that the host knows before a step which way it goes.
@@ -39,7 +40,7 @@ class Part(IntEnum):
 
     MEASURE = 0  # float32: a value's logit; of a tile, the log of its mass
     NUMBER = 1  # how many tokens have this value; of a tile, which one it is
-    SCORE = 2  # float32: the logit by temperature, and noise, of the token that would be drawn
+    SCORE = 2  # float32: the logit by temperature, and noise, of the token that would be sampled
     TOKEN = 3  # its id; -1: there is no such part
 
 
@@ -53,7 +54,7 @@ def needs_whole_row(temperature: float, top_k: int, top_p: float, min_p: float) 
     return temperature >= MIN_TEMPERATURE and has_filters and not 0 < top_k <= PARTS
 
 
-def draw_parts(
+def sample_parts(
     logits_SV: torch.Tensor, first: int, rows_S: torch.Tensor, positions_S: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
     """The parts of these columns, whose first token is `first`: int32 [S, P, len(Part)]. Rows and positions
@@ -94,16 +95,16 @@ def join_parts(
         measures, scores = floats[..., Part.MEASURE], floats[..., Part.SCORE]
         kept = tokens >= 0
         if kind is rows.plain:
-            kept &= _drawn_tile(measures.masked_fill(~kept, -math.inf), numbers, rows.of(kind)[1])
+            kept &= _sampled_tile(measures.masked_fill(~kept, -math.inf), numbers, rows.of(kind)[1])
         elif kind is not rows.greedy:
             [s] = kind
             kept[0, kept[0].clone()] = _survivors(
                 measures[kept], numbers[kept], rows.temperatures[s], *rows.filters[s]
             )
-        drawn = tokens.gather(1, scores.masked_fill(~kept, -math.inf).argmax(1, keepdim=True)).squeeze(1)
+        sampled = tokens.gather(1, scores.masked_fill(~kept, -math.inf).argmax(1, keepdim=True)).squeeze(1)
         at = rows_S[kind].long()
-        out_tokens_S[kind] = drawn
-        table[at, Field.TOKEN] = drawn
+        out_tokens_S[kind] = sampled
+        table[at, Field.TOKEN] = sampled
         table[at, Field.POSITION] = positions_S[kind] + 1
 
 
@@ -121,9 +122,9 @@ class _Rows:
         ]
         there = [s for s, row in enumerate(rows_S.tolist()) if row >= 0]
         self.greedy = [s for s in there if self.temperatures[s] < MIN_TEMPERATURE]
-        drawn = [s for s in there if self.temperatures[s] >= MIN_TEMPERATURE]
-        self.plain = [s for s in drawn if self.filters[s] == (0, 1.0, 0.0)]
-        self.filtered = [s for s in drawn if self.filters[s] != (0, 1.0, 0.0)]
+        sampled = [s for s in there if self.temperatures[s] >= MIN_TEMPERATURE]
+        self.plain = [s for s in sampled if self.filters[s] == (0, 1.0, 0.0)]
+        self.filtered = [s for s in sampled if self.filters[s] != (0, 1.0, 0.0)]
 
     def of(self, samples: list[int]) -> tuple[torch.Tensor, Keys]:
         """Temperatures and the two keys of the noise of these samples, [n, 1] each."""
@@ -145,7 +146,7 @@ def _store(parts: torch.Tensor, samples: list[int], found: tuple[torch.Tensor, .
 
 
 def _tiles(logits_SV: torch.Tensor, first: int, temperatures_S1: torch.Tensor, keys: Keys) -> Parts:
-    """The tiles of a rank that are drawn from: the first one, the last one, and the drawn one between."""
+    """The tiles of a rank that are sampled from: the first one, the last one, and the sampled one between."""
     before, num_seqs = first % TILE, len(logits_SV)
     num_tiles = -(-(before + logits_SV.shape[1]) // TILE)
     behind = num_tiles * TILE - before - logits_SV.shape[1]
@@ -179,7 +180,7 @@ def _best_values(
     return values, counts, scores[best], first + ids[best]
 
 
-def _drawn_tile(masses: torch.Tensor, tiles: torch.Tensor, keys: Keys) -> torch.Tensor:
+def _sampled_tile(masses: torch.Tensor, tiles: torch.Tensor, keys: Keys) -> torch.Tensor:
     """Returns a mask of the parts of the sampled tile. A row has parts along the last dim; mass -inf marks a
     missing part."""
     is_same = tiles.unsqueeze(2) == tiles.unsqueeze(1)

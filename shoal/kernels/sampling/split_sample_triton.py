@@ -1,4 +1,4 @@
-"""split_draw.py in Triton, for a captured graph: parts of a rank's columns, and the draw from all ranks'
+"""split_sample.py in Triton, for a captured graph: parts of a rank's columns, and the draw from all ranks'
 parts.
 
 The tiles and groups of sample.py are counted from the whole row's first token, as noise is. So a rank's first
@@ -78,25 +78,25 @@ def _tile_parts(
     """Stores the parts of a row without filters, and returns their number."""
     tiles: tl.constexpr = (V + TILE - 1) // TILE
     tile = tl.arange(0, TILES_BLOCK)
-    is_drawn = temperature >= COLDEST
-    scale = tl.where(is_drawn, 1.0 / tl.maximum(temperature, COLDEST), 1.0)
+    is_sampled = temperature >= COLDEST
+    scale = tl.where(is_sampled, 1.0 / tl.maximum(temperature, COLDEST), 1.0)
     measure = best * scale
     noisy = measure
-    if is_drawn:
+    if is_sampled:
         measure += tl.log(tl.maximum(mass, 1e-30))  # zero beyond the row
         between = (tile > 0) & (tile < tiles - 1)
         noisy = tl.where(between, measure + _gumbel(key_0, key_1, -1 - (tile + FIRST // TILE)), float("-inf"))
     _, chosen = tl.max(noisy, axis=0, return_indices=True)
     most: tl.constexpr = 3 if tiles > 3 else tiles
-    count = tl.where(is_drawn, most, 1)
+    count = tl.where(is_sampled, most, 1)
     for i in range(count):
         at = chosen
-        if is_drawn & (i < 2):  # the first tile and the last one; the drawn one between them comes third
+        if is_sampled & (i < 2):  # the first tile and the last one; the sampled one between them comes third
             at = i * (tiles - 1)
         place = at * TILE + tl.arange(0, TILE)
         inside = (place >= OFFSET) & (place < V)
         score = tl.load(row_ptr + place, mask=inside, other=float("-inf")).to(tl.float32) * scale
-        if is_drawn:
+        if is_sampled:
             score += _gumbel(key_0, key_1, place + (FIRST - OFFSET))
         best_score, best_place = tl.max(score, axis=0, return_indices=True)
         token = at * TILE + best_place + (FIRST - OFFSET)
@@ -232,7 +232,7 @@ def _parts_kernel(
     tl.store(part_ptr + i * PART_INTS + PART_TOKEN, tl.full((PARTS,), -1, tl.int32), mask=i >= count)
 
 
-def draw_parts(
+def sample_parts(
     logits_SV: torch.Tensor, first: int, rows_S: torch.Tensor, positions_S: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
     assert logits_SV.stride(1) == 1
@@ -313,7 +313,7 @@ def _join_values(
     BLOCK: tl.constexpr,
     SHIFT: tl.constexpr,
 ):
-    """The token that is drawn of a row with top_k."""
+    """The token that is sampled of a row with top_k."""
     i = tl.arange(0, BLOCK)
     measure, number, score, token = _load_parts(parts_ptr, s, i, num_seqs, RANKS, PARTS)
     top_k = tl.load(fields_ptr + TOP_K, cache_modifier=".cg")
@@ -337,7 +337,7 @@ def _join_values(
 
 @triton.jit
 def _join_tiles(parts_ptr, s, num_seqs, temperature, key_0, key_1, RANKS: tl.constexpr, BLOCK: tl.constexpr):
-    """The token that is drawn of a row without filters: a tile by the mass of all its parts, then the best
+    """The token that is sampled of a row without filters: a tile by the mass of all its parts, then the best
     token of these."""
     i = tl.arange(0, BLOCK)
     _measure, tile, score, token = _load_parts(parts_ptr, s, i, num_seqs, RANKS, TILE_PARTS)
@@ -381,12 +381,12 @@ def _join_kernel(
     if row < 0:
         return
     if has_filters:
-        drawn = _join_values(parts_ptr, s, num_seqs, fields_ptr, temperature, RANKS, VALUES_BLOCK, SHIFT)
+        sampled = _join_values(parts_ptr, s, num_seqs, fields_ptr, temperature, RANKS, VALUES_BLOCK, SHIFT)
     else:
-        drawn = _join_tiles(parts_ptr, s, num_seqs, temperature, key_0, key_1, RANKS, TILES_BLOCK)
-    drawn = tl.maximum(drawn, 0)  # With logits of NaN it might be none.
-    tl.store(out_ptr + s, drawn)
-    tl.store(fields_ptr + TOKEN, drawn)
+        sampled = _join_tiles(parts_ptr, s, num_seqs, temperature, key_0, key_1, RANKS, TILES_BLOCK)
+    sampled = tl.maximum(sampled, 0)  # With logits of NaN it might be none.
+    tl.store(out_ptr + s, sampled)
+    tl.store(fields_ptr + TOKEN, sampled)
     tl.store(fields_ptr + POSITION, position)
 
 

@@ -19,9 +19,9 @@ from shoal.attention.triton import TritonBackend, decode_splits, is_large, prefi
 from shoal.engine.runner.batch import MixedShape
 from shoal.kernels.attention.hopper_attention import heads_an_item, prefill_work
 from shoal.kernels.attention.paged_attention import (
+    AttentionTiles,
     DecodeWorkspace,
     PrefillWorkspace,
-    Tiles,
     decode_attention,
     prefill_attention,
 )
@@ -213,7 +213,7 @@ class Case:
             splits,
             self.scale,
             window,
-            Tiles(16, 16, 4, 2),
+            AttentionTiles(16, 16, 4, 2),
             min_split=16,
             num_cut=num_cut,
             scales_2G=self.scales_2G,
@@ -225,7 +225,7 @@ class Case:
         self,
         window: int | None = None,
         paged: bool = True,
-        tiles: Tiles | None = None,
+        tiles: AttentionTiles | None = None,
         splits: int = 1,
         workspace: PrefillWorkspace | None = None,
     ) -> None:
@@ -245,7 +245,7 @@ class Case:
             self.scale,
             window,
             paged=paged,
-            tiles=tiles or Tiles(16, 16, 4, 2),
+            tiles=tiles or AttentionTiles(16, 16, 4, 2),
             splits=splits,
             min_split=16,
             workspace=workspace,
@@ -367,7 +367,7 @@ def test_prefill_sees_its_window_only(window: int, paged: bool) -> None:
 @pytest.mark.parametrize("window", [1, 3, 16, 30])
 def test_a_chunk_sees_its_window_only(window: int) -> None:
     Case([(20, 70), (2, 50)]).prefill(window)
-    Case([(20, 70), (2, 50)]).prefill(window, tiles=Tiles(64, 16, 4, 2))
+    Case([(20, 70), (2, 50)]).prefill(window, tiles=AttentionTiles(64, 16, 4, 2))
 
 
 # (tokens, all tokens): chunks that begin and end at every edge of tiles of keys, some so short that nothing is split.

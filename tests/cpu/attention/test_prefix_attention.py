@@ -11,7 +11,7 @@ import torch
 
 from shoal.attention.step_input import SharedPrefixes
 from shoal.attention.triton import SHARE_FROM, TritonBackend, prefix_parts
-from shoal.kernels.attention.paged_attention import DecodeWorkspace, Tiles, decode_attention
+from shoal.kernels.attention.paged_attention import AttentionTiles, DecodeWorkspace, decode_attention
 from shoal.kernels.attention.prefix_attention import prefix_attention
 from shoal.kernels.state import MAX_GROUPS, GroupField
 from tests.cpu.attention.test_attention_kernels import Case
@@ -56,7 +56,7 @@ def cascade(
     workspace = workspace or DecodeWorkspace.allocate(
         num_seqs * num_heads * (splits + max_parts), num_seqs * num_heads, head_dim, torch.device("cpu")
     )
-    out, tiles = case.poisoned(), Tiles(block_m, 16, 4, 2)
+    out, tiles = case.poisoned(), AttentionTiles(block_m, 16, 4, 2)
     prefix_attention(
         case.q,
         case.kv_layer,
@@ -84,7 +84,7 @@ def cascade(
         splits,
         case.scale,
         None,
-        Tiles(16, 16, 4, 2),
+        AttentionTiles(16, 16, 4, 2),
         min_split=16,
         prefix_lens_S=prefixes.lens_S,
         max_parts=max_parts,

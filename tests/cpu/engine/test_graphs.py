@@ -161,7 +161,7 @@ def launched_variants(folder: Path, name: str) -> dict:
     from tests import tiny
     from tests.cpu.engine.test_runner import Rank
 
-    small = dispatch.Limits(ring_side=32)  # these models are small
+    small = dispatch.Limits(pipeline_side=32)  # these models are small
     gpu = dispatch.GPU(132, name not in WITHOUT_HOPPER, small)
     dispatch.gpu_of = lambda _: gpu
     seen: list[str] = []

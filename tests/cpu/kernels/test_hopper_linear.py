@@ -11,7 +11,7 @@ import torch
 import triton
 from triton_compile import SHARED_LIMIT, check_kernels
 
-from shoal.kernels.hopper import MAX_ROWS, empty_product_input
+from shoal.kernels.hopper import MAX_ROWS, empty_matmul_input
 from shoal.kernels.matmul import dispatch, hopper_fp8_row, hopper_int4_row, hopper_linear, linear
 from shoal.kernels.matmul.dispatch import GPU, SHARED_BYTES, choose_hopper_tiles
 from shoal.kernels.matmul.hopper_linear import MAX_TILES
@@ -72,7 +72,7 @@ def test_gated_products_too_narrow_for_most_sms_stay_where_they_were() -> None:
 
 @pytest.mark.parametrize("rows", [0, 1, 5, 8, 48, 130, 256, 257])
 def test_there_is_memory_for_every_row_that_tiles_read(rows: int) -> None:
-    x = empty_product_input(torch.empty(1, dtype=BF16), rows, 2, 512)
+    x = empty_matmul_input(torch.empty(1, dtype=BF16), rows, 2, 512)
     assert x.shape == (rows, 2, 512) and x.dtype == BF16 and x.is_contiguous()
     for outs, inputs, gated in SHAPES:
         if tiles := choose_hopper_tiles(rows, outs, inputs, gated, H200_SMS):
@@ -162,7 +162,7 @@ def _launch_fp8_row(outs: int, inputs: int, gated: bool, group: int, add: bool) 
         data = torch.empty(outs * (1 + gated), inputs, dtype=torch.float8_e4m3fn)
         scales = torch.empty(triton.cdiv(inputs, group) if group else 1, len(data))
         x, out = torch.empty(1, inputs, dtype=BF16), torch.empty(1, outs, dtype=BF16)
-        hopper_fp8_row.hopper_fp8_row_product(
+        hopper_fp8_row.hopper_fp8_row_matmul(
             x, data, scales, group, torch.empty(len(data), dtype=BF16), out, gated=gated, add=add
         )
 
@@ -175,7 +175,7 @@ def _launch_int4_row(outs: int, inputs: int, gated: bool, minima: bool, add: boo
         words = torch.empty(tiles, inputs // 64, 32, 4, dtype=torch.int32)
         scales = torch.empty(tiles, inputs // 128, 8, dtype=torch.int32)
         x, out = torch.empty(1, inputs, dtype=BF16), torch.empty(1, outs, dtype=BF16)
-        hopper_int4_row.hopper_int4_row_product(
+        hopper_int4_row.hopper_int4_row_matmul(
             x, words, scales, scales if minima else None, None, out, gated=gated, add=add
         )
 

@@ -105,7 +105,7 @@ for case in (
 def _split_draw(num_seqs: int, first: int, own: int, ranks: int, dtype: torch.dtype) -> None:
     layout = StateLayout(num_seqs, 20)
     table, rows = layout.table(_ints(layout.size)), _ints(num_seqs)
-    parts = triton_ops.draw_parts(torch.zeros(num_seqs, own, dtype=dtype), first, rows, rows, table)
+    parts = triton_ops.sample_parts(torch.zeros(num_seqs, own, dtype=dtype), first, rows, rows, table)
     joined = torch.stack([parts] * ranks)
     triton_ops.join_parts(joined, rows, rows, table, _ints(num_seqs))
 

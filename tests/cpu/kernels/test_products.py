@@ -18,7 +18,7 @@ from shoal.kernels.matmul.dispatch import (
     HopperTiles,
     Kernel,
     Limits,
-    Product,
+    Matmul,
     Shape,
     Tiles,
     choose,
@@ -30,17 +30,17 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 H200 = GPU(132, True, MEASURED["NVIDIA H200"])
 NOTHING, NORM, SUM_AND_NORM = Before
 PLAIN, GATED, ADD = After
-CUBLAS = Product(Kernel.CUBLAS)
-RING, RING_WITH_NORM = Product(Kernel.HOPPER_ROW), Product(Kernel.HOPPER_ROW, norms=True)
-MANY_GATED = Product(Kernel.HOPPER_GATED)
+CUBLAS = Matmul(Kernel.CUBLAS)
+RING, RING_WITH_NORM = Matmul(Kernel.HOPPER_ROW), Matmul(Kernel.HOPPER_ROW, norms=True)
+MANY_GATED = Matmul(Kernel.HOPPER_GATED)
 
 
-def triton(*tiles: int, norms: bool = False) -> Product:
-    return Product(Kernel.TRITON, Tiles(*tiles), norms=norms)
+def triton(*tiles: int, norms: bool = False) -> Matmul:
+    return Matmul(Kernel.TRITON, Tiles(*tiles), norms=norms)
 
 
-def hopper(*tiles: int) -> Product:
-    return Product(Kernel.HOPPER, hopper_tiles=HopperTiles(*tiles))
+def hopper(*tiles: int) -> Matmul:
+    return Matmul(Kernel.HOPPER, hopper_tiles=HopperTiles(*tiles))
 
 
 # outs, inputs, before, after; then what multiplies how many rows. qwen3-0.6b's shapes come first, then 8b's.
@@ -55,7 +55,7 @@ H200_TABLE = [
     ((6144, 4096, SUM_AND_NORM, PLAIN), {1: RING, 129: CUBLAS}),
     ((4096, 2048, SUM_AND_NORM, PLAIN), {1: triton(2, 2048, 4, norms=True)}),
     ((12288, 4096, NORM, GATED), {1: RING_WITH_NORM, 16: hopper(16, 128, 1, 64), 4095: CUBLAS}),
-    ((4096, 12288, NOTHING, ADD), {1: RING, 300: Product(Kernel.CUBLAS, adds=False)}),
+    ((4096, 12288, NOTHING, ADD), {1: RING, 300: Matmul(Kernel.CUBLAS, adds=False)}),
     ((1536, 4096, NOTHING, GATED), {1: triton(1, 4096, 4), 8: CUBLAS}),  # one of 8 ranks'
     ((2048, 32784, NOTHING, PLAIN), {1: triton(2, 1024, 4)}),
     ((2048, 4104, NOTHING, PLAIN), {1: triton(2, 1024, 4)}),
@@ -139,7 +139,7 @@ def test_the_benchmark_finds_the_limits_of_a_gpu_from_its_times():
     benchmark = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(benchmark)
 
-    def measure(shape: Shape, rows: int, chosen: Product, limits: Limits) -> float:
+    def measure(shape: Shape, rows: int, chosen: Matmul, limits: Limits) -> float:
         slow = chosen.kernel is Kernel.CUBLAS and shape.inputs < 9000
         return 1.0 + slow + (chosen.kernel is Kernel.HOPPER_ROW)
 

@@ -82,7 +82,7 @@ def test_rows_of_fp8(outs: int, inputs: int, gated: bool, sms: int, group: int) 
     ring, _ = rings(sms)
 
     def run(x, bias, out, **options):
-        ring.hopper_fp8_row_product(x, data, scales, group, bias, out, **options)
+        ring.hopper_fp8_row_matmul(x, data, scales, group, bias, out, **options)
 
     for with_bias in (False, True):
         check(run, matrix, outs, inputs, gated, with_bias)
@@ -106,7 +106,7 @@ def test_rows_of_4_bits(outs: int, inputs: int, gated: bool, sms: int, zeros: bo
     _, ring = rings(sms)
 
     def run(x, bias, out, **options):
-        ring.hopper_int4_row_product(x, weight.words, weight.scales, weight.minima, bias, out, **options)
+        ring.hopper_int4_row_matmul(x, weight.words, weight.scales, weight.minima, bias, out, **options)
 
     for with_bias in (False, True):
         check(run, tensor.dequantize(), outs, inputs, gated, with_bias)

@@ -34,7 +34,7 @@ def split_draw(ops, logits_SV, size, rows, positions, table):
     """Tokens and state rows, when `size` ranks have the columns."""
     shard = -(-logits_SV.shape[1] // size)
     parts = [
-        ops.draw_parts(piece, shard * rank, rows, positions, table)
+        ops.sample_parts(piece, shard * rank, rows, positions, table)
         for rank, piece in enumerate(logits_SV.split(shard, dim=1))
     ]
     out, state = torch.full((len(rows),), -7, dtype=torch.int32), table.clone()
