@@ -47,7 +47,7 @@ class FakeConnector:
     async def remove(self, model, role):
         ours = self.of(component_of(self.components, model, role))
         if not ours:
-            raise UnavailableError(f"there is no {role} worker of {model} here to be removed")
+            raise UnavailableError(f"this fleet has no {role} worker of {model} to remove")
         del self.states[ours[-1]]
         self._note(model, -1)
         return ours[-1]

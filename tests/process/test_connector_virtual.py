@@ -72,7 +72,8 @@ def test_no_decision_is_made_while_one_is_not_confirmed(tmp_path):
         await virtual.start()
         before = (tmp_path / "decision.json").read_text()
         with pytest.raises(
-            UnavailableError, match=r"decision 1: it is not confirmed .*does the orchestrator run"
+            UnavailableError,
+            match=r"decision 1: it is not confirmed .*check that the orchestrator is running",
         ):
             await virtual.add("m", "decode")
         assert (tmp_path / "decision.json").read_text() == before

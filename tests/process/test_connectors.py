@@ -648,7 +648,7 @@ def test_a_worker_that_the_router_names_for_ever_holds_up_nobody(tmp_path, monke
         with monkeypatch.context() as patched:
             patched.setattr(world.router, "state_of", lambda worker_id: WorkerState.DRAINING)
             patched.setattr(connector_local, "GONE_S", 0.2)
-            with pytest.raises(UnavailableError, match="worker m-1 has ended, and the router names it"):
+            with pytest.raises(UnavailableError, match="worker m-1 has ended, and the router still lists it"):
                 await world.connector.remove("m", "both")
 
     by_hand(tmp_path, monkeypatch, test)
@@ -674,7 +674,7 @@ def test_a_start_that_ends_again_and_again_is_taken_back_before_its_time_is_over
 
     async def test(world):
         monkeypatch.setattr(world.connector, "_start_timeout_s", 10 * DEADLINE_S)
-        with pytest.raises(UnavailableError, match="bad-1 does not stay alive, and is taken back"):
+        with pytest.raises(UnavailableError, match="bad-1 does not stay alive and is taken back"):
             await world.connector.add("m", "both")
         assert world.connector.pending("m") == 0 and not StateFile(tmp_path).read().components["bad"].workers
 

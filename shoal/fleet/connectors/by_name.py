@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from shoal.errors import ConfigError
 from shoal.fleet.connectors.connector import Connector, ConnectorContext
-from shoal.fleet.connectors.process import process_connector
+from shoal.fleet.connectors.processes import process_connector
 from shoal.fleet.connectors.virtual import VirtualConnector
 
 

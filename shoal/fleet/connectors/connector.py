@@ -1,39 +1,40 @@
-"""A connector starts and ends a fleet's workers, wherever they run: `shoal fleet up` and the planner use it.
+"""The `Connector` protocol: starts and ends a fleet's workers, for `shoal fleet up` and the planner.
 
-One file for each kind, `connector_*.py`; connectors.py chooses. All keep one contract
-(tests/process/test_connectors.py).
+Each kind has a file here; by_name.py chooses one. All fulfil one contract (tests/process/test_connectors.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from shoal.errors import ConfigError
 from shoal.fleet.clock import Clock
 from shoal.fleet.connectors.process_log import ProcessLog
 from shoal.fleet_views import WorkerState
 
-LOOK_S = 0.1  # between two looks at a worker that comes or goes
-GRACE_S = 60.0  # for a worker to end what it has, after SIGTERM
+LOOK_S = 0.1  # between two polls of a worker that starts or ends
+GRACE_S = 60.0  # for a worker to finish its requests after SIGTERM
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class Component:
-    """A kind of worker, of which there may be any number.
+    """A kind of worker. A fleet may run any number of them.
 
-    command: the words of the command line. In each of them `{id}` stands for the worker's id and
-    `{port}`, `{events_port}` and `{replay_port}` for free ports, which a worker keeps when it starts
-    again. model: what clients call it. source: what its workers load, where they are ours. count: how
-    many there are at first. worker: how the router reaches one that speaks HTTP, in the form of --worker;
-    None: it joins by itself. devices: the GPUs of all its workers, of which each gets
-    `devices_per_worker`; without them workers see what this process sees. shares_devices: the GPUs are
-    those of other components too, and one worker has each at a time. resources: what Ray reserves for one
-    worker, on one node. death_signal: what a worker gets when the process that started it is killed."""
+    command: words of the command line. `{id}` stands for the worker's id, and `{port}`, `{events_port}` and
+    `{replay_port}` for free ports, which a worker keeps when it restarts. model: its name for clients.
+    source: the model that native workers load. count: number of workers at the start. worker: the address of
+    an external worker, in the form of --worker; None: the worker joins by itself. devices: the GPUs of all
+    its workers, each of which gets `devices_per_worker`; empty: workers see the GPUs of this process.
+    shares_devices: other components use the same GPUs, each by one worker at a time. resources: Ray's
+    reservation for one worker, on one node. death_signal: sent to a worker when the process that started it
+    is killed."""
 
     name: str
     command: tuple[str, ...]
@@ -51,14 +52,14 @@ class Component:
 
 
 class InFlight:
-    """How many changes are being made at this moment."""
+    """Counts the changes in flight."""
 
     def __init__(self) -> None:
         self.count = 0
 
     @contextlib.contextmanager
     def one_more(self) -> Iterator[None]:
-        """Inside of the block."""
+        """Counts one more until the block is left."""
         self.count += 1
         try:
             yield
@@ -66,53 +67,61 @@ class InFlight:
             self.count -= 1
 
 
+async def poll_until(clock: Clock, condition: Callable[[], T], timeout_s: float) -> T:
+    """Returns the condition's value as soon as it is true; the last, false one after `timeout_s` seconds."""
+    deadline = clock.now() + timeout_s
+    while not (value := condition()) and clock.now() < deadline:
+        await clock.sleep(LOOK_S)
+    return value
+
+
 def component_of(components: Sequence[Component], model: str, role: str) -> Component:
-    """Raises ConfigError if there is none."""
+    """Returns the component of this model and role. Raises ConfigError if the fleet has none."""
     for component in components:
         if (component.model, component.role) == (model, role):
             return component
-    raise ConfigError(f"no [[workers]] of {model} has the role {role!r}; write one, with count = 0")
+    raise ConfigError(f"[[workers]] of {model} must include the role {role!r}; add an entry with count = 0")
 
 
 def is_missing(state: WorkerState | None) -> bool:
-    """Whether a worker with this state (None: it is not known) should be ready and is not. One that drains is
-    as somebody wanted it."""
+    """Returns True if a worker with this state (None: unknown to the router) should be ready and is not. A
+    draining worker is not missing: someone requested that."""
     return state in (None, WorkerState.BROKEN, WorkerState.GONE)
 
 
 class RouterView(Protocol):
-    """What a connector asks of the router: whether a worker is there."""
+    """The router as connectors see it: states of workers, and external workers to add and remove."""
 
     def state_of(self, worker_id: str) -> WorkerState | None:
-        """None: the router knows no worker of this id."""
+        """Returns None if the router does not know the worker."""
         ...
 
     def role_of(self, worker_id: str) -> str | None:
-        """The role that it has now, which may have changed since its start. None as above."""
+        """Returns the present role, which may have changed since the start; None as above."""
         ...
 
     def ready(self, model: str, role: str) -> list[str]:
-        """The ids of all workers that are ready, whoever started them."""
+        """Returns the ids of all ready workers, also of workers that others started."""
         ...
 
     async def add(self, spec: str) -> str:
-        """Adds a worker that speaks HTTP, in the form of --worker. Returns its id."""
+        """Adds an external worker, in the form of --worker. Returns its id."""
         ...
 
     async def retire(self, worker_id: str) -> None:
-        """Has such a worker end what it does, and sends it nothing new. Raises UnknownWorkerError."""
+        """Sends an external worker no new requests and waits for its present ones. Raises
+        UnknownWorkerError."""
         ...
 
     async def remove(self, worker_id: str) -> None:
-        """Forgets such a worker. Raises UnknownWorkerError."""
+        """Removes an external worker. Raises UnknownWorkerError."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectorContext:
-    """What every connector is made of. `start_timeout_s`: how long a new worker may take to be ready. `log`:
-    where the workers' lines go, if this process reads them. `folder`: for what a connector must find again
-    when it starts anew."""
+    """The arguments of every connector. `start_timeout_s`: limit for a new worker to become ready. `log`: for
+    the workers' output, if this process reads it. `folder`: for state that a restarted connector needs."""
 
     components: Sequence[Component]
     router: RouterView
@@ -123,40 +132,40 @@ class ConnectorContext:
 
 
 class Connector(Protocol):
-    """Starts and ends workers. A worker that dies is started again, after a delay that grows. Workers of one
-    model may come and go while those of another do."""
+    """Starts and ends workers, and restarts a worker that dies, after a growing delay. Changes of different
+    models may overlap."""
 
     async def start(self) -> None:
-        """Starts as many workers of each component as it counts, or takes over what a crash has left. It does
-        not wait until they are ready. Called once, before all else. Raises ConfigError for what cannot be,
-        such as too few GPUs."""
+        """Starts `count` workers of each component, or takes over the workers that a crash has left. Does not
+        wait until they are ready. Called once, before the other methods. Raises ConfigError, for example for
+        too few GPUs."""
         ...
 
     def pending(self, model: str) -> int:
-        """Workers of the model that should be ready and are not: they start, start again, or end. Those that
-        are drained by a person, that are given up, or that have not been ready for `start_timeout_s` do not
-        count: they would keep the planner from deciding."""
+        """Returns the number of workers of the model that should be ready and are not: they start, restart or
+        end. Workers that a person drains, that crash-loop, or that have been missing for `start_timeout_s` do
+        not count: they would keep the planner from deciding."""
         ...
 
     async def add(self, model: str, role: str) -> str:
-        """Starts one more worker, and returns its id when it is ready. Raises UnavailableError if it is not
-        in time, with everything taken back (a worker in the place of one that was given up may be given up
-        in its turn); ConfigError if there is no such component, or no GPU for it."""
+        """Starts one more worker and returns its id when it is ready. Raises UnavailableError if it is not
+        ready in time, and removes it again (the replacement of a crash-looping worker may stay as
+        crash-looping); ConfigError if the fleet has no such component, or no GPU for it."""
         ...
 
     async def remove(self, model: str, role: str) -> str:
-        """Ends one worker that has this role now, and returns its id when it has drained and is gone. One of
-        another component, which has changed its role, goes first. Raises UnavailableError if no worker of
+        """Ends one worker that has this role now and returns its id when it has drained and left. A worker of
+        another component, which has changed its role, ends first. Raises UnavailableError if no worker with
         this role was started here, and ConfigError as `add` does."""
         ...
 
     async def wait_until_all_failed(self) -> None:
-        """Returns when there were workers and none of them will be started again: never, where whoever starts
-        them does not give up."""
+        """Returns when all workers crash-loop. Never returns for a connector whose system restarts workers
+        for ever."""
         ...
 
     async def close(self, grace_s: float) -> None:
-        """Ends what was started here, unless it belongs to a system that goes on without the fleet. Workers
-        have `grace_s` seconds to end what they do; then they are killed. It may be called again, with less,
-        while it runs."""
+        """Ends the workers that were started here, unless they belong to a system that continues without the
+        fleet. Kills a worker after `grace_s` seconds. May be called again with a shorter grace while it
+        runs."""
         ...

@@ -218,7 +218,7 @@ class KubernetesConnector:
         ]
         if not pods:
             component_of(self._components, model, role)
-            raise UnavailableError(f"there is no {role} worker of {model} here to be removed")
+            raise UnavailableError(f"this fleet has no {role} worker of {model} to remove")
         pods.sort(key=lambda each: (each[0], not self._ready([each[2]])))
         _, component, youngest = pods[-1]
         deployment, cluster = deployment_of(component), self._connected

@@ -1,7 +1,7 @@
-"""Workers whose places are kept in a file of this host (fleet/connectors/state_file.py). What makes them
-run is a
-Supervisor: this process (fleet/connectors/processes.py), another one, or the actors of a Ray cluster
-(fleet/connectors/ray.py).
+"""`LocalConnector`: a connector that records its workers' places in a file of this host (state_file.py).
+
+A Supervisor keeps the workers running: this process (processes.py), Circus (circus.py) or the actors of a Ray
+cluster (ray.py).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from shoal.errors import ConfigError, ShoalError, UnavailableError, UnknownWorkerError
@@ -22,6 +22,7 @@ from shoal.fleet.connectors.connector import (
     ConnectorContext,
     component_of,
     is_missing,
+    poll_until,
 )
 from shoal.fleet.connectors.state_file import Placement, ProcessId, State, StateFile
 from shoal.fleet.tasks import start, stop
@@ -29,42 +30,42 @@ from shoal.fleet_views import WorkerState
 
 logger = logging.getLogger(__name__)
 
-# For the requests of another engine's worker that is to end. Those that cannot go on elsewhere break with it,
-# and an answer may take minutes; one that hangs must not keep it for ever. NVIDIA Dynamo waits as long.
+# Limit for the requests of an external worker that is to end. A request that cannot continue on another
+# worker breaks with it and may take minutes, but a hanging one must not keep the worker for ever. NVIDIA
+# Dynamo waits as long.
 DRAIN_S = 600.0
-GONE_S = 60.0  # for the router to see that a worker has ended; a lease is much shorter
-WATCH_S = 1.0  # between two looks at the workers' processes
-LOCKED_S = 5.0  # for another process to let go of the state, at the end of the fleet
+GONE_S = 60.0  # limit for the router to notice that a worker has ended; a lease is much shorter
+WATCH_S = 1.0  # between two polls of the workers' processes
 
 
 class Running(NamedTuple):
-    """A worker as its supervisor knows it. `pid`: None between two lives, and on another host."""
+    """A worker as its supervisor knows it. `pid`: None between two processes, and on another host."""
 
     pid: int | None
-    is_crash_looping: bool  # it died too often, and is not started again
+    is_crash_looping: bool  # it died too often and is not restarted
 
 
 class Supervisor(Protocol):
-    """Keeps processes alive, by the worker's id."""
+    """Keeps the workers' processes running, by worker id."""
 
     async def open(self, leftovers: Sequence[ProcessId]) -> None:
-        """Called once, by who runs the fleet. `leftovers`: processes of its workers before a crash; those
-        that it does not take over end."""
+        """Called once, before the other methods. `leftovers`: the workers' processes from before a crash. The
+        supervisor takes them over or ends them."""
         ...
 
     async def running(self) -> Mapping[str, Running]: ...
 
     async def start(self, placement: Placement) -> None:
-        """Does not wait for the worker. Raises UnavailableError if it cannot be tried."""
+        """Does not wait for the worker. Raises UnavailableError if the start cannot be attempted."""
         ...
 
     async def stop(self, worker_id: str, grace_s: float) -> None:
-        """Returns when the worker has ended: by itself within `grace_s` seconds of a SIGTERM, or killed. An
-        unknown id changes nothing."""
+        """Sends SIGTERM, kills the worker after `grace_s` seconds, and returns when it has ended. An unknown
+        id changes nothing."""
         ...
 
     async def close(self, grace_s: float) -> None:
-        """Ends all workers at the same time. It may be called again, with less, while it runs."""
+        """Ends all workers at the same time. May be called again with a shorter grace while it runs."""
         ...
 
 
@@ -76,7 +77,7 @@ K = TypeVar("K", bound=KeptWorker)
 
 
 class WorkersById(Generic[K]):
-    """What supervisors have in common that keep their workers in this process."""
+    """The common part of supervisors that hold their workers in this process."""
 
     def __init__(self) -> None:
         self._workers: dict[str, K] = {}
@@ -92,28 +93,26 @@ class WorkersById(Generic[K]):
 
 
 class LocalConnector:
-    """A Connector. `start` and `close` are for who runs the fleet; a planner in a process of its own does
-    without them."""
+    """A Connector. A worker that crash-loops, or was missing for longer than a start may take, stays listed,
+    so that people see it. Its slot goes to the next worker that is added and finds no other room."""
 
     def __init__(self, context: ConnectorContext, supervisor: Supervisor) -> None:
         self._components, self._router = context.components, context.router
         self._clock, self._start_timeout_s = context.clock, context.start_timeout_s
         self._supervisor, self._file = supervisor, StateFile(context.folder)
-        self._mine: dict[str, Placement] = {}  # what this process has placed or taken over
-        self._running: Mapping[str, Running] = {}  # as it was seen last
-        self._missing_since: dict[str, float] = {}  # workers that are not ready
+        self._placed: dict[str, Placement] = {}  # placed or taken over by this process
+        self._running: Mapping[str, Running] = {}  # at the last poll
+        self._missing_since: dict[str, float] = {}  # workers that should be ready and are not
         self._placing = asyncio.Lock()
-        self._noting = asyncio.Lock()  # so that what was seen first is written first
-        self._told_of_lock = False
         self._has_begun = False
-        self._woken: set[str] = set()  # parked workers that are so no more, which the next look notes
+        self._woken: set[str] = set()  # workers that the next poll records as no longer parked
         self._starting: set[str] = set()  # workers that `begin` waits for
-        self._replacing: set[str] = set()  # those of them that have the place of one that was given up
+        self._replacing: set[str] = set()  # starting workers that replace a crash-looping one
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        async with self._changing() as state:
-            leftovers = state.lives
+        with self._file.changing() as state:
+            leftovers = state.processes
             kept, new = state.begin(self._components)
         self._has_begun = True
         await self._supervisor.open(leftovers)
@@ -123,26 +122,26 @@ class LocalConnector:
         }
         await asyncio.gather(*(self._supervisor.stop(name, GRACE_S) for name in running if name not in there))
         for placement in [*kept, *new]:
-            await self._begin(placement, is_there=placement.id in there)
+            await self._launch(placement, is_running=placement.id in there)
         self._tasks.append(start(self._watch()))
-        await self._look()
+        await self._poll()
 
     def pending(self, model: str) -> int:
         state = self._file.read()
-        self._note_missing(state)
-        ours = [
-            one
+        self._update_missing(state)
+        placements = [
+            placement
             for component in self._components
             if component.model == model
-            for one in state.placements(component)
+            for placement in state.placements(component)
         ]
         return sum(
-            self._clock.now() - self._missing_since[one.id] < self._start_timeout_s
-            for one in ours
-            if one.id in self._missing_since
+            self._clock.now() - self._missing_since[placement.id] < self._start_timeout_s
+            for placement in placements
+            if placement.id in self._missing_since
         )
 
-    def _note_missing(self, state: State) -> None:
+    def _update_missing(self, state: State) -> None:
         now, missing = self._clock.now(), self._missing_since
         self._missing_since = {
             placement.id: missing.get(placement.id, now)
@@ -155,17 +154,17 @@ class LocalConnector:
         return await self.begin(await self.place(model, role))
 
     async def place(self, model: str, role: str) -> Placement:
-        """Takes a place for one more worker, which `begin` then starts. The place of one that serves no more
-        is taken first: it was given up and has no process, or its process has not served for so long that a
-        start would have failed, and ends. Raises ConfigError as `add` does."""
+        """Takes a place for one more worker, which `begin` then starts. The slot of a failed worker of this
+        component is taken first; failed workers of other components make room only if too few GPUs are free.
+        Raises ConfigError as `add` does."""
         component = component_of(self._components, model, role)
-        async with self._placing:  # so that another call finds this place taken
-            await self._look()
-            own, others = self._useless(component)
+        async with self._placing:  # so that a concurrent call finds this place taken
+            await self._poll()
+            own, others = self._failed_workers(component)
             if own:
                 return await self._replace(own[:1], component)
             try:
-                return await self._take(component)
+                return self._take(component)
             except ConfigError:  # too few GPUs are free
                 enough = self._enough_of(others, component)
                 if not enough:
@@ -173,64 +172,63 @@ class LocalConnector:
             return await self._replace(enough, component)
 
     async def begin(self, placement: Placement) -> str:
-        """The second half of `add`."""
+        """Starts a placed worker and waits until it is ready: the second half of `add`."""
         self._missing_since.pop(placement.id, None)
         self._starting.add(placement.id)
         try:
-            await self._begin(placement)
+            await self._launch(placement)
             await self._until_ready(placement)
         except ShoalError:
-            if not await self._is_given_up_again(placement):
+            if not await self._crash_loops_again(placement):
                 await self._end(placement)
             with contextlib.suppress(UnavailableError):
-                await self._look()  # else what was taken back would still count as given up
+                await self._poll()  # so that the worker that was taken back does not count as crash-looping
             raise
         finally:
             self._starting.discard(placement.id)
             self._replacing.discard(placement.id)
-        await self._look()
+        await self._poll()
         return placement.id
 
     async def remove(self, model: str, role: str) -> str:
-        await self._look()
-        ours = self._with_role(model, role)
-        if not ours:
+        await self._poll()
+        found = self._with_role(model, role)
+        if not found:
             component_of(self._components, model, role)
-            raise UnavailableError(f"there is no {role} worker of {model} here to be removed")
-        await self._end(ours[-1])
-        await self._until_gone(ours[-1].id)
-        return ours[-1].id
+            raise UnavailableError(f"this fleet has no {role} worker of {model} to remove")
+        await self._end(found[-1])
+        await self._until_gone(found[-1].id)
+        return found[-1].id
 
     def placed(self, model: str, role: str) -> list[str]:
-        """The ids of its workers; the one that `remove` would end comes last."""
+        """Returns the ids of the model's workers with this role; `remove` would end the last one."""
         return [placement.id for placement in self._with_role(model, role)]
 
     def _with_role(self, model: str, role: str) -> list[Placement]:
-        """The workers that have this role now, in the order of their numbers. Those of other components come
-        last, and those that serve no more first, as to end one would end nothing."""
+        """Returns the workers that have this role now, by number. Workers of components with another role
+        come last; failed workers come first, as removing one would not reduce the serving workers."""
         state = self._file.read()
-        ours = [
-            (not self._serves_no_more(placement.id), component.role != role, placement)
+        found = [
+            (not self._has_failed(placement.id), component.role != role, placement)
             for component in self._components
             if component.model == model
             for placement in state.placements(component)
             if (self._router.role_of(placement.id) or component.role) == role
         ]
-        return [placement for *_, placement in sorted(ours, key=lambda each: each[:2])]
+        return [placement for *_, placement in sorted(found, key=lambda each: each[:2])]
 
     def roles(self) -> list[str]:
-        """The role of each worker that has a place which is not free for another one."""
+        """Returns the role of each worker that has not failed."""
         state = self._file.read()
         return [
             one.role
             for one in self._components
             for placement in state.placements(one)
-            if not self._serves_no_more(placement.id)
+            if not self._has_failed(placement.id)
         ]
 
     def parked(self) -> list[tuple[str, str, str]]:
-        """Id, model and role of each worker that is noted as parked. One with the highest number comes
-        first."""
+        """Returns id, model and role of each worker that is recorded as parked, the highest number first."""
         state = self._file.read()
         return [
             (placement.id, component.model, component.role)
@@ -239,10 +237,10 @@ class LocalConnector:
             if state.is_parked(placement)
         ]
 
-    def note_parked(self, worker_id: str, is_parked: bool) -> None:
-        """For who takes over the workers of this process when it is killed. That one sleeps is noted before
-        this returns, else nobody would know of it: raises UnavailableError where that cannot be. That it does
-        so no more may come late, as whoever takes it over sees it awake."""
+    def record_parked(self, worker_id: str, is_parked: bool) -> None:
+        """Records whether a worker is parked, for the next supervisor if this one is killed. A sleeping
+        worker is on disk when this returns; raises OSError if that fails. A waking one may be recorded later,
+        as the next supervisor sees that it is awake."""
         if not is_parked:
             self._woken.add(worker_id)
             return
@@ -251,7 +249,7 @@ class LocalConnector:
         self._woken.discard(worker_id)
 
     async def end(self, worker_id: str) -> None:
-        """Ends this worker, as `remove` does; an unknown one changes nothing."""
+        """Ends this worker as `remove` does; an unknown id changes nothing."""
         state = self._file.read()
         for component in self._components:
             for placement in state.placements(component):
@@ -271,92 +269,70 @@ class LocalConnector:
     async def close(self, grace_s: float) -> None:
         await stop(self._tasks)
         await self._supervisor.close(grace_s)
-        if not self._has_begun:  # it names what a fleet that was killed has left, for the next one
+        if not self._has_begun:  # the file lists workers that a killed fleet has left, for the next start
             return
         try:
-            async with asyncio.timeout(LOCKED_S), self._changing() as state:
+            with self._file.changing() as state:
                 state.supervisor = None
                 for entry in state.components.values():
                     entry.workers = {}
-        except TimeoutError:
-            logger.error(
-                "%s still names workers, which have ended: another process has it locked", self._file.path
-            )
         except OSError as error:
-            logger.error("%s still names workers, which have ended: %s", self._file.path, error)
+            logger.error("%s still lists workers, which have ended: %s", self._file.path, error)
 
-    @contextlib.asynccontextmanager
-    async def _changing(self) -> AsyncIterator[State]:
-        """As StateFile.changing, but it waits until no other process holds the state. The block has no await
-        in it. Blocks are entered in the order in which they were asked for."""
-        begun = self._clock.now()
-        async with self._noting:
-            with contextlib.ExitStack() as held:
-                while True:
-                    try:
-                        state = held.enter_context(self._file.changing())
-                        break
-                    except UnavailableError as error:
-                        if not self._told_of_lock and self._clock.now() - begun >= WATCH_S:
-                            self._told_of_lock = True
-                            logger.error("what runs cannot be noted: %s", error)
-                    await self._clock.sleep(LOOK_S)
-                self._told_of_lock = False
-                yield state
-
-    async def _take(self, component: Component) -> Placement:
-        async with self._changing() as state:
+    def _take(self, component: Component) -> Placement:
+        with self._file.changing() as state:
             return state.place(component, self._running)
 
-    async def _replace(self, useless: Sequence[Placement], component: Component) -> Placement:
-        """Takes a place where these have theirs. They are forgotten only now: until then people see them."""
-        were_given_up = any(self._is_crash_looping(one.id) for one in useless)
-        for placement in useless:
+    async def _replace(self, failed: Sequence[Placement], component: Component) -> Placement:
+        """Frees the slots of these failed workers and allocates a new one."""
+        is_crash_looping = any(self._is_crash_looping(placement.id) for placement in failed)
+        for placement in failed:
             await self._end(placement)
-        await self._look()
-        found = await self._take(component)
-        if were_given_up:
+        await self._poll()
+        found = self._take(component)
+        if is_crash_looping:
             self._replacing.add(found.id)
         return found
 
-    def _useless(self, component: Component) -> tuple[list[Placement], list[Placement]]:
-        """The workers of this component that serve no more, by number, and those of others that share its
+    def _failed_workers(self, component: Component) -> tuple[list[Placement], list[Placement]]:
+        """Returns the failed workers of this component, by number, and of the components that share its
         GPUs."""
         state = self._file.read()
-        own = [one for one in state.placements(component) if self._serves_no_more(one.id)]
+        own = [placement for placement in state.placements(component) if self._has_failed(placement.id)]
         others = [
             placement
             for other in self._components
             if other.name != component.name and other.shares_devices and component.shares_devices
             for placement in state.placements(other)
-            if self._serves_no_more(placement.id)
+            if self._has_failed(placement.id)
         ]
         return own, others
 
-    def _enough_of(self, useless: Sequence[Placement], component: Component) -> Sequence[Placement]:
-        """The first ones whose GPUs, with those that are free, do for a worker of this component; none where
-        all of them would not."""
-        for count in range(1, len(useless) + 1):
+    def _enough_of(self, failed: Sequence[Placement], component: Component) -> Sequence[Placement]:
+        """Returns the shortest prefix of `failed` whose GPUs, with the free ones, suffice for a worker of
+        this component; empty if all of them do not."""
+        for count in range(1, len(failed) + 1):
             state = self._file.read()
-            for placement in useless[:count]:
+            for placement in failed[:count]:
                 state.free(placement)
             with contextlib.suppress(ConfigError):
                 state.place(component, self._running)
-                return useless[:count]
+                return failed[:count]
         return []
 
-    async def _is_given_up_again(self, placement: Placement) -> bool:
-        """Where one was given up before, there is one again, by which a fleet without hope is known."""
+    async def _crash_loops_again(self, placement: Placement) -> bool:
+        """Returns True if the replacement of a crash-looping worker crash-loops too. Such a worker stays
+        listed, as `wait_until_all_failed` counts it."""
         if placement.id in self._replacing:
             with contextlib.suppress(UnavailableError):
                 running = (await self._supervisor.running()).get(placement.id)
                 return running is not None and running.is_crash_looping
         return False
 
-    async def _begin(self, placement: Placement, is_there: bool = False) -> None:
-        if not is_there:
+    async def _launch(self, placement: Placement, is_running: bool = False) -> None:
+        if not is_running:
             await self._supervisor.start(placement)
-        self._mine[placement.id] = placement
+        self._placed[placement.id] = placement
         if placement.spec is not None:
             await self._router.add(placement.spec)
 
@@ -365,9 +341,9 @@ class LocalConnector:
         while self._router.state_of(placement.id) != WorkerState.READY:
             running = (await self._supervisor.running()).get(placement.id)
             if running is None or running.is_crash_looping:
-                outcome = "given up again" if placement.id in self._replacing else "taken back"
+                outcome = "not restarted" if placement.id in self._replacing else "taken back"
                 raise UnavailableError(
-                    f"worker {placement.id} does not stay alive, and is {outcome}; its lines in the log say "
+                    f"worker {placement.id} does not stay alive and is {outcome}; its lines in the log say "
                     "why"
                 )
             if self._clock.now() >= deadline:
@@ -378,62 +354,59 @@ class LocalConnector:
             await self._clock.sleep(LOOK_S)
 
     async def _until_gone(self, worker_id: str) -> None:
-        deadline = self._clock.now() + GONE_S
-        while self._router.state_of(worker_id) is not None:
-            if self._clock.now() >= deadline:
-                raise UnavailableError(
-                    f"worker {worker_id} has ended, and the router names it {GONE_S:g} s later; does another "
-                    "process have its id?"
-                )
-            await self._clock.sleep(LOOK_S)
+        if not await poll_until(self._clock, lambda: self._router.state_of(worker_id) is None, GONE_S):
+            raise UnavailableError(
+                f"worker {worker_id} has ended, and the router still lists it after {GONE_S:g} s; check that "
+                "no other process has its id"
+            )
 
     async def _end(self, placement: Placement) -> None:
-        """Ours drain by themselves at SIGTERM, and what is left moves; another engine's may do neither. Where
-        its supervisor does not answer, its place is free all the same, and the next look takes it again for
-        what still runs there."""
+        """Ends a worker. A native one drains at SIGTERM, and its unfinished requests migrate; an external one
+        may do neither, so the router retires it first. If the supervisor does not answer, the place is freed
+        anyway, and the next poll takes it again for a worker that is still running."""
         if placement.spec is not None:
             try:
                 with contextlib.suppress(UnknownWorkerError):
                     await asyncio.wait_for(self._router.retire(placement.id), DRAIN_S)
             except TimeoutError:
-                logger.warning("%s ends with requests that have not ended within %g s", placement.id, DRAIN_S)
-        self._mine[placement.id] = placement
+                logger.warning("%s ends with requests that did not finish within %g s", placement.id, DRAIN_S)
+        self._placed[placement.id] = placement
         try:
             await self._supervisor.stop(placement.id, GRACE_S)
-            self._mine.pop(placement.id, None)
+            self._placed.pop(placement.id, None)
         finally:
-            async with self._changing() as state:
+            with self._file.changing() as state:
                 state.free(placement)
         if placement.spec is not None:
             with contextlib.suppress(UnknownWorkerError):  # a person has removed it
                 await self._router.remove(placement.id)
 
     async def _watch(self) -> None:
-        told = ""
+        logged = ""
         while True:
             await self._clock.sleep(WATCH_S)
             try:
-                await self._look()
-                told = ""
+                await self._poll()
+                logged = ""
             except (UnavailableError, OSError) as error:  # a disk may be full for a while
-                if told != str(error):
-                    told = str(error)
-                    logger.error("what runs cannot be noted in %s: %s", self._file.path, error)
+                if logged != str(error):
+                    logged = str(error)
+                    logger.error("running workers cannot be recorded in %s: %s", self._file.path, error)
 
-    async def _look(self) -> None:
-        """Brings the file up to date with what runs."""
-        known = list(self._mine)  # not those that are begun during the call
+    async def _poll(self) -> None:
+        """Updates the file from the running workers."""
+        known = list(self._placed)  # without workers that start during the call
         self._running = running = await self._supervisor.running()
         for name in known:
             if name not in running:
-                self._mine.pop(name, None)
-        async with self._changing() as state:
+                self._placed.pop(name, None)
+        with self._file.changing() as state:
             if self._tasks:
                 state.supervisor = ProcessId.of(os.getpid())
-            for placement in self._mine.values():
+            for placement in self._placed.values():
                 state.adopt(placement)
             state.see({name: one.pid for name, one in running.items()})
-            self._note_missing(state)
+            self._update_missing(state)
             woken = set(self._woken)
             for worker_id in woken:
                 self._park(state, worker_id, False)
@@ -448,8 +421,9 @@ class LocalConnector:
     def _is_missing(self, worker_id: str) -> bool:
         return not self._is_crash_looping(worker_id) and is_missing(self._router.state_of(worker_id))
 
-    def _serves_no_more(self, worker_id: str) -> bool:
-        """Whether it was given up, or has been missing for so long that `pending` does not wait for it."""
+    def _has_failed(self, worker_id: str) -> bool:
+        """Returns True if the worker crash-loops, or has been missing for longer than a start may take, so
+        that `pending` no longer counts it."""
         since = self._missing_since.get(worker_id, math.inf)
         is_old = self._clock.now() - since >= self._start_timeout_s
         is_lost = is_old and self._is_missing(worker_id) and worker_id not in self._starting

@@ -20,8 +20,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal.fleet.connectors.connector import LOOK_S
-from shoal.fleet.connectors.local import Running, WorkersById
+from shoal.fleet.connectors.connector import LOOK_S, ConnectorContext
+from shoal.fleet.connectors.local import LocalConnector, Running, WorkersById
 from shoal.fleet.connectors.process_log import ProcessLog
 from shoal.fleet.connectors.restarts import Restarts
 from shoal.fleet.connectors.state_file import Placement, ProcessId
@@ -29,7 +29,11 @@ from shoal.fleet.connectors.state_file import Placement, ProcessId
 logger = logging.getLogger(__name__)
 
 LAUNCH = Path(__file__).with_name("launch.py")
-NOT_STARTED = 126  # the exit code of a shell for what cannot be run
+NOT_STARTED = 126  # exit code of a shell for a program that cannot be run
+
+
+def process_connector(context: ConnectorContext) -> LocalConnector:
+    return LocalConnector(context, Processes(context.log))
 
 
 class WorkerProcess:

@@ -24,6 +24,7 @@ import ray
 from shoal.errors import ConfigError
 from shoal.fleet.connectors.processes import dying_with, ended_in_words, kill_group
 from shoal.fleet.connectors.ray_metrics import publishing
+from shoal.fleet.connectors.state_file import filled
 
 
 class Place(msgspec.Struct, frozen=True):
@@ -76,7 +77,7 @@ class RayWorkerActor:
             key_file.write_bytes(launch.fleet_key)
             port = _free_port()
             values = {"python": sys.executable, "host": host, "http_port": port, "fleet_key_file": key_file}
-            words = [_filled(word, values) for word in launch.command]
+            words = [filled(word, values) for word in launch.command]
             async with publishing(self._id, port):
                 return await self._live(words, launch.environment)
 
@@ -119,9 +120,3 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])
-
-
-def _filled(text: str, values: Mapping[str, object]) -> str:
-    for name, value in values.items():
-        text = text.replace("{" + name + "}", str(value))
-    return text

@@ -1,12 +1,11 @@
-"""What runs of a fleet on this host, in a file that people can read: components, and the numbers, GPUs, ports
+"""The state of a fleet on this host, in a file that people can read: components, and the numbers, GPUs, ports
 and processes of their workers.
 
-    with StateFile(folder).changing() as state:       # under a lock, written when the block is left
+    with StateFile(folder).changing() as state:       # written when the block is left
         placement = state.place(component)
 
-Whoever starts or ends workers takes and gives back their places here, so that several may: a fleet, and a
-planner in a process of its own. The file is replaced as a whole. What somebody who died has left in it is put
-right when the next one looks.
+Only the process that runs the fleet writes it (`holding`), each time as a whole, so that the next one finds a
+complete state after a crash.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 
-from shoal.errors import ConfigError, UnavailableError
+from shoal.errors import ConfigError
 from shoal.files.user_dirs import state_folder
 from shoal.fleet.connectors.connector import Component
 
@@ -33,18 +32,19 @@ logger = logging.getLogger(__name__)
 PORTS = ("port", "events_port", "replay_port")
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 MAX_SOCKET_PATH = 107  # bytes, of Linux
-START_TICKS = 19  # the field of /proc/PID/stat, counted behind the command's name
+START_TICKS = 19  # field of /proc/PID/stat, counted after the command's name
 
 
 class ProcessId(msgspec.Struct, frozen=True):
-    """A process. Its number alone may be another's by now. `started`: in clock ticks since the machine's."""
+    """Identifies a process. The pid alone is not enough, as the kernel gives it to a later process.
+    `started`: clock ticks from the machine's start to the process's."""
 
     pid: int
     started: int
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """None if there is no such process, or nothing is left of it but its exit code."""
+        """Returns None if the process does not exist or is a zombie."""
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
         except OSError:
@@ -58,7 +58,7 @@ class ProcessId(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One worker's place: its number among those of its component, its GPUs and ports."""
+    """One worker's place: its number within its component, its GPUs and its ports."""
 
     component: Component
     number: int
@@ -71,32 +71,37 @@ class Placement:
 
     @property
     def command(self) -> list[str]:
-        return [self._fill(word) for word in self.component.command]
+        return [filled(word, self._values) for word in self.component.command]
 
     @property
     def environment(self) -> dict[str, str]:
-        """What it has beside that of whoever starts it."""
+        """Variables that the worker gets in addition to its parent's."""
         devices = {"CUDA_VISIBLE_DEVICES": ",".join(self.devices)} if self.devices else {}
         return {**self.component.environment, **devices}
 
     @property
     def spec(self) -> str | None:
-        """How the router reaches a worker that speaks HTTP, in the form of --worker."""
+        """How the router reaches an external worker, in the form of --worker; None for a native one."""
         worker = self.component.worker
-        return None if worker is None else f"{self._fill(worker)},id={self.id}"
+        return None if worker is None else f"{filled(worker, self._values)},id={self.id}"
 
-    def _fill(self, text: str) -> str:
-        for name, value in {"id": self.id, **self.ports}.items():
-            text = text.replace("{" + name + "}", str(value))
-        return text
+    @property
+    def _values(self) -> dict[str, object]:
+        return {"id": self.id, **self.ports}
+
+
+def filled(text: str, values: Mapping[str, object]) -> str:
+    """Returns the text with each `{name}` of `values` replaced by its value. Other braces stay."""
+    for name, value in values.items():
+        text = text.replace("{" + name + "}", str(value))
+    return text
 
 
 class WorkerEntry(msgspec.Struct, omit_defaults=True):
-    """`placed_by`: who is to start it. `process`: its present life, or the last one. `is_parked`: the planner
-    does not need it, and it sleeps."""
+    """`process`: the present one, or the last; None before its first start. `is_parked`: the worker sleeps,
+    as the planner does not need it."""
 
     since: str  # for people
-    placed_by: ProcessId | None
     process: ProcessId | None = None
     devices: list[str] = []
     ports: dict[str, int] = {}
@@ -104,8 +109,8 @@ class WorkerEntry(msgspec.Struct, omit_defaults=True):
 
 
 class ComponentEntry(msgspec.Struct):
-    """It stays when it has no workers, so that a role can come back. `digest`: of all that makes its workers
-    what they are."""
+    """A component stays when it has no workers, so that the planner can add one again. `digest`: hash of the
+    settings that define its workers."""
 
     model: str
     role: str
@@ -135,17 +140,17 @@ class ComponentEntry(msgspec.Struct):
 
 
 class State(msgspec.Struct, omit_defaults=True):
-    """`supervisor`: who runs the fleet; by one that has died a crash is known. `boot`: which start of the
-    machine all this is of."""
+    """`supervisor`: the process that runs the fleet; it is still set after a crash. `boot`: id of the
+    machine's start in which the state was written; processes and ports of an earlier one mean nothing."""
 
     boot: str = ""
     supervisor: ProcessId | None = None
     components: dict[str, ComponentEntry] = {}
 
     def begin(self, components: Sequence[Component]) -> tuple[list[Placement], list[Placement]]:
-        """This process runs the fleet from now on. Returns the workers that a crash has left, as far as they
-        are still wanted, and new ones. Another command or count in the fleet's file is a person's word, so
-        that component begins anew. Raises ConfigError as `place` does."""
+        """Makes this process the supervisor. Returns the workers that a crash has left and that are still
+        wanted, and new ones. A component whose command or count a person has changed in the fleet's file
+        starts with new workers. Raises ConfigError as `place` does."""
         old = self.components if self.supervisor is not None else {}
         self.supervisor = ProcessId.of(os.getpid())
         self.components = {component.name: ComponentEntry.of(component) for component in components}
@@ -161,8 +166,8 @@ class State(msgspec.Struct, omit_defaults=True):
         return kept, [self.place(component) for component in anew]
 
     def place(self, component: Component, taken: Mapping[str, object] | None = None) -> Placement:
-        """Takes the lowest number that is free, and the lowest GPUs. `taken`: ids that run, whatever is known
-        of them here. Raises ConfigError if too few GPUs are free."""
+        """Takes the lowest free number and the lowest free GPUs. `taken`: ids of running workers, which may
+        be missing here. Raises ConfigError if too few GPUs are free."""
         entry = self.components.setdefault(component.name, ComponentEntry.of(component))
         number = 1
         while number in entry.workers or f"{component.name}-{number}" in (taken or {}):
@@ -172,19 +177,18 @@ class State(msgspec.Struct, omit_defaults=True):
         return placement
 
     def adopt(self, placement: Placement) -> None:
-        """Notes a place as taken. One that is noted stays as it is."""
+        """Records a place as taken. A recorded place stays as it is."""
         component = placement.component
         entry = self.components.setdefault(component.name, ComponentEntry.of(component))
         if placement.number not in entry.workers:
             entry.workers[placement.number] = WorkerEntry(
                 since=time.strftime("%Y-%m-%d %H:%M:%S"),
-                placed_by=ProcessId.of(os.getpid()),
                 devices=list(placement.devices),
                 ports=placement.ports,
             )
 
     def free(self, placement: Placement) -> None:
-        """Its number and GPUs may be taken again."""
+        """Releases the place: its number and GPUs may be taken again."""
         entry = self.components.get(placement.component.name)
         if entry is not None:
             entry.workers.pop(placement.number, None)
@@ -196,7 +200,7 @@ class State(msgspec.Struct, omit_defaults=True):
         return self.components[placement.component.name].workers[placement.number].is_parked
 
     def placements(self, component: Component) -> list[Placement]:
-        """The component's workers, by number."""
+        """Returns the places of the component's workers, by number."""
         entry = self.components.get(component.name)
         if entry is None:
             return []
@@ -206,23 +210,20 @@ class State(msgspec.Struct, omit_defaults=True):
         ]
 
     def see(self, pids: Mapping[str, int | None]) -> None:
-        """Notes the processes of all workers there are, by id, and frees the places of those that are gone:
-        a person has removed them, or who was to start them has died."""
+        """Records the processes of all running workers, by id, and frees the places of workers that a person
+        has removed: they had a process and are missing in `pids`. A worker without a process is starting."""
         for name, entry in self.components.items():
             for number, worker in list(entry.workers.items()):
                 worker_id = f"{name}-{number}"
                 pid = pids.get(worker_id)
                 if pid is not None:
                     worker.process = ProcessId.of(pid) or worker.process
-                is_coming = (
-                    worker.process is None and worker.placed_by is not None and not worker.placed_by.is_over
-                )
-                if worker_id not in pids and not is_coming:
+                if worker_id not in pids and worker.process is not None:
                     del entry.workers[number]
 
     @property
-    def lives(self) -> list[ProcessId]:
-        """The workers' processes."""
+    def processes(self) -> list[ProcessId]:
+        """The workers' present or last processes."""
         workers = [worker for entry in self.components.values() for worker in entry.workers.values()]
         return [worker.process for worker in workers if worker.process is not None]
 
@@ -239,40 +240,31 @@ class State(msgspec.Struct, omit_defaults=True):
         if len(free) < wanted:
             raise ConfigError(
                 f"a worker of {component.name} needs {wanted} devices, and {len(free)} of "
-                f"{len(component.devices)} are free; give devices more, or count less"
+                f"{len(component.devices)} are free; raise devices or lower count"
             )
         return tuple(free[:wanted])
 
 
 class StateFile:
-    """`folder` is the fleet's own. Errors of the disk are OSErrors."""
+    """The file in `folder`, which belongs to one fleet. Disk errors are raised as OSError."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "state.json"
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[State]:
-        """The state, held by this process alone until the block is left; then it is written, unless the block
-        was left by an exception. Raises UnavailableError where another process holds it: who runs an event
-        loop must not wait here."""
-        path = self.path.with_name("state.lock")
-        with open(path, "w") as lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UnavailableError(
-                    f"{path} is locked by another process; fuser {path} says by which one"
-                ) from None
-            state = self.read()
-            yield state
-            text = msgspec.json.format(msgspec.json.encode(state), indent=2)
-            if self._text() != text:
-                new = self.path.with_suffix(".new")
-                new.write_bytes(text)
-                new.replace(self.path)
+        """Yields the state and writes it when the block is left without an exception. The block must not
+        await: a second one would start from the same state."""
+        state = self.read()
+        yield state
+        text = msgspec.json.format(msgspec.json.encode(state), indent=2)
+        if self._text() != text:
+            new = self.path.with_suffix(".new")
+            new.write_bytes(text)
+            new.replace(self.path)  # atomic, so that a crash leaves a whole file
 
     def read(self) -> State:
-        """The state as it was last written; an empty one if there is none."""
+        """Returns the state as it was last written, or an empty one."""
         boot = BOOT_ID.read_text().strip()
         text = self._text()
         if text is None:
@@ -280,7 +272,7 @@ class StateFile:
         try:
             state = msgspec.json.decode(text, type=State)
         except msgspec.MsgspecError as error:
-            logger.error("%s cannot be read (%s), and is written anew from what runs", self.path, error)
+            logger.error("%s cannot be read (%s) and is rewritten from the running workers", self.path, error)
             return State(boot)
         return state if state.boot == boot else State(boot)
 
@@ -291,26 +283,26 @@ class StateFile:
 
 
 def fleet_folder(file: str | Path, state_dir: str | None) -> Path:
-    """Where the state of a fleet lies: a folder for each fleet's file, for its owner alone. `state_dir`: the
-    folder of all fleets; None: as the XDG base directories have it. Raises ConfigError where it cannot be."""
+    """Makes and returns the folder of a fleet's state, which only its owner can read. `state_dir`: the parent
+    folder of all fleets; None: the XDG state directory. Raises ConfigError if it cannot be made."""
     base = state_folder() if state_dir is None else Path(state_dir).absolute()
     name = f"{Path(file).resolve().stem}-{digest_of(file)}"
     try:
         (base / name).mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"the state of a fleet cannot be kept in {base} ({error}); give another --state-dir"
+            f"--state-dir must be a folder that can be written, got {base} ({error}); give another one"
         ) from None
     return base / name
 
 
 def digest_of(file: str | Path) -> str:
-    """A short name for the path of a fleet's file."""
+    """Returns a short hash of the absolute path of a fleet's file."""
     return hashlib.blake2b(bytes(Path(file).resolve()), digest_size=4).hexdigest()
 
 
 def socket_in(folder: Path, name: str) -> Path:
-    """Where a socket of this fleet lies. Raises ConfigError for a path that is too long for one."""
+    """Returns the path of a socket in the folder. Raises ConfigError if it is too long for a Unix socket."""
     path = folder / name
     if len(bytes(path)) > MAX_SOCKET_PATH:
         raise ConfigError(
@@ -322,15 +314,16 @@ def socket_in(folder: Path, name: str) -> Path:
 
 @contextlib.contextmanager
 def holding(folder: Path, what: str) -> Iterator[None]:
-    """Inside of the block this process alone is the fleet's `what`. Raises ConfigError if another one is."""
+    """Makes this process the fleet's only `what` until the block is left. Raises ConfigError if another
+    process is."""
     with open(folder / f"{what}.pid", "a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             raise ConfigError(
-                f"process {file.read().strip()} is the {what} of this fleet already, and has its state in "
-                f"{folder}; end that one, or give this one another --state-dir"
+                f"process {file.read().strip()} is the {what} of this fleet already, with its state in "
+                f"{folder}; end that process, or give this one another --state-dir"
             ) from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
@@ -339,7 +332,7 @@ def holding(folder: Path, what: str) -> Iterator[None]:
 
 
 def _free_ports(component: Component) -> dict[str, int]:
-    """A port for each that the command mentions."""
+    """Returns a free port for each port name in the command."""
     ports = {}
     with contextlib.ExitStack() as stack:
         for name in PORTS:

@@ -27,7 +27,7 @@ from typing import TypeVar
 import msgspec
 
 from shoal.errors import ConfigError, UnavailableError
-from shoal.fleet.connectors.connector import LOOK_S, ConnectorContext, InFlight, component_of
+from shoal.fleet.connectors.connector import LOOK_S, ConnectorContext, InFlight, component_of, poll_until
 
 logger = logging.getLogger(__name__)
 
@@ -119,37 +119,41 @@ class VirtualConnector:
         with self._changes[model].one_more():
             decision_id = await self._decide(model, role, 1, deadline)
             with self._taken_back_if_it_fails(model, role):
-                while True:
+
+                def new_workers() -> list[str]:
                     new = [one for one in self._router.ready(model, role) if one not in before | claimed]
-                    if new and self._is_confirmed(decision_id):
-                        claimed.add(new[0])
-                        return new[0]
-                    if self._clock.now() >= deadline:
-                        raise UnavailableError(
-                            f"decision {decision_id}, one more {role} worker of {model}, had no ready worker "
-                            f"within {self._start_timeout_s:g} s (start_timeout) and is taken back; "
-                            f"{self._confirmation(decision_id)}"
-                        )
-                    await self._clock.sleep(LOOK_S)
+                    return new if self._is_confirmed(decision_id) else []
+
+                new = await poll_until(self._clock, new_workers, deadline - self._clock.now())
+                if new:
+                    claimed.add(new[0])
+                    return new[0]
+                raise UnavailableError(
+                    f"decision {decision_id}, one more {role} worker of {model}, had no ready worker "
+                    f"within {self._start_timeout_s:g} s (start_timeout) and is taken back; "
+                    f"{self._confirmation(decision_id)}"
+                )
 
     async def remove(self, model: str, role: str) -> str:
         component_of(self._components, model, role)
         deadline = self._clock.now() + self._start_timeout_s
         before = self._router.ready(model, role)
         if not before:
-            raise UnavailableError(f"there is no {role} worker of {model} here to be removed")
+            raise UnavailableError(f"this fleet has no {role} worker of {model} to remove")
         with self._changes[model].one_more():
             decision_id = await self._decide(model, role, -1, deadline)
-            while True:
-                gone = [one for one in before if self._router.state_of(one) is None]
-                if gone and self._is_confirmed(decision_id):
-                    return gone[-1]
-                if self._clock.now() >= deadline:
-                    raise UnavailableError(
-                        f"decision {decision_id}, one {role} worker of {model} fewer, ended no worker within "
-                        f"{self._start_timeout_s:g} s (start_timeout); {self._confirmation(decision_id)}"
-                    )
-                await self._clock.sleep(LOOK_S)
+
+            def ended_workers() -> list[str]:
+                ended = [one for one in before if self._router.state_of(one) is None]
+                return ended if self._is_confirmed(decision_id) else []
+
+            ended = await poll_until(self._clock, ended_workers, deadline - self._clock.now())
+            if ended:
+                return ended[-1]
+            raise UnavailableError(
+                f"decision {decision_id}, one {role} worker of {model} fewer, ended no worker within "
+                f"{self._start_timeout_s:g} s (start_timeout); {self._confirmation(decision_id)}"
+            )
 
     async def wait_until_all_failed(self) -> None:
         await asyncio.Event().wait()
@@ -160,14 +164,14 @@ class VirtualConnector:
     async def _decide(self, model: str, role: str, by: int, deadline: float) -> int:
         """Waits until the decision before is confirmed, and writes the next one. Returns its number."""
         async with self._deciding:
-            while not self._is_confirmed(self._decision.decision_id):
-                if self._clock.now() >= deadline:
-                    last = self._decision.decision_id
-                    raise UnavailableError(
-                        f"no decision is made after decision {last}: {self._confirmation(last)}; does the "
-                        "orchestrator run?"
-                    )
-                await self._clock.sleep(LOOK_S)
+            last = self._decision.decision_id
+            if not await poll_until(
+                self._clock, lambda: self._is_confirmed(last), deadline - self._clock.now()
+            ):
+                raise UnavailableError(
+                    f"no decision is made after decision {last}: {self._confirmation(last)}; check that the "
+                    "orchestrator is running"
+                )
             if self._changes[model].count == 1 and not self.pending(model):
                 # Workers that a person has added or removed meanwhile are taken as they are.
                 self._change(model, role, by, len(self._router.ready(model, role)))

@@ -57,7 +57,7 @@ class Parking(Connector):
                 logger.warning("worker %s does not wake and ends: %s", worker_id, error)
                 await self._inner.end(worker_id)
             else:
-                self._inner.note_parked(worker_id, False)
+                self._inner.record_parked(worker_id, False)
                 return worker_id
         async with self._placing:  # so that another call counts this place
             await self._make_room(role)
@@ -73,12 +73,12 @@ class Parking(Connector):
         if worker is None or worker.info.is_external:
             await self._inner.end(awake[-1])
             return awake[-1]
-        self._inner.note_parked(worker.id, True)
+        self._inner.record_parked(worker.id, True)
         try:
             await self._command(Sleep(self._level), worker.id, GRACE_S)
         except ShoalError:
             if not worker.is_asleep:  # it may have fallen asleep all the same
-                self._inner.note_parked(worker.id, False)
+                self._inner.record_parked(worker.id, False)
                 raise
         self._parked[worker.id] = (model, role)
         logger.info("worker %s sleeps until it is needed", worker.id)
@@ -97,7 +97,7 @@ class Parking(Connector):
             worker = self._fleet.workers.get(worker_id)
             if worker is not None and worker.is_reached and not worker.is_asleep:
                 del self._parked[worker_id]
-                self._inner.note_parked(worker_id, False)
+                self._inner.record_parked(worker_id, False)
         return self._parked
 
     def _parked_of(self, model: str, role: str) -> list[str]:

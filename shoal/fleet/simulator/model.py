@@ -16,8 +16,7 @@ from shoal.fleet.routing.kv_router import KvRouter
 from shoal.fleet.routing.policy import Choice
 from shoal.fleet.routing.remote_prefill import TOKENS_AHEAD, is_remote
 from shoal.fleet.simulator.config import SimConfig, SimWorkers
-from shoal.fleet.simulator.profile_timing import ProfileTiming
-from shoal.fleet.simulator.timing import StepTiming, Timing, find_timing
+from shoal.fleet.simulator.timing import ProfileTiming, StepTiming, Timing, find_timing
 from shoal.fleet.simulator.trace import TraceRequest
 from shoal.fleet.simulator.worker import Links, Progress, SimRequest, SimWorker
 from shoal.fleet.traffic import Traffic

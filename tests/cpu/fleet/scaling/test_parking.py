@@ -45,7 +45,7 @@ class Host:
     def parked(self):
         return [(name, "m", "both") for name, is_parked in self.noted.items() if is_parked]
 
-    def note_parked(self, worker_id, is_parked):
+    def record_parked(self, worker_id, is_parked):
         self.noted[worker_id] = is_parked
 
     async def place(self, model, role):

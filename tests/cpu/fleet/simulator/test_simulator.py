@@ -27,9 +27,8 @@ from shoal.fleet.planner.engine_profile import (
 )
 from shoal.fleet.routing.policy import POLICIES, RouterWeights
 from shoal.fleet.simulator.config import SimConfig, SimWorkers, read_sim_config
-from shoal.fleet.simulator.profile_timing import ProfileTiming
 from shoal.fleet.simulator.simulator import Simulation
-from shoal.fleet.simulator.timing import StepWork, find_timing, profile_of
+from shoal.fleet.simulator.timing import ProfileTiming, StepWork, find_timing, profile_of
 from shoal.fleet.simulator.trace import (
     Trace,
     TraceRequest,
