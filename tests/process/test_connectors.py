@@ -361,7 +361,7 @@ def test_a_role_that_no_component_has_is_named(run):
     async def test(world):
         await world.connector.start()
         for change in (world.connector.add, world.connector.remove):
-            with pytest.raises(ConfigError, match=r"no \[\[workers\]\] of m has the role 'decode'"):
+            with pytest.raises(ConfigError, match=r"\[\[workers\]\] of m must include the role 'decode'"):
                 await change("m", "decode")
 
     run(test)

@@ -66,9 +66,8 @@ class OwnFleet:
     def __init__(self, fleet: Fleet, connector: Connector, components: Sequence[Component]) -> None:
         self._fleet, self._connector = fleet, connector
         self._changes: dict[str, InFlight] = collections.defaultdict(InFlight)  # by model
-        self._removals: dict[str, InFlight] = collections.defaultdict(
-            InFlight
-        )  # by model; included in _changes
+        # By model; included in _changes.
+        self._removals: dict[str, InFlight] = collections.defaultdict(InFlight)
         self._decode_roles: dict[str, str] = {}  # by model
         for component in components:
             if component.role == "decode":
@@ -82,7 +81,9 @@ class OwnFleet:
         found = {}
         for model, role in self._decode_roles.items():
             seen = self._fleet.observe(model, role)
-            pending = max(seen.pending + self._connector.pending(model), self._changes[model].count)
+            # A change in flight may not show at the connector yet, and one of a planner that died is no
+            # longer counted by its loop.
+            pending = max(self._connector.pending(model), self._changes[model].count)
             leaving = self._removals[model].count  # the planner has them drain or fall asleep
             found[model] = msgspec.structs.replace(
                 seen,
