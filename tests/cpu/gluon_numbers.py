@@ -187,7 +187,7 @@ class Descriptor:
 
 
 class Machine:
-    """What a program sees: its number, the grid's, and barriers, which check that copies and waits meet."""
+    """A program's view: its number, the grid's, and barriers, which check that copies and waits meet."""
 
     def __init__(self) -> None:
         self.program = self.programs = 0

@@ -17,7 +17,7 @@ FIGURES = runpy.run_path(str(IMAGES / "draw.py"))["FIGURES"]
 
 
 def rooms() -> dict[str, str]:
-    """What the page says about each room; "" is the vocabulary at the top of the package."""
+    """Returns the page's text about each room; "" is the vocabulary at the top of the package."""
     rows = re.findall(r"^\| `([\w/.*]+)` \| (.+) \|$", PAGE, re.MULTILINE)
     return {room.replace("shoal/*.py", ""): words for room, words in rows}
 

@@ -112,7 +112,7 @@ def test_a_resolved_config_has_decided_what_depends_on_model_and_machine():
 
 
 def pretend_cards(monkeypatch, num_bytes):
-    """From now on torch says that there are two GPUs with so much memory, all of it free."""
+    """Makes torch report two GPUs with `num_bytes` of memory, all of it free."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     card = SimpleNamespace(total_memory=num_bytes)
@@ -215,6 +215,6 @@ def test_the_documentation_of_what_takes_options_names_each_with_its_meaning(wha
 
 
 def test_a_request_over_http_may_have_every_sampling_parameter():
-    """But `detokenize`; `logprobs` is each endpoint's own."""
+    """Except `detokenize`; each endpoint has its own `logprobs`."""
     names = {field.name for field in dataclasses.fields(SamplingParams)}
     assert set(SamplingFields.__struct_fields__) == names - {"detokenize", "logprobs"}

@@ -1,4 +1,4 @@
-"""Control's verbs: the same as messages, as methods, and in whoever carries them out."""
+"""Control's commands: equal as messages, as methods, and in the engines that run them."""
 
 import asyncio
 import inspect

@@ -1,4 +1,4 @@
-"""Errors are told to users of the library and over HTTP in the same words."""
+"""Errors have the same text in the library and over HTTP."""
 
 import ast
 import re

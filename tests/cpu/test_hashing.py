@@ -47,7 +47,7 @@ def test_a_tail_is_named_by_its_tokens_and_all_before_them():
     tails = [keys_with_tail(keys_of(other), root, other, 4)[-1] for other in others]
     assert len({tail, *tails}) == 5
     assert keys_with_tail([], root_key(cache_salt="a"), [1, 2], 4) != keys_with_tail([], root, [1, 2], 4)
-    assert keys_with_tail(keys, root, tokens[:8], 4) == keys, "where there is none"
+    assert keys_with_tail(keys, root, tokens[:8], 4) == keys, "without a tail"
 
 
 def test_a_tail_is_no_full_block_of_a_smaller_block_size():

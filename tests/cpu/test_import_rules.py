@@ -12,8 +12,8 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "shoal"
 MODULES = sorted(PACKAGE.rglob("*.py"))
 
-# Each room may import itself, the rooms before it in its line, and the vocabulary. The vocabulary and the rooms
-# in GROUND need no torch and are open to all rooms.
+# Each room may import itself, the rooms before it in its line, and the vocabulary. The vocabulary and the
+# rooms in GROUND need no torch and are open to all rooms.
 GROUND = ["files", "telemetry", "text"]
 TOWER = ["kernels", "attention", "layers", "models", "weights", "memory", "kv", "engine"]
 FRONT = ["server", "fleet"]  # neither imports the other, nor the tower
@@ -89,7 +89,7 @@ def test_imports_point_down(path):
 
 def edges_of(path: Path) -> set[Path]:
     """The modules of the package that a file imports anywhere: late, or for types alone, too. A package's
-    __init__ is no module here, as the doors of shoal and shoal.memory open what lies behind them."""
+    __init__ does not count, as the ones of shoal and shoal.memory import modules of their rooms."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -166,7 +166,7 @@ def test_importing_the_package_or_the_command_is_cheap():
 
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*/__init__.py")), ids=lambda p: p.parent.name)
 def test_sub_package_init_files_are_empty(path):
-    """But that of shoal.memory, which other programs use by itself."""
+    """Except the one of shoal.memory, which other programs use by itself."""
     assert path.read_text() == "" or path.parent.name == "memory"
 
 

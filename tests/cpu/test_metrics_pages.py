@@ -50,7 +50,7 @@ def test_every_query_of_a_dashboard_names_metrics_that_exist(uid):
 
 @pytest.mark.parametrize("uid", DASHBOARDS["DASHBOARDS"])
 def test_two_routers_do_not_double_what_both_say_of_a_worker(uid):
-    """A share of cached tokens was 180 %, and each worker was there twice."""
+    """Regression: a share of cached tokens was 180 %, and each worker was listed twice."""
     for panel in DASHBOARDS["dashboard"](uid)["panels"]:
         for target in panel.get("targets", ()):
             if re.search("worker_state|router_kv_hit_rate", target["expr"]):
@@ -84,7 +84,7 @@ def test_a_dashboard_is_one_by_grafanas_own_schema(uid):
 
 
 def lost(given, kept, path=""):
-    """Where something of `given` is not in `kept`."""
+    """Returns the paths at which a part of `given` is missing in `kept`."""
     if isinstance(given, dict) and isinstance(kept, dict):
         for key, value in given.items():
             yield from lost(value, kept.get(key), f"{path}.{key}")

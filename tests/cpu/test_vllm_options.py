@@ -32,7 +32,7 @@ def parsed(*words):
 
 
 def refusal(capsys, *words):
-    """What `shoal serve` says, and its exit code."""
+    """Returns the message of `shoal serve`, and its exit code."""
     try:
         code = main(["serve", "/nonexistent", *words])
     except SystemExit as error:
@@ -91,7 +91,7 @@ def words_of(option, value):
 
 @pytest.mark.parametrize("option", ALL_OPTIONS, ids=lambda o: o.name)
 def test_every_option_is_understood_by_the_command(option, capsys):
-    """Whatever its value, no option of vLLM's is unknown, and what is refused names the option."""
+    """With any value, every option of vLLM is known, and a refusal names the option."""
     if option.name == "config":
         return
     if option.own:

@@ -1,4 +1,4 @@
-"""What crosses between processes comes out as it went in."""
+"""Messages between processes decode to equal objects."""
 
 import pytest
 

@@ -148,7 +148,7 @@ def test_a_prompt_that_is_refused_is_not_printed():
 
 
 def test_a_reader_of_decisions_that_has_enough_is_no_mistake_in_the_record(tmp_path):
-    """It was told as a file that cannot be read."""
+    """Regression: it was reported as a file that cannot be read."""
     seen = {"at": 1.0, "decode": [{"kv_usage": 0.5}]}
     lines = [
         {"config": {}},

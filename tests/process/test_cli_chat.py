@@ -225,7 +225,7 @@ def test_bytes_that_are_no_text_are_quoted_as_they_were_typed(server):
         env=environment,
     )
     assert done.returncode == 1 and done.stdout == b"Yes.\n", done
-    assert b"shoal: 'caf\\udce9' holds bytes that are no UTF-8" in done.stderr and b"kind" not in done.stderr
+    assert b"shoal: 'caf\\udce9' has bytes that are not UTF-8" in done.stderr and b"kind" not in done.stderr
 
 
 def test_a_server_that_wants_a_key_says_so():
@@ -239,7 +239,7 @@ def test_a_server_that_wants_a_key_says_so():
 
 @pytest.fixture
 def xterm(server, tmp_path):
-    """A terminal that is not dumb: it tells a paste from typing, and shows Markdown."""
+    """A terminal that is not dumb: it marks pastes, and shows Markdown."""
     server.engine.ends = True
     server.say("I see.")
     environment = {"XDG_STATE_HOME": str(tmp_path), "TERM": "xterm", "LC_ALL": "C.UTF-8", "COLUMNS": "60"}

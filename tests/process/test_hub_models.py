@@ -21,7 +21,7 @@ print(LLM(MODEL, max_model_len=256).generate(["The capital of France is"], param
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """The environment of a process that knows a hub with the default model's file, and has an empty cache."""
+    """The environment of a process with a hub that has the default model's file, and with an empty cache."""
     hub = fake_hub.start()
     files = {NAME: resolve("smollm2").path.read_bytes(), "README.md": b""}
     hub.repos["org/small-GGUF"] = Repo(files, gguf={"architecture": "llama"})

@@ -1,4 +1,5 @@
-"""docs/laptop-to-fleet.md, section by section, as a reader follows it: the commands that are run are the page's."""
+"""docs/laptop-to-fleet.md, section by section, as a reader follows it: the commands that are run are the
+page's."""
 
 import contextlib
 import os
@@ -22,7 +23,7 @@ PORTS = (8000, 8001)
 
 @pytest.fixture
 def checkout(tmp_path):
-    """What the page's commands read of the repository."""
+    """A folder with the files of the repository that the page's commands read."""
     for path in ROOT.glob("*.md"):
         shutil.copy(path, tmp_path)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
@@ -31,7 +32,7 @@ def checkout(tmp_path):
 
 @pytest.fixture
 def environment(tmp_path_factory):
-    """That of a reader's terminal, with `shoal` in its path."""
+    """The environment of a reader's terminal, with `shoal` in its path."""
     folder = tmp_path_factory.mktemp("home")
     shoal = folder / "shoal"
     shoal.write_text(f'#!/bin/sh\nexec {PYTHON} -m shoal "$@"\n')
@@ -66,7 +67,7 @@ def test_the_page_can_be_followed(title, checkout, environment):
                 pytest.skip("this process may not make network namespaces (ip netns add)")
             environment["PATH"] += f":{Path(nats_server.find()).parent}"
             down = [checkout / "examples" / "fleet" / "namespaces.sh", "down"]
-            subprocess.run(down, check=True)  # those of a run that was broken off
+            subprocess.run(down, check=True)  # namespaces of an interrupted run
             stack.callback(subprocess.run, down, check=True)
         walk(SECTIONS[title], environment, checkout)
 

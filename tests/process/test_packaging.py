@@ -1,5 +1,5 @@
-"""What is built for others: the sdist holds what a clone holds, the wheel what Shoal needs, and the wheel
-runs where nothing else is."""
+"""Built packages: the sdist has the files of a clone, the wheel has the files that Shoal needs, and the wheel
+runs in a clean environment."""
 
 import email
 import os

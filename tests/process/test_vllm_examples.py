@@ -14,7 +14,8 @@ EXAMPLES = ROOT / "tests" / "vllm_examples"
 
 @pytest.fixture(scope="module")
 def model(root):
-    """It has random weights: what a script prints is not the point, but that it runs and what it checks."""
+    """A model with random weights: a script has to run and to pass its own checks; its output does not
+    matter."""
     from tests import tiny
 
     return str(tiny.write_model(root, "llama"))

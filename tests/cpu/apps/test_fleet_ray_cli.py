@@ -57,7 +57,7 @@ def test_an_address_without_ray_is_refused(fleet_up):
 
 
 def test_an_address_where_nobody_answers_is_given_up(fleet_up, monkeypatch):
-    """Ray tries on for minutes, without a word."""
+    """Ray retries for minutes without a message."""
     fleet_ray = pytest.importorskip("shoal.apps.fleet_ray")
     silence = threading.Event()
     monkeypatch.setattr(fleet_ray.ray, "init", lambda *_, **__: silence.wait())

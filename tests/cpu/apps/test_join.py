@@ -1,4 +1,4 @@
-"""What `shoal serve --plane` refuses before an engine is started, and where its engine publishes."""
+"""Checks of `shoal serve --plane` before an engine is started, and the addresses of its engine's events."""
 
 import asyncio
 import os
@@ -37,7 +37,7 @@ def test_mistakes_are_found_before_an_engine_starts(options, named):
 
 
 class Lending:
-    """An engine whose blocks others read, until it was asked so often."""
+    """An engine whose blocks are read by others for a number of polls."""
 
     def __init__(self, num_looks):
         self.num_looks = num_looks

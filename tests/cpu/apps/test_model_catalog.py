@@ -1,4 +1,4 @@
-"""How a model of native workers gets into the catalog of a router."""
+"""Models of native workers are added to the catalog of a router."""
 
 import asyncio
 from types import SimpleNamespace

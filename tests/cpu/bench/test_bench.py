@@ -1,4 +1,4 @@
-"""What `shoal bench` prints; what it measures is tests/process/test_cli.py's."""
+"""The output of `shoal bench`; tests/process/test_cli.py has its measurements."""
 
 from shoal.bench.offline import table
 

@@ -63,7 +63,7 @@ def looks_until(prompts=0, points=0):
     ],
 )
 def test_a_point_that_other_work_made_slow_is_measured_again(llm, monkeypatch, late):
-    """One of them had thrown the whole measurement away."""
+    """Regression: one slow point discarded the whole measurement."""
     clock = Noisy(*late)
     monkeypatch.setattr(worker_profile, "time", clock)
     data = measure_profile(llm, [8, 32, 128], [16], [0.02, 0.1, 0.3])
@@ -97,7 +97,7 @@ def test_the_command_writes_a_profile_of_a_published_shape(tmp_path, capsys):
 
 
 def test_a_simulated_profile_heeds_the_options_of_the_worker(tmp_path, capsys):
-    """It took the number of sequences, and passed over all others without a word."""
+    """Regression: only the number of sequences had an effect, and other options were ignored silently."""
     file = tmp_path / "p.json"
 
     def profile(*words):

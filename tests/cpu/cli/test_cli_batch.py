@@ -17,7 +17,7 @@ from tests.fake_server import END, NAME, byte_tokenizer, engine_saying
 
 
 class Machine:
-    """What stands in for the engine that `run_batch` starts. `most` lines are under way at once."""
+    """A stand-in for the engine that `run_batch` starts. `most` lines are in flight at once."""
 
     def __init__(self):
         self.most, self.num_runs, self.prepare = 4, 0, lambda engine: None

@@ -1,4 +1,4 @@
-"""What a chat does with its own words: settings, files, long texts; and a model in this process."""
+"""Commands of a chat: settings, files, long texts; and a model in this process."""
 
 import contextlib
 import io
@@ -384,7 +384,7 @@ def test_a_text_that_ctrl_d_leaves_unfinished_is_dropped_and_one_of_a_pipe_is_se
 
 @pytest.fixture
 def local(folder):
-    """A context of 256 bytes, of which a step computes 16."""
+    """A model with a context of 256 bytes, and 16 per step."""
     from shoal import LLM
 
     with LLM(folder, max_model_len=256, max_num_seqs=1, max_num_batched_tokens=16) as llm:

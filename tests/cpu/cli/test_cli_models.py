@@ -17,7 +17,7 @@ def words(capsys, *arguments):
 
 @pytest.fixture
 def caches(tmp_path, monkeypatch):
-    """An empty cache of ours, and one of the hub library's with a model of three bytes."""
+    """An empty cache of Shoal, and one of the hub library with a model of three bytes."""
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path / "shoal"))
     repo = tmp_path / "hub" / "models--org--little"
     for folder in ("blobs", "refs", "snapshots/abc123"):

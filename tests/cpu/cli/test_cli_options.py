@@ -246,7 +246,7 @@ def test_bash_completes_commands_and_options(capsys):
     assert "--kv-flush-timeout" in complete_in_bash(script, "shoal serve --kv-f")  # the rare ones, too
     assert set(complete_in_bash(script, "shoal completion ")) >= {"bash", "zsh", "fish"}
     assert complete_in_bash(script, "shoal serve --dtype bf") == ["bfloat16"]
-    assert "-o default" in script  # the names of files, where there is nothing of ours
+    assert "-o default" in script  # file names, where the script has nothing to offer
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
@@ -267,7 +267,7 @@ def old_terminal(monkeypatch):
 
 
 def test_a_letter_that_the_output_does_not_have_is_replaced(monkeypatch):
-    """It had been a traceback."""
+    """Regression: such a letter ended the command with a traceback."""
     output = old_terminal(monkeypatch)
     monkeypatch.setattr("shoal.cli.doctor.examine", lambda asked: [works("fleet file", asked.path)])
     assert main(["doctor", "fl\u00f6tte.toml"]) == 0

@@ -51,7 +51,7 @@ class Stub(http.server.BaseHTTPRequestHandler):
 
 
 class Elsewhere(Stub):
-    """Sends everybody to the server at `Stub.elsewhere`."""
+    """Redirects every request to the server at `Stub.elsewhere`."""
 
     def do_GET(self):
         self.send_response(307)
@@ -200,7 +200,7 @@ def test_turns_are_dropped_until_a_server_that_tells_no_context_takes_the_rest(u
 
 def test_nothing_is_dropped_or_refused_before_the_server_says_that_its_context_is_full(url, capsys):
     talk = Chat(RemoteSpeaker(url, "second", None), Keyboard(is_terminal=False), "Be kind.", {})
-    usage = {"usage": {"prompt_tokens": 4000, "completion_tokens": 2}}  # of few characters: the template's
+    usage = {"usage": {"prompt_tokens": 4000, "completion_tokens": 2}}  # few characters: only the template
     Stub.answers = [[*WHOLE[:-1], usage, "[DONE]"], WHOLE]
     talk.say("hi")
     talk.command("/show")

@@ -1,4 +1,4 @@
-"""What is written to a terminal: wrapped at words, and Markdown that is drawn while it comes."""
+"""Output at a terminal: text wrapped at words, and Markdown drawn as it arrives."""
 
 import io
 import random

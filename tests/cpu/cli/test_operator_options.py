@@ -1,4 +1,5 @@
-"""Options by which an operator changes what every client gets, whatever its requests say; under vLLM's names."""
+"""Options by which an operator changes what every client gets, whatever its requests say; under vLLM's
+names."""
 
 import json
 import logging

@@ -1,4 +1,5 @@
-"""What `shoal top` shows, by Rich's own recording console: 80 columns, colour or none, hostile names."""
+"""The picture of `shoal top`, by Rich's recording console: 80 columns, with and without colour, hostile
+names."""
 
 import io
 

@@ -1,4 +1,4 @@
-"""Where the user's folders are: as the environment says, and an error where nobody's home is known."""
+"""The user's folders: from the environment, and an error without a home."""
 
 from __future__ import annotations
 

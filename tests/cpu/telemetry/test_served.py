@@ -1,4 +1,4 @@
-"""Sums that workers tell, and what of it came lately."""
+"""Totals of workers, and recent rates."""
 
 import random
 import re
@@ -54,7 +54,7 @@ def test_a_process_that_starts_again_counts_from_zero():
 
 
 def test_a_process_that_starts_again_and_overtakes_what_it_had_counts_from_zero():
-    """It had ten short answers, and has one long one since: more tokens, and fewer first ones."""
+    """Ten short answers before the restart, one long one after it: more tokens, and fewer first ones."""
     before, now = served([1.0] * 10, prompt_tokens=90), served([2.0], [0.1] * 30, prompt_tokens=5)
     assert now.since(before) == now
     assert recent_rates(now, before, 2.0, before).ttft.p50 == pytest.approx(2.0, rel=0.13)

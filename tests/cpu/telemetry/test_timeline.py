@@ -1,4 +1,4 @@
-"""Timelines of requests: what a server tells of its last ones, and that nothing of what was said is in it."""
+"""Timelines of a server's last requests, which contain no text of the requests."""
 
 import json
 import time
@@ -21,7 +21,7 @@ from tests.fake_server import FakeServer, engine_saying, eventually, post, read_
 
 SECRET = "the treasure lies under the old oak"
 COMPLETE = "/v1/completions"
-ROUNDED = 3e-6  # Seconds: starts and lengths are told in whole microseconds, each rounded by itself.
+ROUNDED = 3e-6  # Seconds: starts and lengths are reported in whole microseconds, each rounded by itself.
 ENDPOINTS = [
     (COMPLETE, {"prompt": SECRET, "max_tokens": 5}),
     (COMPLETE, {"prompt": SECRET, "max_tokens": 5, "stream": True}),
@@ -158,7 +158,7 @@ def test_a_wait_is_at_the_worker_that_is_known_to_have_the_request():
 
 
 def test_an_answer_without_a_token_is_no_wait_once_it_is_there():
-    """So is that of embeddings."""
+    """The same holds for embeddings."""
     embedded = line()
     embedded.answer().push(Output("r", [], finish_reason=FinishReason.STOP), embedded.began + 1)
     embedded.end(has_failed=False)

@@ -190,7 +190,7 @@ def test_a_missing_extra_is_named(monkeypatch, module):
 def test_a_collector_that_is_away_does_not_keep_a_process_from_its_end(
     is_silent, tries_already, monkeypatch, caplog
 ):
-    """Each process of a fleet had tried again for seconds, one after the other."""
+    """Regression: each process of a fleet retried for seconds, one after another."""
     monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50" if tries_already else "60000")
 
     async def main(port):

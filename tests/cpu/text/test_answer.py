@@ -18,7 +18,7 @@ TOKENIZER = Tokenizer(texts.byte_level_backend(("<s>", "</s>")), {"bos_token": "
 
 
 def ids_of(text):
-    """A token for each byte."""
+    """Returns a token for each byte."""
     return [TOKENIZER.encode(character)[0] for character in text]
 
 
@@ -28,7 +28,7 @@ def request(prompt="", output="", **params):
 
 
 def outputs_of(ids, sizes, logprobs=False, **last):
-    """The ids in outputs of so many tokens; `last`: the fields of the last output."""
+    """Returns the ids in outputs of these sizes; `last`: the fields of the last output."""
     found, at = [], 0
     for size in sizes:
         part = ids[at : at + size]
@@ -42,7 +42,7 @@ def outputs_of(ids, sizes, logprobs=False, **last):
 
 
 def run(asked, outputs, tokenizer=TOKENIZER):
-    """The whole answer, from the outputs up to its end."""
+    """Returns the whole answer, from the outputs up to its end."""
     answer = Answer(asked, tokenizer)
     logprobs = asked.params.logprobs is not None
     whole = CompletionOutput(0, "", [], 0.0 if logprobs else None, [] if logprobs else None)

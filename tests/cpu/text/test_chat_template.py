@@ -520,7 +520,7 @@ LATER = [RULE, HI, YES, LATE, HI]
     ],
 )
 def test_no_instruction_is_lost(template, messages, written, tmp_path):
-    """Regression: templates that take one instruction refused several, or kept the last alone."""
+    """Regression: templates with one instruction refused several, or kept only the last one."""
     assert render(tmp_path, template, messages) == written
 
 
@@ -528,7 +528,7 @@ def test_no_instruction_is_lost(template, messages, written, tmp_path):
     "template, written",
     [
         (
-            "{% for m in messages %}[{{ 'nothing' if m.content is none else m.content }}]{% endfor %}",
+            "{% for m in messages %}[{{ m.content if m.content is not none else 'nothing' }}]{% endfor %}",
             "[Hi][nothing]",
         ),
         (

@@ -28,7 +28,7 @@ def fits(schema, value):
 
 
 def can_write(value, **given):
-    """Whether the grammar of these StructuredOutputsParams takes the text of `value`."""
+    """Returns True if the grammar of these StructuredOutputsParams accepts the text of `value`."""
     matcher = LLMatcher(BYTES, grammar_of(StructuredOutputsParams(**given)), log_level=0)
     assert not matcher.is_error(), matcher.get_error()
     tokens = BYTES.tokenize_str(json.dumps(value))

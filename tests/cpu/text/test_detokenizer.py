@@ -115,7 +115,7 @@ def test_the_first_space_is_the_answers_own_only_after_a_prompt():
     half = [next(i for i in range(len(tokenizer)) if tokenizer.token_bytes[i] == b"\xc3")]
     assert "".join(run(tokenizer, ids, prompt=half)[0]) == " the fox"
     assert "".join(run(tokenizer, ids, prompt=[tokenizer.bos_token_id])[0]) == "the fox", (
-        "a prompt that shows nothing is none"
+        "an empty prompt counts as a missing one"
     )
 
 

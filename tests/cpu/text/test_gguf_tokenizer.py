@@ -187,7 +187,7 @@ def test_all_end_of_text_ids_are_found():
     )
     tokenizer = Tokenizer.from_gguf(metadata)
     assert tokenizer.eos_token_ids == (size + 2, size + 3, size + 1)
-    # of this family, unless the file says otherwise
+    # the default of this family
     assert tokenizer.encode("a")[0] == tokenizer.bos_token_id
 
 

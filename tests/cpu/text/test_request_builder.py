@@ -105,7 +105,7 @@ def test_a_request_that_a_model_cannot_do_is_refused_by_name(prompt, options, ou
 
 
 def test_bad_words_that_forbid_every_allowed_token_are_refused():
-    """The row of logits was -inf throughout, and token 0 was drawn."""
+    """Regression: all logits were -inf, and token 0 was sampled."""
 
     def asked(*words):
         return Request("r", [1], SamplingParams(allowed_token_ids=[7, 8]), bad_word_ids=words)

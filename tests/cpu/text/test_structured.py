@@ -26,7 +26,7 @@ BYTES = LLTokenizer("byte")
 
 
 def can_write(value, schema, closes_objects=True):
-    """Whether the grammar of this schema takes the text of `value`."""
+    """Returns True if the grammar of this schema accepts the text of `value`."""
     grammar = grammar_of(StructuredOutputsParams(json=schema), closes_objects)
     matcher = LLMatcher(BYTES, grammar, log_level=0)
     assert not matcher.is_error(), matcher.get_error()

@@ -258,7 +258,7 @@ def test_schemas_of_required_calls_keep_their_references():
 def test_a_call_whose_arguments_are_no_json_comes_back_as_text(served, client):
     served.say("I try again.")
     call = {"id": "c", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Par'}}
-    result = {"role": "tool", "tool_call_id": "c", "content": "the arguments are no JSON"}
+    result = {"role": "tool", "tool_call_id": "c", "content": "the arguments are not JSON"}
     answer = ask(
         client,
         messages=[{"role": "user", "content": "hello"}, {"role": "assistant", "tool_calls": [call]}, result],
@@ -325,7 +325,7 @@ def test_parsers_are_chosen_by_the_template(template, tools, reasoning):
 
 
 def can_write(text, params):
-    """Whether the request's grammar takes this answer."""
+    """Returns True if the request's grammar accepts this answer."""
     matcher = LLMatcher(BYTES, grammar_of(params.structured_outputs), log_level=0)
     tokens = BYTES.tokenize_str(text)
     return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
