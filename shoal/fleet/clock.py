@@ -1,4 +1,4 @@
-"""The clock of the fleet's timers, and runs of asyncio on virtual time for tests and the simulator."""
+"""`Clock`: the time of the fleet's timers; also runs asyncio on virtual time for tests and the simulator."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ T = TypeVar("T")
 
 class Clock(Protocol):
     def now(self) -> float:
-        """Seconds from an arbitrary start. It never goes back."""
+        """Returns monotonic seconds from an arbitrary start."""
 
     async def sleep(self, seconds: float) -> None: ...
 
 
 class LoopClock:
-    """The clock of the event loop that it is first used in: monotonic time, or virtual time under
+    """The clock of the event loop in which it is first used: monotonic time, or virtual time under
     `run_virtual`."""
 
     def __init__(self) -> None:
         self._time: Callable[[], float] | None = None
 
     def now(self) -> float:
-        if self._time is None:  # asked for once, as each token asks for the time
+        if self._time is None:  # looked up once, as each token reads the time
             self._time = asyncio.get_running_loop().time
         return self._time()
 
@@ -34,13 +34,13 @@ class LoopClock:
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Where the loop would wait for its next timer, the time jumps there."""
+    """Advances the time to the loop's next timer instead of waiting for it."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("every task waits for another one, and no timer is left: a deadlock")
+            raise RuntimeError("deadlock: every task waits for another one, and no timer is left")
         self.now += timeout
         return super().select(0)
 
@@ -55,7 +55,7 @@ class _VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """asyncio.run on virtual time, which begins at 0: what would sleep for an hour takes no time. The
-    coroutine may not wait for sockets or other processes, as nothing waits for them here."""
+    """Like asyncio.run, on virtual time from 0: a sleep of an hour takes no time. The coroutine must not wait
+    for sockets or other processes, as the loop never does."""
     with asyncio.Runner(loop_factory=_VirtualLoop) as runner:
         return runner.run(main)

@@ -1,9 +1,9 @@
-"""The fleet key: a secret that all processes of one fleet share, in a file (`--fleet-key-file`).
+"""`FleetKey`: a secret in a file (`--fleet-key-file`) that all processes of one fleet share.
 
-ZMQ sockets use it as CURVE: one key pair is derived from it, a server shows that it has the pair and lets in
-who has it, and all that is sent is encrypted. So who does not have the file can neither read nor send. On
-NATS, whose server is none of ours, each payload is sealed with a tag (HMAC) that only holders of the key can
-make; who should not read either is kept out by TLS.
+ZMQ sockets use it with CURVE: one key pair is derived from it, a server proves that it has the pair and
+accepts clients that have it, and all messages are encrypted. So a process without the file can neither read
+nor send. On NATS, whose server is outside the fleet, each payload is sealed with a tag (HMAC) that only
+holders of the key can make; TLS keeps others from reading it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shoal.errors import ConfigError
 
 MIN_CHARACTERS = 16
 TAG_BYTES = 32
-DOMAIN = "fleet"  # what libzmq asks the authenticator about
+DOMAIN = "fleet"  # the ZAP domain of these sockets
 
 
 class FleetKey:
@@ -34,39 +34,40 @@ class FleetKey:
 
     @classmethod
     def read(cls, path: str | None) -> FleetKey | None:
-        """None for no path. Raises ConfigError as read_secret does."""
+        """Returns None for no path. Raises ConfigError as read_secret does."""
         return None if path is None else cls(read_secret(path))
 
     # ZMQ
 
     def protect_server(self, socket: zmq.Socket[Any]) -> None:
-        """Before the socket is bound. Its context needs `let_in`, or it lets nobody in."""
+        """Sets the keys of a server socket, before it is bound. It accepts no client unless its context has
+        `authenticate`."""
         socket.curve_secretkey, socket.curve_publickey = self._curve_secret, self._curve_public
         socket.curve_server = True
         socket.zap_domain = DOMAIN.encode()
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def protect_client(self, socket: zmq.Socket[Any]) -> None:
-        """Before the socket is connected. It takes no server but one with this key."""
+        """Sets the keys of a client socket, before it connects. It accepts only a server with this key."""
         socket.curve_secretkey, socket.curve_publickey = self._curve_secret, self._curve_public
         socket.curve_serverkey = self._curve_public
 
-    def let_in(self, context: zmq.Context[Any]) -> ThreadAuthenticator:
-        """Decides for the servers of this context who may connect, until it is stopped. libzmq asks one such
-        thread for each context."""
+    def authenticate(self, context: zmq.Context[Any]) -> ThreadAuthenticator:
+        """Starts the thread that accepts clients of this context's servers, until it is stopped. libzmq uses
+        one such thread per context."""
         authenticator = ThreadAuthenticator(context)
         authenticator.start()
-        authenticator.configure_curve_callback(DOMAIN, _Holders(self._curve_public))
+        authenticator.configure_curve_callback(DOMAIN, _KeyCheck(self._curve_public))
         return authenticator
 
     # Payloads
 
     def seal(self, subject: str, payload: bytes) -> bytes:
-        """The payload with its tag. It is readable, and it counts under this subject alone."""
+        """Returns the payload with its tag, valid for this subject only. It stays readable."""
         return self._tag(subject, payload) + payload
 
     def unseal(self, subject: str, sealed: bytes) -> bytes | None:
-        """The payload; None if nobody with the key has sealed it for this subject."""
+        """Returns the payload; None unless it was sealed with this key for this subject."""
         tag, payload = sealed[:TAG_BYTES], sealed[TAG_BYTES:]
         return payload if hmac.compare_digest(tag, self._tag(subject, payload)) else None
 
@@ -77,23 +78,23 @@ class FleetKey:
 
 
 def read_secret(path: str) -> bytes:
-    """What the file holds. Raises ConfigError for one that cannot be read or holds too short a key."""
+    """Returns the key in the file. Raises ConfigError for an unreadable file or a short key."""
     try:
         secret = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).strip()
     except OSError as error:
         raise ConfigError(
-            f"fleet_key_file {path!r} cannot be read: {error}; make one with: openssl rand -hex 32"
+            f"fleet_key_file must be readable, got {path!r}: {error}; make one with: openssl rand -hex 32"
         ) from None
     if len(secret) < MIN_CHARACTERS:
         raise ConfigError(
-            f"fleet_key_file {path!r} holds {len(secret)} characters, and a key has at least "
-            f"{MIN_CHARACTERS}; make one with: openssl rand -hex 32"
+            f"fleet_key_file must hold at least {MIN_CHARACTERS} characters, got {len(secret)} in {path!r}; "
+            "make one with: openssl rand -hex 32"
         )
     return secret
 
 
-class _Holders:
-    """Those who have the derived key pair."""
+class _KeyCheck:
+    """Accepts clients with the derived key pair."""
 
     def __init__(self, public: bytes) -> None:
         self._public = public

@@ -1,4 +1,4 @@
-"""What clients asked of one model and how quickly it came: the counts that a planner for latency needs."""
+"""`Traffic`: counts of one model's requests, tokens and latencies, for a planner with latency targets."""
 
 from __future__ import annotations
 
@@ -6,31 +6,31 @@ import msgspec
 
 
 class Traffic(msgspec.Struct, omit_defaults=True):
-    """Sums since the start, as Prometheus has them: what happened between two moments is the difference of
-    two. Times are in seconds."""
+    """Sums since the start, as in Prometheus: the traffic of an interval is the difference of two. Times are
+    in seconds."""
 
     num_requests: int = 0
-    input_tokens: int = 0  # of these requests' prompts
-    num_first: int = 0  # requests that had their first tokens
-    ttft_s: float = 0.0  # until these, from the requests' arrivals
-    num_ended: int = 0  # requests that had all their tokens
-    output_tokens: int = 0  # of the ended ones
-    num_gaps: int = 0  # between tokens, of the ended ones
+    input_tokens: int = 0  # in the prompts of these requests
+    num_first: int = 0  # requests with a first token
+    ttft_s: float = 0.0  # sum of their times to first token
+    num_ended: int = 0  # requests that ended
+    output_tokens: int = 0  # tokens of ended requests
+    num_gaps: int = 0  # intervals between tokens of ended requests
     gaps_s: float = 0.0
 
     def arrived(self, num_tokens: int) -> None:
-        """A request came, with a prompt of so many tokens."""
+        """Counts a request with a prompt of `num_tokens` tokens."""
         self.num_requests += 1
         self.input_tokens += num_tokens
 
     def began(self, ttft_s: float) -> None:
-        """A request has its first token."""
+        """Counts a first token, `ttft_s` seconds after the request's arrival."""
         self.num_first += 1
         self.ttft_s += ttft_s
 
     def ended(self, num_tokens: int, seconds: float) -> None:
-        """A request has ended with so many tokens (at least one), the last of them so long after the
-        first."""
+        """Counts the end of a request with `num_tokens` >= 1 tokens, `seconds` between the first and the
+        last."""
         self.num_ended += 1
         self.output_tokens += num_tokens
         if num_tokens > 1:
@@ -38,8 +38,7 @@ class Traffic(msgspec.Struct, omit_defaults=True):
             self.gaps_s += seconds
 
     def since(self, before: Traffic) -> Traffic:
-        """What came after `before`. All that is counted, if the counting began anew meanwhile, as it does
-        with a router that starts again."""
+        """Returns the traffic since `before`; all of it if a restart of the router has reset the counts."""
         names = self.__struct_fields__
         parts = {name: getattr(self, name) - getattr(before, name) for name in names}
         return self if min(parts.values()) < 0 else Traffic(**parts)

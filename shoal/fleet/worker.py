@@ -1,7 +1,7 @@
-"""One worker as the router knows it: what it serves, how it fares, and the link to it.
+"""`Worker`: one worker as the router knows it, with its state, its counts and the link to it.
 
-A link speaks to a worker: `RemoteEngine` at token level to ours, `ExternalLink` by HTTP to any other. All
-else that a router does with workers (choose, drain, probe, break the circuit) is the same for both.
+The link of a native worker is a `RemoteEngine` at token level; an external worker's is an `ExternalLink` over
+HTTP. Choosing, draining, probing and circuit breaking are the same for both.
 """
 
 from __future__ import annotations
@@ -20,55 +20,55 @@ from shoal.fleet_views import WorkerState
 from shoal.stats import Stats
 from shoal.telemetry.served import ServedTotals
 
-FAILURES_TO_BREAK = 3  # requests or checks that fail one after the other
+FAILURES_TO_BREAK = 3  # successive failures of requests or checks
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker says of itself, or what is said of it on the command line."""
+    """The facts about a worker: its own report, or its entry on the command line."""
 
     id: str
     url: str
-    models: tuple[str, ...]  # the names that clients may use; (): not known yet
+    models: tuple[str, ...]  # the names for clients; () while unknown
     adapters: frozenset[str] = frozenset()  # further names: adapters of the first model
     role: str = "both"
-    is_external: bool = False  # it is spoken to by HTTP
+    is_external: bool = False  # connected over HTTP
     tags: frozenset[str] = frozenset()
     pid: int | None = None
-    dp_size: int | None = 1  # data-parallel ranks; None: as many as its KV events name
+    dp_size: int | None = 1  # data-parallel ranks; None: learned from its KV events
     block_size: int = 16
-    total_blocks: int = 0  # of all ranks
-    kv_block_bytes: int = 0  # of one block, where workers exchange them
-    lends_kv: bool = False  # others may read its KV blocks
-    reads_kv: bool = False  # it reads those of others
-    max_running: int = 0  # sequences that it runs at once; 0: unknown
-    # What all workers of a model must have in common, such as {"weights": digest, "hash_seed": 1337}.
+    total_blocks: int = 0  # over all ranks
+    kv_block_bytes: int = 0  # bytes per block, if workers exchange blocks
+    lends_kv: bool = False  # other workers can read its KV blocks
+    reads_kv: bool = False  # it can read other workers' KV blocks
+    max_running: int = 0  # concurrent sequences; 0: unknown
+    # Facts in which all workers of a model must agree, such as {"weights": digest, "hash_seed": 1337}.
     identity: dict[str, Any] = {}
     details: dict[str, Any] = {}
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker publishes of its load, for one of its data-parallel ranks."""
+    """The published load of one data-parallel rank of a worker."""
 
     num_running: int = 0
     num_waiting: int = 0
-    kv_usage: float = 0.0  # the share of its KV cache that requests hold
+    kv_usage: float = 0.0  # share of its KV cache in use by requests
     rank: int = 0
 
 
 class Link(Protocol):
-    """The way to one worker. What it sends to the worker ends at once when `Place.on_broken` is called."""
+    """The connection to one worker. A request there ends at once when `Assignment.on_broken` is called."""
 
     async def check(self) -> WorkerInfo:
-        """What the worker says of itself now. Returns soon if it answers at all. Raises WorkerFailedError."""
+        """Returns the worker's present facts, soon if it answers at all. Raises WorkerFailedError."""
         ...
 
     async def canary(self) -> None:
-        """Generates one token, to find a worker that answers and does not work. A worker that shows otherwise
-        that it makes progress need not. Raises WorkerFailedError, and BusyError where it is full."""
+        """Generates one token, to find a worker that answers but does not work. Returns earlier if the worker
+        shows progress otherwise. Raises WorkerFailedError, and BusyError if it is full."""
         ...
 
     async def loads(self) -> list[WorkerLoad]:
-        """The load of each rank, asked for now; [] where it cannot be asked for or comes by itself. Raises
+        """Requests the load of each rank; [] if the worker cannot be asked, or reports it by itself. Raises
         WorkerFailedError."""
         ...
 
@@ -79,49 +79,49 @@ L = TypeVar("L", bound=Link, covariant=True)
 
 
 class Worker(Generic[L]):
-    """`state` is READY only while requests may go there.
+    """`state` is READY only while the worker accepts requests.
 
-    A worker is BROKEN from its start until the first probe succeeds, and again when nobody is there, when it
-    fails FAILURES_TO_BREAK times in succession, or when it hangs. Then it must generate a token for a probe
-    before it is READY.
+    A worker is BROKEN from its start until the first probe succeeds, and again when it is not connected,
+    fails FAILURES_TO_BREAK times in succession, or hangs. It must then generate a token for a probe before it
+    is READY.
     """
 
     def __init__(self, info: WorkerInfo, link: L, clock: Callable[[], float]) -> None:
         self.info, self.link = info, link
         self.id = info.id
         self.ranks = [WorkerRank(info.id, rank) for rank in range(info.dp_size or 1)]
-        self.knows_ranks = info.dp_size is not None  # until then its one rank is a guess
-        self.has_events = False  # it tells what it caches
+        self.knows_ranks = info.dp_size is not None  # False: its only rank is a guess
+        self.has_events = False  # it publishes KV events
         self.is_draining = False
-        self.num_holds = 0  # commands of an operator at work: it gets nothing until the last one has ended
-        self.num_commands = 0  # of an operator that are at work: it may answer nothing else meanwhile
+        self.num_holds = 0  # running commands that keep requests away
+        self.num_commands = 0  # running commands, during which it may not answer
         self.sleep_level: int | None = None  # None: awake, 0: paused, 1 and 2: asleep
-        self.is_paused = False  # also of one that sleeps, whose level is that of its sleep
+        self.is_paused = False  # stays True if a paused worker sleeps deeper
         self.weights_version = 0
-        self.stats: Stats | None = None  # as one of ours has reported last
-        # What it has served, as it has reported last; of an external one, what this router has had of it.
+        self.stats: Stats | None = None  # a native worker's last report
+        # A native worker's last report; for an external one, this router's own counts.
         self.served: ServedTotals | None = ServedTotals.counting() if info.is_external else None
-        self.loads: Sequence[WorkerLoad] = ()  # as it has published last, of each rank
-        self.is_reached = False  # a probe has succeeded since it came, or since it broke
+        self.loads: Sequence[WorkerLoad] = ()  # last published, by rank
+        self.is_reached = False  # a probe has succeeded since it joined or broke
         self.is_gone = False
-        self.why = "it was not reached yet"  # it gets nothing; "" while it is well
-        self.excluded_reason = ""  # why it cannot serve with its peers, whatever its health
-        self.needs_canary = False  # a check alone does not show that it is well again
-        self.active = 0  # requests of this router that it has now
-        # What this router has counted of it, and of those that had its id before.
+        self.why = "it was not reached yet"  # why it is BROKEN; "" while it is healthy
+        self.excluded_reason = ""  # why it gets no requests though healthy, such as an incompatibility
+        self.needs_canary = False  # a check alone does not prove its recovery
+        self.active = 0  # its requests from this router
+        # Counts of this router, including earlier workers of the same id.
         self.num_requests = 0
-        self.num_prefills = 0  # prompts that it computed for another worker
+        self.num_prefills = 0  # prompts computed for other workers
         self.num_breaks = 0
         self.num_failed = 0  # requests that ended here with a WorkerFailedError
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.last_token_at = float("-inf")
-        self.full_until = float("-inf")  # it has said that it is full
+        self.full_until = float("-inf")  # since it has refused a request as full
         self.broke = asyncio.Event()  # set while it is not reached
-        self.suspected = asyncio.Event()  # set by a failure that may be its own, or the request's
-        self.on_change: set[Callable[[], None]] = set()  # called when it may have got room, or was lost
-        self.on_broken: set[Callable[[], None]] = set()  # those who wait for it: they are to wait no longer
-        self.on_draining: set[Callable[[], None]] = set()  # those who may go on elsewhere
+        self.suspected = asyncio.Event()  # set by a failure caused by it or by the request
+        self.on_change: set[Callable[[], None]] = set()  # called when it may have room, or is lost
+        self.on_broken: set[Callable[[], None]] = set()  # called to end the wait for it
+        self.on_draining: set[Callable[[], None]] = set()  # called when it drains
         self._clock = clock
         self._num_failures = 0
 
@@ -135,22 +135,22 @@ class Worker(Generic[L]):
 
     @property
     def takes_requests(self) -> bool:
-        """Whether it may be chosen: it is ready and awake. Each request asks all workers."""
+        """True if it is ready and awake. Must be quick, as each request asks all workers."""
         if self.is_draining or self.num_holds or self.excluded_reason or self.is_gone:
             return False
         return self.is_reached and self.sleep_level is None
 
     def has_room(self, num_active: int, now: float) -> bool:
-        """Whether a request sent now would run soon, where it has so many."""
+        """Returns whether a worker with `num_active` requests would run another one soon."""
         return now >= self.full_until and not 0 < self.info.max_running <= num_active
 
     def changed(self) -> None:
-        for tell in list(self.on_change):
-            tell()
+        for call in list(self.on_change):
+            call()
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """Inside of the block it gets nothing new. It is back behind it, so requests may wait for it."""
+        """Keeps requests away during the block. It returns afterwards, so requests may wait for it."""
         self.num_holds += 1
         self.changed()
         try:
@@ -160,15 +160,15 @@ class Worker(Generic[L]):
             self.changed()
 
     def drain(self, is_draining: bool) -> None:
-        """From now on it gets nothing new, or requests again."""
+        """Stops new requests, or allows them again."""
         self.is_draining = is_draining
         self.changed()
         if is_draining:
-            for tell in list(self.on_draining):
-                tell()
+            for call in list(self.on_draining):
+                call()
 
     async def wait_idle(self) -> None:
-        """Returns when this router has no request there."""
+        """Returns once this router has no request there."""
         idle = asyncio.Event()
 
         def look() -> None:
@@ -193,7 +193,7 @@ class Worker(Generic[L]):
             self.changed()
 
     def reached(self) -> None:
-        """A probe succeeded."""
+        """Records a successful probe."""
         self._num_failures = 0
         if not self.is_reached:
             self.is_reached, self.needs_canary, self.why = True, False, ""
@@ -201,28 +201,28 @@ class Worker(Generic[L]):
             self.changed()
 
     def delivered(self) -> None:
-        """It sent a token: whatever else is wrong, it works."""
+        """Records a token, which proves that the worker works."""
         self.last_token_at, self._num_failures = self._clock(), 0
 
     def failed(self, error: WorkerFailedError) -> None:
-        """A request or a check failed. Where nobody is there, one failure is enough."""
+        """Counts a failure. One is enough to break a worker that is not connected."""
         self._num_failures += 1
         if error.is_absent or self._num_failures >= FAILURES_TO_BREAK:
             self._break(str(error))
 
     def forgive(self) -> None:
-        """A failure was no fault of the worker's, as another one failed at the same request."""
+        """Takes back a failure, as another worker failed at the same request."""
         self._num_failures = max(0, self._num_failures - 1)
 
-    def hangs(self, error: WorkerFailedError) -> None:
-        """It takes requests and delivers nothing. Those who wait for it stop waiting."""
+    def hung(self, error: WorkerFailedError) -> None:
+        """Breaks a worker that accepts requests and delivers nothing, and ends its requests."""
         self._break(str(error))
         self.interrupt()
 
     def interrupt(self) -> None:
-        """Ends what it has now with a WorkerFailedError, so that it goes on elsewhere."""
-        for tell in list(self.on_broken):
-            tell()
+        """Ends its requests with a WorkerFailedError, so that they continue at other workers."""
+        for call in list(self.on_broken):
+            call()
 
     def _break(self, why: str) -> None:
         if self.is_reached:
@@ -234,19 +234,19 @@ class Worker(Generic[L]):
 
 
 def at_worker(spans: list[Span] | None, worker_id: str) -> list[Span]:
-    """What a worker tells of a request, as the fleet tells it on."""
+    """Returns a worker's spans of a request, marked with its id."""
     for span in spans or ():
         span.worker = worker_id
     return spans or []
 
 
 class RefusedError(BusyError):
-    """A worker lives, and takes nothing just now for another reason than that it is full."""
+    """A live worker refuses a request for another reason than being full."""
 
 
 class MovedError(BusyError):
-    """A request waited at a worker, and another worker would run it at once. The first one is not full for
-    all that: it may be the better one for the next request."""
+    """A request leaves a worker where it waits for another that runs it at once. The first one does not count
+    as full, since it may be the better one for the next request."""
 
     def __init__(self, message: str) -> None:
         super().__init__(message, retry_after_s=0.0)
@@ -254,13 +254,13 @@ class MovedError(BusyError):
 
 @contextlib.contextmanager
 def errors_of(worker_id: str) -> Iterator[None]:
-    """A worker's errors as the fleet knows them: after BusyError and WorkerFailedError another worker may go
-    on."""
+    """Converts a worker's errors into errors of the fleet: after BusyError and WorkerFailedError another
+    worker may continue."""
     try:
         yield
     except (UserError, BusyError, WorkerFailedError):
         raise
-    except UnavailableError as error:  # it sleeps, say, and its report is on the way
+    except UnavailableError as error:  # for example it sleeps, and its report is on the way
         raise RefusedError(f"worker {worker_id}: {error}") from error
     except ShoalError as error:
         raise WorkerFailedError(f"worker {worker_id}: {error}") from error

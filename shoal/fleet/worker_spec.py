@@ -1,4 +1,4 @@
-"""An external worker as the command line names it: `URL,key=value,...`."""
+"""`WorkerSpec`: an external worker as written on the command line, `URL,key=value,...`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MOST_RANKS = 1024
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """`url` has no slash at its end. `kv_events` and `replay` are those of rank 0; the next rank has the next
-    port."""
+    """`url` has no slash at its end. `kv_events` and `replay` are the addresses of rank 0; each further rank
+    has the next port."""
 
     url: str
     id: str
@@ -30,11 +30,11 @@ class WorkerSpec:
     replay: str | None = None
     topic: str = ""
     block_size: int = DEFAULT_BLOCK_SIZE
-    dp_size: int | None = None  # None: as many as KV events name
+    dp_size: int | None = None  # None: learned from KV events
     api_key: str | None = field(default=None, repr=False)
 
     def info(self) -> WorkerInfo:
-        """What is known of the worker before it has answered."""
+        """Returns the facts known before the worker has answered."""
         return WorkerInfo(
             id=self.id,
             url=self.url,
@@ -46,8 +46,7 @@ class WorkerSpec:
         )
 
     def event_endpoints(self) -> list[tuple[str, str | None]]:
-        """For each rank where its KV events are published, and where they are told again. [] without
-        events."""
+        """Returns for each rank the addresses of its KV events and of their replay; [] without events."""
         if self.kv_events is None:
             return []
         return [
@@ -59,8 +58,8 @@ class WorkerSpec:
 def parse_worker(text: str, block_size: int = DEFAULT_BLOCK_SIZE) -> WorkerSpec:
     """Reads `http://127.0.0.1:9002,kv_events=tcp://127.0.0.1:5557,replay=tcp://127.0.0.1:5558,id=b,tag=x`.
 
-    `tag` may come several times. `block_size` is of a worker that does not say its own. Raises ConfigError
-    that names the key, and for an api_key_file that cannot be read."""
+    `tag` may be repeated. `block_size` is the default for the key of this name. Raises ConfigError that names
+    the key, also for an api_key_file that cannot be read."""
     url, *entries = text.strip().split(",")
     values: dict[str, str] = {}
     tags = set()
@@ -68,11 +67,11 @@ def parse_worker(text: str, block_size: int = DEFAULT_BLOCK_SIZE) -> WorkerSpec:
         key, equals, value = entry.strip().partition("=")
         check_keys([key], KEYS, f"worker {text!r:.200}")
         if not equals or not value:
-            raise ConfigError(f"worker {text!r:.200}: {key} has no value; write {key}=VALUE")
+            raise ConfigError(f"worker {text!r:.200}: {key} must have a value; write {key}=VALUE")
         if key == "tag":
             tags.add(value)
         elif key in values:
-            raise ConfigError(f"worker {text!r:.200}: {key} is given twice")
+            raise ConfigError(f"worker {text!r:.200}: {key} must be given once, got two values")
         else:
             values[key] = value
     place = _check_url(url, text)
@@ -89,25 +88,25 @@ def parse_worker(text: str, block_size: int = DEFAULT_BLOCK_SIZE) -> WorkerSpec:
     )
     if not ID.fullmatch(spec.id):
         raise ConfigError(
-            f"worker {text!r:.200}: id {spec.id!r:.100} is no name; up to 100 letters, digits and any of "
-            "-_.: make one"
+            f"worker {text!r:.200}: id must be up to 100 letters, digits and any of -_.:, got "
+            f"{spec.id!r:.100}"
         )
     for key, endpoint in (("kv_events", spec.kv_events), ("replay", spec.replay)):
         if endpoint is not None:
             _check_endpoint(key, endpoint, spec.dp_size or 1, text)
     if spec.replay is not None and spec.kv_events is None:
-        raise ConfigError(f"worker {text!r:.200}: replay without kv_events; give both, or neither")
+        raise ConfigError(f"worker {text!r:.200}: replay needs kv_events; give both, or neither")
     return spec
 
 
 def check_distinct(specs: Iterable[WorkerSpec]) -> None:
-    """Raises ConfigError for two workers of one id."""
+    """Raises ConfigError for two workers with one id."""
     urls: dict[str, str] = {}
     for spec in specs:
         if spec.id in urls:
             raise ConfigError(
-                f"two workers have the id {spec.id!r}: {urls[spec.id]} and {spec.url}; give each its own "
-                "(id=NAME)"
+                f"the id of a worker must be its own, got {spec.id!r} for {urls[spec.id]} and {spec.url}; "
+                "give one of them another (id=NAME)"
             )
         urls[spec.id] = spec.url
 
@@ -120,7 +119,9 @@ def _check_url(url: str, text: str) -> str:
     except ValueError as error:
         raise ConfigError(f"worker {text!r:.200}: its URL cannot be read: {error}") from None
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or "@" in url:
-        raise ConfigError(f"worker {text!r:.200} begins with no URL; write http://HOST:PORT or https://...")
+        raise ConfigError(
+            f"worker {text!r:.200} must begin with a URL; write http://HOST:PORT or https://..."
+        )
     default = 443 if parts.scheme == "https" else 80
     return f"{host}:{port or default}{parts.path.rstrip('/').replace('/', '.')}"
 
@@ -130,7 +131,7 @@ def _number(values: dict[str, str], key: str, default: int, high: int, text: str
     if value is None:
         return default
     if not (value.isascii() and value.isdigit() and 1 <= int(value) <= high):
-        raise ConfigError(f"worker {text!r:.200}: {key} {value!r:.40} is no number from 1 to {high}")
+        raise ConfigError(f"worker {text!r:.200}: {key} must be from 1 to {high}, got {value!r:.40}")
     return int(value)
 
 
@@ -140,8 +141,8 @@ def _check_endpoint(key: str, endpoint: str, dp_size: int, text: str) -> None:
     is_tcp = kind == "tcp" and port.isascii() and port.isdigit() and 0 < int(port) <= 65536 - dp_size
     if not is_tcp and not (kind == "ipc" and address and dp_size == 1):
         raise ConfigError(
-            f"worker {text!r:.200}: {key} {endpoint!r:.100} is no address of ZMQ with room for {dp_size} "
-            "ranks; write tcp://HOST:PORT, or ipc://PATH for one rank"
+            f"worker {text!r:.200}: {key} must be a ZMQ address with a port for each of {dp_size} ranks, got "
+            f"{endpoint!r:.100}; write tcp://HOST:PORT, or ipc://PATH for one rank"
         )
 
 
@@ -160,5 +161,5 @@ def _read_key(path: str | None, text: str) -> str | None:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"worker {text!r:.200}: api_key_file cannot be read: {error}") from None
     if not key or "\n" in key or not key.isascii() or not key.isprintable():
-        raise ConfigError(f"worker {text!r:.200}: api_key_file {path!r} holds no key; write one line")
+        raise ConfigError(f"worker {text!r:.200}: api_key_file must hold one line with a key, got {path!r}")
     return key

@@ -1,14 +1,12 @@
-"""From one publisher's numbered batches of KV events to the index.
+"""`EventFeed`: applies one publisher's numbered batches of KV events to the index.
 
-What was lost is asked for, and what comes twice changes nothing.
+It is pure logic, without sockets and clocks; event_listener.py and RemoteEngine feed it. Lost batches are
+replayed, and duplicates change nothing. A feed begins with a replay of everything, so that a router that
+starts late learns the cached blocks. Live batches wait during a replay. A gap that no replay can fill is not
+guessed: all blocks of the worker are forgotten, and the index learns again from the following batches.
 
-`EventFeed` is the logic, without sockets and clocks. `listen` feeds it from a worker's PUB and ROUTER sockets
-(vLLM's wire, docs/kv.md). A feed begins by asking for everything, so that a router that starts late or again
-learns what is cached. While it asks, live batches wait. What no replay can fill is not guessed: all that the
-worker was known to have is forgotten, and the index learns again from what comes.
-
-A publisher that starts again counts from 0, with nothing cached. So a replay begins with the last batch that
-is known: if the publisher tells another one under its number, or none, it is another publisher.
+A publisher that restarts counts from 0, with an empty cache. So a replay begins with the last known batch: if
+the publisher has another batch under its number, or none, it is a new publisher.
 """
 
 from __future__ import annotations
@@ -25,15 +23,15 @@ from shoal.kv_events import AllBlocksCleared, EventBatch, KVEvent, decode
 
 logger = logging.getLogger(__name__)
 
-# Live batches that wait for a replay; beyond them the oldest are lost, and asked for again.
+# Live batches that wait for a replay; beyond this many the oldest are dropped, and replayed later.
 MAX_WAITING = 10_000
-MAX_DIGESTS = 1024  # batches of which it is known what they held
+MAX_DIGESTS = 1024  # recent batches whose digests are kept
 MAX_RANKS = 1024  # data-parallel ranks that batches may name
-MAX_REPLAYS = 2  # that bring nothing new, until what is missing is given up
+MAX_REPLAYS = 2  # replays without news, until a gap is accepted
 
 
 class BlockSink(Protocol):
-    """Whoever takes in events: a KvIndexer, a KvRouter."""
+    """Applies events: a KvIndexer or a KvRouter."""
 
     def apply(self, rank: WorkerRank, event: KVEvent) -> None: ...
 
@@ -45,12 +43,12 @@ class _Batch(NamedTuple):
 
 
 class EventFeed:
-    """The events of one publisher. `replay_from` is the first number that must be asked for; None: nothing is
-    missing. `missing` is set with it, and cleared by whoever asks."""
+    """The events of one publisher. `replay_from` is the first number to replay; None: nothing is missing.
+    `missing` is set with it; the part that requests replays clears it."""
 
     def __init__(self, sink: BlockSink, rank: WorkerRank, num_ranks: int | None = None) -> None:
-        """`rank`: whose events these are, unless a batch names another of the worker's `num_ranks`
-        data-parallel ranks. None: it is not known how many there are."""
+        """`rank`: the events' rank, unless a batch names another of the worker's `num_ranks` data-parallel
+        ranks; None: their number is unknown."""
         self.replay_from: int | None = 0
         self.missing = asyncio.Event()
         self.missing.set()
@@ -58,21 +56,21 @@ class EventFeed:
         self.num_unreadable = 0
         self.num_batches = 0
         self._sink, self._rank, self._num_ranks = sink, rank, num_ranks
-        self._ranks = {rank}  # those that have told of something
+        self._ranks = {rank}  # ranks with events so far
         self._next = 0
         self._last_ts = float("-inf")
         self._digests: dict[int, int] = {}
         self._waiting: deque[_Batch] = deque(maxlen=MAX_WAITING)
-        self._is_confirmed = False  # this replay has told of something, by the publisher that is known
-        self._is_other = False  # this replay is told by another publisher
-        self._num_replays = 0  # one after the other, that have brought nothing new
+        self._is_confirmed = False  # this replay comes from the known publisher
+        self._is_other = False  # this replay comes from another publisher
+        self._num_replays = 0  # successive replays without news
 
     def heard(self, number: int, payload: bytes) -> None:
-        """A live batch."""
+        """Takes a live batch."""
         content = self._decode(payload)
         if content is None:
             if self.replay_from is None and number == self._next:
-                self._pass(number)
+                self._advance(number)
             return
         batch = _Batch(number, xxh3_64_intdigest(payload), content)
         if self.replay_from is not None:
@@ -81,15 +79,15 @@ class EventFeed:
             self._take(batch)
 
     def replayed(self, number: int, payload: bytes) -> None:
-        """A batch of a replay. One that begins with AllBlocksCleared stands for all before it too, so there a
-        number may have gone back: the publisher has started again."""
+        """Takes a batch of a replay. One that begins with AllBlocksCleared is a snapshot and replaces all
+        before it, also if its number is lower after a restart of the publisher."""
         if self._is_other:
             return
         content = self._decode(payload)
         batch = _Batch(number, xxh3_64_intdigest(payload), content or EventBatch(self._last_ts, []))
         if batch.content.events and isinstance(batch.content.events[0], AllBlocksCleared):
             self._digests.clear()
-            self._apply(batch, is_told_live=False)
+            self._apply(batch, is_live=False)
         elif number < self._next:
             if not self._is_known(batch):
                 self._is_other = True
@@ -97,29 +95,29 @@ class EventFeed:
             self._is_confirmed |= number == self._next - 1
         else:
             if self._next > 0 and not (self._is_confirmed and number == self._next):
-                self._lose()  # the publisher no longer has those between
+                self._lose()  # the publisher has dropped the batches between
             self._apply(batch)
         self._is_confirmed |= number >= self._next - 1
 
     def replay_ended(self) -> None:
-        """The publisher has told all that it had. If what is known was not among that, it is forgotten. What
-        is still missing is asked for again, and at last given up."""
+        """Ends a replay. Without the known batch in it, all known blocks are forgotten. A remaining gap is
+        replayed again, and accepted after MAX_REPLAYS."""
         if self._is_other or (self._next > 0 and not self._is_confirmed):
             self._lose()
-            self._begin_anew()
+            self._restart()
             return
-        # A batch that is older than what was just told, and was not among it, is of a predecessor.
+        # A waiting batch that is older than the replay and not part of it comes from an earlier publisher.
         waiting = [
             batch
             for batch in self._waiting
             if batch.number >= self._next and batch.content.ts >= self._last_ts
         ]
         waiting.sort(key=_number)
-        is_told, self.replay_from, self._is_confirmed = self._is_confirmed, None, False
+        is_known, self.replay_from, self._is_confirmed = self._is_confirmed, None, False
         self._waiting.clear()
         if waiting and waiting[0].number > self._next:
             self._num_replays += 1
-            if not is_told or self._num_replays >= MAX_REPLAYS:
+            if not is_known or self._num_replays >= MAX_REPLAYS:
                 self._lose()
                 self._next, self._last_ts = waiting[0].number, float("-inf")
         for batch in waiting:
@@ -129,9 +127,9 @@ class EventFeed:
                 self._take(batch)
 
     def check(self) -> None:
-        """The worker was away: what it has is asked for, and whether it is the same."""
+        """Requests a replay after the worker was unreachable, as it may have restarted."""
         if self.replay_from is None:
-            self._ask()
+            self._request_replay()
 
     def _take(self, batch: _Batch) -> None:
         if batch.number == self._next and batch.content.ts >= self._last_ts:
@@ -139,58 +137,58 @@ class EventFeed:
             return
         known = self._digests.get(batch.number)
         if known == batch.digest:
-            return  # it comes twice
-        if known is not None:  # a number that was, with news: the publisher counts from 0 again
+            return  # a duplicate
+        if known is not None:  # another batch under a known number: the publisher has restarted
             self._clear()
-            self._begin_anew()
-        else:  # a gap, a number of long ago, or a clock that went back
-            self._ask()
+            self._restart()
+        else:  # a gap, a very old number, or a clock that was set back
+            self._request_replay()
         self._waiting.append(batch)
 
     def _is_known(self, batch: _Batch) -> bool:
-        """Whether this is what the publisher that is known has told under this number. Of what a snapshot
-        stood for, only the time is known: it was before the snapshot."""
+        """Returns whether this batch equals the one already applied under its number. For batches covered by
+        a snapshot only the timestamp can be compared."""
         known = self._digests.get(batch.number)
         if known is None:
             return batch.number < self._next - 1 or batch.content.ts <= self._last_ts
         return known == batch.digest
 
-    def _ask(self) -> None:
+    def _request_replay(self) -> None:
         self.replay_from = max(0, self._next - 1)
         self.missing.set()
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         self._next, self._last_ts, self._num_replays = 0, float("-inf"), 0
         self._is_confirmed = self._is_other = False
         self._digests.clear()
-        self._ask()
+        self._request_replay()
 
-    def _apply(self, batch: _Batch, is_told_live: bool = True) -> None:
-        """`is_told_live`: the same bytes come, or came, as a live batch."""
+    def _apply(self, batch: _Batch, is_live: bool = True) -> None:
+        """`is_live`: the same bytes are also sent as a live batch."""
         rank = self._rank_of(batch.content)
         if rank is not None:
             self._ranks.add(rank)
             for event in batch.content.events:
                 self._sink.apply(rank, event)
         self._last_ts = batch.content.ts
-        self._pass(batch.number)
-        if is_told_live:
+        self._advance(batch.number)
+        if is_live:
             self._digests[batch.number] = batch.digest
             if len(self._digests) > MAX_DIGESTS:
                 del self._digests[next(iter(self._digests))]
 
-    def _pass(self, number: int) -> None:
+    def _advance(self, number: int) -> None:
         self.num_batches += 1
         self._next, self._num_replays = number + 1, 0
 
     def _rank_of(self, batch: EventBatch) -> WorkerRank | None:
-        """Whose the events are; None for a rank that the worker does not have."""
+        """Returns the rank of the events; None for a rank that the worker does not have."""
         named, most = batch.data_parallel_rank, MAX_RANKS if self._num_ranks is None else self._num_ranks
         if named is None or named == self._rank.rank or most == 1:
             return self._rank
         if 0 <= named < most:
             return WorkerRank(self._rank.worker, named)
-        self._skip(f"data-parallel rank {named} is none of {most} (dp_size)")
+        self._skip(f"data-parallel rank must be below {most} (dp_size), got {named}")
         return None
 
     def _lose(self) -> None:
@@ -212,7 +210,7 @@ class EventFeed:
     def _skip(self, why: str) -> None:
         self.num_unreadable += 1
         if self.num_unreadable == 1:
-            logger.warning("worker %s sends KV events that cannot be read: %s", self._rank.worker, why)
+            logger.warning("KV events of worker %s cannot be read: %s", self._rank.worker, why)
 
 
 def _number(batch: _Batch) -> int:

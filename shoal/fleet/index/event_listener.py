@@ -14,7 +14,7 @@ from shoal.kv_events import END
 logger = logging.getLogger(__name__)
 
 REPLAY_PATIENCE_S = 5.0  # without a batch, a replay has failed
-AGAIN_S = 10.0  # after a replay that failed, until the next is tried
+RETRY_S = 10.0  # pause after a failed replay
 MAX_FRAME_BYTES = 1 << 30
 
 
@@ -58,7 +58,7 @@ async def _replay(feed: EventFeed, context: zmq.asyncio.Context, endpoint: str |
         await socket.send_multipart([b"", start.to_bytes(8, "big")])
         while True:
             frames = await asyncio.wait_for(socket.recv_multipart(), REPLAY_PATIENCE_S)
-            # vLLM's answers have three frames here, ours the topic too.
+            # vLLM answers with three frames; Shoal adds the topic.
             number, payload = frames[-2], frames[-1]
             if number == END:
                 feed.replay_ended()
@@ -67,7 +67,7 @@ async def _replay(feed: EventFeed, context: zmq.asyncio.Context, endpoint: str |
     except (TimeoutError, IndexError, zmq.ZMQError) as error:
         logger.warning("a replay of KV events from %s failed: %r", endpoint, error)
         feed.replay_ended()
-        await asyncio.sleep(AGAIN_S)
+        await asyncio.sleep(RETRY_S)
     finally:
         socket.close(0)
 

@@ -1,12 +1,12 @@
-"""`KvIndexer`: who has how much of a prefix, and in which tier, from the KV events of all workers.
+"""`KvIndexer`: how much of a prefix each worker has, and in which tier, from the KV events of all workers.
 
-A worker's block hash is an opaque name: blocks are found by our own hash of the tokens in events, and removed
-by the worker's name for them. What an event stores behind a block that the worker never told of cannot be
-placed; it is counted and left out.
+A worker's block hash is an opaque name: blocks are found by Shoal's hash of the tokens in events, and removed
+by the worker's name. Blocks stored after a parent that the worker never published cannot be placed, and are
+left out.
 
-Events carry the tokens' block size, adapter and salt, so workers of several block sizes and adapters live in
-one index: their chain hashes differ. A block whose identity has more than tokens, adapter and salt (an image)
-gets a chain hash that no query of tokens meets.
+Events carry block size, adapter and salt, so workers of several block sizes and adapters share one index:
+their chain hashes differ. A block whose identity includes more (an image) gets a chain hash that no query of
+tokens has.
 """
 
 from __future__ import annotations
@@ -23,21 +23,20 @@ from shoal.hashing import WIRE_SEED, block_hashes, chain_hash, chains_by_size, w
 from shoal.kv_events import CPU, GPU, STORAGE, AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
 
 TIERS = {GPU: DEVICE, CPU: HOST, STORAGE: DISK}
-MAX_BLOCKS = 10_000_000  # of all workers together: some 3 GB of a router's memory
+MAX_BLOCKS = 10_000_000  # over all workers: some 3 GB of a router's memory
 
 
 class WorkerRank(NamedTuple):
-    """A data-parallel rank of a worker: each has a cache of its own. It is a tuple because it is the key of
-    every answer, and a tuple's hash is computed in C."""
+    """A data-parallel rank of a worker, with a cache of its own. It is a tuple, whose hash is computed in C,
+    as it is the key of every answer."""
 
     worker: str
     rank: int = 0
 
 
 class Overlap(msgspec.Struct, frozen=True, gc=False):
-    """How many blocks of a prefix, from its first without a gap, a worker has: on the device, beyond these in
-    host memory, beyond those on disk. Blocks further down that lie on the device again count to the tier that
-    had to be passed to reach them."""
+    """The consecutive blocks of a prefix, from its first, that a worker has: first on the device, then in
+    host memory, then on disk. A block on the device after blocks in a lower tier counts to the lower tier."""
 
     device: int = 0
     host: int = 0
@@ -49,16 +48,16 @@ class Overlap(msgspec.Struct, frozen=True, gc=False):
 
 
 class _Worker:
-    """What the index knows of one rank of one worker."""
+    """The blocks of one rank of one worker."""
 
     __slots__ = ("block_size", "doubles", "names", "number")
 
     def __init__(self, number: int, block_size: int) -> None:
         self.number = number
         self.block_size = block_size
-        # For each tier: the worker's own name of a block -> its node, the oldest news first.
+        # For each tier: the worker's own name of a block -> its node, least recently stored first.
         self.names: list[dict[int, Node]] = [{} for _ in range(NUM_LEVELS)]
-        # (tier, node) -> how many further names of this worker mean the same block there.
+        # (tier, node) -> number of further names of this worker for the same block there.
         self.doubles: dict[tuple[int, Node], int] = {}
 
     @property
@@ -74,11 +73,11 @@ class _Worker:
 
 
 class KvIndexer:
-    """Not for several threads at once. Nothing here reads a clock or does I/O."""
+    """Not thread-safe. Reads no clock and does no I/O."""
 
     def __init__(self, block_size: int = 16, max_blocks: int = MAX_BLOCKS) -> None:
-        """`block_size`: of workers that have not told theirs yet. `max_blocks`: beyond it the worker with the
-        most blocks loses those that it told of longest ago, ends of chains first."""
+        """`block_size`: for workers without events so far. `max_blocks`: beyond it the worker with the most
+        blocks loses its least recently stored ones, ends of chains first."""
         self.block_size = block_size
         self.max_blocks = max_blocks
         self._tree = PrefixTree()
@@ -93,8 +92,8 @@ class KvIndexer:
     def find_matches(
         self, token_ids: Sequence[int], *, lora_name: str | None = None, cache_salt: str | None = None
     ) -> dict[WorkerRank, Overlap]:
-        """Who has how much of these tokens, each in blocks of its own size (`block_size_of`). Workers that
-        have nothing of them are left out."""
+        """Returns how much of these tokens each rank has, in blocks of its own size (`block_size_of`). Ranks
+        without any are left out."""
         sizes = {worker.block_size for worker in self._workers.values()}
         chains = chains_by_size(token_ids, sizes, adapter=lora_name, cache_salt=cache_salt)
         found: dict[WorkerRank, Overlap] = {}
@@ -103,7 +102,7 @@ class KvIndexer:
         return found
 
     def find_chain(self, chain: Sequence[int]) -> dict[WorkerRank, Overlap]:
-        """The same for chain hashes (shoal.hashing.sequence_hashes of the blocks' hashes)."""
+        """Like `find_matches`, for chain hashes (shoal.hashing.sequence_hashes of the blocks' hashes)."""
         tree, ranks = self._tree, self._ranks
         device = tree.depths(chain, DEVICE)
         if not tree.has_lower_tiers:
@@ -116,24 +115,24 @@ class KvIndexer:
         return found
 
     def block_size_of(self, rank: WorkerRank) -> int:
-        """How many tokens a block of this worker holds."""
+        """Returns the number of tokens per block of this worker."""
         worker = self._workers.get(rank)
         return self.block_size if worker is None else worker.block_size
 
     def block_sizes(self, ranks: Collection[WorkerRank]) -> set[int]:
-        """Each block size that one of these workers has."""
-        if not self._has_other_sizes:  # the common case does not look at each of them
+        """Returns the block sizes of these workers."""
+        if not self._has_other_sizes:  # the common case is cheap
             return {self.block_size} if ranks else set()
         return {self.block_size_of(rank) for rank in ranks}
 
     def block_of(self, rank: WorkerRank, name: int) -> int | None:
-        """The chain hash of a block by the worker's name for it."""
+        """Returns the chain hash of a block by the worker's name; None for an unknown one."""
         worker = self._workers.get(rank)
         node = None if worker is None else worker.find(name)
         return None if node is None else node.chain
 
     def num_blocks(self, rank: WorkerRank | None = None) -> int:
-        """How many blocks are known, of all workers or of one; a block in two tiers counts twice."""
+        """Returns the number of known blocks, of all workers or of one; a block in two tiers counts twice."""
         if rank is None:
             return self._num_blocks
         worker = self._workers.get(rank)
@@ -151,8 +150,7 @@ class KvIndexer:
     # Events
 
     def apply(self, rank: WorkerRank, event: KVEvent) -> None:
-        """Takes in one event of a worker. Whatever is told twice, or removed without having been stored,
-        changes nothing."""
+        """Applies one event of a worker. A duplicate, or a removal of an unknown block, changes nothing."""
         if isinstance(event, BlockStored):
             self._apply_stored(rank, event)
         elif isinstance(event, BlockRemoved):
@@ -173,8 +171,8 @@ class KvIndexer:
         seed: int = WIRE_SEED,
         block_size: int | None = None,
     ) -> None:
-        """Stores a run of blocks: the worker's names for them, the hash of each block's tokens alone, and the
-        worker's name of the block before the first (None: a sequence starts)."""
+        """Stores a run of blocks: the worker's names, the hash of each block's own tokens, and the worker's
+        name of the block before the first (None: a sequence starts)."""
         worker = self._worker(rank, block_size)
         before = None
         if parent is not None:
@@ -191,7 +189,7 @@ class KvIndexer:
             self._drop(worker, tier, node)
 
     def remove_worker(self, rank: WorkerRank) -> None:
-        """Nothing of this worker is cached any more, or the worker is gone."""
+        """Forgets all blocks of a worker that has cleared its cache or left."""
         worker = self._workers.pop(rank, None)
         if worker is None:
             return
@@ -205,7 +203,7 @@ class KvIndexer:
     def _worker(self, rank: WorkerRank, block_size: int | None) -> _Worker:
         worker = self._workers.get(rank)
         if worker is not None and block_size not in (None, worker.block_size):
-            self.remove_worker(rank)  # it is another worker under the same name
+            self.remove_worker(rank)  # another worker under the same name
             worker = None
         if worker is None:
             number = self._free_numbers.pop() if self._free_numbers else len(self._ranks)
@@ -225,7 +223,7 @@ class KvIndexer:
             before = worker.find(event.parent_block_hash)
             if before is None:
                 return
-            seed = before.seed  # events tell of a salt at the start of a sequence alone
+            seed = before.seed  # events carry a salt only at the start of a sequence
         hashes = block_hashes(event.token_ids, event.block_size, seed)
         for number, extra in enumerate((event.extra_keys or ())[: len(hashes)]):
             hashes[number] = _with_extra(hashes[number], extra)
@@ -258,7 +256,7 @@ class KvIndexer:
         old = names.pop(name, None)
         node = self._tree.nodes.get(chain)
         if node is not None and node is old:
-            names[name] = node  # known, and news again
+            names[name] = node  # known: now the most recently stored
             return node
         if node is not None and self._tree.holds(worker.number, tier, node):
             worker.doubles[tier, node] = worker.doubles.get((tier, node), 0) + 1
@@ -271,7 +269,7 @@ class KvIndexer:
         return node
 
     def _drop(self, worker: _Worker, tier: int, node: Node) -> None:
-        """One name of this block in this tier is gone."""
+        """Drops one name of a block in a tier, and the block with its last name."""
         self._num_blocks -= 1
         others = worker.doubles.get((tier, node), 0)
         if others == 0:
@@ -282,9 +280,8 @@ class KvIndexer:
             worker.doubles[tier, node] = others - 1
 
     def _forget_oldest(self) -> None:
-        """Forgets the blocks that were told of longest ago, some at once, until the bound holds. A block that
-        has another of the same worker and tier behind it comes last once more, so chains go from their
-        ends."""
+        """Forgets the least recently stored blocks, several at a time, until the bound holds. A block with a
+        child of the same worker and tier is kept for later, so that chains shrink from their ends."""
         while self._num_blocks > self.max_blocks:
             worker = max(self._workers.values(), key=lambda worker: worker.num_blocks)
             tier = max(range(NUM_LEVELS), key=lambda tier: len(worker.names[tier]))
@@ -300,7 +297,7 @@ class KvIndexer:
 
 
 def _with_extra(own: int, extra: Sequence[dict[str, Any]] | None) -> int:
-    """The block's hash, changed by what belongs to its identity beside tokens, adapter and salt."""
+    """Returns the block's hash, changed by parts of its identity other than tokens, adapter and salt."""
     others = [key for key in extra or () if key.get("type") not in ("lora", "cache_salt")]
     if not others:
         return own

@@ -15,118 +15,116 @@ from shoal.fleet.index.indexer import Overlap, WorkerRank
 
 @dataclass(slots=True)
 class _Predicted:
-    """What is predicted of one worker."""
+    """The predicted blocks of one worker."""
 
-    until: dict[int, float] = field(default_factory=dict)  # block -> when it is forgotten
-    sent: deque[tuple[float, Sequence[int]]] = field(default_factory=deque)  # until when, chain
-    # Blocks that the worker has dropped, and until when others behind them may be predicted.
+    until: dict[int, float] = field(default_factory=dict)  # block -> its expiry
+    sent: deque[tuple[float, Sequence[int]]] = field(default_factory=deque)  # expiry, chain
+    # Blocks that the worker has dropped -> expiry of predicted blocks after them.
     dropped: dict[int, float] = field(default_factory=dict)
-    # Blocks that the worker lacked when it was sent them again, and until when that sending stands. What lies
-    # behind them counts only if it was sent as late.
+    # Blocks that the worker lacked when it was sent them again -> expiry of that prediction. Blocks after
+    # them count only if they expire as late.
     renewed: dict[int, float] = field(default_factory=dict)
 
 
 class Predictions:
-    """What workers will have cached by what they were sent, for a while: NVIDIA Dynamo's approximate index,
-    and its side index of predicted blocks.
+    """Blocks that workers will have cached for a while by the requests sent to them: NVIDIA Dynamo's
+    approximate index, and its side index of predicted blocks.
 
-    A request brings all blocks of its chain, and each lasts at least as long as those behind it. So a
-    worker's depth is found by bisection, as in the index, and a dictionary for each worker is enough."""
+    A request brings all blocks of its chain, and each lasts at least as long as the ones after it. So a
+    worker's depth is found by bisection, as in the index, and a dictionary per worker is enough."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._workers: dict[WorkerRank, _Predicted] = {}
-        # First blocks of chains that were sent, and to whom, the first of them first.
-        self._having: dict[int, dict[WorkerRank, None]] = {}
-        self._due: list[
-            tuple[float, WorkerRank]
-        ] = []  # a heap of when something of a worker has had its time
+        # First blocks of chains -> the ranks that were sent them, in order.
+        self._holders: dict[int, dict[WorkerRank, None]] = {}
+        self._due: list[tuple[float, WorkerRank]] = []  # a heap of expiries
 
     def add(self, rank: WorkerRank, chain: Sequence[int], ttl_s: float) -> None:
-        """The worker was sent a request with this chain of blocks. `ttl_s` is the same for all requests of a
-        worker."""
+        """Predicts a chain of blocks, as the worker was sent a request with it. `ttl_s` must be the same for
+        all requests of a worker."""
         until = self._clock() + ttl_s
-        mine = self._workers.setdefault(rank, _Predicted())
-        mine.until.update(zip(chain, repeat(until)))
-        mine.sent.append((until, chain))
+        own = self._workers.setdefault(rank, _Predicted())
+        own.until.update(zip(chain, repeat(until)))
+        own.sent.append((until, chain))
         heapq.heappush(self._due, (until, rank))
         if chain:
-            self._having.setdefault(chain[0], {})[rank] = None
-        if mine.dropped:
-            mine.dropped = {block: end for block, end in mine.dropped.items() if block not in mine.until}
+            self._holders.setdefault(chain[0], {})[rank] = None
+        if own.dropped:
+            own.dropped = {block: end for block, end in own.dropped.items() if block not in own.until}
 
     def find_chain(self, chain: Sequence[int]) -> dict[WorkerRank, Overlap]:
-        """As KvIndexer.find_chain; all that is predicted counts as lying on the device."""
+        """Like KvIndexer.find_chain. Predicted blocks count as blocks on the device."""
         self.expire()
         found = {}
-        for rank in self._having.get(chain[0], ()) if chain else ():
+        for rank in self._holders.get(chain[0], ()) if chain else ():
             depth = _depth(self._workers[rank], chain)
             if depth:
                 found[rank] = Overlap(depth)
         return found
 
     def num_blocks(self, rank: WorkerRank) -> int:
-        mine = self._workers.get(rank)
-        return 0 if mine is None else len(mine.until)
+        own = self._workers.get(rank)
+        return 0 if own is None else len(own.until)
 
     def correct(self, rank: WorkerRank, chain: Sequence[int], num_cached: int) -> None:
-        """The worker had the first `num_cached` blocks of this chain when it was sent it. If more were
-        predicted, it has dropped the others, and with them all that lay behind them. What it was sent itself
-        stays: it has been computed since."""
-        mine = self._workers.get(rank)
-        if mine is None or num_cached >= len(chain):
+        """Corrects a prediction: the worker had only the first `num_cached` blocks of the chain when it was
+        sent it. It had dropped the others, with all blocks after them. The chain itself stays predicted, as
+        it has been computed since."""
+        own = self._workers.get(rank)
+        if own is None or num_cached >= len(chain):
             return
-        until = mine.until.get(chain[-1])
+        until = own.until.get(chain[-1])
         if until is not None:
-            mine.renewed[chain[num_cached]] = until
+            own.renewed[chain[num_cached]] = until
 
     def drop(self, rank: WorkerRank, block: int) -> None:
-        """The worker has dropped this block."""
-        mine = self._workers.get(rank)
-        if mine is not None and block in mine.until:
-            mine.dropped[block] = mine.until.pop(block)  # those behind it do not last longer
+        """Ends the prediction of a block that the worker has dropped."""
+        own = self._workers.get(rank)
+        if own is not None and block in own.until:
+            own.dropped[block] = own.until.pop(block)  # later blocks do not last longer
 
     def remove_worker(self, rank: WorkerRank) -> None:
-        mine = self._workers.pop(rank, None)
-        for _, chain in () if mine is None else mine.sent:
-            self._forget_first(rank, chain)
+        own = self._workers.pop(rank, None)
+        for _, chain in () if own is None else own.sent:
+            self._drop_first(rank, chain)
 
-    def _forget_first(self, rank: WorkerRank, chain: Sequence[int]) -> None:
-        having = self._having.get(chain[0]) if chain else None
-        if having is not None:
-            having.pop(rank, None)
-            if not having:
-                del self._having[chain[0]]
+    def _drop_first(self, rank: WorkerRank, chain: Sequence[int]) -> None:
+        holders = self._holders.get(chain[0]) if chain else None
+        if holders is not None:
+            holders.pop(rank, None)
+            if not holders:
+                del self._holders[chain[0]]
 
     def expire(self) -> None:
-        """Forgets what has had its time."""
+        """Drops expired predictions."""
         now = self._clock()
         while self._due and self._due[0][0] <= now:
             _, rank = heapq.heappop(self._due)
-            mine = self._workers.get(rank)
-            if mine is None or mine.sent[0][0] > now:
+            own = self._workers.get(rank)
+            if own is None or own.sent[0][0] > now:
                 continue
-            while mine.sent and mine.sent[0][0] <= now:
-                _, chain = mine.sent.popleft()
-                # What requests have in common is mostly predicted anew, and lies at the beginning.
-                kept = bisect_left(chain, True, key=lambda block: mine.until.get(block, 0.0) <= now)
+            while own.sent and own.sent[0][0] <= now:
+                _, chain = own.sent.popleft()
+                # Requests share beginnings, which are mostly predicted anew.
+                kept = bisect_left(chain, True, key=lambda block: own.until.get(block, 0.0) <= now)
                 for block in chain[kept:]:
-                    if mine.until.get(block, math.inf) <= now:
-                        del mine.until[block]
-                if chain and chain[0] not in mine.until:
-                    self._forget_first(rank, chain)
-            mine.dropped = {block: end for block, end in mine.dropped.items() if end > now}
-            mine.renewed = {block: end for block, end in mine.renewed.items() if end > now}
-            if not mine.sent:
+                    if own.until.get(block, math.inf) <= now:
+                        del own.until[block]
+                if chain and chain[0] not in own.until:
+                    self._drop_first(rank, chain)
+            own.dropped = {block: end for block, end in own.dropped.items() if end > now}
+            own.renewed = {block: end for block, end in own.renewed.items() if end > now}
+            if not own.sent:
                 del self._workers[rank]
 
 
-def _depth(mine: _Predicted, chain: Sequence[int]) -> int:
-    """How many blocks of the chain are predicted, from the first without a gap."""
-    until = mine.until
+def _depth(own: _Predicted, chain: Sequence[int]) -> int:
+    """Returns the number of consecutive predicted blocks of the chain, from its first."""
+    until = own.until
     if not chain or chain[0] not in until:
         return 0
-    dropped, renewed = mine.dropped, mine.renewed  # mostly empty, and isdisjoint looks at all of the chain
+    dropped, renewed = own.dropped, own.renewed  # mostly empty, and isdisjoint reads the whole chain
     if (dropped and not dropped.keys().isdisjoint(chain)) or (
         renewed and not renewed.keys().isdisjoint(chain)
     ):

@@ -1,17 +1,17 @@
-"""Which worker holds which blocks of which prefixes: a tree of blocks, searched instead of walked.
+"""`PrefixTree`: the blocks of all prefixes and the workers that hold them, searched by bisection.
 
-A block is known by its chain hash, which names its content and all before it (shoal/hashing.py), so one
+A block is known by its chain hash, which identifies its content and all before it (shoal/hashing.py), so one
 dictionary from chain hashes to bit masks of workers holds all prefixes of all workers. There is one such
-dictionary a level, and the levels are nested: level 0 is what lies on the device, level 1 what lies there or
-in host memory, level 2 what lies there, in host memory or on disk.
+dictionary per level, and the levels are nested: level 0 has blocks on the device, level 1 also blocks in host
+memory, level 2 also blocks on disk.
 
 A worker that holds block n of a chain ordinarily holds all blocks before it, so the depth of a worker is
 found by bisection: some ten look-ups for a prompt of a thousand blocks, where a radix tree takes a thousand.
-An engine may also drop a block from the middle of a chain. The block below it is then an *orphan* of that
-worker. Orphans are remembered with their depth: a chain that runs through an orphan ends, for that worker,
-above it, and up to there bisection is right again. So counts stay exact, whatever was removed.
+An engine may also drop a block from the middle of a chain. The next block is then an *orphan* of that worker.
+Orphans are kept with their depth: for that worker, a chain through an orphan ends before it, and bisection is
+right up to there. So counts stay exact, whatever was removed.
 
-Chained hashes and the search are ideas of NVIDIA Dynamo's positional index; the orphans are ours.
+Chained hashes and the search are ideas of NVIDIA Dynamo's positional index; orphans are Shoal's addition.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from shoal.hashing import chain_hash
 
 NUM_LEVELS = 3
 DEVICE, HOST, DISK = range(NUM_LEVELS)
-MAX_MASKS = 1 << 16  # combinations of workers of which one object is kept
+MAX_MASKS = 1 << 16  # combinations of workers that are kept as one object each
 
 
 class Node(msgspec.Struct, gc=False, eq=False):
-    """A block's place in the tree. `depth` is 0 for the first block of a chain, whose parent is None.
+    """A block in the tree. The first block of a chain has `depth` 0 and the parent None.
 
-    Nodes name each other by their chain hashes, so that no cycles of references lie behind the garbage
-    collector, which would walk through all of them again and again.
+    Nodes refer to each other by chain hashes: cycles of references would be walked by the garbage collector
+    again and again.
     """
 
     chain: int
     parent: int | None
     depth: int
-    seed: int  # of its tokens' hash: adapter and salt, the same in a whole chain
-    # Nearly all blocks have one child, and a dictionary each would be most of the memory.
+    seed: int  # the hash seed, from adapter and salt; the same in a whole chain
+    # Nearly all blocks have one child, and a dictionary per block would take most of the memory.
     child: int | None = None
     more_children: dict[int, None] | None = None
 
@@ -74,8 +74,8 @@ class PrefixTree:
         # For each level: worker -> its orphans, and the mask of workers that have any.
         self._orphans: list[dict[int, set[int]]] = [{} for _ in range(NUM_LEVELS)]
         self._with_orphans = [0] * NUM_LEVELS
-        # One object a mask: masks are compared often, and would be spread over the memory otherwise. What is
-        # beyond MAX_MASKS begins anew; equal masks may then be two objects for a while.
+        # One object per mask: masks are compared often, and would otherwise be spread over the memory. Beyond
+        # MAX_MASKS the table is emptied; equal masks may then be two objects for a while.
         self._masks: dict[int, int] = {}
 
     def __len__(self) -> int:
@@ -83,19 +83,19 @@ class PrefixTree:
 
     @property
     def has_lower_tiers(self) -> bool:
-        """Whether anything was ever held in host memory or on disk."""
+        """True once a block was held in host memory or on disk."""
         return len(self._held) > 1
 
     def holds(self, worker: int, tier: int, node: Node) -> bool:
         return bool(self._in_tier[tier].get(node.chain, 0) >> worker & 1)
 
     def holds_child(self, worker: int, tier: int, node: Node) -> bool:
-        """Whether the worker holds, in this tier, a block right behind this one."""
+        """Returns whether the worker holds a child of this block in this tier."""
         in_tier, bit = self._in_tier[tier], 1 << worker
         return any(in_tier.get(child, 0) & bit for child in node.children)
 
     def add(self, worker: int, tier: int, chain: int, parent: Node | None, seed: int) -> Node:
-        """Worker now holds this block in this tier; it lies behind `parent` (None: it is a chain's first)."""
+        """Adds a block of the worker in this tier, after `parent` (None: the first block of a chain)."""
         bit = 1 << worker
         in_tier = self._in_tier[tier]
         node = self.place(chain, parent, seed)
@@ -105,7 +105,7 @@ class PrefixTree:
         for level in range(tier, len(self._held)):
             if level != DEVICE:
                 if self._held[level].get(chain, 0) & bit:
-                    break  # it lies in another tier of this level, and so of all below
+                    break  # another tier of this level, and so of all lower ones, has it
                 self._set(self._held[level], chain, bit)
             self._entered(level, node, bit, worker)
         return node
@@ -119,9 +119,9 @@ class PrefixTree:
         hashes: Sequence[int],
         by_name: dict[int, Node],
     ) -> tuple[int, Node | None]:
-        """The quick way of what is told of most often: blocks on the device that nobody has yet, with new
-        names, behind a block that the worker holds there. `hashes` are those of the blocks alone. Returns how
-        many were taken, up to the first that is something else, and the last of them (or `parent`)."""
+        """The fast path of the most common event: blocks on the device that no worker has yet, with new
+        names, after a block that the worker holds there. `hashes` are the blocks' own hashes. Returns the
+        number of added blocks, up to the first that is another case, and the last added one (or `parent`)."""
         bit, nodes, in_tier = 1 << worker, self.nodes, self._in_tier[DEVICE]
         if self.has_lower_tiers or (parent is not None and not in_tier.get(parent.chain, 0) & bit):
             return 0, parent
@@ -145,7 +145,7 @@ class PrefixTree:
         return len(names), parent
 
     def place(self, chain: int, parent: Node | None, seed: int) -> Node:
-        """The node of a chain, made if it is not there; nobody holds it by that."""
+        """Returns the node of a chain, built if it does not exist; no worker holds it by that."""
         node = self.nodes.get(chain)
         if node is None:
             if parent is None:
@@ -157,20 +157,20 @@ class PrefixTree:
         return node
 
     def remove(self, worker: int, tier: int, node: Node) -> None:
-        """Worker no longer holds this block in this tier."""
+        """Removes a block of the worker from this tier."""
         bit = 1 << worker
         self._clear(self._in_tier[tier], node.chain, bit)
         for level in range(tier, len(self._held)):
             if any(self._in_tier[above].get(node.chain, 0) & bit for above in range(level + 1)):
-                break  # it lies in another tier of this level, and so of all below
+                break  # another tier of this level, and so of all lower ones, has it
             if level != DEVICE:
                 self._clear(self._held[level], node.chain, bit)
             self._left(level, node, bit, worker)
         self._prune(node)
 
     def depths(self, chain: Sequence[int], level: int) -> dict[int, int]:
-        """How many blocks of the chain, counted from its first without a gap, each worker holds on this level
-        or above; workers that lack the first are left out."""
+        """Returns the number of consecutive blocks of the chain, from its first, that each worker holds on
+        this level; workers without the first are left out."""
         held = self._held[min(level, len(self._held) - 1)]
         mask = held.get(chain[0], 0) if chain else 0
         if not mask:
@@ -188,12 +188,12 @@ class PrefixTree:
         return found
 
     def forget_worker(self, worker: int, nodes: Iterable[Node]) -> None:
-        """Nothing of this worker is held any more. `nodes` are all nodes that it holds, in any tier."""
+        """Removes all blocks of a worker. `nodes` are all nodes that it holds, in any tier."""
         bit = 1 << worker
-        books = [*self._in_tier, *self._held[1:]]
+        tables = [*self._in_tier, *self._held[1:]]
         for node in nodes:
-            for book in books:
-                self._clear(book, node.chain, bit)
+            for table in tables:
+                self._clear(table, node.chain, bit)
             self._prune(node)
         for level in range(NUM_LEVELS):
             self._orphans[level].pop(worker, None)
@@ -207,16 +207,16 @@ class PrefixTree:
             self._orphans[level] = {worker: set(of) for worker, of in self._orphans[DEVICE].items()}
             self._with_orphans[level] = self._with_orphans[DEVICE]
 
-    def _set(self, book: dict[int, int], chain: int, bit: int) -> None:
-        mask = book.get(chain, 0) | bit
-        book[chain] = self._one(mask)
+    def _set(self, table: dict[int, int], chain: int, bit: int) -> None:
+        mask = table.get(chain, 0) | bit
+        table[chain] = self._one(mask)
 
-    def _clear(self, book: dict[int, int], chain: int, bit: int) -> None:
-        mask = book.get(chain, 0) & ~bit
+    def _clear(self, table: dict[int, int], chain: int, bit: int) -> None:
+        mask = table.get(chain, 0) & ~bit
         if mask:
-            book[chain] = self._one(mask)
+            table[chain] = self._one(mask)
         else:
-            book.pop(chain, None)
+            table.pop(chain, None)
 
     def _one(self, mask: int) -> int:
         masks = self._masks
@@ -225,9 +225,9 @@ class PrefixTree:
         return masks.setdefault(mask, mask)
 
     def _first_gap(self, worker: int, chain: Sequence[int], level: int) -> int:
-        """The depth of a block that the worker lacks, with no gap above but one that reaches down to it."""
+        """Returns the depth of a block that the worker lacks: the last of its first gap in the chain."""
         end, orphans = len(chain), self._orphans[level][worker]
-        if len(orphans) > len(chain):  # a worker may have very many of them
+        if len(orphans) > len(chain):  # a worker may have very many orphans
             return next((depth - 1 for depth, block in enumerate(chain) if block in orphans), end)
         for orphan in orphans:
             depth = self.nodes[orphan].depth
@@ -236,7 +236,8 @@ class PrefixTree:
         return end
 
     def _entered(self, level: int, node: Node, bit: int, worker: int) -> None:
-        """The worker holds the block on this level now: its children are no orphans, and it may be one."""
+        """Updates orphans after the worker got the block: its children stop being orphans, and it may be
+        one."""
         parent = node.parent
         orphans = self._orphans[level].get(worker)
         if orphans:
@@ -247,7 +248,8 @@ class PrefixTree:
             self._no_orphans(level, worker, bit)
 
     def _left(self, level: int, node: Node, bit: int, worker: int) -> None:
-        """The worker lacks the block on this level now: it is no orphan, and its children are."""
+        """Updates orphans after the worker lost the block: it stops being an orphan, and its children become
+        orphans."""
         orphans = self._orphans[level].get(worker)
         if orphans:
             orphans.discard(node.chain)
@@ -259,7 +261,7 @@ class PrefixTree:
             self._no_orphans(level, worker, bit)
 
     def _add_orphan(self, level: int, worker: int, bit: int, chain: int) -> set[int]:
-        """All orphans of the worker, this one among them."""
+        """Adds an orphan. Returns all orphans of the worker."""
         orphans = self._orphans[level].setdefault(worker, set())
         orphans.add(chain)
         self._with_orphans[level] |= bit
@@ -270,7 +272,7 @@ class PrefixTree:
         self._with_orphans[level] &= ~bit
 
     def _prune(self, node: Node) -> None:
-        """Drops nodes that nobody holds and that lead to none, from here to the first block."""
+        """Drops nodes that no worker holds and that have no children, from here towards the first block."""
         lowest = self._held[-1]
         while node.child is None and node.chain not in lowest and node.chain in self.nodes:
             del self.nodes[node.chain]
@@ -282,10 +284,9 @@ class PrefixTree:
 
 
 def _bisect(held: dict[int, int], chain: Sequence[int], end: int, mask: int, found: dict[int, int]) -> None:
-    """The depths of workers that all hold block 0 and have no gap before `end`: who has a block, has all
-    before it."""
+    """Finds the depths of workers that all hold block 0 and have no gap before `end`."""
     get = held.get
-    # Every worker of a mask holds block `low`, and none of them holds block `high`.
+    # Every worker of a mask holds block `low`, and no worker of it holds block `high`.
     intervals = [(0, end, mask)] if mask else []
     while intervals:
         low, high, mask = intervals.pop()

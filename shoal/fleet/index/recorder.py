@@ -1,4 +1,4 @@
-"""KV events as JSON lines in NVIDIA Dynamo's shape, written and replayed.
+"""KV events as JSON lines in NVIDIA Dynamo's shape: an EventPublisher, a Recorder, and functions that replay.
 
     {"timestamp": ms, "event": {"worker_id": 1, "event": {"event_id": 7, "data": {"stored": {
         "parent_hash": null, "blocks": [{"block_hash": 5, "tokens_hash": 9}]}}}}}
@@ -23,8 +23,8 @@ TIERS = {None: DEVICE, "device": DEVICE, "host_pinned": HOST, "disk": DISK, "ext
 
 
 class EventPublisher:
-    """Announces the blocks of an engine written in Python, whatever engine it is. `send` gets each event as a
-    dict in Dynamo's shape, to be recorded or published."""
+    """Publishes the blocks of any engine written in Python. `send` gets each event as a dict in Dynamo's
+    shape, to be recorded or published."""
 
     def __init__(self, worker_id: int | str, block_size: int, send: Callable[[dict[str, Any]], None]) -> None:
         self.worker_id, self.block_size = worker_id, block_size
@@ -39,32 +39,33 @@ class EventPublisher:
         parent_hash: int | None = None,
         lora_id: str | None = None,
     ) -> None:
-        """Blocks of `num_block_tokens` tokens each are cached. A block that is not full ends the event: it
-        has no place in an index, and neither has what follows it. Raises ValueError if lengths disagree."""
+        """Publishes cached blocks of `num_block_tokens` tokens each. A partial block ends the event, as an
+        index has only full blocks, and no blocks after a missing one. Raises ValueError if lengths
+        disagree."""
         if len(num_block_tokens) != len(block_hashes_) or sum(num_block_tokens) != len(token_ids):
             raise ValueError(
                 f"{len(token_ids)} tokens, {sum(num_block_tokens)} tokens in {len(num_block_tokens)} blocks "
-                f"and {len(block_hashes_)} block hashes do not agree; give one of each for each block"
+                f"and {len(block_hashes_)} block hashes do not agree; give one size and one hash per block"
             )
         full = next(
             (n for n, size in enumerate(num_block_tokens) if size != self.block_size), len(num_block_tokens)
         )
         own = block_hashes(token_ids[: full * self.block_size], self.block_size, wire_seed(lora_id))
         blocks = [{"block_hash": name, "tokens_hash": h} for name, h in zip(block_hashes_[:full], own)]
-        self._tell(event_id, {"stored": {"parent_hash": parent_hash, "blocks": blocks}})
+        self._publish(event_id, {"stored": {"parent_hash": parent_hash, "blocks": blocks}})
 
     def removed(self, event_id: int, block_hashes_: Sequence[int]) -> None:
-        self._tell(event_id, {"removed": {"block_hashes": list(block_hashes_)}})
+        self._publish(event_id, {"removed": {"block_hashes": list(block_hashes_)}})
 
     def cleared(self, event_id: int) -> None:
-        self._tell(event_id, "cleared")
+        self._publish(event_id, "cleared")
 
-    def _tell(self, event_id: int, data: Any) -> None:
+    def _publish(self, event_id: int, data: Any) -> None:
         self._send({"worker_id": self.worker_id, "event": {"event_id": event_id, "data": data}})
 
 
 class Recorder:
-    """Writes one JSON line an event. `clock`: milliseconds since the start."""
+    """Writes one JSON line per event. `clock`: milliseconds since the start."""
 
     def __init__(self, file: TextIO, clock: Callable[[], float]) -> None:
         self._file, self._clock = file, clock
@@ -74,18 +75,18 @@ class Recorder:
 
 
 def read(path: Path) -> Iterator[tuple[float, dict[str, Any]]]:
-    """(milliseconds, event) of each line. Raises ValueError that names the line where one is no event."""
+    """Yields (milliseconds, event) for each line. Raises ValueError that names a malformed line."""
     with path.open() as file:
         for number, line in enumerate(file, 1):
             try:
                 entry = json.loads(line)
                 yield float(entry["timestamp"]), entry["event"]
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{path}, line {number}: no recorded event ({error!r})") from None
+                raise ValueError(f"{path}, line {number}: must be a recorded event ({error!r})") from None
 
 
 def apply_router_event(index: KvIndexer, event: dict[str, Any]) -> None:
-    """Takes one event in Dynamo's shape into an index. Raises ValueError for one that has another shape."""
+    """Applies one event in Dynamo's shape to an index. Raises ValueError for another shape."""
     try:
         inner = event["event"]
         data = inner.get("data", inner)
@@ -101,4 +102,6 @@ def apply_router_event(index: KvIndexer, event: dict[str, Any]) -> None:
             for name in data["removed"]["block_hashes"]:
                 index.remove(rank, tier, name)
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{str(event)[:200]} is no router event: {error!r}") from None
+        raise ValueError(
+            f"a router event must have Dynamo's shape, got {str(event)[:200]}: {error!r}"
+        ) from None

@@ -158,7 +158,7 @@ class WorkerServer:
         listener.ipv6 = ":" in host
         try:
             if key is not None:
-                self._authenticator = key.let_in(self._context)
+                self._authenticator = key.authenticate(self._context)
                 key.protect_server(listener)
             bound = f"[{host}]" if ":" in host else host
             listener.bind(f"tcp://{bound}:{port or '*'}")

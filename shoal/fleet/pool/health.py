@@ -127,7 +127,7 @@ class HealthChecks:
                 await self._canary(worker)
             except WorkerFailedError as error:
                 if worker.is_reached and worker.last_token_at <= since and not worker.num_commands:
-                    worker.hangs(error)
+                    worker.hung(error)
             except ShoalError as error:
                 logger.warning("a probe of worker %s cannot be sent: %s", worker.id, error)
             since = self._clock.now()

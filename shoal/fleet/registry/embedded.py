@@ -111,7 +111,7 @@ class Host:
         context = self._context = zmq.asyncio.Context()  # its own: libzmq asks one authenticator per context
         socket = self._socket = context.socket(zmq.ROUTER)
         if key is not None:
-            self._authenticator = key.let_in(context)
+            self._authenticator = key.authenticate(context)
             key.protect_server(socket)
         socket.router_mandatory = True
         socket.router_handover = True

@@ -521,7 +521,7 @@ async def test_what_waits_for_a_hung_worker_goes_on_elsewhere_once_it_is_taken_f
             while not a.received:
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.1)
-            hung.hangs(WorkerFailedError("no token for long"))
+            hung.hung(WorkerFailedError("no token for long"))
 
         watching = asyncio.create_task(watch())
         answer = await router.ask(prompt=PROMPT, max_tokens=20, stream=stream)
@@ -548,7 +548,7 @@ async def test_a_stream_that_waits_at_a_worker_moves_to_one_that_is_idle(stream)
             await asyncio.sleep(0.5)
             if not stream:
                 assert not b.received
-                waited.hangs(WorkerFailedError("no token for long"))
+                waited.hung(WorkerFailedError("no token for long"))
 
         watching = asyncio.create_task(watch())
         answer = await router.ask(prompt=PROMPT, max_tokens=20, stream=stream)

@@ -494,7 +494,7 @@ async def test_a_decode_worker_that_is_lost_during_the_prefill_is_replaced(way):
     if way == "kill":
         site.links["d0"].kill()
     elif way == "break":
-        worker.hangs(WorkerFailedError("it hangs"))
+        worker.hung(WorkerFailedError("it hangs"))
     else:
         site.links["d0"].kill()
         site.model.remove("d0")
@@ -542,7 +542,7 @@ async def test_blocks_of_a_prompt_that_is_given_up_are_held_for_nobody(how):
     if how == "the client leaves":
         running.cancel()
     elif how == "the worker is given up":
-        site.model.workers["p0"].hangs(WorkerFailedError("silent"))
+        site.model.workers["p0"].hung(WorkerFailedError("silent"))
     await asyncio.gather(running, return_exceptions=True)
     assert site.links["p0"].returned == [b"KV of r.prefill1"]
     await site.assert_idle()
@@ -757,7 +757,7 @@ async def test_in_a_storm_every_request_ends_once_with_the_right_tokens(seed):
                 worker.is_draining = not worker.is_draining
                 worker.changed()
             elif kind == "hang":
-                worker.hangs(WorkerFailedError("it hangs"))
+                worker.hung(WorkerFailedError("it hangs"))
                 await site.clock.sleep(random.uniform(0, 1))
                 worker.reached()
             elif kind == "abort":

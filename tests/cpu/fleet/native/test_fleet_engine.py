@@ -655,7 +655,7 @@ def test_in_a_storm_every_request_ends_once_with_the_right_tokens(seed):
                 worker.is_draining = not worker.is_draining
                 worker.changed()
             elif kind == "hang":
-                worker.hangs(WorkerFailedError("it hangs"))
+                worker.hung(WorkerFailedError("it hangs"))
                 await site.clock.sleep(random.uniform(0, 1))
                 worker.reached()
             elif kind == "move":

@@ -120,7 +120,7 @@ def test_each_break_has_a_line_in_the_log_though_the_next_probe_finds_the_worker
     async def run(s):
         s.add("a")
         await until(lambda: s.state("a") == "ready", 1)
-        s.fleet.workers["a"].hangs(WorkerFailedError("no token within 30 s"))
+        s.fleet.workers["a"].hung(WorkerFailedError("no token within 30 s"))
         await until(lambda: s.state("a") == "ready", 5)
 
     with caplog.at_level("INFO"):

@@ -130,7 +130,7 @@ def test_events_are_recorded_in_dynamos_shape_and_replayed(tmp_path):
     assert index.find_matches(PROMPT) == {}
     with pytest.raises(ValueError, match="do not agree"):
         publisher.stored(5, PROMPT, [16], [1])
-    with pytest.raises(ValueError, match="no router event"):
+    with pytest.raises(ValueError, match="must have Dynamo's shape"):
         apply_router_event(index, {"worker_id": 7})
     (tmp_path / "bad.jsonl").write_text('{"timestamp": 0}\n')
     with pytest.raises(ValueError, match="line 1"):
