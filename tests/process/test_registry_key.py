@@ -115,7 +115,7 @@ def test_an_embedded_registry_beyond_this_machine_is_refused_with_the_way_out(ke
 
 def test_an_unusable_key_file_is_named(tmp_path):
     assert FleetKey.read(None) is None
-    with pytest.raises(ConfigError, match=r"cannot be read.*openssl rand"):
+    with pytest.raises(ConfigError, match=r"must be readable.*openssl rand"):
         FleetKey.read(str(tmp_path / "none"))
     (tmp_path / "short").write_text("abc\n")
     with pytest.raises(ConfigError, match="3 characters"):
