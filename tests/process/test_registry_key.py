@@ -118,5 +118,5 @@ def test_an_unusable_key_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"must be readable.*openssl rand"):
         FleetKey.read(str(tmp_path / "none"))
     (tmp_path / "short").write_text("abc\n")
-    with pytest.raises(ConfigError, match="3 characters"):
+    with pytest.raises(ConfigError, match="at least 16 characters, got 3"):
         FleetKey.read(str(tmp_path / "short"))
