@@ -22,6 +22,7 @@ from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner.batch import BatchBuilder, num_prompt_targets
 from shoal.engine.runner.runner import StepResult
 from shoal.engine.runner.sampling import LogprobLists
+from shoal.engine.runner.step_buffers import RING
 from shoal.engine.scheduling.grammar import GrammarAdmission, Grammars
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence
@@ -87,6 +88,7 @@ class StepLoop:
         self._completed_at = 0.0  # when a step was completed last, seconds of the monotonic clock
         self._block_size = config.block_size
         self._depth = 1 if config.async_scheduling else 0  # steps in flight while the next one is scheduled
+        assert self._depth + 1 < RING, "tokens of a step would be overwritten before they are read"
         self._in_flight: deque[InFlight] = deque()
         self._late: list[Output] = []  # outputs of the steps that `drain` completed
         self.builder = self._new_builder()

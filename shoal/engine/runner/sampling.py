@@ -248,8 +248,10 @@ class LogitShaper:
         with few_threads(self.device, self.vocab_size):
             for new in options.new_penalty_rows:
                 self.prompt_mask[new.row].zero_()[self._ids(new.prompt_ids)] = True
-                counts = torch.bincount(self._ids(new.output_ids), minlength=self.vocab_size)
-                self.output_counts[new.row] = counts
+                # torch.bincount would wait for the device, as its result is as long as the largest id.
+                ids = self._ids(new.output_ids)
+                ones = torch.ones_like(ids, dtype=torch.int32)
+                self.output_counts[new.row].zero_().index_add_(0, ids, ones)
 
     def count(self, tokens_S: torch.Tensor, options: SamplerOptions) -> None:
         """Adds the step's tokens to the counts of its rows with penalties."""

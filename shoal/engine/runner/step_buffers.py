@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 Copy = Callable[[torch.Tensor, torch.Tensor], None]
-RING = 4  # buffers, which steps in flight use in turn
+RING = 4  # buffers used in turn: more than the steps in flight, and at least the uploads of one step
 INTS_PER_TOKEN = 6  # int32s of an input buffer at first, for each token of the largest step,
 FIRST_SIZE = 1 << 18  # but no more than these
 
@@ -32,9 +32,16 @@ class StepBuffers:
             torch.zeros(max_num_seqs, dtype=torch.int32, device="cpu", pin_memory=on_gpu) for _ in range(RING)
         ]
         self._num_steps = 0
+        self._num_uploads = 0  # of the step that is being launched
+
+    def begin_step(self) -> None:
+        """To be called before the uploads of each step."""
+        self._num_uploads = 0
 
     def upload(self, packed: np.ndarray) -> torch.Tensor:
-        """The int32s `packed` on the device. They are good for the step that is launched next."""
+        """Returns the int32s `packed` on the device, valid for the step that is being launched."""
+        self._num_uploads += 1
+        assert self._num_uploads <= RING, f"a step has more than {RING} uploads: the first is overwritten"
         return torch.from_numpy(packed) if self._inputs is None else self._inputs.upload(packed)
 
     def download(self, tokens_S: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:

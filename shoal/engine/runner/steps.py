@@ -130,6 +130,7 @@ class Steps:
         `options`, if any request asks for more than the state rows can say."""
         header = packed[:HEADER_SIZE]
         sections: dict[str, torch.Tensor] = {}
+        self.buffers.begin_step()
         # Most decode steps of a small batch send nothing.
         if header[Header.NUM_UPDATES] or not header[Header.DECODE_ONLY]:
             on_device, spans = self.buffers.upload(packed), section_spans(header)

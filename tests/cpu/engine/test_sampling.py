@@ -1,4 +1,4 @@
-"""What the sampler does beside the captured step: which of PyTorch's threads it takes."""
+"""The sampler's work outside of the captured step, and the buffers of a step."""
 
 import types
 
@@ -6,9 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from shoal.engine.runner.batch import SamplerOptions
+from shoal.engine import step_loop
+from shoal.engine.runner.batch import PenaltyRow, SamplerOptions
 from shoal.engine.runner.sampling import FEW_ELEMENTS, LogitShaper, few_threads, logprobs
+from shoal.engine.runner.step_buffers import RING, StepBuffers, queue_copy
 from shoal.engine.scheduling.sequence import GrammarRow
+from shoal.engine.step_loop import StepLoop
 from shoal.kernels import reference
 from shoal.kernels.sampling import logits as shaping
 
@@ -74,3 +77,40 @@ def test_what_filters_leave_is_what_a_draw_leaves():
     least_S = logits_SV.argmin(dim=-1).int()
     drawn_SV = shaping.keep_survivors(logits_SV, least_S, top_k_S, top_p_S, min_p_S)
     assert drawn_SV.gather(1, least_S.long().unsqueeze(1)).isfinite().all(), "a drawn token stays possible"
+
+
+def test_known_tokens_are_counted_without_waiting_for_the_device(monkeypatch):
+    """Regression: torch.bincount, which waits for the device, ran in the step that admitted a request with a
+    penalty."""
+
+    def wait(*args, **options):
+        raise AssertionError("waits for the device")
+
+    monkeypatch.setattr(torch, "bincount", wait)
+    shaper = LogitShaper(types.SimpleNamespace(), 3, 10, CPU)
+    for output_ids in ([4, 7, 4], [9], []):  # each admission starts the row's counts again
+        shaper.start_rows(SamplerOptions(new_penalty_rows=[PenaltyRow(1, [2, 3], output_ids)]))
+        assert shaper.output_counts[1].tolist() == [output_ids.count(i) for i in range(10)]
+    assert shaper.prompt_mask.nonzero().tolist() == [[1, 2], [1, 3]]
+    assert not shaper.output_counts[[0, 2]].any() and shaper.output_counts.dtype == torch.int32
+
+
+def test_a_step_with_more_uploads_than_buffers_is_refused():
+    """Regression: nothing held that the uploads of a step fit into the ring, whose first buffer the next one
+    would have overwritten."""
+    buffers = StepBuffers(4, 8, CPU, queue_copy)
+    for _ in range(3):
+        buffers.begin_step()
+        for _ in range(RING):
+            buffers.upload(np.zeros(4, np.int32))
+    with pytest.raises(AssertionError, match="uploads"):
+        buffers.upload(np.zeros(4, np.int32))
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_no_more_steps_are_in_flight_than_there_are_buffers(asynchronous, monkeypatch):
+    """Regression: nothing held that the tokens of a step are read before a later step overwrites them."""
+    monkeypatch.setattr(step_loop, "RING", 1)
+    config = types.SimpleNamespace(block_size=4, async_scheduling=asynchronous)
+    with pytest.raises(AssertionError, match="overwritten"):
+        StepLoop(config, *[None] * 9)
