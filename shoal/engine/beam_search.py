@@ -1,7 +1,7 @@
 """Beam search over one prompt. It decides which beams go on, which are finished, and when no better one can
 come.
 
-The rules are those of `transformers` (`num_beams`, early_stopping=False), so the results are the same.
+The rules are the same as in `transformers` (`num_beams`, early_stopping=False), and so are the results.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class BeamSearch:
 
     @property
     def num_candidates(self) -> int:
-        """How many of a beam's likeliest tokens can matter. beam_width of them go on even if every
+        """Number of a beam's likeliest tokens that can matter: beam_width of them continue even if every
         end-of-text id is among the best."""
         return self.params.beam_width + len(self.eos_token_ids)
 
@@ -65,7 +65,7 @@ class BeamSearch:
                 self.running.append(grown)
                 if len(self.running) == width:
                     break
-            elif place < width:  # An end that is less likely than beam_width continuations is no result.
+            elif place < width:  # An end that is less likely than beam_width continuations is not a result.
                 self.finished.append((self._score(cum_logprob, length), grown))
             elif length == self.max_tokens:
                 break

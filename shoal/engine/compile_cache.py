@@ -1,12 +1,13 @@
-"""Kernels that another machine has compiled: they are fetched before an engine starts, and what it compiled
-itself is offered to the next one.
+"""Shares compiled kernels between machines: an engine fetches them before it starts, and stores what it
+compiled itself for the next one. Users: `--compile-cache`, `shoal compile` and fleets without a shared
+volume; where a volume is shared, TRITON_CACHE_DIR and XDG_CACHE_HOME do the same.
 
     URL / platform / name.tar
 
-What is compiled lies in shoal's cache folder: C libraries, and Triton's folder of kernels, one subfolder
+Compiled code is stored in shoal's cache folder: C libraries, and Triton's folder of kernels, one subfolder
 each. Their names say what they were compiled from, by which compiler and for which processor, so copies never
-clash and nothing is ever wrong, only unused. Whoever can write there decides what engines run:
-docs/security.md.
+clash, and a wrong one is never used. Engines run what this store holds, so write access to it must be
+restricted: docs/security.md.
 """
 
 from __future__ import annotations
@@ -63,8 +64,8 @@ class CompileCache:
         self.url = shown(url)
 
     def fetch(self) -> int:
-        """Brings what is not here, for FETCH_S seconds at most. Returns how many kernels and libraries came.
-        Where the store fails, a warning says so, and they are compiled."""
+        """Fetches what the local cache lacks, for FETCH_S seconds at most. Returns the number of kernels and
+        libraries fetched. If the store fails, a warning is logged, and they are compiled."""
         fetched: list[str] = []
 
         def work() -> None:
@@ -75,11 +76,13 @@ class CompileCache:
         thread.start()
         thread.join(FETCH_S)
         if thread.is_alive():
-            logger.warning("%s %s is slow: what has not come in %g s is compiled", OPTION, self.url, FETCH_S)
+            logger.warning(
+                "%s %s is slow: what was not fetched in %g s is compiled", OPTION, self.url, FETCH_S
+            )
         return len(fetched)
 
     def offer(self) -> int:
-        """Puts there what is here alone. Returns how many kernels and libraries that are."""
+        """Stores what the store lacks. Returns the number of kernels and libraries stored."""
         offered: list[str] = []
         with self._warning("written"):
             self._each(set(local_names()) - self._there(), self._offer, offered)
@@ -103,7 +106,7 @@ class CompileCache:
         self._store.put(f"{self._root}/{name}.tar", pack(name))
 
     def _each(self, names: Iterable[str], work: Callable[[str], None], finished: list[str]) -> None:
-        """By daemons, so that a store that hangs does not keep the process from ending."""
+        """Runs `work` in daemon threads, so that a store that hangs does not keep the process from ending."""
         todo, errors = sorted(names), []
 
         def job(name: str) -> bool:
@@ -125,7 +128,7 @@ class CompileCache:
 
     @contextmanager
     def _warning(self, what: str) -> Iterator[None]:
-        """Inside of the block an error becomes a warning: the store only saves time."""
+        """Turns an error in the block into a warning: the store only saves time."""
         try:
             yield
         except Exception as error:  # noqa: BLE001   backends raise what they like
@@ -134,7 +137,7 @@ class CompileCache:
 
 
 def platform_name() -> str:
-    """The part of the store in which all could be used here. Names of kernels say the rest."""
+    """The part of the store for this platform. Names of kernels say the rest."""
     try:
         triton = version("triton")
     except PackageNotFoundError:
@@ -144,7 +147,7 @@ def platform_name() -> str:
 
 
 def local_names() -> list[str]:
-    """What has been compiled here, and is whole."""
+    """Names of the complete kernels and libraries in the local cache."""
     libraries = [path.name for path in kernel_folder().glob("*.so")]
     return libraries + [TRITON + path.name for path in _triton_folder().glob("*") if _is_whole(path)]
 
@@ -162,7 +165,8 @@ def pack(name: str) -> bytes:
 
 
 def unpack(name: str, packed: bytes) -> None:
-    """Puts it where it is looked for, whole or not at all. Raises ValueError for what `pack` has not made."""
+    """Unpacks it into the local cache, completely or not at all. Raises ValueError for a malformed
+    archive."""
     path = _path_of(name)
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="fetching-") as work:
@@ -172,7 +176,7 @@ def unpack(name: str, packed: bytes) -> None:
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
             for member in archive:
                 if not member.isreg() or Path(member.name).name != member.name:
-                    raise ValueError(f"{name} holds {member.name!r}, which is no file of a kernel")
+                    raise ValueError(f"{name} must hold plain files only, got {member.name!r}")
                 content = archive.extractfile(member)
                 assert content is not None  # it is a file
                 value = content.read()
@@ -187,7 +191,8 @@ def unpack(name: str, packed: bytes) -> None:
 
 
 def _moved(group: bytes, folder: Path) -> bytes:
-    """Triton names a kernel's files by their whole paths, which are those of the machine that compiled it."""
+    """Rewrites the whole paths by which Triton names a kernel's files, as they are paths of the machine that
+    compiled it."""
     listed = json.loads(group)
     paths = {name: str(folder / name) for name in listed["child_paths"]}
     return json.dumps({**listed, "child_paths": paths}).encode()
@@ -197,7 +202,7 @@ def _path_of(name: str) -> Path:
     kernel = name.removeprefix(TRITON)
     is_name = Path(kernel).name == kernel and kernel != ".."
     if not is_name or not (name.startswith(TRITON) or name.endswith(".so")):
-        raise ValueError(f"{name!r} is no name of a kernel or library")
+        raise ValueError(f"a kernel or library must be named *.so or {TRITON}*, got {name!r}")
     if name.startswith(TRITON):
         return _triton_folder() / kernel
     return kernel_folder() / name
@@ -208,7 +213,7 @@ def _triton_folder() -> Path:
 
 
 def _is_whole(folder: Path) -> bool:
-    """Whether Triton has written all files of a kernel, or the library of a launcher."""
+    """True if Triton has written all files of a kernel, or the library of a launcher."""
     if not folder.is_dir() or folder.name.startswith("fetching-"):
         return False
     names = {path.name for path in folder.iterdir()}

@@ -242,7 +242,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything. Requests that are kept while the engine sleeps are no work."""
+        """True if a step would do anything. Requests that are kept while the engine sleeps do not count."""
         return self.loop.has_work
 
     @property
@@ -450,7 +450,8 @@ class EngineCore:
 
     @property
     def kv_events(self) -> KvEvents:
-        """What is cached where, for listeners. Raises ConfigError if the engine was built without."""
+        """The events of cached blocks. Raises ConfigError if the engine was built without
+        kv_events_config."""
         if self.events is None:
             raise ConfigError(
                 "this engine keeps no KV events; build it with kv_events_config="
@@ -459,7 +460,7 @@ class EngineCore:
         return self.events
 
     def stats(self) -> Stats:
-        self.weights.exports.settle()  # Whoever looks after the engine asks for its figures now and then.
+        self.weights.exports.settle()  # here, because a monitored engine is asked for its stats regularly
         stats, costs = self.scheduler.stats(), self.step_costs
         if costs is not None and costs.num_learned:
             stats.decode_step_s = costs.step_s + self.scheduler.num_decoding * costs.seq_s
@@ -504,7 +505,7 @@ class EngineCore:
 
 
 def _check_text(config: EngineConfig, files: CheckpointFiles) -> None:
-    """Raises CheckpointError unless whoever speaks text for this model finds what that needs."""
+    """Raises CheckpointError if the model's tokenizer or chat template cannot be loaded."""
     if not config.skip_tokenizer_init:
         load_tokenizer(files, config.tokenizer, config.chat_template)
     if config.generation_config == "auto":

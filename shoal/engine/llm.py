@@ -52,8 +52,8 @@ def _alone(method: Callable[Concatenate[LLM, P], R]) -> Callable[Concatenate[LLM
 
 class LLM:
     """Loads a checkpoint and generates. Options are EngineConfig's fields, and disable_log_stats=False, with
-    which each RequestOutput has its times. Threads may share it: whichever
-    has its turn steps for all of them, so their requests run in one batch.
+    which each RequestOutput has its times. Threads may share it: the thread whose turn it is steps for all of
+    them, so their requests run in one batch.
 
     Raises UserError (a ValueError) for impossible options, checkpoints and requests; the engine lives on
     after a bad request.
@@ -81,7 +81,7 @@ class LLM:
         self.config = self.core.config
 
     def _learn_text(self, config: EngineConfig, files: CheckpointFiles) -> None:
-        """Takes what it needs to speak text for this model. Raises CheckpointError."""
+        """Loads tokenizer, generation config and end-of-text ids. Raises CheckpointError."""
         self.tokenizer: Tokenizer | None = None
         if not config.skip_tokenizer_init:
             self.tokenizer = load_tokenizer(files, config.tokenizer, config.chat_template)
@@ -127,7 +127,7 @@ class LLM:
         self, prompts: Prompt | Sequence[Prompt], use_tqdm: bool = True
     ) -> list[EmbeddingRequestOutput]:
         """Returns one embedding for each prompt, in order: the hidden state after its last token, of unit
-        length. Prompts are those of `generate`."""
+        length. Prompts are given as for `generate`."""
         embeddings = []
         params = SamplingParams(max_tokens=1)
         with only_young_garbage:
@@ -144,8 +144,8 @@ class LLM:
     def beam_search(
         self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, use_tqdm: bool = False
     ) -> list[BeamSearchOutput]:
-        """The `beam_width` likeliest texts of each prompt that a search so wide finds: `transformers`'
-        num_beams. Each token is a step of all beams of all prompts, which the prefix cache makes cheap.
+        """Returns the `beam_width` likeliest texts of each prompt: `transformers`' num_beams, and vLLM's
+        LLM.beam_search. Each token is a step of all beams of all prompts, which the prefix cache makes cheap.
         Raises RequestError if beam_width and the model's end-of-text ids are together more than max_logprobs,
         and for a prompt that leaves no room for a token."""
         searches, salts = [], []
@@ -198,7 +198,7 @@ class LLM:
                         with self._lock:
                             if not group.finished:  # by a step of another thread
                                 self._step()
-                        self._late_interrupts.heed()
+                        self._late_interrupts.apply()
                     bar.update()
         finally:
             self._drop(groups)
@@ -220,8 +220,8 @@ class LLM:
         answers."""
         if not isinstance(messages, Sequence) or not messages:
             raise RequestError(
-                f"messages {messages!r:.80} is no conversation; give a list of {{'role': ..., 'content': "
-                f"...}}"
+                f"messages must be a conversation, got {messages!r:.80}; give a list of "
+                "{'role': ..., 'content': ...}"
             )
         conversations = [messages] if isinstance(messages[0], dict) else messages
         prompts = [
@@ -288,9 +288,9 @@ class LLM:
 
     @_alone
     def drain_kv_events(self) -> list[EventBatch]:
-        """What has been cached and forgotten since the last call, a batch for each step that changed anything
-        (shoal/kv_events.py); vLLM's `take_events`. After more than `buffer_steps` of them one batch
-        that clears all and stores what is there. Raises ConfigError unless kv_events_config enables
+        """Returns the blocks cached and removed since the last call, one batch for each step with a change
+        (shoal/kv_events.py); vLLM's `take_events`. After more than `buffer_steps` of them, one batch that
+        clears all and stores what is cached now. Raises ConfigError unless kv_events_config enables
         events."""
         return self.core.kv_events.drain()
 
@@ -316,9 +316,9 @@ class LLM:
 
     @_alone
     def wake_up(self, tags: Sequence[str] | None = None) -> MemoryReport:
-        """Takes memory again, at the same addresses; all regions, or those of `tags`. If memory was taken
-        meanwhile it raises UnavailableError, nothing has changed, and it can be tried again. After level 2
-        weights are missing: until an update `generate` raises UnavailableError."""
+        """Takes memory again, at the same addresses; all regions, or the regions named by `tags`. If memory
+        was taken meanwhile it raises UnavailableError, nothing has changed, and it can be tried again. After
+        level 2 weights are missing: until an update `generate` raises UnavailableError."""
         return self.core.wake_up(tags)
 
     @property
@@ -403,7 +403,7 @@ class LLM:
         return self.core.check_weights()
 
     def _finish_requests(self) -> None:
-        """Runs what is there to its end and takes nothing new meanwhile."""
+        """Finishes the running requests and refuses new ones meanwhile."""
         self.core.refuse("the engine goes to sleep when its running requests have ended")
         try:
             while self.core.has_work:
@@ -507,7 +507,7 @@ class LLM:
             text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
         if ids is None:
             if not isinstance(text, str):
-                raise RequestError(f"the prompt {text!r:.80} is no text; give a string, or token ids")
+                raise RequestError(f"the prompt must be a string, got {text!r:.80}; give text or token ids")
             ids = self.get_tokenizer().encode(text)
         if hasattr(ids, "tolist"):  # numpy, torch
             ids = ids.tolist()
@@ -530,9 +530,9 @@ class LLM:
         return groups
 
     def _drop(self, groups: Sequence[AnswerGroup | EmbeddingAnswer]) -> None:
-        """Forgets finished answers and aborts the rest. A stream that nobody holds any more is closed
-        wherever garbage is collected. If that is in the middle of this thread's own turn, its request is
-        dropped in the next one."""
+        """Forgets finished answers and aborts the others. A stream without a reference is closed wherever
+        garbage is collected. If that happens in the middle of this thread's own turn, its request is dropped
+        in the next turn."""
         self._abandoned += groups
         if not self._lock.is_mine:
             with self._late_interrupts, self._lock:
@@ -545,11 +545,13 @@ class LLM:
                     self.core.abort(answer.request.request_id)
 
     def _step(self) -> None:
-        """One engine step; its outputs reach their answers, whoever waits for them."""
+        """Runs one engine step and adds its outputs to their answers, which any thread may wait for."""
         self._drop_abandoned()
         # kept asleep, or without weights: waiting here would never end
         if self.core.error is None and not self.core.has_work:
-            raise UnavailableError(self.core.paused or "an answer is awaited that nobody works on")
+            raise UnavailableError(
+                self.core.paused or "an answer is awaited whose request is not in the engine"
+            )
         for output in self.core.step():
             answer = self._answers.get(output.request_id)
             if answer is not None and (stop := answer.push(output)) is not None:
@@ -569,7 +571,7 @@ def _as_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def _own_ids(ids: object) -> list[int] | None:
-    """A new list. None for what is no sequence of integers; bools are none."""
+    """Returns a new list, or None if `ids` is not a sequence of integers; bools do not count."""
     if not isinstance(ids, Sequence):
         return None
     try:

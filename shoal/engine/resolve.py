@@ -3,7 +3,7 @@ defaults:
 
 block_size is 16, so that a prefix is shared to within 15 tokens while a block over all layers is one copy of
 megabytes. gpu_memory_utilization is 0.9, as the driver and fragmentation need the rest. A step on a GPU takes
-at most 16384 tokens, as products of more are no faster; on the CPU 1024. max_num_seqs is 1024 on a large
+at most 16384 tokens, as larger matmuls are not faster; on the CPU 1024. max_num_seqs is 1024 on a large
 card, as in vLLM, because many short requests are answered sooner so; 256 on a smaller one, and where the
 cache is too small for more.
 """
@@ -29,7 +29,7 @@ LARGE_CARD_BYTES = 70 << 30  # A card that is sold with 80 GB has a little less.
 # MANY_SEQS are the default only where the cache has room for as many tokens of each.
 TOKENS_OF_SHORT_SEQ = 256
 PENALTY_BYTES = 5  # a sequence with a penalty keeps a flag and a count for each token of the vocabulary
-FP8_CAPABILITY = (8, 9)  # of the first GPUs that convert fp8, and whose tensor cores multiply it
+FP8_CAPABILITY = (8, 9)  # the first GPUs that convert fp8, and whose tensor cores multiply it
 ALIASES = {"half": "float16", "float": "float32"}
 
 
@@ -104,8 +104,8 @@ def resolve_config(
 def _keeps_quantized(
     config: EngineConfig, model: ModelConfig, quantized: bool, gpu: bool
 ) -> tuple[bool, bool]:
-    """Whether weights lie in memory in fewer bits, and whether they become so only while they load. Raises
-    ConfigError for options that contradict the checkpoint, and for a GPU without the products."""
+    """Returns whether weights are quantized in memory, and whether they are quantized only while they load.
+    Raises ConfigError for options that contradict the checkpoint, and for a GPU without such matmuls."""
     asked, stored = config.quantization, model.quantization
     quantizes = asked is not None and not quantized
     if asked is not None and quantized:
@@ -146,7 +146,7 @@ def _check_memory(
     """
     gpu, ranks = config.device == "cuda", config.tensor_parallel_size
     itemsize = getattr(torch, config.dtype).itemsize
-    blocks = -(-config.max_model_len // config.block_size)  # of the longest sequence
+    blocks = -(-config.max_model_len // config.block_size)  # blocks of the longest sequence
     block_bytes = cache_spec(config, model).block_bytes
     num_tokens = min(config.max_num_batched_tokens, config.max_num_seqs * config.max_model_len)
     row = torch.int32.itemsize * StateLayout(config.max_num_seqs, blocks).row_stride
@@ -183,7 +183,7 @@ def _check_memory(
 
 
 def _default_num_seqs(config: ResolvedConfig, model: ModelConfig) -> int:
-    """How many sequences run at once if nobody says so. `config` may have 0 there."""
+    """Default of max_num_seqs. `config` may have 0 there."""
     if config.device != "cuda":
         return CPU_SEQS
     card_bytes = torch.cuda.get_device_properties(0).total_memory

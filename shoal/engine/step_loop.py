@@ -1,8 +1,8 @@
-"""The steps of one engine. Each is scheduled, launched on the ranks, and completed, which turns its tokens
-into outputs.
+"""Schedules the steps of one engine, launches them on the ranks, and completes them: their tokens become
+outputs.
 
-With asynchronous scheduling step n+1 is scheduled and launched before the tokens of step n are looked at, so
-the device never waits for the host.
+With asynchronous scheduling step n+1 is scheduled and launched before the tokens of step n are read, so the
+device never waits for the host.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class InFlight:
 
 
 class StepLoop:
-    """Runs what the scheduler holds, one `step` at a time.
+    """Runs the scheduler's sequences, one `step` at a time.
 
     A failure of the device or of a rank ends the ranks: the call raises EngineDeadError, and so does every
     later one. An interrupt (any other exception) loses the steps in flight and aborts all requests.
@@ -79,7 +79,7 @@ class StepLoop:
         paused: PauseState,
         costs: StepCosts | None,
     ) -> None:
-        """`costs`: learns from each step what steps cost, if the engine wants to know."""
+        """`costs`: learns the cost of steps; None: the engine has no use for it."""
         self.ranks, self.scheduler, self.tiers = ranks, scheduler, tiers
         self.peers = peers
         self._grammars, self._admission, self._events = grammars, admission, events
@@ -95,8 +95,8 @@ class StepLoop:
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do anything. Requests that are kept while the engine stands still are no
-        work."""
+        """True if a step would do anything. Requests that are kept while the engine is paused do not
+        count."""
         unreported = self._in_flight or self.scheduler.finished_outside or self._late
         return bool(unreported) or (self._paused.reason is None and self.scheduler.has_work)
 
@@ -148,8 +148,8 @@ class StepLoop:
         return outputs
 
     def tick(self) -> bool:
-        """To be called while there is no work: KV blocks go to lower tiers, and leases of other workers'
-        blocks are looked after. Returns whether it should be called again soon."""
+        """To be called while there is no work: moves KV blocks to lower tiers, and renews leases of other
+        workers' blocks. Returns whether it should be called again soon."""
         if self.ranks.error is not None:
             return False
         with self._guarded():
@@ -166,7 +166,7 @@ class StepLoop:
                 self._late += self._complete(self._in_flight.popleft())
 
     def report(self, outputs: list[Output]) -> None:
-        """The next `step` returns these outputs, of requests that another core had."""
+        """Adds outputs of another core's requests to what the next `step` returns."""
         self._late += outputs
 
     # Launching
@@ -246,7 +246,8 @@ class StepLoop:
         return outputs
 
     def _learn(self, costs: StepCosts, step: InFlight) -> None:
-        """The step has ended just now. It began when it was launched, or when the step before it ended."""
+        """Learns from a step that has just ended. It began when it was launched, or when the step before it
+        ended."""
         now = time.monotonic()
         seconds = now - max(step.launched_at, self._completed_at)
         self._completed_at = now
@@ -259,7 +260,7 @@ class StepLoop:
     @contextmanager
     def _guarded(self) -> Iterator[None]:
         """Interrupts (Ctrl-C, an exit, a lack of memory) lose the steps in flight. Any other exception ends
-        the ranks: after a bug, such as an AssertionError, the books may be wrong."""
+        the ranks: after a bug, such as an AssertionError, the scheduler's state may be wrong."""
         try:
             yield
         except BaseException as error:
@@ -269,17 +270,18 @@ class StepLoop:
             raise
 
     def _start_anew(self) -> None:
-        """After an interrupt, or a lack of memory, in the middle of a step nobody knows what of the step
-        reached the device. So every request is aborted, and no block that the step should have filled may be
-        found later. Other ranks cannot be brought back in line: with them the engine ends."""
+        """Resets the engine after an interrupt or a lack of memory in the middle of a step, because it is
+        unknown how much of the step reached the device. So every request is aborted, and no block of the step
+        may be found later. With several ranks the engine ends, because the ranks cannot be brought back to
+        one state."""
         if self.ranks.size > 1:
             self.ranks.error = EngineDeadError(
                 "interrupted in the middle of a tensor-parallel step; build a new engine"
             )
             return
-        # This stands if what follows does not come to its end.
+        # This error stays if the code below is interrupted.
         self.ranks.error = EngineDeadError(
-            "interrupted in the middle of a step, and what was under way did not end; build a new engine"
+            "interrupted in the middle of a step, and its transfers did not end; build a new engine"
         )
         self.scheduler.abort_all()
         self.scheduler.reset_prefix_cache()
@@ -302,9 +304,9 @@ class StepLoop:
 
 
 def _spans_of(seq: Sequence, num_given: int, now: float) -> list[Span]:
-    """Where the time up to the first token went, which came now. A request waits until its first step, or
-    until blocks are fetched for it; those that a prefetch request has fetched came before the request did.
-    num_given: tokens that it came with."""
+    """Returns the spans of the time up to the first token, which has just been sampled. A request is queued
+    until its first step or its first fetch; fetches of its prefetch request that began before the request was
+    added do not count. `num_given`: tokens that the request had when it was added."""
     assert seq.started_at is not None, "a token of no step"
     begun = [one.begun_at for one in seq.transfers if one.begun_at >= seq.added_at]
     spans = [Span("queue", now - seq.added_at, min([seq.started_at, *begun]) - seq.added_at)]

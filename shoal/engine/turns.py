@@ -1,5 +1,5 @@
-"""What lets several threads step one LLM: whose turn it is, when a Ctrl-C takes effect, and how garbage is
-collected meanwhile."""
+"""Turns of the threads that step one LLM, interrupts that wait for the end of a turn, and garbage collection
+meanwhile."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 
 
 class TurnLock:
-    """A lock that its holder may take again. Whoever waits has it next: a thread that steps on and on would
-    have an ordinary lock back before another one is awake."""
+    """A reentrant lock that goes to a waiting thread next: a thread that keeps stepping would get an ordinary
+    lock back before another thread is awake."""
 
     def __init__(self) -> None:
         self._next, self._lock = threading.Lock(), threading.RLock()
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread has it."""
+        """True if this thread holds the lock."""
         return self._lock._is_owned()  # type: ignore[attr-defined]  # as threading.Condition asks
 
     def __enter__(self) -> None:
@@ -33,35 +33,34 @@ class TurnLock:
 
 
 class LateInterrupts:
-    """In the main thread a first Ctrl-C waits for the end of the outermost block, or for `heed` in it, and a
-    second one for nothing. A step that broke off would have lost the tokens of all requests, other threads'
-    among them, and an interrupt between taking a lock and the block that frees it would keep it from them for
-    ever."""
+    """In the main thread a first Ctrl-C waits for the end of the outermost block, or for `apply` in it; a
+    second one acts at once. An interrupted step would lose the tokens of all requests, also of other threads,
+    and an interrupt between taking a lock and the block that frees it would never free it."""
 
     def __init__(self) -> None:
         self._depth = 0  # blocks that the main thread is in
-        self._handler: Any = None  # of SIGINT, while it is not to be called
+        self._handler: Any = None  # the deferred handler of SIGINT
         self._waiting: list[tuple[int, Any]] = []
 
     def __enter__(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._put_off()
+            self._defer()
             self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         if threading.current_thread() is threading.main_thread():
             self._depth = max(0, self._depth - 1)
             if not self._depth:
-                self._heed()
+                self._apply()
 
-    def heed(self) -> None:
+    def apply(self) -> None:
         if self._waiting and threading.current_thread() is threading.main_thread():
             depth = self._depth
-            self._heed()
-            self._put_off()
+            self._apply()
+            self._defer()
             self._depth = depth
 
-    def _put_off(self) -> None:
+    def _defer(self) -> None:
         handler = signal.getsignal(signal.SIGINT)
         if callable(handler) and handler != self._wait:
             self._handler = handler
@@ -70,10 +69,11 @@ class LateInterrupts:
     def _wait(self, number: int, frame: Any) -> None:
         self._waiting.append((number, frame))
         if len(self._waiting) > 1:
-            self._heed()
+            self._apply()
 
-    def _heed(self) -> None:
-        """Calls the handler for what waits. From now on nothing is put off, wherever that ends."""
+    def _apply(self) -> None:
+        """Calls the handler for the waiting interrupts. From now on none is deferred, even if the handler
+        raises."""
         handler, waiting = self._handler, self._waiting
         self._handler, self._waiting, self._depth = None, [], 0
         if handler is not None:

@@ -98,7 +98,7 @@ def test_two_engines_give_the_oracles_tokens(folder, lender_options, reader_opti
 
 @pytest.mark.parametrize("length", [96, 100, 111], ids=lambda length: f"{length % 16} of 16")
 def test_the_decode_workers_first_step_is_a_decode_of_one_token(folder, length):
-    """Also where the prompt is no whole number of blocks, and the first token fills its last one. With graphs,
+    """Also if the prompt is not a whole number of blocks, and the first token fills its last one. With graphs,
     a decode of one token is a captured one."""
 
     async def check():

@@ -39,7 +39,7 @@ def checkpoint(tmp_path_factory):
 def temporary(tmp_path, monkeypatch):
     """Sockets lie here, so that a test sees what is left of them."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)  # that of the core's log too
+    monkeypatch.setattr(logging.getLogger(), "level", logging.INFO)  # the core's log level too
     monkeypatch.setattr(async_llm, "RESTART_PAUSES_S", (0.0, 0.0, 0.0))
     yield tmp_path
     assert not list(tmp_path.glob("shoal-*"))
@@ -513,7 +513,7 @@ def test_a_core_that_dies_while_it_starts(checkpoint, new_children):
 
 @pytest.mark.slow
 def test_cores_that_are_killed_in_mid_word_hold_nobody_up(monkeypatch):
-    """The socket library once waited for ever for a connection to end of which a message was left."""
+    """Regression: the socket library waited for ever for the end of a connection with an unread message."""
 
     def spawn(folder):
         command = [sys.executable, "-m", "tests.process.toy_core", str(folder)]

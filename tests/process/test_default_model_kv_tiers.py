@@ -9,7 +9,7 @@ QUESTIONS = ["How does the sea freeze?", "Why is that so?", "Tell me more about 
 TOPICS = [
     "Water boils at one hundred degrees. ",
     "The moon moves the tides. ",
-    "Bees dance to tell the way. ",
+    "Bees dance to show the way. ",
     "Iron rusts in damp air. ",
 ]
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

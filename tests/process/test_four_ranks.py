@@ -1,4 +1,4 @@
-"""Four ranks on the CPU (Gloo), two of which share each kv head: one rank's tokens and log-probabilities for
+"""Four ranks on the CPU (Gloo), two for each kv head: one rank's tokens and log-probabilities for
 every kind of request, sleep, and new weights."""
 
 import random

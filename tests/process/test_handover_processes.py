@@ -157,8 +157,7 @@ def test_the_decode_workers_first_step_computes_one_token(folder, length, option
 @pytest.mark.slow
 @pytest.mark.parametrize("lender_tp, reader_tp", [(2, 1), (1, 2)])
 def test_blocks_go_between_tensor_parallel_sizes(folder, lender_tp, reader_tp):
-    """While the prompts are computed, in chunks whose ends are no ends of blocks; one has a prefix that the
-    reader knows."""
+    """While the prompts are computed, in chunks that end within blocks; one has a prefix that the reader knows."""
 
     async def check():
         lender, reader = await start(

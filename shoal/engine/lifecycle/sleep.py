@@ -1,5 +1,5 @@
-"""Sleep mode: what of an engine sleeps, and how it gets there and back. The memory itself is
-engine/runner/rank_memory.py's, on each rank.
+"""Sleep mode: puts regions of an engine's memory to sleep and wakes them. The memory itself is released and
+taken by engine/runner/rank_memory.py on each rank.
 
 Level 0 pauses scheduling and needs no sleep mode. Level 1 drops the KV cache and keeps the weights: in host
 memory, or (sleep_offload="file") in the checkpoint they were read from. Level 2 drops both; an update has to
@@ -59,11 +59,11 @@ class Sleeper:
 
     @property
     def is_emptied(self) -> bool:
-        """Whether the engine's model is given up: its weights are gone, and the KV cache sleeps."""
+        """True if the engine's model has been given up: its weights are gone, and the KV cache sleeps."""
         return KV_CACHE in self._state.asleep and self._paused.weights_lost is not None
 
     def is_possible(self, level: int) -> bool:
-        """Whether this engine can sleep at that level; without sleep mode it can only be paused."""
+        """True if this engine can sleep at that level; without sleep mode it can only be paused."""
         return not level or self._config.enable_sleep_mode
 
     def sleep(self, level: int, tags: Sequence[str] | None, mode: str) -> MemoryReport:
@@ -166,9 +166,8 @@ class Sleeper:
         return report
 
     def _settle(self, mode: str, cache_went: bool) -> None:
-        """Settles what becomes of the requests; no step is in flight. They are aborted or kept: preempted if
-        their KV is gone, else frozen as they are. Under "wait" there are only those that an earlier call
-        kept."""
+        """Aborts or keeps the requests; no step is in flight. A kept request is preempted if its KV is gone,
+        and otherwise frozen. Under "wait" only requests that an earlier call kept are left."""
         if mode == "abort":
             self._scheduler.abort_all()
         if cache_went:
@@ -195,7 +194,7 @@ class Sleeper:
         that is wanted, 0 for a wake-up. `kept`: where sleeping weights would be kept."""
         try:
             yield
-        except Exception:  # Whoever raised it has changed nothing, or has undone it.
+        except Exception:  # The failed call has changed nothing, or has undone its changes.
             raise
         except BaseException:
             if self._ranks.error is None:  # With several ranks an interrupt ends the engine.
@@ -227,7 +226,7 @@ class Sleeper:
         state.asleep = asleep
 
     def _where_kept(self) -> str:
-        """Where sleeping weights are kept at level 1: "file" or "host"."""
+        """The place where weights are kept during a level 1 sleep: "file" or "host"."""
         return "file" if self._config.sleep_offload == "file" and self._weights.unchanged() else "host"
 
 

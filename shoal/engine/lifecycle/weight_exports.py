@@ -1,8 +1,10 @@
-"""Loans of an engine's weights to workers that start with the same ones and would else read them from a
-disk.
+"""Exports of an engine's weights to workers that start with the same weights and would otherwise read them
+from a disk. `shoal serve` in a fleet uses them (weights_from_peers), so that a new worker starts in seconds;
+they are not built on kv/transfer's transports, whose unit is a KV block.
 
-The ranks open their memory for the first loan and close it after the last one. A loan that nobody gives back
-ends by itself. Neither side waits for the other (engine/runner/rank_export.py says why that is safe).
+The ranks open their memory for the first reader and close it after the last one. An export whose reader died
+ends after EXPORT_S seconds. Neither side waits for the other (engine/runner/rank_export.py says why that is
+safe).
 """
 
 from __future__ import annotations
@@ -30,31 +32,36 @@ EXPORT_S = 600.0  # A worker that takes longer to start has died.
 
 
 class WeightExports:
-    """`checkpoint()`: what the weights were read from, if it still lies on disk as it was read; else None.
-    Every call is made between steps, and the loans end before the weights change or go."""
+    """`checkpoint()`: the checkpoint of the weights, if its files are unchanged; otherwise None. Every call
+    is made between steps, and the exports end before the weights change or are released."""
 
     def __init__(
         self, config: ResolvedConfig, ranks: Ranks, checkpoint: Callable[[], CheckpointFiles | None]
     ) -> None:
         self._config, self._ranks, self._checkpoint = config, ranks, checkpoint
-        self._ends: dict[str, float] = {}  # when each loan ends
-        self._offers: list[bytes] = []  # of each rank, while there are loans
-        self._name: tuple[CheckpointFiles, bytes] | None = None  # of the weights, which is read from disk
+        self._ends: dict[str, float] = {}  # reader -> when its export ends
+        self._offers: list[bytes] = []  # one RankExport for each rank, while there are readers
+        # the checkpoint and its fingerprint, which is read from disk
+        self._name: tuple[CheckpointFiles, bytes] | None = None
 
     def export(self, name: bytes, reader: str) -> bytes:
-        """A loan of the weights of this name (weights/fingerprint.py), in place of any other that this
-        reader has. Raises UnavailableError where there is nothing to lend."""
+        """Exports the weights of this name (weights/fingerprint.py), in place of any earlier export to this
+        reader. Raises UnavailableError if the engine has other weights, or weights that cannot be
+        exported."""
         files = self._checkpoint()
         if files is None:
             raise UnavailableError(
-                "the weights here are no checkpoint's as it lies on disk: nobody gets them"
+                "the weights of this engine differ from every checkpoint on its disk, so they cannot be "
+                "exported"
             )
         if not lies_by_shape(files):
-            raise UnavailableError(f"how the weights of {files.path} lie in memory depends on their numbers")
+            raise UnavailableError(
+                f"the memory layout of the weights of {files.path} depends on their values"
+            )
         if self._name is None or self._name[0] is not files:
             self._name = files, tensors_fingerprint(files)
         if self._name[1] != name:
-            raise UnavailableError(f"the weights here are {files.path}'s, which are others")
+            raise UnavailableError(f"this engine has other weights: {files.path}")
         self.settle()
         if not self._ends:
             self._open()
@@ -62,18 +69,18 @@ class WeightExports:
         return encode(WeightsExport(layout_of(self._config), self._offers))
 
     def end(self, reader: str) -> None:
-        """Does nothing if this reader has no loan."""
+        """Ends the export to this reader, if there is one."""
         if self._ends.pop(reader, None) is not None and not self._ends:
             self._close()
 
     def withdraw_all(self) -> None:
-        """Who reads the weights now finds that out."""
+        """Ends all exports. A reader in the middle of a read finds wrong checksums."""
         if self._ends:
             self._ends.clear()
             self._close()
 
     def settle(self) -> None:
-        """Ends the loans of borrowers that have not come back."""
+        """Ends the exports of readers that have not reported back in time."""
         for reader in [reader for reader, end in self._ends.items() if end < time.monotonic()]:
             self.end(reader)
 
@@ -81,7 +88,7 @@ class WeightExports:
         self._offers, errors = self._ranks.each(commands.EXPORT_WEIGHTS)
         if errors:
             self._close()
-            raise UnavailableError(f"the weights cannot be lent: {errors[0]}")
+            raise UnavailableError(f"the weights cannot be exported: {errors[0]}")
 
     def _close(self) -> None:
         self._offers = []
@@ -89,7 +96,8 @@ class WeightExports:
 
 
 def layout_of(config: ResolvedConfig) -> str:
-    """Everything that decides how the ranks' weights lie in memory, beside the checkpoint itself."""
+    """Names everything that decides the memory layout of the ranks' weights, except for the checkpoint
+    itself."""
     if config.device == "cuda":
         machine = f"compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))}"
     else:
@@ -102,17 +110,21 @@ def layout_of(config: ResolvedConfig) -> str:
 
 
 def accepted(data: bytes, config: ResolvedConfig, files: CheckpointFiles) -> list[bytes]:
-    """A loan's RankExports, if its weights lie in memory as those of an engine with this config will. [],
-    with a line in the log: they do not, or it is no loan."""
+    """Returns the RankExports of a WeightsExport if an engine with this config has the same memory layout.
+    Otherwise logs why not, and returns []."""
     try:
         found = decode(data, WeightsExport)
         if found.layout != (ours := layout_of(config)):
-            raise CheckpointError(f"there they are of {found.layout}, and here of {ours}")
+            raise CheckpointError(f"their layout is {found.layout}, and this engine's is {ours}")
         if not lies_by_shape(files):
-            raise CheckpointError("how they lie in memory depends on their numbers")
+            raise CheckpointError("their memory layout depends on their values")
         if len(found.ranks) != config.tensor_parallel_size:
-            raise CheckpointError(f"there are {len(found.ranks)} ranks in it")
+            raise CheckpointError(
+                f"they have {len(found.ranks)} ranks, and this engine has {config.tensor_parallel_size}"
+            )
     except CheckpointError as error:
-        logger.warning("another worker's weights are of no use here: %s; they are read from files", error)
+        logger.warning(
+            "the weights of the other worker cannot be used: %s; weights are read from files", error
+        )
         return []
     return found.ranks

@@ -40,8 +40,8 @@ Outcomes = tuple[list[None], list[Exception]]  # what Ranks.each returns for a c
 
 
 class Weights:
-    """The weights of one engine, loaded from `files`. Every call is made between steps. Running requests go
-    on under the new weights: their KV is computed anew, and the prefix cache is reset."""
+    """The weights of one engine, loaded from `files`. Every call is made between steps. Running requests
+    continue under the new weights: their KV is computed again, and the prefix cache is reset."""
 
     def __init__(
         self,
@@ -58,10 +58,10 @@ class Weights:
         self._config, self._model_config = config, files.config
         self._ranks, self._loop, self._scheduler, self._tiers = ranks, loop, scheduler, tiers
         self._peers, self._paused = peers, paused
-        # the checkpoint whose packing they have; None: they are plain, or become fp8 from plain ones
+        # the checkpoint whose packing the weights have; None: plain weights, or fp8 quantized from plain ones
         self._packed_as = files if config.keep_quantized and not config.quantizes_weights else None
         self.exports = WeightExports(config, ranks, lambda: self.checkpoint)
-        self._awaited: set[str] = set()  # the tensors of lost weights that have not come back yet
+        self._awaited: set[str] = set()  # the tensors of lost weights that have not been loaded again yet
         self._source: CheckpointFiles | None = None  # the whole checkpoint that the weights equal
         self._fingerprint: list[tuple[str, int, int]] = []
         if not self._is_dummy(files):
@@ -78,8 +78,8 @@ class Weights:
         return files if files.file is not None else files.overridden(config.hf_overrides)
 
     def difference(self, files: CheckpointFiles) -> str | None:
-        """Why these weights cannot be written into the memory of the old ones: they are another model's, or
-        are packed otherwise. None: they can."""
+        """Returns why these weights cannot be written into the memory of the old ones: another model, or
+        another packing. None: they can."""
         if self._is_dummy(files):
             return None
         why = difference(self._model_config, files.config)
@@ -87,7 +87,7 @@ class Weights:
             why = packing_difference(self._packed_as, files)
         spec = self._ranks.runner.cache.spec
         if why is None and spec.scales and name_of(cache_scales(self._config, files)) != spec.scales:
-            why = "its k_scale and v_scale are others than those of the engine's KV cache"
+            why = "its k_scale and v_scale differ from the scales of the engine's KV cache"
         return why
 
     def update(self, files: CheckpointFiles) -> int:
@@ -121,7 +121,7 @@ class Weights:
         for name, tensor in given.items():
             if not isinstance(name, str) or not isinstance(tensor, torch.Tensor) or tensor.is_meta:
                 raise ConfigError(
-                    f"{name!s:.80} is no tensor that holds data, but {tensor!r:.80}; give tensors by name"
+                    f"{name!s:.80} must be a tensor with data, got {tensor!r:.80}; give tensors by name"
                 )
         tensors = checkpoint_tensors(given)
         names = self._check_tensors(
@@ -157,7 +157,8 @@ class Weights:
         self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
         """Joins a trainer's process group; rank r of this engine joins as rank_offset + r. Returns when all
-        members have come. Raises ConfigError for impossible values, UnavailableError if they do not come."""
+        members have joined. Raises ConfigError for impossible values, UnavailableError if they do not
+        join."""
         runner = self._ranks.runner
         check_group(address, port, rank_offset + runner.tp.size - 1, world_size, backend, runner.device)
         if group_name in self.groups:
@@ -171,12 +172,11 @@ class Weights:
         if errors:
             self._ranks.each(commands.LEAVE_WEIGHTS_GROUP, group_name)
             raise UnavailableError(
-                f"the trainer's process group {group_name!r} at {address}:{port} did not come together: "
-                f"{errors[0]}"
+                f"the trainer's process group {group_name!r} at {address}:{port} was not formed: {errors[0]}"
             )
 
     def destroy_group(self, group_name: str) -> None:
-        """Leaves the group. Raises ConfigError if there is none of this name."""
+        """Leaves the group. Raises ConfigError if the engine is in no group of this name."""
         self._check_group(group_name)
         self._ranks.each(commands.LEAVE_WEIGHTS_GROUP, group_name)
 
@@ -198,7 +198,7 @@ class Weights:
         return self.version
 
     def export(self, name: bytes, reader: str) -> bytes:
-        """Opens the weights to another worker, as WeightExports.lend says. Raises UnavailableError."""
+        """Opens the weights to another worker (WeightExports.export). Raises UnavailableError."""
         self._check_awake()
         if self._paused.weights_lost is not None:
             raise UnavailableError(self._paused.weights_lost)
@@ -218,26 +218,27 @@ class Weights:
     # For sleep (engine/lifecycle/sleep.py)
 
     def lose(self, reason: str) -> None:
-        """Notes that the weights in memory are not whole any more. Nothing runs until all have come back."""
+        """Notes that the weights in memory are incomplete. Nothing runs until all tensors have been loaded
+        again."""
         self._paused.weights_lost = f"the weights are not there: {reason}; call update_weights first"
         self._awaited = set(self._shapes)
         self._source = None
 
     def unchanged(self) -> bool:
-        """Whether reading the checkpoint again would bring back what lies in memory."""
+        """True if reading the checkpoint again would restore the weights in memory."""
         if self._source is not None and self._paused.weights_lost is None:
             try:
                 return fingerprint(self._source) == self._fingerprint
             except CheckpointError:
                 pass
         logger.warning(
-            "the weights are no checkpoint's as it lies on disk now: sleep keeps them in host memory instead"
+            "the weights differ from the checkpoint on disk: sleep keeps them in host memory instead"
         )
         return False
 
     @property
     def checkpoint(self) -> CheckpointFiles | None:
-        """The checkpoint that the weights equal, if it still lies on disk as it was read."""
+        """The checkpoint of the weights, if its files are unchanged since it was read."""
         if self._source is not None:
             with contextlib.suppress(CheckpointError):
                 if fingerprint(self._source) == self._fingerprint:
@@ -261,8 +262,8 @@ class Weights:
         return self._ranks.runner.model.checkpoint_shapes()
 
     def _is_dummy(self, files: CheckpointFiles) -> bool:
-        """Whether these files are the engine's own model under load_format "dummy": its weights are made up
-        again as at the start."""
+        """True if these files are the engine's own model under load_format "dummy": its weights are
+        random."""
         config = self._config
         return config.load_format == "dummy" and str(files.path) == str(
             resolve(config.model, config.revision, config.download_dir, overrides=config.hf_overrides).path
@@ -280,7 +281,7 @@ class Weights:
     def _check_group(self, group_name: str) -> None:
         if group_name not in self.groups:
             raise ConfigError(
-                f"there is no weights update group {group_name!r} (there are {self.groups}); "
+                f"weights update group {group_name!r} does not exist, only {self.groups}; "
                 "call init_weights_update_group first"
             )
 

@@ -1,5 +1,5 @@
-"""What a block costs: seconds to compute it, to fetch it from a tier, to store it there. All figures are
-measured while the engine works. From them follows which blocks below are worth fetching.
+"""Costs of a block: seconds to compute it, to fetch it from a tier, and to store it there. All figures are
+measured while the engine works, and decide which blocks are worth fetching.
 
 One bad figure must not switch a tier off for long. A rate is therefore the median of its latest figures, and
 a tier that looks too slow is tried on a few blocks of a real request now and then. Pure: no clock, no I/O.
@@ -15,7 +15,7 @@ WINDOW = 5  # figures that a rate remembers
 FETCH_LATENCY_S = 0.002  # what a fetch takes beside its bytes: its end is noticed between two steps
 TRIAL_BLOCKS = 16  # the most blocks of a trial
 TRIAL_S = 0.05  # how long a trial may take as far as is known; one block is always tried
-MAX_TRIAL_INTERVAL = 64  # a tier that stays slow is tried by one of so many requests that pass it over
+MAX_TRIAL_INTERVAL = 64  # a tier that stays slow is tried once in this many requests that skip it
 LEAST_BYTES_PER_S = {"cuda": 8e9, "cpu": 1e9}  # the slowest copy that is believed at first; PCIe 3 has 12e9
 MOST_OVERHEAD_S = 50e-6  # the most that a block's copy is believed to take beside its bytes
 
@@ -24,8 +24,8 @@ class Rate:
     """Seconds a unit of work takes: the lower median of the latest figures.
 
     A machine that is busy with something else makes single figures too high, never too low. The lower median
-    forgets such a figure as soon as a good one stands beside it. `first` counts as a figure. If it is None,
-    the rate is 0 seconds until something was measured.
+    drops such a figure as soon as there is a good one. `first` counts as a figure; without it the rate is 0
+    seconds until the first measurement.
     """
 
     def __init__(self, first: float | None = None) -> None:
@@ -40,9 +40,9 @@ class Rate:
 
 
 class Throughput:
-    """Feeds a rate from jobs that run side by side. The time of one job says little there, as it includes the
-    wait for the others. So the time during which there was any job is divided by the blocks that were done in
-    it."""
+    """Measures the throughput of overlapping jobs: blocks done per second in which at least one job ran. The
+    duration of a single job would include its wait for the others. So the time during which there was any job
+    is divided by the blocks that were done in it."""
 
     def __init__(self, rate: Rate) -> None:
         self.rate = rate
@@ -57,14 +57,13 @@ class Throughput:
         self._num_jobs += 1
 
     def ended(self, at: float, num_blocks: int) -> None:
-        """A job ended at this time, with so many blocks intact. One that failed has 0 of them and tells
-        nothing of the rate."""
+        """Notes the end of a job with `num_blocks` intact blocks. A failed job has 0 and does not count."""
         self._num_jobs -= 1
         self._until = max(self._until, at)
         self._num_blocks += num_blocks
 
     def settle(self) -> None:
-        """To be called when all jobs have been told that one look at the clock has found ended."""
+        """To be called when all jobs that a poll found ended have been reported."""
         if self._num_blocks and self._until > self._since:
             self.rate.add(self._until - self._since, self._num_blocks)
             self._since, self._num_blocks = self._until, 0
@@ -72,8 +71,8 @@ class Throughput:
 
 @dataclass(slots=True)
 class Trials:
-    """When a tier that looks too slow is tried. The interval doubles with each trial in vain, so that a tier
-    that is slow indeed costs less and less."""
+    """Schedules trials of a tier that seems too slow. The interval doubles with each failed trial, so that a
+    slow tier costs less and less."""
 
     interval: int = 1
     num_passed: int = 0  # requests that passed the tier over since the last trial
@@ -115,7 +114,7 @@ class Costs:
         return self.token.seconds * self.block_size
 
     def num_worth_fetching(self, run: Iterable[str], num_tokens_ahead: int, fetch_ahead_s: float) -> int:
-        """How many of a run of blocks are to be fetched, given the tier of each.
+        """Returns how many of a run of blocks to fetch, given the tier of each.
 
         The best end is where computing all blocks up to it takes longest compared to fetching them. Computing
         begins behind `num_tokens_ahead` tokens of other prompts, fetching behind `fetch_ahead_s` seconds of

@@ -1,4 +1,4 @@
-"""The way up: blocks that a sequence waits for, on their way from lower tiers to the device.
+"""The way up: fetches blocks that a sequence waits for from lower tiers to the device.
 
     disk or store  --read-->  host block  --copy in-->  device block
 
@@ -22,7 +22,7 @@ from shoal.engine.scheduling.sequence import Fetch, Transfer
 from shoal.kv.tiers.block_file import BlockMeta
 
 READ_BLOCKS = 16  # blocks of one read
-MAX_READING = 256  # blocks that are read at once, for all fetches: a tier lets so many wait
+MAX_READING = 256  # blocks being read at once, for all fetches: the queue of a tier holds that many
 PATIENCE_S = 10.0  # after this time the sequence computes what has not been read
 
 
@@ -34,11 +34,11 @@ class FetchJob:
     metas: list[BlockMeta]
     in_host: list[tuple[int, int]]  # blocks whose copy has not begun, each with its host block, which is held
     unread: deque[tuple[int, str]]  # blocks that are to be read, each with its tier
-    end: int  # this block and those behind it are given up
+    end: int  # this block and the blocks after it are abandoned
     begun_at: float
     arrived: list[bool]  # whether each block is on the device
     tiers: str  # where the blocks lay
-    # The ticket of the copy out that saves what the fetch's device blocks still hold; 0 if there is none.
+    # Ticket of the copy out that saves the old content of the fetch's device blocks; 0: none is needed.
     # Copies in run behind it.
     behind: int = 0
     num_reads: int = 0  # under way
@@ -57,7 +57,7 @@ class Fetcher:
         self._reads = {tier: Throughput(rate) for tier, rate in ledger.costs.fetch.items()}
 
     def begin(self, fetch: Fetch, where: Callable[[bytes], str | None], block_size: int) -> FetchJob:
-        """Takes a fetch in and holds its host blocks; `advance` begins the transfers. `where` names the tier
+        """Adds a fetch and holds its host blocks; `advance` begins the transfers. `where` returns the tier
         that has a block."""
         ledger = self.ledger
         metas: list[BlockMeta] = []
@@ -70,7 +70,7 @@ class Fetcher:
                 in_host.append((i, host_block))
                 metas.append(meta)
             elif (tier := where(key)) is None:
-                break  # evicted since the look-up: it and those behind it are computed
+                break  # evicted since the look-up: it and the blocks after it are computed
             else:
                 unread.append((i, tier))
                 metas.append(meta_of(fetch.seq, fetch.start + i, block_size))
@@ -117,7 +117,7 @@ class Fetcher:
         return sum(len(job.metas) for job in self.jobs)
 
     def held_host_blocks(self) -> Iterable[int]:
-        """Those that no transfer uses yet."""
+        """Held host blocks that no transfer uses yet."""
         return (host_block for job in self.jobs for _, host_block in job.in_host)
 
     def _close(self, job: FetchJob) -> None:
@@ -136,7 +136,7 @@ class Fetcher:
             if i < job.end:
                 blocks.append(i)
         if not blocks:
-            return bool(most)  # those that were taken off the queue had been given up
+            return bool(most)  # the blocks taken off the queue had been abandoned
         host_blocks = ledger.host.take(len(blocks))
         assert host_blocks is not None
         job.num_reads += 1

@@ -1,4 +1,4 @@
-"""What the parts of the offloader share: the host slab's books, the transfers under way, costs and counts.
+"""The shared state of the offloader's parts: host blocks, transfers under way, costs and counts.
 
 The parts are the Offloader itself (device to host), the Fetcher (all tiers to device) and the Writer (host to
 persistent tiers). All of them run in rank 0's main thread, between steps.
@@ -22,8 +22,7 @@ HOST = "host"  # the host tier's name in rates, stats and metrics
 
 @dataclass(slots=True)
 class Ledger:
-    """`under_way` has, for each ticket, the host blocks that the transfer uses and what follows when it has
-    ended."""
+    """`under_way`: for each ticket, the host blocks that the transfer uses and the callback for its end."""
 
     host: HostTier
     transfers: Transfers
@@ -33,29 +32,29 @@ class Ledger:
     costs: Costs
     stats: dict[str, KvTierStats]  # by tier
     clock: Callable[[], float]
-    epoch: int = 0  # how often everything was forgotten; what was begun in an earlier epoch is not kept
+    epoch: int = 0  # number of resets; blocks of a transfer that began in an earlier epoch are dropped
     under_way: dict[int, tuple[list[int], Callable[[Done], None]]] = field(default_factory=dict)
     num_launched: int = 0  # steps
     num_completed: int = 0  # steps that have run, as far as the host knows; they end in order
-    # For each device block that a sequence let go: how many steps had been launched then
+    # For each device block that a sequence has released: the number of steps launched by then
     used_until: dict[int, int] = field(default_factory=dict)
 
     def track(self, ticket: int, host_blocks: list[int], then: Callable[[Done], None]) -> None:
-        """A transfer has begun."""
+        """Adds a transfer that has begun."""
         self.under_way[ticket] = host_blocks, then
 
     def settle(self, done: Done) -> None:
-        """A transfer has ended."""
+        """Removes a transfer that has ended, and calls its callback."""
         self.under_way.pop(done.ticket)[1](done)
 
     def in_use(self, blocks: Iterable[int]) -> bool:
-        """Whether a step in flight may read or write one of these device blocks, which no sequence had when
+        """True if a step in flight may read or write one of these device blocks, which no sequence had when
         they were taken."""
         return any(self.used_until.get(block, 0) > self.num_completed for block in blocks)
 
 
 def meta_of(seq: Sequence, i: int, block_size: int) -> BlockMeta:
-    """What the sequence's i-th block is. Its key must be known."""
+    """Returns the key, parent and tokens of the sequence's i-th block. Its key must be known."""
     tokens = array("I", seq.token_ids[i * block_size : (i + 1) * block_size])
     parent = seq.keys[i - 1] if i else None
     return BlockMeta(seq.keys[i], parent, tokens, (seq.request.adapter, seq.request.cache_salt))

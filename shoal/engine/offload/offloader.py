@@ -5,10 +5,10 @@ eviction, and which blocks below are worth fetching.
     device block  <--copy in---  host block  <--read---                       the way up
 
 A host block is the place of one block in the pinned slab. With a host tier, host blocks keep what is copied
-there; without one they are a small staging area. The scheduler keeps to its own cache: it asks `lookup` what
-lies below, waits for the fetches that it begins, and the pool tells what it evicts. All transfers run beside
-the steps and are polled between them. A step that rewrites a block waits, on the device, for the copy that
-still reads the block.
+there; without one they are a small staging area. The scheduler keeps to its own cache: it calls `lookup` for
+blocks in lower tiers, waits for the fetches that it begins, and the pool reports evictions. All transfers run
+beside the steps and are polled between them. A step that rewrites a block waits, on the device, for the copy
+that still reads the block.
 
 The Offloader itself looks after device blocks. It has a Fetcher for the way up (engine/offload/fetch.py) and
 a Writer for the second half of the way down (engine/offload/writer.py). Whether a fetch pays is decided in
@@ -36,8 +36,8 @@ from shoal.kv.tiers.host import HostTier
 from shoal.kv.tiers.tier import Tier
 from shoal.stats import KvTierStats
 
-SCAN_S = 0.1  # between looks at the coldest blocks while nothing presses
-QUICK_LOOK_BLOCKS = 256  # a look at so many blocks takes next to no time
+SCAN_S = 0.1  # between scans of the coldest blocks, unless blocks are being evicted quickly
+QUICK_SCAN_BLOCKS = 256  # a scan of this many blocks takes next to no time
 POLL_S = 0.0003  # between polls while the engine waits for transfers
 
 
@@ -46,19 +46,20 @@ class OffloadPolicy:
     block_size: int  # tokens
     block_bytes: int  # over all ranks
     has_host_tier: bool  # otherwise host memory is only a staging area
-    watermark: int  # so many of the device's coldest blocks are to lie below it too
-    host_watermark: int  # so many of the host tier's coldest blocks are to lie in the persistent tiers too
+    watermark: int  # number of the device's coldest blocks to copy to a lower tier ahead of eviction
+    # number of the host tier's coldest blocks to write to the persistent tiers ahead of eviction
+    host_watermark: int
     max_leaving: int  # blocks that are copied out at the same time
     copy_blocks: int  # blocks of one copy out: a step that takes one of them may have to wait for all
-    on_registration: bool = False  # copy out what is new instead of what is cold
-    min_uses: int = 1  # of a block, before it is worth keeping below
-    always_fetch: bool = False  # whatever computing would cost
-    bytes_per_s: float | None = None  # that may leave the device; beyond it blocks are lost
+    on_registration: bool = False  # copy out new blocks instead of cold ones
+    min_uses: int = 1  # uses of a block before it is offloaded
+    always_fetch: bool = False  # even where computing is faster
+    bytes_per_s: float | None = None  # bandwidth of copies out; blocks beyond it are lost
 
 
 @dataclass(frozen=True, slots=True)
 class _Scan:
-    """A look at the coldest blocks: when it was, and the counts of that moment."""
+    """The time of a scan of the coldest blocks, and the counts at that time."""
 
     at: float
     num_registered: int
@@ -71,8 +72,8 @@ class _Scan:
 
 
 class Offloader:
-    """The scheduler's `tiers` (engine/scheduling/sequence.py) and its pool's listener. `persistent` has the
-    tiers below the host, by name, in the order in which they are asked.
+    """The scheduler's `tiers` (engine/scheduling/sequence.py) and its pool's listener. `persistent`: the
+    tiers below the host by name, in the order of lookups.
 
     Around a step: `poll`, Scheduler.schedule, `before_step`, the step, `offload`. When a step has run:
     `step_completed`. Without steps: `tick`.
@@ -100,31 +101,31 @@ class Offloader:
         self.ledger = Ledger(host, transfers, policy.has_host_tier, costs, self.stats, clock)
         self.fetcher = Fetcher(scheduler, self.ledger)
         self.writer = Writer(self.ledger, persistent, 0 if policy.on_registration else policy.host_watermark)
-        self._metas: dict[bytes, BlockMeta] = {}  # of each block that can be found on the device
+        self._metas: dict[bytes, BlockMeta] = {}  # metadata of each findable block on the device
         self._uses = FrequencySketch(self.pool.num_blocks + host.capacity) if policy.min_uses > 1 else None
         self._unready = set(host.take(host.capacity) or ())  # host blocks whose memory is not pinned yet
         self._leaving: dict[bytes, int] = {}  # blocks that are being copied out, with their tickets
-        # Device blocks that were taken since the last step, with what they held if that is nowhere else
+        # Device blocks that were taken since the last step, with the metadata of content that is nowhere else
         self._evicted: dict[int, BlockMeta] = {}
-        # The last copy out one of whose blocks the next step may rewrite; 0 if there is none. Copies out end
-        # in the order of their tickets, so a step that waits for this one waits for all before it.
+        # Ticket of the newest copy out that must end before the next step, because the step may overwrite its
+        # source; 0: none. Copies out end in the order of their tickets, so earlier ones have ended too.
         self._must_wait_for = 0
         # With on_registration: keys of new blocks that are to be copied out
         self._fresh: deque[bytes] = deque(maxlen=self.pool.num_blocks)
-        self._flushing = False  # what is copied out is written at once
+        self._flushing = False  # blocks that are copied out are written at once
         self._allowance = 0.0  # with bytes_per_s: bytes that may leave now
         self._allowed_at = clock()  # when the allowance last grew
         self._num_registered = 0  # blocks, since the start
         self._num_evicted = 0
         self._last_scan = _Scan(0.0, 0, 0, -1)
-        self._has_more = False  # the last look found more blocks than there was room for
+        self._has_more = False  # the last scan found more blocks than there was room for
 
-    # What the scheduler asks and tells
+    # Calls of the scheduler and the pool
 
     def lookup(self, keys: Sequence[bytes], start: int) -> int:
-        """How many of keys[start:], the first ones, lie below and are worth fetching now."""
+        """Returns how many of the first blocks of keys[start:] are in lower tiers and worth fetching now."""
         if self._uses is not None:
-            for key in keys[:start]:  # those that were found on the device
+            for key in keys[:start]:  # blocks found on the device
                 self._uses.add(key)
         run: list[str] = []
         for key in keys[start:]:
@@ -140,7 +141,7 @@ class Offloader:
         return self.costs.num_worth_fetching(run, self.scheduler.num_to_prefill, fetch_ahead_s)
 
     def where(self, key: bytes) -> str | None:
-        """The highest tier that has it."""
+        """Returns the highest tier that has the block."""
         if self._is_in_host_tier(key):
             return HOST
         return next((name for name, tier in self.persistent.items() if tier.contains(key)), None)
@@ -201,7 +202,8 @@ class Offloader:
     # Around a step
 
     def poll(self) -> bool:
-        """Takes in what has ended and begins what follows from it. Whether anything has ended."""
+        """Completes the transfers that have ended and begins their follow-ups. Returns whether any has
+        ended."""
         ended = self.transfers.poll() if self.ledger.under_way or self._unready else []
         for done in ended:
             self.ledger.settle(done)
@@ -227,8 +229,7 @@ class Offloader:
         self.ledger.num_completed += 1
 
     def offload(self, idle: bool = False) -> None:
-        """Begins to copy out what should leave, as far as host blocks and bandwidth allow. `idle`: no step
-        will follow soon."""
+        """Begins copies out, as far as host blocks and bandwidth allow. `idle`: no step will follow soon."""
         if not self._is_due(idle):
             return
         if self.policy.on_registration:
@@ -240,8 +241,8 @@ class Offloader:
         self.writer.advance()
 
     def tick(self) -> bool:
-        """Instead of a step. Goes on as long as transfers end at once, as they do on a CPU. Returns whether
-        something is under way."""
+        """To be called in place of a step while there is no work. Continues as long as transfers end at once,
+        as they do on a CPU. Returns whether a transfer is under way."""
         while True:
             self.poll()
             self.before_step()
@@ -276,8 +277,8 @@ class Offloader:
         self.writer.forget()
 
     def flush(self, timeout_s: float) -> int:
-        """Writes what lies above the persistent tiers only, for no longer than this. Returns how many blocks
-        were left."""
+        """Writes blocks that no persistent tier has, for at most `timeout_s`. Returns the number of blocks
+        left."""
         if not self.persistent:
             return 0
         self.quiesce()
@@ -300,7 +301,7 @@ class Offloader:
         return len(blocks) + writer.num_left
 
     def check(self) -> None:
-        """Proves the books."""
+        """Checks the blocks and transfers. Raises AssertionError."""
         under_way = self.ledger.under_way
         in_use = [host_block for host_blocks, _ in under_way.values() for host_block in host_blocks]
         waiting = [*self.writer.held_host_blocks(), *self.fetcher.held_host_blocks()]
@@ -313,8 +314,8 @@ class Offloader:
     # Inside
 
     def _is_due(self, idle: bool) -> bool:
-        """Whether to look for blocks to copy out. A look at many blocks takes longer than a step should wait,
-        so it is not made after every step."""
+        """True if it is time to look for blocks to copy out. A scan of many blocks takes longer than a step
+        should wait, so not every step is followed by one."""
         policy, last = self.policy, self._last_scan
         is_time = idle or self.ledger.clock() - last.at >= SCAN_S
         if self._has_more:
@@ -325,7 +326,7 @@ class Offloader:
             return False  # nothing has changed since
         # a quarter of the blocks that lay below are gone: soon one is evicted that lies nowhere else
         is_pressing = self._num_evicted - last.num_evicted >= policy.watermark // 4
-        is_quick = policy.watermark <= QUICK_LOOK_BLOCKS
+        is_quick = policy.watermark <= QUICK_SCAN_BLOCKS
         return is_time or is_pressing or is_quick
 
     def _room(self) -> int:
@@ -409,7 +410,7 @@ class Offloader:
         return self.policy.has_host_tier and self.host.find(key) is not None
 
     def _goes_below(self, key: bytes) -> bool:
-        """Whether a tier has the block, or will when it is written. What is only staged is found nowhere
+        """True if a tier has the block, or will have it once it is written. A staged block cannot be found
         yet."""
         return self.writer.has(key) or self.where(key) is not None
 

@@ -33,13 +33,14 @@ from shoal.weights.fingerprint import weights_fingerprint
 
 logger = logging.getLogger(__name__)
 
-STAGING_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}  # of a rank without host tier
-LEAVING_BYTES = {"cuda": 4 << 30, "cpu": 32 << 20}  # of a rank, copied out at once: 0.1 s over PCIe
-COPY_BYTES = 128 << 20  # of one copy out
+STAGING_BYTES = {"cuda": 512 << 20, "cpu": 64 << 20}  # host memory of a rank without host tier
+LEAVING_BYTES = {"cuda": 4 << 30, "cpu": 32 << 20}  # copied out at once by a rank: 0.1 s over PCIe
+COPY_BYTES = 128 << 20  # bytes of one copy out
 LEAST_HOST_BLOCKS = 16
 WATERMARK = 2048  # blocks, or half of a small cache
 HOST_WATERMARK = 1024
-LONG_PROMPT_SHARE = 16  # a step with a 16th of the most prompt tokens tells how quickly prompts are computed
+# only steps with at least max_num_batched_tokens / 16 prompt tokens are used to estimate prefill speed
+LONG_PROMPT_SHARE = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +52,7 @@ class _LookUp:
 
 
 class KvTiers:
-    """Raises ConfigError where an option can't be met. `events` is None if nobody listens.
+    """Raises ConfigError for an option that cannot be met. `events`: None if there are no listeners.
 
     Around a step: `before_schedule`, Scheduler.schedule, `before_step`, the step, `after_step`. When a step
     has run: `completed`. Without steps: `tick`.
@@ -68,7 +69,8 @@ class KvTiers:
         num_host_blocks = _num_host_blocks(config, rank_block_bytes)
         ranks.call(commands.KV_OPEN, num_host_blocks)
         measured = ranks.call(commands.KV_MEASURE)
-        self.persistent = ranks.runner.kv.tiers  # of rank 0: it is filled and emptied as tiers open and close
+        # rank 0's, which is filled and emptied as tiers open and close
+        self.persistent = ranks.runner.kv.tiers
         self._is_stale = False  # the persistent tiers are closed, as the weights have changed
         self._open_persistent()
         self._look_ups: list[_LookUp] = []
@@ -106,7 +108,7 @@ class KvTiers:
         if copy_s < measured_s:
             logger.warning(
                 "copying a block from host memory took %.3f ms, more than is plausible; taken as %.3f ms "
-                "until real requests tell",
+                "until requests are measured",
                 measured_s * 1e3,
                 copy_s * 1e3,
             )
@@ -134,7 +136,7 @@ class KvTiers:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether all host memory that was asked for can be used."""
+        """True if all host memory that was asked for can be used."""
         return self.offloader.num_unready == 0
 
     # Around a step
@@ -175,7 +177,7 @@ class KvTiers:
             time.sleep(POLL_S)
 
     def completed(self, plan: StepPlan, launched_at: float) -> None:
-        """A step has run. Those with long prompts tell how quickly prompts are computed."""
+        """Notes that a step has run. Steps with long prompts are used to estimate prefill speed."""
         self.offloader.step_completed()
         now = time.monotonic()
         num_tokens = plan.num_tokens - plan.num_decodes
@@ -193,7 +195,7 @@ class KvTiers:
     # Listeners
 
     def _publish(self) -> None:
-        """Tells listeners what the tiers have stored and removed."""
+        """Publishes events of the blocks that the tiers have stored and removed."""
         if self.events is None:
             return
         self._publish_of(CPU, self.offloader.host.take_events())
@@ -230,8 +232,8 @@ class KvTiers:
             logger.warning("KV blocks are no longer kept on disk or in a store: %s", error)
 
     def weights_changed(self) -> None:
-        """What other weights computed is not found any more. There may be many changes before the next step,
-        which opens what then fits."""
+        """Forgets all KV of the old weights. Tiers reopen at the next step, so several updates in a row cost
+        one reopening."""
         self.offloader.forget_host()
         self._publish()
         if not self._is_stale:
@@ -339,7 +341,7 @@ class KvTiers:
 
 
 def _num_host_blocks(config: ResolvedConfig, rank_block_bytes: int) -> int:
-    """How many blocks the slab has room for. Raises ConfigError."""
+    """Returns the number of blocks of the slab. Raises ConfigError."""
     if not config.kv_host_bytes:
         return max(LEAST_HOST_BLOCKS, STAGING_BYTES[config.device] // rank_block_bytes)
     block_bytes = rank_block_bytes * config.tensor_parallel_size
@@ -354,8 +356,8 @@ def _num_host_blocks(config: ResolvedConfig, rank_block_bytes: int) -> int:
 def _policy(
     config: ResolvedConfig, num_blocks: int, num_host_blocks: int, num_below: int, rank_block_bytes: int
 ) -> OffloadPolicy:
-    """`num_blocks`: of the device's cache. `num_below`: those of the smallest persistent tier; 0: unknown,
-    or without one.
+    """`num_blocks`: blocks of the device's cache. `num_below`: blocks of the smallest persistent tier; 0:
+    unknown, or no such tier.
 
     What is to lie in a lower tier ahead of its eviction above takes half of that tier at the most. If it took
     all, each block written there would push out another one that is to lie there, without an end.

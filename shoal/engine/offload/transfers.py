@@ -3,8 +3,8 @@
     device block  --copy out-->  host block of the slab  --write-->  file on disk, object in a store
     device block  <--copy in---  host block              <--read---
 
-A transfer is begun with a ticket, a number that counts up, and ends some time later: `poll` tells. What each
-rank does is in engine/runner/rank_kv.py.
+A transfer begins with a ticket, a number that counts up, and ends some time later: `poll` reports it. The
+work of each rank is in engine/runner/rank_kv.py.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Transfers(Protocol):
         ...
 
     def disown(self, tier: str, keys: Sequence[bytes]) -> None:
-        """Some rank lacks these blocks in its tier: no rank is to find them there any more."""
+        """Drops blocks that are missing on at least one rank from all ranks' tiers."""
         ...
 
     def forget(self, tier: str) -> None:
@@ -72,7 +72,7 @@ class RankTransfers:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._last_ticket = 0
-        self._replies: Pending[dict[str, Any]] | None = None  # of the other ranks, to the last poll
+        self._replies: Pending[dict[str, Any]] | None = None  # the other ranks' replies to the last poll
         self._reports: dict[int, list[Done]] = {}  # by ticket; some rank has not ended the transfer yet
         self._num_ready: dict[int, int] = {}  # host block -> ranks where it is ready, while not all are
         self._ready: list[int] = []  # ready on every rank, and not yet taken
@@ -106,7 +106,7 @@ class RankTransfers:
         return ready
 
     def abandon(self) -> None:
-        """Waits for what is under way and tells nobody of its end; take_ready begins anew. For one rank.
+        """Waits for the transfers under way and drops their results; take_ready starts again. For one rank.
         Raises TimeoutError if a transfer does not end."""
         self._ranks.runner.kv.abandon()
         self._reports.clear()

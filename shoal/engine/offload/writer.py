@@ -24,8 +24,8 @@ WRITE_REST_S = 1.0  # after a write that failed, before blocks that lie in anoth
 
 
 class Writer:
-    """`watermark`: so many of the host tier's coldest blocks are written ahead of their eviction; 0: only
-    what is queued."""
+    """`watermark`: number of the host tier's coldest blocks that are written ahead of their eviction; 0: only
+    queued blocks are written."""
 
     def __init__(self, ledger: Ledger, persistent: Mapping[str, Tier], watermark: int) -> None:
         self.ledger = ledger
@@ -45,22 +45,22 @@ class Writer:
         self._writes = {tier: Throughput(rate) for tier, rate in ledger.costs.store.items()}
 
     def is_saved(self, key: bytes) -> bool:
-        """Whether every persistent tier has the block."""
+        """True if every persistent tier has the block."""
         return all(tier.contains(key) for tier in self.persistent.values())
 
     def has(self, key: bytes) -> bool:
-        """Whether the block is staged or being written."""
+        """True if the block is staged or being written."""
         return key in self._in_hand
 
     def is_settled(self, key: bytes) -> bool:
-        """Whether a persistent tier has the block, and all tiers below that one have it, too. While nothing
+        """True if a persistent tier has the block, and all tiers below that one have it, too. While nothing
         is written, as a write has just failed, the one is enough."""
         has_it = [tier.contains(key) for tier in self.persistent.values()]
         return any(has_it) and (all(has_it[has_it.index(True) :]) or self._rests)
 
     @property
     def _rests(self) -> bool:
-        """Whether a write has just failed."""
+        """True if a write has just failed."""
         return self.ledger.clock() - self._failed_at < WRITE_REST_S
 
     @property
@@ -73,11 +73,11 @@ class Writer:
         return len(self._staged) + len(self._queued) + self._num_writing
 
     def held_host_blocks(self) -> Iterable[int]:
-        """Those that no transfer uses yet."""
+        """Held host blocks that no transfer uses yet."""
         return (host_block for host_block, _ in self._staged)
 
     def stage(self, host_block: int, meta: BlockMeta) -> None:
-        """Takes over a reference on a host block of the staging area."""
+        """Takes a reference on a host block of the staging area."""
         self._staged.append((host_block, meta))
         self._in_hand[meta.key] += 1
 
@@ -107,7 +107,7 @@ class Writer:
         self._staged.clear()
 
     def advance(self) -> None:
-        """Takes in which writes have ended, and begins others."""
+        """Applies the ends of writes, and begins others."""
         for writes in self._writes.values():
             writes.settle()
         while self.has_waiting and self._num_writing < self._max_writing:
@@ -160,6 +160,6 @@ class Writer:
         self._in_hand.update(meta.key for _, meta in batch)
 
     def _release(self, batch: Iterable[tuple[int, BlockMeta]]) -> None:
-        """Those that were written ahead of their eviction were the coldest, and are again."""
+        """Releases host blocks. Blocks written ahead of their eviction were the coldest, and are again."""
         self.ledger.host.release([host_block for host_block, _ in batch], coldest=self._watermark > 0)
         self._in_hand -= Counter(meta.key for _, meta in batch)

@@ -1,6 +1,5 @@
-"""The KV blocks of prompts that this engine lends to other workers: it holds them, gives out tickets for
-them, tells of each layer that has been computed, and lets go of them when they have been read or nobody wants
-them any more."""
+"""Lends the KV blocks of prompts to other workers: holds them, issues tickets for them, notifies readers of
+each computed layer, and releases them when they have been read or are no longer needed."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ from shoal.kv.transfer.offers import Offers
 from shoal.kv.transfer.ticket import WindowAddress, unseal
 from shoal.stats import KvLoans
 
-DONE = "done"  # how an offer ends that a reader was done with
+DONE = "done"  # the end of an offer whose reader has finished
 
 
 @dataclass(slots=True)
@@ -34,8 +33,8 @@ class _Prompt:
 
     @property
     def is_lost(self) -> bool:
-        """Whether it ended without a token that counts, or was preempted, so that its other blocks will be
-        elsewhere."""
+        """True if the prompt ended without a token that counts, or was preempted, so that its other blocks
+        will be in other places."""
         seq = self.seq
         if seq.status is SequenceStatus.FINISHED:
             return seq.finish_reason is not FinishReason.LENGTH
@@ -56,12 +55,13 @@ class KvLender:
         lease_s: float,
     ) -> None:
         """`windows` are the addresses of each rank's cache. Readers ask at `host` and `port`. Raises
-        ConfigError if that address can't be had."""
+        ConfigError if that address cannot be used."""
         self._scheduler, self._block_size = scheduler, block_size
         self._layer_ends, self._num_ranks = layer_ends, len(windows)
         self._num_layers = windows[0][0].spec.num_layers
         self._prompts: dict[str, _Prompt] = {}  # by request id
-        self._late: list[tuple[bytes, int]] = []  # tickets whose blocks' last layer has not been told
+        # tickets whose readers have not been notified of the last layer
+        self._late: list[tuple[bytes, int]] = []
         self._block_bytes = sum(rank[0].spec.block_bytes for rank in windows)
         self.offers = Offers(b"", windows, scheduler.pool.generation, time.monotonic, lease_s)
         self._server = OfferServer(self.offers, host, port)
@@ -70,9 +70,9 @@ class KvLender:
         self._blocks_out = 0
 
     def begin(self, plan: StepPlan) -> dict[str, bytes]:
-        """Offers the prompts that begin with this step, which is launched next, and has readers told of each
-        layer of it. Returns a ticket for each request that begins."""
-        tickets, told = {}, []
+        """Offers the prompts that begin with this step, which is launched next, and has readers notified of
+        each of its layers. Returns a ticket for each request that begins."""
+        tickets, notified = {}, []
         for entry in plan.scheduled[plan.num_decodes :]:
             seq, request = entry.seq, entry.seq.request
             if not request.offers_kv:
@@ -80,14 +80,14 @@ class KvLender:
             if entry.begins:
                 tickets[request.request_id] = self._offer(seq)
             prompt = self._prompts.get(request.request_id)
-            # One that was preempted and started again since `settle` computes into other blocks.
+            # A prompt that was preempted and started again since `settle` computes into other blocks.
             if prompt is not None and not prompt.is_lost:
-                # Blocks that were found in the cache may be computed by this very step, so they are told
-                # with it. The last block is whole, full or not, when the last token is computed.
+                # Blocks found in the cache may be computed by this very step, so they are reported with it.
+                # The last block, full or not, is complete when the last token is computed.
                 end = (entry.start + entry.num_tokens) // self._block_size
-                told.append((prompt.ticket_id, prompt.num_blocks if entry.samples else end))
-        if told or self._late:
-            self._listen(told, any(entry.samples for entry in plan.scheduled))
+                notified.append((prompt.ticket_id, prompt.num_blocks if entry.samples else end))
+        if notified or self._late:
+            self._listen(notified, any(entry.samples for entry in plan.scheduled))
         return tickets
 
     def _offer(self, seq: Sequence) -> bytes:
@@ -100,21 +100,21 @@ class KvLender:
         self._prompts[seq.request.request_id] = _Prompt(seq, unseal(ticket).id, len(keys))
         return ticket
 
-    def _listen(self, told: list[tuple[bytes, int]], samples: bool) -> None:
-        """Has the next step's layers told. `samples`: whether the step draws a token.
+    def _listen(self, notified: list[tuple[bytes, int]], samples: bool) -> None:
+        """Has readers notified of the next step's layers. `samples`: whether the step samples a token.
 
         With several ranks a layer's event lies behind the layer's sum over the ranks, which no rank enters
-        before it has written its keys. A step that draws nothing leaves the last layer's sum out, so this
-        layer is told behind the first sum of a later step."""
+        before it has written its keys. A step that samples nothing omits the last layer's sum, so this layer
+        is reported behind the first sum of a later step."""
         late, last = self._late, self._num_layers - 1
         has_all = samples or self._num_ranks == 1
-        self._late = [] if has_all else told
+        self._late = [] if has_all else notified
 
         def ended(layer: int, event: torch.cuda.Event | None) -> None:
             if layer == 0 and late:
                 self._advancer.put(event, late, self._num_layers)
             if layer < last or has_all:
-                self._advancer.put(event, told, layer + 1)
+                self._advancer.put(event, notified, layer + 1)
 
         self._layer_ends.listen(ended)
 
@@ -139,7 +139,8 @@ class KvLender:
         return self.offers.offer(blocks, len(blocks), keys[: len(blocks)])
 
     def withdraw(self, ticket: bytes, why: str) -> None:
-        """Takes back the blocks of a ticket that nobody will use. Raises TransferError for what is none."""
+        """Takes back the blocks of a ticket that will not be used. Raises TransferError for a malformed
+        ticket."""
         self.offers.withdraw(why, unseal(ticket).id)
 
     def withdraw_all(self, why: str) -> None:
@@ -149,7 +150,7 @@ class KvLender:
         self.settle()
 
     def settle(self) -> None:
-        """Lets go of the blocks whose offers have ended."""
+        """Releases the blocks whose offers have ended."""
         for name, prompt in list(self._prompts.items()):
             if prompt.is_lost:
                 del self._prompts[name]

@@ -41,7 +41,7 @@ class KvPeers:
         assert options is not None
         self._config, self._ranks, self._scheduler = config, ranks, scheduler
         self._checkpoint = checkpoint
-        self._is_stale = True  # the ranks have not been told yet what the weights are
+        self._is_stale = True  # the ranks do not know yet which weights the blocks are of
         ranks.call(commands.PEERS_OPEN)
         self.lender: KvLender | None = None
         self.reader: KvReader | None = None
@@ -115,7 +115,7 @@ class KvPeers:
         return self.lender.lend(token_ids, root)
 
     def take_back(self, ticket: bytes, why: str) -> None:
-        """Nobody will use this ticket. Raises TransferError for what is none."""
+        """Withdraws a ticket that will not be used. Raises TransferError for a malformed ticket."""
         if self.lender is not None:
             self.lender.withdraw(ticket, why)
 
@@ -127,8 +127,8 @@ class KvPeers:
     # The weights
 
     def cache_changes(self, why: str) -> None:
-        """What is in the cache is about to be lost, or to mean something else. Afterwards nobody reads into
-        it, and others find out that what they read from it is stale."""
+        """To be called before the cache is lost, or gets another meaning. Afterwards nothing is read into it,
+        and other workers find that their reads from it are stale."""
         if self.reader is not None:
             self.reader.quiesce()
         self.withdraw_all(why)
@@ -139,8 +139,8 @@ class KvPeers:
         self._is_stale = True
 
     def name_model(self) -> None:
-        """Tells readers and ranks which model and weights the blocks are of. Engines of other tensor-parallel
-        sizes have the same name for a checkpoint."""
+        """Sends readers and ranks the name of the model and weights of the blocks. Engines of other
+        tensor-parallel sizes have the same name for a checkpoint."""
         self._is_stale = False
         model, files = self._ranks.runner.model_config, self._checkpoint()
         if files is not None:

@@ -34,8 +34,8 @@ QUIESCE_S = 60.0
 
 
 @dataclass(slots=True, eq=False)
-class _Loan:
-    """What a request's ticket is for."""
+class _OpenTicket:
+    """A request's ticket, and the lease that it opens."""
 
     seq: Sequence
     sealed: bytes
@@ -46,7 +46,8 @@ class _Loan:
     num_jobs: int = 0  # fetches that read from it
 
     def positions_of(self, keys: abc.Sequence[bytes]) -> list[int]:
-        """Those of the first of these blocks, as far as it has them and they ascend."""
+        """Returns the positions of the first of these blocks, as far as the ticket has them and they
+        ascend."""
         found: list[int] = []
         for key in keys:
             position = self.positions.get(key, -1)
@@ -61,10 +62,10 @@ class _Job:
     """A fetch that is under way."""
 
     fetch: Fetch
-    loan: _Loan
+    opened: _OpenTicket
     positions: list[int]
     begun_at: float
-    ended: list[Ended] = field(default_factory=list)  # of the ranks that have ended it
+    ended: list[Ended] = field(default_factory=list)  # results of the ranks that have ended it
     is_cancelled: bool = False
 
 
@@ -77,7 +78,7 @@ class KvReader:
         self._scheduler, self._ranks, self._clock = scheduler, ranks, clock
         self._threads = ThreadPoolExecutor(MAX_OPENING, "kv-lease")
         self._silent_until: dict[str, float] = {}  # by the address of an owner that has not answered
-        self._loans: list[_Loan] = []
+        self._opened: list[_OpenTicket] = []
         self._begun: list[_Job] = []  # their transfers begin with the next step
         self._jobs: dict[int, _Job] = {}  # by number
         self._last_number = 0
@@ -87,7 +88,7 @@ class KvReader:
 
     @property
     def is_busy(self) -> bool:
-        return bool(self._loans or self._jobs or self._begun)
+        return bool(self._opened or self._jobs or self._begun)
 
     # Requests
 
@@ -103,7 +104,7 @@ class KvReader:
             return
         positions = {key: position for position, key in enumerate(keys)}
         seq.num_lookups += 1
-        self._loans.append(_Loan(seq, sealed, positions, self._threads.submit(self._open, sealed)))
+        self._opened.append(_OpenTicket(seq, sealed, positions, self._threads.submit(self._open, sealed)))
 
     def _open(self, sealed: bytes) -> Lease:
         """Runs in one of few threads. Requests that wait for a thread while an owner is silent don't wait for
@@ -124,18 +125,18 @@ class KvReader:
         return len(self._find(keys[start:])[1])
 
     def begin(self, fetch: Fetch) -> None:
-        loan, positions = self._find(fetch.keys)
-        assert loan is not None
-        loan.num_jobs += 1
-        self._begun.append(_Job(fetch, loan, positions, self._clock()))
+        opened, positions = self._find(fetch.keys)
+        assert opened is not None
+        opened.num_jobs += 1
+        self._begun.append(_Job(fetch, opened, positions, self._clock()))
 
-    def _find(self, keys: abc.Sequence[bytes]) -> tuple[_Loan | None, list[int]]:
-        """The loan that has the most of the first of these blocks, and their positions in its ticket."""
-        best: _Loan | None = None
+    def _find(self, keys: abc.Sequence[bytes]) -> tuple[_OpenTicket | None, list[int]]:
+        """The ticket that has the most of the first of these blocks, and their positions in its ticket."""
+        best: _OpenTicket | None = None
         found: list[int] = []
-        for loan in self._loans:
-            if loan.lease is not None and len(positions := loan.positions_of(keys)) > len(found):
-                best, found = loan, positions
+        for opened in self._opened:
+            if opened.lease is not None and len(positions := opened.positions_of(keys)) > len(found):
+                best, found = opened, positions
         return best, found
 
     # Around a step
@@ -144,9 +145,9 @@ class KvReader:
         """Takes in what has ended, and keeps leases alive."""
         if self._jobs:
             self._poll()
-        for loan in list(self._loans):
-            if not self._keep(loan):
-                self._drop(loan)
+        for opened in list(self._opened):
+            if not self._keep(opened):
+                self._drop(opened)
 
     def before_step(self) -> None:
         """Begins the fetches of the plan that was just made. The steps and copies that may still use their
@@ -156,40 +157,40 @@ class KvReader:
             self._last_number += 1
             self._jobs[self._last_number] = job
             self._ranks.send(
-                commands.PEERS_FETCH, self._last_number, job.loan.sealed, job.positions, job.fetch.blocks
+                commands.PEERS_FETCH, self._last_number, job.opened.sealed, job.positions, job.fetch.blocks
             )
 
-    def _keep(self, loan: _Loan) -> bool:
-        """Whether the loan is still needed. Renews its lease."""
-        if loan.lease is None:
-            if not loan.opening.done():
+    def _keep(self, opened: _OpenTicket) -> bool:
+        """True if the ticket is still needed. Renews its lease."""
+        if opened.lease is None:
+            if not opened.opening.done():
                 return True
-            loan.seq.num_lookups -= 1
+            opened.seq.num_lookups -= 1
             try:
-                loan.lease = loan.opening.result()
+                opened.lease = opened.opening.result()
             except TransferError as error:
-                self._failed(loan.seq, error.failure, str(error))
+                self._failed(opened.seq, error.failure, str(error))
                 return False
-            loan.renewed_at = self._clock()
-        seq = loan.seq
+            opened.renewed_at = self._clock()
+        seq = opened.seq
         has_started = seq.num_admissions > 0 and seq.status is not SequenceStatus.FETCHING
-        if not loan.num_jobs and (has_started or seq.status is SequenceStatus.FINISHED):
+        if not opened.num_jobs and (has_started or seq.status is SequenceStatus.FINISHED):
             return False
-        if self._clock() - loan.renewed_at > loan.lease.ticket.lease_s / 3:
-            loan.renewed_at = self._clock()
+        if self._clock() - opened.renewed_at > opened.lease.ticket.lease_s / 3:
+            opened.renewed_at = self._clock()
             try:
-                loan.lease.renew()
+                opened.lease.renew()
             except TransferError as error:
                 self._failed(seq, error.failure, str(error))
                 return False
         return True
 
-    def _drop(self, loan: _Loan) -> None:
-        self._loans.remove(loan)
-        if loan.lease is not None and loan.seq.num_admissions:
-            loan.lease.release()
-        elif loan.lease is not None:
-            loan.lease.close()
+    def _drop(self, opened: _OpenTicket) -> None:
+        self._opened.remove(opened)
+        if opened.lease is not None and opened.seq.num_admissions:
+            opened.lease.release()
+        elif opened.lease is not None:
+            opened.lease.close()
 
     def _poll(self) -> None:
         for number, job in self._jobs.items():
@@ -217,7 +218,7 @@ class KvReader:
         self._ranks.send(commands.PEERS_CANCEL, number)
 
     def _end(self, job: _Job) -> None:
-        job.loan.num_jobs -= 1
+        job.opened.num_jobs -= 1
         num_blocks = len(job.positions)
         failed = [ended for ended in job.ended if ended.failure]
         for ended in failed:
@@ -235,7 +236,7 @@ class KvReader:
         self._scheduler.fetched(job.fetch, num_intact)
 
     def _failed(self, seq: Sequence, failure: str, message: str) -> None:
-        """The first failure of a kind is a warning, and later ones are told in detail alone."""
+        """Counts a failure and logs it: the first of a kind as a warning, later ones at debug level."""
         self.failures[failure] += 1
         level = logging.WARNING if self.failures[failure] == 1 else logging.DEBUG
         if logger.isEnabledFor(level):
@@ -267,20 +268,22 @@ class KvReader:
         self._ranks.runner.peers.abandon()
         self._begun.clear()
         self._jobs.clear()
-        for loan in self._loans:
-            loan.num_jobs = 0
+        for opened in self._opened:
+            opened.num_jobs = 0
 
     def check(self) -> None:
         """Proves the books."""
         fetches = [job.fetch for job in (*self._begun, *self._jobs.values())]
         assert all(fetch in self._scheduler.fetches for fetch in fetches), "a fetch that nobody knows"
-        jobs = Counter(id(job.loan) for job in (*self._begun, *self._jobs.values()))
-        assert all(loan.num_jobs == jobs[id(loan)] for loan in self._loans), "fetches of a loan miscounted"
+        jobs = Counter(id(job.opened) for job in (*self._begun, *self._jobs.values()))
+        assert all(opened.num_jobs == jobs[id(opened)] for opened in self._opened), (
+            "fetches of a ticket miscounted"
+        )
 
     def close(self) -> None:
-        """Leaves all owners, who let go of their blocks."""
+        """Ends all leases, so that the owners release their blocks."""
         self._threads.shutdown(cancel_futures=True)
-        for loan in self._loans:
-            if not loan.opening.cancelled() and loan.opening.exception() is None:
-                loan.opening.result().close()
-        self._loans.clear()
+        for opened in self._opened:
+            if not opened.opening.cancelled() and opened.opening.exception() is None:
+                opened.opening.result().close()
+        self._opened.clear()

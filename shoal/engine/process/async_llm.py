@@ -139,7 +139,9 @@ class AsyncLLM(Control):
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         request_id = request.request_id
         if request_id in self._collectors:
-            raise RequestError(f"request_id {request_id!r} is that of a request that runs; choose another")
+            raise RequestError(
+                f"request_id {request_id!r} must be unique, but a running request has it; choose another"
+            )
         try:
             self._send(Add(request))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
@@ -184,7 +186,7 @@ class AsyncLLM(Control):
         return result
 
     async def check(self) -> None:
-        """Proves the books of scheduler and tiers, for tests. Raises ShoalError."""
+        """Checks scheduler and tiers, for tests. Raises ShoalError."""
         await self._call(CheckIntegrity())
 
     # Inside
@@ -200,7 +202,7 @@ class AsyncLLM(Control):
             self._core.send(Abort(request_ids))
 
     def _watch(self, before: float) -> None:
-        """Looks after the core every BEAT_S. before: the loop's time at the last look."""
+        """Checks the core every BEAT_S. before: the loop's time at the last check."""
         loop = asyncio.get_running_loop()
         now = loop.time()
         self._watching = loop.call_later(BEAT_S, self._watch, now)
@@ -254,7 +256,7 @@ class AsyncLLM(Control):
             self.config = self.config.for_model(self.info.model)
         elif isinstance(message, Reply):
             reply = self._calls.get(message.call_id)
-            if reply is None or reply.done():  # whoever called has left
+            if reply is None or reply.done():  # its caller has left
                 return
             if message.error is None:
                 reply.set_result(message.result)

@@ -2,11 +2,11 @@
 core_process.py.
 
 The main thread steps the engine, and one thread decodes incoming messages, so that a big one never waits for
-a step, nor a step for it. Outgoing messages are sent by whoever has them: a thread for them would get
-Python's lock only when the main thread waits for the device, behind the launch of the next step. Between two
-steps the main thread takes in all that has come: requests, aborts, calls. Without work it sleeps in the
-queue. When the parent ends, the standard input of this process closes. The process then ends whatever it is
-doing, and its ranks with it.
+a step, nor a step for it. Each thread sends its own messages: a thread for them would get Python's lock only
+when the main thread waits for the device, behind the launch of the next step. Between two steps the main
+thread applies all received messages: requests, aborts, calls. Without work it sleeps in the queue. When the
+parent ends, the standard input of this process closes. The process then ends whatever it is doing, and its
+ranks with it.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class CoreLoop:
     def __init__(self, core: EngineCore, inbox: Inbox, outbox: Outbox) -> None:
         self.core, self.inbox, self.outbox = core, inbox, outbox
         self.postponed: list[Call] = []  # sleeps in mode "wait", which run when the requests have ended
-        # What Beat tells. The thread that sends beats reads both.
+        # The content of Beat. The thread that sends beats reads both.
         self.progress = 0
         self.doing = ""
 
@@ -179,7 +179,7 @@ class CoreLoop:
             self.progress += 1
 
     def _must_wait(self, sleep: Sleep) -> bool:
-        """Whether requests run that are to end before that sleep. For one that fails in any case nothing
+        """True if requests run that are to end before that sleep. For one that fails in any case nothing
         waits."""
         return sleep.mode == "wait" and self.core.has_work and self.core.sleeper.is_possible(sleep.level)
 
@@ -232,7 +232,7 @@ class CoreLoop:
         return self.core.wake_up(tags)
 
     def _update_weights(self, source: str) -> int:
-        """Tells the parent if the engine has become another model."""
+        """Updates the weights. The parent is notified if the engine has become another model."""
         gc.unfreeze()  # Otherwise nothing would ever collect the model that goes.
         try:
             core = self.core.update_weights(source)

@@ -128,7 +128,7 @@ class CoreProcess:
             await self._gone.wait()
 
     def kill(self, why: EngineDeadError) -> None:
-        """Ends a process that no longer listens. Whoever waits for it is told `why`."""
+        """Ends a process that no longer listens. Waiting calls raise `why`."""
         self._process.kill()
         self._end(why)
 
@@ -145,7 +145,7 @@ class CoreProcess:
                 await asyncio.sleep(CONNECT_POLL_S)
 
     def _read(self) -> None:
-        """Takes in all messages. The descriptor tells of news only once, so this goes on until none is
+        """Reads all messages. The descriptor reports new data only once, so this continues until none is
         left."""
         for _ in range(MESSAGES_A_TURN):
             if self._from_core.closed:

@@ -5,8 +5,8 @@
   wanted one.
 - SwappedModel is one of the models, as an Engine with its Control.
 
-The model that goes to sleep keeps its weights in host memory (level 1) while that lasts; then those that were
-used least recently give theirs up (level 2, read again from their files on waking).
+The model that goes to sleep keeps its weights in host memory (level 1) while that lasts; then the least
+recently used models drop theirs (level 2, read again from their files on waking).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from shoal.text.request_builder import check_request
 
 logger = logging.getLogger(__name__)
 
-NO_LIMIT = -1  # on log-probabilities: the engine itself refuses what is beyond its own
+NO_LIMIT = -1  # number of log-probabilities: each engine enforces its own limit
 
-HOST_MARGIN = 0.1  # of the host's available memory, never taken for sleeping weights
+HOST_MARGIN = 0.1  # share of the host's available memory that is never taken for sleeping weights
 WEIGHTS = "weights"
 
 
@@ -42,8 +42,8 @@ class Turns:
     """Decides which model's requests run. Times are seconds of any clock.
 
     A request of the awake model begins at once, unless another model's oldest request has waited for longer
-    than `patience`; then it queues, so that the running ones end and the turn passes on. The next turn is
-    that of the model whose request has waited longest.
+    than `patience`; then it queues, so that the running ones end and the turn passes on. Next is the model
+    whose request has waited longest.
     """
 
     def __init__(self, patience: float) -> None:
@@ -55,7 +55,7 @@ class Turns:
         self.last_used: dict[str, float] = {}
 
     def may_begin(self, name: str, now: float) -> bool:
-        """Whether a request that has just come begins at once."""
+        """True if a request that has just come begins at once."""
         if self.switching or self.awake != name or self.waiting.get(name):
             return False
         return all(not queue or now - queue[0] <= self.patience for queue in self.waiting.values())
@@ -76,7 +76,7 @@ class Turns:
 
 @dataclass(slots=True)
 class _Swapped:
-    """What the swapper knows of one model."""
+    """The swapper's state of one model."""
 
     engine: SwapEngine
     path: str  # where its weights are
@@ -243,7 +243,7 @@ class Swapper:
         model.level = level
 
     async def _make_host_room(self, name: str) -> bool:
-        """Whether the model's weights fit into host memory. If necessary, models that slept longer give
+        """True if the model's weights fit into host memory. If necessary, models that slept longer give
         theirs up."""
         needed = await self._host_need(name)
         sleeping = self.turns.least_recent(
@@ -290,7 +290,7 @@ class SwappedModel(Control):
     def __init__(self, swapper: Swapper, name: str) -> None:
         self.swapper, self.name = swapper, name
         self._model = swapper.models[name]
-        self._turns: dict[str, asyncio.Future[None]] = {}  # of requests that wait
+        self._turns: dict[str, asyncio.Future[None]] = {}  # waiting requests by id
 
     async def generate(self, request: Request) -> AsyncGenerator[Output, None]:
         # Before it waits for its turn: a request that is refused wakes no model.

@@ -1,21 +1,22 @@
-"""Whether an engine's core still works, judged by its beats. Pure: time comes as an argument."""
+"""True if an engine's core still works, judged by its beats. Pure: time comes as an argument."""
 
 from __future__ import annotations
 
 from shoal.wire import BEAT_S, QUICK_COMMANDS, Beat
 
-CPU_PATIENCE = 10.0  # a step that computes on the CPU may take so many times as long as one that does not
-BUSY_SHARE = 0.1  # of a core: a process that uses more of it computes
+CPU_PATIENCE = 10.0  # factor on the patience with a step that computes on the CPU
+BUSY_SHARE = 0.1  # share of a processor core above which a process computes
 MUST_END = {"step", *QUICK_COMMANDS}  # what a core that works completes soon
 MOST_TICK_S = 1.0  # a longer time without a tick means that the watcher stood still, not the watched
 
 
 class Watchdog:
-    """Watches one core. It is silent if no beat comes, or if beats tell of a step or a quick command that
+    """Watches one core. It is silent if no beat arrives, or if beats report a step or a quick command that
     does not end.
 
     Other commands (waking, new weights, a profile) may take as long as they like, and so may a core without
-    work. A step on the CPU may take minutes. It is told from a hung one by the processor time that it uses.
+    work. A step on the CPU may take minutes. The processor time that it uses distinguishes it from a hung
+    one.
     """
 
     def __init__(self, timeout_s: float) -> None:

@@ -102,12 +102,12 @@ def _tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
 #   [freed, announced)       some reader may still be reading it
 #   [announced, written)     copied in, the readers don't know of it yet
 #
-# The ring holds bytes and nothing else. Eventfds, which the kernel keeps as 64-bit counters, tell how many
-# bytes there are: the writer announces bytes by adding to a reader's counter, and the reader takes the whole
-# counter, sleeping while it is 0. So there is no shared counter to tear and no wake-up to lose. There is no
-# memory order to argue about from Python either: both system calls take the counter's spinlock, so bytes
-# stored before the write() are visible after the read() that returns their number, on x86 and on ARM. Readers
-# give room back in the same manner.
+# The ring holds bytes and nothing else. Eventfds, which the kernel keeps as 64-bit counters, count them: the
+# writer announces bytes by adding to a reader's counter, and the reader takes the whole counter, sleeping
+# while it is 0. So there is no shared counter to tear and no wake-up to lose. There is no memory order to
+# argue about from Python either: both system calls take the counter's spinlock, so bytes stored before the
+# write() are visible after the read() that returns their number, on x86 and on ARM. Readers give room back in
+# the same manner.
 #
 # Neither side spins. A rank that sleeps takes a moment to wake, but with asynchronous scheduling the command
 # for step n+1 leaves while the GPU is in step n, so nobody waits for it. Spinning long enough to help takes a
@@ -233,7 +233,7 @@ class ChannelReader:
         return data
 
     def _wait_for_data(self) -> int:
-        """The number of newly announced bytes; sleeps while there are none."""
+        """Returns the number of newly announced bytes; sleeps while it is 0."""
         return os.eventfd_read(self.data_fd)
 
     def _return_room(self) -> None:

@@ -109,7 +109,7 @@ def connect(tp: TensorParallel, hidden_size: int, dtype: torch.dtype) -> CudaPee
                     peers = dataclasses.replace(peers, most_polls=kernels.FOR_EVER)
                     sums = CudaPeerSums(peers, foreign, address)
                 else:
-                    why = why or "on another rank the kernels' sums are not those of NCCL"
+                    why = why or "on another rank the kernels' sums differ from NCCL's"
     if sums is None:
         tp.barrier()  # until here others may write into this rank's memory
         _free(device, foreign, address)
@@ -140,14 +140,14 @@ def _difference(tp: TensorParallel, peers: Peers, hidden_size: int, dtype: torch
     """Which sums or norms are not right on this rank; None if all are. All ranks call this together."""
     kernels = _kernels()
     generator = torch.Generator(tp.device).manual_seed(tp.rank)
-    most_rows = kernels.MAX_BLOCKS * kernels.PLAIN_BLOCK // hidden_size  # of a sum without a norm
+    most_rows = kernels.MAX_BLOCKS * kernels.PLAIN_BLOCK // hidden_size  # rows of a sum without a norm
     sizes = sorted({*TEST_ROWS, most_rows} - {0})  # each goes in the way that sums of its size will go
     # At first nobody waits, as one rank may compile for seconds longer than another.
     for rows in sizes:
         _wrong_sum(tp, dataclasses.replace(peers, most_polls=0), rows, hidden_size, dtype, generator)
     tp.barrier()
     wrong = [
-        f"the kernels' {what} of {rows} rows is not that of NCCL"
+        f"the kernels' {what} of {rows} rows differs from NCCL's"
         for rows in sizes
         for _ in range(3)  # both halves, and the first one again
         if (what := _wrong_sum(tp, peers, rows, hidden_size, dtype, generator))
@@ -163,7 +163,7 @@ def _wrong_sum(
     dtype: torch.dtype,
     generator: torch.Generator,
 ) -> str | None:
-    """What is wrong after one turn. Small whole numbers have one sum, in whatever order."""
+    """Returns what is wrong after one sum, or None. Small whole numbers have the same sum in any order."""
     kernels, device = _kernels(), tp.device
     x = torch.randint(-8, 9, (rows, hidden_size), generator=generator, device=device).to(dtype)
     expected = tp.all_reduce(x.clone())

@@ -1,4 +1,4 @@
-"""Which rank hangs, told from outside: by the commands that it has run, by what the kernel says of its
+"""Finds a rank that hangs, from outside: by the commands that it has run, by the kernel's figures of its
 process, and by whether rank 0 waits for it.
 
 A rank counts the commands that it has run in a word of shared memory that is its own. Nothing else is asked
@@ -22,13 +22,13 @@ STOPPED_S = 2.0
 # So long a rank may do nothing in a quick command. On the CPU it may compute for minutes, which is not
 # nothing.
 IDLE_S = 10.0
-BUSY_SHARE = 0.05  # of a core: a process that uses more of it computes
+BUSY_SHARE = 0.05  # share of a processor core above which a process computes
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(slots=True)
 class _Watched:
-    """What was seen of a rank that is in a command."""
+    """Observations of a rank that runs a command."""
 
     ended: int = -1  # the commands that it had run
     stopped_s: float = 0.0
@@ -65,7 +65,8 @@ class Progress:
         self._ended[rank] += 1
 
     def give(self, command: str, is_quick: bool) -> None:
-        """All ranks are told to run one more command. One that is quick does not load or compile anything."""
+        """Notes that one more command was sent to all ranks. A quick command does not load or compile
+        anything."""
         self._given += 1
         self._commands.append((self._given, command, is_quick))
 
@@ -80,7 +81,7 @@ class Progress:
     def look(self, pids: Mapping[int, int], rank_0_waits: bool, now: float) -> str | None:
         """To be called every LOOK_S or so. Returns why the ranks can't go on, if one of them hangs. `now`:
         seconds of the monotonic clock."""
-        # Whoever did not look for longer stood still itself.
+        # After a longer interval this process itself was stopped.
         elapsed = min(now - self._looked_at, 2 * LOOK_S) if self._looked_at is not None else 0.0
         self._looked_at = now
         slowest = min((int(self._ended[rank]) for rank in pids), default=self._given)

@@ -236,8 +236,8 @@ class Ranks:
 def serve_rank(
     rank: int, world_size: int, config: dict[str, Any], port: int, exports: Sequence[bytes]
 ) -> dict[str, Callable[..., Any]]:
-    """What a rank other than 0 serves (engine/ranks/worker_main.py): the table of commands, on a ModelRunner
-    like rank 0's."""
+    """Returns the table of commands that a rank other than 0 serves (engine/ranks/worker_main.py), on a
+    ModelRunner like rank 0's."""
     resolved = ResolvedConfig(**config)
     if resolved.device == "cuda":
         use_gpu(rank)
@@ -252,8 +252,7 @@ def serve_rank(
 
 
 def connect_sums(config: ResolvedConfig, files: CheckpointFiles, tp: TensorParallel) -> CudaPeerSums | None:
-    """Has the GPUs' small sums made by kernels of ours where that works here. All ranks call this
-    together."""
+    """Returns Shoal's kernels for the GPUs' small sums, if they work here. All ranks call this together."""
     if not config.peer_all_reduce or tp.size == 1 or config.device != "cuda":
         return None
     tp.sums = sums = connect(tp, files.config.hidden_size, getattr(torch, config.dtype))

@@ -2,7 +2,7 @@
 
 A rank is a fresh Python process (engine/ranks/worker_main.py) that inherits file descriptors and nothing
 else. Commands go to all ranks through the ring of engine/ranks/channel.py. Replies come back through a socket
-pair per rank, whose end of file also tells each side of the other's death. Each rank counts the commands that
+pair per rank, whose end of file also signals the death of the other side. Each rank counts the commands that
 it has run in shared memory (engine/ranks/progress.py), by which one that hangs is noticed. Everything shared
 is anonymous, so nothing can collide or be left behind: when rank 0 dies, even by SIGKILL, its ranks end
 themselves.
@@ -34,7 +34,7 @@ from shoal.errors import EngineDeadError, UnavailableError, UserError
 
 Result = TypeVar("Result")
 
-STDERR_TAIL = 2000  # so many characters of a dead rank's last words are quoted in the error
+STDERR_TAIL = 2000  # characters of a dead rank's stderr that the error quotes
 EXIT_TIMEOUT_S = 5.0  # a rank that has not ended itself by then is killed
 # A rank whose socket closed is dead or about to be. Its exit code comes when the kernel has freed its memory.
 REAP_TIMEOUT_S = 0.8
@@ -54,8 +54,8 @@ class _Rank:
 
 @dataclass(frozen=True, slots=True)
 class _RankFailure:
-    """What went wrong in a rank, as it arrives. `build` makes the exception where it is raised, so that a
-    rank's UserError is a UserError for the caller too."""
+    """A received failure of a rank. `build` makes the exception where it is raised, so that a rank's
+    UserError is a UserError for the caller too."""
 
     kind: type[Exception]
     message: str
@@ -80,13 +80,13 @@ class Pending(Generic[Result]):
 
     @property
     def complete(self) -> bool:
-        """Whether results() would return, or raise, at once."""
+        """True if results() would return, or raise, at once."""
         return len(self.replies) == self.num_ranks or self.monitor.failure is not None
 
     def results(self, timeout_s: float | None = None) -> list[Result]:
-        """What ranks 1 and up returned, in rank order. If the command raised, this raises the lowest rank's
-        error: the same UserError, or a RuntimeError with the traceback. Raises EngineDeadError when a rank
-        dies, and when one has not answered in time."""
+        """Returns the results of ranks 1 and up, in rank order. If the command raised, this raises the lowest
+        rank's error: the same UserError, or a RuntimeError with the traceback. Raises EngineDeadError when a
+        rank dies, and when one has not answered in time."""
         results = []
         for outcome in self.outcomes(timeout_s):
             if isinstance(outcome, Exception):
@@ -95,8 +95,8 @@ class Pending(Generic[Result]):
         return results
 
     def outcomes(self, timeout_s: float | None = None) -> list[Result | Exception]:
-        """What ranks 1 and up returned or raised, in rank order. It waits, and fails for a dead or late rank,
-        as `results` does."""
+        """Returns the results or exceptions of ranks 1 and up, in rank order. Waits, and fails for a dead or
+        late rank, as `results` does."""
         monitor = self.monitor
         with monitor.news:
             monitor.news.wait_for(
@@ -172,7 +172,7 @@ class WorkerGroup:
 
     @property
     def failed(self) -> bool:
-        """Whether `check()` would raise. For loops that wait for something else."""
+        """True if `check()` would raise. For loops that wait for something else."""
         return self._monitor.failure is not None
 
     def watch_waits(self, waits: Callable[[], bool]) -> None:

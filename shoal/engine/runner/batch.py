@@ -1,5 +1,5 @@
-"""From a StepPlan to the one packed int32 buffer that a step sends to the device (and, with tensor
-parallelism, to every rank).
+"""Packs a StepPlan into the one int32 buffer that a step sends to the device (and, with tensor parallelism,
+to every rank).
 
 The batch state lives on the device, in rows that stay put while a sequence runs. `BatchBuilder` keeps the
 host's mirror of what the device holds, and sends differences: (address, value) pairs for the flat state. If
@@ -47,8 +47,8 @@ class Header(IntEnum):
     MAX_KV_LEN = 5
     DECODE_ONLY = 6  # Every sequence decodes. There are no token sections, as the device knows everything.
     FRESH_PREFILLS = 7  # Every prefill starts at position 0.
-    # Tokens are drawn once more, from whole rows of logits: some request asks for more than the state rows
-    # can say, or for more than ranks exchange (kernels/sampling/split_sample.py).
+    # Tokens are sampled once more, from whole rows of logits: a request needs options that state rows lack,
+    # or more than ranks exchange (kernels/sampling/split_sample.py).
     SAMPLES_WHOLE_ROWS = 8
     NUM_PROMPT_LOGITS = 9  # tokens of prompts whose logits are asked for
     NUM_GROUPS = 10  # groups of decodes that share a prefix
@@ -69,20 +69,20 @@ SHAPE_FIELDS = slice(Header.GRAPH_TOKENS, Header.GRAPH_SHARING + 1)  # the field
 
 
 def encode_count(count: int | None) -> int:
-    """A number of log-probabilities as a header has it. None (nobody asks) is 0, -1 (all) is 1."""
+    """Encodes a number of log-probabilities for the header: None (not requested) is 0, -1 (all) is 1."""
     return 0 if count is None else count + 2
 
 
 def decode_count(field: int) -> int | None:
-    """The number that `encode_count` wrote."""
+    """Decodes the number that `encode_count` encoded."""
     return None if field == 0 else int(field) - 2
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class MixedShape:
-    """What a captured mixed step has room for. It has `decodes` places for sequences that decode, then
-    `prefills` places for the others; an empty place has row -1 and length 0. There are `samples` sequences at
-    most. Tokens stay in one piece, those of the decodes first, padding last."""
+    """The capacity of a captured mixed step: `decodes` slots for sequences that decode, then `prefills` slots
+    for the others; an empty slot has row -1 and length 0. At most `samples` sequences sample. Tokens are
+    contiguous: decodes first, padding last."""
 
     tokens: int
     decodes: int
@@ -171,7 +171,7 @@ def pack(header: np.ndarray, sections: dict[str, np.ndarray]) -> np.ndarray:
 
 
 def section_spans(header: np.ndarray) -> dict[str, tuple[int, int]]:
-    """Where each section lies in the packed buffer: name -> (start, end)."""
+    """Returns the place of each section in the packed buffer: name -> (start, end)."""
     spans, at = {}, HEADER_SIZE
     for name, size in section_sizes(header).items():
         spans[name] = (at, at + size)
@@ -180,7 +180,7 @@ def section_spans(header: np.ndarray) -> dict[str, tuple[int, int]]:
 
 
 def token_spans(shape: MixedShape) -> dict[str, tuple[int, int]]:
-    """Where each section that describes tokens lies in a step of this shape, counted from the first."""
+    """Returns the place of each token section in a step of this shape, relative to the first."""
     header = np.zeros(HEADER_SIZE, np.int32)
     header[SHAPE_FIELDS] = astuple(shape)
     return {
@@ -212,8 +212,8 @@ class PenaltyRow:
 
 @dataclass(slots=True)
 class SamplerOptions:
-    """What rank 0's sampler needs beyond the state rows, for the rare sequences that ask for it. A sample is
-    an index into the step's samples. What is banned or allowed for a sample under a grammar is in its mask
+    """Options of rank 0's sampler beyond the state rows, for the rare sequences that need them. A sample is
+    an index into the step's samples. Tokens banned or allowed for a sample with a grammar are in its mask
     alone."""
 
     bias: list[tuple[int, int, float]] = field(default_factory=list)  # sample, token id, bias
@@ -231,7 +231,7 @@ class SamplerOptions:
 
     @property
     def shapes_logits(self) -> bool:
-        """Whether tokens must be drawn again, from logits that these extras change."""
+        """True if tokens must be sampled again, from logits that these extras change."""
         return bool(self.bias or self.banned or self.allowed or self.penalties or self.grammars)
 
     def __bool__(self) -> bool:
@@ -249,13 +249,15 @@ class BatchBuilder:
         mixed_shapes: Iterable[MixedShape] = (),
         splits_sampling: bool = False,
     ) -> None:
-        """`share_from`: the fewest decodes among which groups are looked for; None: never. `mixed_shapes`:
-        those of the captured mixed steps, small to large. `splits_sampling`: several ranks draw."""
+        """`share_from`: the fewest decodes for which prefix groups are formed; None: never. `mixed_shapes`:
+        shapes of the captured mixed steps, small to large. `splits_sampling`: several ranks sample
+        together."""
         self.splits_sampling = splits_sampling
         self.mixed_shapes = mixed_shapes
         self.layout, self.block_size, self.share_from = layout, block_size, share_from or 0
         self.tree = PrefixTree(block_size, MAX_GROUPS) if share_from is not None else None
-        self.decode_rows = np.zeros(0, np.int32)  # of the last step's decodes; -1 where a row has a new owner
+        # rows of the last step's decodes; -1 where a row has a new owner
+        self.decode_rows = np.zeros(0, np.int32)
         self.num_groups = 0  # the groups among them
         self.prefixes = np.zeros(layout.prefix_size, np.int32)  # what the device holds at prefix_address
         self.active = np.full(layout.num_rows, -1, np.int32)  # what the device holds at active_address
@@ -459,7 +461,7 @@ class BatchBuilder:
         if entry.start + entry.num_tokens - entry.seq.num_prompt_tokens < params.min_tokens:
             banned.extend(entry.seq.stop_ids)
         for word in request.bad_word_ids:
-            before = len(word) - 1  # The answer's last tokens decide, never those of the prompt.
+            before = len(word) - 1  # the answer's last tokens decide, never the prompt's
             at = len(entry.seq.token_ids) - before
             if at >= entry.seq.num_prompt_tokens and tuple(entry.seq.token_ids[at:]) == word[:-1]:
                 banned.append(word[-1])
@@ -482,7 +484,8 @@ class BatchBuilder:
 
 
 def num_prompt_targets(entry: ScheduledSeq) -> int:
-    """How many tokens of a prefill are followed by a token of the prompt. They give its log-probability."""
+    """Returns the number of a prefill's tokens that are followed by a token of the prompt, whose
+    log-probability they give."""
     return max(0, min(entry.num_tokens, entry.seq.num_prompt_tokens - 1 - entry.start))
 
 

@@ -86,11 +86,13 @@ def _profile(runner: ModelRunner) -> RankProfile:
 
 
 def find_public(name: str) -> AnyCommand:
-    """The command that a user names. Raises ConfigError if there is none, or if it is the engine's own."""
+    """Returns the public command of this name. Raises ConfigError for an unknown or internal one."""
     command = COMMANDS.get(name)
     if command is None or not command.is_public:
         public = ", ".join(sorted(name for name, command in COMMANDS.items() if command.is_public))
-        raise ConfigError(f"{name!s:.80} is no command for the ranks; there are {public}")
+        raise ConfigError(
+            f"method must be one of the ranks' commands, got {name!s:.80}; choose one of {public}"
+        )
     return command
 
 

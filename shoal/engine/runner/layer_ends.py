@@ -1,4 +1,4 @@
-"""Tells when each layer of a step has ended, so that its keys and values can leave the device while later
+"""Events at the end of each layer of a step, so that its keys and values can leave the device while later
 layers are computed."""
 
 from __future__ import annotations
@@ -8,16 +8,17 @@ from collections.abc import Callable
 import torch
 
 # Called for each layer of a step, in order, while the step is being launched or right after it. The event
-# passes when the device has come to the end of the layer; on the CPU there is none, as the layer has ended.
+# passes when the device has completed the layer; on the CPU, where the layer has completed, the event is
+# None.
 LayerListener = Callable[[int, torch.cuda.Event | None], None]
 
 
 class LayerEnds:
-    """Who listens to the next step, and the event of each layer. An eager step tells each layer by itself. A
-    step that is a graph tells all of them at its end: it is short, and events inside of it cost more than
+    """The listeners of the next step, and an event for each layer. An eager step reports each layer by
+    itself. A captured step reports all layers at its end: it is short, and events inside of it cost more than
     they save (docs/decisions/steps.md).
 
-    The step after the next records the same events again, and is not launched before the step has ended."""
+    Two sets of events alternate, because at most two steps are in flight."""
 
     def __init__(self, num_layers: int, device: torch.device) -> None:
         self._num_layers, self._is_cuda = num_layers, device.type == "cuda"
@@ -26,15 +27,15 @@ class LayerEnds:
         self._listeners: list[LayerListener] = []
 
     def _new_events(self) -> list[torch.cuda.Event | None]:
-        # Whoever waits for one on the host sleeps.
+        # blocking: a host thread that waits for one sleeps
         return [torch.cuda.Event(blocking=True) if self._is_cuda else None for _ in range(self._num_layers)]
 
     def listen(self, listener: LayerListener) -> None:
-        """Has a listener be told of the next step's layers, and of no other step's."""
+        """Adds a listener for the layers of the next step only."""
         self._coming.append(listener)
 
     def begin_step(self) -> bool:
-        """Whether somebody listens to the step that begins."""
+        """True if somebody listens to the step that begins."""
         if not self._coming:
             return False
         self._listeners, self._coming = self._coming, []

@@ -1,10 +1,11 @@
-"""One rank's weights in the memory of another worker's rank that starts with the same ones: how they are
-offered, and how they are read. engine/lifecycle/weight_exports.py commands the owner's side.
+"""Exports one rank's weights to the same rank of a worker that starts with the same weights, and reads such
+an export. engine/lifecycle/weight_exports.py commands the owner's side.
 
-The ways are those of KV blocks (kv/transfer/transport.py), for tensors of any size: shared memory and CUDA
-IPC on one
-host, NIXL between hosts. The reader pulls, and the owner does nothing meanwhile. A reader believes its own
-checksums alone, so an owner may end, sleep or take new weights whenever it likes.
+Weights travel like KV blocks (kv/transfer/transport.py), but as tensors of any size: by shared memory or CUDA
+IPC on one host, by NIXL between hosts. The reader pulls whole tensors as they lie in the owner's memory
+(sharded, merged, packed), and the owner does nothing meanwhile. So both need the same layout
+(`WeightsExport.layout`), and a reader trusts only its own checksums: an owner that dies, sleeps or takes new
+weights meanwhile makes a failed read, never wrong weights.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 class ExportError(Exception):
-    """This way does not lead from the owner to the reader."""
+    """The owner's memory cannot be read in this way."""
 
 
 class WeightsRead(NamedTuple):
@@ -92,24 +93,25 @@ class WeightsRead(NamedTuple):
 
 
 class Way(Protocol):
-    """How tensors of equal shapes get from one process to another. All of them lie on one device."""
+    """A way to copy tensors of equal shapes from one process to another. All of them are on one device."""
 
     name: str
 
     def offer(self, tensors: Sequence[torch.Tensor]) -> tuple[bytes, Close]:
-        """What a reader must know, and what ends the offer. Raises LoanError."""
+        """Returns the address for readers, and a function that ends the offer. Raises ExportError."""
         ...
 
     def read(self, address: bytes, into: Sequence[torch.Tensor]) -> None:
-        """Fills the tensors with those of the owner, and returns when they are there. Raises LoanError."""
+        """Fills the tensors with the owner's values, and returns when they have arrived. Raises
+        ExportError."""
         ...
 
 
 class RankExporter:
-    """The owner's side: one offer, which any number of readers may use. `loan` is for them."""
+    """The owner's side: one offer, which any number of readers may use. `export` is sent to them."""
 
     def __init__(self, model: Decoder) -> None:
-        """Raises CheckpointError if there is no way to lend from here."""
+        """Raises CheckpointError if the weights cannot be exported in any way."""
         named = dict(weight_tensors(model))
         tensors, sums = _with_data(named.values()), checksums(model)
         ways, reasons = {}, []
@@ -125,7 +127,7 @@ class RankExporter:
             self.close()
             raise
         if not ways:
-            raise CheckpointError(f"the weights can be lent to nobody: {'; '.join(reasons)}")
+            raise CheckpointError(f"the weights cannot be exported: {'; '.join(reasons)}")
         lent = [
             ExportedTensor(name, str(tensor.dtype), tuple(tensor.shape), sums[name])
             for name, tensor in named.items()
@@ -133,7 +135,7 @@ class RankExporter:
         self.export = RankExport(lent, ways)
 
     def close(self) -> None:
-        """Who reads now fails, or finds out that the checksums are wrong. Safe to call twice."""
+        """Ends the offer. A read under way fails, or finds wrong checksums. Safe to call twice."""
         while self._closes:
             self._closes.pop()()
 
@@ -141,8 +143,8 @@ class RankExporter:
 def read_export(
     model: Decoder, files: CheckpointFiles, export: RankExport, device: torch.device
 ) -> WeightsRead:
-    """Fills a new model with another worker's weights, which are those of `files`. Raises CheckpointError;
-    then it holds anything, and may be loaded otherwise."""
+    """Fills a new model with another worker's weights, which equal `files`. Raises CheckpointError; the model
+    then has undefined weights and may be loaded from files."""
     began = time.perf_counter()
     load_hollow_weights(model, files, device)
     own = dict(weight_tensors(model))
@@ -154,10 +156,10 @@ def read_export(
             raise CheckpointError(f"the other worker has {its} for {name}, and this one {ours}")
     tensors, reasons = _with_data(own[name] for name in lent), []
     if device.type == "cuda":
-        torch.cuda.synchronize(device)  # What comes is not ordered behind the zeros.
+        torch.cuda.synchronize(device)  # the reads are not ordered behind the zeros
     for way in _ways(device):
         if way.name not in export.ways:
-            reasons.append(f"{way.name}: the other worker has no such way")
+            reasons.append(f"{way.name}: the other worker does not offer it")
             continue
         try:
             way.read(export.ways[way.name], tensors)
@@ -172,7 +174,7 @@ def read_export(
             )
         num_bytes = sum(tensor.nbytes for tensor in tensors)
         return WeightsRead(way.name, num_bytes, time.perf_counter() - began)
-    raise CheckpointError(f"no way leads to the other worker's weights: {'; '.join(reasons)}")
+    raise CheckpointError(f"the other worker's weights cannot be read: {'; '.join(reasons)}")
 
 
 def _with_data(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -216,8 +218,8 @@ class SharedMemoryWay:
 
 class _IpcAddress(msgspec.Struct, frozen=True, array_like=True):
     host: str
-    handles: list[bytes]  # of whole allocations
-    places: list[tuple[int, int]]  # of each tensor: the number of its allocation, and its offset in that
+    handles: list[bytes]  # one for each whole allocation
+    places: list[tuple[int, int]]  # for each tensor: the index of its allocation, and its offset there
 
 
 class CudaIpcWay:
@@ -273,7 +275,7 @@ class _NixlAddress(msgspec.Struct, frozen=True, array_like=True):
     metadata: bytes
     segment: str  # DRAM or VRAM
     device: int
-    addresses: list[int]  # of each tensor
+    addresses: list[int]  # one for each tensor
 
 
 class NixlWay:
@@ -304,7 +306,7 @@ class NixlWay:
     def read(self, address: bytes, into: Sequence[torch.Tensor]) -> None:
         owner = _decode(address, _NixlAddress)
         if len(owner.addresses) != len(into) or not all(0 < start < 1 << 63 for start in owner.addresses):
-            raise ExportError(f"what came are no addresses of {len(into)} tensors")
+            raise ExportError(f"the addresses of {len(into)} tensors are malformed")
         sizes = np.array([tensor.nbytes for tensor in into], np.uint64)
         targets = np.array([tensor.data_ptr() for tensor in into], np.uint64)
         with self._using("read the other worker's weights") as nixl:

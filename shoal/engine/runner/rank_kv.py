@@ -2,7 +2,7 @@
 engine/offload/transfers.py commands it.
 
 Copies out and copies in have a stream each, which waits for steps in flight where these may use the same
-blocks. Threads of the tiers read and write files. What has ended is told when rank 0 polls.
+blocks. Threads of the tiers read and write files. Ended transfers are reported when rank 0 polls.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shoal.kv.view import BlockView
 from shoal.memory.slab import CHUNK_BYTES, HostSlab
 
 MEASURED_BLOCKS = 32
-MEASURE_TRIES = 10  # of a copy at the start
+MEASURE_TRIES = 10  # copies that are measured at the start
 ABANDON_S = 30.0
 
 
@@ -47,7 +47,7 @@ class _CopyInFlight:
 class _FilesInFlight:
     ticket: int
     began: float
-    intact: list[Future[bool]]  # of each block
+    intact: list[Future[bool]]  # for each block, whether it is intact
     ends: list[float]  # when blocks were done, which may be long before rank 0 asks
 
 
@@ -155,7 +155,7 @@ class RankKv:
             self._order_behind(ticket, torch.cuda.current_stream(self.device), self._in.stream)
 
     def _order_behind(self, ticket: int, *streams: torch.cuda.Stream) -> None:
-        """What these streams get from now on runs after the copy, if it has not ended."""
+        """Makes later work on these streams run after the copy, if it has not ended."""
         for copy in self._copies:
             if copy.ticket == ticket:
                 for stream in streams:
@@ -196,7 +196,7 @@ class RankKv:
             found.forget(keys)
 
     def poll(self) -> dict[str, Any]:
-        """What has happened since the last call: {"ready": ranges of host blocks that can be used from now
+        """Returns the changes since the last call: {"ready": ranges of host blocks that can be used from now
         on, "done": (ticket, whether each block is intact, seconds) of each transfer that has ended}."""
         done, self._done = self._done, []
         for _ in range(len(self._copies)):
@@ -212,8 +212,8 @@ class RankKv:
         return {"ready": self.slab.take_ready(), "done": done}
 
     def abandon(self) -> None:
-        """Waits for what is under way, and tells nobody. Raises TimeoutError if it does not end; a host block
-        may then still be written."""
+        """Waits for the transfers under way, and drops their results. Raises TimeoutError if it does not end;
+        a host block may then still be written."""
         self._settle()
         for files in self._files:
             for future in files.intact:

@@ -35,10 +35,10 @@ class RankMemory:
         self.regions, self.shaper, self.device = regions, shaper, device
 
     def release(self, tags: Sequence[str], kept: Sequence[str]) -> dict[str, int]:
-        """Gives back the memory of `tags`, after copying that of the tags in `kept` to the host. A tag that
-        is asleep already stays so, and its copy on the host is dropped if `kept` does not name it. Returns
-        figures in bytes. Raises UnavailableError, with nothing changed, if there is no host memory to copy
-        to."""
+        """Gives back the memory of `tags`, after copying the memory of the tags in `kept` to the host. A tag
+        that is asleep already stays so, and its copy on the host is dropped if `kept` does not name it.
+        Returns figures in bytes. Raises UnavailableError, with nothing changed, if there is no host memory to
+        copy to."""
         with not_now():
             report = self.regions.release(list(tags), list(kept))
         if "kv_cache" in tags:
@@ -227,7 +227,7 @@ def drop_pages(tensor: torch.Tensor) -> None:
 class GpuShare:
     """`total * gpu_memory_utilization` bytes of a GPU. As in vLLM, what other processes use does not count
     against it, but a share larger than what is free at the start is refused with ConfigError. It must be made
-    before anything is allocated on the device. An engine that is told how large its cache is has none."""
+    before anything is allocated on the device. An engine with a given cache size has no share."""
 
     def __init__(self, device: torch.device, config: ResolvedConfig) -> None:
         self.device = device

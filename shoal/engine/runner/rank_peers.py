@@ -50,15 +50,16 @@ class RankPeers:
         self._windows: Windows | None = None
         self._peers = Peers(b"", self._transports, view)
         self._threads = ThreadPoolExecutor(MAX_FETCHES, "kv-fetch")
-        self._cancels: dict[int, threading.Event] = {}  # of the fetches that have not been told of by `poll`
+        # by the number of each fetch that `poll` has not reported
+        self._cancels: dict[int, threading.Event] = {}
         self._ended: deque[Ended] = deque()
         self._lock = threading.Lock()
         self._tidying: threading.Timer | None = None  # waits to close connections that nobody used for long
         self._is_closed = False
 
     def open_windows(self, reach: int) -> list[bytes]:
-        """Lets other workers read the cache, those of a Reach at least. Returns the addresses of its windows.
-        Raises ConfigError if none of the transports can do that."""
+        """Opens the cache to other workers within `reach`. Returns the addresses of its windows. Raises
+        ConfigError if no transport can do that."""
         try:
             self._windows = self._transports.open_windows(self._view, Reach(reach))
         except TransportError as error:
@@ -80,7 +81,7 @@ class RankPeers:
         self._threads.submit(self._run, number, sealed, positions, blocks, behind, cancelled)
 
     def cancel(self, number: int) -> None:
-        """The fetch need not go on. It ends soon, and `poll` tells of that."""
+        """Cancels a fetch. It ends soon, and `poll` reports it."""
         if number in self._cancels:
             self._cancels[number].set()
 
@@ -99,7 +100,7 @@ class RankPeers:
         return ended
 
     def abandon(self) -> None:
-        """Cancels what is under way, waits for its end, and tells nobody."""
+        """Cancels the fetches under way, waits for their end, and drops their results."""
         for cancelled in self._cancels.values():
             cancelled.set()
         self._threads.shutdown()
@@ -147,8 +148,7 @@ class RankPeers:
         self._tidy_later()
 
     def _tidy_later(self) -> None:
-        """An owner that died leaves memory mapped here, which nobody else would let go of while no other
-        fetch comes."""
+        """Unmaps memory of owners that died, which would stay mapped until the next fetch."""
         with self._lock:
             if self._tidying is None and not self._is_closed:
                 self._tidying = threading.Timer(IDLE_S, self._tidy)

@@ -31,8 +31,8 @@ class RankWeights:
         self._synchronize()
 
     def load_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """For rank 0, which has these whole tensors, and tells the other ranks, which `load_broadcast`
-        meanwhile."""
+        """Loads these whole tensors on rank 0, and broadcasts them to the other ranks, which call
+        `load_broadcast` meanwhile."""
 
         def told(tensor: torch.Tensor) -> torch.Tensor:
             if self.tp.size == 1:
@@ -42,7 +42,7 @@ class RankWeights:
         self._load(tensors, ((name, told(tensor)) for name, tensor in tensors.items()))
 
     def load_broadcast(self, listed: Sequence[Listed]) -> None:
-        """For the other ranks: takes what rank 0 tells. `listed`: names, dtypes and shapes, in its order."""
+        """Loads the tensors that rank 0 broadcasts. `listed`: names, dtypes and shapes, in rank 0's order."""
         tensors = (
             (name, self.tp.broadcast(empty(dtype, shape, self.device))) for name, dtype, shape in listed
         )
@@ -68,8 +68,8 @@ class RankWeights:
             group.close()
 
     def receive(self, listed: Sequence[Listed], taken: Sequence[str], group_name: str) -> None:
-        """Takes whole tensors from a trainer's group, one at a time, in the order of `listed`. Those that are
-        not in `taken` follow from others, and are dropped."""
+        """Takes whole tensors from a trainer's group, one at a time, in the order of `listed`. Tensors that
+        are not in `taken` are derived from others, and are dropped."""
         group = self.groups[group_name]
         tensors = (
             (name, group.broadcast(empty(dtype, shape, group.device))) for name, dtype, shape in listed
@@ -77,14 +77,14 @@ class RankWeights:
         self._load(taken, tensors)
 
     def export(self) -> bytes:
-        """Opens the weights to other workers, and returns a RankExport. Raises CheckpointError if there is no
-        way."""
-        self.end_export()  # those that an interrupt has left
+        """Opens the weights to other workers, and returns a RankExport. Raises CheckpointError if they cannot
+        be exported."""
+        self.end_export()  # one that an interrupt has left
         self._exporter = RankExporter(self.model)
         return encode(self._exporter.export)
 
     def end_export(self) -> None:
-        """The opposite of `lend`. Does nothing if the weights are not open."""
+        """Ends `export`. Does nothing if the weights are not exported."""
         exporter, self._exporter = self._exporter, None
         if exporter is not None:
             exporter.close()
@@ -94,7 +94,7 @@ class RankWeights:
         return checksums(self.model)
 
     def close(self) -> None:
-        """Leaves all groups, and ends all loans."""
+        """Leaves all groups, and ends the export."""
         self.end_export()
         for name in list(self.groups):
             self.leave_group(name)

@@ -56,7 +56,7 @@ from shoal.weights.update import weight_tensors
 
 logger = logging.getLogger(__name__)
 
-# How many tokens the prompt has that `seconds_per_prompt_token` computes.
+# Prompt length used to measure `seconds_per_prompt_token`.
 MEASURED_TOKENS = {"cuda": 512, "cpu": 64}
 MEASURE_TRIES = 3
 
@@ -74,7 +74,7 @@ class ModelRunner:
         tp: TensorParallel,
         peer_weights: bytes | None = None,
     ) -> None:
-        """`peer_weights`: a RankExport, of another worker's weights."""
+        """`peer_weights`: a RankExport of another worker's weights, encoded."""
         self.config, self.tp = config, tp
         self.model_config: ModelConfig = files.config
         self.device = torch.device(config.device, tp.rank) if config.device == "cuda" else torch.device("cpu")
@@ -168,8 +168,8 @@ class ModelRunner:
         )
         if peer_weights is None or not self._read_export(files, peer_weights):
             load_weights(self.model, files, dummy=config.load_format == "dummy", show_progress=tp.rank == 0)
-        # On a CPU a region must be told which tensors it consists of; on a GPU it knows what lies in it. It
-        # asks whenever it needs them, because `allocate` makes another cache later.
+        # On a CPU a region gets a function that returns its tensors; on a GPU it knows its content. It calls
+        # the function whenever it needs them, because `allocate` makes another cache later.
         self._regions.adopt("weights", lambda: (tensor for _, tensor in weight_tensors(self.model)))
         self._regions.adopt("kv_cache", lambda: [self.cache.blocks])
         self.memory = RankMemory(self._regions, self.shaper, self.device)
@@ -179,7 +179,7 @@ class ModelRunner:
         self._peers: RankPeers | None = None
 
     def _read_export(self, files: CheckpointFiles, peer_weights: bytes) -> bool:
-        """Takes the weights from another worker. False, with a line in the log: they don't come."""
+        """Reads the weights of another worker. Returns False, and logs why, if that fails."""
         try:
             done = read_export(self.model, files, decode(peer_weights, RankExport), self.device)
         except CheckpointError as error:
@@ -310,7 +310,7 @@ class ModelRunner:
             return self.steps.launch(packed, options)
 
     def padded_decodes(self, num_decodes: int) -> int | None:
-        """How many rows the graph has that will run a decode step of `num_decodes`. None: there are no
+        """Returns the number of rows of the graph that will run a decode step of `num_decodes`. None: without
         graphs."""
         graphs = self.steps.decode_graphs
         return None if graphs is None else graphs.padded(num_decodes)

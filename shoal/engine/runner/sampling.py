@@ -1,11 +1,11 @@
-"""How a step's tokens are drawn, and what rank 0 does for the rare requests that ask for more than plain
+"""Samples a step's tokens, and changes logits on rank 0 for the rare requests that need more than plain
 sampling.
 
 Plain sampling (temperature, top-k, top-p, min-p, seed) is one op at the end of every step, captured with it.
 If a request of the step asks for more (penalties, bias, allowed or banned ids, a grammar), the logits are
-changed here after the step, and all rows are drawn again. So they are on several ranks if a row has to be
-drawn from whole logits. A draw depends on seed and position alone, so the other rows draw the same token
-twice.
+changed here after the step, and all rows are sampled again. With tensor parallelism the same happens when a
+row needs the full vocabulary's logits. A sample depends on seed and position alone, so the other rows get the
+same token twice.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ def few_threads(device: torch.device, num_elements: int) -> Iterator[None]:
 class Sampler:
     """Ends every step of one rank, with the same tokens on all ranks.
 
-    Each rank has the logits of its own tokens. Where parts of them suffice for a draw
+    Each rank has the logits of its own tokens. Where parts of them suffice to sample
     (kernels/sampling/split_sample.py), the ranks exchange these, and each joins the same parts to the same
     token.
-    Otherwise rank 0 draws from whole rows, and tells the others."""
+    Otherwise rank 0 samples from whole rows, and broadcasts the tokens."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class Sampler:
     def sample(self, logits_SV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor) -> None:
         """Draws a token for each sample whose row is not -1, into `sampled_S` and into its row's TOKEN and
         POSITION. `positions_S`: the position of the last token before it. A row for which parts do not
-        suffice gets some token, and has to be drawn by `sample_whole_rows`."""
+        suffice gets some token, and has to be sampled by `sample_whole_rows`."""
         num_samples = rows_S.shape[0]
         if num_samples == 0:
             return
@@ -129,7 +129,7 @@ class Sampler:
         positions_S: torch.Tensor,
         options: SamplerOptions | None,
     ) -> None:
-        """The same from whole rows, which rank 0 changes by its `options` before it draws."""
+        """Samples from whole rows, which rank 0 changes by its `options` first."""
         num_samples = rows_S.shape[0]
         if num_samples == 0:
             return
@@ -149,7 +149,7 @@ class Sampler:
     def logprobs(
         self, logits_SV: torch.Tensor, rows_S: torch.Tensor, num: int, options: SamplerOptions | None
     ) -> LogprobTensors | None:
-        """Log-probabilities of the tokens that were drawn from these logits, and of the `num` best (-1: of
+        """Returns log-probabilities of the tokens sampled from these logits, and of the `num` best (-1: of
         the whole vocabulary). All ranks make this call, and rank 0 gets them, before it counts the tokens."""
         tokens_S = self.state.sampled_S[: logits_SV.shape[0]]
         if not self.processes_logprobs:
@@ -170,7 +170,8 @@ class Sampler:
         tokens_S: torch.Tensor,
         options: SamplerOptions | None,
     ) -> torch.Tensor:
-        """The logits whose softmax the tokens are drawn from, float32. A greedy row has no temperature."""
+        """Returns the logits from whose softmax the tokens are sampled, float32. A greedy row has no
+        temperature."""
         fields_SF = self.state.table[rows_S.long(), :FIELDS]
         floats_SF = fields_SF.view(torch.float32)
         temperature_S1 = floats_SF[:, Field.TEMPERATURE].unsqueeze(1)
@@ -199,7 +200,7 @@ class LogitShaper:
     def __init__(self, ops: Ops, num_rows: int, vocab_size: int, device: torch.device) -> None:
         self.ops, self.num_rows, self.vocab_size, self.device = ops, num_rows, vocab_size, device
         self.prompt_mask: torch.Tensor | None = None  # bool: the token is in the prompt
-        self.output_counts: torch.Tensor | None = None  # int32: how often it was drawn
+        self.output_counts: torch.Tensor | None = None  # int32: how often it was sampled
 
     @property
     def reserved_bytes(self) -> int:

@@ -23,7 +23,7 @@ class StepBuffers:
     read where it lies, and its tokens are copied at once."""
 
     def __init__(self, max_num_seqs: int, max_num_tokens: int, device: torch.device, copy: Copy) -> None:
-        """`max_num_seqs` and `max_num_tokens`: those of the largest step."""
+        """`max_num_seqs` and `max_num_tokens`: sequences and tokens of the largest step."""
         self.copy = copy
         on_gpu = device.type == "cuda"
         first_size = min(FIRST_SIZE, INTS_PER_TOKEN * max_num_tokens)
@@ -32,7 +32,7 @@ class StepBuffers:
             torch.zeros(max_num_seqs, dtype=torch.int32, device="cpu", pin_memory=on_gpu) for _ in range(RING)
         ]
         self._num_steps = 0
-        self._num_uploads = 0  # of the step that is being launched
+        self._num_uploads = 0  # by the step that is being launched
 
     def begin_step(self) -> None:
         """To be called before the uploads of each step."""

@@ -5,9 +5,9 @@ decode          Every sequence decodes, and the batch state holds every input. G
                 ladder of batch sizes; without a graph that fits it runs eagerly.
 mixed           Prompts are computed, perhaps beside decodes. The inputs come with the step. It runs eagerly.
 captured mixed  The same as a graph: inputs are copied into a static buffer, padded to the shape of the graph.
-                It runs eagerly if somebody listens to its layers and its graph does not record their ends.
-rehearsal       Made-up prompts, whose keys and values nobody stores. It makes kernels ready, and tells how
-                much memory and time a step takes.
+                It runs eagerly if its layers have listeners and its graph does not record their events.
+rehearsal       Made-up prompts, whose keys and values are not stored. It loads kernels, and measures the
+memory and time of a step.
 
 A step arrives as one packed buffer of int32s (batch.py). Every rank gets the same ones in the same order.
 """
@@ -87,10 +87,10 @@ class StepResult:
 
 @dataclass(slots=True)
 class Outcome:
-    """What a step has left on the device beside its tokens, for those who ask for more."""
+    """A step's results on the device in addition to its tokens, for requests that need more."""
 
     logits_SV: torch.Tensor | None = None  # None: no request of the step needs them
-    hidden_SD: torch.Tensor | None = None  # of a mixed step's samples
+    hidden_SD: torch.Tensor | None = None  # hidden states of a mixed step's samples
     prompt_logprobs: LogprobTensors | None = None
     rows_S: torch.Tensor | None = None  # the state rows of the samples, where there are logits
 
@@ -111,7 +111,7 @@ class Steps:
         mixed_shapes: list[MixedShape],
         max_model_len: int,
     ) -> None:
-        """`mixed_shapes`: those that graphs capture, small to large."""
+        """`mixed_shapes`: shapes that graphs capture, small to large."""
         self.model, self.backend, self.ops = model, backend, ops
         self.state, self.cache = state, cache
         self.sampler, self.buffers, self.layer_ends = sampler, buffers, layer_ends
@@ -150,7 +150,7 @@ class Steps:
         return self._collect(header, outcome, options)
 
     def _collect(self, header: np.ndarray, outcome: Outcome, options: SamplerOptions | None) -> StepResult:
-        """Starts the copies to the host, that of the tokens last."""
+        """Starts the copies to the host, the tokens' copy last."""
         num_samples, num_logprobs = int(header[Header.NUM_SAMPLES]), decode_count(header[Header.LOGPROBS])
         sampled_S = self.state.sampled_S[:num_samples]
         chosen = prompt = embeddings = None
@@ -280,7 +280,7 @@ class Steps:
     def _prompt_logprobs(
         self, header: np.ndarray, hidden_TD: torch.Tensor, sections: dict[str, torch.Tensor]
     ) -> LogprobTensors:
-        """It goes by pieces, so that no [P, V] tensor of a long prompt is made."""
+        """Computes them in slices of rows, so that no [P, V] tensor of a long prompt is made."""
         hidden_PD, targets_P = hidden_TD[sections["prompt_logits"].long()], sections["prompt_targets"]
         count = decode_count(header[Header.PROMPT_LOGPROBS]) or 0
         return concatenate(

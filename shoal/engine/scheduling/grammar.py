@@ -1,13 +1,14 @@
-"""Grammars at work: they are compiled in the background for the model's tokens, and give each row of a step
-that is under one a mask of the tokens that may follow.
+"""Compiles grammars in the background for the model's tokens, and computes a mask of the allowed next tokens
+for each row of a step that has a grammar.
 
 A matcher knows a sequence's output tokens and nothing else of it, so it outlives preemption. A sequence under
 a grammar is in lockstep: its next mask needs its last token. What a grammar is: structured.py. How masks
 reach the logits: engine/runner/sampling.py.
 
-Most masks are computed within a step, in much less time than the step takes. A stranger's grammar may need
-much longer. A sequence whose masks are slow gets them from one thread beside the steps, and is left out of
-steps meanwhile. If it stays slow, it ends with an error.
+Most masks are computed within a step, in much less time than the step takes. An unusual grammar may need much
+longer, and a client of a server can send one. A sequence whose masks are slow gets them from one background
+thread, and is left out of steps meanwhile, so that it delays no other request. If it stays slow, it ends with
+an error.
 """
 
 from __future__ import annotations
@@ -44,15 +45,15 @@ SLOW_ROW_S = 0.0005
 # The slow masks of one sequence may take MOST_SLOW_S together, and TOKEN_S more for each of its tokens.
 MOST_SLOW_S = 2.0
 TOKEN_S = 0.02
-# A slow sequence returns to the steps after so many fast masks in a row, and after twice as many each time
-# that it was slow again.
+# Number of fast masks in a row after which a slow sequence returns to the steps; doubled each time the
+# sequence becomes slow again.
 FAST_AGAIN = 8
 WAIT_S = 0.001  # how long an idle step waits for a grammar; another request may come meanwhile
-NICENESS = 10  # of the thread that computes slow masks
+NICENESS = 10  # added to the thread that computes slow masks
 
 
 class Grammar:
-    """Where one sequence is in its grammar. `end_ids` are the tokens that end a text."""
+    """The state of one sequence in its grammar. `end_ids` are the tokens that end a text."""
 
     def __init__(
         self,
@@ -74,11 +75,11 @@ class Grammar:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a step may draw the next token now."""
+        """True if a step may draw the next token now."""
         return self._ahead is None or self._ahead.done()
 
     def note_slow(self, seconds: float) -> None:
-        """The mask took so many seconds in a step. The next masks will be computed beside the steps."""
+        """Notes that a mask took `seconds` within a step. The next masks are computed in the background."""
         if not self._is_slow:
             self._is_slow, self._num_fast = True, 0
             self._fast_again *= 2
@@ -210,7 +211,7 @@ class Grammars:
         return masks
 
     def _compute_now(self, grammars: list[Grammar], indices: list[int], masks: np.ndarray) -> None:
-        """Computes masks within the step, in many threads: those of `grammars`, into the rows `indices` of
+        """Computes the masks of `grammars` within the step, in many threads, into the rows `indices` of
         `masks`."""
         if self._executor is None:
             self._executor = LLExecutor()
@@ -322,15 +323,15 @@ def _bits(token_ids: Iterable[int], words: int) -> np.ndarray:
 
 
 class GrammarAdmission:
-    """Compiles grammars in the background and lets each sequence go when its grammar is there."""
+    """Compiles grammars in the background and releases each sequence when its grammar is ready."""
 
     def __init__(self, grammars: Grammars, scheduler: Scheduler) -> None:
         self._grammars, self._scheduler = grammars, scheduler
         self._compiling: list[tuple[Sequence, Future[Grammar]]] = []
 
     def prepare(self) -> None:
-        """Does what the first grammar needs. Otherwise the first sequence under one waits for it, and the
-        steps beside it."""
+        """Loads what the first grammar needs. Otherwise the first request with a grammar would delay its
+        steps."""
         self._grammars.prepare()
 
     def hold(self, seq: Sequence, params: StructuredOutputsParams) -> None:
@@ -339,7 +340,7 @@ class GrammarAdmission:
         self._compiling.append((seq, self._grammars.start(params, seq.output_token_ids)))
 
     def release(self) -> None:
-        """Lets the sequences go whose grammar is ready, and ends those whose grammar failed."""
+        """Releases the sequences whose grammar is ready, and ends the sequences whose grammar failed."""
         for entry in [entry for entry in self._compiling if _is_settled(*entry)]:
             self._compiling.remove(entry)
             seq, future = entry
@@ -353,11 +354,11 @@ class GrammarAdmission:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a grammar is being compiled, or a mask computed, beside the steps."""
+        """True if a grammar or a mask is being computed in the background."""
         return bool(self._compiling or self._grammars.under_way)
 
     def wait(self) -> None:
-        """Waits a moment for any of that to end."""
+        """Waits up to WAIT_S for any of these to end."""
         futures: list[Future[Any]] = [future for _, future in self._compiling]
         wait(futures + list(self._grammars.under_way), WAIT_S, FIRST_COMPLETED)
 

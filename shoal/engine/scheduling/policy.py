@@ -19,7 +19,7 @@ from shoal.engine.scheduling.step_costs import StepCosts, pairs
 
 Turn = tuple[float, ...]
 
-# Whatever the target says, prompts get the time of so many tokens for each sequence that decodes.
+# The least time of prompts in a step, whatever the target: that many tokens' for each sequence that decodes.
 TOKENS_A_DECODE = 2
 # A chunk is shortened to the size of a captured step if at least this share of it is left.
 NEAR = 0.75
@@ -52,8 +52,8 @@ def victim(candidates: abc.Sequence[Sequence]) -> int:
     """Which of these running sequences gives its KV blocks back when a decode needs one: an index.
 
     `candidates` are in turn. The first is the sequence that needs the block; none of them is part of the step
-    yet. The last is a good choice: it waited least, and what runs longer is nearer to its end. Whoever is
-    first in turn must never be chosen while there are others, or nobody would make progress.
+    yet. The last is a good choice: it waited least, and what runs longer is nearer to its end. The first must
+    never be chosen while there are others, or no sequence would make progress.
     """
     return len(candidates) - 1
 
@@ -68,8 +68,7 @@ def prompt_cap(max_tokens: int, threshold: int, num_prompts: int) -> int:
 
 
 def tokens_within(seconds: float, start: int, costs: StepCosts) -> int:
-    """How many tokens of a prompt, the first of which follows `start` others, are computed in so many
-    seconds."""
+    """Returns how many tokens of a prompt, from token `start` on, can be computed in `seconds`."""
     if seconds <= 0:
         return 0
     # token_s * n + pair_s * n * (start + n / 2) = seconds, solved for n
@@ -87,7 +86,7 @@ def near_size(num_tokens: int, before: int, sizes: abc.Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class PromptBudget:
-    """What a step may still take of prompts. The scheduler asks `fit` and tells `spend`.
+    """The prompt tokens that a step may still take. The scheduler calls `fit`, then `spend`.
 
     tokens: what is left of the step's token budget.
     cap: the most tokens of one prompt.
@@ -106,12 +105,12 @@ class PromptBudget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether no prompt gets a token any more."""
+        """True if the step has room for no further prompt token."""
         return not self.tokens or (self.seconds <= 0 and self.num_taken > 0)
 
     def fit(self, start: int, num_left: int) -> int:
-        """How many of a prompt's `num_left` tokens, which follow `start` others, the step takes; 0: none. The
-        first prompt always gets a block, so that prompts make progress."""
+        """Returns how many of a prompt's `num_left` tokens, from token `start` on, the step takes. The first
+        prompt always gets a block, so that prompts make progress."""
         most = min(self.tokens, self.cap, num_left)
         if self.costs is None:
             return most
@@ -139,8 +138,8 @@ def prompt_budget(
     block_size: int,
     step_sizes: abc.Sequence[int],
 ) -> PromptBudget:
-    """What a step may take of prompts if it is to end within `target_s`, beside sequences that decode,
-    `num_decodes` of them in this step.
+    """Returns the budget of prompt tokens with which a step of `num_decodes` decodes should end within
+    `target_s`.
 
     Prompts get the time of one block of tokens at least, and of TOKENS_A_DECODE for each decode, even if the
     step then takes longer. So where decodes alone take the target, prompts get about as much time as they do.

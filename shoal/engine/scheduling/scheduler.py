@@ -1,16 +1,16 @@
-"""The scheduler: which tokens of which sequences the next step computes, and what its drawn tokens mean.
+"""The scheduler: chooses the sequences and tokens of each step, and applies the sampled tokens.
 
 Each sequence has num_tokens tokens, and the KV of num_computed of them is in the cache. A step brings some
 sequences nearer to num_computed == num_tokens. First come the decodes: a decode has one token left to
-compute, and draws the next. Then come chunks of prompts, as many tokens as the step has room for. A sequence
-that runs owns a row of the device's batch state and KV blocks for all its tokens. A sequence that waits owns
-nothing.
+compute, and samples the next. Then come chunks of prompts, as many tokens as the step has room for. A
+sequence that runs owns a row of the device's batch state and KV blocks for all its tokens. A sequence that
+waits owns nothing.
 
 `schedule` makes a plan and counts it as done at once: the caller must run every plan, in order. It may be
-called again before `update` has brought the tokens that earlier plans draw. A decode can be planned
-nevertheless, because the scheduler needs to know that a token will be there, and the device has the token
-itself. Who runs first, who is preempted and how long a step may be: policy.py. Which block holds what:
-kv/blocks.py. What is sent to the device: engine/runner/batch.py.
+called again before `update` has brought the tokens that earlier plans sample. A decode can be planned
+nevertheless: the scheduler only needs to know that there will be a token, and the device has the token
+itself. The order of sequences, the choice of a victim and the length of a step: policy.py. The content of
+blocks: kv/blocks.py. What is sent to the device: engine/runner/batch.py.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 WAITING, FETCHING, PREFILL = SequenceStatus.WAITING, SequenceStatus.FETCHING, SequenceStatus.PREFILL
 HOLDING, DECODE, FINISHED = SequenceStatus.HOLDING, SequenceStatus.DECODE, SequenceStatus.FINISHED
-NEVER = sys.maxsize  # a register_at that is not reached: the sequence's blocks must not be found
+NEVER = sys.maxsize  # `register_at` of a sequence whose blocks must stay out of the prefix cache
 
 
 @dataclass(slots=True)  # frozen would triple the cost of making one, and a step makes hundreds
@@ -51,18 +51,18 @@ class ScheduledSeq:
     row: int
     start: int
     num_tokens: int
-    samples: bool  # the step reaches the sequence's last token and draws the next
+    samples: bool  # the step reaches the sequence's last token and samples the next
 
     @property
     def begins(self) -> bool:
-        """Whether no step had a part of the sequence before. One that was preempted never begins again."""
+        """True if no earlier step had a part of the sequence. A preempted sequence never begins again."""
         return self.seq.num_admissions == 1 and self.start == self.seq.num_cached_tokens
 
     @property
     def begins_as_decode(self) -> bool:
-        """Whether a prompt's chunk is a decode, as all but the last token came from elsewhere: the step that
-        begins a sequence sends its row with this token. A row of hidden states, and the layers' ends for
-        readers of the prompt's blocks, are had of prefills alone."""
+        """True if a prompt's chunk is a decode, because the KV of all tokens but the last was cached or
+        fetched: the step that begins a sequence sends its row with this token. Hidden states, and layer
+        events for readers of the prompt's blocks, need a prefill."""
         request = self.seq.request
         return (
             self.samples
@@ -75,9 +75,9 @@ class ScheduledSeq:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one step computes. The first `num_decodes` entries are decodes, the longest first: their one input
-    token lies in their row on the device, or is sent with the row. The others are chunks of prompts, which
-    bring their tokens along. `num_tokens` is the sum over all entries."""
+    """The content of one step. The first `num_decodes` entries are decodes, the longest first: their one
+    input token is in their row on the device, or is sent with the row. The others are chunks of prompts,
+    whose tokens are sent with the step. `num_tokens` is the sum over all entries."""
 
     scheduled: tuple[ScheduledSeq, ...]
     num_decodes: int
@@ -86,8 +86,8 @@ class StepPlan:
 
 @dataclass(slots=True)
 class TokenResult:
-    """A drawn token that belongs to its sequence. `sample` is its index among the tokens that the step
-    drew."""
+    """A sampled token that belongs to its sequence. `sample` is its index among the tokens that the step
+    sampled."""
 
     seq: Sequence
     token_id: int
@@ -99,9 +99,9 @@ class Scheduler:
     """Both queues, `waiting` and `running`, are sorted by the turn that the policy gives a request. A
     sequence that is preempted goes from `running` to its place in `waiting`.
 
-    target_itl_s: while sequences decode, a step takes only so many prompt tokens that it should end within so
-    many seconds; None: no target. step_sizes: the token counts, ascending, that the runner has captured steps
-    for; a step that is cut short by the target prefers one of them.
+    target_itl_s: target duration of a step while sequences decode, in seconds, which bounds its prompt
+    tokens; None: no target. step_sizes: the token counts, ascending, for which the runner has captured steps;
+    a step that the target shortens prefers one of them.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
-        self._prefetches: dict[str, Sequence] = {}  # those that fetch only, by request id
+        self._prefetches: dict[str, Sequence] = {}  # prefetch requests by request id
         self.tiers: Tiers | None = None
         self.peers: Source | None = None  # other workers that have blocks of prompts
         self._lent = Counter[int]()  # how often each block is held for readers elsewhere
@@ -132,7 +132,7 @@ class Scheduler:
         self._arriving: set[bytes] = set()  # keys of the blocks that fetches will make findable
         # key of a block -> how many of the sequences that compute prompts now will make it findable
         self._promised: dict[bytes, int] = {}
-        self.finished_outside: list[Sequence] = []  # what take_ended returns next
+        self.finished_outside: list[Sequence] = []  # what take_finished_outside returns next
         # A heap: the lowest row is given first, so that the rows in use stay dense.
         self._free_rows = list(range(max_num_seqs))
         self._block_size = block_size
@@ -174,13 +174,13 @@ class Scheduler:
             )
 
     def add(self, request: Request) -> Sequence:
-        """Puts the request among the waiting ones. Raises RequestError if it could never run here: its id is
-        in use, or it is longer than the model or the whole cache allows."""
+        """Adds the request to the waiting ones. Raises RequestError if its id is in use, or if it is longer
+        than the model or the whole cache allows."""
         self._check_room(request)
         turn = self._turn_of(request, self._num_added)
         self._num_added += 1
         limit, max_tokens = self._max_num_tokens, request.params.max_tokens
-        if request.embed:  # it draws one token, which nobody reads and which needs no room in the cache
+        if request.embed:  # it samples one token, which is dropped and needs no room in the cache
             limit, max_tokens = limit + 1, 1
         if max_tokens is not None:
             limit = min(limit, len(request.prompt_token_ids) + max_tokens)
@@ -201,7 +201,7 @@ class Scheduler:
 
     def preempt_all(self) -> None:
         """Preempts every running sequence, as its KV is about to be lost. No step may be in flight, so that
-        all drawn tokens are known."""
+        all sampled tokens are known."""
         while self.running:
             self._preempt(self.running[-1])
 
@@ -221,16 +221,16 @@ class Scheduler:
         return seq
 
     def take_finished_outside(self) -> list[Sequence]:
-        """The sequences that ended from outside or with an error since the last call. `update` does not tell
-        of them."""
+        """Returns the sequences that `finish` or an error ended since the last call. `update` does not report
+        them."""
         finished, self.finished_outside = self.finished_outside, []
         return finished
 
     # Steps
 
     def schedule(self, costs: StepCosts | None = None) -> StepPlan | None:
-        """The next step, or None if nothing can run before an `update` (or `add`). `costs` says what steps
-        have cost so far; without it the target is not looked at."""
+        """Returns the next step, or None if nothing can run before an `update` or `add`. `costs`: the
+        measured costs of steps; without them the target has no effect."""
         decodes: list[ScheduledSeq] = []
         chunks: list[ScheduledSeq] = []
         self._schedule_decodes(decodes)
@@ -253,7 +253,7 @@ class Scheduler:
         return StepPlan((*decodes, *chunks), len(decodes), num_tokens)
 
     def update(self, plan: StepPlan, token_ids: list[int]) -> list[TokenResult]:
-        """Takes in the tokens that a step has drawn, one for each of its entries that samples. It must be
+        """Applies the tokens that a step has sampled, one for each of its entries that samples. It must be
         called for every plan, in the order of the plans.
 
         Returns the tokens that count. The token of a sequence that has ended meanwhile is dropped. A token
@@ -269,7 +269,7 @@ class Scheduler:
             if seq.status is FINISHED:
                 continue
             token_id, grammar = token_ids[sample], seq.grammar
-            if seq.request.embed:  # a row gives its hidden state only if it draws a token
+            if seq.request.embed:  # a row gives its hidden state only if it samples a token
                 self._finish(seq, FinishReason.STOP)
                 results.append(TokenResult(seq, token_id, sample, FinishReason.STOP))
                 continue
@@ -299,7 +299,7 @@ class Scheduler:
         return results
 
     def fetched(self, fetch: Fetch, num_blocks: int) -> None:
-        """Ends a fetch. Its first `num_blocks` blocks have arrived intact. The sequence computes the
+        """Ends a fetch whose first `num_blocks` blocks have arrived intact. The sequence computes the
         others."""
         self.fetches.remove(fetch)
         num_full = min(num_blocks, fetch.num_full)
@@ -329,7 +329,7 @@ class Scheduler:
     # Blocks for readers elsewhere
 
     def lend(self, blocks: abc.Sequence[int]) -> None:
-        """Holds blocks, of a sequence or findable ones, until `take_back`."""
+        """Holds blocks of a sequence, or findable blocks, until `take_back`."""
         self.pool.hold(blocks)
         self._lent.update(blocks)
 
@@ -338,8 +338,8 @@ class Scheduler:
         self._release(blocks)
 
     def check_lent(self, lent: abc.Sequence[int]) -> None:
-        """Proves that these are the blocks that are held for readers, once for each of them."""
-        assert Counter(lent) == +self._lent, "blocks that are held for nobody, or not held"
+        """Checks that these are the lent blocks, once for each reader."""
+        assert Counter(lent) == +self._lent, "blocks that are lent without a reader, or not held"
 
     # Everything else
 
@@ -349,12 +349,12 @@ class Scheduler:
 
     @property
     def num_to_prefill(self) -> int:
-        """How many tokens are left to compute of the prompts that have begun."""
+        """Number of tokens left to compute of the prompts that have begun."""
         return sum(seq.num_tokens - seq.num_computed for seq in self.running if seq.status is PREFILL)
 
     @property
     def num_decoding(self) -> int:
-        """How many sequences have computed their prompt and draw tokens."""
+        """Number of sequences that have computed their prompt and decode."""
         return sum(seq.status is DECODE for seq in self.running)
 
     def stats(self) -> Stats:
@@ -374,8 +374,8 @@ class Scheduler:
         )
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks. Returns False if some are in use: the sequences that run go on, but
-        others will find none of their KV."""
+        """Forgets all cached blocks. Returns False if some are in use: running sequences continue, but no
+        other sequence will find their KV."""
         for seq in self.running:
             self._drop_promises(seq)
             seq.register_at = NEVER
@@ -388,7 +388,7 @@ class Scheduler:
         return idle
 
     def check(self) -> None:
-        """Proves the books: blocks, references, rows and queues. Raises AssertionError."""
+        """Checks blocks, references, rows and queues. Raises AssertionError."""
         size = self._block_size
         self.pool.check(
             [
@@ -402,7 +402,7 @@ class Scheduler:
             ]
         )
         assert self._promised == Counter(key for seq in self.running for key in seq.promised), (
-            "promises of nobody"
+            "promises without a sequence"
         )
         rows = [seq.row for seq in self.running]
         assert sorted(rows + self._free_rows) == list(range(self._max_num_seqs)), "rows lost or given twice"
@@ -421,7 +421,7 @@ class Scheduler:
                 and seq.num_computed < seq.num_tokens
             ), "tokens miscounted"
             assert (seq.status is FETCHING) == (seq.fetch in self.fetches), (
-                "fetches and those who wait for them differ"
+                "fetches and waiting sequences differ"
             )
             assert not seq.promised or (seq.status in (FETCHING, PREFILL) and seq.register_at != NEVER), (
                 "a promise that is not kept"
@@ -439,7 +439,7 @@ class Scheduler:
     # Inside a step
 
     def _schedule_decodes(self, scheduled: list[ScheduledSeq]) -> None:
-        """Adds every sequence that can draw its next token, in turn, as far as the step's tokens reach."""
+        """Adds the sequences that can sample their next token, in turn, within the step's token budget."""
         budget, block_size = self._max_num_batched_tokens, self._block_size
         # _grow may preempt sequences, which removes them from `running` within this loop. It removes only
         # sequences behind `seq`, which the loop has not met, or `seq` itself, and then the loop ends.
@@ -450,9 +450,9 @@ class Scheduler:
                 break
             start = seq.num_computed
             if start + 1 >= seq.max_num_tokens:
-                continue  # a step in flight draws its last token
+                continue  # a step in flight samples its last token
             if seq.lockstep and (seq.num_pending or seq.is_delayed):
-                continue  # what it may draw depends on a token that the host has not seen, or on its grammar
+                continue  # its next token depends on a token that the host has not seen, or on its grammar
             if start % block_size == 0 and not self._grow(seq):
                 break
             seq.num_computed = start + 1
@@ -474,8 +474,8 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        """Puts a running sequence back among the waiting ones. When it runs again it computes all its tokens,
-        but for those whose blocks are still in the cache. A prefetch request ends: it has nothing to
+        """Puts a running sequence back among the waiting ones. When it runs again it computes all tokens
+        whose blocks have left the cache meanwhile. A prefetch request ends, because it has nothing to
         compute."""
         if seq.request.fetches_only:
             self.finish(seq.request.request_id, FinishReason.LENGTH)
@@ -487,7 +487,7 @@ class Scheduler:
         self._num_preemptions += 1
 
     def _prompt_budget(self, num_decodes: int, costs: StepCosts | None) -> PromptBudget:
-        """What the step may take of prompts beside its decodes."""
+        """Returns the budget of prompt tokens of a step with `num_decodes` decodes."""
         max_tokens, threshold = self._max_num_batched_tokens, self._long_prefill_token_threshold
         cap = max_tokens
         if threshold:
@@ -496,8 +496,8 @@ class Scheduler:
         tokens = max_tokens - num_decodes
         if costs is None or self._target_itl_s is None:
             return PromptBudget(tokens, cap)
-        # A sequence that decodes may be left out of this step, as it waits for its grammar or for a token in
-        # flight. The step delays it all the same.
+        # A decoding sequence may be left out of this step, because it waits for its grammar or for a token in
+        # flight. The step delays it nevertheless.
         if not num_decodes and not any(seq.status is DECODE for seq in self.running):
             return PromptBudget(tokens, cap)
         return policy.prompt_budget(
@@ -505,8 +505,8 @@ class Scheduler:
         )
 
     def _schedule_prompts(self, scheduled: list[ScheduledSeq], budget: PromptBudget) -> None:
-        """Goes on with the prompts that have begun, in turn."""
-        continuations = [entry.seq for entry in scheduled]  # They have their part of this step.
+        """Continues the prompts that have begun, in turn."""
+        continuations = [entry.seq for entry in scheduled]  # they are part of this step already
         for seq in self.running:
             if budget.is_spent:
                 break
@@ -520,15 +520,15 @@ class Scheduler:
     def _schedule_chunk(
         self, scheduled: list[ScheduledSeq], seq: Sequence, num_tokens: int, budget: PromptBudget
     ) -> None:
-        """Adds the sequence's next `num_tokens` prompt tokens. Their blocks are there since it was
+        """Adds the sequence's next `num_tokens` prompt tokens. Their blocks were allocated when it was
         admitted."""
         start = seq.num_computed
         budget.spend(start, num_tokens)
         seq.num_computed += num_tokens
         samples = seq.num_computed == seq.num_tokens
         if seq.num_computed >= seq.register_at:
-            # The blocks may be found from now on, before they are written: whoever finds them reads them in a
-            # later part of this step, or in a later step.
+            # The blocks may be found from now on, before they are written: they are read only later in this
+            # step, or in a later one.
             self._register(seq)
         if samples:
             self._drop_promises(seq)
@@ -539,9 +539,10 @@ class Scheduler:
     def _admit(self, scheduled: list[ScheduledSeq], budget: PromptBudget) -> None:
         """Starts waiting sequences in turn, while budget, rows and blocks last.
 
-        A sequence starts when all its tokens have room, so that prompts half done don't preempt each other.
-        None overtakes one that lacks room. A sequence is passed over only while it waits for its grammar, for
-        the answer of a store or another worker, or for a prefix that another sequence is computing.
+        A sequence starts when all its tokens have room, so that half-computed prompts don't preempt each
+        other. If a sequence doesn't fit, none behind it is tried. A sequence is skipped only while it waits
+        for its grammar, for a lookup in a store or another worker, or for a prefix that another sequence is
+        computing.
         """
         index = 0
         while index < len(self.waiting) and self._free_rows and not budget.is_spent:
@@ -555,7 +556,7 @@ class Scheduler:
                 index += 1
                 continue
             if seq.num_pending:
-                break  # it was preempted while a step in flight draws its token, which it needs to start
+                break  # it was preempted while a step in flight samples its token, which it needs to start
             hits = self._find_prefix(seq)
             if self._is_being_computed(seq, len(hits)):
                 index += 1
@@ -574,15 +575,15 @@ class Scheduler:
                 self._schedule_chunk(scheduled, seq, num_tokens, budget)
 
     def _start_continuations(self, scheduled: list[ScheduledSeq], budget: PromptBudget) -> None:
-        """Starts requests in the places of their prefetch requests, whose blocks have come. Their turn is
-        that of the prefetch request: nobody else can get the row and the blocks, which are enough."""
+        """Starts requests in place of their prefetch requests, whose blocks have arrived. They have the same
+        turn, and no other request can get the row and the blocks, which are enough."""
         for seq in list(self.waiting):
             prefetch = self._prefetches.get(seq.request.continues or "")
             if prefetch is None:
                 continue
             if prefetch.status is not HOLDING or seq.waits_for_grammar or seq.num_lookups or seq.is_delayed:
                 continue
-            # A continuation whose first token was lost has no token behind the prefetch request's blocks.
+            # A continuation whose first token was lost has no token after the prefetch request's blocks.
             start = min(prefetch.num_computed, seq.num_tokens - 1)
             if budget.is_spent or not budget.fit(start, seq.num_tokens - start):
                 break
@@ -592,16 +593,15 @@ class Scheduler:
             blocks = self._find_prefix(seq)
             num_cached = len(blocks) * self._block_size
             if self._has_same_tail(seq, prefetch, len(blocks)):
-                # Nobody else has this block, and nobody can take it before it is taken here.
+                # No other sequence has this block, and none can take it before this one does.
                 blocks, num_cached = [*blocks, inherited[len(blocks)]], start
             num_tokens = budget.fit(num_cached, seq.num_tokens - num_cached)
             if num_tokens and self._start(seq, blocks, num_cached):
                 self._schedule_chunk(scheduled, seq, num_tokens, budget)
 
     def _has_same_tail(self, seq: Sequence, prefetch: Sequence, num_full: int) -> bool:
-        """Whether the last block of a prefetch request has the tail behind the first `num_full` blocks of its
-        continuation. The pool has no key of it, which a reset would have taken away, so that is looked up
-        here."""
+        """True if the last block of a prefetch request has the tail after the first `num_full` blocks of its
+        continuation. The pool has no key for a tail, so a reset is recognized by `register_at`."""
         end, size = prefetch.num_computed, self._block_size
         if end % size == 0 or end // size != num_full:
             return False
@@ -611,13 +611,14 @@ class Scheduler:
         return both[0] == both[1]
 
     def _hold(self, seq: Sequence) -> None:
-        """What a prefetch request was to bring in is there, or can't be had."""
+        """Ends the fetches of a prefetch request: it has all the blocks it can get, and holds them for its
+        continuation."""
         seq.status = HOLDING
         self._drop_promises(seq)
 
     def _fetch_first(self, seq: Sequence, start: int) -> bool:
-        """Has the next blocks of a sequence that has just started fetched, if a source has them. Returns
-        whether the sequence waits for them. `start` is how many blocks it has already."""
+        """Starts a fetch of the sequence's missing blocks from the first source that has them. Returns
+        whether the sequence waits for it. `start`: the number of blocks that it has already."""
         sources = [source for source in (self.tiers, self.peers) if source is not None]
         if not sources or not self._looks_up(seq):
             return False
@@ -626,9 +627,9 @@ class Scheduler:
         return self._fetch(seq, start, sources)
 
     def _fetch(self, seq: Sequence, start: int, sources: abc.Sequence[Source]) -> bool:
-        """Likewise, from the first of these sources that has the next block. The others are asked for what is
-        missing then."""
-        # already, so that num_to_prefill, which `lookup` reads, leaves the sequence out
+        """Starts a fetch from the first of these sources that has the next block. When it ends, the sources
+        after that one are asked for blocks still missing."""
+        # before `lookup`, whose num_to_prefill must leave this sequence out
         seq.status = FETCHING
         num_tokens, size = seq.num_tokens - 1, self._block_size
         keys = keys_with_tail(seq.keys, seq.root, seq.token_ids[:num_tokens], size)
@@ -648,8 +649,8 @@ class Scheduler:
         return False
 
     def _start(self, seq: Sequence, found: list[int], num_cached: int) -> bool:
-        """Makes a waiting sequence a running one. Its first blocks are `found`, with the KV of so many of its
-        tokens. Returns False, and nothing has changed, if there is no room for the others."""
+        """Moves a waiting sequence to the running ones. Its first blocks are `found`, with the KV of
+        `num_cached` tokens. Returns False, with nothing changed, if there is no room for its other blocks."""
         num_full, size = num_cached // self._block_size, self._block_size
         blocks = self.pool.try_allocate(-(-seq.num_tokens // size) - len(found), shared=found)
         if blocks is None:
@@ -667,16 +668,16 @@ class Scheduler:
             for key in seq.promised:
                 self._promised[key] = self._promised.get(key, 0) + 1
         insort(self.running, seq, key=_turn)
-        # A sequence that was preempted finds mostly its own blocks again: these are no hits.
+        # A preempted sequence mostly finds its own blocks again, which do not count as hits.
         if seq.num_admissions == 1 and self._looks_up(seq):
             seq.num_cached_tokens = seq.num_computed
-            if not seq.request.continues:  # else its prefetch request was counted
+            if not seq.request.continues:  # otherwise its prefetch request was counted
                 self._prefix_cache_queries += seq.num_tokens
                 self._prefix_cache_hits += seq.num_computed
         return True
 
     def _looks_up(self, seq: Sequence) -> bool:
-        """Whether the sequence may use cached blocks. Prompt logprobs need every prompt token computed."""
+        """True if the sequence may use cached blocks. Prompt logprobs need every prompt token computed."""
         params = seq.request.params
         return (
             self.pool.enable_caching
@@ -685,8 +686,8 @@ class Scheduler:
         )
 
     def _find_prefix(self, seq: Sequence) -> list[int]:
-        """The cached blocks of the sequence's longest prefix. The last token is never among them: it is
-        always computed, as its logits draw the next."""
+        """Returns the cached blocks of the sequence's longest prefix, without the last token: that one is
+        always computed, because its logits are needed to sample the next."""
         if not self._looks_up(seq):
             return []
         root, token_ids, keys = self._last_looked_up
@@ -697,16 +698,15 @@ class Scheduler:
         return self.pool.match(seq.keys[: (seq.num_tokens - 1) // self._block_size])
 
     def _is_being_computed(self, seq: Sequence, index: int) -> bool:
-        """Whether another sequence is about to compute or fetch the block `index` of this one, which will
-        then be found in the cache. A block's key covers all tokens before it, so equal keys mean equal
-        positions."""
+        """True if another sequence computes or fetches the block `index` of this one, which will then be
+        found in the cache. A block's key covers all tokens before it, so equal keys mean equal positions."""
         if not self._looks_up(seq) or index >= (seq.num_tokens - 1) // self._block_size:
             return False
         key = seq.keys[index]
         return key in self._arriving or key in self._promised
 
     def _drop_promises(self, seq: Sequence) -> None:
-        """The sequence no longer promises blocks: its prompt is computed by now, or will not be."""
+        """Drops the sequence's promises of blocks: its prompt has been computed, or will not be."""
         for key in seq.promised:
             self._promised[key] -= 1
             if not self._promised[key]:
@@ -725,15 +725,15 @@ class Scheduler:
 
     def _make_findable(self, seq: Sequence, start: int, blocks: list[int]) -> None:
         """Enters the sequence's full blocks from `start` on into the prefix cache. A block whose content is
-        findable already, in another block, stays with the sequence as a copy that nobody finds."""
+        findable already, in another block, stays with the sequence as a private copy."""
         for block, key in zip(blocks, seq.keys[start:]):
             self.pool.register(block, key)
         if self.tiers is not None:
             self.tiers.registered(seq, start, start + len(blocks))
         if self.events is None:
             return
-        # Listeners are told of the blocks that are findable, in runs of neighbours: a block that stays a copy
-        # ends a run, which goes from `run` up to it.
+        # An event has a run of adjacent findable blocks: a block that stays a copy ends the run, which began
+        # at `run`.
         size, end, run = self._block_size, start + len(blocks), start
         for i in range(start, end + 1):
             if i < end and self.pool.key_of(blocks[i - start]) is not None:
@@ -768,15 +768,16 @@ class Scheduler:
         seq.finish_reason, seq.stop_reason, seq.error = reason, stop_reason, error
 
     def _vacate(self, seq: Sequence) -> None:
-        """Gives the sequence's row and blocks back. Steps in flight may still write there; whoever gets them
-        next writes later."""
+        """Releases the sequence's row and blocks. Steps in flight may still write there, but the next owner
+        writes later."""
         self._drop_promises(seq)
         self._release(seq.block_ids)
         heapq.heappush(self._free_rows, seq.row)
         seq.block_ids, seq.row, seq.fetch = [], -1, None
 
     def _release(self, blocks: abc.Sequence[int]) -> None:
-        """Gives references on these blocks back. The tiers hear of it before others can get the blocks."""
+        """Releases references on these blocks. The tiers are notified before another sequence can get the
+        blocks."""
         if self.tiers is not None:
             self.tiers.released(list(blocks))
         self.pool.release(blocks)

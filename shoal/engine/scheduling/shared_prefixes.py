@@ -1,9 +1,9 @@
 """Shared prefixes: which running sequences share their first KV blocks, so that attention reads these blocks
 once for a group of sequences and not once for each.
 
-This file says who is in which group and what a group is worth. A sequence is in one group at most. In a tree
-of prefixes (a system prompt, documents below it) the groups are those that save the most reads. Pure Python.
-engine/runner/batch.py tells the device, and kernels/attention/prefix_attention.py makes use of it.
+This file forms the groups and estimates what a group saves. A sequence is in one group at most. In a tree
+of prefixes (a system prompt, documents below it) the groups that save the most reads are formed. Pure Python.
+engine/runner/batch.py sends the groups to the device, and kernels/attention/prefix_attention.py uses them.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ class PrefixTree:
         return [Group(order[start:end], num_blocks) for start, end, num_blocks in found]
 
     def _worth(self, num_members: int, num_blocks: int) -> int:
-        """How many tokens' keys a step need not read again for a group of so many members; 0 if the group is
-        not worth it."""
+        """Returns how many tokens' keys a step saves reading with a group of `num_members`; 0 if the group
+        does not pay."""
         shared = num_blocks * self._block_size
         saved = (num_members - 1) * shared
         return saved if num_members >= MIN_MEMBERS and shared >= MIN_SHARED and saved >= MIN_SAVED else 0

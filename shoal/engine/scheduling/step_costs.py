@@ -1,7 +1,7 @@
-"""What the parts of a step cost, in seconds, learned from the steps that have run.
+"""Costs of the parts of a step, in seconds, learned from completed steps.
 
 The scheduler reads these figures to choose how many prompt tokens a step takes (policy.py). This class reads
-no clock: the step loop tells it what each step held and how long it took.
+no clock: the step loop reports the content and the duration of each step.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 # The first guess, which the first step corrects. It is slower than any GPU with a model that fits on it.
 FIRST_TOKEN_S = 200e-6
-STEP_TOKENS = 32  # a step costs as much as so many prompt tokens, ...
-SEQ_TOKENS = 2  # ... and each of its sequences as much as so many
-PAIRS_A_TOKEN = 16384  # so many pairs of attention cost as much as a prompt token
+STEP_TOKENS = 32  # cost of a step in prompt tokens,
+SEQ_TOKENS = 2  # and of each of its sequences
+PAIRS_A_TOKEN = 16384  # pairs of attention that cost as much as a prompt token
 # How much of the ratio of measurement to estimate one step corrects, as an exponent.
 CORRECTION = 0.3
 # A step that took this many times the estimate, or more, may have been disturbed. One that took as much less
-# may have run while the host was held up, so that its end was seen right after that of the step before it.
-# Either is believed in full only if the step before it was as slow, or as quick.
+# may have run while the host was held up, so that the host saw its end right after the end of the step before
+# it. Either is believed in full only if the step before it was as slow, or as quick.
 DISTURBED = 1.25
 
 
@@ -33,14 +33,14 @@ class StepCosts:
     token_s: float = FIRST_TOKEN_S
     pair_s: float = FIRST_TOKEN_S / PAIRS_A_TOKEN
     num_learned: int = 0  # steps
-    last_ratio: float = 1.0  # of the seconds of the last step to its estimate
+    last_ratio: float = 1.0  # seconds of the last step, divided by their estimate
 
     def learn(self, num_seqs: int, chunks: Iterable[tuple[int, int]], seconds: float) -> None:
-        """Corrects the figures by a step that took `seconds` for `num_seqs` sequences, those of the prompt
-        chunks included. Each chunk is (tokens of its prompt before it, its own tokens).
+        """Corrects the figures by a step that took `seconds` for `num_seqs` sequences, prompt chunks
+        included. Each chunk is (tokens of its prompt before it, its own tokens).
 
         Each part of the estimate is corrected in proportion to its share of the step. A step of decodes
-        therefore tells about decodes, and a step of a long prompt about prompt tokens.
+        therefore corrects the cost of decodes, and a step of a long prompt the cost of prompt tokens.
         """
         if seconds <= 0:
             return
@@ -73,6 +73,5 @@ class StepCosts:
 
 
 def pairs(start: int, num_tokens: int) -> float:
-    """How many pairs of a token and a token that it attends to a chunk has, which begins behind `start`
-    tokens of its prompt."""
+    """Returns the number of (query, key) pairs of a chunk that begins at token `start` of its prompt."""
     return num_tokens * (start + num_tokens / 2)

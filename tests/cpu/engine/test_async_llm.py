@@ -1,4 +1,4 @@
-"""What waits for a slow reader is merged, and nothing of it is lost."""
+"""Outputs that wait for a slow reader are merged, and none is lost."""
 
 import asyncio
 
@@ -112,8 +112,7 @@ def test_an_engine_that_stays_dead_can_be_asked_for_ever():
 
 
 def test_an_update_whose_caller_leaves_is_still_followed():
-    """An HTTP client may be gone before the core has read the weights. The core becomes the other model all
-    the same, so whoever speaks for it must follow."""
+    """An HTTP client may be gone before the core has read the weights. The core becomes the other model nevertheless, so the parent must follow."""
 
     class Core:
         def send(self, message):

@@ -1,5 +1,4 @@
-"""What a step sends: at admission a whole row, then only what changed; sections come back from the packed
-buffer as they went in."""
+"""The packed buffer of a step: a whole row at admission, then only changes; its sections are read as they were written."""
 
 from contextlib import nullcontext
 

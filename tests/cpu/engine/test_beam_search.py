@@ -42,7 +42,7 @@ def test_the_oracles_beams_are_found(width, folder, build):
 
 @pytest.mark.parametrize("penalty", [1.0, 0.0, 2.0, -1.0])
 def test_finished_beams_are_weighed_as_by_the_oracle(penalty, folder, build):
-    """A model of 300 tokens of which twelve end the text meets one soon."""
+    """A model of 300 tokens, twelve of them end-of-text ids, samples one soon."""
     engine, eos = build(max_logprobs=40), list(range(0, 300, 25))
     engine.eos_token_ids = tuple(eos)
     reasons = check(

@@ -1,5 +1,4 @@
-"""What can be sent and arrives as it was, and the ring: any size, any number of readers, nothing overwritten
-before it is read."""
+"""Messages arrive unchanged through the ring: any size, any number of readers, nothing overwritten before it is read."""
 
 import os
 import random

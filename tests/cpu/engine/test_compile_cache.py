@@ -1,4 +1,4 @@
-"""What one machine has compiled is there for the next. Another machine is another cache folder here."""
+"""Kernels compiled on one machine are fetched by the next. Another machine is another cache folder here."""
 
 import json
 import logging
@@ -205,7 +205,7 @@ def test_a_url_of_no_file_system_is_refused():
 @pytest.mark.parametrize("name", ["../evil.so", "triton-../evil", "triton-a/b", "triton-..", "..", "evil"])
 def test_a_name_that_leads_elsewhere_is_refused(machine, name):
     machine("only")
-    with pytest.raises(ValueError, match="is no name of a kernel"):
+    with pytest.raises(ValueError, match="a kernel or library must be named"):
         unpack(name, b"")
 
 
@@ -217,7 +217,7 @@ def test_an_archive_with_more_than_files_is_refused(machine, inside, kind):
         member = tarfile.TarInfo(inside)
         member.type, member.linkname = kind, "/etc/passwd"
         archive.addfile(member)
-    with pytest.raises(ValueError, match="which is no file of a kernel"):
+    with pytest.raises(ValueError, match="must hold plain files only"):
         unpack("triton-AAAA", written.getvalue())
     assert list((folder / "triton").iterdir()) == []
 

@@ -55,7 +55,7 @@ def request(name, prompt, **options):
 
 
 class Collected:
-    """What a core's steps have put out, by request."""
+    """Outputs of a core's steps, by request."""
 
     def __init__(self, core):
         self.core, self.tokens, self.last = core, {}, {}

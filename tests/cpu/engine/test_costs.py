@@ -1,4 +1,4 @@
-"""What fetching and computing cost: measured again and again, so that no bad figure lasts."""
+"""Costs of fetching and computing: measured again and again, so that no bad figure lasts."""
 
 import random
 
@@ -141,6 +141,6 @@ def test_the_first_figure_is_right_though_most_tries_were_disturbed(disturbed):
 
 
 def test_a_first_figure_beyond_what_machines_take_is_not_believed():
-    block_bytes = 36 * 2 * 8 * 16 * 128 * 2  # of qwen3-8b
+    block_bytes = 36 * 2 * 8 * 16 * 128 * 2  # a block of qwen3-8b
     assert plausible_copy_s(0.0001, block_bytes, "cuda") == 0.0001
     assert plausible_copy_s(0.02, block_bytes, "cuda") < 0.0004, "less than an H200 computes a block in"

@@ -302,7 +302,7 @@ def test_a_sequence_whose_grammar_stays_slow_ends_with_an_error_that_says_so(
 def test_a_slow_sequence_that_began_elsewhere_has_one_mask_computed_for_each_token_that_is_left(
     build, all_are_slow, monkeypatch
 ):
-    """The outputs that it brings are no steps of its grammar: while a mask is computed, nothing moves it."""
+    """The outputs of the request do not advance its grammar: while a mask is computed, nothing advances it."""
     compute, computed = Grammars._compute_beside, []
 
     def count(self, matcher):
@@ -334,7 +334,7 @@ def test_outputs_that_a_grammar_does_not_allow_end_a_request_with_an_error(build
 
 
 def test_others_go_on_while_a_mask_is_computed(build, all_are_slow, monkeypatch):
-    """Also the steps themselves tell: the delayed sequence is in none of them."""
+    """The steps show it too: the delayed sequence is in none of them."""
     compute, release = Grammars._compute_beside, threading.Event()
 
     def wait_first(self, matcher):
@@ -574,8 +574,7 @@ def test_a_wrong_structured_outputs_config_is_named(given, said):
 def test_an_engine_of_a_server_has_the_tokens_table_before_its_first_request(
     has_tokenizer, root, engine_options, monkeypatch
 ):
-    """Building it holds up every stream. Without a usable tokenizer the engine serves, and a request under a
-    grammar is told why it cannot be."""
+    """Building it delays every stream. Without a usable tokenizer the engine serves, and a request with a grammar gets an error that says why."""
     loads = []
 
     def load(files, tokenizer):

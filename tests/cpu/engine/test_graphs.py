@@ -1,8 +1,7 @@
 """A rehearsal launches every variant of a kernel that captures launch after it: what is first compiled or
 loaded in a capture breaks it.
 
-In a process of its own, in which Triton does not interpret; nothing is compiled or runs: a launch only tells
-its variant, and products that are torch's give zeros.
+In a process of its own, in which Triton does not interpret; nothing is compiled or runs: a launch only notes its variant, and torch's matmuls give zeros.
 """
 
 from __future__ import annotations
@@ -176,7 +175,7 @@ def launched_variants(folder: Path, name: str) -> dict:
         return taken
 
     orders: list[list[str]] = []  # the kernels of each step as they were launched; "+": it may overlap
-    inputs: list[tuple[int, int]] = []  # rows that TMA is told of, and that it reads, of a decode's products
+    inputs: list[tuple[int, int]] = []  # rows in the TMA descriptor, and rows read, of a decode's matmuls
     noting: list[str] = []  # the kind of step that is launched now, if any
     run, describe, launch_step = JITFunction.run, hopper_linear.descriptor, Steps.launch
 

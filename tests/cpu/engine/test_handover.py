@@ -291,7 +291,7 @@ def flipped(ticket):
 
 
 def forged(ticket):
-    """Well made, but with other blocks than those that were given out."""
+    """A well-formed ticket with other blocks than the owner's."""
     known = unseal(ticket)
     blocks = tuple((block + 1) % known.spec.num_blocks for block in known.blocks)
     return seal(msgspec.structs.replace(known, blocks=blocks))
@@ -446,7 +446,7 @@ def test_an_engine_that_does_not_read_leaves_a_ticket_alone(trio):
     ids=lambda options: "-".join(options) or "greedy",
 )
 def test_a_request_that_moves_in_mid_stream_takes_its_blocks_along(build, trio, options):
-    """Those of the answer so far, too. What comes is what one engine gives."""
+    """Also the blocks of the answer so far. The outputs equal one engine's."""
     lender = build("kv_both", async_scheduling=True)
     [expected] = run(trio.one, request("one", **options | {"max_tokens": 40}))
     lender.add(request("before", **options | {"max_tokens": 40}))
@@ -549,7 +549,7 @@ def test_a_request_that_waits_for_its_turn_renews_its_lease(build, trio):
 
 
 def test_a_ticket_that_two_requests_bring_serves_both(build, trio):
-    """At once, or one after the other: whoever comes too late to read computes."""
+    """At once, or one after the other: a request that is too late to read computes."""
     [expected] = run(trio.one, request("one"))
     first = prefill(trio.lender)
     asked = [request(name, PROMPT, first.tokens, kv_ticket=first.ticket) for name in "ab"]
@@ -595,7 +595,7 @@ def test_requests_do_not_wait_in_turn_for_an_owner_that_is_silent(build, trio, m
                 silent.accept()[0].close()
                 connections += 1
     assert 0 < connections <= reader_module.MAX_OPENING
-    decode(trio.reader, first)  # so that the owner lets go
+    decode(trio.reader, first)  # so that the owner releases its blocks
 
 
 def test_a_request_that_is_preempted_when_its_blocks_have_come_waits_for_none(trio):

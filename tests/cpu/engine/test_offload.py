@@ -778,7 +778,7 @@ def test_while_nothing_may_leave_nobody_looks_for_what_might():
 
 @pytest.mark.parametrize("is_quick", [True, False])
 def test_a_prefix_is_fetched_only_where_that_is_quicker(is_quick, build, expected, monkeypatch):
-    """No prompt here is long enough to tell anew how quickly prompts are computed."""
+    """No prompt here is long enough to change the estimate of prefill speed."""
     token_s, block_s = (1.0, 1e-6) if is_quick else (1e-9, 1.0)
     monkeypatch.setattr(ModelRunner, "seconds_per_prompt_token", lambda self: token_s)
     monkeypatch.setattr(RankKv, "measure_block", lambda self: block_s)

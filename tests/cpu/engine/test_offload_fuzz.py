@@ -2,9 +2,7 @@
 copies, files and disks do, every KV slot that is read holds the history it should.
 
 Steps run at any moment between their launch and the moment when their tokens are seen, in order. Copies move
-half a block at a time, at any moment between their beginning (those that wait: behind the steps launched
-before) and the poll that tells of their end, and see what lies there then: a slot or a block given away too
-early is read, or written, by somebody else. `trace(seed)` repeats a failing seed.
+half a block at a time, at any moment between their beginning (if they wait: behind the steps launched before) and the poll that reports their end, and see the content of that moment: a slot or a block released too early is read, or written, by another owner. `trace(seed)` repeats a failing seed.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Where sums over peer memory can't be had, all ranks leave them to the group, and rank 0 says why. (Gloo, in
+"""If sums over peer memory are impossible, all ranks use the process group, and rank 0 logs why. (Gloo, in
 threads of one process.)"""
 
 import pytest

@@ -43,7 +43,7 @@ def until(true, *engines):
 
 
 class Pulls:
-    """What readers have pulled: (layer, number of blocks)."""
+    """The readers' pulls: (layer, number of blocks)."""
 
     def __init__(self, monkeypatch):
         self.seen, pull = [], MappedPeer.pull
@@ -121,7 +121,7 @@ def test_two_engines_give_what_one_gives(trio, chunked, options, in_chunks):  # 
     all_is_given_back(lender, trio.reader)
 
 
-def test_blocks_that_a_forerunner_has_brought_are_told_with_its_successors_first_token(trio, chunked):  # noqa: F811
+def test_blocks_that_a_prefetch_request_has_brought_are_told_with_its_continuation_first_token(trio, chunked):  # noqa: F811
     found = apart(chunked, trio.reader)
     names = [span.name for span in found.spans]
     assert names == ["queue", "transfer", "prefill"]
@@ -231,9 +231,9 @@ def test_a_preempted_prompt_is_lent_no_longer(chunked):
     assert chunked.stats().kv_loans.offers == 0
 
 
-def test_what_a_prompt_computes_anew_is_not_told_of_the_blocks_that_it_had_before(chunked, monkeypatch):
-    """It is preempted, and finds room again, while one step is planned."""
-    scheduler, offers, told = chunked.scheduler, chunked.peers.lender.offers, []
+def test_a_preempted_prompt_reports_no_blocks_that_it_had_before(chunked, monkeypatch):
+    """Regression: a prompt that was preempted, and started again, within one schedule reported its old blocks."""
+    scheduler, offers, reported = chunked.scheduler, chunked.peers.lender.offers, []
     chunked.add(request("p", offers_kv=True, max_tokens=1))
     chunked.step()
     chunked.loop.drain()
@@ -245,14 +245,14 @@ def test_what_a_prompt_computes_anew_is_not_told_of_the_blocks_that_it_had_befor
             schedule_decodes(scheduled)
 
         patched.setattr(scheduler, "_schedule_decodes", preempting)
-        patched.setattr(offers, "advance", lambda *progress: (told.append(progress), advance(*progress)))
+        patched.setattr(offers, "advance", lambda *progress: (reported.append(progress), advance(*progress)))
         chunked.step()
-        assert scheduler.num_to_prefill > 0 and not told
+        assert scheduler.num_to_prefill > 0 and not reported
     run(chunked)
     assert chunked.stats().kv_loans.offers == 0
 
 
-def test_a_forerunner_that_is_aborted_gives_everything_back(trio, chunked):  # noqa: F811
+def test_a_prefetch_request_that_is_aborted_gives_everything_back(trio, chunked):  # noqa: F811
     lender = chunked
     lender.add(request("p", offers_kv=True, max_tokens=1))
     [output] = lender.step()
@@ -266,7 +266,7 @@ def test_a_forerunner_that_is_aborted_gives_everything_back(trio, chunked):  # n
     assert lender.stats().kv_loans.offers == blocks_in(trio.reader) == 0
 
 
-def test_a_forerunner_keeps_its_blocks_until_its_successor_comes(trio):  # noqa: F811
+def test_a_prefetch_request_keeps_its_blocks_until_its_continuation_comes(trio):  # noqa: F811
     [expected] = run(trio.one, request("one"))
     [first] = run(trio.lender, request("p", offers_kv=True, max_tokens=1))
     trio.reader.add(request("f", kv_ticket=first.ticket, fetches_only=True))
@@ -287,7 +287,7 @@ def test_a_forerunner_keeps_its_blocks_until_its_successor_comes(trio):  # noqa:
     assert answers["f"].reason is FinishReason.LENGTH and not answers["f"].tokens
 
 
-def test_a_cache_that_was_reset_under_a_forerunner_is_computed(trio):  # noqa: F811
+def test_a_cache_that_was_reset_under_a_prefetch_request_is_computed(trio):  # noqa: F811
     [expected] = run(trio.one, request("one"))
     [first] = run(trio.lender, request("p", offers_kv=True, max_tokens=1))
     trio.reader.add(request("f", kv_ticket=first.ticket, fetches_only=True))
@@ -303,7 +303,7 @@ def test_a_cache_that_was_reset_under_a_forerunner_is_computed(trio):  # noqa: F
 
 
 @pytest.mark.parametrize("way", ["sleep", "weights"])
-def test_a_cache_that_is_lost_under_a_forerunner_is_computed(build, trio, folder, tmp_path, way):  # noqa: F811
+def test_a_cache_that_is_lost_under_a_prefetch_request_is_computed(build, trio, folder, tmp_path, way):  # noqa: F811
     """The tail has no key that the pool could forget. With other weights, the rest is theirs."""
     changed = tiny.write_changed(folder, tmp_path / "changed") if way == "weights" else folder
     reader, one = build("kv_consumer", enable_sleep_mode=True), build(folder=changed)
@@ -326,13 +326,13 @@ def test_a_cache_that_is_lost_under_a_forerunner_is_computed(build, trio, folder
 
 
 @pytest.mark.parametrize("wrong", [{"kv_ticket": None}, {"output_token_ids": [1]}])
-def test_a_forerunner_without_a_ticket_or_with_tokens_is_refused(trio, wrong):  # noqa: F811
+def test_a_prefetch_request_without_a_ticket_or_with_tokens_is_refused(trio, wrong):  # noqa: F811
     fields = {"kv_ticket": b"x", "fetches_only": True} | wrong
     with pytest.raises(RequestError, match="fetches_only"):
         trio.reader.add(request("f", PROMPT, **fields))
 
 
-def test_a_forerunner_where_nothing_is_read_is_refused(trio):  # noqa: F811
+def test_a_prefetch_request_where_nothing_is_read_is_refused(trio):  # noqa: F811
     for core in (trio.lender, trio.one):
         with pytest.raises(RequestError, match="kv_consumer"):
             core.add(request("f", PROMPT, kv_ticket=b"x", fetches_only=True))
@@ -364,7 +364,7 @@ def continuation(name, of, prompt, first):
     return behind
 
 
-def test_a_successor_starts_before_those_who_lack_room():
+def test_a_continuation_starts_before_those_who_lack_room():
     """Its row and its blocks are its prefetch request's, and no other request gets between them."""
     scheduler = new_scheduler()
     prompt = list(range(20))
@@ -385,7 +385,7 @@ def test_a_successor_starts_before_those_who_lack_room():
     scheduler.check()
 
 
-def test_a_successor_waits_for_what_is_on_its_way():
+def test_a_continuation_waits_for_what_is_on_its_way():
     scheduler = new_scheduler()
     prompt = list(range(20))
     scheduler.add(ahead("f", prompt))
@@ -398,7 +398,7 @@ def test_a_successor_waits_for_what_is_on_its_way():
     scheduler.check()
 
 
-def test_a_successor_whose_first_token_was_lost_starts_though_its_whole_prompt_was_fetched():
+def test_a_continuation_whose_first_token_was_lost_starts_though_its_whole_prompt_was_fetched():
     """A prefill worker that ends between its last block and its token leaves a prompt of whole blocks behind."""
     scheduler = new_scheduler()
     prompt = list(range(20))
@@ -414,7 +414,7 @@ def test_a_successor_whose_first_token_was_lost_starts_though_its_whole_prompt_w
     scheduler.check()
 
 
-def test_a_forerunner_gives_way_to_sequences_that_run():
+def test_a_prefetch_request_gives_way_to_sequences_that_run():
     scheduler = new_scheduler(num_blocks=7)
     scheduler.peers.end = 0
     scheduler.add(request("runs", list(range(50, 54)), max_tokens=10))

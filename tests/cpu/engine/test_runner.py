@@ -54,7 +54,7 @@ class Rank:
         self.builder = BatchBuilder(
             runner.layout, self.config.block_size, runner.share_from, runner.mixed_shapes
         )
-        self.kinds = []  # of the steps so far
+        self.kinds = []  # kinds of the steps so far
 
     def add(self, prompt, **params):
         options = {"temperature": 0.0, "max_tokens": 8, "ignore_eos": True} | params
@@ -447,7 +447,7 @@ def test_an_end_that_fails_in_one_part_ends_the_others(folder, tmp_path, monkeyp
 
 
 def test_what_a_closed_tier_lacks_is_forgotten_by_nobody(start, tmp_path):
-    """Reads that new weights cut off have failed; that is told when the tier is gone already."""
+    """Reads that new weights interrupted have failed, which is reported when the tier has been closed."""
     kv_options = dict(kv_disk_path=str(tmp_path / "kv"), kv_disk_bytes=1 << 20)
     runner = start(**kv_options).runner
     runner.open_kv(num_host_blocks=4)

@@ -1,5 +1,4 @@
-"""Each sampling parameter does something, from the request to the answer: whoever adds one adds its example
-here."""
+"""Each sampling parameter changes the answer. A new parameter needs an example here."""
 
 import dataclasses
 

@@ -71,7 +71,7 @@ def step(scheduler, token=7):
 
 
 def run(scheduler, token=7):
-    """To the end, synchronously. Returns {request id: sequence} of those that ran."""
+    """Runs all sequences to the end, synchronously. Returns {request id: sequence}."""
     sequences = {s.request.request_id: s for s in (*scheduler.waiting, *scheduler.running)}
     for _ in range(10_000):
         if not scheduler.has_work:
@@ -174,7 +174,7 @@ def test_a_cap_on_long_prompts_lets_others_through_but_costs_nothing_alone():
 
 
 def test_a_prefill_of_one_token_carries_its_token():
-    """Its row on the device does not hold that token, so it is no decode."""
+    """Its row on the device lacks that token, so it is not a decode."""
     s = make(max_num_batched_tokens=4)
     s.add(request("a", 5))
     step(s)
@@ -452,7 +452,7 @@ def test_full_blocks_of_a_finished_sequence_are_found_outputs_included():
     s = make()
     prompt = list(range(1, 11))
     s.add(request("a", prompt, max_tokens=4))
-    run(s, 50)  # 14 tokens, of which the last was never computed
+    run(s, 50)  # 14 tokens; the last was never computed
     b = s.add(request("b", [*prompt, 50, 50, 50, 50, 50, 50]))
     assert step(s) == [("b", 12, 4)] and b.num_cached_tokens == 12
     stats = s.stats()

@@ -84,7 +84,7 @@ class ToyGrammar:
 
 
 class Row:
-    """It is sent with the first step of its owner: with the first tokens' history, and the next token."""
+    """A row is sent with the first step of its owner: with the first tokens' history, and the next token."""
 
     def __init__(self, owner, entry, epoch: int):
         self.owner, self.epoch = owner, epoch
@@ -150,7 +150,7 @@ class Device:
 
 
 def uninterrupted(request: Request, limit: int) -> tuple[list[int], FinishReason, int | None]:
-    """What a request must give when it is alone and never disturbed."""
+    """Returns the expected outputs of a request that runs alone and undisturbed."""
     params, history, outputs = request.params, History(request, request.prompt_token_ids), []
     if request.embed:
         return [], FinishReason.STOP, None
@@ -295,7 +295,7 @@ class Trace:
 
     @property
     def waits(self) -> bool:
-        """Whether some sequence waits for something else than a step."""
+        """True if some sequence waits for something other than a step."""
         waiting = any(
             seq.grammar is not None and seq.grammar.is_waiting
             for seq in (*self.scheduler.running, *self.scheduler.waiting)

@@ -89,7 +89,7 @@ def test_a_step_beside_decodes_takes_what_ends_within_the_target():
 
 
 def test_prompts_get_a_share_even_where_decodes_alone_take_the_target():
-    # A block; or the time of two tokens for each decode, one of which goes to the prompt's sequence.
+    # A block; or the time of two tokens for each decode, one for the prompt's sequence.
     for num_decodes, least in ((1, 8), (4, 8), (50, 96)):
         one = budget(num_decodes, 0.005)
         assert not one.is_spent and one.fit(0, 500) == least

@@ -1,5 +1,4 @@
-"""Which sequences are read together: the tree against brute force, and what the device is told of it against
-the sequences' blocks."""
+"""Groups of sequences that are read together: the tree against brute force, and the groups sent to the device against the sequences' blocks."""
 
 import itertools
 import random
@@ -260,7 +259,7 @@ def test_a_row_that_decodes_for_another_sequence_in_the_very_next_step_leaves_it
 
 
 def test_groups_are_sent_anew_when_a_row_gets_an_owner_that_prefills(cheap_groups):
-    """Where the others that decode lie in the batch has changed then."""
+    """The other decodes have other places in the batch then."""
     driver = Driver(4, 128)
     add, step, device = driver.add, driver.step, driver.device
     shared = list(range(16))

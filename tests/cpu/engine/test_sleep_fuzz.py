@@ -17,7 +17,7 @@ TAGS = ("weights", "kv_cache")
 
 @pytest.fixture(scope="module")
 def expected(folder, root):
-    """What each of two models says to the prompts."""
+    """The answers of each of two models to the prompts."""
     folders = [folder, tiny.write_model(root, "llama")]
     return {path: [tiny.greedy(path, p, COUNT) for p in PROMPTS] for path in folders}
 
@@ -174,7 +174,7 @@ class Fuzz:
         return self.rng.choice(["abort", "keep", "keep", "wait"])
 
     def settle(self, mode):
-        """What a call in this mode leaves of the streams: under "wait" they end, unless they can't run."""
+        """Applies the effect of a call in this mode to the streams: under "wait" they end, unless they can't run."""
         if mode == "abort" or (mode == "wait" and self.runs):
             for entry in list(self.streams):
                 *_, entry[2] = [entry[2], *entry[0]]
@@ -202,7 +202,7 @@ class Fuzz:
         )
         assert (core.paused is None) == self.runs
         if not self.runs and core.has_work:
-            self.llm._step()  # tells what has ended, and then there is no work
+            self.llm._step()  # reports ended requests, and then there is no work
             assert not core.has_work
 
     def finish(self):

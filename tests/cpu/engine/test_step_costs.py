@@ -1,4 +1,4 @@
-"""What steps cost, learned from steps of machines whose costs are known, with noise and with pauses."""
+"""Costs of steps, learned from machines with known costs, with noise and with pauses."""
 
 import random
 from dataclasses import dataclass
@@ -104,7 +104,7 @@ def test_one_pause_changes_nearly_nothing_and_a_slower_machine_is_believed():
 
 
 def test_a_step_that_ran_while_the_host_was_held_up_changes_nearly_nothing():
-    """Its end is seen right after that of the step before it."""
+    """The host sees its end right after the end of the step before it."""
     costs, machine = StepCosts(), MACHINES["a GPU, 8 billion weights"]
     chunks = [(0, 1000)]
     for _ in range(30):

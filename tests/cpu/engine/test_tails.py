@@ -1,5 +1,4 @@
-"""Prompts that are no whole number of blocks, computed elsewhere: the tail, the tokens behind the last full
-block, comes along, so that the first step here is a decode of one token."""
+"""Prompts whose length is not a whole number of blocks, computed by another worker: the tail, the tokens after the last full block, is fetched too, so that the first step here is a decode of one token."""
 
 from collections import Counter
 
@@ -84,7 +83,7 @@ def test_the_first_step_is_a_decode_of_one_token(scheduler):
     assert seq.num_cached_tokens == scheduler.stats().external_prefix_cache_hits == 18
 
 
-def test_so_is_that_of_a_forerunners_successor_which_gets_its_block(scheduler):
+def test_so_is_that_of_a_prefetch_requests_continuation_which_gets_its_block(scheduler):
     prefetch = holding(scheduler)
     tail = prefetch.block_ids[4]
     seq = scheduler.add(request("d", continues="f"))
@@ -153,7 +152,7 @@ def test_a_first_token_that_fills_the_block_makes_it_findable_with_that_token(sc
     ],
     ids=str,
 )
-def test_a_forerunner_of_something_else_gives_no_wrong_token(scheduler, other):
+def test_a_prefetch_request_of_something_else_gives_no_wrong_token(scheduler, other):
     tail = holding(scheduler).block_ids[4]
     scheduler.peers.lacks = 99
     scheduler.add(request("d", continues="f", **other))
@@ -163,7 +162,7 @@ def test_a_forerunner_of_something_else_gives_no_wrong_token(scheduler, other):
     assert tail not in seq.block_ids[: start // SIZE]
 
 
-def test_a_forerunner_has_one_successor(scheduler):
+def test_a_prefetch_request_has_one_successor(scheduler):
     holding(scheduler)
     scheduler.peers.lacks = 99
     scheduler.add(request("d", continues="f"))
@@ -174,13 +173,13 @@ def test_a_forerunner_has_one_successor(scheduler):
     assert not set(d.block_ids[4:]) & set(e.block_ids[4:])
 
 
-def test_a_successor_that_lost_its_first_token_computes_the_prompts_last_one_again(scheduler):
+def test_a_continuation_that_lost_its_first_token_computes_the_prompts_last_one_again(scheduler):
     holding(scheduler)
     scheduler.add(request("d", first=(), continues="f"))
     assert planned(scheduler) == ([("d", 17, 1)], [])
 
 
-def test_a_successor_that_has_more_tokens_computes_those(scheduler):
+def test_a_continuation_that_has_more_tokens_computes_those(scheduler):
     holding(scheduler)
     scheduler.add(request("d", first=(7, 8, 9), continues="f"))
     assert planned(scheduler) == ([], [("d", 18, 3)])
@@ -204,7 +203,7 @@ def test_a_tail_behind_a_block_that_is_forgotten_is_computed(scheduler):
 
 
 @pytest.mark.parametrize("way", ["aborted", "preempted"])
-def test_a_forerunner_that_is_gone_leaves_its_full_blocks_alone(scheduler, way):
+def test_a_prefetch_request_that_is_gone_leaves_its_full_blocks_alone(scheduler, way):
     holding(scheduler)
     scheduler.peers.lacks = 99
     scheduler.abort("f") if way == "aborted" else scheduler.preempt_all()
@@ -244,7 +243,7 @@ def test_a_tail_that_comes_too_late_is_not_taken_for_a_full_block(scheduler):
 
 
 def test_what_lends_its_prompt_and_what_is_embedded_are_prefills(scheduler):
-    """A prefill tells readers of its layers, and gives a hidden state."""
+    """A prefill notifies readers of its layers, and gives a hidden state."""
     scheduler.peers.lacks = 99
     scheduler.add(request("before", PROMPT[:17], first=(), max_tokens=1))
     planned(scheduler)
@@ -262,8 +261,8 @@ def test_what_lends_its_prompt_and_what_is_embedded_are_prefills(scheduler):
 
 
 @pytest.mark.parametrize("threshold", [0, 3])
-def test_a_successor_has_one_part_of_a_step(threshold):
-    """Where more is left of its prompt than a step takes."""
+def test_a_continuation_has_one_part_of_a_step(threshold):
+    """Regression: a continuation with more left to compute than a step takes of one prompt was planned twice in a step."""
     scheduler = Scheduler(
         num_blocks=20,
         block_size=SIZE,

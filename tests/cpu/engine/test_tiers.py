@@ -1,5 +1,4 @@
-"""The tiers of one engine over its life, without a model and without a device: ranks that do what they are
-told, and tiers that say what a test wants."""
+"""The tiers of one engine over its life, without a model and without a device: fake ranks that obey commands, and fake tiers whose answers a test sets."""
 
 import ast
 import logging
@@ -47,7 +46,7 @@ MODEL = config_from_json(
 
 
 class FakeTier:
-    """What is in it is in `keys`. With `must_be_asked`, look-ups end when the test says so."""
+    """A tier with the blocks `keys`. With `must_be_asked`, lookups end when the test says so."""
 
     def __init__(self, must_be_asked=False):
         self.must_be_asked, self.keys, self.events = must_be_asked, set(), []
@@ -84,9 +83,9 @@ class FakeRanks:
 
     def __init__(self, measured, tiers):
         self.size, self.measured, self.tiers = len(measured), measured, tiers
-        self.error = None  # of the next opening of tiers
+        self.error = None  # raised by the next opening of tiers
         self.asked = []
-        self.ready = [(0, 16)]  # host blocks, told of once
+        self.ready = [(0, 16)]  # host blocks, reported once
         self.runner = SimpleNamespace(
             cache=SimpleNamespace(spec=SimpleNamespace(block_bytes=BLOCK_BYTES)),
             model_config=MODEL,
@@ -118,7 +117,7 @@ class FakeRanks:
 
 
 class Listener:
-    """KV events as they are told."""
+    """KV events as they are published."""
 
     def __init__(self):
         self.told = []
@@ -281,7 +280,7 @@ def test_a_step_with_a_long_prompt_tells_how_quickly_prompts_are_computed(monkey
     for _ in range(9):
         tiers.before_step(launches=True)
         tiers.completed(SimpleNamespace(num_tokens=4, num_decodes=4), launched_at=now[0] - 50.0)
-    assert stats_of(tiers).kv_compute_seconds_per_block == before, "decodes tell nothing of prompts"
+    assert stats_of(tiers).kv_compute_seconds_per_block == before, "decodes say nothing about prompts"
 
 
 def test_after_an_interrupt_the_scheduler_knows_of_the_new_offloader_alone():

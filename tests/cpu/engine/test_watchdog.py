@@ -1,4 +1,4 @@
-"""When a core counts as hung, without a clock."""
+"""Conditions under which a core counts as hung, without a clock."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from shoal.wire import BEAT_S, Beat
 
 
 def after(seconds, watchdog, doing, *, progress=lambda i: 7, cpu=lambda i: 0.0):
-    """What the watchdog says when beats tell the same for so many seconds."""
+    """Returns the watchdog's verdict after `seconds` of equal beats."""
     said = None
     for i in range(round(seconds / BEAT_S)):
         watchdog.beat(Beat(progress(i), doing, cpu(i)))

@@ -96,11 +96,11 @@ def test_weights_whose_numbers_decide_how_they_lie_are_not_lent(kind, tmp_path, 
         quantized.write(path, kind)
     layout = weight_exports.layout_of
     with LLM(str(path), skip_tokenizer_init=True, **OPTIONS) as owner:
-        with pytest.raises(UnavailableError, match="depends on their numbers"):
+        with pytest.raises(UnavailableError, match="depends on their values"):
             owner.core.weights.export(b"any", "b")
         data = rank_export.encode(WeightsExport(layout(owner.config), [b""]))
         assert begin(path, data, skip_tokenizer_init=True) == owner.core.check_weights()
-    assert "depends on their numbers" in said()
+    assert "depends on their values" in said()
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3-moe", "llama"])
@@ -122,7 +122,7 @@ def test_each_rank_has_its_shard_from_the_owners_rank(folder, said, capfd):
 
 def test_other_weights_are_not_lent(owner, folder, tmp_path):
     other = tiny.write_changed(folder, tmp_path / "other")
-    with pytest.raises(UnavailableError, match="which are others"):
+    with pytest.raises(UnavailableError, match="this engine has other weights"):
         lend(owner, other)
     assert lend(owner, shutil.copytree(folder, tmp_path / "same"))  # whatever their path
 
@@ -130,7 +130,7 @@ def test_other_weights_are_not_lent(owner, folder, tmp_path):
 def test_weights_that_are_no_checkpoints_are_not_lent(owner, folder):
     tensor = torch.zeros(tiny_shape(owner))
     owner.update_weights_from_tensors({"model.norm.weight": tensor})
-    with pytest.raises(UnavailableError, match="no checkpoint's"):
+    with pytest.raises(UnavailableError, match="differ from every checkpoint"):
         lend(owner, folder)
     with LLM(str(folder), load_format="dummy", **OPTIONS) as dummy, pytest.raises(UnavailableError):
         lend(dummy, folder)
@@ -187,11 +187,11 @@ def test_a_loan_that_ended_makes_the_next_one_read_files(owner, folder, said, mo
 def test_weights_that_lie_otherwise_are_read_from_files(owner, folder, said):
     found = begin(folder, lend(owner, folder), dtype="float16")
     assert found != owner.core.check_weights()
-    assert "float16" in said() and "are of no use here" in said() and READ_FROM_PEER not in said()
+    assert "float16" in said() and "cannot be used" in said() and READ_FROM_PEER not in said()
 
 
 def damaged(data):
-    """Loans that are none, and what is wrong with each."""
+    """Malformed exports, and the error of each."""
     whole = rank_export.decode(data, WeightsExport)
     rank = rank_export.decode(whole.ranks[0], RankExport)
     first, *rest = rank.tensors

@@ -148,7 +148,7 @@ def test_a_trainer_that_is_none_is_given_up_in_time(says, llm, folder, monkeypat
 
     with socket.create_server(("127.0.0.1", 0)) as listener:
         threading.Thread(target=peer, args=(listener,), daemon=True).start()
-        with pytest.raises(UnavailableError, match="did not come together"):
+        with pytest.raises(UnavailableError, match="was not formed"):
             llm.init_weights_update_group("127.0.0.1", listener.getsockname()[1], 1, 2, backend="gloo")
     for connection in held:
         connection.close()
