@@ -38,7 +38,7 @@ class Watch:
 
     def __init__(self, llm: LLM, num_blocks: int) -> None:
         runner = llm.core.ranks.runner
-        self.ends = runner.layer_ends
+        self.ends = runner.layer_events
         self.copying = CopyStream(runner.device)
         device = blocks_of(runner.cache.spec, runner.cache.blocks)
         spec = replace(device.spec, num_blocks=num_blocks)

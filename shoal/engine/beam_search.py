@@ -1,5 +1,5 @@
-"""Beam search over one prompt. It decides which beams go on, which are finished, and when no better one can
-come.
+"""Beam search over one prompt. It decides which beams continue, which are finished, and when no better one
+can come.
 
 The rules are the same as in `transformers` (`num_beams`, early_stopping=False), and so are the results.
 """

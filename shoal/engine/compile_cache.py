@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 OPTION = "compile_cache"
 THREADS = 8
-FETCH_S = 60.0  # A store that answers slowly must not make a start slower than compiling does.
+DOWNLOAD_S = 60.0  # A store that answers slowly must not make a start slower than compiling does.
 TRITON = "triton-"  # begins the names of Triton's kernels
 GROUP = "__grp__"  # begins the file of a kernel that lists its others, with their whole paths
 
@@ -63,33 +63,33 @@ class CompileCache:
         self._root = f"{self._store.root}/{platform_name()}"
         self.url = shown(url)
 
-    def fetch(self) -> int:
-        """Fetches what the local cache lacks, for FETCH_S seconds at most. Returns the number of kernels and
-        libraries fetched. If the store fails, a warning is logged, and they are compiled."""
-        fetched: list[str] = []
+    def download(self) -> int:
+        """Fetches what the local cache lacks, for DOWNLOAD_S seconds at most. Returns the number of kernels
+        and libraries fetched. If the store fails, a warning is logged, and they are compiled."""
+        downloaded: list[str] = []
 
         def work() -> None:
             with self._warning("read"):
-                self._each(self._there() - set(local_names()), self._fetch, fetched)
+                self._each(self._there() - set(local_names()), self._download, downloaded)
 
         thread = threading.Thread(target=work, name="compile-cache", daemon=True)
         thread.start()
-        thread.join(FETCH_S)
+        thread.join(DOWNLOAD_S)
         if thread.is_alive():
             logger.warning(
-                "%s %s is slow: what was not fetched in %g s is compiled", OPTION, self.url, FETCH_S
+                "%s %s is slow: what was not fetched in %g s is compiled", OPTION, self.url, DOWNLOAD_S
             )
-        return len(fetched)
+        return len(downloaded)
 
-    def offer(self) -> int:
+    def upload(self) -> int:
         """Stores what the store lacks. Returns the number of kernels and libraries stored."""
-        offered: list[str] = []
+        uploaded: list[str] = []
         with self._warning("written"):
-            self._each(set(local_names()) - self._there(), self._offer, offered)
-        return len(offered)
+            self._each(set(local_names()) - self._there(), self._upload, uploaded)
+        return len(uploaded)
 
-    def offer_in_background(self) -> None:
-        threading.Thread(target=self.offer, name="compile-cache", daemon=True).start()
+    def upload_in_background(self) -> None:
+        threading.Thread(target=self.upload, name="compile-cache", daemon=True).start()
 
     def _there(self) -> set[str]:
         try:
@@ -99,11 +99,11 @@ class CompileCache:
         names = {path.rpartition("/")[2] for path in paths}
         return {name.removesuffix(".tar") for name in names if name.endswith(".tar")}
 
-    def _fetch(self, name: str) -> None:
-        unpack(name, self._store.fs.cat_file(f"{self._root}/{name}.tar"))
+    def _download(self, name: str) -> None:
+        extract(name, self._store.fs.cat_file(f"{self._root}/{name}.tar"))
 
-    def _offer(self, name: str) -> None:
-        self._store.put(f"{self._root}/{name}.tar", pack(name))
+    def _upload(self, name: str) -> None:
+        self._store.put(f"{self._root}/{name}.tar", archive_of(name))
 
     def _each(self, names: Iterable[str], work: Callable[[str], None], finished: list[str]) -> None:
         """Runs `work` in daemon threads, so that a store that hangs does not keep the process from ending."""
@@ -152,7 +152,7 @@ def local_names() -> list[str]:
     return libraries + [TRITON + path.name for path in _triton_folder().glob("*") if _is_whole(path)]
 
 
-def pack(name: str) -> bytes:
+def archive_of(name: str) -> bytes:
     """A library, or the files of a kernel, as a tar archive without folders."""
     path = _path_of(name)
     files = sorted(path.iterdir()) if path.is_dir() else [path]
@@ -164,7 +164,7 @@ def pack(name: str) -> bytes:
     return written.getvalue()
 
 
-def unpack(name: str, packed: bytes) -> None:
+def extract(name: str, packed: bytes) -> None:
     """Unpacks it into the local cache, completely or not at all. Raises ValueError for a malformed
     archive."""
     path = _path_of(name)

@@ -66,9 +66,9 @@ class EngineCore:
         predecessor: EngineCore | None = None,
         peer_weights: bytes | None = None,
     ) -> None:
-        """`predecessor`: the core whose place this one is to take. It sleeps, and so does the KV cache of
-        this one at first. Who listens to its events listens to this one's from now on. `peer_weights`: of
-        another worker's weights (Weights.lend), from which these come where that is possible."""
+        """`predecessor`: the core that this one replaces. It sleeps, and so does the KV cache of this one at
+        first. Its event listeners become this one's. `peer_weights`: another worker's export
+        (Weights.export), from which the weights are read if possible."""
         if files.revision is not None:
             config = dataclasses.replace(config, revision=files.revision)  # other ranks take the same one
         self.files, self._given = files, config
@@ -82,7 +82,7 @@ class EngineCore:
         keep_kernels_together()
         compiled = CompileCache(self.config.compile_cache) if self.config.compile_cache is not None else None
         if compiled is not None:
-            logger.info("%d compiled kernels and libraries came from compile_cache", compiled.fetch())
+            logger.info("%d compiled kernels and libraries came from compile_cache", compiled.download())
         with ExitStack() as undo:
             if predecessor is None:
                 self.events = self._open_events()
@@ -109,7 +109,7 @@ class EngineCore:
                 self.sleep(2, [KV_CACHE])  # Listeners hear by it that all blocks are gone.
             undo.pop_all()
         if compiled is not None:
-            compiled.offer_in_background()
+            compiled.upload_in_background()
 
     def _open_events(self) -> KvEvents | None:
         options = self.config.kv_events_config
@@ -283,7 +283,7 @@ class EngineCore:
         """Nobody will use this ticket. One that has ended changes nothing. Raises TransferError for what is
         no ticket."""
         if self.peers is not None:
-            self.peers.take_back(ticket, "nobody needs it any more")
+            self.peers.take_back(ticket, "it is no longer needed")
 
     @property
     def error(self) -> EngineDeadError | None:
@@ -328,7 +328,7 @@ class EngineCore:
     # Another model
 
     def update_weights(self, source: str) -> EngineCore:
-        """Loads the weights of a checkpoint. Returns the core that goes on with them.
+        """Loads the weights of a checkpoint. Returns the core that continues with them.
 
         That is this one, where the weights fit into the memory of the old ones. Another model needs an engine
         that sleeps at level 2: a new core is built for it, takes this one's place, and this one is ended. The
@@ -472,7 +472,7 @@ class EngineCore:
         return stats
 
     def check(self) -> None:
-        """Proves the books of scheduler, tiers, peers and events by assertions. For tests and idle
+        """Checks scheduler, tiers, peers and events by assertions. For tests and idle
         moments."""
         if self.peers is not None:
             self.peers.check()

@@ -249,8 +249,8 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None, *, every_step: bool = False
     ) -> Iterator[RequestOutput]:
         """Yields the growing RequestOutput of one prompt after every step that adds to it; with `every_step`
-        after the others too, so that a long prompt can be given up in the middle. Closing the iterator aborts
-        the request."""
+        after the others too, so that a long prompt can be abandoned in the middle. Closing the iterator
+        aborts the request."""
         [params] = self._params_for(1, sampling_params)
         [group] = groups = self._add([self._group(prompt, params, 0)])
         shown = group.progress

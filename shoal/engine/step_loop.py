@@ -308,9 +308,9 @@ def _spans_of(seq: Sequence, num_given: int, now: float) -> list[Span]:
     until its first step or its first fetch; fetches of its prefetch request that began before the request was
     added do not count. `num_given`: tokens that the request had when it was added."""
     assert seq.started_at is not None, "a token of no step"
-    begun = [one.begun_at for one in seq.transfers if one.begun_at >= seq.added_at]
+    begun = [one.begun_at for one in seq.completed_fetches if one.begun_at >= seq.added_at]
     spans = [Span("queue", now - seq.added_at, min([seq.started_at, *begun]) - seq.added_at)]
-    for one in seq.transfers:
+    for one in seq.completed_fetches:
         attributes: dict[str, str | int | float] = {"from": one.source, "blocks": one.num_blocks}
         spans.append(Span("transfer", now - one.begun_at, one.seconds, attributes=attributes))
     seconds = now - seq.started_at

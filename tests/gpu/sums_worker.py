@@ -137,7 +137,7 @@ class Sums:
 
 
 def factory(rank: int, world_size: int, port: int, hidden: int) -> dict[str, Any]:
-    """Arguments of a WorkerGroup."""
+    """Arguments of a WorkerProcesses."""
     from shoal.layers.parallel import TensorParallel
 
     torch.cuda.set_device(rank)
@@ -149,13 +149,13 @@ class Group:
     """All ranks, rank 0 in this process. A context, which ends them."""
 
     def __init__(self, world_size: int, hidden: int) -> None:
-        from shoal.engine.ranks.workers import WorkerGroup
+        from shoal.engine.ranks.workers import WorkerProcesses
         from shoal.layers.parallel import Rendezvous
 
         torch.cuda.set_device(0)
         rendezvous = Rendezvous()
         init = {"port": rendezvous.port, "hidden": hidden}
-        self.group = WorkerGroup(world_size, "sums_worker:factory", init)
+        self.group = WorkerProcesses(world_size, "sums_worker:factory", init)
         self.tp = rendezvous.connect(0, world_size, "cuda", self.group.check)
         self.own = Sums(self.tp, hidden)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from shoal.engine.ranks.workers import WorkerGroup
+from shoal.engine.ranks.workers import WorkerProcesses
 from shoal.errors import EngineDeadError
 from shoal.layers.parallel import Rendezvous
 
@@ -26,7 +26,7 @@ def two_ranks(monkeypatch):
 
     torch.cuda.set_device(0)
     rendezvous = Rendezvous()
-    group = WorkerGroup(2, "toy_worker:parallel_toy", {"port": rendezvous.port, "device": "cuda"})
+    group = WorkerProcesses(2, "toy_worker:parallel_toy", {"port": rendezvous.port, "device": "cuda"})
     tp = rendezvous.connect(0, 2, "cuda", group.check)
     yield group, tp, toy_worker
     group.close()

@@ -16,7 +16,7 @@ import pytest
 import torch
 from toy_worker import collectives
 
-from shoal.engine.ranks.workers import WorkerGroup
+from shoal.engine.ranks.workers import WorkerProcesses
 from shoal.errors import CheckpointError, EngineDeadError, RequestError
 from shoal.layers.parallel import Rendezvous
 
@@ -32,7 +32,7 @@ def start():
     groups = []
 
     def make(world_size=2, target=TARGET, **init):
-        groups.append(WorkerGroup(world_size, target, init))
+        groups.append(WorkerProcesses(world_size, target, init))
         return groups[-1]
 
     yield make
@@ -90,7 +90,7 @@ def test_the_group_is_there_before_its_ranks_are(start):
 
 def test_what_cannot_be_sent_at_the_start_leaves_no_rank_behind(new_children):
     with pytest.raises(TypeError, match=r"argument 0 of 'toy_worker:toy'.*object"):
-        WorkerGroup(2, TARGET, {"x": object()})
+        WorkerProcesses(2, TARGET, {"x": object()})
     assert not new_children()
 
 
@@ -318,7 +318,7 @@ def test_close_kills_a_rank_that_is_stopped(start, monkeypatch):
 
 
 def test_a_group_that_nobody_holds_ends(start):
-    group = WorkerGroup(2, TARGET, {})
+    group = WorkerProcesses(2, TARGET, {})
     [pid] = pids_of(group)
     del group
     gc.collect()
@@ -339,19 +339,19 @@ def test_groups_leave_no_file_descriptor_thread_or_child_behind():
         process = psutil.Process()
         return process.num_fds(), process.num_threads(), len(process.children())
 
-    WorkerGroup(3, TARGET, {}).close()
+    WorkerProcesses(3, TARGET, {}).close()
     first = left()
     for _ in range(6):
-        WorkerGroup(3, TARGET, {}).close()
+        WorkerProcesses(3, TARGET, {}).close()
     # A thread that has been joined is counted for a moment yet.
     wait_until(lambda: all(map(operator.le, left(), first)), "something is left")
 
 
 SCRIPT = textwrap.dedent("""
     import os, signal, sys, time
-    from shoal.engine.ranks.workers import WorkerGroup
+    from shoal.engine.ranks.workers import WorkerProcesses
     signal.signal(signal.SIGINT, signal.default_int_handler)    # what a shell starts in the background ignores it, and so would we
-    group = WorkerGroup(3, "toy_worker:toy", {})
+    group = WorkerProcesses(3, "toy_worker:toy", {})
     abouts = group.submit("about").results()
     group.send("sleep", 60)
     print(*[a["pid"] for a in abouts], flush=True)
@@ -442,8 +442,8 @@ def test_the_ranks_survive_the_thread_that_started_them(start):
 def test_a_fork_of_rank_0_that_exits_leaves_the_ranks_alone():
     code = textwrap.dedent("""
         import os, sys
-        from shoal.engine.ranks.workers import WorkerGroup
-        group = WorkerGroup(2, "toy_worker:toy", {})
+        from shoal.engine.ranks.workers import WorkerProcesses
+        group = WorkerProcesses(2, "toy_worker:toy", {})
         group.submit("about").results()
         child = os.fork()
         if not child:

@@ -154,7 +154,7 @@ def table_of(toy: Toy) -> dict[str, Any]:
     return {name: getattr(toy, name) for name in dir(toy) if not name.startswith("_")}
 
 
-# Factories: what a WorkerGroup is given
+# Factories: what a WorkerProcesses is given
 
 
 def toy(rank: int, world_size: int, **init: Any) -> dict[str, Any]:

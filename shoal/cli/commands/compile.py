@@ -30,7 +30,7 @@ def run_compile(arguments: argparse.Namespace) -> int:
     url = given.pop("compile_cache", None)
     keep_kernels_together()
     store = CompileCache(url) if url is not None else None
-    fetched = store.fetch() if store is not None else 0
+    fetched = store.download() if store is not None else 0
     before = set(local_names())
     with LLM(**given):
         pass
@@ -40,5 +40,5 @@ def run_compile(arguments: argparse.Namespace) -> int:
     else:
         print("nothing was left to compile: all kernels and libraries are in the cache")
     if store is not None:
-        print(f"{store.offer()} were put into {store.url}")
+        print(f"{store.upload()} were put into {store.url}")
     return 0

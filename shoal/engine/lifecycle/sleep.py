@@ -69,7 +69,7 @@ class Sleeper:
     def sleep(self, level: int, tags: Sequence[str] | None, mode: str) -> MemoryReport:
         """Puts the regions `tags` (None: all) to sleep.
 
-        `mode` says what becomes of running requests: "abort", "keep" (they go on after waking), or "wait",
+        `mode`, for running requests: "abort", "keep" (they continue after waking), or "wait",
         which needs an engine without work: its driver lets the requests end first. Raises ConfigError for
         impossible values, UnavailableError if requests are running or host memory is short.
         """
@@ -237,7 +237,7 @@ def total(reports: Sequence[dict[str, int]], seconds: float) -> MemoryReport:
 
 
 def in_use(report: MemoryReport) -> str:
-    """The device memory in use, in words. Where more than the regions is known, it says whose it is."""
+    """Describes the device memory in use, by owner if more than the regions is known."""
     text = f"{report.in_use_bytes / GIB:.2f} GiB in use"
     if report.in_use_bytes == report.region_bytes:
         return text

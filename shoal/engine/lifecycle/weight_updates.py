@@ -316,7 +316,7 @@ class Weights:
         broke_off = f"the update {where} broke off"
         try:
             _, errors = load()
-        except BaseException:  # an interrupt, or a rank that died: nobody knows which tensors are new
+        except BaseException:  # an interrupt, or a rank that died: it is unknown which tensors are new
             self.lose(broke_off)
             raise
         if errors:

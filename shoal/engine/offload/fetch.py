@@ -18,7 +18,7 @@ from shoal.engine.offload.costs import Throughput
 from shoal.engine.offload.ledger import HOST, Ledger, meta_of
 from shoal.engine.offload.transfers import Done
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.scheduling.sequence import Fetch, Transfer
+from shoal.engine.scheduling.sequence import CompletedFetch, Fetch
 from shoal.kv.tiers.block_file import BlockMeta
 
 READ_BLOCKS = 16  # blocks of one read
@@ -103,7 +103,9 @@ class Fetcher:
                 job.closed = True
                 num_intact = (job.arrived + [False]).index(False)
                 seconds = self.ledger.clock() - job.begun_at
-                job.fetch.seq.transfers.append(Transfer(job.tiers, job.begun_at, seconds, num_intact))
+                job.fetch.seq.completed_fetches.append(
+                    CompletedFetch(job.tiers, job.begun_at, seconds, num_intact)
+                )
                 self.scheduler.fetched(job.fetch, num_intact)
 
     def close_all(self) -> None:

@@ -10,7 +10,7 @@ blocks in lower tiers, waits for the fetches that it begins, and the pool report
 beside the steps and are polled between them. A step that rewrites a block waits, on the device, for the copy
 that still reads the block.
 
-The Offloader itself looks after device blocks. It has a Fetcher for the way up (engine/offload/fetch.py) and
+The Offloader itself handles device blocks. It has a Fetcher for the way up (engine/offload/fetch.py) and
 a Writer for the second half of the way down (engine/offload/writer.py). Whether a fetch pays is decided in
 engine/offload/costs.py, which host block is given away next in kv/tiers/host.py.
 """
@@ -152,7 +152,8 @@ class Offloader:
 
         The fetch has references on the blocks that it fills, and ends after the copy out. The sequence's
         blocks behind these may be read by the copy out too, so the fetch then gets references on them as
-        well: if the sequence leaves, nobody else rewrites a block that is still being read."""
+        well: if the sequence ends or is preempted, no other sequence rewrites a block that is still being
+        read."""
         # first, as it holds the host blocks that the copy out could take otherwise
         job = self.fetcher.begin(fetch, self.where, self.policy.block_size)
         # without the blocks that the sequence found in the cache: a step may be about to write them
@@ -260,7 +261,7 @@ class Offloader:
 
     def quiesce(self, timeout_s: float = 60.0) -> None:
         """Afterwards no copy to or from the device is under way, and no fetch. Reads and writes of host
-        blocks go on. Raises RuntimeError if copies have not ended after `timeout_s` seconds."""
+        blocks continue. Raises RuntimeError if copies have not ended after `timeout_s` seconds."""
         self.fetcher.close_all()
         deadline = self.ledger.clock() + timeout_s
         self.poll()
@@ -306,7 +307,7 @@ class Offloader:
         in_use = [host_block for host_blocks, _ in under_way.values() for host_block in host_blocks]
         waiting = [*self.writer.held_host_blocks(), *self.fetcher.held_host_blocks()]
         self.host.check([*self._unready, *in_use, *waiting])
-        assert set(self._leaving.values()) <= under_way.keys(), "copies that nobody waits for"
+        assert set(self._leaving.values()) <= under_way.keys(), "copies without a transfer"
         assert set(self.pool.cached_keys()) <= self._metas.keys(), (
             "a block on the device whose content is not known"
         )
@@ -354,9 +355,9 @@ class Offloader:
         return min(self.policy.max_leaving, self.host.num_free - len(cold) + num_saved)
 
     def _save_evicted(self, taken: list[int]) -> int:
-        """Copies out what these blocks, taken in this order, still hold. Blocks are taken tail first; if only
-        some can be saved, the last taken are, as they are the heads, without which tails are of no use.
-        Returns the last copy's ticket, 0 if there is nothing to copy."""
+        """Copies out the old content of these blocks, which were taken in this order: tails first. If only
+        some can be saved, the last ones are, because heads are needed to use tails. Returns the last copy's
+        ticket, 0 if there is nothing to copy."""
         blocks = []
         for block in taken:
             meta = self._evicted.get(block)

@@ -115,7 +115,7 @@ class KvTiers:
         return costs
 
     def _new_offloader(self, before: Offloader | None = None) -> Offloader:
-        """One whose own tiers are empty. It counts on from where the one `before` has stopped."""
+        """Returns an offloader whose own tiers are empty. It continues the counts of `before`."""
         policy, scheduler = self.config.kv_eviction_policy, self.scheduler
         host = HostTier(self._num_host_blocks, policy, record_events=self.events is not None)
         offloader = Offloader(scheduler, host, self.transfers, self.persistent, self.policy, self.costs)
@@ -257,7 +257,7 @@ class KvTiers:
         self._publish()
 
     def give_slab_back(self) -> None:
-        """Gives the host memory back, with what lies in it, for an engine that is about to end or whose
+        """Releases the host memory and its content, for an engine that is about to end or whose
         weights are gone. `take_slab` must come before the next step."""
         self.quiesce()
         self.weights_changed()
@@ -274,8 +274,8 @@ class KvTiers:
         self._attach()
 
     def start_anew(self) -> None:
-        """After an interrupt, when nobody knows what reached the device and all requests are gone. Raises
-        TimeoutError if a transfer under way does not end."""
+        """To be called after an interrupt, when it is unknown what reached the device, and all requests have
+        been aborted. Raises TimeoutError if a transfer under way does not end."""
         self.transfers.abandon()
         self._detach()
         for fetch in list(self.scheduler.fetches):
@@ -300,7 +300,7 @@ class KvTiers:
         )
 
     def check(self) -> None:
-        """Proves the books."""
+        """Checks its state by assertions."""
         self.offloader.check()
 
     # Figures

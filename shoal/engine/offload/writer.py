@@ -101,7 +101,7 @@ class Writer:
         self._queued.extend(meta.key for _, meta in reversed(cold) if not self.is_saved(meta.key))
 
     def forget(self) -> None:
-        """Drops what waits. Writes under way go on."""
+        """Drops waiting blocks. Writes under way continue."""
         self._queued.clear()
         self._release(self._staged)
         self._staged.clear()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from shoal.api import FinishReason
-from shoal.engine.runner.layer_ends import LayerEnds
+from shoal.engine.runner.layer_events import LayerEvents
 from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
 from shoal.hashing import extend_keys, keys_with_tail
@@ -47,7 +47,7 @@ class KvLender:
     def __init__(
         self,
         scheduler: Scheduler,
-        layer_ends: LayerEnds,
+        layer_events: LayerEvents,
         windows: abc.Sequence[abc.Sequence[WindowAddress]],
         block_size: int,
         host: str,
@@ -57,7 +57,7 @@ class KvLender:
         """`windows` are the addresses of each rank's cache. Readers ask at `host` and `port`. Raises
         ConfigError if that address cannot be used."""
         self._scheduler, self._block_size = scheduler, block_size
-        self._layer_ends, self._num_ranks = layer_ends, len(windows)
+        self._layer_events, self._num_ranks = layer_events, len(windows)
         self._num_layers = windows[0][0].spec.num_layers
         self._prompts: dict[str, _Prompt] = {}  # by request id
         # tickets whose readers have not been notified of the last layer
@@ -91,7 +91,8 @@ class KvLender:
         return tickets
 
     def _offer(self, seq: Sequence) -> bytes:
-        """A ticket for the blocks of a prompt, with its tail: who reads them computes no token of it."""
+        """Returns a ticket for the blocks of a prompt, with its tail, so that a reader computes no token of
+        it."""
         extend_keys(seq.keys, seq.root, seq.token_ids, self._block_size)
         keys = keys_with_tail(seq.keys, seq.root, seq.token_ids, self._block_size)
         blocks = seq.block_ids[: len(keys)]
@@ -116,11 +117,10 @@ class KvLender:
             if layer < last or has_all:
                 self._advancer.put(event, notified, layer + 1)
 
-        self._layer_ends.listen(ended)
+        self._layer_events.listen(ended)
 
     def completed(self, plan: StepPlan) -> None:
-        """A step has run, and the scheduler has taken in its tokens. Blocks whose request has ended with its
-        first token, or was aborted, are wanted by nobody."""
+        """To be called when a step has run and the scheduler has applied its tokens."""
         for entry in plan.scheduled[plan.num_decodes :]:
             if entry.samples and entry.seq.request.offers_kv:
                 prompt = self._prompts.pop(entry.seq.request.request_id, None)
@@ -154,7 +154,7 @@ class KvLender:
         for name, prompt in list(self._prompts.items()):
             if prompt.is_lost:
                 del self._prompts[name]
-                self.offers.withdraw("its prompt was given up", prompt.ticket_id)
+                self.offers.withdraw("its prompt was abandoned", prompt.ticket_id)
         self.offers.expire()
         for ended in self.offers.take_ended():
             self._scheduler.take_back(ended.blocks)

@@ -50,7 +50,7 @@ class KvPeers:
             windows = ranks.call(commands.PEERS_OPEN_WINDOWS, int(reach))
             self.lender = KvLender(
                 scheduler,
-                ranks.runner.layer_ends,
+                ranks.runner.layer_events,
                 [[decode_address(address) for address in rank] for rank in windows],
                 config.block_size,
                 options.kv_ip,
@@ -95,8 +95,8 @@ class KvPeers:
         return self.reader is not None and self.reader.is_busy
 
     def begin(self, plan: StepPlan) -> list[Output]:
-        """The step is launched next. Returns the tickets of the requests whose prompts begin and which offer
-        theirs."""
+        """To be called before the step is launched. Returns the tickets of the requests whose prompts begin
+        and which offer theirs."""
         if self.lender is None:
             return []
         return [Output(name, [], kv_ticket=ticket) for name, ticket in self.lender.begin(plan).items()]
@@ -169,7 +169,7 @@ class KvPeers:
             self.reader.abandon()
 
     def check(self) -> None:
-        """Proves the books."""
+        """Checks its state by assertions."""
         if self.lender is not None:
             self.lender.settle()
         held = [] if self.lender is None else self.lender.offers.held()

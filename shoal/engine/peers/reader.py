@@ -19,7 +19,7 @@ from shoal.engine.ranks.workers import Pending
 from shoal.engine.runner import commands
 from shoal.engine.runner.rank_peers import Ended
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.scheduling.sequence import Fetch, Sequence, SequenceStatus, Transfer
+from shoal.engine.scheduling.sequence import CompletedFetch, Fetch, Sequence, SequenceStatus
 from shoal.kv.transfer.lease import Lease
 from shoal.kv.transfer.ticket import Failure, TransferError, unseal
 from shoal.stats import KvTransferStats
@@ -232,7 +232,7 @@ class KvReader:
             stats.seconds += max(ended.seconds for ended in job.ended)
         num_intact = num_blocks if job.ended and not failed else 0
         seconds = self._clock() - job.begun_at
-        job.fetch.seq.transfers.append(Transfer("worker", job.begun_at, seconds, num_intact))
+        job.fetch.seq.completed_fetches.append(CompletedFetch("worker", job.begun_at, seconds, num_intact))
         self._scheduler.fetched(job.fetch, num_intact)
 
     def _failed(self, seq: Sequence, failure: str, message: str) -> None:
@@ -263,8 +263,9 @@ class KvReader:
                 time.sleep(POLL_S)
 
     def abandon(self) -> None:
-        """After an interrupt, when nobody knows which fetches a rank has begun, and all requests are gone.
-        Afterwards nothing is read into the cache. For one rank; somebody else ends the fetches."""
+        """To be called after an interrupt, when it is unknown which fetches a rank has begun, and all
+        requests have been aborted. Afterwards nothing is read into the cache. For one rank; the step loop
+        ends the fetches."""
         self._ranks.runner.peers.abandon()
         self._begun.clear()
         self._jobs.clear()
@@ -272,9 +273,11 @@ class KvReader:
             opened.num_jobs = 0
 
     def check(self) -> None:
-        """Proves the books."""
+        """Checks its state by assertions."""
         fetches = [job.fetch for job in (*self._begun, *self._jobs.values())]
-        assert all(fetch in self._scheduler.fetches for fetch in fetches), "a fetch that nobody knows"
+        assert all(fetch in self._scheduler.fetches for fetch in fetches), (
+            "a fetch that the scheduler does not know"
+        )
         jobs = Counter(id(job.opened) for job in (*self._begun, *self._jobs.values()))
         assert all(opened.num_jobs == jobs[id(opened)] for opened in self._opened), (
             "fetches of a ticket miscounted"

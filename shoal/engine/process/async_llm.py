@@ -61,7 +61,7 @@ class AsyncLLM(Control):
     MOST_RESTARTS times in RESTART_WINDOW_S, with the weights of the last update and awake; the requests that
     it took with it are not repeated. A core hangs after engine_timeout seconds without a sign of life, or
     without the end of a step or of a quick command. It then counts as dead: with restart=True it is killed
-    and started again, otherwise it is well again as soon as it goes on.
+    and started again, otherwise it is healthy again as soon as it continues.
     """
 
     def __init__(self, config: EngineConfig, *, restart: bool, engine_timeout: float) -> None:
@@ -79,7 +79,7 @@ class AsyncLLM(Control):
         self._restarting: asyncio.Task[None] | None = None
         self._updating: set[asyncio.Task[Any]] = set()  # The event loop alone would not keep them.
         self._is_hung = False  # the core counts as dead, but its process is still there
-        self._watchdog: Watchdog  # made anew with each core
+        self._watchdog: Watchdog  # a new one for each core
         self._watching: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -171,7 +171,7 @@ class AsyncLLM(Control):
         source = command.source if isinstance(command, UpdateWeights) else None
         if source is None:
             return await self._call(command)
-        # The core goes on with an update whose caller has left, so this side goes on with it, too.
+        # The core completes an update whose caller has left, so this side does, too.
         updating = asyncio.get_running_loop().create_task(self._update(command, source))
         self._updating.add(updating)
         updating.add_done_callback(self._updating.discard)
@@ -219,14 +219,14 @@ class AsyncLLM(Control):
         if self.restart:
             self._core.kill(error)
             return
-        logger.error("%s; its requests end with an error, and new ones are refused until it goes on", error)
+        logger.error("%s; its requests end with an error, and new ones are refused until it continues", error)
         self._is_hung, self.dead = True, error
-        self._abort(list(self._collectors))  # read when it goes on
+        self._abort(list(self._collectors))  # read when it continues
         self._fail_all(error)
 
     def _goes_on(self) -> None:
         if self._watchdog.tick(0.0) is None:
-            logger.warning("the engine core (pid %d) goes on after its silence", self._core.pid)
+            logger.warning("the engine core (pid %d) continues after its silence", self._core.pid)
             self._is_hung, self.dead = False, None
 
     async def _call(self, command: Command[T]) -> T:

@@ -208,7 +208,7 @@ class CoreProcess:
         self._remove_folder()
         if not self._ready.done():
             self._ready.set_exception(error)
-            self._ready.exception()  # marks it as seen, as nobody may wait any more
+            self._ready.exception()  # marks it as retrieved, as it may have no waiter any more
         if tell:
             self._on_end(error)
 

@@ -1,8 +1,9 @@
-"""Many models on one device: one is awake, the others sleep, and requests wake what they need. Torch-free.
+"""Many models on one device: one is awake, the others sleep, and requests wake the models that they need.
+Torch-free.
 
-- Turns decides who may run, and when another model's turn comes, without a clock and without an engine.
-- Swapper does what they say: it waits for the running requests, puts the awake model to sleep, and wakes the
-  wanted one.
+- Turns decides which requests may run, and when another model has its turn, without clock and engine.
+- Swapper applies the decisions: it waits for the running requests, puts the awake model to sleep, and
+  wakes the wanted one.
 - SwappedModel is one of the models, as an Engine with its Control.
 
 The model that goes to sleep keeps its weights in host memory (level 1) while that lasts; then the least
@@ -61,8 +62,8 @@ class Turns:
         return all(not queue or now - queue[0] <= self.patience for queue in self.waiting.values())
 
     def next(self) -> str | None:
-        """The model whose waiting requests should begin. It is asked whenever a request has come or ended.
-        None: nobody waits, or the awake model's requests have to end first."""
+        """The model whose waiting requests should begin. To be called whenever a request has arrived or
+        ended. None: no request waits, or the awake model's requests have to end first."""
         oldest = {name: queue[0] for name, queue in self.waiting.items() if queue}
         if self.switching or not oldest:
             return None
@@ -181,7 +182,7 @@ class Swapper:
     # Switching
 
     async def _make_awake(self, switch: Switch) -> None:
-        """Wakes the model and lets its requests in. If that fails, it sends them away and leaves the books as
+        """Wakes the model and admits its requests. If that fails, it refuses them and leaves its state as
         they were."""
         turns, name = self.turns, switch.model
         try:
@@ -218,7 +219,7 @@ class Swapper:
 
     async def _retire(self, name: str) -> None:
         """Puts an awake model to sleep. A dead engine has given its memory back. One that hangs, or was
-        started again, has not, so it stays awake in our books, and the next switch tries again."""
+        started again, has not, so it still counts as awake, and the next switch tries again."""
         try:
             await self._put_to_sleep(name)
         except EngineDeadError:
@@ -284,7 +285,7 @@ class Swapper:
 
 
 class SwappedModel(Control):
-    """One of the models, as an Engine with its Control. A request wakes it; nobody but the swapper puts it to
+    """One of the models, as an Engine with its Control. A request wakes it; only the swapper puts it to
     sleep."""
 
     def __init__(self, swapper: Swapper, name: str) -> None:

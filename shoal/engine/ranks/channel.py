@@ -3,8 +3,8 @@ every other rank.
 
 A message is plain data with numpy arrays and CPU tensors anywhere in it. Plain data is what msgpack knows:
 None, bool, int, float, str, bytes, lists, dicts; tuples arrive as lists. Arrays travel as raw bytes behind
-the msgpack head, with one copy in and one copy out. engine/ranks/workers.py says who sends what, and what
-happens when a side dies.
+the msgpack head, with one copy in and one copy out. engine/ranks/workers.py says which side sends what, and
+what happens when a side dies.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def pack(message: Any) -> list[memoryview]:
 
 
 def unpack(head: bytes | memoryview, body: np.ndarray) -> Any:
-    """The message. Its arrays are views into `body`, which nobody else may write."""
+    """The message. Its arrays are views into `body`, which must not be written."""
 
     def find(code: int, data: memoryview) -> np.ndarray | torch.Tensor:
         offset, dtype, shape = msgspec.msgpack.decode(data)
@@ -98,7 +98,7 @@ def _tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
 # The ring
 #
 #   positions in the stream of bytes, which lies in the ring modulo its size:
-#   [.., freed)              every reader has copied it out: ours to overwrite
+#   [.., freed)              every reader has copied it out: the writer may overwrite it
 #   [freed, announced)       some reader may still be reading it
 #   [announced, written)     copied in, the readers don't know of it yet
 #
@@ -110,8 +110,8 @@ def _tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
 # the same manner.
 #
 # Neither side spins. A rank that sleeps takes a moment to wake, but with asynchronous scheduling the command
-# for step n+1 leaves while the GPU is in step n, so nobody waits for it. Spinning long enough to help takes a
-# core per rank (benchmarks/results/steps.md).
+# for step n+1 leaves while the GPU is in step n, so no step waits for it. Spinning long enough to help takes
+# a core per rank (benchmarks/results/steps.md).
 
 
 class ChannelWriter:

@@ -40,9 +40,9 @@ def _kernels() -> ModuleType:
 class CudaPeerSums:
     """Use `connect`."""
 
-    def __init__(self, peers: Peers, foreign: Sequence[int], address: int) -> None:
+    def __init__(self, peers: Peers, peer_memory: Sequence[int], address: int) -> None:
         self.peers = peers
-        self._foreign, self._address = list(foreign), address
+        self._peer_memory, self._address = list(peer_memory), address
         self._side = torch.cuda.Stream(peers.own.device)
         sizes = _kernels().COUNTER_INTS, _kernels().FLAG_INTS
         self._releasing = [torch.zeros(size, dtype=torch.int32).pin_memory() for size in sizes]
@@ -68,14 +68,14 @@ class CudaPeerSums:
 
     def close(self) -> None:
         """Gives the memory back. No kernel may use it any more, on any rank."""
-        _free(self.peers.own.device.index, self._foreign, self._address)
+        _free(self.peers.own.device.index, self._peer_memory, self._address)
 
 
 def connect(tp: TensorParallel, hidden_size: int, dtype: torch.dtype) -> CudaPeerSums | None:
     """Makes all ranks' sums, which every rank calls together. None, with a line in rank 0's log, where they
     can't be had or are not right: NCCL then makes all sums."""
     device, sums, why = tp.device.index, None, _hindrance(tp)
-    address, foreign = 0, []
+    address, peer_memory = 0, []
     if _all_agree(tp, why is None):
         kernels = _kernels()
         block_bytes = max(hidden_size, kernels.PLAIN_BLOCK) * dtype.itemsize
@@ -91,11 +91,11 @@ def connect(tp: TensorParallel, hidden_size: int, dtype: torch.dtype) -> CudaPee
         if _all_agree(tp, why is None):
             try:
                 for rank, theirs in enumerate(handles.tolist()):
-                    foreign.append(0 if rank == tp.rank else open_memory(device, bytes(theirs)))
+                    peer_memory.append(0 if rank == tp.rank else open_memory(device, bytes(theirs)))
             except DriverError as error:
                 why = str(error)
             if _all_agree(tp, why is None):
-                addresses = [at or address for at in foreign]
+                addresses = [at or address for at in peer_memory]
                 peers = kernels.Peers(
                     tp.rank,
                     tp.size,
@@ -107,12 +107,12 @@ def connect(tp: TensorParallel, hidden_size: int, dtype: torch.dtype) -> CudaPee
                 why = _difference(tp, peers, hidden_size, dtype)
                 if _all_agree(tp, why is None):
                     peers = dataclasses.replace(peers, most_polls=kernels.FOR_EVER)
-                    sums = CudaPeerSums(peers, foreign, address)
+                    sums = CudaPeerSums(peers, peer_memory, address)
                 else:
                     why = why or "on another rank the kernels' sums differ from NCCL's"
     if sums is None:
         tp.barrier()  # until here others may write into this rank's memory
-        _free(device, foreign, address)
+        _free(device, peer_memory, address)
         if tp.rank == 0:
             logger.warning("all sums over GPUs go by NCCL: %s", why or "another rank has no way to its peers")
     elif tp.rank == 0:
@@ -142,7 +142,7 @@ def _difference(tp: TensorParallel, peers: Peers, hidden_size: int, dtype: torch
     generator = torch.Generator(tp.device).manual_seed(tp.rank)
     most_rows = kernels.MAX_BLOCKS * kernels.PLAIN_BLOCK // hidden_size  # rows of a sum without a norm
     sizes = sorted({*TEST_ROWS, most_rows} - {0})  # each goes in the way that sums of its size will go
-    # At first nobody waits, as one rank may compile for seconds longer than another.
+    # At first no kernel waits, as one rank may compile for seconds longer than another.
     for rows in sizes:
         _wrong_sum(tp, dataclasses.replace(peers, most_polls=0), rows, hidden_size, dtype, generator)
     tp.barrier()
@@ -202,9 +202,9 @@ def _allocate(device: int, num_bytes: int) -> int:
     return address.value
 
 
-def _free(device: int, foreign: Sequence[int], address: int) -> None:
-    if foreign:
-        close_memory(device, [at for at in foreign if at])
+def _free(device: int, peer_memory: Sequence[int], address: int) -> None:
+    if peer_memory:
+        close_memory(device, [at for at in peer_memory if at])
     if address:
         with context(device):
             call("cuMemFree_v2", ctypes.c_uint64(address))

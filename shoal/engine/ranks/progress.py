@@ -79,7 +79,7 @@ class Progress:
         return next((command for command in list(self._commands) if command[0] == ended + 1), None)
 
     def look(self, pids: Mapping[int, int], rank_0_waits: bool, now: float) -> str | None:
-        """To be called every LOOK_S or so. Returns why the ranks can't go on, if one of them hangs. `now`:
+        """To be called every LOOK_S or so. Returns why the ranks can't continue, if one of them hangs. `now`:
         seconds of the monotonic clock."""
         # After a longer interval this process itself was stopped.
         elapsed = min(now - self._looked_at, 2 * LOOK_S) if self._looked_at is not None else 0.0

@@ -1,5 +1,5 @@
 """The ranks of one engine as one object: rank 0, whose ModelRunner is in this process, and the others behind
-a WorkerGroup.
+a WorkerProcesses.
 
 Every rank runs the same commands (engine/runner/commands.py) in the same order. Rank 0 does its own part
 while the others do theirs.
@@ -17,7 +17,7 @@ import torch
 
 from shoal.config import ResolvedConfig
 from shoal.engine.ranks.peer_sums import CudaPeerSums, connect
-from shoal.engine.ranks.workers import Pending, WorkerGroup
+from shoal.engine.ranks.workers import Pending, WorkerProcesses
 from shoal.engine.runner import commands
 from shoal.engine.runner.batch import SamplerOptions
 from shoal.engine.runner.commands import Command
@@ -54,7 +54,7 @@ class Ranks:
         # The threads that this process had before any rank was in it. close() sets this number again.
         self._num_threads: int = torch.get_num_threads() if predecessor is None else predecessor._num_threads
         self._divides_threads = config.device == "cpu" and self.size > 1
-        self._group: WorkerGroup | None = None
+        self._group: WorkerProcesses | None = None
         self._tp: TensorParallel | None = None
         self._runner: ModelRunner | None = None
         self._sums: CudaPeerSums | None = None
@@ -72,9 +72,9 @@ class Ranks:
         if self.size > 1:
             rendezvous = Rendezvous()
             init = {"config": dataclasses.asdict(config), "port": rendezvous.port, "exports": list(exports)}
-            self._group = WorkerGroup(self.size, "shoal.engine.ranks.ranks:serve_rank", init)
+            self._group = WorkerProcesses(self.size, "shoal.engine.ranks.ranks:serve_rank", init)
             self._tp = tp = rendezvous.connect(0, self.size, config.device, self._group.check)
-            self._group.when_failed(tp.abort)  # so that nobody waits on the device for a rank that is gone
+            self._group.when_failed(tp.abort)  # so that no rank waits on the device for a dead one
             self._group.watch_waits(lambda: tp.waits or self._waits)
         self._sums = connect_sums(config, files, tp)
         self._runner = ModelRunner(config, files, tp, exports[0] if exports else None)

@@ -3,9 +3,9 @@ engine/ranks/workers.py with inherited file descriptors.
 
 It calls the factory that rank 0 names, which returns a table of commands: a name and the function it runs.
 Then it runs the commands in the order in which rank 0 gives them. It ends, whatever it is doing, when the
-socket to rank 0 closes: on WorkerGroup.close() and on any death of rank 0. (PR_SET_PDEATHSIG would not do, as
-it fires when the *thread* that started us ends.) Nothing it holds outlives the process, so it always leaves
-by os._exit: finalizers could wait for ranks that are gone.
+socket to rank 0 closes: on WorkerProcesses.close() and on any death of rank 0. (PR_SET_PDEATHSIG would not
+do, as it fires when the *thread* that started us ends.) Nothing it holds outlives the process, so it always
+leaves by os._exit: finalizers could wait for ranks that are gone.
 """
 
 from __future__ import annotations

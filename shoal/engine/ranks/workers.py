@@ -1,4 +1,4 @@
-"""WorkerGroup: how rank 0, the user's process, starts, commands, watches and ends the other ranks.
+"""WorkerProcesses: how rank 0, the user's process, starts, commands, watches and ends the other ranks.
 
 A rank is a fresh Python process (engine/ranks/worker_main.py) that inherits file descriptors and nothing
 else. Commands go to all ranks through the ring of engine/ranks/channel.py. Replies come back through a socket
@@ -110,7 +110,7 @@ class Pending(Generic[Result]):
         return [reply.build() if isinstance(reply, _RankFailure) else reply for reply in replies]
 
 
-class WorkerGroup:
+class WorkerProcesses:
     """Ranks 1 to world_size - 1. Each serves the table of commands (a name and the function it runs) that
     `target` ("package.module:factory") returns for (rank=, world_size=, **init). To be used by one thread at
     a time: the ranks run the commands in the order in which they are given.
@@ -233,7 +233,7 @@ def _name_culprit(command: str, args: tuple[Any, ...], error: Exception) -> Type
 
 
 class _Monitor:
-    """The ranks' processes and the thread that listens to them. The thread takes in replies, passes output
+    """The ranks' processes and the thread that listens to them. The thread receives replies, passes output
     on, and notices deaths."""
 
     def __init__(self, world_size: int) -> None:

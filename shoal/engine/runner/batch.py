@@ -50,7 +50,7 @@ class Header(IntEnum):
     # Tokens are sampled once more, from whole rows of logits: a request needs options that state rows lack,
     # or more than ranks exchange (kernels/sampling/split_sample.py).
     SAMPLES_WHOLE_ROWS = 8
-    NUM_PROMPT_LOGITS = 9  # tokens of prompts whose logits are asked for
+    NUM_PROMPT_LOGITS = 9  # prompt tokens whose logits are requested
     NUM_GROUPS = 10  # groups of decodes that share a prefix
     # The most log-probabilities that a sample, or a prompt, of the step asks for, as `encode_count` writes
     # it.
@@ -225,8 +225,8 @@ class SamplerOptions:
     grammars: list[GrammarRow] = field(default_factory=list)
     # int32 [grammars, words]: a bit for each token, set if it may be drawn (engine/scheduling/grammar.py)
     masks: np.ndarray | None = None
-    embeds: list[int] = field(default_factory=list)  # samples whose hidden state is asked for
-    # samples with log-probabilities whose tokens are drawn from fewer, by top_k, top_p or min_p
+    embeds: list[int] = field(default_factory=list)  # samples whose hidden state is requested
+    # samples with log-probabilities whose tokens are restricted by top_k, top_p or min_p
     filtered: list[int] = field(default_factory=list)
 
     @property
@@ -265,7 +265,8 @@ class BatchBuilder:
         self.owner: list[tuple[Sequence, int] | None] = [None] * layout.num_rows
         self.row_addresses = [layout.row_address(row) for row in range(layout.num_rows)]
         self.num_sent = [0] * layout.num_rows  # how many block ids of each row's table the device has
-        self.whole_rows = [False] * layout.num_rows  # which rows several ranks draw from whole rows of logits
+        # rows that several ranks sample from whole rows of logits
+        self.whole_rows = [False] * layout.num_rows
 
     def build(self, plan: StepPlan, graph_size: int | None = None) -> tuple[np.ndarray, SamplerOptions]:
         """The packed step, and the sampler's extras. `graph_size`: how many rows the step is padded to if
@@ -385,7 +386,7 @@ class BatchBuilder:
     def _update_prefixes(
         self, tree: PrefixTree, decode_rows: np.ndarray, addresses: list[int], values: list[int]
     ) -> None:
-        """Sends the groups anew, because others decode than in the last step."""
+        """Sends the groups again, because other sequences decode than in the last step."""
         self.decode_rows = decode_rows
         rows = decode_rows.tolist()
         groups = tree.groups(rows) if len(rows) >= self.share_from else []
@@ -426,7 +427,7 @@ class BatchBuilder:
         last = (query_starts[1:] - 1)[samples]
         wants_prompt = [i for i, e in enumerate(entries) if e.seq.request.params.prompt_logprobs is not None]
         prompt_logits = [np.zeros(0, np.int32)]
-        targets: list[int] = []  # the token that follows each prompt token whose logits are asked for
+        targets: list[int] = []  # the token after each prompt token whose logits are requested
         for i in wants_prompt:
             count, after = num_prompt_targets(entries[i]), entries[i].start + 1
             prompt_logits.append(query_starts[i] + np.arange(count, dtype=np.int32))

@@ -115,7 +115,7 @@ ALLOCATE = _entry("allocate", _itself, ModelRunner.allocate)
 
 
 def step(runner: ModelRunner, packed: np.ndarray) -> None:
-    """A rank other than 0 launches a packed step. It has no extras, and nobody asks it for tokens."""
+    """A rank other than 0 launches a packed step. It has no sampler options, and its tokens are not read."""
     runner.step(packed)
 
 

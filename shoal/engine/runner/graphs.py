@@ -112,7 +112,7 @@ class _Memory:
 
 
 def _unowned(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor, whose memory may go to others."""
+    """Returns the same tensor without ownership, so that its memory can be reused."""
     return torch.as_tensor(_Memory(tensor), device=tensor.device).view(tensor.dtype)
 
 

@@ -48,7 +48,7 @@ def cache_scales(config: ResolvedConfig, files: CheckpointFiles) -> torch.Tensor
 
 class KvCache:
     """`blocks` is a tensor of shape `spec.shape`, [blocks, layers, 2, kv heads, block_size, head_dim], so one
-    block is one contiguous piece over all layers. There is one block until `allocate`.
+    block is one contiguous range over all layers. There is one block until `allocate`.
 
     `is_shared`: other processes may read the cache. On the CPU it then lies in shared memory; a GPU's memory
     can be shared as it is."""

@@ -150,10 +150,10 @@ def read_export(
     own = dict(weight_tensors(model))
     lent = {tensor.name: tensor for tensor in export.tensors}
     for name in own | lent:
-        ours = (str(own[name].dtype), tuple(own[name].shape)) if name in own else "nothing"
+        mine = (str(own[name].dtype), tuple(own[name].shape)) if name in own else "nothing"
         its = (lent[name].dtype, lent[name].shape) if name in lent else "nothing"
-        if ours != its:
-            raise CheckpointError(f"the other worker has {its} for {name}, and this one {ours}")
+        if mine != its:
+            raise CheckpointError(f"the other worker has {its} for {name}, and this one {mine}")
     tensors, reasons = _with_data(own[name] for name in lent), []
     if device.type == "cuda":
         torch.cuda.synchronize(device)  # the reads are not ordered behind the zeros
@@ -292,7 +292,7 @@ class NixlWay:
     def offer(self, tensors: Sequence[torch.Tensor]) -> tuple[bytes, Close]:
         with self._using("register the weights") as nixl:
             name, agent = nixl.new_agent()
-            memory = agent.register_memory(self._pieces(tensors), self._segment)
+            memory = agent.register_memory(self._memory_of(tensors), self._segment)
             metadata = agent.get_agent_metadata()
         addresses = [tensor.data_ptr() for tensor in tensors]
 
@@ -311,7 +311,7 @@ class NixlWay:
         targets = np.array([tensor.data_ptr() for tensor in into], np.uint64)
         with self._using("read the other worker's weights") as nixl:
             _, agent = nixl.new_agent()
-            memory = agent.register_memory(self._pieces(into), self._segment)
+            memory = agent.register_memory(self._memory_of(into), self._segment)
             agent.add_remote_agent(owner.metadata)
             sources = descriptors(np.array(owner.addresses, np.uint64), sizes, owner.device)
             remote = agent.get_xfer_descs(sources, owner.segment)
@@ -347,7 +347,7 @@ class NixlWay:
         if state != "DONE":
             raise ExportError(f"NIXL broke off: {state}")
 
-    def _pieces(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, str]]:
+    def _memory_of(self, tensors: Sequence[torch.Tensor]) -> list[tuple[int, int, int, str]]:
         return [(tensor.data_ptr(), tensor.nbytes, self._device, "") for tensor in tensors]
 
 

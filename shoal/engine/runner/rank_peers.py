@@ -54,7 +54,7 @@ class RankPeers:
         self._cancels: dict[int, threading.Event] = {}
         self._ended: deque[Ended] = deque()
         self._lock = threading.Lock()
-        self._tidying: threading.Timer | None = None  # waits to close connections that nobody used for long
+        self._tidying: threading.Timer | None = None  # waits to close idle connections
         self._is_closed = False
 
     def open_windows(self, reach: int) -> list[bytes]:

@@ -31,7 +31,7 @@ from shoal.engine.runner.graphs import (
     most_captured_tokens,
 )
 from shoal.engine.runner.kv_cache import FP8, KvCache, cache_scales, cache_spec
-from shoal.engine.runner.layer_ends import LayerEnds
+from shoal.engine.runner.layer_events import LayerEvents
 from shoal.engine.runner.rank_export import RankExport, decode, read_export
 from shoal.engine.runner.rank_kv import RankKv
 from shoal.engine.runner.rank_memory import GpuShare, RankMemory, new_regions
@@ -149,7 +149,7 @@ class ModelRunner:
         self.shaper = LogitShaper(ops, self.max_num_seqs, model.vocab_size, self.device)
         transfer = config.kv_transfer_config
         self.cache = KvCache(spec, self.device, is_shared=transfer is not None and transfer.lends)
-        self.layer_ends = LayerEnds(model.num_layers, self.device)
+        self.layer_events = LayerEvents(model.num_layers, self.device)
         processes_logprobs = config.logprobs_mode == "processed_logprobs"
         self.sampler = Sampler(
             ops, tp, self.state, self.shaper, self.model.lm_head, processes_logprobs=processes_logprobs
@@ -162,7 +162,7 @@ class ModelRunner:
             self.cache,
             self.sampler,
             buffers,
-            self.layer_ends,
+            self.layer_events,
             self.mixed_shapes,
             self.max_model_len,
         )

@@ -25,8 +25,8 @@ from shoal.kernels.state import FIELDS, MIN_TEMPERATURE, Field
 from shoal.layers.embedding import Vocabulary
 from shoal.layers.parallel import TensorParallel
 
-# Elements of one [rows, V] float32 piece of prompt log-probabilities, or of rows under grammars: 64 MiB.
-MAX_PIECE_ELEMENTS = 1 << 24
+# Elements of one [rows, V] float32 slice of prompt log-probabilities, or of rows under grammars: 64 MiB.
+MAX_SLICE_ELEMENTS = 1 << 24
 FEW_ELEMENTS = 1 << 22  # One thread takes some milliseconds for an operation on as many.
 
 
@@ -108,7 +108,7 @@ class Sampler:
         self.processes_logprobs = processes_logprobs
 
     def sample(self, logits_SV: torch.Tensor, rows_S: torch.Tensor, positions_S: torch.Tensor) -> None:
-        """Draws a token for each sample whose row is not -1, into `sampled_S` and into its row's TOKEN and
+        """Samples a token for each sample whose row is not -1, into `sampled_S` and into its row's TOKEN and
         POSITION. `positions_S`: the position of the last token before it. A row for which parts do not
         suffice gets some token, and has to be sampled by `sample_whole_rows`."""
         num_samples = rows_S.shape[0]
@@ -141,7 +141,7 @@ class Sampler:
             self.ops.sample(logits_SV, rows_S, positions_S, table, sampled_S)
         if self.tp.size > 1:
             self.tp.broadcast(sampled_S)
-            if self.tp.rank:  # Padding rows of -1 land in the table's last row, which is nobody's.
+            if self.tp.rank:  # Padding rows of -1 land in the table's last row, which no sequence has.
                 at_S = rows_S.long()
                 table[at_S, Field.TOKEN] = sampled_S
                 table[at_S, Field.POSITION] = positions_S + 1
@@ -181,8 +181,8 @@ class Sampler:
         else:
             logits_SV = logits_SV.float() / temperature_S1
         filtered = options.filtered if options is not None else []
-        for piece in row_pieces(len(filtered), logits_SV.shape[1]):
-            at = upload(torch.tensor(filtered[piece]), logits_SV.device)
+        for rows in row_slices(len(filtered), logits_SV.shape[1]):
+            at = upload(torch.tensor(filtered[rows]), logits_SV.device)
             logits_SV[at] = shaping.keep_survivors(
                 logits_SV[at],
                 tokens_S[at],
@@ -272,8 +272,8 @@ class LogitShaper:
             torch.from_numpy(np.concatenate([np.array(samples, np.int32)[:, None], masks], axis=1)),
             self.device,
         )
-        for piece in row_pieces(len(samples), self.vocab_size):
-            self.ops.keep_bits(logits_SV, packed[piece, 0].long(), packed[piece, 1:])
+        for rows in row_slices(len(samples), self.vocab_size):
+            self.ops.keep_bits(logits_SV, packed[rows, 0].long(), packed[rows, 1:])
 
     def _penalize(self, logits_SV: torch.Tensor, options: SamplerOptions) -> None:
         assert self.output_counts is not None and self.prompt_mask is not None
@@ -308,13 +308,13 @@ def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
-def row_pieces(num_rows: int, vocab_size: int) -> list[slice]:
-    """Slices of rows whose float32 logits fit a bounded piece of memory."""
-    rows = max(1, MAX_PIECE_ELEMENTS // vocab_size)
+def row_slices(num_rows: int, vocab_size: int) -> list[slice]:
+    """Slices of rows whose float32 logits fit a bounded amount of memory."""
+    rows = max(1, MAX_SLICE_ELEMENTS // vocab_size)
     return [slice(i, min(i + rows, num_rows)) for i in range(0, num_rows, rows)]
 
 
-def concatenate(pieces: list[LogprobTensors]) -> LogprobTensors:
+def concatenate(parts: list[LogprobTensors]) -> LogprobTensors:
     return LogprobTensors(
-        *(torch.cat([getattr(p, name) for p in pieces]) for name in ("chosen", "ranks", "top_ids", "top"))
+        *(torch.cat([getattr(p, name) for p in parts]) for name in ("chosen", "ranks", "top_ids", "top"))
     )

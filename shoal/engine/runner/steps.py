@@ -37,13 +37,13 @@ from shoal.engine.runner.batch import (
 from shoal.engine.runner.batch_state import BatchState
 from shoal.engine.runner.graphs import DecodeGraphs, StepGraphs
 from shoal.engine.runner.kv_cache import KvCache
-from shoal.engine.runner.layer_ends import LayerEnds
+from shoal.engine.runner.layer_events import LayerEvents
 from shoal.engine.runner.sampling import (
     LogprobTensors,
     Sampler,
     concatenate,
     logprobs,
-    row_pieces,
+    row_slices,
     start_copy,
     unit_rows,
 )
@@ -107,14 +107,14 @@ class Steps:
         cache: KvCache,
         sampler: Sampler,
         buffers: StepBuffers,
-        layer_ends: LayerEnds,
+        layer_events: LayerEvents,
         mixed_shapes: list[MixedShape],
         max_model_len: int,
     ) -> None:
         """`mixed_shapes`: shapes that graphs capture, small to large."""
         self.model, self.backend, self.ops = model, backend, ops
         self.state, self.cache = state, cache
-        self.sampler, self.buffers, self.layer_ends = sampler, buffers, layer_ends
+        self.sampler, self.buffers, self.layer_events = sampler, buffers, layer_events
         self.mixed_shapes, self.max_model_len = mixed_shapes, max_model_len
         size = max((end for shape in mixed_shapes for _, end in token_spans(shape).values()), default=0)
         # The static buffer that captured mixed steps read.
@@ -139,7 +139,7 @@ class Steps:
             self.ops.apply_updates(self.state.flat, sections["addresses"], sections["values"])
         if options is not None:
             self.sampler.shaper.start_rows(options)
-        after_layer = self.layer_ends.end_layer if self.layer_ends.begin_step() else None
+        after_layer = self.layer_events.end_layer if self.layer_events.begin_step() else None
         if header[Header.DECODE_ONLY]:
             outcome = self._run_decode(header, options, after_layer)
         elif header[Header.GRAPH_TOKENS]:
@@ -184,7 +184,7 @@ class Steps:
             num_rows, graph = fitting
             graph.replay()
             if after_layer is not None:
-                self.layer_ends.end_graph()
+                self.layer_events.end_graph()
             logits_SV = graph.output
         else:
             samples = not header[Header.SAMPLES_WHOLE_ROWS]
@@ -285,8 +285,8 @@ class Steps:
         count = decode_count(header[Header.PROMPT_LOGPROBS]) or 0
         return concatenate(
             [
-                logprobs(self.model.logits(hidden_PD[piece]), targets_P[piece], count, self.model.lm_head)
-                for piece in row_pieces(hidden_PD.shape[0], self.model.config.vocab_size)
+                logprobs(self.model.logits(hidden_PD[rows]), targets_P[rows], count, self.model.lm_head)
+                for rows in row_slices(hidden_PD.shape[0], self.model.config.vocab_size)
             ]
         )
 
@@ -300,14 +300,14 @@ class Steps:
         options: SamplerOptions | None,
         after_layer: AfterLayer | None,
     ) -> Outcome:
-        """`inputs`: the sections that describe tokens, in one piece, as `mixed_inputs` takes them."""
+        """`inputs`: the sections that describe tokens, contiguous, as `mixed_inputs` takes them."""
         assert self.mixed_graphs is not None
         self.buffers.copy(self.mixed_inputs[: inputs.shape[0]], inputs)
         shape, num_samples = MixedShape.of(header), int(header[Header.NUM_SAMPLES])
         graph = self.mixed_graphs.graphs[shape]
         graph.replay()
         if after_layer is not None:
-            self.layer_ends.end_graph()
+            self.layer_events.end_graph()
         hidden_SD = graph.output[:num_samples]
         logits_SV = None
         rows_S = sections["sample_rows"][:num_samples]

@@ -75,7 +75,7 @@ class Grammar:
 
     @property
     def is_ready(self) -> bool:
-        """True if a step may draw the next token now."""
+        """True if a step may sample the next token now."""
         return self._ahead is None or self._ahead.done()
 
     def note_slow(self, seconds: float) -> None:
@@ -109,7 +109,7 @@ class Grammar:
             self._ahead.cancel()
 
     def accept(self, token_id: int) -> bool:
-        """Takes the drawn token. Returns False if the sequence must end: `error` says why."""
+        """Applies a sampled token. Returns False if the sequence must end: `error` says why."""
         # A matcher that has failed while a mask was computed would take the end of text.
         if not self.matcher.is_error() and self.matcher.consume_token(token_id):
             self.ended = token_id in self.end_ids
@@ -121,7 +121,7 @@ class Grammar:
             "allowed_token_ids, bad_words or min_tokens leave no token that the grammar allows; drop one of "
             "them"
             if self.dead_end
-            else f"the grammar cannot go on: {short(self.matcher.get_error())}; simplify it"
+            else f"the grammar cannot continue: {short(self.matcher.get_error())}; simplify it"
         )
         return False
 
@@ -183,7 +183,7 @@ class Grammars:
         return in_deep_thread(lambda: self._new(params, output_token_ids))
 
     def masks(self, rows: list[GrammarRow]) -> np.ndarray:
-        """The masks of a step, int32 [rows, words], with a bit for each token that may be drawn.
+        """The masks of a step, int32 [rows, words], with a bit for each allowed token.
 
         A token that the request's other options forbid is taken out. Where no token is left, the end of text
         may be drawn; if the grammar does not end there, `accept` refuses it.
@@ -272,7 +272,7 @@ class Grammars:
         matcher = LLMatcher(self._table(), grammar, log_level=0, limits=LIMITS)
         first = matcher.deep_copy()
         begin = time.perf_counter()
-        # The first mask is mostly the costliest. Computed here it holds nobody up, and shows a grammar that
+        # The first mask is mostly the costliest. Computed here it delays no step, and shows a grammar that
         # is too complex.
         first.compute_bitmask()
         seconds = time.perf_counter() - begin
@@ -301,7 +301,7 @@ class _Tokens:
         self.eos_token_id, self.bos_token_id = end_ids[0], None
         hidden = {*tokenizer.all_special_ids, *end_ids}
         self.special_token_ids = sorted(i for i in hidden if i < vocab_size)
-        # An id beyond the tokenizer's end has no bytes and is never drawn.
+        # An id beyond the tokenizer's end has no bytes and is never sampled.
         self.tokens = [tokenizer.token_bytes[i] for i in range(vocab_size)]
 
     def __call__(self, text: str | bytes) -> list[int]:

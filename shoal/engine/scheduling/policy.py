@@ -1,7 +1,7 @@
-"""The scheduling policy: who runs first, who is preempted, and how much of the prompts one step takes.
+"""The scheduling policy: the order of sequences, the choice of a victim, and the prompt tokens of one step.
 
 Everything here is a function of its arguments: no clock, no state that outlives a step. The scheduler
-(scheduler.py) calls it and keeps the books; what steps cost is learned in step_costs.py. How to change the
+(scheduler.py) calls it and holds the queues; what steps cost is learned in step_costs.py. How to change the
 policy or add one: docs/howto/scheduling-policy.md.
 """
 

@@ -587,7 +587,7 @@ class Scheduler:
             start = min(prefetch.num_computed, seq.num_tokens - 1)
             if budget.is_spent or not budget.fit(start, seq.num_tokens - start):
                 break
-            seq.transfers = prefetch.transfers
+            seq.completed_fetches = prefetch.completed_fetches
             inherited = prefetch.block_ids
             self.finish(prefetch.request.request_id, FinishReason.LENGTH)
             blocks = self._find_prefix(seq)

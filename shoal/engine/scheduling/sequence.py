@@ -68,7 +68,7 @@ class GrammarRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class CompletedFetch:
     """A completed fetch of KV blocks for a sequence. `begun_at`: seconds of the core's clock."""
 
     source: str  # tiers below the device, or "worker"
@@ -110,7 +110,9 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     added_at: float = 0.0  # when it was added
     started_at: float | None = None  # when a step first held part of it
-    transfers: list[Transfer] = field(default_factory=list)  # that have ended; their sources write them
+    completed_fetches: list[CompletedFetch] = field(
+        default_factory=list
+    )  # that have ended; their sources write them
     # Number of lookups in flight (a store, other workers). The sequence may start when it is 0; each lookup
     # increments and decrements it.
     num_lookups: int = 0

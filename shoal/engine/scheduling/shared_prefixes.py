@@ -32,7 +32,7 @@ class PrefixTree:
     the next. Rows that share a prefix are neighbours.
 
     A row is placed when its sequence is admitted. The blocks that it has then do not change, and later ones
-    are its own. The row of a sequence that has left stays until it is placed again; nobody asks for it
+    are its own. The row of a sequence that has left stays until it is placed again; it is not read
     meanwhile.
     """
 

@@ -18,7 +18,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from shoal import LLM
 from shoal.cli.main import main
 from shoal.engine import compile_cache
-from shoal.engine.compile_cache import CompileCache, keep_kernels_together, local_names, pack, unpack
+from shoal.engine.compile_cache import CompileCache, archive_of, extract, keep_kernels_together, local_names
 from shoal.errors import ConfigError
 from shoal.kernels import c_library
 
@@ -57,17 +57,17 @@ def test_what_one_machine_compiled_the_next_has(machine, tmp_path):
     first = machine("first")
     compile_library(first)
     compile_kernel(first, "AAAA")
-    assert CompileCache(url).fetch() == 0
-    assert CompileCache(url).offer() == 2
-    assert CompileCache(url).offer() == 0  # it is there
+    assert CompileCache(url).download() == 0
+    assert CompileCache(url).upload() == 2
+    assert CompileCache(url).upload() == 0  # it is there
     second = machine("second")
-    assert CompileCache(url).fetch() == 2
+    assert CompileCache(url).download() == 2
     assert (second / "cpu-1.so").read_bytes() == (first / "cpu-1.so").read_bytes()
     assert sorted(local_names()) == ["cpu-1.so", "triton-AAAA"]
     paths = json.loads((second / "triton/AAAA/__grp__k.json").read_text())["child_paths"]
     assert paths == {name: str(second / "triton/AAAA" / name) for name in ("k.cubin", "k.json")}
     assert all(Path(path).read_bytes() == name.encode() for name, path in paths.items())
-    assert CompileCache(url).fetch() == 0
+    assert CompileCache(url).download() == 0
 
 
 def test_a_kernel_that_is_still_being_compiled_is_not_offered(machine):
@@ -91,9 +91,9 @@ def test_libraries_that_were_fetched_are_the_ones_that_a_build_finds(machine, tm
     machine("first")
     c_library.build(source, ["one.c"], [], ["-O1", "-fPIC"])
     url = f"file://{tmp_path}/store"
-    assert CompileCache(url).offer() == 1
+    assert CompileCache(url).upload() == 1
     second = machine("second")
-    assert CompileCache(url).fetch() == 1
+    assert CompileCache(url).download() == 1
     monkeypatch.setattr(c_library, "_compile", None)  # it would fail
     assert c_library.build(source, ["one.c"], [], ["-O1", "-fPIC"]).parent == second
 
@@ -166,8 +166,8 @@ def test_a_store_that_fails_costs_a_warning(machine, caplog):
     fsspec.register_implementation("broken", Broken, clobber=True)
     compile_library(machine("only"))
     with caplog.at_level(logging.WARNING):
-        assert CompileCache("broken://user:secret@bucket/kernels").fetch() == 0
-        assert CompileCache("broken://user:secret@bucket/kernels").offer() == 0
+        assert CompileCache("broken://user:secret@bucket/kernels").download() == 0
+        assert CompileCache("broken://user:secret@bucket/kernels").upload() == 0
     told = [record.getMessage() for record in caplog.records]
     assert told == [
         f"compile_cache broken://bucket/kernels could not be {what}: PermissionError: denied"
@@ -189,10 +189,10 @@ def test_a_store_that_is_slow_does_not_hold_up_the_start(machine, monkeypatch, c
             return []
 
     fsspec.register_implementation("slow", Slow, clobber=True)
-    monkeypatch.setattr(compile_cache, "FETCH_S", 0.05)
+    monkeypatch.setattr(compile_cache, "DOWNLOAD_S", 0.05)
     machine("only")
     with caplog.at_level(logging.WARNING):
-        assert CompileCache("slow://bucket").fetch() == 0
+        assert CompileCache("slow://bucket").download() == 0
     asked.set()
     assert "compile_cache slow://bucket is slow" in caplog.text
 
@@ -206,7 +206,7 @@ def test_a_url_of_no_file_system_is_refused():
 def test_a_name_that_leads_elsewhere_is_refused(machine, name):
     machine("only")
     with pytest.raises(ValueError, match="a kernel or library must be named"):
-        unpack(name, b"")
+        extract(name, b"")
 
 
 @pytest.mark.parametrize("inside, kind", [("../evil", tarfile.REGTYPE), ("link", tarfile.SYMTYPE)])
@@ -218,16 +218,16 @@ def test_an_archive_with_more_than_files_is_refused(machine, inside, kind):
         member.type, member.linkname = kind, "/etc/passwd"
         archive.addfile(member)
     with pytest.raises(ValueError, match="must hold plain files only"):
-        unpack("triton-AAAA", written.getvalue())
+        extract("triton-AAAA", written.getvalue())
     assert list((folder / "triton").iterdir()) == []
 
 
 def test_what_another_process_fetched_meanwhile_stays(machine):
     folder = machine("only")
     compile_kernel(folder, "AAAA")
-    packed = pack("triton-AAAA")
-    unpack("triton-AAAA", packed)
-    assert local_names() == ["triton-AAAA"] and pack("triton-AAAA") == packed
+    packed = archive_of("triton-AAAA")
+    extract("triton-AAAA", packed)
+    assert local_names() == ["triton-AAAA"] and archive_of("triton-AAAA") == packed
 
 
 def test_the_users_own_folder_for_triton_is_kept(machine, monkeypatch):

@@ -276,8 +276,7 @@ def test_a_failed_step_ends_the_core_for_good(build, monkeypatch):
 
 @pytest.mark.parametrize("bug", [AssertionError(), KeyError(7), IndexError("list index out of range")])
 def test_a_bug_in_a_step_ends_the_core(build, monkeypatch, bug):
-    """Regression: exceptions other than RuntimeError were taken for Ctrl-C, and the core continued with books
-    that may have been corrupt."""
+    """Regression: exceptions other than RuntimeError were taken for Ctrl-C, and the core continued with a state that may have been corrupt."""
     core = build()
     core.add(request("a", PROMPTS[0]))
 

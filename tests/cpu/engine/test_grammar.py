@@ -330,7 +330,7 @@ def test_outputs_that_a_grammar_does_not_allow_end_a_request_with_an_error(build
     params = structured(1, dict(regex="[a-f]{20,30}"))
     core.add(Request("moved", PROMPTS[1], params, output_token_ids=[token("a"), token("z")]))
     output = run(core)["moved"]
-    assert output.finish_reason is FinishReason.ERROR and "the grammar cannot go on" in output.error
+    assert output.finish_reason is FinishReason.ERROR and "the grammar cannot continue" in output.error
 
 
 def test_others_go_on_while_a_mask_is_computed(build, all_are_slow, monkeypatch):

@@ -86,7 +86,7 @@ def build(folder):
 
 
 def all_is_given_back(*cores):
-    """Waits until no core has work and all blocks are free, and proves the books."""
+    """Waits until no core has work and all blocks are free, and checks its state."""
     until = time.monotonic() + DEADLINE_S
     while True:
         is_busy = [core.tick() for core in cores]
@@ -334,7 +334,7 @@ def test_a_ticket_that_is_not_the_owners_means_computing(trio, caplog, spoil, ki
 def test_blocks_that_hold_something_else_by_now_are_computed(trio):
     [expected] = run(trio.one, request("one"))
     first = prefill(trio.lender)
-    trio.lender.scheduler.pool.reset()  # without a word to the books of offers
+    trio.lender.scheduler.pool.reset()  # without notifying the offers
     assert first.tokens + decode(trio.reader, first).tokens == expected.tokens
     assert failures(trio.reader) == {"stale": 1} and blocks_in(trio.reader) == 0
     trio.lender.peers.withdraw_all("the test ends")

@@ -134,7 +134,7 @@ def test_a_layer_is_read_while_the_next_one_is_computed(trio, chunked, monkeypat
     """The third step of the prompt stands still behind each layer until the decode worker has read it."""
     lender, pulls = chunked, Pulls(monkeypatch)
     [expected] = run(trio.one, request("one"))
-    ends, num_steps, stood = lender.ranks.runner.layer_ends, [], []
+    ends, num_steps, stood = lender.ranks.runner.layer_events, [], []
     tell = ends._tell
 
     def tell_and_stand(layer, event):

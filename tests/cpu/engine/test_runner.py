@@ -78,7 +78,7 @@ class Rank:
 
 @pytest.fixture
 def start(root):
-    """Starts a rank. After the test its scheduler's books are proven, and it is ended."""
+    """Starts a rank. After the test its scheduler is checked, and it is ended."""
     ranks = []
 
     def make(name="qwen3", path=None, **options):
@@ -269,7 +269,7 @@ def test_captured_mixed_steps_change_no_token(folder, captured):
 def listen(rank):
     """To the next step: which layer has ended, its event, and the cache at that time."""
     heard = []
-    rank.runner.layer_ends.listen(
+    rank.runner.layer_events.listen(
         lambda layer, event: heard.append((layer, event, rank.runner.cache.blocks.clone()))
     )
     return heard
@@ -311,7 +311,7 @@ def test_layers_leave_for_another_cache_while_their_step_runs(rank):
     plan = rank.scheduler.schedule()
     packed, _ = rank.builder.build(plan, None)
     copy = CopyStream("cpu").stage(BlockMap(ours, theirs), seq.block_ids, [8, 0, 4])
-    rank.runner.layer_ends.listen(copy.trigger_layer)
+    rank.runner.layer_events.listen(copy.trigger_layer)
     rank.runner.step(packed)
     for layer in range(cache.spec.num_layers):
         copy.wait_layer(layer)

@@ -46,8 +46,8 @@ def test_layers_that_leave_at_their_end_are_those_of_this_step(build, root, opti
         prompt = random.Random(i).choices(range(256), k=length)
         copy = copying.stage(block_map, range(160), range(160))
         told = []
-        runner.layer_ends.listen(copy.trigger_layer)
-        runner.layer_ends.listen(lambda layer, event, told=told: told.append(layer))
+        runner.layer_events.listen(copy.trigger_layer)
+        runner.layer_events.listen(lambda layer, event, told=told: told.append(layer))
         torch.cuda._sleep(SOME_MS)  # a copy that does not wait takes what was there before
         [output] = engine.generate([prompt], PARAMS)
         copying.synchronize()

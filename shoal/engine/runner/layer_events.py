@@ -13,7 +13,7 @@ import torch
 LayerListener = Callable[[int, torch.cuda.Event | None], None]
 
 
-class LayerEnds:
+class LayerEvents:
     """The listeners of the next step, and an event for each layer. An eager step reports each layer by
     itself. A captured step reports all layers at its end: it is short, and events inside of it cost more than
     they save (docs/decisions/steps.md).
@@ -35,7 +35,7 @@ class LayerEnds:
         self._coming.append(listener)
 
     def begin_step(self) -> bool:
-        """True if somebody listens to the step that begins."""
+        """True if the step that begins has listeners."""
         if not self._coming:
             return False
         self._listeners, self._coming = self._coming, []
