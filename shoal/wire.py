@@ -84,14 +84,14 @@ class TakeBackKv(Command[None], frozen=True, tag="take_back_kv"):
 
 class LendWeights(Command[bytes], frozen=True, tag="lend_weights"):
     """Opens the weights of this name (weights/fingerprint.py) to a worker that starts with the same ones.
-    Returns the description of the loan. Raises UnavailableError if there are no such weights."""
+    Returns the description of the export. Raises UnavailableError if there are no such weights."""
 
     name: bytes
     borrower: str
 
 
 class TakeBackWeights(Command[None], frozen=True, tag="take_back_weights"):
-    """Ends a loan: the worker has read the weights, or does not need them."""
+    """Ends an export: the worker has read the weights, or does not need them."""
 
     borrower: str
 

@@ -134,15 +134,15 @@ def test_a_kernel_of_triton_that_was_fetched_is_not_compiled_again(tmp_path):
                 print("hit" if cache_hit else "compiled")
 
             store = CompileCache(sys.argv[1])
-            store.fetch()
+            store.download()
             triton.knobs.compilation.listener = listen
             source = ASTSource(double, signature={"x_ptr": "*fp32", "SIZE": "constexpr"}, constexprs={(1,): 16})
             triton.compile(source, target=GPUTarget("cuda", 90, 32), options={})
-            store.offer()
+            store.upload()
             """
         )
     )
-    told = []
+    printed = []
     for name in ("first", "second"):
         environment = {**os.environ, "SHOAL_CACHE": str(tmp_path / name), "TRITON_INTERPRET": "0"}
         environment.pop("TRITON_CACHE_DIR", None)
@@ -150,8 +150,8 @@ def test_a_kernel_of_triton_that_was_fetched_is_not_compiled_again(tmp_path):
         words = [sys.executable, str(program), f"file://{tmp_path}/store"]
         done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == 0, done.stderr[-3000:]
-        told.append(done.stdout.split())
-    assert told == [["compiled"], ["hit"]]
+        printed.append(done.stdout.split())
+    assert printed == [["compiled"], ["hit"]]
 
 
 class Broken(MemoryFileSystem):
@@ -168,8 +168,8 @@ def test_a_store_that_fails_costs_a_warning(machine, caplog):
     with caplog.at_level(logging.WARNING):
         assert CompileCache("broken://user:secret@bucket/kernels").download() == 0
         assert CompileCache("broken://user:secret@bucket/kernels").upload() == 0
-    told = [record.getMessage() for record in caplog.records]
-    assert told == [
+    printed = [record.getMessage() for record in caplog.records]
+    assert printed == [
         f"compile_cache broken://bucket/kernels could not be {what}: PermissionError: denied"
         for what in ("read", "written")
     ]
@@ -246,8 +246,8 @@ def test_shoal_compile_fills_a_store_from_which_another_machine_starts(folder, t
     assert num_put >= 1
     machine("second")
     assert main(["compile", str(folder), "--compile-cache", url]) == 0
-    told = capsys.readouterr().out
-    assert f"were compiled, {num_put} fetched\n0 were put into file://" in told
+    printed = capsys.readouterr().out
+    assert f"were compiled, {num_put} fetched\n0 were put into file://" in printed
     third = machine("third")
     with LLM(str(folder), compile_cache=url):  # an engine does the same
         assert (third / "kernels-1.so").exists()

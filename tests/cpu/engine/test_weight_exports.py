@@ -205,7 +205,7 @@ def damaged(data):
     yield rank_export.encode(WeightsExport(whole.layout, [b"x"])), "cannot decode"
     yield with_rank(tensors=rest), "nothing"
     yield with_rank(tensors=[type(first)(first.name, first.dtype, (1, 2), first.checksum), *rest]), "(1, 2)"
-    yield with_rank(ways={}), "no such way"
+    yield with_rank(ways={}), "does not offer it"
     yield with_rank(ways={"shared memory": b"x", "NIXL": b"\x91\x01"}), "cannot be read"
 
 
