@@ -738,7 +738,7 @@ def test_an_owner_that_ends_while_a_reader_waits_means_computing(build, trio):
     first = prefill(lender)
     loan = request("decode", PROMPT, first.tokens, kv_ticket=first.ticket)
     trio.reader.add(loan)
-    [known] = trio.reader.peers.reader._loans
+    [known] = trio.reader.peers.reader._opened
     known.opening.result(DEADLINE_S)  # the owner has answered, and nothing was read yet
     lender.exit()
     tokens = []
