@@ -330,9 +330,9 @@ def main() -> None:
         kernels(args.threads)
     else:
         if args.gguf is None:
-            from shoal.weights.default_model import fetch_default_model
+            from shoal.weights.default_model import download_default_model
 
-            args.gguf = str(fetch_default_model())
+            args.gguf = str(download_default_model())
         compare(args)
 
 

@@ -26,7 +26,7 @@ from shoal.errors import ShoalError
 from shoal.kv.layout import CacheSpec, Layout
 from shoal.kv.storage import Memory, device_memory, shared_memory
 from shoal.kv.transfer.registry import TRANSPORTS, Transports
-from shoal.kv.transfer.ticket import WindowAddress
+from shoal.kv.transfer.ticket import ExportAddress
 from shoal.kv.transfer.transport import Peer, Pull, Reach
 from shoal.kv.view import BlockView
 
@@ -45,21 +45,21 @@ def new_cache(spec: CacheSpec, device: str) -> BlockView:
     return BlockView.over(spec, memory)
 
 
-def open_windows(
+def export_cache(
     name: str, specs: Sequence[CacheSpec], device: str
-) -> tuple[list[BlockView], list[Any], list[tuple[WindowAddress, ...]]]:
+) -> tuple[list[BlockView], list[Any], list[tuple[ExportAddress, ...]]]:
     views = [new_cache(spec, device) for spec in specs]
     transports = Transports([KINDS[name]])
-    windows = [transports.open_windows(view, Reach.PROCESS) for view in views]
+    exports = [transports.export_cache(view, Reach.PROCESS) for view in views]
     if device != "cpu":
         torch.cuda.synchronize(device)
-    return views, windows, [one.addresses for one in windows]
+    return views, exports, [one.addresses for one in exports]
 
 
 def own(name: str, specs: Sequence[CacheSpec], device: str, connection: Connection) -> None:
     """The owner's process. It ends with the connection."""
     try:
-        *kept, ranks = open_windows(name, specs, device)
+        *kept, ranks = export_cache(name, specs, device)
     except ShoalError as error:
         connection.send(error)
         return
@@ -98,7 +98,7 @@ def plain_rate(num_bytes: int, source: str, target: str) -> float:
 
 
 def measure(
-    name: str, ranks: Sequence[Sequence[WindowAddress]], into: BlockView, num_pulled: int
+    name: str, ranks: Sequence[Sequence[ExportAddress]], into: BlockView, num_pulled: int
 ) -> dict[str, tuple[int, float]]:
     """Bytes and seconds of each case."""
     rng = random.Random(1)
@@ -147,7 +147,7 @@ def main() -> None:
             into = new_cache(replace(whole, tp_size=dst_tp), reader_device)
             try:
                 if name == "in_process":
-                    *kept, ranks = open_windows(name, specs, owner_device)
+                    *kept, ranks = export_cache(name, specs, owner_device)
                 else:
                     kept, theirs = spawn.Pipe()
                     owner = spawn.Process(target=own, args=(name, specs, owner_device, theirs), daemon=True)

@@ -19,8 +19,8 @@ from shoal.kv.storage import device_memory, host_memory, pinned_memory, shared_m
 from shoal.kv.transfer.advance import Advancer
 from shoal.kv.transfer.offer_server import OfferServer
 from shoal.kv.transfer.offers import Offers
-from shoal.kv.transfer.registry import TRANSPORTS, Transports, Windows
-from shoal.kv.transfer.ticket import WindowAddress
+from shoal.kv.transfer.registry import TRANSPORTS, Exports, Transports
+from shoal.kv.transfer.ticket import ExportAddress
 from shoal.kv.transfer.transport import Reach
 from shoal.kv.view import BlockView
 from tests.kv_cases import AXES, on_host
@@ -73,7 +73,7 @@ def ranks_of(spec: CacheSpec, tp_size: int) -> list[CacheSpec]:
 
 
 class Owner:
-    """All ranks of one worker, whose caches hold `logical(spec, seed)`, with windows of some transports."""
+    """All ranks of one worker, whose caches hold `logical(spec, seed)`, with exports of some transports."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class Owner:
         if "device" in memory:
             torch.cuda.synchronize(self.views[0].storage.device)
         chosen = [KINDS[name] for name in transports]
-        self.windows: list[Windows] = [Transports(chosen).open_windows(view, reach) for view in self.views]
-        self.ranks: list[tuple[WindowAddress, ...]] = [windows.addresses for windows in self.windows]
+        self.exports: list[Exports] = [Transports(chosen).export_cache(view, reach) for view in self.views]
+        self.ranks: list[tuple[ExportAddress, ...]] = [exports.addresses for exports in self.exports]
         self.pool = BlockPool(specs[0].num_blocks)
         self.skipped_s = 0.0
         self.offers = Offers(MODEL, self.ranks, self.pool.generation, self.now, lease_s)
@@ -161,12 +161,12 @@ class Owner:
     def num_free(self) -> int:
         return self.pool.num_free
 
-    def addresses(self) -> list[tuple[WindowAddress, ...]]:
+    def addresses(self) -> list[tuple[ExportAddress, ...]]:
         return self.ranks
 
     def close_windows(self) -> None:
-        for windows in self.windows:
-            windows.close()
+        for exports in self.exports:
+            exports.close()
 
     def close(self) -> None:
         self.server.close()

@@ -20,7 +20,7 @@ GROUP = 64  # SmolLM2's 576 inputs are not a multiple of 128
 
 
 def write_plain(folder: Path) -> Path:
-    path = default_model.fetch_default_model()
+    path = default_model.download_default_model()
     for kind in (transformers.AutoTokenizer, transformers.AutoConfig):
         kind.from_pretrained(path.parent, gguf_file=path.name).save_pretrained(folder)
     tensors = checkpoint_tensors(CheckpointFiles(path.parent, path))

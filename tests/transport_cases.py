@@ -17,7 +17,7 @@ from shoal.kv.block_map import BlockCopyError
 from shoal.kv.layout import CacheSpec, Layout
 from shoal.kv.storage import Storage
 from shoal.kv.transfer.registry import TRANSPORTS, Transports
-from shoal.kv.transfer.ticket import Failure, TransferError, WindowAddress
+from shoal.kv.transfer.ticket import ExportAddress, Failure, TransferError
 from shoal.kv.transfer.transport import Pull
 from shoal.kv.view import BlockView
 from tests.kv_cases import contents
@@ -77,7 +77,7 @@ def wait(pull: Pull, timeout_s: float = 60) -> None:
         time.sleep(0.0005)
 
 
-def connect(name: str, ranks: Sequence[Sequence[WindowAddress]], into: BlockView):
+def connect(name: str, ranks: Sequence[Sequence[ExportAddress]], into: BlockView):
     used, peer = Transports([KINDS[name]]).connect(ranks, into)
     assert used == name
     return peer

@@ -55,7 +55,7 @@ def remove(name: str, download_dir: str | None = None) -> int:
         return model.size_bytes
     if model.source == "store":
         try:
-            for copy in store.stored_models(download_dir):
+            for copy in store.local_copies(download_dir):
                 if copy.url == name:
                     copy.remove()
         except OSError as error:
@@ -110,13 +110,13 @@ def _of_repo(repo: Any) -> CachedModel:
 
 
 def _of_stores(download_dir: str | None) -> list[CachedModel]:
-    by_url: dict[str, list[store.StoredModel]] = {}
-    for copy in store.stored_models(download_dir):
+    by_url: dict[str, list[store.ModelCopy]] = {}
+    for copy in store.local_copies(download_dir):
         by_url.setdefault(copy.url, []).append(copy)
     return [_of_copies(url, copies) for url, copies in by_url.items()]
 
 
-def _of_copies(url: str, copies: Sequence[store.StoredModel]) -> CachedModel:
+def _of_copies(url: str, copies: Sequence[store.ModelCopy]) -> CachedModel:
     """Returns all versions of a URL, also the incomplete ones."""
     last = next((copy for copy in reversed(copies) if copy.is_whole), copies[-1])
     files = [path.stat() for copy in copies for path in copy.folder.glob("*")]

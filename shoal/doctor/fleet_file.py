@@ -21,7 +21,7 @@ from shoal.weights import default_model
 from shoal.weights.hub import bytes_to_download, is_model_file
 from shoal.weights.hub_names import hub_model
 from shoal.weights.source import CheckpointFiles, local_snapshot, resolve
-from shoal.weights.store import is_url, look, models_folder
+from shoal.weights.store import find_local, is_url, models_folder
 
 ANSWER_S = 8.0  # for the hub, or a model's store, to answer
 
@@ -142,7 +142,7 @@ def _in_store(model: str, download_dir: str | None) -> tuple[Path | None, int]:
 
     def ask() -> None:
         try:
-            answer.set_result(look(model, is_model_file, download_dir))
+            answer.set_result(find_local(model, is_model_file, download_dir))
         except Exception as error:  # noqa: BLE001   whoever waits for the answer raises it
             answer.set_exception(error)
 

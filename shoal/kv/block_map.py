@@ -74,9 +74,9 @@ class BlockMap:
             # here, so that copies on any stream may use it.
             stream = torch.cuda.Stream(device)
             with torch.cuda.stream(stream):
-                packed = torch.from_numpy(np.concatenate(every)).to(device)
+                joined = torch.from_numpy(np.concatenate(every)).to(device)
             stream.synchronize()
-            tables = iter(packed.split([2 * len(pieces.src) for one in self.pieces for pieces in one]))
+            tables = iter(joined.split([2 * len(pieces.src) for one in self.pieces for pieces in one]))
             self._addresses[device] = [[next(tables) for _ in one] for one in self.pieces]
         return self._addresses[device]
 

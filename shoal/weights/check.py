@@ -24,8 +24,8 @@ from shoal.weights.source import CheckpointFiles
 logger = logging.getLogger(__name__)
 
 LARGEST = 65504.0  # float16's largest number; the weights of published models are far below it
-PIECE_BYTES = 1 << 24  # of a file, read at a time
-PIECE_WEIGHTS = 1 << 22  # looked at at a time
+CHUNK_BYTES = 1 << 24  # of a file, read at a time
+CHUNK_WEIGHTS = 1 << 22  # looked at at a time
 # a sha256 or a sha1, as the hub's cache names files
 BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 
@@ -62,8 +62,8 @@ def _verify(path: Path) -> bool:
         digest = hashlib.sha1(f"blob {target.stat().st_size}\0".encode(), usedforsecurity=False)
     try:
         with target.open("rb") as file:
-            while piece := file.read(PIECE_BYTES):
-                digest.update(piece)
+            while chunk := file.read(CHUNK_BYTES):
+                digest.update(chunk)
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error.strerror}") from None
     if digest.hexdigest() != expected:
@@ -75,24 +75,24 @@ def _verify(path: Path) -> bool:
 
 
 def _check_numbers(name: str, tensor: torch.Tensor | QuantizedTensor, files: CheckpointFiles) -> None:
-    for piece in _pieces(tensor):
-        low, high = (bound.item() for bound in torch.aminmax(piece))
+    for chunk in _chunks(tensor):
+        low, high = (bound.item() for bound in torch.aminmax(chunk))
         if not -LARGEST <= low <= high <= LARGEST:  # NaN is neither
             where = f"{files.path}: the tensor {name} of shape {list(tensor.shape)}"
-            bad = piece.flatten()[~(piece.flatten().abs() <= LARGEST)]
+            bad = chunk.flatten()[~(chunk.flatten().abs() <= LARGEST)]
             raise CheckpointError(
                 f"{where} holds {bad[0].item()!r} among its weights ({len(bad)} of "
-                f"{piece.numel()} looked at are no numbers from -{LARGEST:g} to "
+                f"{chunk.numel()} looked at are no numbers from -{LARGEST:g} to "
                 f"{LARGEST:g}); the file is damaged, fetch it again"
             )
 
 
-def _pieces(tensor: torch.Tensor | QuantizedTensor) -> Iterator[torch.Tensor]:
-    """The whole tensor in pieces, each in float32 if it was packed."""
+def _chunks(tensor: torch.Tensor | QuantizedTensor) -> Iterator[torch.Tensor]:
+    """The whole tensor in chunks, each in float32 if it was packed."""
     if isinstance(tensor, torch.Tensor):
-        yield from tensor.reshape(-1).split(PIECE_WEIGHTS)
+        yield from tensor.reshape(-1).split(CHUNK_WEIGHTS)
         return
     rows, columns = tensor.shape
-    step = max(1, PIECE_WEIGHTS // columns)
+    step = max(1, CHUNK_WEIGHTS // columns)
     for start in range(0, rows, step):
         yield tensor.rows(start, min(rows, start + step)).dequantize()

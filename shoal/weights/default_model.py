@@ -40,7 +40,7 @@ def kept() -> Path | None:
         return None
 
 
-def fetch_default_model() -> Path:
+def download_default_model() -> Path:
     """The GGUF file, which is downloaded if it is not there. Several processes may do so at once, as each
     renames a complete, checked file into place. Raises CheckpointError."""
     if (path := kept()) is not None:

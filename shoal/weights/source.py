@@ -197,7 +197,7 @@ def resolve(
         raise CheckpointError(f"the model's name is empty; {WAYS}")
     on_hub = hub_model(model)
     if on_hub is None and store.is_url(model):
-        copy = store.fetch(model, is_model_file, revision, download_dir, with_weights=with_weights)
+        copy = store.download(model, is_model_file, revision, download_dir, with_weights=with_weights)
         return replace(_found(copy.path), revision=copy.version)
     try:
         path = Path(model).expanduser()
@@ -210,7 +210,7 @@ def resolve(
     if model == DEFAULT_MODEL:
         if revision is not None:
             raise ConfigError(f"revision {revision!r}: {model} has one version; leave --revision out")
-        return _gguf_file(default_model.fetch_default_model())
+        return _gguf_file(default_model.download_default_model())
     if on_hub is not None:
         return _found(hub.download(on_hub, revision, download_dir, overrides, is_checked=with_weights))
     if hint := library_hint(model):

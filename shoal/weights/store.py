@@ -61,7 +61,7 @@ class _File:
 
 
 @dataclass(frozen=True, slots=True)
-class StoredModel:
+class ModelCopy:
     """A copy, whole or on its way."""
 
     url: str
@@ -91,71 +91,71 @@ def is_url(model: str) -> bool:
     return "://" in model
 
 
-def fetch(
+def download(
     url: str,
     is_wanted: Callable[[str], bool],
     version: str | None = None,
     download_dir: str | None = None,
     *,
     with_weights: bool = True,
-) -> StoredModel:
+) -> ModelCopy:
     """A model on this machine, which is copied unless this version of it is here. `version`: the one that is
     wanted; None: what the store has now, or the copy that was used last where the store can't be looked at,
     with a warning. `is_wanted` says by its name whether a file of a folder belongs to the model.
     `with_weights`: False leaves .safetensors files out, in a copy of its own. What a file:// URL names is
     read where it lies. Raises CheckpointError."""
-    model = _open(url, is_wanted, download_dir, with_weights)
-    if isinstance(model, StoredModel):
-        return model
-    if version is not None and (copy := model.copy_of(version)).is_whole:
+    remote = _open(url, is_wanted, download_dir, with_weights)
+    if isinstance(remote, ModelCopy):
+        return remote
+    if version is not None and (copy := remote.local_copy(version)).is_whole:
         return copy
     try:
-        files = model.files()
+        files = remote.files()
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001   backends raise what they like
-        old = None if version is not None or _refuses(error) else model.last_copy()
+        old = None if version is not None or _is_refusal(error) else remote.last_used_copy()
         if old is None:
-            raise _unusable(model, error) from None
+            raise _unusable(remote, error) from None
         logger.warning("the model %s can't be looked at (%s); its copy %s is used", url, error, old.folder)
         return old
-    _check_version(url, version, model.version_of(files))
+    _check_version(url, version, remote.version_of(files))
     try:
-        copy = model.newest_copy(files)
+        copy = remote.download(files)
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001   backends raise what they like
-        raise _unusable(model, error) from None
+        raise _unusable(remote, error) from None
     _check_version(url, version, copy.version)  # it may have changed while it was copied
     return copy
 
 
-def look(
+def find_local(
     url: str, is_wanted: Callable[[str], bool], download_dir: str | None = None
 ) -> tuple[Path | None, int]:
     """Where the model is on this machine, and how many bytes would have to be copied if it is not, but for
     those of a copy that broke off. Nothing is copied. Raises CheckpointError."""
-    model = _open(url, is_wanted, download_dir)
-    if isinstance(model, StoredModel):
-        return model.path, 0
+    remote = _open(url, is_wanted, download_dir)
+    if isinstance(remote, ModelCopy):
+        return remote.path, 0
     try:
-        files = model.files()
+        files = remote.files()
     except CheckpointError:
         raise
     except Exception as error:  # noqa: BLE001   backends raise what they like
-        if not _refuses(error) and (old := model.last_copy()) is not None:
+        if not _is_refusal(error) and (old := remote.last_used_copy()) is not None:
             return old.path, 0
-        raise _unusable(model, error) from None
-    copy = model.copy_of(model.version_of(files))
+        raise _unusable(remote, error) from None
+    copy = remote.local_copy(remote.version_of(files))
     if copy.is_whole:
         return copy.path, 0
-    there = _unfinished(copy)
+    there = _part_of(copy)
     return None, sum(file.num_bytes for file in files if not (there / file.name).exists())
 
 
 def _open(
     url: str, is_wanted: Callable[[str], bool], download_dir: str | None, with_weights: bool = True
-) -> _Model | StoredModel:
+) -> _RemoteModel | ModelCopy:
     """Raises CheckpointError."""
     if PASSWORD.search(url):
         raise CheckpointError(
@@ -168,8 +168,8 @@ def _open(
         raise CheckpointError(str(error)) from None
     if store.is_local:
         path = Path(store.root)
-        return StoredModel(url.rstrip("/"), path.parent if url.endswith(".gguf") else path)
-    return _Model(url, store, is_wanted, models_folder(download_dir), with_weights)
+        return ModelCopy(url.rstrip("/"), path.parent if url.endswith(".gguf") else path)
+    return _RemoteModel(url, store, is_wanted, models_folder(download_dir), with_weights)
 
 
 def _check_version(url: str, wanted: str | None, found: str) -> None:
@@ -180,42 +180,43 @@ def _check_version(url: str, wanted: str | None, found: str) -> None:
         )
 
 
-def _refuses(error: Exception) -> bool:
+def _is_refusal(error: Exception) -> bool:
     """Whether a store is there, and says no."""
     return isinstance(error, FileNotFoundError | PermissionError) or getattr(error, "status", 0) in (401, 403)
 
 
-def _unusable(model: _Model, error: Exception) -> CheckpointError:
+def _unusable(remote: _RemoteModel, error: Exception) -> CheckpointError:
     reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]:.300}"
     return CheckpointError(
-        f"the model {model.url} can't be copied to {model.root} ({reason}); check its name, the network, the "
-        "credentials in the environment and the folder (SHOAL_CACHE), or name a local model"
+        f"the model {remote.url} can't be copied to {remote.root} ({reason}); check its name, the network, "
+        "the credentials in the environment and the folder (SHOAL_CACHE), or name a local model"
     )
 
 
 def models_folder(download_dir: str | None) -> Path:
-    """Raises CheckpointError for a home folder of nobody."""
+    """Raises CheckpointError for a home folder of
+    nobody."""
     try:
         return cache_folder() / "models" if download_dir is None else Path(download_dir).expanduser()
     except RuntimeError as error:
         raise CheckpointError(f"download_dir {download_dir!r}: {error}; name another folder") from None
 
 
-def stored_models(download_dir: str | None = None) -> list[StoredModel]:
+def local_copies(download_dir: str | None = None) -> list[ModelCopy]:
     """All copies, also those that broke off: by URL, and then by their last use."""
     return _copies(models_folder(download_dir))
 
 
-def _copies(root: Path) -> list[StoredModel]:
+def _copies(root: Path) -> list[ModelCopy]:
     found = []
     for receipt in root.glob(f"*/{RECEIPT}"):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is none of ours
-            copy = StoredModel(str(json.loads(receipt.read_bytes())["url"]), receipt.parent)
+            copy = ModelCopy(str(json.loads(receipt.read_bytes())["url"]), receipt.parent)
             found.append((copy.url, copy.folder.stat().st_mtime, copy))
     return [copy for _, _, copy in sorted(found, key=lambda entry: entry[:2])]
 
 
-class _Model:
+class _RemoteModel:
     """A model in a store, and what this machine has of it. Methods raise what the backend raises."""
 
     def __init__(
@@ -259,37 +260,37 @@ class _Model:
     def version_of(self, files: Sequence[_File]) -> str:
         return _digest(json.dumps([(file.name, file.num_bytes, file.version) for file in files]))
 
-    def copy_of(self, version: str) -> StoredModel:
+    def local_copy(self, version: str) -> ModelCopy:
         """Where the copy of this version lies, or would."""
-        return StoredModel(self.url, self.root / f"{self._stem}-{version}")
+        return ModelCopy(self.url, self.root / f"{self._stem}-{version}")
 
-    def newest_copy(self, files: list[_File]) -> StoredModel:
+    def download(self, files: list[_File]) -> ModelCopy:
         """A copy of these files, which the store has now. Raises CheckpointError if there is no room, or no
         end of changes."""
         for _ in range(MAX_TRIES):
-            copy = self.copy_of(self.version_of(files))
+            copy = self.local_copy(self.version_of(files))
             if not copy.is_whole:
                 with self._lock():
                     if not copy.is_whole:  # nobody has copied it meanwhile
-                        unfinished = _unfinished(copy)
-                        self._clear(unfinished)
-                        _copy(self._store, self.url, files, unfinished)
+                        part = _part_of(copy)
+                        self._clear(part)
+                        _download_files(self._store, self.url, files, part)
                         listed, files = files, self.files()
                         if files != listed:
                             continue
-                        unfinished.rename(copy.folder)
+                        part.rename(copy.folder)
             with contextlib.suppress(OSError):  # nobody may write into an image
                 os.utime(copy.folder)
             return copy
         raise CheckpointError(f"the model {self.url} changes while it is copied; wait until it is written")
 
-    def _clear(self, unfinished: Path) -> None:
-        """Removes other unfinished copies: their versions are gone."""
+    def _clear(self, part: Path) -> None:
+        """Removes other partial copies: their versions are gone."""
         for path in self.root.glob(f"{glob.escape(self._stem)}-*{PART}"):
-            if path != unfinished:
+            if path != part:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def last_copy(self) -> StoredModel | None:
+    def last_used_copy(self) -> ModelCopy | None:
         """The one that was used last, of whatever version."""
         copies = [copy for copy in _copies(self.root) if copy.folder.name.startswith(f"{self._stem}-")]
         own = [copy for copy in copies if copy.is_whole]
@@ -308,12 +309,12 @@ class _Model:
             yield
 
 
-def _unfinished(copy: StoredModel) -> Path:
+def _part_of(copy: ModelCopy) -> Path:
     """Where a copy lies until it is whole."""
     return copy.folder.with_name(f"{copy.folder.name}{PART}")
 
 
-def _copy(store: ObjectStore, url: str, files: Sequence[_File], folder: Path) -> None:
+def _download_files(store: ObjectStore, url: str, files: Sequence[_File], folder: Path) -> None:
     """Brings the files into the folder, but for those that are there. Raises CheckpointError if there is no
     room, and what the backend raises."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -343,7 +344,7 @@ def _copy(store: ObjectStore, url: str, files: Sequence[_File], folder: Path) ->
                 (
                     file,
                     range_,
-                    threads.submit(partial(_copy_range, store, file, range_, copied[file.name], errors)),
+                    threads.submit(partial(_download_range, store, file, range_, copied[file.name], errors)),
                 )
                 for file, range_ in jobs
             ]
@@ -369,7 +370,7 @@ def _prepared(folder: Path, file: _File) -> Path:
     return path
 
 
-def _copy_range(
+def _download_range(
     store: ObjectStore, file: _File, range_: range, target: Path, errors: list[Exception]
 ) -> bool:
     """It is on the disk when this returns, so that a power cut leaves no whole name over half a file."""
@@ -385,7 +386,7 @@ def _copy_range(
                 os.fdatasync(opened.fileno())
             return True
         except Exception as error:  # noqa: BLE001   backends raise what they like
-            if number == RANGE_TRIES or _refuses(error) or isinstance(error, CheckpointError):
+            if number == RANGE_TRIES or _is_refusal(error) or isinstance(error, CheckpointError):
                 errors.append(error)
             else:
                 time.sleep(AGAIN_S)

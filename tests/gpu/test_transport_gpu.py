@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from shoal.kv import block_map
 from shoal.kv.storage import device_memory, host_memory, memory_of, pinned_memory
-from shoal.kv.transfer.fetch import Peers
+from shoal.kv.transfer.fetch import BlockReader
 from shoal.kv.transfer.lease import Lease
 from shoal.kv.transfer.registry import Transports
 from shoal.kv.transfer.ticket import unseal
@@ -64,7 +64,7 @@ def test_layers_travel_while_later_ones_are_computed(name, source):
     """The owner's steps wait for nothing; a layer is read behind its event, and never before."""
     owner = owner_process().become([BIG], 1, source, [name])
     into = empty(BIG, device_memory)
-    peers = Peers(MODEL, Transports([KINDS[name]]), into)
+    peers = BlockReader(MODEL, Transports([KINDS[name]]), into)
     sealed, blocks = owner.offer(100, 0)
     with Lease(sealed) as lease:
         owner.compute(unseal(sealed).id, blocks, 7)
@@ -91,7 +91,7 @@ def test_the_reader_s_gpu_outlives_a_killed_owner(source):
 
 
 def test_connections_give_their_memory_back(source):
-    """Opening and closing a window a hundred times keeps no memory, except for streams of torch's pool:
+    """Opening and closing an export a hundred times keeps no memory, except for streams of torch's pool:
     each connection takes two of 32."""
     owner = owner_process().become([BIG], 1, source, ["cuda_ipc"])
     into = BlockView.over(BIG, device_memory(BIG.num_bytes))
@@ -111,7 +111,7 @@ def test_memory_that_can_be_given_back_is_refused_with_the_way_out():
         kv = torch.zeros(64 << 20, dtype=torch.uint8, device="cuda")
     view = BlockView.over(SPEC, memory_of(kv))
     with pytest.raises(TransportError, match="enable_sleep_mode"):
-        Transports([KINDS["cuda_ipc"]]).open_windows(view, Reach.HOST)
+        Transports([KINDS["cuda_ipc"]]).export_cache(view, Reach.HOST)
     del view, kv
     regions.close()
 

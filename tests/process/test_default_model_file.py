@@ -20,7 +20,7 @@ from shoal.weights.gguf import gguf_tensors
 from shoal.weights.gguf_header import read_header
 from shoal.weights.source import resolve
 
-FETCH = "from shoal.weights.default_model import fetch_default_model; print(fetch_default_model())"
+FETCH = "from shoal.weights.default_model import download_default_model; print(download_default_model())"
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ import torch
 from msgspec.structs import replace
 
 from shoal.kv.storage import host_memory
-from shoal.kv.transfer.fetch import Peers
+from shoal.kv.transfer.fetch import BlockReader
 from shoal.kv.transfer.lease import Lease
 from shoal.kv.transfer.registry import TRANSPORTS, Transports
 from shoal.kv.transfer.ticket import Failure, TransferError, unseal
@@ -40,7 +40,7 @@ def owner_of(name, specs=(SPEC,), **options):
 
 
 def peers_of(name, into):
-    return Peers(MODEL, Transports([KINDS[name]]), into)
+    return BlockReader(MODEL, Transports([KINDS[name]]), into)
 
 
 def let_go(owner, timeout_s=20):

@@ -17,7 +17,7 @@ from shoal.hashing import extend_keys, keys_with_tail
 from shoal.kv.transfer.advance import Advancer
 from shoal.kv.transfer.offer_server import OfferServer
 from shoal.kv.transfer.offers import Offers
-from shoal.kv.transfer.ticket import WindowAddress, unseal
+from shoal.kv.transfer.ticket import ExportAddress, unseal
 from shoal.stats import KvLoans
 
 DONE = "done"  # the end of an offer whose reader has finished
@@ -48,22 +48,22 @@ class KvLender:
         self,
         scheduler: Scheduler,
         layer_events: LayerEvents,
-        windows: abc.Sequence[abc.Sequence[WindowAddress]],
+        exports: abc.Sequence[abc.Sequence[ExportAddress]],
         block_size: int,
         host: str,
         port: int,
         lease_s: float,
     ) -> None:
-        """`windows` are the addresses of each rank's cache. Readers ask at `host` and `port`. Raises
+        """`exports` are the addresses of each rank's cache. Readers ask at `host` and `port`. Raises
         ConfigError if that address cannot be used."""
         self._scheduler, self._block_size = scheduler, block_size
-        self._layer_events, self._num_ranks = layer_events, len(windows)
-        self._num_layers = windows[0][0].spec.num_layers
+        self._layer_events, self._num_ranks = layer_events, len(exports)
+        self._num_layers = exports[0][0].spec.num_layers
         self._prompts: dict[str, _Prompt] = {}  # by request id
         # tickets whose readers have not been notified of the last layer
         self._late: list[tuple[bytes, int]] = []
-        self._block_bytes = sum(rank[0].spec.block_bytes for rank in windows)
-        self.offers = Offers(b"", windows, scheduler.pool.generation, time.monotonic, lease_s)
+        self._block_bytes = sum(rank[0].spec.block_bytes for rank in exports)
+        self.offers = Offers(b"", exports, scheduler.pool.generation, time.monotonic, lease_s)
         self._server = OfferServer(self.offers, host, port)
         self._advancer = Advancer(self.offers)
         self._ended = Counter[str]()

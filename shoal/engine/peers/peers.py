@@ -47,11 +47,11 @@ class KvPeers:
         self.reader: KvReader | None = None
         if options.lends:
             reach = Reach.HOST if options.is_local else Reach.NETWORK
-            windows = ranks.call(commands.PEERS_OPEN_WINDOWS, int(reach))
+            exports = ranks.call(commands.PEERS_EXPORT_CACHE, int(reach))
             self.lender = KvLender(
                 scheduler,
                 ranks.runner.layer_events,
-                [[decode_address(address) for address in rank] for rank in windows],
+                [[decode_address(address) for address in rank] for rank in exports],
                 config.block_size,
                 options.kv_ip,
                 options.kv_port,

@@ -174,7 +174,7 @@ KV_MEASURE = _entry("kv_measure", _itself, measure_speed)
 # KV blocks of other workers
 
 PEERS_OPEN = _entry("peers_open", _itself, ModelRunner.open_peers)
-PEERS_OPEN_WINDOWS = _entry("peers_open_windows", _peers, RankPeers.open_windows)
+PEERS_EXPORT_CACHE = _entry("peers_export_cache", _peers, RankPeers.export_cache)
 PEERS_NAME_MODEL = _entry("peers_name_model", _peers, RankPeers.name_model)
 PEERS_FETCH = _entry("peers_fetch", _peers, RankPeers.fetch)
 PEERS_CANCEL = _entry("peers_cancel", _peers, RankPeers.cancel)

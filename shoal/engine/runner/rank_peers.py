@@ -14,10 +14,10 @@ import msgspec
 import torch
 
 from shoal.errors import ConfigError
-from shoal.kv.transfer.fetch import IDLE_S, Fetched, Peers
+from shoal.kv.transfer.fetch import IDLE_S, BlockReader, Fetched
 from shoal.kv.transfer.lease import Lease
-from shoal.kv.transfer.registry import Transports, Windows
-from shoal.kv.transfer.ticket import TransferError, WindowAddress
+from shoal.kv.transfer.registry import Exports, Transports
+from shoal.kv.transfer.ticket import ExportAddress, TransferError
 from shoal.kv.transfer.transport import Reach, TransportError
 from shoal.kv.view import BlockView
 
@@ -47,8 +47,8 @@ class RankPeers:
         """`view` is the rank's cache."""
         self._view, self._device = view, device
         self._transports = Transports()
-        self._windows: Windows | None = None
-        self._peers = Peers(b"", self._transports, view)
+        self._exports: Exports | None = None
+        self._peers = BlockReader(b"", self._transports, view)
         self._threads = ThreadPoolExecutor(MAX_FETCHES, "kv-fetch")
         # by the number of each fetch that `poll` has not reported
         self._cancels: dict[int, threading.Event] = {}
@@ -57,14 +57,14 @@ class RankPeers:
         self._tidying: threading.Timer | None = None  # waits to close idle connections
         self._is_closed = False
 
-    def open_windows(self, reach: int) -> list[bytes]:
-        """Opens the cache to other workers within `reach`. Returns the addresses of its windows. Raises
+    def export_cache(self, reach: int) -> list[bytes]:
+        """Opens the cache to other workers within `reach`. Returns the addresses of its exports. Raises
         ConfigError if no transport can do that."""
         try:
-            self._windows = self._transports.open_windows(self._view, Reach(reach))
+            self._exports = self._transports.export_cache(self._view, Reach(reach))
         except TransportError as error:
             raise ConfigError(f"kv_transfer_config: {error}") from None
-        return [msgspec.msgpack.encode(address) for address in self._windows.addresses]
+        return [msgspec.msgpack.encode(address) for address in self._exports.addresses]
 
     def name_model(self, model: bytes) -> None:
         """The model and its weights from now on. Blocks of any other one are not read."""
@@ -118,8 +118,8 @@ class RankPeers:
             if self._tidying is not None:
                 self._tidying.cancel()
         self._peers.close()
-        if self._windows is not None:
-            self._windows.close()
+        if self._exports is not None:
+            self._exports.close()
 
     # In a thread of the pool
 
@@ -171,6 +171,6 @@ class RankPeers:
             return self._peers.fetch(lease, positions, blocks, PATIENCE_S, cancelled.is_set)
 
 
-def decode_address(address: bytes) -> WindowAddress:
-    """One of `open_windows`."""
-    return msgspec.msgpack.decode(address, type=WindowAddress)
+def decode_address(address: bytes) -> ExportAddress:
+    """One of `export_cache`."""
+    return msgspec.msgpack.decode(address, type=ExportAddress)

@@ -67,7 +67,7 @@ def identity(spec: CacheSpec) -> list[str | int]:
     ]
 
 
-def group_name(spec: CacheSpec) -> str:
+def spec_name(spec: CacheSpec) -> str:
     """A name that the ranks of an engine share, and nobody with blocks of another kind."""
     kind = repr(identity(spec)[:-1])
     return f"{spec.dtype}-{spec.block_size}-tp{spec.tp_size}-{xxhash.xxh3_64_hexdigest(kind.encode())}"

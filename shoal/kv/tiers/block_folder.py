@@ -21,7 +21,7 @@ import stat
 from collections.abc import Iterator
 
 from shoal.kv.layout import CacheSpec
-from shoal.kv.tiers.block_file import group_name
+from shoal.kv.tiers.block_file import spec_name
 
 FILE_NAME = re.compile(r"([0-9a-f]{32})\.kv")
 SUBFOLDER = re.compile(r"[0-9a-f]{2}")
@@ -39,8 +39,8 @@ class BlockFolder:
 
     def __init__(self, path: str, fingerprint: bytes, spec: CacheSpec) -> None:
         self.path, self.spec = path, spec
-        self.group = os.path.join(path, fingerprint.hex(), group_name(spec))
-        self.root = os.path.join(self.group, f"rank{spec.tp_rank}")
+        self.spec_folder = os.path.join(path, fingerprint.hex(), spec_name(spec))
+        self.root = os.path.join(self.spec_folder, f"rank{spec.tp_rank}")
         self.direct = hasattr(os, "O_DIRECT")
         self._unfinished = ""  # the folder of files that we are writing
         self._locks: list[int] = []  # descriptors
@@ -59,7 +59,7 @@ class BlockFolder:
             self.leave()
             try:
                 make_private(self.path, self.root)
-                self._lock(self.group, fcntl.LOCK_SH)
+                self._lock(self.spec_folder, fcntl.LOCK_SH)
                 self._unfinished = os.path.join(self.root, WRITING + secrets.token_hex(8))
                 os.mkdir(self._unfinished, 0o700)
                 self._lock(self._unfinished, fcntl.LOCK_EX)
@@ -157,9 +157,9 @@ class BlockFolder:
         """The files of models, layouts and sizes that no living process works with; a rank's share of them,
         so that ranks don't compete."""
         for fingerprint in names(self.path, FINGERPRINT):
-            for group in names(os.path.join(self.path, fingerprint)):
-                folder = os.path.join(self.path, fingerprint, group)
-                if folder == self.group or not is_abandoned(folder):
+            for spec in names(os.path.join(self.path, fingerprint)):
+                folder = os.path.join(self.path, fingerprint, spec)
+                if folder == self.spec_folder or not is_abandoned(folder):
                     continue
                 for rank in names(folder, RANK):
                     if int(rank[4:]) % self.spec.tp_size == self.spec.tp_rank:
@@ -244,30 +244,30 @@ def names(folder: str, pattern: re.Pattern[str] | None = None) -> list[str]:
         return []
 
 
-def write_file(path: str, pieces: list[memoryview], flags: int) -> None:
+def write_file(path: str, buffers: list[memoryview], flags: int) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC | flags, 0o600)
     try:
-        while pieces:
-            advance(pieces, os.writev(fd, pieces))
+        while buffers:
+            advance(buffers, os.writev(fd, buffers))
     finally:
         os.close(fd)
 
 
-def read_all(fd: int, pieces: list[memoryview]) -> bool:
+def read_all(fd: int, buffers: list[memoryview]) -> bool:
     """Fills them from the start of the file. False: it ended before."""
     offset = 0
-    while pieces:
-        count = os.preadv(fd, pieces, offset)
+    while buffers:
+        count = os.preadv(fd, buffers, offset)
         if count == 0:
             return False
         offset += count
-        advance(pieces, count)
+        advance(buffers, count)
     return True
 
 
-def advance(pieces: list[memoryview], count: int) -> None:
+def advance(buffers: list[memoryview], count: int) -> None:
     """Drops so many first bytes."""
-    while pieces and count >= len(pieces[0]):
-        count -= len(pieces.pop(0))
+    while buffers and count >= len(buffers[0]):
+        count -= len(buffers.pop(0))
     if count:
-        pieces[0] = pieces[0][count:]
+        buffers[0] = buffers[0][count:]

@@ -26,7 +26,7 @@ from shoal.errors import ConfigError
 from shoal.files.io_threads import Breaker, IoThreads, close_all, done
 from shoal.files.object_store import ObjectStore, shown
 from shoal.kv.layout import CacheSpec
-from shoal.kv.tiers.block_file import BlockFormat, BlockMeta, Event, group_name
+from shoal.kv.tiers.block_file import BlockFormat, BlockMeta, Event, spec_name
 from shoal.kv.tiers.tier import TierStats
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class StoreTier:
         self._format = BlockFormat(fingerprint, spec)
         self._objects = ObjectStore(url, "kv_store")
         self._fs = self._objects.fs
-        self._root = f"{self._objects.root}/{fingerprint.hex()}/{group_name(spec)}/rank{spec.tp_rank}"
+        self._root = f"{self._objects.root}/{fingerprint.hex()}/{spec_name(spec)}/rank{spec.tp_rank}"
         # For each key: whether the block is there, and until when that is believed
         self._known: OrderedDict[bytes, tuple[bool, float]] = OrderedDict()
         self._counts: Counter[str] = Counter()

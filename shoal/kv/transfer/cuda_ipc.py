@@ -23,27 +23,27 @@ from shoal.kv.cuda_driver import (
 )
 from shoal.kv.storage import Kind
 from shoal.kv.transfer.mapped import (
-    ForeignMemory,
     MappedPeer,
+    RemoteMemory,
     boot_id,
     check_fit,
     decode,
-    foreign_view,
     one_piece,
+    remote_view,
 )
-from shoal.kv.transfer.ticket import Failure, TransferError, WindowAddress
+from shoal.kv.transfer.ticket import ExportAddress, Failure, TransferError
 from shoal.kv.transfer.transport import Reach, TransportError
 from shoal.kv.view import BlockView
 
 
-class _Address(msgspec.Struct, frozen=True, array_like=True):
+class _CudaIpcAddress(msgspec.Struct, frozen=True, array_like=True):
     host: str
     gpu: str  # its UUID
     handle: bytes  # of a whole allocation
     offset: int  # of the cache in it, in bytes
 
 
-class CudaIpcWindow:
+class CudaIpcExport:
     def __init__(self, view: BlockView) -> None:
         if view.storage.kind is not Kind.DEVICE:
             raise TransportError(
@@ -59,8 +59,8 @@ class CudaIpcWindow:
                 f"the cache's GPU memory can't be shared by CUDA IPC ({error}): it must come from "
                 "cudaMalloc, so leave out enable_sleep_mode and expandable_segments, or use NIXL"
             ) from None
-        address = _Address(boot_id(), _uuid(device), handle, start - base)
-        self.address = WindowAddress(CudaIpc.name, view.spec, msgspec.msgpack.encode(address))
+        address = _CudaIpcAddress(boot_id(), _uuid(device), handle, start - base)
+        self.address = ExportAddress(CudaIpc.name, view.spec, msgspec.msgpack.encode(address))
 
     def close(self) -> None:
         """The driver takes no handle back: the memory stays open to readers until it is freed."""
@@ -70,12 +70,12 @@ class CudaIpc:
     name = "cuda_ipc"
     reach = Reach.HOST
 
-    def open_window(self, view: BlockView) -> CudaIpcWindow:
-        return CudaIpcWindow(view)
+    def export(self, view: BlockView) -> CudaIpcExport:
+        return CudaIpcExport(view)
 
-    def connect(self, windows: Sequence[WindowAddress], into: BlockView) -> MappedPeer:
-        check_fit([window.spec for window in windows], into.spec)
-        addresses = [_decode(window) for window in windows]
+    def connect(self, exports: Sequence[ExportAddress], into: BlockView) -> MappedPeer:
+        check_fit([export.spec for export in exports], into.spec)
+        addresses = [_decode(export) for export in exports]
         if not torch.cuda.is_available():
             raise TransferError(Failure.UNREACHABLE, "the blocks are on a GPU, and this worker has none")
         on_device = into.storage.kind is Kind.DEVICE
@@ -86,13 +86,13 @@ class CudaIpc:
         opened: list[int] = []
         views = []
         try:
-            for window, address in zip(windows, addresses):
+            for export, address in zip(exports, addresses):
                 start = open_memory(index, address.handle)
                 opened.append(start)
                 num_bytes = allocation_of(index, start)[1]
                 is_far = address.gpu != _uuid(index)
-                storage = ForeignMemory(Kind.DEVICE, num_bytes, device, start, is_far)
-                views.append(foreign_view(window, storage, address.offset))
+                storage = RemoteMemory(Kind.DEVICE, num_bytes, device, start, is_far)
+                views.append(remote_view(export, storage, address.offset))
         except DriverError as error:
             close_memory(index, opened)
             raise TransferError(
@@ -106,8 +106,8 @@ class CudaIpc:
         return MappedPeer(views, into, functools.partial(close_memory, index, opened))
 
 
-def _decode(window: WindowAddress) -> _Address:
-    address = decode(window, _Address)
+def _decode(export: ExportAddress) -> _CudaIpcAddress:
+    address = decode(export, _CudaIpcAddress)
     if len(address.handle) != HANDLE_BYTES or not 0 <= address.offset < 1 << 48:
         raise TransferError(
             Failure.DAMAGED, "no address of GPU memory: a handle of the wrong size, or an offset"

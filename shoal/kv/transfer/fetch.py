@@ -13,7 +13,7 @@ from itertools import pairwise
 
 from shoal.kv.transfer.lease import Lease
 from shoal.kv.transfer.registry import Transports
-from shoal.kv.transfer.ticket import Failure, Progress, TransferError, WindowAddress
+from shoal.kv.transfer.ticket import ExportAddress, Failure, Progress, TransferError
 from shoal.kv.transfer.transport import Peer, Pull
 from shoal.kv.view import BlockView
 
@@ -49,7 +49,7 @@ class _Connection:
     is_good: bool = True
 
 
-class Peers:
+class BlockReader:
     """The workers to which one cache is connected, and fetches from them. Connecting takes long, so some
     connections are kept that no fetch uses. Thread-safe. `model` names the model and its weights, as the
     owners' offers do. `now` is a clock in seconds."""
@@ -60,7 +60,7 @@ class Peers:
         self.model = model
         self._transports, self._into, self._now = transports, into, now
         self._lock = threading.Lock()
-        self._connections: OrderedDict[tuple[tuple[WindowAddress, ...], ...], _Connection] = OrderedDict()
+        self._connections: OrderedDict[tuple[tuple[ExportAddress, ...], ...], _Connection] = OrderedDict()
 
     def fetch(
         self,
@@ -173,7 +173,7 @@ class Peers:
             raise TransferError(Failure.LATE, f"nothing new came for {patience_s:g} s")
 
     @contextmanager
-    def _connected(self, ranks: tuple[tuple[WindowAddress, ...], ...]) -> Iterator[tuple[str, Peer]]:
+    def _connected(self, ranks: tuple[tuple[ExportAddress, ...], ...]) -> Iterator[tuple[str, Peer]]:
         with self._lock:
             connection = self._connections.setdefault(ranks, _Connection())
             connection.users += 1

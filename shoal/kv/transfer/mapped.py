@@ -16,7 +16,7 @@ from shoal.kv.block_map import BlockMap, reachable
 from shoal.kv.copy import CopyStream, copy_blocks
 from shoal.kv.layout import CacheSpec, LayoutError, SharedHeads, shared_heads
 from shoal.kv.storage import Kind, Storage, StorageError
-from shoal.kv.transfer.ticket import NO_MESSAGE, Failure, TransferError, WindowAddress
+from shoal.kv.transfer.ticket import NO_MESSAGE, ExportAddress, Failure, TransferError
 from shoal.kv.transfer.transport import TransportError
 from shoal.kv.view import BlockView, ViewError
 
@@ -38,7 +38,7 @@ def one_piece(view: BlockView) -> tuple[int, int]:
     """The address and the bytes of a cache that lies as `BlockView.over` says. Raises TransportError for any
     other."""
     expected = BlockView.over(
-        view.spec, ForeignMemory(view.storage.kind, view.spec.num_bytes, view.storage.device, 0)
+        view.spec, RemoteMemory(view.storage.kind, view.spec.num_bytes, view.storage.device, 0)
     )
     address = int(view.addresses[0])
     if view.strides != expected.strides or (view.addresses - address != expected.addresses).any():
@@ -67,7 +67,7 @@ def some_layers(view: BlockView, layers: range) -> BlockView:
     return BlockView(spec, [view.layer(i, mutable=True) for i in layers])
 
 
-class ForeignMemory(Storage):
+class RemoteMemory(Storage):
     """Memory of another process, seen at an address here. It is read by copies alone, and whoever makes it
     keeps it mapped."""
 
@@ -94,24 +94,24 @@ class ForeignMemory(Storage):
     def _let_go(self) -> None: ...
 
 
-def foreign_view(window: WindowAddress, memory: ForeignMemory, offset: int) -> BlockView:
-    """The cache of a window, which begins at an offset in this memory. Raises TransferError if it cannot be
+def remote_view(export: ExportAddress, memory: RemoteMemory, offset: int) -> BlockView:
+    """The cache of an export, which begins at an offset in this memory. Raises TransferError if it cannot be
     there: the address is another process's word."""
     try:
-        return BlockView.over(window.spec, memory, offset)
+        return BlockView.over(export.spec, memory, offset)
     except ViewError as error:
         raise TransferError(
-            Failure.INCOMPATIBLE, f"a cache of {window.spec.num_bytes} bytes does not fit there: {error}"
+            Failure.INCOMPATIBLE, f"a cache of {export.spec.num_bytes} bytes does not fit there: {error}"
         ) from None
 
 
-def decode(window: WindowAddress, kind: type[T]) -> T:
+def decode(export: ExportAddress, kind: type[T]) -> T:
     """A transport's own part of an address. Raises TransferError for anything else."""
     try:
-        return msgspec.msgpack.decode(window.memory, type=kind)
+        return msgspec.msgpack.decode(export.memory, type=kind)
     except NO_MESSAGE as error:
         raise TransferError(
-            Failure.DAMAGED, f"no address of a window of {window.transport}: {error}"
+            Failure.DAMAGED, f"no address of an export of {export.transport}: {error}"
         ) from None
 
 

@@ -1,7 +1,7 @@
 """KV blocks between any two processes, also of two hosts, by NIXL over UCX: the reader's network card, or its
 GPU, reads the owner's registered memory, and the owner's program does nothing for it.
 
-Needs the `nixl` package (the extra `nixl`), which is imported when the first window or peer is opened.
+Needs the `nixl` package (the extra `nixl`), which is imported when the first export or peer is opened.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import numpy as np
 from shoal.kernels.copy.block_copy import runs
 from shoal.kv.block_map import check_ids, pieces_between
 from shoal.kv.storage import Kind
-from shoal.kv.transfer.mapped import ForeignMemory, check_fit, decode, one_piece
+from shoal.kv.transfer.mapped import RemoteMemory, check_fit, decode, one_piece
 from shoal.kv.transfer.nixl_agents import MISSING, NixlAgents, descriptors, in_context
-from shoal.kv.transfer.ticket import Failure, TransferError, WindowAddress
+from shoal.kv.transfer.ticket import ExportAddress, Failure, TransferError
 from shoal.kv.transfer.transport import Reach, TransportError
 from shoal.kv.view import BlockView
 
-# Each window of a peer gets a range of made-up addresses of its own, as windows of two processes may lie at
-# equal addresses. The number of the window stands above these bits.
+# Each export of a peer gets a range of made-up addresses of its own, as exports of two processes may lie at
+# equal addresses. The number of the export stands above these bits.
 RANGE_BITS = 44
 CANCEL_S = 10.0  # for an owner to finish what is under way
 POLL_S = 0.0005
 
 
-class _Address(msgspec.Struct, frozen=True, array_like=True):
+class _NixlAddress(msgspec.Struct, frozen=True, array_like=True):
     agent: str
     metadata: bytes
     segment: str  # DRAM or VRAM
@@ -50,12 +50,12 @@ class _Registered:
         self.device = view.storage.device.index or 0 if on_device else 0
         self.context = functools.partial(in_context, self.segment, self.device)
         with self.context():
-            piece = (self.address, self.num_bytes, self.device, "")
-            self.handle = agent.register_memory([piece], self.segment)
+            descriptor = (self.address, self.num_bytes, self.device, "")
+            self.handle = agent.register_memory([descriptor], self.segment)
 
 
-class NixlWindow:
-    """An agent of its own, so that closing the window takes back all that its address gave away."""
+class NixlExport:
+    """An agent of its own, so that closing the export takes back all that its address gave away."""
 
     def __init__(self, nixl: NixlAgents, view: BlockView) -> None:
         self._nixl = nixl
@@ -71,8 +71,8 @@ class NixlWindow:
                     "for it?"
                 ) from None
         memory = self._memory
-        address = _Address(name, metadata, memory.segment, memory.address, memory.device)
-        self.address = WindowAddress(Nixl.name, view.spec, msgspec.msgpack.encode(address))
+        address = _NixlAddress(name, metadata, memory.segment, memory.address, memory.device)
+        self.address = ExportAddress(Nixl.name, view.spec, msgspec.msgpack.encode(address))
 
     def close(self) -> None:
         if self._agent is not None:
@@ -120,20 +120,20 @@ class NixlPull:
 class NixlPeer:
     """An agent of its own, because UCX stops writing for certain only when the agent ends."""
 
-    def __init__(self, nixl: NixlAgents, windows: Sequence[WindowAddress], into: BlockView) -> None:
+    def __init__(self, nixl: NixlAgents, exports: Sequence[ExportAddress], into: BlockView) -> None:
         if into.storage.kind is Kind.DIRECT:
             raise TransferError(
                 Failure.UNREACHABLE, "NIXL reads into memory, and this cache is a direct-I/O file"
             )
-        self._shares = check_fit([window.spec for window in windows], into.spec)
+        self._shares = check_fit([export.spec for export in exports], into.spec)
         self.nixl, self._into = nixl, into
         self._pulls: weakref.WeakSet[NixlPull] = weakref.WeakSet()
-        self._addresses = [_decode(window) for window in windows]
+        self._addresses = [_decode(export) for export in exports]
         self._views = []
-        for number, window in enumerate(windows):
+        for number, export in enumerate(exports):
             base = number + 1 << RANGE_BITS
-            storage = ForeignMemory(Kind.HOST, window.spec.num_bytes, into.storage.device, base)
-            self._views.append(BlockView.over(window.spec, storage))
+            storage = RemoteMemory(Kind.HOST, export.spec.num_bytes, into.storage.device, base)
+            self._views.append(BlockView.over(export.spec, storage))
         with nixl.lock:
             try:
                 _, self.agent = nixl.new_agent()
@@ -154,16 +154,16 @@ class NixlPeer:
             self._pulls.add(pull)
         for pieces in pieces_between(self._views, [self._into], self._shares, layers):
             sources, targets = runs(pieces, from_ids, to_ids)
-            windows = sources >> RANGE_BITS
+            exports = sources >> RANGE_BITS
             for number, address in enumerate(self._addresses):
-                wanted = windows == number + 1
+                wanted = exports == number + 1
                 if wanted.any():
                     offsets = sources[wanted] & ((1 << RANGE_BITS) - 1)
                     self._read(pull, address, offsets, targets[wanted], pieces.run)
         return pull
 
     def _read(
-        self, pull: NixlPull, address: _Address, offsets: np.ndarray, targets: np.ndarray, run: int
+        self, pull: NixlPull, address: _NixlAddress, offsets: np.ndarray, targets: np.ndarray, run: int
     ) -> None:
         """Begins to read `run` bytes from each offset in the owner's cache, each to its target."""
         sources = descriptors(offsets + address.address, run, address.device)
@@ -208,27 +208,27 @@ class Nixl:
     def __init__(self) -> None:
         self._nixl = NixlAgents()
 
-    def open_window(self, view: BlockView) -> NixlWindow:
+    def export(self, view: BlockView) -> NixlExport:
         try:
             self._nixl.load()
         except ImportError as error:
             raise TransportError(f"{MISSING} ({error})") from None
-        return NixlWindow(self._nixl, view)
+        return NixlExport(self._nixl, view)
 
-    def connect(self, windows: Sequence[WindowAddress], into: BlockView) -> NixlPeer:
+    def connect(self, exports: Sequence[ExportAddress], into: BlockView) -> NixlPeer:
         try:
             self._nixl.load()
         except ImportError as error:
             raise TransferError(Failure.UNREACHABLE, f"{MISSING} ({error})") from None
-        return NixlPeer(self._nixl, windows, into)
+        return NixlPeer(self._nixl, exports, into)
 
 
-def _decode(window: WindowAddress) -> _Address:
-    address = decode(window, _Address)
+def _decode(export: ExportAddress) -> _NixlAddress:
+    address = decode(export, _NixlAddress)
     if not (0 <= address.address < 1 << 62 and 0 <= address.device < 1 << 16):
         raise TransferError(Failure.DAMAGED, f"no address of NIXL's: {address.address}")
-    if address.segment not in ("DRAM", "VRAM") or window.spec.num_bytes >= 1 << RANGE_BITS:
+    if address.segment not in ("DRAM", "VRAM") or export.spec.num_bytes >= 1 << RANGE_BITS:
         raise TransferError(
-            Failure.DAMAGED, f"no address of NIXL's: {window.spec.num_bytes} bytes of {address.segment}"
+            Failure.DAMAGED, f"no address of NIXL's: {export.spec.num_bytes} bytes of {address.segment}"
         )
     return address

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 
 from shoal.kv.transfer.ticket import (
     ID_BYTES,
+    ExportAddress,
     Failure,
     Progress,
     Ticket,
     TransferError,
-    WindowAddress,
     digest_of,
     seal,
 )
@@ -54,13 +54,13 @@ class _Offer:
 
 class Offers:
     """`model` names the model and its weights, in at most 64 bytes: a reader with another name computes the
-    blocks itself. `ranks` has the addresses of each rank's windows. `generation_of(block)` changes whenever
+    blocks itself. `ranks` has the addresses of each rank's exports. `generation_of(block)` changes whenever
     something else is put into a block (`BlockPool.generation`). `now` is a clock in seconds."""
 
     def __init__(
         self,
         model: bytes,
-        ranks: Sequence[Sequence[WindowAddress]],
+        ranks: Sequence[Sequence[ExportAddress]],
         generation_of: Callable[[int], int],
         now: Callable[[], float],
         lease_s: float = LEASE_S,

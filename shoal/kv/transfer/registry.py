@@ -12,26 +12,26 @@ from shoal.kv.transfer.in_process import InProcess
 from shoal.kv.transfer.mapped import check_fit
 from shoal.kv.transfer.nixl import Nixl
 from shoal.kv.transfer.shared_memory import SharedMemory
-from shoal.kv.transfer.ticket import Failure, TransferError, WindowAddress
-from shoal.kv.transfer.transport import Peer, Reach, Transport, TransportError, Window
+from shoal.kv.transfer.ticket import ExportAddress, Failure, TransferError
+from shoal.kv.transfer.transport import Export, Peer, Reach, Transport, TransportError
 from shoal.kv.view import BlockView
 
 WHERE = {Reach.PROCESS: "in this process", Reach.HOST: "on this host", Reach.NETWORK: "on other hosts"}
 TRANSPORTS: tuple[Callable[[], Transport], ...] = (InProcess, CudaIpc, SharedMemory, Nixl)
 
 
-class Windows:
-    """A cache's windows, one for each transport that can read it. `reasons` says why the others can't, by
+class Exports:
+    """A cache's exports, one for each transport that can read it. `reasons` says why the others can't, by
     name."""
 
-    def __init__(self, windows: Sequence[Window], reasons: dict[str, str]) -> None:
-        self._windows, self.reasons = windows, reasons
-        self.addresses: tuple[WindowAddress, ...] = tuple(window.address for window in windows)
+    def __init__(self, exports: Sequence[Export], reasons: dict[str, str]) -> None:
+        self._exports, self.reasons = exports, reasons
+        self.addresses: tuple[ExportAddress, ...] = tuple(export.address for export in exports)
 
     def close(self) -> None:
         """Nobody can connect any more. Safe to call twice."""
-        for window in self._windows:
-            window.close()
+        for export in self._exports:
+            export.close()
 
 
 class Transports:
@@ -40,38 +40,38 @@ class Transports:
     def __init__(self, kinds: Sequence[Callable[[], Transport]] = TRANSPORTS) -> None:
         self._transports = [make() for make in kinds]
 
-    def open_windows(self, view: BlockView, reach: Reach = Reach.HOST) -> Windows:
-        """Opens a window over a cache for each transport that can read it. Raises TransportError, with each
+    def export_cache(self, view: BlockView, reach: Reach = Reach.HOST) -> Exports:
+        """Opens an export over a cache for each transport that can read it. Raises TransportError, with each
         transport's reason, unless one of them reaches as far as `reach`."""
-        windows: list[Window] = []
+        exports: list[Export] = []
         reasons: dict[str, str] = {}
         reached = 0
         for transport in self._transports:
             try:
-                windows.append(transport.open_window(view))
+                exports.append(transport.export(view))
                 reached = max(reached, transport.reach)
             except TransportError as error:
                 reasons[transport.name] = str(error)
         if reached < reach:
-            for window in windows:
-                window.close()
+            for export in exports:
+                export.close()
             told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
             raise TransportError(f"no worker {WHERE[reach]} could read this cache's blocks: {told}")
-        return Windows(windows, reasons)
+        return Exports(exports, reasons)
 
-    def connect(self, ranks: Sequence[Sequence[WindowAddress]], into: BlockView) -> tuple[str, Peer]:
+    def connect(self, ranks: Sequence[Sequence[ExportAddress]], into: BlockView) -> tuple[str, Peer]:
         """Connects a cache here to the ranks of another worker that have its heads, by the first transport
         that leads there; returns the transport's name, too. Raises TransferError: INCOMPATIBLE, or
         UNREACHABLE with each transport's reason."""
         needed = _with_heads_of(ranks, into)
         reasons = []
         for transport in self._transports:
-            windows = [window for rank in needed for window in rank if window.transport == transport.name]
-            if len(windows) < len(needed):
-                reasons.append(f"{transport.name}: the owner has no such window")
+            exports = [export for rank in needed for export in rank if export.transport == transport.name]
+            if len(exports) < len(needed):
+                reasons.append(f"{transport.name}: the owner has no such export")
                 continue
             try:
-                return transport.name, transport.connect(windows, into)
+                return transport.name, transport.connect(exports, into)
             except TransportError as error:  # the cache here is of no kind that this transport can fill
                 reasons.append(f"{transport.name}: {error}")
             except TransferError as error:
@@ -84,8 +84,8 @@ class Transports:
 
 
 def _with_heads_of(
-    ranks: Sequence[Sequence[WindowAddress]], into: BlockView
-) -> list[Sequence[WindowAddress]]:
+    ranks: Sequence[Sequence[ExportAddress]], into: BlockView
+) -> list[Sequence[ExportAddress]]:
     """Those ranks whose heads a cache needs."""
     shares = check_fit([rank[0].spec for rank in ranks], into.spec)
     return [ranks[rank] for rank in sorted({share.src_rank for share in shares})]

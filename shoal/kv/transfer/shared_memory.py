@@ -3,7 +3,7 @@
 The cache lies in anonymous memory (`shared_memory` in kv/storage.py) that has no name in any folder, so
 nothing is left behind however its owner ends. A reader opens it through /proc/<pid>/fd, which the kernel
 allows to processes of the same user, and maps it read-only. A random key behind the blocks tells that it is
-the window meant, and not another process's memory under the same number."""
+the export meant, and not another process's memory under the same number."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ import torch
 
 from shoal.kv.storage import KEY_BYTES, Kind
 from shoal.kv.transfer.mapped import (
-    ForeignMemory,
     MappedPeer,
+    RemoteMemory,
     boot_id,
     check_fit,
     decode,
-    foreign_view,
     one_piece,
+    remote_view,
 )
-from shoal.kv.transfer.ticket import Failure, TransferError, WindowAddress
+from shoal.kv.transfer.ticket import ExportAddress, Failure, TransferError
 from shoal.kv.transfer.transport import Reach, TransportError
 from shoal.kv.view import BlockView
 
 
-class _Address(msgspec.Struct, frozen=True, array_like=True):
+class _SharedMemoryAddress(msgspec.Struct, frozen=True, array_like=True):
     host: str
     pid: int
     fd: int
@@ -42,7 +42,7 @@ class _Address(msgspec.Struct, frozen=True, array_like=True):
     key: bytes
 
 
-class SharedMemoryWindow:
+class SharedMemoryExport:
     def __init__(self, view: BlockView) -> None:
         start, _ = one_piece(view)
         shared = view.storage.shared
@@ -55,11 +55,11 @@ class SharedMemoryWindow:
         self._key = key = secrets.token_bytes(KEY_BYTES)
         shared.write_key(key)
         offset = start - view.storage.address
-        memory = _Address(boot_id(), os.getpid(), shared.fd, offset, shared.key_offset, key)
-        self.address = WindowAddress(SharedMemory.name, view.spec, msgspec.msgpack.encode(memory))
+        memory = _SharedMemoryAddress(boot_id(), os.getpid(), shared.fd, offset, shared.key_offset, key)
+        self.address = ExportAddress(SharedMemory.name, view.spec, msgspec.msgpack.encode(memory))
 
     def close(self) -> None:
-        if self._shared.read_key() == self._key:  # and no later window's
+        if self._shared.read_key() == self._key:  # and no later export's
             self._shared.write_key(bytes(KEY_BYTES))
 
 
@@ -67,25 +67,25 @@ class SharedMemory:
     name = "shared_memory"
     reach = Reach.HOST
 
-    def open_window(self, view: BlockView) -> SharedMemoryWindow:
-        return SharedMemoryWindow(view)
+    def export(self, view: BlockView) -> SharedMemoryExport:
+        return SharedMemoryExport(view)
 
-    def connect(self, windows: Sequence[WindowAddress], into: BlockView) -> MappedPeer:
-        check_fit([window.spec for window in windows], into.spec)
+    def connect(self, exports: Sequence[ExportAddress], into: BlockView) -> MappedPeer:
+        check_fit([export.spec for export in exports], into.spec)
         maps: list[mmap.mmap] = []
         views = []
-        for window in windows:
-            memory, address = _map(window)
+        for export in exports:
+            memory, address = _map(export)
             maps.append(memory)
             start = np.frombuffer(memory, np.uint8).ctypes.data
-            storage = ForeignMemory(Kind.HOST, address.key_offset, torch.device("cpu"), start)
-            views.append(foreign_view(window, storage, address.offset))
+            storage = RemoteMemory(Kind.HOST, address.key_offset, torch.device("cpu"), start)
+            views.append(remote_view(export, storage, address.offset))
         return MappedPeer(views, into, maps.clear)  # a map without users unmaps itself
 
 
-def _map(window: WindowAddress) -> tuple[mmap.mmap, _Address]:
+def _map(export: ExportAddress) -> tuple[mmap.mmap, _SharedMemoryAddress]:
     """The owner's memory, and its address, whose key is the one that lies there."""
-    address = decode(window, _Address)
+    address = decode(export, _SharedMemoryAddress)
     if address.host != boot_id():
         raise TransferError(Failure.UNREACHABLE, "the blocks are in another host's memory")
     try:
@@ -107,5 +107,5 @@ def _map(window: WindowAddress) -> tuple[mmap.mmap, _Address]:
         ) from None
     key = memory[address.key_offset : address.key_offset + KEY_BYTES] if address.key_offset >= 0 else b""
     if not any(key) or not hmac.compare_digest(key, address.key):
-        raise TransferError(Failure.UNREACHABLE, "the window over the blocks was closed, or is another one")
+        raise TransferError(Failure.UNREACHABLE, "the export over the blocks was closed, or is another one")
     return memory, address

@@ -53,7 +53,7 @@ class TransferError(ShoalError):
         self.transport = ""
 
 
-class WindowAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ExportAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where one rank's cache can be read, and by which transport."""
 
     transport: Annotated[str, Meta(max_length=32)]
@@ -90,7 +90,7 @@ class Ticket(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blocks: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 40)], ...], Meta(max_length=MAX_BLOCKS)]
     generations: Annotated[tuple[Annotated[int, Meta(ge=0, lt=1 << 62)], ...], Meta(max_length=MAX_BLOCKS)]
     ranks: Annotated[
-        tuple[Annotated[tuple[WindowAddress, ...], Meta(min_length=1, max_length=16)], ...],
+        tuple[Annotated[tuple[ExportAddress, ...], Meta(min_length=1, max_length=16)], ...],
         Meta(min_length=1, max_length=1024),
     ]
     # The key of each block (hashing.py), so that a reader takes no block of another prompt for its own. Empty

@@ -1,8 +1,8 @@
 """How one worker reads the KV blocks of another: the protocol of all ways there are.
 
-The owner opens a window over its cache and gives out the window's address, in tickets
+The owner opens an export over its cache and gives out the export's address, in tickets
 (kv/transfer/ticket.py). A
-reader connects its own cache to windows of the owner, and pulls blocks, layer by layer if it likes. Readers
+reader connects its own cache to exports of the owner, and pulls blocks, layer by layer if it likes. Readers
 pull and owners never push, so whoever has memory is the only one who writes it (docs/decisions/fleet.md).
 Which ways there are, and in which order they are tried, says kv/transfer/registry.py."""
 
@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import Protocol
 
 from shoal.errors import UserError
-from shoal.kv.transfer.ticket import WindowAddress
+from shoal.kv.transfer.ticket import ExportAddress
 from shoal.kv.view import BlockView
 
 
@@ -30,11 +30,11 @@ class Reach(IntEnum):
     NETWORK = 3
 
 
-class Window(Protocol):
+class Export(Protocol):
     """A cache that others may read."""
 
     @property
-    def address(self) -> WindowAddress:
+    def address(self) -> ExportAddress:
         """Plain data. It has what is needed to read the memory, so it is given to readers alone."""
         ...
 
@@ -59,7 +59,7 @@ class Pull(Protocol):
 
 
 class Peer(Protocol):
-    """The windows of another worker's ranks, connected to one cache here. Thread-safe, but for `close`."""
+    """The exports of another worker's ranks, connected to one cache here. Thread-safe, but for `close`."""
 
     def pull(self, src_ids: Sequence[int], dst_ids: Sequence[int], layers: range) -> Pull:
         """Begins to read these layers of the other worker's blocks `src_ids` into the blocks `dst_ids` here,
@@ -78,13 +78,13 @@ class Transport(Protocol):
     name: str
     reach: Reach
 
-    def open_window(self, view: BlockView) -> Window:
+    def export(self, view: BlockView) -> Export:
         """Raises TransportError if this memory can't be read by this way, with what would have to be
         different."""
         ...
 
-    def connect(self, windows: Sequence[WindowAddress], into: BlockView) -> Peer:
-        """`windows` are addresses of this transport, one for each of the owner's ranks that has heads of
+    def connect(self, exports: Sequence[ExportAddress], into: BlockView) -> Peer:
+        """`exports` are addresses of this transport, one for each of the owner's ranks that has heads of
         `into`. Raises TransferError, UNREACHABLE if this way does not lead from here to there, and
         TransportError if `into` can't be filled by this way."""
         ...

@@ -18,7 +18,7 @@ from shoal.engine import resolve
 from shoal.engine.process.core_main import _describe
 from shoal.errors import CheckpointError, ConfigError
 from shoal.kv.layout import CacheSpec, Layout
-from shoal.kv.tiers.block_file import group_name, identity
+from shoal.kv.tiers.block_file import identity, spec_name
 from shoal.weights.kv_scales import kv_scales, name_of
 from shoal.weights.loader import check_shapes
 from shoal.weights.source import CheckpointFiles
@@ -269,7 +269,7 @@ def test_caches_of_other_scales_do_not_go_together_and_say_why():
     assert one.mismatch(spec(scales="1" * 16)) is None and spec().mismatch(spec()) is None
     assert one.mismatch(two) == f"scales is {'1' * 16} on one side and {'2' * 16} on the other"
     assert spec().mismatch(one) == f"scales is none on one side and {'1' * 16} on the other"
-    assert len({group_name(s) for s in (one, two, spec())}) == 3
+    assert len({spec_name(s) for s in (one, two, spec())}) == 3
 
 
 def test_equal_scales_have_equal_names_on_every_rank():

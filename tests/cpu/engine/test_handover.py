@@ -29,7 +29,7 @@ from shoal.errors import ConfigError
 from shoal.hashing import KEY_SIZE
 from shoal.kv.transfer import fetch
 from shoal.kv.transfer import registry as transport_registry
-from shoal.kv.transfer.fetch import Peers
+from shoal.kv.transfer.fetch import BlockReader
 from shoal.kv.transfer.lease import Lease
 from shoal.kv.transfer.ticket import Failure, TransferError, seal, unseal
 from shoal.kv.transfer.transport import TransportError
@@ -636,7 +636,7 @@ class Slow:
 
     def __init__(self, monkeypatch):
         self.num_begun = 0
-        monkeypatch.setattr(Peers, "fetch", lambda peers, *args: self.fetch(*args))
+        monkeypatch.setattr(BlockReader, "fetch", lambda peers, *args: self.fetch(*args))
 
     def fetch(self, lease, positions, blocks, patience_s, is_cancelled):
         self.num_begun += 1
@@ -913,7 +913,7 @@ def test_readers_of_other_hosts_need_a_transport_that_reaches_them(folder, monke
         raise TransportError("it is not installed")
 
     transfer = {"kv_role": "kv_producer", "kv_ip": "10.0.0.1"}
-    monkeypatch.setattr(transport_registry.Nixl, "open_window", refuses)
+    monkeypatch.setattr(transport_registry.Nixl, "export", refuses)
     with pytest.raises(ConfigError, match=r"on other hosts could read this cache.*it is not installed"):
         EngineCore(
             EngineConfig(model=str(folder), device="cpu", kv_transfer_config=transfer),

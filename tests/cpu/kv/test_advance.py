@@ -8,7 +8,7 @@ import pytest
 from shoal.kv.layout import CacheSpec, Layout
 from shoal.kv.transfer.advance import Advancer
 from shoal.kv.transfer.offers import Offers
-from shoal.kv.transfer.ticket import Progress, TransferError, WindowAddress, unseal
+from shoal.kv.transfer.ticket import ExportAddress, Progress, TransferError, unseal
 
 SPEC = CacheSpec(Layout.WHOLE_BLOCKS, 3, 4, 8, "bfloat16", 4, num_blocks=32)
 
@@ -26,7 +26,7 @@ class Event(threading.Event):
 
 @pytest.fixture
 def offers():
-    return Offers(b"m", [[WindowAddress("in_process", SPEC, b"")]], lambda block: 0, time.monotonic)
+    return Offers(b"m", [[ExportAddress("in_process", SPEC, b"")]], lambda block: 0, time.monotonic)
 
 
 def test_a_layer_is_told_when_its_event_has_come(offers):

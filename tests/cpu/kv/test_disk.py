@@ -21,7 +21,7 @@ from msgspec.structs import replace as change
 from shoal.errors import ConfigError
 from shoal.files import io_threads
 from shoal.kv.tiers import block_folder
-from shoal.kv.tiers.block_file import HEADER_AT, MAGIC, PAGE, BlockFormat, group_name, in_pages
+from shoal.kv.tiers.block_file import HEADER_AT, MAGIC, PAGE, BlockFormat, in_pages, spec_name
 from shoal.kv.tiers.disk import DiskTier
 from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of
 
@@ -201,10 +201,10 @@ def test_files_of_an_earlier_version_are_not_read_and_go_before_ours(make, tmp_p
     earlier, metas = make(), chain(3)
     write(earlier, metas)
     earlier.close()
-    group = Path(earlier._folder.group)
-    for path in group.rglob("*.kv"):
+    folder = Path(earlier._folder.spec_folder)
+    for path in folder.rglob("*.kv"):
         path.write_bytes(b"SHOALKV1" + path.read_bytes()[len(MAGIC) :])
-    group.rename(group.with_name("float16-4-tp1-0123456789abcdef"))  # it described a cache otherwise, too
+    folder.rename(folder.with_name("float16-4-tp1-0123456789abcdef"))  # it described a cache otherwise, too
     ours = make(max_blocks=5)
     assert ours.match(keys_of(metas)) == 0 and ours.stats().num_bytes == 3 * FILE
     write(ours, chain(5, 9))
@@ -497,7 +497,7 @@ def test_an_unreadable_file_is_recomputed(make, monkeypatch):
     assert not tier.contains(metas[0].key) and write(tier, metas[:1]) == [True] and all_right(tier, metas)
 
 
-@pytest.mark.parametrize("what", ["kv", f"kv/{MODEL.hex()}", f"kv/{MODEL.hex()}/{group_name(SPEC)}/rank0"])
+@pytest.mark.parametrize("what", ["kv", f"kv/{MODEL.hex()}", f"kv/{MODEL.hex()}/{spec_name(SPEC)}/rank0"])
 def test_a_folder_that_vanishes_is_made_again(make, tmp_path, what):
     tier, metas = make(), chain(6)
     write(tier, metas[:3])
@@ -1011,10 +1011,10 @@ def test_random_operations_with_failures_return_the_right_bytes_or_none(tmp_path
 
 def test_the_lock_of_a_folder_ends_with_its_tier(tmp_path):
     tier = DiskTier(str(tmp_path / "kv"), 1 << 20, MODEL, SPEC)
-    group = tier._folder.group
-    assert not block_folder.is_abandoned(group)
+    folder = tier._folder.spec_folder
+    assert not block_folder.is_abandoned(folder)
     tier.close()
-    assert block_folder.is_abandoned(group)
+    assert block_folder.is_abandoned(folder)
 
 
 def test_engines_that_start_at_once_on_one_path_all_hold_their_locks(tmp_path):
@@ -1032,7 +1032,7 @@ def test_engines_that_start_at_once_on_one_path_all_hold_their_locks(tmp_path):
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(tiers) == 40 and not any(block_folder.is_abandoned(tier._folder.group) for tier in tiers)
+    assert len(tiers) == 40 and not any(block_folder.is_abandoned(tier._folder.spec_folder) for tier in tiers)
     assert all(write(tier, chain(1)) == [True] for tier in tiers)
     for tier in tiers:
         tier.close()

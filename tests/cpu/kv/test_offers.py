@@ -7,10 +7,10 @@ import pytest
 from shoal.kv.blocks import BlockPool
 from shoal.kv.layout import CacheSpec, Layout
 from shoal.kv.transfer.offers import Offers
-from shoal.kv.transfer.ticket import Failure, Progress, TransferError, WindowAddress, digest_of, unseal
+from shoal.kv.transfer.ticket import ExportAddress, Failure, Progress, TransferError, digest_of, unseal
 
 SPEC = CacheSpec(Layout.WHOLE_BLOCKS, 3, 4, 8, "bfloat16", 4, num_blocks=32)
-RANKS = [[WindowAddress("in_process", SPEC, b"")]]
+RANKS = [[ExportAddress("in_process", SPEC, b"")]]
 
 
 class Owner:

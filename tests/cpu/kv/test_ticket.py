@@ -7,7 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from shoal.kv.layout import CacheSpec, Layout
-from shoal.kv.transfer.ticket import Failure, Progress, Ticket, TransferError, WindowAddress, seal, unseal
+from shoal.kv.transfer.ticket import ExportAddress, Failure, Progress, Ticket, TransferError, seal, unseal
 
 SPEC = CacheSpec(Layout.WHOLE_BLOCKS, 3, 4, 8, "bfloat16", 4, num_blocks=32, tp_size=2)
 OTHER = replace(SPEC, tp_rank=1)
@@ -19,8 +19,8 @@ TICKET = Ticket(
     blocks=(3, 1, 7),
     generations=(0, 5, 2),
     ranks=(
-        (WindowAddress("shared_memory", SPEC, b"x"), WindowAddress("nixl", SPEC, b"y")),
-        (WindowAddress("nixl", OTHER, b"z"),),
+        (ExportAddress("shared_memory", SPEC, b"x"), ExportAddress("nixl", SPEC, b"y")),
+        (ExportAddress("nixl", OTHER, b"z"),),
     ),
 )
 
@@ -87,7 +87,7 @@ def test_a_ticket_that_contradicts_itself_is_refused():
         (dict(ranks=TICKET.ranks[::-1]), "says that it is"),
         (dict(lease_s=float("nan")), "lease_s"),
         (
-            dict(ranks=(TICKET.ranks[0], (WindowAddress("nixl", replace(OTHER, head_dim=4), b""),))),
+            dict(ranks=(TICKET.ranks[0], (ExportAddress("nixl", replace(OTHER, head_dim=4), b""),))),
             "head_dim",
         ),
     ):

@@ -302,7 +302,7 @@ def test_models_lists_and_removes_copies(memory, capsys):
     assert (found[URL]["source"], found[URL]["path"]) == ("store", str(newest))
     assert found[URL]["size_bytes"] > 2 * sum(map(len, CONTENT.values()))
     assert main(["models", "rm", URL, "memory://broken", "--yes", *hub]) == 0
-    assert not newest.exists() and store.stored_models(str(newest.parent)) == []
+    assert not newest.exists() and store.local_copies(str(newest.parent)) == []
 
 
 def asked_of(url):
@@ -315,11 +315,11 @@ def test_the_doctor_copies_nothing(memory, monkeypatch):
     put(memory)
     [found] = fleet_file.models(asked_of(URL))
     assert "copied at its first use (13 KiB)" in found.found and not store.models_folder(None).exists()
-    assert store.look(URL, is_model_file) == (None, sum(map(len, CONTENT.values())))
+    assert store.find_local(URL, is_model_file) == (None, sum(map(len, CONTENT.values())))
     folder = resolve(URL).folder
-    assert store.look(URL, is_model_file) == (folder, 0)
+    assert store.find_local(URL, is_model_file) == (folder, 0)
     failing(monkeypatch, "ls", ConnectionError("away"))
-    assert store.look(URL, is_model_file) == (folder, 0)
+    assert store.find_local(URL, is_model_file) == (folder, 0)
 
 
 def test_the_doctor_compares_the_free_room_with_what_is_still_to_be_copied(memory, monkeypatch):
@@ -329,7 +329,7 @@ def test_the_doctor_compares_the_free_room_with_what_is_still_to_be_copied(memor
         failing(patch, "cat_file", ConnectionError("away"), after=5)  # tokenizer.json is the last file
         with pytest.raises(CheckpointError):
             resolve(URL)
-    assert store.look(URL, is_model_file) == (None, len(CONTENT["tokenizer.json"]))
+    assert store.find_local(URL, is_model_file) == (None, len(CONTENT["tokenizer.json"]))
     for free, verdict in ((3, "works"), (2, "fails")):
         usage = shutil._ntuple_diskusage(10, 5, free)
         monkeypatch.setattr(fleet_file.shutil, "disk_usage", lambda path, usage=usage: usage)
