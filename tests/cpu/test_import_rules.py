@@ -1,4 +1,4 @@
-"""Who may import whom: imports point down, the hardest logic needs no torch, sub-package __init__ files are
+"""Rules of imports: they point down, the hardest logic needs no torch, sub-package __init__ files are
 empty."""
 
 import ast

@@ -1,4 +1,4 @@
-"""What is said of metrics: the table of docs/metrics.md has what is exported, and dashboards and alerts name nothing
+"""Pages about metrics: the table of docs/metrics.md has the exported metrics, and dashboards and alerts name nothing
 else."""
 
 import json

@@ -1,5 +1,5 @@
-"""Calls as Granite 3 writes them, and Phi-4-mini's official template:
-<|tool_call|>[{"name": ..., "arguments": {...}}, ...], at times with <|/tool_call|> behind. Without the mark,
+"""Tool calls of Granite 3, and of Phi-4-mini's official template:
+<|tool_call|>[{"name": ..., "arguments": {...}}, ...], sometimes followed by <|/tool_call|>. Without the mark,
 an answer that begins with such a list counts if it names tools of the request."""
 
 from __future__ import annotations

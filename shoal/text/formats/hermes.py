@@ -1,4 +1,4 @@
-"""Calls as Hermes writes them, and Qwen 2.5 and 3, Granite 4 and others:
+"""Tool calls of Hermes, Qwen 2.5 and 3, Granite 4 and others:
 <tool_call>{"name": ..., "arguments": {...}}</tool_call>"""
 
 from __future__ import annotations

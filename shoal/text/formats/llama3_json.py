@@ -1,5 +1,5 @@
-"""Calls as Llama 3 writes them: {"name": ..., "parameters": {...}}; ... at the start of the answer, or behind
-<|python_tag|>. As nothing else tells it from an answer in JSON, it has to name one of the tools."""
+"""Tool calls of Llama 3: {"name": ..., "parameters": {...}}; ... at the start of the answer, or after
+<|python_tag|>. A call must name one of the tools, as it has no other difference from an answer in JSON."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Calls as Mistral's models write them. Up to version 7 of the tokenizer a list:
+"""Tool calls of Mistral's models. Up to version 7 of the tokenizer a list:
 [TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}, ...]; from version 11 on
-[TOOL_CALLS]name[ARGS]{...} for each call, at times with [CALL_ID]... behind the name or without [ARGS]."""
+[TOOL_CALLS]name[ARGS]{...} for each call, sometimes with [CALL_ID]... after the name or without [ARGS]."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class MistralCalls(MarkedCalls):
         self._is_complete = True
 
     def _word_of_text(self) -> Generator[None, None, str]:
-        """Takes and returns what stands before the next bracket, brace or white space."""
+        """Takes and returns the text before the next bracket, brace or white space."""
         word = ""
         while (char := (yield from self._ahead(1))) and char not in ENDS_OF_WORD:
             self._take(char)

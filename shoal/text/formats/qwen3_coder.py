@@ -1,8 +1,8 @@
-"""Calls as Qwen3-Coder, Qwen3.5 and Nemotron 3 write them, in XML:
+"""Tool calls of Qwen3-Coder, Qwen3.5 and Nemotron 3, in XML:
 <tool_call><function=name><parameter=key>value</parameter>...</function></tool_call>
 
-A value is what stands between its tags less one line break on each side, and the tool's schema says its type.
-Only </parameter> closes it. The outer tag may be missing, and JSON within it is read as Hermes's.
+A value is the text between its tags without one line break on each side, and the tool's schema has its type.
+Only </parameter> closes it. The outer tag may be missing, and JSON within it is read as in Hermes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from shoal.text.formats.typed_values import is_text, json_of, kinds_of
 
 FUNCTION, PARAMETER = "<function=", "<parameter="
 END_OF_FUNCTION, END_OF_PARAMETER = "</function>", "</parameter>"
-MAX_START = 32  # characters of a value that are enough to know a text
-MAX_NAME = 256  # characters; what is longer is text
+MAX_START = 32  # characters of a value that are enough to recognize a string
+MAX_NAME = 256  # characters; longer names are text
 
 
 class Qwen3CoderCalls(TaggedCalls):
@@ -34,7 +34,7 @@ class Qwen3CoderCalls(TaggedCalls):
         is_sure = has_mark or self._unclosed
         try:
             if has_mark:
-                while (yield from self._one_of(self.openings[0])):  # at times it is written twice
+                while (yield from self._one_of(self.openings[0])):  # some models write it twice
                     pass
                 if (yield from self._next()) == "{":
                     yield from super()._calls(markup + "".join(self._raw))
@@ -46,8 +46,8 @@ class Qwen3CoderCalls(TaggedCalls):
         self._unclosed = self._begun
 
     def _function(self, is_sure: bool) -> Steps:
-        """Reads a call behind <function=. One that is not `is_sure`, as no <tool_call> stands before it,
-        counts if it names a tool."""
+        """Reads a call after <function=. Without `is_sure`, as no <tool_call> precedes it, it counts if it
+        names a tool."""
         name = yield from self._name()
         names = self._schemas if self._names is None and not is_sure else self._names
         if names is not None and name not in names:
@@ -70,7 +70,7 @@ class Qwen3CoderCalls(TaggedCalls):
         yield from self._skip(SPACE)
 
     def _parameter(self, kinds: frozenset[str]) -> Steps:
-        """Reads a value and its closing tag. It streams once it must be a text; until then its type is
+        """Reads a value and its closing tag. It streams once it must be a string; until then its type is
         open."""
         yield from self._line_break()
         value: list[str] = []
@@ -108,7 +108,7 @@ class Qwen3CoderCalls(TaggedCalls):
             self._take_raw("\n")
 
     def _name(self) -> Generator[None, None, str]:
-        """Takes a name and the > behind it."""
+        """Takes a name and the > after it."""
         name = ""
         while (char := (yield from self._ahead(1))) != ">":
             if not char or char in "<\n" or len(name) == MAX_NAME:
@@ -125,8 +125,7 @@ class Qwen3CoderCalls(TaggedCalls):
             raise Malformed
 
     def _one_of(self, *tags: str) -> Generator[None, None, str]:
-        """Takes the one of `tags` that comes behind white space. Returns "" if there is another text, which
-        is not taken."""
+        """Takes the next of `tags` after white space. Returns "" for another text, which is not taken."""
         while (char := (yield from self._ahead(1))) and char in SPACE:
             self._take_raw(char)
         for tag in tags:
@@ -139,7 +138,7 @@ class Qwen3CoderCalls(TaggedCalls):
         return ""
 
     def _take_raw(self, text: str) -> None:
-        """Moves past `text`, which is content if the call turns out to be none."""
+        """Moves past `text`, which becomes content if the call turns out to be text."""
         self._at += len(text)
         if not self._begun or self._is_whole:
             self._raw.append(text)

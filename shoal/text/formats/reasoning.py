@@ -1,4 +1,4 @@
-"""Reasoning split off an answer: what a model thinks between <think> and </think> before it speaks."""
+"""Splits reasoning from an answer: the text between <think> and </think> at its beginning."""
 
 from __future__ import annotations
 
@@ -7,29 +7,30 @@ import re
 from shoal.text.formats.tool_parsers import SPACE, Part, TextDelta, length_of_start
 
 OPEN, CLOSE = "<think>", "</think>"
-# A mark of chat templates that begins or ends a turn, and the head of a turn: a mark, a role, and at times
-# thoughts without words, which Qwen3's template writes before the last answer.
+# A mark of chat templates that begins or ends a turn, and the head of a turn: a mark, a role, and possibly
+# empty reasoning, which Qwen3's template writes before the last answer.
 MARK = (
     r"(?:<\|[^<>|\n]{1,40}\|?>|<[^<>|\n]{1,40}\|>|<｜[^<>\n]{1,40}｜>|\[/?[A-Z_]{4,20}\]|\]~b\]|\[e~\[|</?s>"
 )
 MARK += r"|<(?:start|end)_of_turn>|<(?:user|assistant|system|tool)>)"
 TURN_MARK = re.compile(MARK)
 HEAD = re.compile(rf"{MARK}\s*\w{{0,16}}\s*(?:<think>\s*</think>\s*)?\Z")
-HEAD_LENGTH = 200  # characters of a prompt in which a head is looked for
+HEAD_LENGTH = 200  # characters of a prompt in which a head is searched
 
 
 class ThinkParser:
-    """Reasoning up to </think>, content from there on; the tags and the white space around them are dropped.
+    """Splits text into reasoning up to </think> and content after it; drops the tags and the white space
+    around them.
 
     Only an answer that begins with <think> has reasoning, or one whose prompt ended with it (`thinking`) or
-    with half a thought (`is_amid`), which the answer continues to the letter.
+    with unfinished reasoning (`is_amid`), which the answer continues without a change.
     """
 
     def __init__(self, thinking: bool = False, is_amid: bool = False) -> None:
         self._held = ""
         self._thinking = thinking
         self._begun = is_amid  # some reasoning was given
-        # then "reasoning", "gap" (the white space behind it), "content"
+        # then "reasoning", "gap" (the white space after it), "content"
         self._stage = "reasoning" if is_amid else "start"
 
     def push(self, text: str) -> list[Part]:
@@ -64,7 +65,7 @@ class ThinkParser:
         return [TextDelta(held)] if held else []
 
     def _reasoning(self, text: str, parts: list[Part]) -> str:
-        """Gives the reasoning in `text`; what follows it."""
+        """Emits the reasoning in `text`; returns the text after it."""
         if not self._begun:
             text = text.lstrip(SPACE)
         thought, tag, rest = text.partition(CLOSE)
@@ -80,13 +81,13 @@ class ThinkParser:
 
 
 def opens_thinking(prompt: str) -> bool:
-    """Whether the prompt's template has opened <think> already, so that the answer begins within."""
+    """Returns True if the prompt's template has opened <think>, so that the answer begins with reasoning."""
     return prompt.rstrip(SPACE).endswith(OPEN)
 
 
 def continues_thought(prompt: str) -> bool:
-    """Whether the prompt ends with half a thought of the answer: its last turn begins with <think>, and
-    nothing closes it. A <think> in an earlier turn has the mark of a later one behind it."""
+    """Returns True if the prompt ends with unfinished reasoning of the answer: its last turn begins with
+    <think> without a closing tag. A <think> in an earlier turn is followed by the mark of a later one."""
     start = prompt.rfind(OPEN)
     if start < 0 or opens_thinking(prompt):
         return False

@@ -1,4 +1,4 @@
-"""The forms of tool calls that are read, and those that are known and not read."""
+"""Formats of tool calls with a parser, and marks of formats without one."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from shoal.text.formats import granite, hermes, llama3_json, mistral, qwen3_coder
 from shoal.text.formats.tool_format import ToolFormat
 
-# In this order, as some marks contain others: the first one that a template names is the model's.
+# In this order, as some marks contain others: the first format in a template is the model's.
 FORMATS: tuple[ToolFormat, ...] = (
     qwen3_coder.FORMAT,
     mistral.FORMAT,
@@ -19,7 +19,7 @@ BY_NAME = {form.name: form for form in FORMATS}
 DEFAULT = "hermes"
 TOOLS = re.compile(r"\btools\b")
 
-# Families whose form no parser reads, by marks of their templates. A template may name marks of FORMATS, too.
+# Families without a parser, by marks of their templates. A template may also have marks of FORMATS.
 UNREAD: dict[str, tuple[str, ...]] = {
     "Harmony (gpt-oss)": ("<|start|>", "<|channel|>"),
     "Gemma 4": ("<|tool_call>",),
@@ -38,8 +38,8 @@ UNREAD: dict[str, tuple[str, ...]] = {
 
 
 def choose(template: str) -> tuple[str, str | None]:
-    """Returns the name of the parser for a chat template, and what is wrong with it: a sentence if the
-    template makes its model write calls in a form that no parser reads."""
+    """Returns the name of the parser for a chat template, and a warning if the template has a format of calls
+    without a parser."""
     for family, marks in UNREAD.items():
         if all(mark in template for mark in marks):
             return DEFAULT, f"the chat template has tool calls in the form of {family}, which no parser reads"

@@ -1,4 +1,4 @@
-"""What a family's form of tool calls is to the rest of the server."""
+"""The interface of a model family's format of tool calls."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 from shoal.text.formats.tool_parsers import Parser
 
-Schemas = Mapping[str, dict[str, Any]]  # the arguments' schema of each tool, by the tool's name
+Schemas = Mapping[str, dict[str, Any]]  # schema of the arguments by the tool's name
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """One form of tool calls.
+    """One format of tool calls.
 
-    `is_of` says whether a chat template makes its model write this form. `reader` makes a parser for one
-    answer from the tools' schemas, the names that alone are calls (None: all are), and whether the answer
-    comes whole. The rest is how a grammar lets a call be written as JSON, which `reader` understands, too.
+    `is_of` returns True for a chat template with this format. `reader` builds a parser for one answer from
+    the tools' schemas, the only names that are calls (None: all), and True for an answer that arrives as a
+    whole. The other fields describe a call as JSON for a grammar, which `reader` also reads.
     """
 
     name: str

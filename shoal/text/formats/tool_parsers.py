@@ -1,10 +1,9 @@
-"""Tool calls in a model's text, found as the text comes.
+"""Finds tool calls in a model's text while it arrives.
 
-A call is known as one when its name is known and its arguments begin; until then its text is held back, and
-given as content if it turns out to be something else. From there on the arguments stream. What is given
-depends on the text alone, never on how it was cut into pieces: the parsers are straight code that pauses (a
-generator's `yield`) wherever the text at hand ends. Only a malformed call is read in another way where the
-answer comes as a whole.
+A call is recognized when its name is known and its arguments begin; until then its text is held back, and
+becomes content if it turns out to be text. After that the arguments stream. The result depends only on the
+text, never on its pieces: the parsers are sequential code that pauses (a generator's `yield`) at the end of
+the available text. Only a malformed call is read differently if the answer arrives as a whole.
 """
 
 from __future__ import annotations
@@ -17,18 +16,18 @@ from dataclasses import dataclass
 from typing import Protocol
 
 SPACE = " \t\r\n"
-PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # characters of a string that stand for themselves
+PLAIN = re.compile(r'[^"\\\x00-\x1f]+')  # unescaped characters of a string
 ESCAPE = re.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 WORD = re.compile(r"[-+.0-9A-Za-z]*")
 NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
-MAX_DEPTH = 64  # arguments that are nested deeper count as malformed
+MAX_DEPTH = 64  # arguments with deeper nesting count as malformed
 
 Steps = Generator[None, None, None]
 
 
 @dataclass(slots=True)
 class CallDelta:
-    """News of call number `index`. Its id and name come once; its arguments, a JSON text, come in pieces."""
+    """A new part of call number `index`. Its id and name come once; its arguments, a JSON text, in pieces."""
 
     index: int
     id: str | None = None
@@ -48,7 +47,7 @@ Part = TextDelta | CallDelta
 
 
 class Parser(Protocol):
-    """Reads an answer's text as it comes, and gives its parts in their order."""
+    """Reads an answer's text as it arrives, and returns its parts in order."""
 
     def push(self, text: str) -> list[Part]: ...
 
@@ -58,35 +57,34 @@ class Parser(Protocol):
 
 
 class Malformed(Exception):
-    """Raised where the next character cannot stand, or the text ends within a value."""
+    """Raised for an invalid character, or for text that ends within a value."""
 
 
 class Ended(Malformed):
-    """Raised where the text ends within a value. What is left is half a character or half a number, which
-    nobody can use."""
+    """Raised for text that ends within a value. The rest is an incomplete escape or number without use."""
 
 
 class CallReader:
-    """The machinery: text at hand, JSON read strictly, and what is given out. `_run` of a subclass says what
-    the text looks like.
+    """Base of parsers: the available text, a strict JSON reader, and the output. `_run` of a subclass has the
+    grammar of the text.
 
-    Arguments are always the beginning of a JSON object, as clients parse them while they come: malformed ones
-    end where they go wrong, and what follows is content. Only bare control characters in strings are mended,
-    which models write for line breaks. Of an answer that is read as a whole nobody has seen the beginning of
-    a malformed call, so it is content altogether, as in vLLM.
+    Arguments are always the beginning of a JSON object, as clients parse them while they arrive: malformed
+    ones end at the error, and the rest is content. Only bare control characters in strings are escaped, which
+    models write for line breaks. If an answer is read as a whole, the client has not seen the beginning of a
+    malformed call, so all of it is content, as in vLLM.
     """
 
     def __init__(self, is_whole: bool = False) -> None:
-        """is_whole: the text comes by one push."""
+        """is_whole: the whole text arrives by one push."""
         self._is_whole = is_whole
-        self._num_before = 0  # parts that come before the call being read
-        self._is_complete = False  # the last call was read to its end
+        self._num_before = 0  # parts before the current call
+        self._is_complete = False  # the last call was read completely
         self._text, self._at, self._is_ended = "", 0, False
-        self._raw: list[str] = []  # what was read of a call that may yet be none
-        self._arguments: list[str] = []  # arguments of the call being read, not given out yet
-        self._inside = False  # what is read belongs to the arguments
-        self._begun = False  # the call being read is known as one
-        self._index = -1  # the number of the last call known
+        self._raw: list[str] = []  # text of a call that may turn out to be content
+        self._arguments: list[str] = []  # arguments of the current call, not emitted yet
+        self._inside = False  # the read text belongs to the arguments
+        self._begun = False  # the current call is recognized
+        self._index = -1  # the number of the last recognized call
         self._parts: list[Part] = []
         self._steps = self._run()
 
@@ -107,7 +105,7 @@ class CallReader:
     def _run(self) -> Steps:
         raise NotImplementedError
 
-    # What is given out
+    # Output
 
     def _begin(self, name: str) -> None:
         self._index += 1
@@ -129,7 +127,8 @@ class CallReader:
             self._parts.append(TextDelta(text))
 
     def _give_up(self, markup: str, error: Malformed) -> None:
-        """Ends a call that is none, or goes on no further. `markup` is what was skipped before it."""
+        """Ends a call that turned out to be text, or that ends early. `markup`: the text skipped before
+        it."""
         self._inside = False
         if self._begun and isinstance(error, Ended):
             self._at = len(self._text)
@@ -142,10 +141,10 @@ class CallReader:
         else:
             self._give_content(markup + "".join(self._raw))
 
-    # Reading. What is taken is kept, as it may be content after all; what is skipped is markup.
+    # Reading. Taken text is kept, as it may become content; skipped text is markup.
 
     def _ahead(self, length: int) -> Generator[None, None, str]:
-        """Returns the next characters without taking them. There are fewer at the end of the text."""
+        """Returns the next characters without taking them; fewer at the end of the text."""
         while len(self._text) - self._at < length and not self._is_ended:
             yield
         return self._text[self._at : self._at + length]
@@ -244,12 +243,12 @@ class CallReader:
     # Calls
 
     def _call(self, names: Collection[str] | None = None, is_strict: bool = False) -> Steps:
-        """{"name": ..., "arguments": {...}}. names: nothing else is a call than a call of these. is_strict:
-        with no other keys.
+        """Reads {"name": ..., "arguments": {...}}. names: only calls of these count. is_strict: without other
+        keys.
 
-        Raises Malformed, `_begun` says whether before or after the call was known as one.
+        Raises Malformed; `_begun` is True if the call was recognized before.
         """
-        self._give_arguments()  # those of the call before
+        self._give_arguments()  # without the state of the call before
         self._begun, self._inside, self._is_complete, name, has_arguments = False, False, False, "", False
         self._raw.clear()
         self._arguments.clear()
@@ -288,7 +287,7 @@ class CallReader:
             yield from self._value()
             self._inside = False
             return
-        # Some models write the object as text, or null for none.
+        # Some models write the object as text, or null for an empty one.
         start = len(self._raw)
         yield from self._value()
         try:
@@ -304,7 +303,7 @@ class CallReader:
     def _list_of_calls(
         self, markup: str, names: Collection[str] | None = None, is_strict: bool = False
     ) -> Steps:
-        """[{"name": ...}, ...]. `markup` is what was skipped before it."""
+        """Reads [{"name": ...}, ...]. `markup`: the text skipped before it."""
         self._give_arguments()
         self._raw.clear()
         self._begun = self._is_complete = False
@@ -321,17 +320,17 @@ class CallReader:
 
 
 class MarkedCalls(CallReader):
-    """Text in which each opening mark begins one call or several; white space around them is dropped. A
-    subclass says by `_calls` what follows a mark."""
+    """Reads text in which each opening mark begins one call or several; drops white space around them.
+    `_calls` of a subclass reads the text after a mark."""
 
     openings: tuple[str, ...]
-    closing = ""  # the mark behind a call, if there is one; another one stays text
-    bare = ""  # the character with which calls may begin an answer without a mark
+    closing = ""  # the optional mark after a call; another mark stays text
+    bare = ""  # the character with which calls without a mark may begin an answer
 
     def __init__(self, names: Collection[str] | None = None, is_whole: bool = False) -> None:
         """`names`: calls of other tools count as text."""
         self._names = names
-        self._unclosed = False  # the closing mark of a call is still to come
+        self._unclosed = False  # the closing mark of a call is expected
         super().__init__(is_whole)
 
     def _run(self) -> Steps:
@@ -346,12 +345,12 @@ class MarkedCalls(CallReader):
             yield from self._calls(markup)
 
     def _calls(self, markup: str) -> Steps:
-        """Reads calls that follow one another. `markup` is what was skipped before the first."""
+        """Reads calls that follow one another. `markup`: the text skipped before the first."""
         raise NotImplementedError
 
     def _prose(self) -> Generator[None, None, str | None]:
-        """Gives content up to an opening mark and skips the mark. Returns what it skipped, or None at the end
-        of the text."""
+        """Emits content up to an opening mark and skips the mark. Returns the skipped text, or None at the
+        end of the text."""
         marks = (*self.openings, self.closing)
         while True:
             rest = self._text[self._at :]
@@ -380,7 +379,7 @@ class MarkedCalls(CallReader):
 
 
 class TaggedCalls(MarkedCalls):
-    """Text in which each call is a JSON object between an opening and a closing tag."""
+    """Reads text in which each call is a JSON object between an opening and a closing tag."""
 
     def __init__(
         self,
@@ -389,7 +388,7 @@ class TaggedCalls(MarkedCalls):
         names: Collection[str] | None = None,
         is_whole: bool = False,
     ) -> None:
-        """Several openings are spellings of one. `names`: see MarkedCalls."""
+        """openings: spellings of the opening tag. `names`: see MarkedCalls."""
         self.openings = (opening,) if isinstance(opening, str) else opening
         self.closing = closing
         super().__init__(names, is_whole)
@@ -402,7 +401,7 @@ class TaggedCalls(MarkedCalls):
             self._unclosed = self._begun
             return
         self._unclosed = True
-        yield from self._skip(SPACE + "}")  # one brace too many is a common slip
+        yield from self._skip(SPACE + "}")  # one brace too many is a common error
 
 
 class ListedCalls(CallReader):
@@ -424,7 +423,7 @@ class ListedCalls(CallReader):
 
 
 class NamedCall:
-    """Reads an answer that is the arguments of one tool, which the grammar of a named tool_choice
+    """Reads an answer with only the arguments of one tool, which the grammar of a named tool_choice
     enforces."""
 
     def __init__(self, name: str) -> None:
@@ -446,5 +445,5 @@ def _new_id() -> str:
 
 
 def length_of_start(text: str, tag: str) -> int:
-    """Returns the length of the longest end of `text` with which `tag` begins."""
+    """Returns the length of the longest suffix of `text` that is a prefix of `tag`."""
     return next((n for n in range(min(len(text), len(tag) - 1), 0, -1) if text.endswith(tag[:n])), 0)

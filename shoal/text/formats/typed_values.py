@@ -1,4 +1,4 @@
-"""Values that XML forms of calls write as text, as the JSON that the tool's schema wants."""
+"""Converts values of XML formats of calls from text to JSON of the schema's type."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 WORDS = {"boolean": ("true", "false", "True", "False"), "null": ("null", "None")}
 FIRSTS = {"object": "{", "array": "[", "integer": "-0123456789", "number": "-0123456789"}
 NAMES = frozenset(kind for kinds in KINDS.values() for kind in kinds)
-MAX_STEPS = 200  # schemas looked at for one parameter; references may lead in circles
+MAX_STEPS = 200  # limit of visited schemas per parameter; references may form cycles
 
 
 def kinds_of(parameters: dict[str, Any], name: str) -> frozenset[str]:
-    """Returns JSON Schema's names of the types that a parameter of a tool may have. There are none where the
-    schema says nothing."""
+    """Returns JSON Schema's names of the possible types of a tool's parameter; an empty set if the schema has
+    no type."""
     properties = parameters.get("properties")
     found = properties.get(name) if isinstance(properties, dict) else None
     if found is None:
@@ -63,7 +63,7 @@ def _target(root: dict[str, Any], pointer: Any) -> Any:
 
 
 def is_text(start: str, kinds: frozenset[str]) -> bool:
-    """Whether a value that begins with `start` is a text, however it goes on."""
+    """Returns True if every value that begins with `start` is a string."""
     if "string" not in kinds and kinds:
         return False
     others = kinds - {"string"} or (frozenset() if kinds else frozenset({"object", "array"}))
@@ -78,9 +78,8 @@ def is_text(start: str, kinds: frozenset[str]) -> bool:
 
 
 def json_of(text: str, kinds: frozenset[str]) -> str:
-    """Returns the JSON of a value that was written as `text`. What is JSON of a type among `kinds` is taken
-    as it is, and everything else is a text, also where the schema allows none: refusing would lose the
-    call."""
+    """Returns the JSON of a value that was written as `text`. JSON of a type among `kinds` stays, and
+    everything else becomes a string, even if the schema does not allow one: a refusal would lose the call."""
     bare = text.strip()
     bare = PYTHON_WORDS.get(bare, bare)
     try:
@@ -91,7 +90,7 @@ def json_of(text: str, kinds: frozenset[str]) -> str:
     if isinstance(value, float) and math.isfinite(value) and value.is_integer():
         own = ("integer", "number")
     if isinstance(value, str):
-        # Quotes around a text are the text's own, where the schema knows the type or says nothing.
+        # Quotes around a string belong to it, if the schema has its type or no type.
         fits = bool(kinds) and "string" not in kinds
     elif kinds:
         fits = bool(kinds & set(own))

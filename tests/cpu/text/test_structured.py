@@ -1,5 +1,5 @@
-"""What an answer must look like: specifications that are taken, those that are refused and how, and what none
-may cost."""
+"""Structured outputs: specifications that are accepted, those that are refused with their error, and the cost
+that every one may have at most."""
 
 import json
 import time
