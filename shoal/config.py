@@ -30,7 +30,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16", "half", "float")
 QUANTIZATIONS = ("fp8", "compressed-tensors", "awq", "gptq")
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_e4m3")
 # options that only a worker of a fleet has
-OF_WORKERS = ("worker_id", "worker_tags", "weights_from_peers", "fleet_key_file")
+WORKER_ONLY_OPTIONS = ("worker_id", "worker_tags", "weights_from_peers", "fleet_key_file")
 
 
 @dataclass(frozen=True, slots=True)
@@ -793,9 +793,11 @@ class ServerConfig:
                 f"admin_port must differ from port, got {self.admin_port} for both; give each a port of its "
                 "own"
             )
-        if self.plane is None and (self.role != "both" or any(getattr(self, name) for name in OF_WORKERS)):
+        if self.plane is None and (
+            self.role != "both" or any(getattr(self, name) for name in WORKER_ONLY_OPTIONS)
+        ):
             raise ConfigError(
-                f"role, {', '.join(OF_WORKERS)} are for a worker of a fleet; add the fleet's --plane"
+                f"role, {', '.join(WORKER_ONLY_OPTIONS)} are for a worker of a fleet; add the fleet's --plane"
             )
         if wrong := [tag for tag in self.worker_tags or () if tag != tag.strip() or not tag or "," in tag]:
             raise ConfigError(

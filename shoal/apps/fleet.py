@@ -20,7 +20,7 @@ from typing import IO
 
 from shoal.apps.route import check_router, run_router
 from shoal.apps.serve import plan
-from shoal.config import OF_WORKERS, ServerConfig
+from shoal.config import WORKER_ONLY_OPTIONS, ServerConfig
 from shoal.errors import ConfigError, ShoalError, UnavailableError, UserError
 from shoal.files.toml_file import keys_of
 from shoal.fleet.config import FleetConfig
@@ -121,7 +121,7 @@ def _check_model(group: NativeWorkers) -> None:
     server = {name: value for name, value in group.options.items() if name in keys_of(ServerConfig)}
     engine = {name: value for name, value in group.options.items() if name not in server}
     alone = {
-        name: value for name, value in server.items() if name not in OF_WORKERS
+        name: value for name, value in server.items() if name not in WORKER_ONLY_OPTIONS
     }  # checked when the file was read
     plan(group.model, [], engine, ServerConfig(**alone))
 

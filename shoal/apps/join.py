@@ -45,7 +45,7 @@ READERS_POLL_S = 0.02
 
 
 @dataclass(slots=True)
-class Planned:
+class ModelToServe:
     """A model to serve, before its engine is started."""
 
     names: list[str]
@@ -115,7 +115,7 @@ def _remove_dead_folders() -> None:
 
 @contextlib.asynccontextmanager
 async def weights_of_peers(
-    planned: Planned, config: ServerConfig, worker_id: str
+    planned: ModelToServe, config: ServerConfig, worker_id: str
 ) -> AsyncIterator[Awaitable[bytes | None] | None]:
     """Yields a function that reads the weights of another worker (engine/runner/rank_export.py); its export
     ends with the block. Yields None if weights are read from files."""
@@ -132,12 +132,14 @@ async def weights_of_peers(
         await registry.close()
 
 
-def with_events(planned: Planned, events: EventEndpoints) -> Planned:
+def with_events(planned: ModelToServe, events: EventEndpoints) -> ModelToServe:
     """Returns the model with an engine that publishes to these addresses."""
     told = KVEventsConfig(
         enable_kv_cache_events=True, endpoint=events.publisher, replay_endpoint=events.replay
     )
-    return Planned(planned.names, dataclasses.replace(planned.config, kv_events_config=told), planned.files)
+    return ModelToServe(
+        planned.names, dataclasses.replace(planned.config, kv_events_config=told), planned.files
+    )
 
 
 def worker_id_of(config: ServerConfig) -> str:

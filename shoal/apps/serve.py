@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from typing import Any
 
 from shoal.apps.join import (
-    Planned,
+    ModelToServe,
     check_fleet,
     event_endpoints,
     joined,
@@ -62,7 +62,7 @@ def serve(model: str | None, models: Sequence[str], options: dict[str, Any], con
 
 def plan(
     model: str | None, models: Sequence[str], options: dict[str, Any], config: ServerConfig
-) -> list[Planned]:
+) -> list[ModelToServe]:
     """Returns the models to serve. Checks all options before an engine is started, which may take minutes.
     Raises ShoalError."""
     check_admin_port(config)
@@ -123,7 +123,7 @@ def plan(
             engine = dataclasses.replace(
                 engine, revision=files.revision
             )  # its processes inherit this variable
-        found.append(Planned(config.served_model_name or [name], engine, files))
+        found.append(ModelToServe(config.served_model_name or [name], engine, files))
     return found
 
 
@@ -133,7 +133,7 @@ def _named(entry: str) -> tuple[str | None, str]:
     return (name, path) if equals and name and path and "/" not in name else (None, entry)
 
 
-async def _serve(planned: Sequence[Planned], config: ServerConfig, started: float) -> int:
+async def _serve(planned: Sequence[ModelToServe], config: ServerConfig, started: float) -> int:
     async with AsyncExitStack() as stack:
         ports = [stack.enter_context(port) for port in open_ports(config)]
         swapper = Swapper(config.swap_patience) if config.swap else None
@@ -204,7 +204,7 @@ async def _set_after(first: asyncio.Event, then: asyncio.Event) -> None:
 
 
 async def start_engine(
-    one: Planned, config: ServerConfig, peer_weights: Awaitable[bytes | None] | None
+    one: ModelToServe, config: ServerConfig, peer_weights: Awaitable[bytes | None] | None
 ) -> tuple[AsyncLLM, Tokenizer | None]:
     """Starts the engine, and loads the tokenizer meanwhile: a tenth of a small model's start."""
     engine = one.config
@@ -245,14 +245,14 @@ def _following(model: ServedModel, llm: AsyncLLM, config: ServerConfig) -> Calla
             # The old tokenizer does not fit the new model. Requests with text are refused now.
             model.loaded = dataclasses.replace(model.loaded, tokenizer=None)
             raise
-        card = card_of(Planned(model.names, engine, files), llm.info, tokenizer, config)
+        card = card_of(ModelToServe(model.names, engine, files), llm.info, tokenizer, config)
         model.become(loaded_model(card, tokenizer))
 
     return follow
 
 
 def card_of(
-    planned: Planned, info: ModelInfo, tokenizer: Tokenizer | None, config: ServerConfig
+    planned: ModelToServe, info: ModelInfo, tokenizer: Tokenizer | None, config: ServerConfig
 ) -> ModelCard:
     """Returns the facts that a server needs about this engine."""
     template = tokenizer.chat_template if tokenizer is not None else None

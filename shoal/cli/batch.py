@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from shoal.apps.join import Planned
+from shoal.apps.join import ModelToServe
 from shoal.apps.serve import card_of, start_engine
 from shoal.cli.batch_files import (
     AnswerFile,
@@ -133,7 +133,7 @@ async def _run(
     engine = EngineConfig.from_options(**options)
     files = resolve(engine.model, engine.revision, engine.download_dir, overrides=engine.hf_overrides)
     files = files.overridden(engine.hf_overrides).check()
-    planned = Planned(config.served_model_name or [engine.model], engine, files)
+    planned = ModelToServe(config.served_model_name or [engine.model], engine, files)
     llm, tokenizer = await start_engine(planned, config, None)
     try:
         model = served_model(card_of(planned, llm.info, tokenizer, config), llm, tokenizer, config)

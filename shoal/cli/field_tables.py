@@ -14,13 +14,16 @@ from shoal.server.routes import PUBLIC_ROUTES
 PAGE = Path(__file__).parents[2] / "docs" / "request-fields.md"
 HEAD = """# Fields of requests
 
-What becomes of each field that the APIs of OpenAI, Anthropic, Ollama, vLLM and llama.cpp know. A field that
-would change the answer has its effect, or is a 400 that names it: a 200 would be taken for the answer that
-was asked for. Null, and the values that ask for nothing, are taken everywhere. Names that no API knows are
-ignored with a line in the log.
+Send requests of OpenAI, Anthropic, Ollama, vLLM or llama.cpp, and look up here how Shoal treats each field:
 
-This page is made from the table that the code uses: `python -m shoal.cli.field_tables` writes it, and tests
-hold that it is up to date and that no field of these APIs is missing.
+    curl http://127.0.0.1:8000/v1/completions -H 'Content-Type: application/json' \\
+         -d '{"prompt": "Once upon a time", "max_tokens": 20, "min_p": 0.1}'
+
+A field that would change the answer has its effect, or the answer is a 400 that names it. Null and neutral
+values are accepted for every field. Unknown names are ignored with a line in the log.
+
+This page is generated from the table that the code uses: `python -m shoal.cli.field_tables` writes it, and
+tests check that it is current and that no field of these APIs is missing.
 """
 
 

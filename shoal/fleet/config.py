@@ -11,14 +11,14 @@ from shoal.fleet.worker_spec import WorkerSpec, check_distinct, parse_worker
 from shoal.option_fields import check_fields, option
 
 DEFAULTS = RouterWeights()
-REMOVED_OPTIONS = {  # why a router has no such option any more
+REMOVED_OPTIONS = {  # options of earlier releases, with the reason of their removal
     "overlap_score_credit_decay": "the credit of a cached block does not depend on the waiting prefills",
     "track_prefill_tokens": "blocks to compute always count",
     "host_cache_hit_weight": f"a cached block in host memory always counts {HOST_CREDIT:g}",
     "disk_cache_hit_weight": f"a cached block on disk always counts {DISK_CREDIT:g}",
 }
-# Options of `shoal serve` that are of an engine, of a worker, or a router's own in FleetConfig.
-NOT_OF_A_ROUTER = (
+# Options of `shoal serve` for engines and workers, and options that FleetConfig has itself.
+NO_ROUTER_OPTIONS = (
     "max_queued_requests",
     "profile_dir",
     "served_model_name",

@@ -9,7 +9,7 @@ import logging
 from shoal.argument_parser import Commands, given_options
 from shoal.cli.commands.server_options import server_options
 from shoal.config import ServerConfig
-from shoal.fleet.config import NOT_OF_A_ROUTER, REMOVED_OPTIONS, FleetConfig
+from shoal.fleet.config import NO_ROUTER_OPTIONS, REMOVED_OPTIONS, FleetConfig
 from shoal.telemetry import logs
 
 DESCRIPTION = """A router: one OpenAI-compatible endpoint for many workers. Each request goes to the worker
@@ -30,7 +30,7 @@ def add_route(commands: Commands) -> None:
         metavar="URL[,KEY=VALUE...]",
         help=worker.metadata["help"],
     )
-    parser.add_flags(ServerConfig, "server", but=NOT_OF_A_ROUTER)
+    parser.add_flags(ServerConfig, "server", but=NO_ROUTER_OPTIONS)
     parser.removed |= REMOVED_OPTIONS
     parser.set_defaults(run=run_route)
 
@@ -41,6 +41,6 @@ def run_route(arguments: argparse.Namespace) -> int:
     from shoal.apps.route import route
 
     given = server_options(arguments)
-    server = ServerConfig(**{name: given[name] for name in given if name not in NOT_OF_A_ROUTER})
+    server = ServerConfig(**{name: given[name] for name in given if name not in NO_ROUTER_OPTIONS})
     logs.set_up(logging.DEBUG if arguments.verbose else logging.INFO, server.log_format)
     return route(FleetConfig(**given_options(arguments, FleetConfig)), server)

@@ -31,7 +31,7 @@ from typing import Any
 from shoal.config import DEFAULT_MODEL, EngineConfig, KVTransferConfig, ServerConfig, check_lends
 from shoal.errors import ConfigError
 from shoal.files.toml_file import build, check_keys, keys_of, read_document, table, tables
-from shoal.fleet.config import NOT_OF_A_ROUTER, REMOVED_OPTIONS, FleetConfig
+from shoal.fleet.config import NO_ROUTER_OPTIONS, REMOVED_OPTIONS, FleetConfig
 from shoal.fleet.connectors.state_file import PORTS
 from shoal.fleet.planner.config import PlannerConfig
 from shoal.fleet.planner.engine_profile import EngineProfile
@@ -62,7 +62,7 @@ GIVEN_OPTIONS = frozenset(
     }
 )
 WORKER_OPTIONS = frozenset([*keys_of(EngineConfig), *keys_of(ServerConfig)]) - GIVEN_OPTIONS
-SERVER_OPTIONS = frozenset(keys_of(ServerConfig)) - frozenset(NOT_OF_A_ROUTER)
+SERVER_OPTIONS = frozenset(keys_of(ServerConfig)) - frozenset(NO_ROUTER_OPTIONS)
 ROUTER_OPTIONS = frozenset(keys_of(FleetConfig)) - {"plane"}
 TOP_KEYS = SERVER_OPTIONS | {"model", "workers", "router", "plane", "planner", "sim"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from shoal.apps import join
-from shoal.apps.join import Planned, check_fleet, event_endpoints, with_events
+from shoal.apps.join import ModelToServe, check_fleet, event_endpoints, with_events
 from shoal.apps.serve import plan
 from shoal.config import EngineConfig, ServerConfig
 from shoal.errors import ConfigError
@@ -78,7 +78,7 @@ def test_a_key_opens_what_lies_beyond_this_machine(tmp_path):
 
 
 def test_the_engine_tells_this_process_of_its_blocks_and_nobody_else():
-    planned = Planned(["m"], EngineConfig(model="m"), CheckpointFiles(Path()))
+    planned = ModelToServe(["m"], EngineConfig(model="m"), CheckpointFiles(Path()))
     with event_endpoints(planned.config) as events:
         told = with_events(planned, events).config.kv_events_config
         assert told.enable_kv_cache_events and (told.endpoint, told.replay_endpoint) == (

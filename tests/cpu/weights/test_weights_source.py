@@ -517,7 +517,9 @@ def test_a_damaged_header_is_named(folder, content):
 def test_impossible_defaults_are_refused_but_do_not_hide_the_end_of_text(folder):
     (folder / "generation_config.json").write_text(json.dumps({"top_p": 0.0, "eos_token_id": 5}))
     files = resolve(str(folder))
-    with pytest.raises(CheckpointError, match=r"config\.json: top_p must be .* got 0\.0.*generation_config 'vllm'"):
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: top_p must be .* got 0\.0.*generation_config 'vllm'"
+    ):
         files.generation_config  # noqa: B018 - reads it
     assert files.eos_token_ids == (3, 5), "with generation_config 'vllm' nobody asks for the defaults"
 
