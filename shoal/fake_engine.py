@@ -119,9 +119,20 @@ class FakeEngine(Control):
             self._announce()
 
     async def abort(self, request_id: str) -> None:
-        if request_id in self._running:
-            self._running[request_id].set()
-            self._announce()
+        self.stop(request_id)
+
+    def stop(self, request_id: str) -> bool:
+        """Like `abort`, without awaiting. Returns False for a request that does not run."""
+        if request_id not in self._running:
+            return False
+        self._running[request_id].set()
+        self._announce()
+        return True
+
+    @property
+    def is_idle(self) -> bool:
+        """True if no request runs."""
+        return not self._running
 
     async def stats(self) -> Stats:
         self._check_alive()

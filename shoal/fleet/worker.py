@@ -167,6 +167,11 @@ class Worker(Generic[L]):
             for call in list(self.on_draining):
                 call()
 
+    @property
+    def is_idle(self) -> bool:
+        """True if this router has no request there."""
+        return not (self.active or self.on_broken or self.on_draining)
+
     async def wait_idle(self) -> None:
         """Returns once this router has no request there."""
         idle = asyncio.Event()

@@ -152,6 +152,11 @@ class FleetEngine(Control):
         stats.num_waiting += self._dispatcher.queue.length
         return stats
 
+    @property
+    def is_idle(self) -> bool:
+        """True if no request runs or moves."""
+        return not (self._running or self._leaving)
+
     # Control
 
     async def control(self, command: Command[T]) -> T:

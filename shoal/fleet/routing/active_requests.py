@@ -181,6 +181,11 @@ class ActiveRequests:
         if request.is_own and self.on_change is not None:
             self.on_change(Ended(request_id))
 
+    @property
+    def is_idle(self) -> bool:
+        """True if no request is active at any worker."""
+        return not self._ranks
+
     def own_requests(self) -> list[str]:
         """Returns the ids of the requests that this router has sent."""
         return [

@@ -278,6 +278,12 @@ class Dispatcher(Generic[L]):
         return worker
 
     @property
+    def is_idle(self) -> bool:
+        """True if no request waits here or has an assignment."""
+        is_waiting = any(not future.done() for *_, future in self._waiting)
+        return not (self._queued or self._assignments or is_waiting)
+
+    @property
     def queue(self) -> QueueView:
         since = [request.queued_at for request in self._queued if request.queued_at is not None]
         return QueueView(len(since), max(0.0, self.clock.now() - min(since)) if since else 0.0)

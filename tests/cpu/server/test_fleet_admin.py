@@ -6,10 +6,11 @@ import urllib.error
 import urllib.request
 
 from shoal.config import ServerConfig
-from shoal.control import ReadSleepState, ResetPrefixCache, Sleep, UpdateWeights, WakeUp
+from shoal.control import Sleep, UpdateWeights
 from shoal.errors import CheckpointError
 from shoal.fleet.clock import LoopClock
 from shoal.fleet.config import FleetConfig
+from shoal.fleet.native.fake_worker import FakeWorker
 from shoal.fleet.pool.fleet import Fleet
 from shoal.fleet.worker import Worker, WorkerInfo
 from shoal.server.app import Server
@@ -18,39 +19,6 @@ from shoal.server.operator.fleet_admin import fleet_admin_routes
 from shoal.server.operator.fleet_routes import FleetRoutes
 from shoal.server.run import open_ports, serve_until
 from shoal.server.served.catalog import Catalog
-from shoal.stats import MemoryReport, SleepState
-
-
-class Link:
-    def __init__(self, info):
-        self.info, self.level, self.version, self.seen, self.error = info, None, 0, [], None
-
-    async def check(self):
-        return self.info
-
-    async def canary(self):
-        pass
-
-    async def loads(self):
-        return []
-
-    async def close(self):
-        pass
-
-    async def control(self, command):
-        if isinstance(command, ReadSleepState):
-            return SleepState(self.level)
-        self.seen.append(command)
-        if self.error is not None:
-            raise self.error
-        if isinstance(command, Sleep | WakeUp):
-            self.level = command.level if isinstance(command, Sleep) else None
-            return MemoryReport()
-        if isinstance(command, UpdateWeights):
-            self.version += 1
-            return self.version
-        assert isinstance(command, ResetPrefixCache)
-        return True
 
 
 class Site:
@@ -84,7 +52,7 @@ def on_site(test):
         links = {}
         for name, model in (("a", "m"), ("b", "m"), ("c", "other")):
             info = WorkerInfo(id=name, url="http://w", models=(model,))
-            links[name] = Link(info)
+            links[name] = FakeWorker(info, fleet.clock)
             fleet.join(Worker(info, links[name], fleet.clock.now))
         config = ServerConfig(port=0)
         routes = [*FleetRoutes(fleet).admin(), *fleet_admin_routes(fleet)]
@@ -128,7 +96,7 @@ async def test_a_verb_reaches_all_workers_and_the_answer_has_what_they_have_in_c
     )
     status, answer = await site.ask("/sleep?level=2&tags=kv_cache&mode=wait")
     assert status == 200 and set(answer["workers"]) == set("abc")
-    assert site.links["c"].seen[-1] == Sleep(2, ["kv_cache"], "wait")
+    assert site.links["c"].commands[-1] == Sleep(2, ["kv_cache"], "wait")
     assert (await site.ask("/is_sleeping", method="GET"))[1]["is_sleeping"] is True
     assert all(worker.asleep for worker in site.view().values())
     await site.ask("/wake_up?workers=a")
@@ -178,7 +146,7 @@ async def test_a_worker_of_ours_is_not_removed_as_its_process_would_run_on_unkno
 @on_site
 async def test_a_pause_is_lifted_by_resume(site):
     assert (await site.ask("/pause?model=m&mode=keep"))[1]["status"] == "paused"
-    assert site.links["a"].seen[-1] == Sleep(0, None, "keep")
+    assert site.links["a"].commands[-1] == Sleep(0, None, "keep")
     assert (await site.ask("/is_paused", method="GET"))[1]["workers"]["b"] == {"is_paused": True}
     assert (await site.ask("/resume"))[1]["status"] == "resumed"
     assert (await site.ask("/is_paused", method="GET"))[1]["is_paused"] is False
@@ -191,17 +159,17 @@ async def test_new_weights_are_of_one_model_and_their_versions_show(site):
     status, answer = await site.ask("/update_weights?model=m&rolling=true", {"path": "/new"})
     assert status == 200
     assert answer == {"version": 1, "workers": {"a": {"version": 1}, "b": {"version": 1}}}
-    assert site.links["a"].seen == [UpdateWeights("/new")]
+    assert site.links["a"].commands == [UpdateWeights("/new")]
     assert {name: worker.weights_version for name, worker in site.view().items()} == {"a": 1, "b": 1, "c": 0}
 
 
 @on_site
 async def test_a_roll_that_fails_says_where_and_who_has_which_version(site):
-    site.links["b"].error = CheckpointError("/new holds no config.json")
+    site.links["b"].command_error = CheckpointError("/new holds no config.json")
     status, answer = await site.ask("/update_weights?workers=a,b,c&rolling=true", {"path": "/new"})
     message = answer["error"]["message"]
     assert status == 400 and message.startswith("worker b: /new holds no config.json")
     assert "not asked: c" in message and "a 1, b 0, c 0" in message
     assert answer["workers"] == {"a": {"version": 1}, "b": {"error": "/new holds no config.json"}}
-    assert site.links["c"].seen == []
+    assert site.links["c"].commands == []
     assert all(worker.state == "ready" for worker in site.view().values())

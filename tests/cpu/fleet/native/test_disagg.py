@@ -7,7 +7,6 @@ import logging
 import os
 from collections import Counter
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,16 +17,19 @@ from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.config import FleetConfig
 from shoal.fleet.file.fleet_file import read_fleet_file
 from shoal.fleet.index.indexer import WorkerRank
-from shoal.fleet.native.disagg import LOOK_AHEAD, PREFILL_WORKERS, is_remote
+from shoal.fleet.native.disagg import LOOK_AHEAD, PREFILL_WORKERS
+from shoal.fleet.native.fake_worker import TOKEN_S, FakeWorker
 from shoal.fleet.native.fleet_engine import FleetEngine
 from shoal.fleet.pool.fleet import Fleet
 from shoal.fleet.pool.model_pool import ModelPool
 from shoal.fleet.routing.dispatcher import RoutingRequest
+from shoal.fleet.routing.remote_prefill import is_remote
 from shoal.fleet.worker import Worker, WorkerInfo
 from shoal.kv_events import GPU, BlockStored
+from shoal.model_card import ModelCard
 from shoal.stats import Stats
-from shoal.wire import LendKv, ModelInfo, TakeBackKv
-from tests.cpu.fleet.native.test_fleet_engine import REPLY, TOKEN_S, WHOLE, FakeLink, answer, request
+from shoal.wire import ModelInfo
+from tests.cpu.fleet.native.test_fleet_engine import REPLY, WHOLE, answer, request
 
 BASE_SEED = int(os.environ.get("SHOAL_STORM_SEED", "0"))
 LONG = range(1, 201)
@@ -36,47 +38,24 @@ TIMEOUT_S = 5.0
 BLOCK_BYTES = 1 << 20
 
 
-class Link(FakeLink):
-    def __init__(self, clock, kv_role, max_model_len=4096):
-        super().__init__(clock)
-        sizes = {
-            "vocab_size": 512,
-            "hidden_size": 64,
-            "num_blocks": 1024,
-            "block_size": 16,
-            "max_num_seqs": 4,
-        }
-        info = ModelInfo(
-            "m",
-            1,
-            max_model_len,
-            eos_token_ids=(),
-            generation_config={},
-            device="cpu",
-            dtype="float32",
-            kv_role=kv_role,
-            kv_block_bytes=BLOCK_BYTES,
-            **sizes,
-        )
-        self.card = SimpleNamespace(info=info)
-        self.lent, self.returned, self.asked = [], [], []  # tickets, and what they were for
-        self.refuses = False  # it has none of these blocks
-        self.lend_s = 0.0  # how long it takes to give one; None: it never does
-
-    async def control(self, command):
-        assert isinstance(command, LendKv)
-        self.check(SimpleNamespace(request_id=""), None)
-        await self.clock.sleep(1e6 if self.lend_s is None else self.lend_s)
-        if self.refuses:
-            return None
-        self.lent.append(f"lent {id(self)} {len(self.lent)}".encode())
-        self.asked.append((len(command.token_ids), command.cache_salt, command.adapter))
-        return self.lent[-1]
-
-    def tell(self, command):
-        assert isinstance(command, TakeBackKv)
-        if self.is_connected:
-            self.returned.append(command.ticket)
+def card_of(kv_role, max_model_len=4096):
+    info = ModelInfo(
+        "m",
+        1,
+        max_model_len,
+        vocab_size=512,
+        hidden_size=64,
+        eos_token_ids=(),
+        generation_config={},
+        num_blocks=1024,
+        block_size=16,
+        max_num_seqs=4,
+        device="cpu",
+        dtype="float32",
+        kv_role=kv_role,
+        kv_block_bytes=BLOCK_BYTES,
+    )
+    return ModelCard(info=info, names=["m"], model="m", eos_token_ids=())
 
 
 class Site:
@@ -108,7 +87,7 @@ class Site:
         self.counts[role] += 1
         if kv_role is None:
             kv_role = {"prefill": "kv_producer", "decode": "kv_both", "both": ""}[role]
-        link = self.links[name] = Link(self.clock, kv_role, **options)
+        card = card_of(kv_role, **options)
         info = WorkerInfo(
             id=name,
             url="",
@@ -116,11 +95,13 @@ class Site:
             role=role,
             tags=frozenset(tags),
             max_running=self.max_running,
-            total_blocks=link.card.info.num_blocks,
+            total_blocks=card.info.num_blocks,
             kv_block_bytes=BLOCK_BYTES,
-            lends_kv=link.card.info.lends_kv,
-            reads_kv=link.card.info.reads_kv,
+            lends_kv=card.info.lends_kv,
+            reads_kv=card.info.reads_kv,
         )
+        link = self.links[name] = FakeWorker(info, self.clock, card)
+        link.engine.reply = REPLY
         worker = Worker(info, link, self.clock.now)
         worker.has_events = has_events
         worker.stats = Stats(prompt_token_s=0.001)
@@ -132,7 +113,7 @@ class Site:
         """The requests that a worker has got, but for those that only fetch."""
         return [asked for asked in self.links[name].received if not asked.fetches_only]
 
-    def forerunners(self, name):
+    def prefetches(self, name):
         return [asked for asked in self.links[name].received if asked.fetches_only]
 
     def received(self, name):
@@ -142,16 +123,12 @@ class Site:
         for _ in range(4):
             await asyncio.sleep(0)
         links = self.links.values()
-        assert all(link.running == 0 and not link.engine._running for link in links)
+        assert all(one.is_idle for one in (*links, *self.model.workers.values()))
         used = {request.kv_ticket for link in links for request in link.received}
         unused = {ticket for link in links if link.is_connected for ticket in link.lent} - used
         assert unused <= {ticket for link in links for ticket in link.returned}, "blocks are held for nobody"
-        for worker in self.model.workers.values():
-            assert worker.active == 0 and not worker.on_broken and not worker.on_draining
-        assert not self.model.router.active_requests._ranks and not self.engine._running
-        assert not self.engine._leaving
-        for dispatcher in (self.model.dispatcher, self.prefills.dispatcher):
-            assert dispatcher.queue.length == 0 and not [e for e in dispatcher._waiting if not e[-1].done()]
+        assert self.model.router.active_requests.is_idle and self.engine.is_idle
+        assert self.model.dispatcher.is_idle and self.prefills.dispatcher.is_idle
 
 
 def virtual(test):
@@ -192,13 +169,13 @@ async def test_the_prefill_worker_gives_the_first_token_and_the_decode_worker_th
     )
     site.links["p0"].engine.cached_tokens = 32
     outputs = [output async for output in site.engine.generate(asked)]
-    [prefill], [forerunner, decode] = site.links["p0"].received, site.links["d0"].received
+    [prefill], [prefetch, decode] = site.links["p0"].received, site.links["d0"].received
     assert (prefill.params.max_tokens, prefill.params.min_tokens, prefill.offers_kv) == (1, 1, True)
     assert prefill.params.prompt_logprobs == 1 and prefill.cache_salt == decode.cache_salt == "s"
     assert decode.output_token_ids == [REPLY[0]] and decode.params.prompt_logprobs is None
-    assert forerunner.kv_ticket == f"KV of {prefill.request_id}".encode() and forerunner.fetches_only
-    assert forerunner.prompt_token_ids == prefill.prompt_token_ids and forerunner.cache_salt == "s"
-    assert decode.continues == forerunner.request_id and decode.kv_ticket is None and not decode.offers_kv
+    assert prefetch.kv_ticket == f"KV of {prefill.request_id}".encode() and prefetch.fetches_only
+    assert prefetch.prompt_token_ids == prefill.prompt_token_ids and prefetch.cache_salt == "s"
+    assert decode.continues == prefetch.request_id and decode.kv_ticket is None and not decode.offers_kv
     assert (decode.params.max_tokens, decode.params.min_tokens, decode.params.seed) == (20, 7, 5)
     assert [i for o in outputs for i in o.token_ids] == WHOLE[0] and outputs[-1].finish_reason == WHOLE[1]
     assert outputs[0].token_ids == [REPLY[0]] and outputs[0].prompt_logprobs is not None
@@ -241,7 +218,7 @@ async def test_the_first_token_comes_though_the_decode_worker_has_left():
     site = Site()
     stream = site.engine.generate(request(prompt=LONG))
     first = asyncio.create_task(anext(stream))
-    while not site.forerunners("d0"):
+    while not site.prefetches("d0"):
         await asyncio.sleep(0.001)
     site.links["d0"].kill()
     assert (await asyncio.wait_for(first, 1)).token_ids == [REPLY[0]] and site.received("d0") == 0
@@ -407,7 +384,7 @@ async def test_the_decode_worker_computes_what_the_prefill_worker_does_not(caplo
 @pytest.mark.parametrize("refused", [{"r.2"}, {"r.kv1", "r.2"}], ids=sorted)
 @virtual
 async def test_a_decode_worker_that_refuses_the_request_leaves_no_blocks_held(refused):
-    """The ticket is there by then, and nobody has opened it, or the forerunner alone has."""
+    """The ticket is there by then, and nobody has opened it, or the prefetch alone has."""
     site = Site()
     site.links["d0"].errors = dict.fromkeys(refused, RequestError("it is too long here"))
     with pytest.raises(RequestError, match="too long"):

@@ -2,11 +2,10 @@
 and has the tokens that one worker would have given."""
 
 import asyncio
-import itertools
 import json
 import logging
 import os
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from random import Random
 from types import SimpleNamespace
 
@@ -14,20 +13,18 @@ import msgspec
 import pytest
 
 from shoal.api import FinishReason, Request
-from shoal.collector import Collector
 from shoal.control import ReadSleepState, ResetPrefixCache
 from shoal.errors import (
     BusyError,
     ConfigError,
     EngineDeadError,
     RequestError,
-    ShoalError,
     UnavailableError,
     WorkerFailedError,
 )
-from shoal.fake_engine import FakeEngine
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.index.indexer import KvIndexer
+from shoal.fleet.native.fake_worker import TOKEN_S, FakeWorker
 from shoal.fleet.native.fleet_engine import MAX_TRIES, FleetEngine
 from shoal.fleet.native.worker_wire import Report
 from shoal.fleet.routing.dispatcher import Dispatcher
@@ -38,100 +35,7 @@ from shoal.stats import SleepState, Stats
 from shoal.telemetry.logs import JsonFormatter
 
 REPLY = range(10, 500)  # another token at each position
-TOKEN_S = 0.1
 BASE_SEED = int(os.environ.get("SHOAL_STORM_SEED", "0"))
-
-
-PORTS = itertools.count(1)
-
-
-class FakeLink:
-    """A worker of which each token takes TOKEN_S. It dies when `kill` is called, or at a token of a request
-    that is poison."""
-
-    def __init__(self, clock):
-        self.clock, self.address = clock, f"tcp://127.0.0.1:{next(PORTS)}"
-        self.engine = FakeEngine(vocab_size=512, reply=REPLY)
-        self.report = Report(Stats(num_running=1, num_blocks=10, num_free_blocks=5), SleepState(), 0)
-        self.is_connected = True
-        self.received = []
-        self.errors = {}
-        self.error_at = {}  # position -> what a request raises there
-        self.aborted = set()
-        self.running = 0
-        self.slots = asyncio.Semaphore(1000)  # requests beyond it wait
-        self.streams = {}
-
-    def open(self, request):
-        if not self.is_connected:
-            raise WorkerFailedError("is not reached", is_absent=True)
-        self.received.append(request)
-        stream = self.streams[request.request_id] = FakeStream(self, request)
-        return stream
-
-    def check(self, request, position):
-        if not self.is_connected:
-            raise WorkerFailedError("the connection broke", is_absent=True)
-        for error in (self.errors.get(request.request_id), self.error_at.get(position)):
-            if error is not None:
-                raise error
-
-    def tell_abort(self, request_id):
-        if request_id in self.engine._running:
-            self.engine._running[request_id].set()
-        else:  # it has not begun
-            self.aborted.add(request_id)
-
-    def break_off(self, request_id, error):
-        self.errors[request_id] = error
-        if self.streams[request_id].is_waiting:
-            self.streams[request_id].collector.fail(error)
-
-    def kill(self):
-        self.is_connected = False
-
-
-class FakeStream:
-    """As RemoteStream: outputs are made by a task, whoever reads them."""
-
-    def __init__(self, link, request):
-        self.request_id, self.collector, self.is_waiting = request.request_id, Collector(), True
-        self.task = asyncio.create_task(self.run(link, request))
-        self.get = self.collector.get
-
-    async def run(self, link, request):
-        stack = AsyncExitStack()
-        link.running += 1
-        try:
-            position = len(request.output_token_ids)
-            await stack.enter_async_context(link.slots)
-            self.is_waiting = False
-            async with aclosing(link.engine.generate(request)) as outputs:
-                async for output in outputs:
-                    if not output.token_ids and output.finish_reason is None:  # a ticket
-                        self.collector.put(output)
-                        continue
-                    await link.clock.sleep(TOKEN_S)
-                    if request.request_id in link.aborted:
-                        output.token_ids, output.finish_reason = [], FinishReason.ABORT
-                    link.check(request, position)
-                    position += len(output.token_ids)
-                    self.collector.put(output)
-                    if output.finish_reason is not None:
-                        return
-        except ShoalError as error:
-            self.collector.fail(error)
-        finally:
-            await stack.aclose()
-            link.running -= 1
-            link.errors.pop(request.request_id, None)
-
-    @property
-    def is_under_way(self):
-        return not self.task.done()
-
-    def close(self):
-        self.task.cancel()
 
 
 class Site:
@@ -146,7 +50,6 @@ class Site:
             self.add()
 
     def add(self, tags=()):
-        link = FakeLink(self.clock)
         info = WorkerInfo(
             id=f"w{len(self.links)}",
             url="http://127.0.0.1:1",
@@ -154,6 +57,8 @@ class Site:
             max_running=self.max_running,
             tags=frozenset(tags),
         )
+        link = FakeWorker(info, self.clock)
+        link.engine.reply = REPLY
         worker = Worker(info, link, self.clock.now)
         worker.reached()
         self.links.append(link)
@@ -166,10 +71,8 @@ class Site:
     async def assert_idle(self):
         await asyncio.sleep(0)
         await asyncio.sleep(0)
-        assert all(link.running == 0 and not link.engine._running for link in self.links)
-        assert all(worker.active == 0 for worker in self.dispatcher.workers.values())
-        assert not self.router.active_requests._ranks and self.dispatcher.queue.length == 0
-        assert not self.engine._running
+        assert all(one.is_idle for one in (*self.links, *self.dispatcher.workers.values()))
+        assert self.router.active_requests.is_idle and self.dispatcher.is_idle and self.engine.is_idle
 
 
 def request(name="r", max_tokens=20, prompt=range(1, 40), **fields):

@@ -86,7 +86,7 @@ async def test_a_long_context_leaves_a_worker_that_drains_with_its_blocks():
     site.model.workers["d0"].drain(True)
     assert await running == WHOLE
     [moved] = new.received
-    assert old.asked == [(203, "s", None)] and moved.kv_ticket == old.lent[0]
+    assert old.lent_for == [(203, "s", None)] and moved.kv_ticket == old.lent[0]
     assert moved.output_token_ids == list(REPLY[:3]) and old.running == 0
     assert (site.engine.num_drained, site.engine.num_migrations) == (1, 0)
     await site.assert_idle()
@@ -123,7 +123,7 @@ def there_is_no_other(site):
 
 
 def it_refuses(site):
-    site.links["d0"].refuses = True
+    site.links["d0"].refuses_kv = True
 
 
 def it_gives_no_ticket(site):
@@ -285,7 +285,7 @@ async def test_blocks_of_a_prompt_come_from_whoever_has_them_when_its_worker_has
     [other] = {"d0", "d1"} - {asked}
     site.links[asked].kill()
     assert await running == WHOLE
-    assert site.links["p0"].asked == [(203, None, None)], "it drains, and lends"
+    assert site.links["p0"].lent_for == [(203, None, None)], "it drains, and lends"
     assert site.links[other].received[0].kv_ticket == site.links["p0"].lent[0]
     await site.assert_idle()
 
@@ -314,7 +314,7 @@ async def test_a_dead_worker_is_not_asked():
     running = await begun(site)
     site.links["d0"].kill()
     assert await running == WHOLE and site.links["d1"].received[0].kv_ticket is None
-    assert not site.links["d0"].asked
+    assert not site.links["d0"].lent_for
     await site.assert_idle()
 
 
@@ -340,7 +340,7 @@ async def test_a_request_that_uses_no_cached_blocks_gets_none(options):
     site = with_events(0, 2, enable_p2p=True)
     has_prompt(site, "d1")
     assert await answer(site.engine, request(prompt=LONG, params=options)) == WHOLE
-    assert not site.links["d1"].asked
+    assert not site.links["d1"].lent_for
 
 
 @virtual
@@ -349,7 +349,7 @@ async def test_little_more_than_the_own_prefix_is_computed():
     has_prompt(site, "d1")
     has_prompt(site, "d0", NUM_BLOCKS - 1)
     assert await answer(site.engine, request(prompt=LONG)) == WHOLE
-    assert not site.links["d1"].asked
+    assert not site.links["d1"].lent_for
 
 
 # Tickets of prefill workers

@@ -4,41 +4,16 @@ import asyncio
 
 import pytest
 
-from shoal.control import MemoryUsage, ReadSleepState, Sleep, UpdateWeights, WakeUp
+from shoal.control import MemoryUsage, Sleep, UpdateWeights, WakeUp
 from shoal.errors import CheckpointError, ConfigError, UnavailableError, WorkerFailedError
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.index.indexer import KvIndexer
+from shoal.fleet.native.fake_worker import FakeWorker
 from shoal.fleet.pool.commands import command_workers
 from shoal.fleet.routing.dispatcher import Dispatcher, RoutingRequest
 from shoal.fleet.routing.kv_router import KvRouter
 from shoal.fleet.worker import Worker, WorkerInfo
 from shoal.fleet_views import WorkerState
-from shoal.stats import MemoryReport, SleepState
-
-
-class Link:
-    """A worker's engine as far as operating it goes. It notes what it was asked, and who ran meanwhile."""
-
-    def __init__(self, name, log):
-        self.name, self.log, self.level, self.version = name, log, None, 0
-        self.error = None
-        self.running = 0
-
-    async def control(self, command):
-        if isinstance(command, ReadSleepState):
-            return SleepState(self.level)
-        self.log.append((self.name, "begins", self.running))
-        await asyncio.sleep(5.0)
-        self.log.append((self.name, "ends", self.running))
-        if self.error is not None:
-            raise self.error
-        if isinstance(command, Sleep | WakeUp):
-            self.level = command.level if isinstance(command, Sleep) else None
-            return MemoryReport()
-        if isinstance(command, UpdateWeights):
-            self.version += 1
-            return self.version
-        return {}
 
 
 class Rig:
@@ -49,7 +24,9 @@ class Rig:
         self.workers = []
         for name in names:
             info = WorkerInfo(id=name, url="http://w", models=("m",))
-            worker = Worker(info, Link(name, self.log), LoopClock().now)
+            link = FakeWorker(info, LoopClock())
+            link.log, link.command_s = self.log, 5.0
+            worker = Worker(info, link, LoopClock().now)
             worker.reached()
             self.workers.append(worker)
             self.dispatcher.add(worker)
@@ -80,7 +57,8 @@ def virtual(test):
 async def test_at_once_asks_all_at_the_same_time():
     rig = Rig("abc")
     found = await rig.command(MemoryUsage())
-    assert LoopClock().now() == 5.0 and found.results == {"a": {}, "b": {}, "c": {}} and not found.errors
+    expected = await rig.workers[0].link.engine.control(MemoryUsage())
+    assert LoopClock().now() == 5.0 and found.results == dict.fromkeys("abc", expected) and not found.errors
 
 
 @virtual
@@ -144,7 +122,7 @@ async def test_those_who_leave_the_queue_are_forgotten_at_once():
 @virtual
 async def test_a_failure_ends_a_rolling_command_and_says_who_has_which_version():
     rig = Rig("abc")
-    rig.workers[1].link.error = CheckpointError("no such folder")
+    rig.workers[1].link.command_error = CheckpointError("no such folder")
     found = await rig.command(UpdateWeights("x"), rolling=True)
     assert found.results == {"a": 1} and list(found.errors) == ["b"] and found.not_asked == ["c"]
     assert found.versions == {"a": 1, "b": 0, "c": 0}
@@ -154,7 +132,7 @@ async def test_a_failure_ends_a_rolling_command_and_says_who_has_which_version()
 @virtual
 async def test_a_failure_at_once_leaves_the_others_done():
     rig = Rig("abc")
-    rig.workers[1].link.error = WorkerFailedError("it died")
+    rig.workers[1].link.command_error = WorkerFailedError("it died")
     found = await rig.command(UpdateWeights("x"))
     assert found.results == {"a": 1, "c": 1} and list(found.errors) == ["b"] and not found.not_asked
 
@@ -255,7 +233,7 @@ async def test_a_pause_is_lifted_by_no_request_although_a_worker_sleeps_that_cou
 @virtual
 async def test_a_worker_that_could_not_fall_asleep_is_awake():
     rig = Rig("a")
-    rig.workers[0].link.error = UnavailableError("no memory")
+    rig.workers[0].link.command_error = UnavailableError("no memory")
     assert list((await rig.command(Sleep())).errors) == ["a"]
     await rig.ask(1)
     assert rig.served == ["a"]

@@ -5,10 +5,11 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from shoal.errors import BusyError, ConfigError, UnavailableError, UnknownWorkerError, WorkerFailedError
+from shoal.errors import ConfigError, UnavailableError, UnknownWorkerError, WorkerFailedError
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.config import FleetConfig
 from shoal.fleet.index.indexer import WorkerRank
+from shoal.fleet.native.fake_worker import FakeWorker
 from shoal.fleet.planner.observation import DecodeLoad
 from shoal.fleet.pool.fleet import MAX_GONE, Fleet
 from shoal.fleet.routing.dispatcher import RoutingRequest
@@ -20,46 +21,8 @@ from shoal.telemetry.served import ServedTotals, quantiles_of
 PROMPT = list(range(100, 170))  # four blocks of 16 and a tail
 
 
-class StandIn:
-    """A worker's link, to be broken in every way."""
-
-    def __init__(self, info):
-        self.info = info
-        self.is_dead = self.is_frozen = self.is_hung = self.is_full = self.fails = False
-        self.load = []
-        self.num_checks = self.num_canaries = 0
-        self.is_closed = False
-
-    async def check(self):
-        self.num_checks += 1
-        await self._answer()
-        return self.info
-
-    async def canary(self):
-        self.num_canaries += 1
-        await self._answer()
-        if self.is_hung:
-            await asyncio.sleep(1e9)
-        if self.is_full:
-            raise BusyError("full")
-        if self.fails:
-            raise WorkerFailedError("it answers 500")
-
-    async def loads(self):
-        return self.load
-
-    async def close(self):
-        self.is_closed = True
-
-    async def _answer(self):
-        if self.is_dead:
-            raise WorkerFailedError("connection refused", is_absent=True)
-        if self.is_frozen:
-            await asyncio.sleep(1e9)
-
-
 class Scene:
-    """A fleet of stand-ins."""
+    """A fleet of fake workers."""
 
     def __init__(self, **options):
         self.fleet = Fleet(FleetConfig(**{"seed": 1, **options}), LoopClock())
@@ -67,7 +30,7 @@ class Scene:
 
     def add(self, name, listening=(), **more):
         info = WorkerInfo(id=name, url=f"http://{name}:1", **{"models": ("m",), "is_external": True, **more})
-        link = self.links[name] = StandIn(info)
+        link = self.links[name] = FakeWorker(info, self.fleet.clock)
         self.fleet.join(Worker(info, link, self.fleet.clock.now), listening)
         return link
 
@@ -133,7 +96,7 @@ def test_a_worker_that_nobody_answers_for_has_one_line_in_the_log(caplog):
     """Regression: nothing was said of a wrong URL, however long the router ran."""
 
     async def run(s):
-        s.add("a").is_dead = True
+        s.add("a").is_connected = False
         await asyncio.sleep(300)
         assert s.state("a") == "broken"
 
@@ -191,7 +154,7 @@ def test_workers_that_an_operator_has_set_aside_are_told_to_a_planner_and_those_
             assert s.fleet.observe("m", "decode").resting == 4
         s.fleet.parked_ids = lambda: {"b", "p"}
         assert s.fleet.observe("m", "decode").resting == 1
-        s.links["a"].is_dead = True  # its host has gone, and nobody has it rest
+        s.links["a"].is_connected = False  # its host has gone, and nobody has it rest
         await until(lambda: s.state("a") == "broken")
         assert s.fleet.observe("m", "decode").resting == 0
 
@@ -223,11 +186,11 @@ def test_a_worker_that_is_gone_is_noticed_at_the_next_check_and_found_again():
     async def run(s):
         link = s.add("a")
         await asyncio.sleep(1)
-        link.is_dead = True
+        link.is_connected = False
         died = now()
         await until(lambda: s.state("a") == "broken")
         assert now() - died <= 5.1
-        link.is_dead = False
+        link.is_connected = True
         back = now()
         await until(lambda: s.state("a") == "ready")
         assert now() - back <= 5.1 and link.num_canaries == 1
@@ -239,12 +202,12 @@ def test_a_refused_connection_breaks_at_once_and_is_probed_soon():
     async def run(s):
         link = s.add("a")
         await asyncio.sleep(1)
-        link.is_dead = True
+        link.is_connected = False
         with pytest.raises(WorkerFailedError):
             async with s.fleet.models["m"].dispatcher.assign(RoutingRequest("1", PROMPT)):
                 raise WorkerFailedError("connection refused", is_absent=True)
         assert s.state("a") == "broken"
-        link.is_dead = False
+        link.is_connected = True
         back = now()
         await until(lambda: s.state("a") == "ready")
         assert now() - back <= 1
@@ -364,7 +327,7 @@ def test_a_request_that_fails_at_every_worker_has_them_probed_at_once(fails):
         links = [s.add(name) for name in "abc"]
         await asyncio.sleep(1)
         for link in links:
-            link.fails = fails
+            link.canary_error = WorkerFailedError("it answers 500") if fails else None
         request = RoutingRequest("1", PROMPT)
         for _ in links:
             with pytest.raises(WorkerFailedError):
@@ -376,7 +339,7 @@ def test_a_request_that_fails_at_every_worker_has_them_probed_at_once(fails):
             with pytest.raises(UnavailableError):
                 await s.went()
             for link in links:
-                link.fails = False
+                link.canary_error = None
             await until(lambda: {s.state(name) for name in "abc"} == {"ready"}, 10)
         else:
             assert [link.num_canaries for link in links] == [1, 1, 1]
@@ -403,7 +366,7 @@ def test_who_delivers_to_others_is_not_probed_for_a_request_that_fails():
 
 def test_a_change_of_workers_is_made_whole_or_not_at_all():
     async def run(s):
-        s.fleet._connect = lambda spec: StandIn(spec.info())
+        s.fleet._connect = lambda spec: FakeWorker(spec.info(), s.fleet.clock)
         s.add("ours", models=("other",), is_external=False)
         assert await s.fleet.change_workers(["http://a:1,id=a", "http://b:1,id=b"], []) == ["a", "b"]
         for add, remove, error in (
@@ -495,11 +458,11 @@ def test_a_model_that_a_worker_cannot_serve_does_not_keep_it_from_others():
 def test_models_come_with_their_workers_and_are_remembered_for_a_while():
     async def run(s):
         link = s.add("a", models=())
-        link.is_dead = True
+        link.is_connected = False
         await asyncio.sleep(1)
         assert s.fleet.models == {} and s.fleet.unknown == ["a"]
-        link.is_dead, link.info = (
-            False,
+        link.is_connected, link.info = (
+            True,
             WorkerInfo(
                 id="a", url="http://a:1", models=("m", "n"), adapters=frozenset({"x"}), is_external=True
             ),
@@ -621,10 +584,10 @@ def test_a_worker_that_came_back_has_forgotten_and_is_learned_again(ts):
         publisher.store()
         publisher.store(other)
         assert overlap(s, "a") == 4 and overlap(s, "a", other) == 4
-        link.is_dead = True
+        link.is_connected = False
         publisher.restart(ts)
         await until(lambda: s.state("a") == "broken")
-        link.is_dead = False
+        link.is_connected = True
         publisher.store(other, lost=True)
         publisher.store(other[:32], lost=True)
         await until(lambda: s.state("a") == "ready")

@@ -7,6 +7,7 @@ from random import Random
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.config import FleetConfig
 from shoal.fleet.index.indexer import WorkerRank
+from shoal.fleet.native.fake_worker import FakeWorker
 from shoal.fleet.pool.fleet import Fleet
 from shoal.fleet.registry.embedded import EmbeddedRegistry, Host
 from shoal.fleet.routing.active_requests import Ended
@@ -15,25 +16,6 @@ from shoal.fleet.worker import Worker, WorkerInfo
 
 PROMPT = list(range(100, 170))
 LEASE_S = 6.0
-
-
-class Well:
-    """A link to a worker that is always healthy."""
-
-    def __init__(self, info):
-        self.info = info
-
-    async def check(self):
-        return self.info
-
-    async def canary(self):
-        pass
-
-    async def loads(self):
-        return []
-
-    async def close(self):
-        pass
 
 
 class Routers:
@@ -52,7 +34,7 @@ class Routers:
         await fleet.start()
         for name in self.workers:
             info = WorkerInfo(id=name, url=f"http://{name}:1", models=("m",), is_external=True, **more)
-            fleet.join(Worker(info, Well(info), self.clock.now))
+            fleet.join(Worker(info, FakeWorker(info, self.clock), self.clock.now))
         await asyncio.sleep(1)
         return fleet
 
