@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeAlias
 from shoal.command_words import dashed, readable_integer, with_joined_fields, words_of_file
 from shoal.errors import ConfigError
 from shoal.option_fields import kind_of
-from shoal.sampling_params import DRAWING, LENGTH, SamplingParams
+from shoal.sampling_params import LENGTH_SECTION, SAMPLING_SECTION, SamplingParams
 from shoal.vllm_options import VllmOption, translate, value_of
 
 logger = logging.getLogger(__name__)
@@ -357,7 +357,7 @@ def _sampling_numbers() -> dict[str, tuple[type, dataclasses.Field[Any]]]:
     for field in dataclasses.fields(SamplingParams):
         section = field.metadata["section"] or section
         kind, _ = kind_of(hints[field.name])
-        if section in (DRAWING, LENGTH) and kind in (int, float):
+        if section in (SAMPLING_SECTION, LENGTH_SECTION) and kind in (int, float):
             found[field.name] = (kind, field)
     return found
 

@@ -59,7 +59,7 @@ class StructuredOutputsParams:
                 )
 
 
-DRAWING, LENGTH = "sampling", "length of an answer"
+SAMPLING_SECTION, LENGTH_SECTION = "sampling", "length of an answer"
 
 
 @neutral_fields.takes(neutral_fields.SAMPLING)
@@ -76,7 +76,7 @@ class SamplingParams:
         "penalty of tokens that are in the answer already, once per token; above 0 discourages them",
         low=-2,
         high=2,
-        section=DRAWING,
+        section=SAMPLING_SECTION,
     )
     frequency_penalty: float = option(
         0.0, "penalty of tokens in the answer, for each occurrence; above 0 discourages them", low=-2, high=2
@@ -97,13 +97,13 @@ class SamplingParams:
         0.0, "least probability of a token, as a fraction of the best token's", low=0, high=1
     )
     seed: int | None = option(None, "seed of the sampling: the same seed gives the same tokens")
-    stop: str | list[str] | None = option(None, "texts that end the answer", section=LENGTH)
+    stop: str | list[str] | None = option(None, "texts that end the answer", section=LENGTH_SECTION)
     stop_token_ids: list[int] | None = option(None, "token ids that end the answer")
     bad_words: list[str] | None = option(
         None, "words that never appear in an answer", section="allowed tokens"
     )
     include_stop_str_in_output: bool = option(
-        False, "keep the stop string at the end of the text", section=LENGTH
+        False, "keep the stop string at the end of the text", section=LENGTH_SECTION
     )
     ignore_eos: bool = option(False, "continue after an end-of-text id")
     max_tokens: int | None = option(16, "most tokens of an answer", low=1, common=True)
