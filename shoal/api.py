@@ -162,7 +162,8 @@ def check_tags(tags: Sequence[str] | None) -> list[str]:
     unknown = [tag for tag in tags if tag not in MEMORY_TAGS] if not isinstance(tags, str) else [tags]
     if unknown or not tags:
         raise ConfigError(
-            f"tags must be a list of {' and '.join(MEMORY_TAGS)}, got {tags!r:.80}; leave it out for all"
+            f"tags must be a list of {' and '.join(MEMORY_TAGS)}, got {tags!r:.80}; leave it out for all",
+            field="tags",
         )
     return [tag for tag in MEMORY_TAGS if tag in tags]
 
@@ -171,8 +172,11 @@ def check_sleep(level: int, tags: Sequence[str] | None, mode: str) -> list[str]:
     """Returns the tags. Raises ConfigError for unknown levels, tags and modes."""
     if level not in (0, 1, 2) or isinstance(level, bool):
         raise ConfigError(
-            f"level must be 0 (pause), 1 (keep the weights) or 2 (drop them), got {level!r}; choose one"
+            f"level must be 0 (pause), 1 (keep the weights) or 2 (drop them), got {level!r}; choose one",
+            field="level",
         )
     if mode not in SLEEP_MODES:
-        raise ConfigError(f"mode must be one of {', '.join(SLEEP_MODES)}, got {mode!r}; choose one")
+        raise ConfigError(
+            f"mode must be one of {', '.join(SLEEP_MODES)}, got {mode!r}; choose one", field="mode"
+        )
     return check_tags(tags)

@@ -21,7 +21,14 @@ class ShoalError(Exception):
 
 
 class UserError(ShoalError, ValueError):
-    """An error that the caller can correct. The message names the value, the limit and the way out."""
+    """An error that the caller can correct. The message names the value, the limit and the way out. `field`:
+    the path of the wrong field of a request, such as `messages[0].role`; None if no field is wrong."""
+
+    field: str | None = None
+
+    def __init__(self, message: str, *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ConfigError(UserError):

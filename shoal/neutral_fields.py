@@ -52,7 +52,8 @@ def takes(fields: Mapping[str, tuple[Any, ...]]) -> Callable[[type[T]], type[T]]
                 if getattr(value, "value", value) not in fields[name]:  # an enum is compared by its number
                     raise RequestError(
                         f"{name} must be {' or '.join(map(repr, fields[name]))}, got {value!r:.100}; Shoal's "
-                        f"{cls.__name__} does not have it, so leave it out"
+                        f"{cls.__name__} does not have it, so leave it out",
+                        field=name,
                     )
             plain(self, *args, **given)
 

@@ -14,6 +14,8 @@ import typing
 from dataclasses import dataclass
 from typing import Any
 
+from shoal.errors import UserError
+
 MOST_INTEGER = 2**63 - 1
 
 
@@ -48,14 +50,15 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def check_fields(config: Any, error: type[Exception], prefix: str = "") -> None:
+def check_fields(config: Any, error: type[UserError], prefix: str = "") -> None:
     """Raises `error` for the first number, bool or choice whose value has the wrong type or is outside its
     limits. None is allowed where the type of the field says so. `prefix` precedes the field's name in the
     message. Default values are not checked, which halves the time."""
     for check in _checks(config.__class__):
         value = getattr(config, check.name)
         if value is not check.default and not check.allows(value):
-            raise error(f"{prefix}{check.name} must be {_constraint(check)}, got {value!r:.200}; choose one")
+            name = f"{prefix}{check.name}"
+            raise error(f"{name} must be {_constraint(check)}, got {value!r:.200}; choose one", field=name)
 
 
 class _Check:

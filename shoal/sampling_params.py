@@ -41,7 +41,8 @@ class StructuredOutputsParams:
             got = " and ".join(given) or "nothing"
             raise RequestError(
                 f"structured_outputs must have exactly one of {', '.join(STRUCTURED_KINDS)}, got {got}; "
-                "give one"
+                "give one",
+                field="structured_outputs",
             )
         if self.choice is not None and (
             not isinstance(self.choice, list)
@@ -50,12 +51,14 @@ class StructuredOutputsParams:
         ):
             raise RequestError(
                 f"structured_outputs.choice must be a list of strings, got {self.choice!r:.80}; give at "
-                "least one"
+                "least one",
+                field="structured_outputs.choice",
             )
         for name in ("regex", "grammar", "whitespace_pattern"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), str):
                 raise RequestError(
-                    f"structured_outputs.{name} must be a string, got {getattr(self, name)!r:.80}; give one"
+                    f"structured_outputs.{name} must be a string, got {getattr(self, name)!r:.80}; give one",
+                    field=f"structured_outputs.{name}",
                 )
 
 
@@ -150,7 +153,7 @@ class SamplingParams:
             if value is None and name != "allowed_token_ids":
                 setattr(self, name, [])
             elif value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
-                raise RequestError(f"{name} must be a list, got {value!r:.200}; put it in one")
+                raise RequestError(f"{name} must be a list, got {value!r:.200}; put it in one", field=name)
             elif value is not None:
                 setattr(self, name, list(value))
 
@@ -163,45 +166,56 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens {self.min_tokens} > max_tokens {self.max_tokens}; lower min_tokens or raise "
-                "max_tokens"
+                "max_tokens",
+                field="min_tokens",
             )
         if self.stop and not all(isinstance(s, str) and s for s in self.stop):
             raise RequestError(
                 f"stop must be strings of at least one character, got {self.stop!r:.200}; leave the others "
-                "out"
+                "out",
+                field="stop",
             )
         if self.stop and not self.detokenize:
-            raise RequestError("stop strings need text, and detokenize is False; use stop_token_ids")
+            raise RequestError(
+                "stop strings need text, and detokenize is False; use stop_token_ids", field="stop"
+            )
         for name in ("stop_token_ids", "allowed_token_ids"):
             ids = getattr(self, name)
             if ids and not all(isinstance(i, int) and i >= 0 for i in ids):
-                raise RequestError(f"{name} must be integers from 0, got {ids!r:.200}; give token ids")
+                raise RequestError(
+                    f"{name} must be integers from 0, got {ids!r:.200}; give token ids", field=name
+                )
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError(
-                "allowed_token_ids must have at least one id, got an empty list; name one or leave it out"
+                "allowed_token_ids must have at least one id, got an empty list; name one or leave it out",
+                field="allowed_token_ids",
             )
         if not isinstance(self.structured_outputs, StructuredOutputsParams | None):
             raise RequestError(
                 f"structured_outputs must be a StructuredOutputsParams, got {self.structured_outputs!r:.80}; "
-                "build one"
+                "build one",
+                field="structured_outputs",
             )
         if self.bad_words and not all(isinstance(w, str) and w for w in self.bad_words):
             raise RequestError(
                 f"bad_words must be strings of at least one character, got {self.bad_words!r:.200}; leave "
-                "the others out"
+                "the others out",
+                field="bad_words",
             )
         if self.logit_bias is not None:
             try:
                 self.logit_bias = {int(i): float(b) for i, b in self.logit_bias.items()}
             except (TypeError, ValueError, AttributeError, OverflowError):
                 raise RequestError(
-                    f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.200}; give such a map"
+                    f"logit_bias must map token ids to numbers, got {self.logit_bias!r:.200}; give a map",
+                    field="logit_bias",
                 ) from None
             for token_id, bias in self.logit_bias.items():
                 if token_id < 0 or math.isnan(bias):
                     raise RequestError(
                         "logit_bias must map token ids from 0 to numbers, got "
-                        f"{{{token_id}: {bias}}}; correct or drop it"
+                        f"{{{token_id}: {bias}}}; correct or drop it",
+                        field="logit_bias",
                     )
             # vLLM cuts biases to these bounds, too.
             self.logit_bias = {

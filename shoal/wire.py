@@ -15,7 +15,7 @@ from shoal import errors
 from shoal.api import Output, Request
 from shoal.config import EngineConfig
 from shoal.control import AnyCommand, Command, name_of
-from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError
+from shoal.errors import ConfigError, EngineDeadError, RequestError, ShoalError, UserError
 from shoal.stats import Stats
 
 BEAT_S = 0.5  # between two heartbeats of a core
@@ -118,24 +118,29 @@ ToCore = Start | Add | Abort | Call
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """An error as data: the name of its class, and its message."""
+    """An error as data: the name of its class, its message, and the wrong field of a UserError."""
 
     kind: str
     message: str
+    field: str | None = None
 
     @classmethod
     def of(cls, error: BaseException) -> Failure:
         name = type(error).__name__
         message = str(error) if isinstance(error, ShoalError) else f"{name}: {error}"
         # A file's name may have bytes that are not UTF-8, which msgpack could not encode.
-        return cls(name, message.encode("utf-8", "backslashreplace").decode())
+        field = error.field if isinstance(error, UserError) else None
+        return cls(name, message.encode("utf-8", "backslashreplace").decode(), field)
 
     def build(self) -> ShoalError:
         """Returns the same error if it is one of Shoal's, else an EngineDeadError: an unexpected failure of
         the engine."""
         kind = getattr(errors, self.kind, None)
         if isinstance(kind, type) and issubclass(kind, ShoalError):
-            return kind(self.message)
+            error: ShoalError = kind(self.message)
+            if isinstance(error, UserError):
+                error.field = self.field
+            return error
         return ShoalError(self.message)
 
 

@@ -218,11 +218,15 @@ class EngineCore:
         if structured is not None and (request.embed or self.config.skip_tokenizer_init):
             without = "this engine runs without a tokenizer (skip_tokenizer_init)"
             why = "an embedding has no text" if request.embed else without
-            raise RequestError(f"structured_outputs needs tokens of text, and {why}; leave it out")
+            raise RequestError(
+                f"structured_outputs needs tokens of text, and {why}; leave it out",
+                field="structured_outputs",
+            )
         if request.fetches_only and (self.peers is None or self.peers.reader is None):
             raise RequestError(
                 "fetches_only brings KV blocks of another engine in, and this engine reads none; send it to "
-                "one whose kv_role is kv_consumer or kv_both"
+                "one whose kv_role is kv_consumer or kv_both",
+                field="fetches_only",
             )
         seq = self.scheduler.add(request)
         seq.added_at = time.monotonic()

@@ -299,7 +299,7 @@ class Regions:
             wrong = None
         if wrong:
             there = f"there are {', '.join(sorted(known))}" if known else "there is none"
-            raise ConfigError(f"tags {tags!r:.80}: {wrong}; {there}")
+            raise ConfigError(f"tags {tags!r:.80}: {wrong}; {there}", field="tags")
         return [region for region in self._regions.values() if tags is None or region.tag in tags]
 
     def _check_host(self, kept: list[_Region], ranges: dict[int, list[tuple[int, int]] | None]) -> None:

@@ -20,7 +20,6 @@ from shoal.errors import (
 
 logger = logging.getLogger(__name__)
 
-FIELD = re.compile(r"[a-z_]+([.\[][\w.\[\]]*)?")
 ROOT = re.compile(r"([a-z_]*)((?:\[\d+\])?)")
 CONTEXT_EXCEEDED = "context_length_exceeded"  # OpenAI's code
 NO_NAMES: Mapping[str, str] = {}
@@ -102,14 +101,15 @@ def to_api_error(error: BaseException, names: Mapping[str, str] = NO_NAMES) -> A
     if isinstance(error, UnknownWorkerError):
         return ApiError(404, str(error), param="id")
     if isinstance(error, UserError):
-        # the message begins with the field's name, if it is about a field
-        message = str(error)
-        field = message.split(" ", 1)[0].rstrip(":,")
-        root, index = ROOT.match(field).groups()  # type: ignore[union-attr]
-        if root in names:
-            field, message = names[root] + index, names[root] + index + message[len(field) :]
-        is_field = FIELD.fullmatch(field) is not None and (not field.isalpha() or field in PLAIN_FIELDS)
-        return ApiError(400, message, param=field if is_field else None)
+        message, field = str(error), error.field
+        if field is not None:
+            root, index = ROOT.match(field).groups()  # type: ignore[union-attr]
+            if root in names:
+                renamed = names[root] + index
+                if message.startswith(field):
+                    message = renamed + message.removeprefix(field)
+                field = renamed
+        return ApiError(400, message, param=field)
     if isinstance(error, RecursionError):
         return ApiError(400, "something in the request is nested too deeply; flatten it")
     if isinstance(error, BusyError):
@@ -120,25 +120,3 @@ def to_api_error(error: BaseException, names: Mapping[str, str] = NO_NAMES) -> A
         return ApiError(503, str(error), code="engine_dead")
     logger.error("a request failed", exc_info=error)
     return ApiError(500, "an internal error; the server's log has the details")
-
-
-PLAIN_FIELDS = frozenset(
-    {
-        "n",
-        "seed",
-        "stop",
-        "temperature",
-        "logprobs",
-        "prompt",
-        "messages",
-        "tools",
-        "functions",
-        "grammar",
-        "format",
-        "input",
-        "model",
-        "level",
-        "mode",
-        "tags",
-    }
-)

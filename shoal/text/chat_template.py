@@ -89,7 +89,8 @@ class ChatTemplate:
         """
         if continue_final_message and add_generation_prompt:
             raise RequestError(
-                "continue_final_message and add_generation_prompt exclude each other; switch one of them off"
+                "continue_final_message and add_generation_prompt exclude each other; switch one of them off",
+                field="continue_final_message",
             )
         variables = {
             "documents": None,
@@ -97,11 +98,12 @@ class ChatTemplate:
             **_plain(variables, "the chat template's variables"),
         }
         messages = [self._prepare(i, message) for i, message in enumerate(_checked(messages))]
-        tools = _plain(tools, "tools")
+        tools = _plain(tools, "tools", "tools")
         if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
             raise RequestError(
                 f"tools must be a list of tools, got {tools!r:.80}; a tool is "
-                "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}"
+                "{'type': 'function', 'function': {'name': ..., 'parameters': {...}}}",
+                field="tools",
             )
         own_roles = [i for i, message in enumerate(messages) if _has_own_role(message)]
         if self._reads_calls:
@@ -134,7 +136,8 @@ class ChatTemplate:
                 if conversation.as_text(message["content"]) not in written:
                     raise RequestError(
                         f"messages[{i}].role must be one that the chat template writes, got "
-                        f"{message['role']!r:.60}; send {', '.join(ROLES)}"
+                        f"{message['role']!r:.60}; send {', '.join(ROLES)}",
+                        field=f"messages[{i}].role",
                     )
         return _cut_at_mark(text) if continue_final_message else text
 
@@ -186,10 +189,11 @@ class ChatTemplate:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise RequestError(
                 f"messages[{i}] must be an object with a role, got {message!r:.80}; a message is "
-                f"{{'role': 'user', 'content': 'text'}}"
+                f"{{'role': 'user', 'content': 'text'}}",
+                field=f"messages[{i}]",
             )
         # As in OpenAI's API, a field with None counts as absent.
-        plain = _plain(message, f"messages[{i}]")
+        plain = _plain(message, f"messages[{i}]", f"messages[{i}]")
         message = {key: value for key, value in plain.items() if value is not None}
         if message["role"] == "developer" and not (self._knows_developer and self._traits.writes_developer):
             message["role"] = "system"  # its older name
@@ -205,7 +209,8 @@ class ChatTemplate:
         elif not isinstance(content, str):
             raise RequestError(
                 f"messages[{i}].content must be text or a list of text parts, got {content!r:.80}; send one "
-                "of them"
+                "of them",
+                field=f"messages[{i}].content",
             )
         calls = message.get("tool_calls", [])
         if (
@@ -214,13 +219,15 @@ class ChatTemplate:
             message.pop("tool_calls", None)
         if not isinstance(calls, list):
             raise RequestError(
-                f"messages[{i}].tool_calls must be a list of calls, got {calls!r:.80}; send one"
+                f"messages[{i}].tool_calls must be a list of calls, got {calls!r:.80}; send one",
+                field=f"messages[{i}].tool_calls",
             )
         for k, call in enumerate(calls):
             if not isinstance(call, dict) or not isinstance(call.get("function", {}), dict):
                 raise RequestError(
                     f"messages[{i}].tool_calls[{k}] must be a call, got {call!r:.80}; a call is "
-                    f"{{'type': 'function', 'function': {{'name': ..., 'arguments': ...}}}}"
+                    f"{{'type': 'function', 'function': {{'name': ..., 'arguments': ...}}}}",
+                    field=f"messages[{i}].tool_calls[{k}]",
                 )
         if message["role"] == "assistant" and "content" not in message:
             content = (
@@ -282,18 +289,19 @@ def _checked(messages: Any) -> Sequence[Any]:
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError(
             f"messages must be a list of messages, got {messages!r:.80}; give [{{'role': 'user', 'content': "
-            "'text'}}]"
+            "'text'}}]",
+            field="messages",
         )
     return messages
 
 
-def _plain(value: Any, what: str) -> Any:
+def _plain(value: Any, what: str, field: str | None = None) -> Any:
     """Returns a copy of JSON values only. An object with its own methods could escape the sandbox. `what`
-    names the value in errors."""
+    names the value in errors, and `field` the field of the request."""
     try:
         return _copied(value)
     except (TypeError, RecursionError) as error:
-        raise RequestError(f"{what}: {error}; send JSON values only") from None
+        raise RequestError(f"{what}: {error}; send JSON values only", field=field) from None
 
 
 def _copied(value: Any) -> Any:
@@ -343,7 +351,7 @@ def _part_text(field: str, part: Any) -> str:
     ):
         return part["text"]
     raise RequestError(
-        f"{field} must be text, got the part {part!r:.80}; send {{'type': 'text', 'text': ...}}"
+        f"{field} must be text, got the part {part!r:.80}; send {{'type': 'text', 'text': ...}}", field=field
     )
 
 
@@ -381,7 +389,7 @@ def _with_all_instructions(
             return text
         taken = text if taken is None else taken
     if taken is None:
-        raise RequestError(f"messages: the chat template refuses them: {refusal}") from None
+        raise RequestError(f"messages: the chat template refuses them: {refusal}", field="messages") from None
     return taken
 
 

@@ -74,7 +74,8 @@ class RequestBuilder:
         if (params.stop or params.bad_words) and self.tokenizer is None:
             raise RequestError(
                 "stop strings and bad_words need a tokenizer; this engine runs without one "
-                "(skip_tokenizer_init)"
+                "(skip_tokenizer_init)",
+                field="stop",
             )
         bad_words: tuple[tuple[int, ...], ...] = ()
         if params.bad_words and self.tokenizer is not None:
@@ -125,7 +126,7 @@ def check_request(request: Request, vocab_size: int, max_logprobs: int) -> None:
     each request once, on arrival. max_logprobs: the most log-probabilities per token; -1: any number."""
     params, ids = request.params, request.prompt_token_ids
     if not ids:
-        raise RequestError("prompt is empty (0 tokens); give at least one token")
+        raise RequestError("prompt is empty (0 tokens); give at least one token", field="prompt")
     _check_token_ids("prompt", ids, vocab_size)
     if request.output_token_ids:
         _check_output(request, vocab_size)
@@ -136,14 +137,16 @@ def check_request(request: Request, vocab_size: int, max_logprobs: int) -> None:
     if request.fetches_only and (request.kv_ticket is None or request.embed or request.output_token_ids):
         raise RequestError(
             "fetches_only reads the KV blocks of a prompt: give the kv_ticket, and leave embed and "
-            "output_token_ids out"
+            "output_token_ids out",
+            field="fetches_only",
         )
     for name in ("logit_bias", "allowed_token_ids", "stop_token_ids"):
         for token_id in getattr(params, name) or ():
             if not 0 <= token_id < vocab_size:
                 raise RequestError(
                     f"{name} must have token ids in [0, {vocab_size}), the vocabulary, got {token_id}; drop "
-                    "it"
+                    "it",
+                    field=name,
                 )
     if params.allowed_token_ids is not None:
         banned = {word[0] for word in request.bad_word_ids if len(word) == 1}
@@ -152,14 +155,16 @@ def check_request(request: Request, vocab_size: int, max_logprobs: int) -> None:
         if banned.issuperset(params.allowed_token_ids):
             raise RequestError(
                 f"bad_words or min_tokens forbid all of allowed_token_ids {params.allowed_token_ids!r:.80}; "
-                "allow another id, or drop one of them"
+                "allow another id, or drop one of them",
+                field="bad_words",
             )
     for name, asked in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if asked is not None and max_logprobs >= 0 and (vocab_size if asked < 0 else asked) > max_logprobs:
             count = f"{asked} (all)" if asked < 0 else asked
             raise RequestError(
                 f"{name} must be <= max_logprobs {max_logprobs}, got {count}; ask for fewer or raise "
-                "max_logprobs of the engine"
+                "max_logprobs of the engine",
+                field=name,
             )
 
 
@@ -167,12 +172,16 @@ def _check_output(request: Request, vocab_size: int) -> None:
     """Raises RequestError if output_token_ids leave no token to generate."""
     _check_token_ids("output_token_ids", request.output_token_ids, vocab_size)
     if request.embed:
-        raise RequestError("output_token_ids belong to an answer, and an embedding has none; leave them out")
+        raise RequestError(
+            "output_token_ids belong to an answer, and an embedding has none; leave them out",
+            field="output_token_ids",
+        )
     most, count = request.params.max_tokens, len(request.output_token_ids)
     if most is not None and count >= most:
         raise RequestError(
             f"output_token_ids are {count} tokens, and max_tokens {most} allows no more; the answer is "
-            "complete"
+            "complete",
+            field="output_token_ids",
         )
 
 
@@ -185,5 +194,7 @@ def _check_token_ids(name: str, ids: list[int], vocab_size: int) -> None:
     if not valid:
         bad = next(i for i in ids if not 0 <= i < vocab_size)
         raise RequestError(
-            f"{name} must have token ids in [0, {vocab_size}), the vocabulary, got {bad}; check the tokenizer"
+            f"{name} must have token ids in [0, {vocab_size}), the vocabulary, got {bad}; check the "
+            "tokenizer",
+            field=name,
         )

@@ -246,7 +246,8 @@ class Tokenizer:
             if not bare:
                 raise RequestError(
                     f"bad_words must have tokens, got {word!r}; give words with at least one visible "
-                    "character"
+                    "character",
+                    field="bad_words",
                 )
             found.append(bare)
             if spaced[0] != bare[0] and len(spaced) == len(bare):

@@ -117,6 +117,12 @@ def test_errors_keep_their_kind_and_words(kind):
     assert type(built) is type(error) and str(built) == str(error)
 
 
+def test_a_user_error_keeps_its_field():
+    built = Failure.of(RequestError("messages[0] must be an object", field="messages[0]")).build()
+    assert isinstance(built, RequestError) and built.field == "messages[0]"
+    assert Failure.of(UnavailableError("asleep")).field is None
+
+
 @pytest.mark.parametrize("error", [KeyError("x"), SystemExit(3), MemoryError()])
 def test_errors_of_others_keep_their_name(error):
     built = Failure.of(error).build()

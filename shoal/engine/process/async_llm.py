@@ -140,7 +140,8 @@ class AsyncLLM(Control):
         request_id = request.request_id
         if request_id in self._collectors:
             raise RequestError(
-                f"request_id {request_id!r} must be unique, but a running request has it; choose another"
+                f"request_id {request_id!r} must be unique, but a running request has it; choose another",
+                field="request_id",
             )
         try:
             self._send(Add(request))

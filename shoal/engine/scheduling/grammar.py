@@ -248,7 +248,8 @@ class Grammars:
         grammar = Grammar(matcher.deep_copy(), frozenset(self._end_ids), self._compute_ahead)
         # Before a mask is begun: the matcher must not move while another thread computes a mask of it.
         if not all(grammar.accept(token_id) for token_id in output_token_ids):
-            raise RequestError(grammar.error)
+            assert grammar.error is not None
+            raise RequestError(grammar.error, field="allowed_token_ids" if grammar.dead_end else None)
         if first_seconds > SLOW_S:
             grammar.note_slow(first_seconds)
             grammar.begin_ahead()
@@ -262,7 +263,8 @@ class Grammars:
             if not self._end_ids:
                 raise RequestError(
                     "structured_outputs needs a model with an end-of-text token, and this one names none; "
-                    "set eos_token_id in its generation_config.json"
+                    "set eos_token_id in its generation_config.json",
+                    field="structured_outputs",
                 )
             self._tokenizer = token_table(tokenizer, self._vocab_size, self._end_ids)
         return self._tokenizer
@@ -279,7 +281,8 @@ class Grammars:
         for m in (matcher, first):
             if m.is_error():
                 raise RequestError(
-                    f"structured_outputs is not usable: {short(m.get_error())}; mend or simplify it"
+                    f"structured_outputs is not usable: {short(m.get_error())}; mend or simplify it",
+                    field="structured_outputs",
                 )
         return matcher, seconds
 

@@ -50,7 +50,7 @@ class PromptTokens:
             return _checked(prompt)
         if isinstance(body.get("messages"), list):
             return await self._messages(body["messages"], body)
-        raise RequestError("prompt is missing; give token_ids, prompt or messages")
+        raise RequestError("prompt is missing; give token_ids, prompt or messages", field="prompt")
 
     async def text_of(self, model: str | None, before: list[int], token_ids: list[int]) -> str | None:
         """The text of output tokens behind the last tokens of their prompt. None if nobody can say."""
@@ -146,5 +146,7 @@ def _rendered(tokenizer: Tokenizer, messages: list[Any], given: Mapping[str, Any
 def _checked(ids: list[Any]) -> list[int]:
     # Loops of our own over the ids of a long prompt would take longer than all else that routing does.
     if ids and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= 1 << 32):
-        raise RequestError("prompt is no list of token ids; each is a number from 0 to 4294967295")
+        raise RequestError(
+            "prompt is no list of token ids; each is a number from 0 to 4294967295", field="prompt"
+        )
     return ids

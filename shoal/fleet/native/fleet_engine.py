@@ -69,7 +69,8 @@ class FleetEngine(Control):
         or too many workers have failed the request."""
         if request.request_id in self._running:
             raise RequestError(
-                f"request_id must be unused, got {request.request_id!r} of a running request; choose another"
+                f"request_id must be unused, got {request.request_id!r} of a running request; choose another",
+                field="request_id",
             )
         progress = self._running[request.request_id] = _Progress(request)
         routing = RoutingRequest(

@@ -152,7 +152,8 @@ class RemoteEngine(Control):
         request_id = request.request_id
         if request_id in self._streams:
             raise RequestError(
-                f"request_id must be unused, got {request_id!r} of a running request; choose another"
+                f"request_id must be unused, got {request_id!r} of a running request; choose another",
+                field="request_id",
             )
         try:
             self._send(Add(request, time.monotonic() - request.arrival))

@@ -433,7 +433,7 @@ class Fleet:
         token_ids = body.get("token_ids")
         if token_ids is None:
             if found.tokens is None:
-                raise RequestError("token_ids are missing")
+                raise RequestError("token_ids are missing", field="token_ids")
             token_ids = await found.tokens.tokens_of(body)
         request = RoutingRequest(
             "",
@@ -578,7 +578,9 @@ class Fleet:
             workers = list(self._known(model).workers.values())
         else:
             if isinstance(command, UpdateWeights) and len(self._all) > 1:
-                raise ConfigError(f"model must be given, as there are several: {self._names()}")
+                raise ConfigError(
+                    f"model must be given, as there are several: {self._names()}", field="model"
+                )
             workers = [worker for worker in self.workers.values() if not worker.info.is_external]
         if not workers:
             raise UnavailableError("the command needs a native worker; start one")

@@ -409,7 +409,7 @@ async def _prompt(
 def _messages(exchange: Exchange, request: CountTokensRequest) -> list[dict[str, Any]]:
     """The conversation as messages of OpenAI's chat API. Raises RequestError."""
     if not request.messages:
-        raise RequestError("messages is empty; send at least one")
+        raise RequestError("messages is empty; send at least one", field="messages")
     messages: list[dict[str, Any]] = []
     system = request.system or ""
     if isinstance(system, list):
@@ -428,11 +428,15 @@ def _turns(messages: list[dict[str, Any]]) -> list[tuple[str, list[GivenBlock]]]
     for i, message in enumerate(messages):
         role, content = message.get("role"), message.get("content")
         if role not in ROLES:
-            raise RequestError(f"messages[{i}].role must be one of {', '.join(ROLES)}, got {role!r:.100}")
+            raise RequestError(
+                f"messages[{i}].role must be one of {', '.join(ROLES)}, got {role!r:.100}",
+                field=f"messages[{i}].role",
+            )
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
             raise RequestError(
-                f"messages[{i}].content must be text or a list of blocks, got {content!r:.100}"
+                f"messages[{i}].content must be text or a list of blocks, got {content!r:.100}",
+                field=f"messages[{i}].content",
             )
         if not found or found[-1][0] != role or role not in ("user", "assistant"):
             found.append((role, []))
@@ -450,11 +454,16 @@ def _said(exchange: Exchange, role: str, blocks: list[GivenBlock]) -> list[dict[
         given, field = block.given, block.field
         if given.get("type") == "tool_result":
             if not isinstance(call := given.get("tool_use_id"), str):
-                raise RequestError(f"{field}.tool_use_id must be the id of a call, got {call!r:.100}")
+                raise RequestError(
+                    f"{field}.tool_use_id must be the id of a call, got {call!r:.100}",
+                    field=f"{field}.tool_use_id",
+                )
             content = _text(f"{field}.content", readable(exchange, given.get("content") or ""))
             found.append({"role": "tool", "tool_call_id": call, "content": content})
         elif given.get("type") == "tool_use":
-            raise RequestError(f"{field} is a tool_use in the role {role}; send it with the role assistant")
+            raise RequestError(
+                f"{field} is a tool_use in the role {role}; send it with the role assistant", field=field
+            )
         else:
             texts += [_text(field, part) for part in readable(exchange, [given], is_user=True)]
     if texts or not found:
@@ -471,17 +480,25 @@ def _answer(exchange: Exchange, blocks: list[GivenBlock]) -> dict[str, Any]:
         if kind == "tool_use":
             for name in ("id", "name"):
                 if not isinstance(given.get(name), str):
-                    raise RequestError(f"{field}.{name} must be a text, got {given.get(name)!r:.100}")
+                    raise RequestError(
+                        f"{field}.{name} must be a text, got {given.get(name)!r:.100}",
+                        field=f"{field}.{name}",
+                    )
             function = {"name": given["name"], "arguments": given.get("input")}
             message.setdefault("tool_calls", []).append(
                 {"id": given["id"], "type": "function", "function": function}
             )
         elif kind == "thinking":
             if not isinstance(given.get("thinking"), str):
-                raise RequestError(f"{field}.thinking must be a text, got {given.get('thinking')!r:.100}")
+                raise RequestError(
+                    f"{field}.thinking must be a text, got {given.get('thinking')!r:.100}",
+                    field=f"{field}.thinking",
+                )
             message["reasoning_content"] = message.get("reasoning_content", "") + given["thinking"]
         elif kind == "tool_result":
-            raise RequestError(f"{field} is a tool_result in the role assistant; send it with the role user")
+            raise RequestError(
+                f"{field} is a tool_result in the role assistant; send it with the role user", field=field
+            )
         elif text := "".join(_text(field, part) for part in readable(exchange, [given])):
             if message["content"] and last != block.message:
                 message["content"] += "\n"
@@ -498,7 +515,7 @@ def _text(field: str, content: Any) -> str:
         text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
         if not isinstance(text, str):
             raise RequestError(
-                f"{field} must be text, got {part!r:.100}; send {{'type': 'text', 'text': ...}}"
+                f"{field} must be text, got {part!r:.100}; send {{'type': 'text', 'text': ...}}", field=field
             )
         texts.append(text)
     return "\n".join(texts)

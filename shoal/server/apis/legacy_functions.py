@@ -15,7 +15,8 @@ def as_tools(request: ChatCompletionRequest, names: dict[str, str]) -> None:
         if request.tools is not None or request.tool_choice is not None:
             raise RequestError(
                 "functions and function_call are the older names of tools and tool_choice; "
-                "send one or the other"
+                "send one or the other",
+                field="functions",
             )
         names |= {"tools": "functions", "tool_choice": "function_call"}
         choice = request.function_call
@@ -38,7 +39,8 @@ def _message(i: int, message: dict[str, Any]) -> dict[str, Any]:
         return message
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
         raise RequestError(
-            f"messages[{i}].function_call must be a call, got {call!r:.80}; give it a name and arguments"
+            f"messages[{i}].function_call must be a call, got {call!r:.80}; give it a name and arguments",
+            field=f"messages[{i}].function_call",
         )
     rest = {key: value for key, value in message.items() if key != "function_call"}
     return {**rest, "tool_calls": [{"id": call["name"], "type": "function", "function": call}]}

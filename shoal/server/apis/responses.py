@@ -460,7 +460,7 @@ def _own_items(exchange: Exchange, request: ResponsesRequest) -> list[dict[str, 
     given = request.input
     items = given if isinstance(given, list) else [{"role": "user", "content": given}]
     if not items:
-        raise RequestError("input is empty; give a text or a list of items")
+        raise RequestError("input is empty; give a text or a list of items", field="input")
     request.input = items = [_referenced(exchange, i, item) for i, item in enumerate(items)]
     return items
 
@@ -556,7 +556,10 @@ def _add_to_answer(
     elif kind == "function_call":
         name = _qualified(item.get("namespace"), _text(i, item, "name"))
         if (arguments := item.get("arguments")) is None:
-            raise RequestError(f"input[{i}].arguments must be JSON text, got None; send '{{}}' for none")
+            raise RequestError(
+                f"input[{i}].arguments must be JSON text, got None; send '{{}}' for none",
+                field=f"input[{i}].arguments",
+            )
         _add_call(message, i, item, {"name": name, "arguments": arguments})
     elif kind == "custom_tool_call":  # a call of a tool with text input
         function = {"name": _text(i, item, "name"), "arguments": {"input": _text(i, item, "input")}}
@@ -564,17 +567,21 @@ def _add_to_answer(
     elif isinstance(kind, str) and kind in CLIENT_CALLS:
         name, field = CLIENT_CALLS[kind]
         if not isinstance(arguments := item.get(field), dict):
-            raise RequestError(f"input[{i}].{field} must be an object, got {arguments!r:.100}")
+            raise RequestError(
+                f"input[{i}].{field} must be an object, got {arguments!r:.100}", field=f"input[{i}].{field}"
+            )
         _add_call(message, i, item, {"name": name, "arguments": arguments})
     elif kind == "message":
         raise RequestError(
             f"input[{i}] has the role {item.get('role')!r:.100}; there are user, assistant, system and "
-            "developer"
+            "developer",
+            field=f"input[{i}]",
         )
     else:
         raise RequestError(
             f"input[{i}] is of the type {kind!r:.100}; this server takes message, "
-            "reasoning, function_call, custom_tool_call, local_shell_call and the outputs of these"
+            "reasoning, function_call, custom_tool_call, local_shell_call and the outputs of these",
+            field=f"input[{i}]",
         )
 
 
@@ -597,7 +604,9 @@ def _add_call(message: dict[str, Any], i: int, item: dict[str, Any], function: d
 
 def _text(i: int, item: dict[str, Any], name: str) -> str:
     if not isinstance(value := item.get(name), str):
-        raise RequestError(f"input[{i}].{name} must be a text, got {value!r:.100}; send a string")
+        raise RequestError(
+            f"input[{i}].{name} must be a text, got {value!r:.100}; send a string", field=f"input[{i}].{name}"
+        )
     return value
 
 
@@ -609,7 +618,8 @@ def _content(field: str, content: Any) -> str:
         text = part.get("text", part.get("refusal")) if isinstance(part, dict) else None
         if not isinstance(text, str):
             raise RequestError(
-                f"{field} must be text, got {part!r:.100}; send {{'type': 'input_text', 'text': ...}}"
+                f"{field} must be text, got {part!r:.100}; send {{'type': 'input_text', 'text': ...}}",
+                field=field,
             )
         texts.append(text)
     return "\n".join(texts)
@@ -697,7 +707,8 @@ def _chat_choice(
         if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
             raise RequestError(
                 f"tool_choice {choice!r:.200} allows no tools; give it the mode 'auto' or 'required' and a "
-                'list of tools, {"type": "function", "name": ...}'
+                'list of tools, {"type": "function", "name": ...}',
+                field="tool_choice",
             )
         named = [
             _chat_tool({"name": name})
@@ -712,7 +723,8 @@ def _chat_choice(
     else:
         raise RequestError(
             f"tool_choice {choice!r:.100} names no function; give "
-            '{"type": "function", "name": ...}, "auto", "none" or "required"'
+            '{"type": "function", "name": ...}, "auto", "none" or "required"',
+            field="tool_choice",
         )
     return {"type": "function", "function": {"name": name}}
 
@@ -742,10 +754,13 @@ def _params(exchange: Exchange, request: ResponsesRequest, model: ServedModel) -
     if given is not None and given.type != "text":
         if request.structured_outputs is not None:
             raise RequestError(
-                "structured_outputs and text.format both say what the answer must be; drop one of them"
+                "structured_outputs and text.format both say what the answer must be; drop one of them",
+                field="structured_outputs",
             )
         if given.type == "json_schema" and given.schema is None:
-            raise RequestError("text.format has no schema; give the JSON schema of the answer")
+            raise RequestError(
+                "text.format has no schema; give the JSON schema of the answer", field="text.format"
+            )
         exchange.names["structured_outputs"] = "text.format"
         more["structured_outputs"] = (
             StructuredOutputsParams(json_object=True)

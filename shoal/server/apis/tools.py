@@ -135,21 +135,25 @@ def plan_tools(
         if choice.get("type") != "function" or not isinstance(name, str):
             raise RequestError(
                 f"tool_choice must name a function, got {choice!r:.100}; give "
-                '{"type": "function", "function": {"name": ...}}, "auto", "none" or "required"'
+                '{"type": "function", "function": {"name": ...}}, "auto", "none" or "required"',
+                field="tool_choice",
             )
         if name in left_out:
             raise RequestError(
-                f"tool_choice must name a tool of this server, got {name!r:.100}; choose another, or 'auto'"
+                f"tool_choice must name a tool of this server, got {name!r:.100}; choose another, or 'auto'",
+                field="tool_choice",
             )
         if name not in schemas:
             raise RequestError(
                 f"tool_choice must name one of the request's tools, got {name!r:.100}; "
-                f"choose from: {', '.join(schemas) or '(no tools sent)'}"
+                f"choose from: {', '.join(schemas) or '(no tools sent)'}",
+                field="tool_choice",
             )
         return ToolPlan("named", tools, name, structured=StructuredOutputsParams(json=schemas[name]))
     if choice not in CHOICES:
         raise RequestError(
-            f"tool_choice must be {', '.join(CHOICES)} or a function, got {choice!r:.100}; choose one"
+            f"tool_choice must be {', '.join(CHOICES)} or a function, got {choice!r:.100}; choose one",
+            field="tool_choice",
         )
     if choice == "none":
         return ToolPlan()
@@ -157,7 +161,7 @@ def plan_tools(
         why = "the request has none; send some"
         if left_out:
             why = f"this server has none of the tools sent ({', '.join(left_out):.200}); send functions"
-        raise RequestError(f"tool_choice 'required' needs tools, and {why}")
+        raise RequestError(f"tool_choice 'required' needs tools, and {why}", field="tool_choice")
     if not tools:
         return ToolPlan()
     many = parallel is not False
@@ -172,7 +176,8 @@ def plan_tools(
     if parser == "none":
         raise RequestError(
             "tool_choice 'auto' needs a parser of calls, and this server runs with --tool-call-parser none; "
-            "choose a function, 'required' or 'none'"
+            "choose a function, 'required' or 'none'",
+            field="tool_choice",
         )
     return ToolPlan("auto", tools, parallel=many, schemas=schemas, is_limited=is_limited)
 
@@ -189,12 +194,14 @@ def _allowed(
         raise RequestError(
             f"tool_choice must allow at least one function, got {choice!r:.200}; give it the mode 'auto' or "
             "'required' and a list of tools, "
-            '{"type": "function", "function": {"name": ...}}'
+            '{"type": "function", "function": {"name": ...}}',
+            field="tool_choice",
         )
     if unknown := [str(name) for name in names if name not in schemas and name not in left_out]:
         raise RequestError(
             f"tool_choice must allow only the request's tools, got {', '.join(unknown):.200}; "
-            f"choose from: {', '.join(schemas) or '(no tools sent)'}"
+            f"choose from: {', '.join(schemas) or '(no tools sent)'}",
+            field="tool_choice",
         )
     return mode, [str(name) for name in dict.fromkeys(names) if name in schemas]
 
@@ -363,28 +370,34 @@ def _check_tools(tools: list[dict[str, Any]] | None) -> dict[str, dict[str, Any]
         if (tool.get("type") or "function") != "function" or not isinstance(function, dict):
             raise RequestError(
                 f"tools[{i}] must be a function, got {tool!r:.100}; give "
-                '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}'
+                '{"type": "function", "function": {"name": ..., "description": ..., "parameters": {...}}}',
+                field=f"tools[{i}]",
             )
         name, schema = function.get("name"), function.get("parameters")
         if name is None:
-            raise RequestError(f"tools[{i}] has no name; give one of letters, digits and any of _ . : -")
+            raise RequestError(
+                f"tools[{i}] has no name; give one of letters, digits and any of _ . : -", field=f"tools[{i}]"
+            )
         if not isinstance(name, str) or not NAME.fullmatch(name):
             raise RequestError(
                 f"tools[{i}] must have a name of 1 to 128 letters, digits and any of _ . : -, got "
-                f"{name!r:.100}; rename it"
+                f"{name!r:.100}; rename it",
+                field=f"tools[{i}]",
             )
         if name in schemas:
-            raise RequestError(f"tools has {name!r} twice; give each tool a name of its own")
+            raise RequestError(f"tools has {name!r} twice; give each tool a name of its own", field="tools")
         if not isinstance(function.get("description", ""), str | None):
             raise RequestError(
                 f"tools[{i}] ({name}) must have a text as description, got "
-                f"{function['description']!r:.100}; send a string"
+                f"{function['description']!r:.100}; send a string",
+                field=f"tools[{i}]",
             )
         if schema is not None and (not isinstance(schema, dict) or schema.get("type", "object") != "object"):
             raise RequestError(
                 f"tools[{i}] ({name}) must have the JSON schema of an object as parameters, got "
                 f"{schema!r:.100}; give "
-                '{"type": "object", "properties": {...}}'
+                '{"type": "object", "properties": {...}}',
+                field=f"tools[{i}]",
             )
         schemas[name] = {**(schema or {"properties": {}}), "type": "object"}
     return schemas

@@ -29,7 +29,8 @@ class Admission:
         if count > self.limit:
             raise RequestError(
                 f"n must be at most {self.limit} answers, the size of the queue, got {count}; ask for fewer, "
-                "or send fewer prompts at once"
+                "or send fewer prompts at once",
+                field="n",
             )
         if self.active + count > self.limit:
             self.refused += count

@@ -238,7 +238,7 @@ class ServedModel:
         # A template is a program and may not end, so it always runs beside the loop, for a limited time.
         async def rendered(tools: list[dict[str, Any]] | None, must_fit: bool) -> Prompt:
             text = await self._threads.run_bounded(
-                lambda: render(tools), TEMPLATE_SECONDS, "messages: the chat template"
+                lambda: render(tools), TEMPLATE_SECONDS, "messages: the chat template", "messages"
             )
             [ids] = await self.encode([text], bool(add_special_tokens), must_fit=must_fit)
             return Prompt(ids, text)

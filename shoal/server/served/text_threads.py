@@ -30,7 +30,9 @@ class TextThreads:
     async def run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, work)
 
-    async def run_bounded(self, work: Callable[[], T], seconds: float, what: str) -> T:
+    async def run_bounded(
+        self, work: Callable[[], T], seconds: float, what: str, field: str | None = None
+    ) -> T:
         """Returns `work()`. After `seconds` it is interrupted: Python code at its next line, other code
         when it returns. Then raises RequestError, which begins with `what`."""
         job = _Job(work)
@@ -43,7 +45,9 @@ class TextThreads:
                 if job.seconds_left(seconds) <= GRACE_SECONDS:
                     job.end()
         except Overtime:
-            raise RequestError(f"{what} took longer than {seconds:g} s and was ended; simplify it") from None
+            raise RequestError(
+                f"{what} took longer than {seconds:g} s and was ended; simplify it", field=field
+            ) from None
         except asyncio.CancelledError:  # the client has left
             future.cancel()
             job.end()

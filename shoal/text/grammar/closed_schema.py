@@ -218,5 +218,6 @@ class _Closing:
             raise RequestError(
                 "structured_outputs.json combines too many schemas to close its objects; "
                 "simplify it, or set "
-                "structured_outputs.disable_additional_properties to false"
+                "structured_outputs.disable_additional_properties to false",
+                field="structured_outputs.json",
             )

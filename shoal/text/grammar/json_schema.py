@@ -29,7 +29,8 @@ def bounded(kind: str, text: str) -> str:
     size = len(text.encode())
     if size > MAX_BYTES:
         raise RequestError(
-            f"structured_outputs.{kind} has {size} bytes, more than {MAX_BYTES}; make it smaller"
+            f"structured_outputs.{kind} has {size} bytes, more than {MAX_BYTES}; make it smaller",
+            field=f"structured_outputs.{kind}",
         )
     return text
 
@@ -51,13 +52,17 @@ class SchemaWriter:
         if not isinstance(schema, dict):
             raise RequestError(
                 f"structured_outputs.{kind} must be a JSON schema, got {schema!r:.60}; send an object (or "
-                f"true for any JSON)"
+                f"true for any JSON)",
+                field=f"structured_outputs.{kind}",
             )
         bounded(kind, json_text(kind, schema))
         own = schema.get("x-guidance")
         options = {**_own_options(own if isinstance(own, dict) else {}), **self._options}
         if (schema := as_meant(schema, self.left_out)) is False:
-            raise RequestError(f'structured_outputs.{kind} excludes every value by "not"; correct it')
+            raise RequestError(
+                f'structured_outputs.{kind} excludes every value by "not"; correct it',
+                field=f"structured_outputs.{kind}",
+            )
         return json_text(
             kind, {**(closed(schema) if self._closes_objects else schema), "x-guidance": options}
         )
@@ -67,7 +72,10 @@ def parsed(kind: str, text: str) -> Any:
     try:
         return json.loads(bounded(kind, text))
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"structured_outputs.{kind} must be JSON: {error}; send a JSON schema") from None
+        raise RequestError(
+            f"structured_outputs.{kind} must be JSON: {error}; send a JSON schema",
+            field=f"structured_outputs.{kind}",
+        ) from None
 
 
 def json_text(kind: str, value: Any) -> str:
@@ -76,7 +84,8 @@ def json_text(kind: str, value: Any) -> str:
     except (TypeError, ValueError, RecursionError) as error:
         raise RequestError(
             f"structured_outputs.{kind} must be JSON ({error}); send plain objects, lists, strings and "
-            "numbers"
+            "numbers",
+            field=f"structured_outputs.{kind}",
         ) from None
 
 
@@ -106,7 +115,8 @@ def check_nesting(kind: str, schema: Any) -> None:
         if depth > MAX_NESTING:
             raise RequestError(
                 f"structured_outputs.{kind} is nested deeper than {MAX_NESTING} levels; "
-                f"flatten it, or use $defs and $ref"
+                f"flatten it, or use $defs and $ref",
+                field=f"structured_outputs.{kind}",
             )
         if isinstance(value, dict) and is_integer(value):
             _check_integers(kind, value)
@@ -115,7 +125,8 @@ def check_nesting(kind: str, schema: Any) -> None:
             if abs(digits.adjusted()) > MAX_DIGITS or len(digits.as_tuple().digits) > MAX_DIGITS:
                 raise RequestError(
                     f"structured_outputs.{kind} has a number of more than {MAX_DIGITS} digits "
-                    f"({key}); make it smaller"
+                    f"({key}); make it smaller",
+                    field=f"structured_outputs.{kind}",
                 )
             if float(value) <= -(2.0**63) and key not in LOWER_BOUNDS:  # llguidance would crash
                 raise _beyond(kind, key, value)
@@ -125,7 +136,8 @@ def check_nesting(kind: str, schema: Any) -> None:
             raise RequestError(
                 f"structured_outputs.{kind} has multipleOf values with the product "
                 f"{multiple}, more than {MAX_MULTIPLE}; "
-                "use smaller ones"
+                "use smaller ones",
+                field=f"structured_outputs.{kind}",
             )
 
 
@@ -142,7 +154,8 @@ def _check_integers(kind: str, schema: dict[str, Any]) -> None:
 def _beyond(kind: str, key: str, value: float) -> RequestError:
     return RequestError(
         f"structured_outputs.{kind} has the {key} {value}, beyond an integer of 64 bits; leave it out, or "
-        "take a text"
+        "take a text",
+        field=f"structured_outputs.{kind}",
     )
 
 

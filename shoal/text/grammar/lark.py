@@ -32,20 +32,31 @@ def lark_of(grammar: str, schemas: SchemaWriter) -> str:
     if GBNF_RULE.search(grammar):
         if (count := grammar.count("::=")) > MAX_RULES:
             raise RequestError(
-                f"structured_outputs.grammar has {count} rules, more than {MAX_RULES}; make it smaller"
+                f"structured_outputs.grammar has {count} rules, more than {MAX_RULES}; make it smaller",
+                field="structured_outputs.grammar",
             )
         try:
             return gbnf_to_lark(UNICODE_ESCAPE.sub(_character, grammar))
         except RecursionError:
-            raise RequestError("structured_outputs.grammar is nested too deep; split it into rules") from None
+            raise RequestError(
+                "structured_outputs.grammar is nested too deep; split it into rules",
+                field="structured_outputs.grammar",
+            ) from None
         except (GbnfToLarkError, IndexError, ValueError) as error:
-            raise RequestError(f"structured_outputs.grammar must be GBNF: {error}; correct it") from None
+            raise RequestError(
+                f"structured_outputs.grammar must be GBNF: {error}; correct it",
+                field="structured_outputs.grammar",
+            ) from None
         except Exception as error:  # noqa: BLE001 - the converter raises plain Exception for a missing rule
-            raise RequestError(f"structured_outputs.grammar must be GBNF: {error}; correct it") from None
+            raise RequestError(
+                f"structured_outputs.grammar must be GBNF: {error}; correct it",
+                field="structured_outputs.grammar",
+            ) from None
     grammar, num_rules = _with_schemas(grammar, schemas)
     if num_rules > MAX_RULES:
         raise RequestError(
-            f"structured_outputs.grammar has {num_rules} rules, more than {MAX_RULES}; make it smaller"
+            f"structured_outputs.grammar has {num_rules} rules, more than {MAX_RULES}; make it smaller",
+            field="structured_outputs.grammar",
         )
     return grammar
 
@@ -65,7 +76,8 @@ def _with_schemas(grammar: str, schemas: SchemaWriter) -> tuple[str, int]:
             if (name := found[1] if found[1] is not None else found[2]) not in ("ignore", "llguidance"):
                 raise RequestError(
                     "structured_outputs.grammar may have the directives %json and %ignore only, got "
-                    f"%{name}; leave it out"
+                    f"%{name}; leave it out",
+                    field="structured_outputs.grammar",
                 )
         parts.append(grammar[at:end])
         if start < 0:
@@ -77,7 +89,8 @@ def _with_schemas(grammar: str, schemas: SchemaWriter) -> tuple[str, int]:
         except (ValueError, RecursionError) as error:
             raise RequestError(
                 f"structured_outputs.grammar has %json without a JSON schema: {error}; give the schema "
-                "behind it"
+                "behind it",
+                field="structured_outputs.grammar",
             ) from None
         check_nesting("grammar", schema)
         parts.append(f"%json {schemas.text(schema)}")
@@ -93,6 +106,7 @@ def _character(found: re.Match[str]) -> str:
         return f"\\x{code:02x}"
     if code > 0x10FFFF or 0xD800 <= code < 0xE000:
         raise RequestError(
-            f"structured_outputs.grammar must have escapes of characters, got {found[0]}; correct it"
+            f"structured_outputs.grammar must have escapes of characters, got {found[0]}; correct it",
+            field="structured_outputs.grammar",
         )
     return chr(code)

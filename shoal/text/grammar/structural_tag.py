@@ -39,7 +39,8 @@ def tag_grammar(given: Any, schemas: SchemaWriter) -> str:
     if not isinstance(tag, dict) or tag.get("type") != KIND or not isinstance(tag.get("format"), dict):
         raise RequestError(
             f'structured_outputs.{KIND} {tag!r:.60} has no format; send {{"type": "{KIND}", '
-            f'"format": {{...}}}}'
+            f'"format": {{...}}}}',
+            field=f"structured_outputs.{KIND}",
         )
     return LLMatcher.grammar_from_lark(_Rules(schemas).text(tag["format"]))
 
@@ -49,7 +50,8 @@ def _of_older_form(tag: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(structures, list) or not all(isinstance(part, dict) for part in structures):
         raise RequestError(
             f"structured_outputs.{KIND} has the structures {structures!r:.60}; give a list of objects with "
-            "begin, schema and end"
+            "begin, schema and end",
+            field=f"structured_outputs.{KIND}",
         )
     return {
         "type": "triggered_tags",
@@ -80,7 +82,10 @@ class _Rules:
     def _named(self, body: str, prefix: str = "r") -> str:
         """Adds a rule (or with the prefix R a terminal) and returns its name."""
         if len(self._rules) == MAX_RULES:
-            raise RequestError(f"structured_outputs.{KIND} has more than {MAX_RULES} parts; make it smaller")
+            raise RequestError(
+                f"structured_outputs.{KIND} has more than {MAX_RULES} parts; make it smaller",
+                field=f"structured_outputs.{KIND}",
+            )
         name = f"{prefix}{len(self._rules)}"
         self._rules.append(f"{name}: {body}")
         return name
@@ -100,7 +105,8 @@ class _Rules:
                     if isinstance(other, dict) and other.get("type") in ("any_text", "triggered_tags"):
                         raise RequestError(
                             f"structured_outputs.{KIND} has {other['type']} as element {i} of a sequence, "
-                            "which no text ends; make it the last, or the content of a tag"
+                            "which no text ends; make it the last, or the content of a tag",
+                            field=f"structured_outputs.{KIND}",
                         )
                 return self._named(" ".join([*(self._rule(p, []) for p in others), self._rule(last, ends)]))
             case "tag":
@@ -129,7 +135,8 @@ class _Rules:
             case other:
                 raise RequestError(
                     f"structured_outputs.{KIND} must have a format of the types {FORMATS}, got "
-                    f"{other!r:.60}; choose one"
+                    f"{other!r:.60}; choose one",
+                    field=f"structured_outputs.{KIND}",
                 )
         return self._named(f"{body} {_any_of(ends)}" if ends else body)
 
@@ -149,7 +156,8 @@ class _Rules:
         triggers, excludes = _texts(part, "triggers"), _texts(part, "excludes")
         if not triggers:
             raise RequestError(
-                f"structured_outputs.{KIND} has no triggers; give a list of texts with which the tags begin"
+                f"structured_outputs.{KIND} has no triggers; give a list of texts with which the tags begin",
+                field=f"structured_outputs.{KIND}",
             )
         by_trigger: dict[str, list[str]] = {}
         whole: list[str] = []
@@ -159,7 +167,8 @@ class _Rules:
             if trigger is None:
                 raise RequestError(
                     f"structured_outputs.{KIND} has a tag that begins with {begin!r:.60} and no trigger "
-                    f"for it; let it begin with one of {', '.join(triggers)!r:.200}, or add the trigger"
+                    f"for it; let it begin with one of {', '.join(triggers)!r:.200}, or add the trigger",
+                    field=f"structured_outputs.{KIND}",
                 )
             rest = self._rule({"type": "tag", **tag, "begin": begin[len(trigger) :]}, [])
             by_trigger.setdefault(trigger, []).append(rest)
@@ -185,7 +194,10 @@ class _Rules:
 
 def _text(part: dict[str, Any], name: str) -> str:
     if not isinstance(value := part.get(name, ""), str):
-        raise RequestError(f"structured_outputs.{KIND}: {name} must be a string, got {value!r:.60}; give one")
+        raise RequestError(
+            f"structured_outputs.{KIND}: {name} must be a string, got {value!r:.60}; give one",
+            field=f"structured_outputs.{KIND}",
+        )
     return value
 
 
@@ -197,7 +209,8 @@ def _texts(part: dict[str, Any], name: str) -> list[str]:
     values = part.get(name) or []
     if not isinstance(values, list) or not all(isinstance(value, str) and value for value in values):
         raise RequestError(
-            f"structured_outputs.{KIND}: {name} must be a list of strings, got {values!r:.60}; give one"
+            f"structured_outputs.{KIND}: {name} must be a list of strings, got {values!r:.60}; give one",
+            field=f"structured_outputs.{KIND}",
         )
     return list(dict.fromkeys(values))
 
@@ -211,7 +224,8 @@ def _ends(tag: dict[str, Any]) -> list[str]:
 def _parts(part: dict[str, Any], name: str) -> list[Any]:
     if not isinstance(values := part.get(name), list) or not values:
         raise RequestError(
-            f"structured_outputs.{KIND}: {name} must be a list of at least one, got {values!r:.60}; give one"
+            f"structured_outputs.{KIND}: {name} must be a list of at least one, got {values!r:.60}; give one",
+            field=f"structured_outputs.{KIND}",
         )
     return values
 
@@ -221,14 +235,18 @@ def _count(part: dict[str, Any]) -> str:
     if not isinstance(least, int) or not isinstance(most, int) or not 0 <= least <= MAX_TIMES >= most >= -1:
         raise RequestError(
             f"structured_outputs.{KIND} has a repeat from {least!r:.20} to {most!r:.20}; give min and max, "
-            f"at most {MAX_TIMES} (max -1: any number)"
+            f"at most {MAX_TIMES} (max -1: any number)",
+            field=f"structured_outputs.{KIND}",
         )
     return f"{{{least},{'' if most == -1 else most}}}"
 
 
 def _schema_of(part: dict[str, Any]) -> Any:
     if (style := part.get("style", "json")) != "json":
-        raise RequestError(f"structured_outputs.{KIND}: style must be json, got {style!r:.60}; leave it out")
+        raise RequestError(
+            f"structured_outputs.{KIND}: style must be json, got {style!r:.60}; leave it out",
+            field=f"structured_outputs.{KIND}",
+        )
     schema = part.get("json_schema")
     if isinstance(schema, str):
         schema = parsed(KIND, schema)

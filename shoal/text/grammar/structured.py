@@ -49,7 +49,8 @@ def check(params: StructuredOutputsParams, closes_objects: bool = True) -> None:
     message, approximated = _judged(grammar_of(params, closes_objects, left_out=left_out))
     if message is not None:
         raise RequestError(
-            f"structured_outputs.{_kind(params)} is not usable: {message}; correct or simplify it"
+            f"structured_outputs.{_kind(params)} is not usable: {message}; correct or simplify it",
+            field=f"structured_outputs.{_kind(params)}",
         )
     for what in (*left_out, *approximated):
         _report(what)
@@ -77,7 +78,8 @@ def grammar_of(
         grammar = _written(params, kind, schemas)
     except UnicodeEncodeError:
         raise RequestError(
-            f"structured_outputs.{kind} must not have lone surrogates; send whole characters"
+            f"structured_outputs.{kind} must not have lone surrogates; send whole characters",
+            field=f"structured_outputs.{kind}",
         ) from None
     if left_out is not None:
         left_out += schemas.left_out
@@ -92,7 +94,8 @@ def _written(params: StructuredOutputsParams, kind: str, schemas: SchemaWriter) 
     if params.whitespace_pattern is not None:
         raise RequestError(
             f"structured_outputs.whitespace_pattern goes with json and json_object only, not with {kind}; "
-            "leave it out"
+            "leave it out",
+            field="structured_outputs.whitespace_pattern",
         )
     if kind == "regex":
         return LLMatcher.grammar_from_regex(ascii_classes(bounded(kind, params.regex or "")))
@@ -145,7 +148,8 @@ def _json_grammar(params: StructuredOutputsParams, schemas: SchemaWriter) -> str
         return LLMatcher.grammar_from_json_schema(text)
     except ValueError as error:
         raise RequestError(
-            f"structured_outputs.json is not usable: {short(str(error))}; correct it"
+            f"structured_outputs.json is not usable: {short(str(error))}; correct it",
+            field="structured_outputs.json",
         ) from None
 
 

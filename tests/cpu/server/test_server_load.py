@@ -293,7 +293,7 @@ def test_metrics_count_what_happened():
             text.count("# TYPE vllm:time_to_first_token_seconds histogram") == 1
             and "process_resident_memory_bytes" in text
         )
-        server.engine.refuses = "prompt is no good"
+        server.engine.refuses = "prompt is bad"
         assert server.request(COMPLETE, LONG)[0] == 400
         server.engine.refuses, server.engine.error_after = None, 1
         assert server.request(COMPLETE, LONG)[0] == 500
