@@ -19,7 +19,7 @@ from shoal.text.tokenizer import Tokenizer
 
 
 class SequenceAnswer:
-    """One sequence's answer, with all that came of it so far."""
+    """One sequence's answer, with all its outputs so far."""
 
     def __init__(
         self, index: int, request: Request, tokenizer: Tokenizer | None, metrics: RequestMetrics | None

@@ -43,7 +43,7 @@ GROUP = "__grp__"  # begins the file of a kernel that lists its others, with the
 
 
 def keep_kernels_together() -> None:
-    """Has Triton keep its kernels beside the C libraries, unless TRITON_CACHE_DIR says otherwise: so one
+    """Has Triton keep its kernels next to the C libraries, unless TRITON_CACHE_DIR says otherwise: so one
     folder holds all that a start compiles, and a container needs one volume."""
     if "TRITON_CACHE_DIR" in os.environ:
         return

@@ -82,7 +82,9 @@ class EngineCore:
         keep_kernels_together()
         compiled = CompileCache(self.config.compile_cache) if self.config.compile_cache is not None else None
         if compiled is not None:
-            logger.info("%d compiled kernels and libraries came from compile_cache", compiled.download())
+            logger.info(
+                "%d compiled kernels and libraries were downloaded from compile_cache", compiled.download()
+            )
         with ExitStack() as undo:
             if predecessor is None:
                 self.events = self._open_events()
@@ -96,7 +98,7 @@ class EngineCore:
                 self.ranks: Ranks = Ranks(self.config, files, others, exports)
             except torch.OutOfMemoryError:
                 if predecessor is not None:
-                    raise  # room may come again, and the old model is there
+                    raise  # memory may be freed later, and the old model is still there
                 raise ConfigError(
                     f"{config.model} does not fit into the memory that is free of the GPU; end what else "
                     "runs there, raise tensor_parallel_size, or take a smaller or quantized model"
@@ -106,7 +108,7 @@ class EngineCore:
             undo.callback(self._close_peers)
             self._start(files)
             if predecessor is not None:
-                self.sleep(2, [KV_CACHE])  # Listeners hear by it that all blocks are gone.
+                self.sleep(2, [KV_CACHE])  # listeners get AllBlocksCleared by it
             undo.pop_all()
         if compiled is not None:
             compiled.upload_in_background()
@@ -230,7 +232,8 @@ class EngineCore:
             )
         seq = self.scheduler.add(request)
         seq.added_at = time.monotonic()
-        if self.tiers is not None and request.continues is None:  # else its prefetch request has asked
+        # otherwise its prefetch request has done the lookup
+        if self.tiers is not None and request.continues is None:
             self.tiers.ask(seq)
         if self.peers is not None:
             self.peers.ask(seq)

@@ -191,7 +191,7 @@ class LLM:
         """Steps until they are finished."""
         bar = tqdm(total=len(groups), desc="Prompts", disable=not (use_tqdm and sys.stderr.isatty()))
         try:
-            # One after the other: to look at all of thousands at each step takes a fifth of their time.
+            # One after the other: checking thousands of them at each step takes a fifth of their time.
             with self._late_interrupts:
                 for group in groups:
                     while not group.finished:

@@ -83,7 +83,7 @@ class LateInterrupts:
 
 
 class OnlyYoungGarbage:
-    """A context in which Python's full garbage collections wait. A full collection looks at all modules and
+    """A context in which Python's full garbage collections wait. A full collection scans all modules and
     requests, which takes 0.1 s in the middle of a batch. (`gc.freeze` would do, but its `unfreeze` undoes
     what others have frozen.)"""
 

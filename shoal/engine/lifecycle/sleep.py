@@ -59,7 +59,7 @@ class Sleeper:
 
     @property
     def is_emptied(self) -> bool:
-        """True if the engine's model has been given up: its weights are gone, and the KV cache sleeps."""
+        """True if the engine's model has been dropped: its weights are gone, and the KV cache sleeps."""
         return KV_CACHE in self._state.asleep and self._paused.weights_lost is not None
 
     def is_possible(self, level: int) -> bool:
@@ -77,7 +77,7 @@ class Sleeper:
         state, start = self._state, time.perf_counter()
         if not self.is_possible(level):
             raise ConfigError(
-                f"sleep level {level} needs memory that can be given back; start the engine "
+                f"sleep level {level} needs memory that can be released; start the engine "
                 "with the option enable_sleep_mode, or pause it with level 0"
             )
         if mode == "wait" and self._loop.has_work:
@@ -183,7 +183,7 @@ class Sleeper:
             return reports
         if reports:
             self._ranks.each(commands.TAKE_MEMORY, [tag for tag in tags if tag not in self._state.asleep])
-            self._settle("keep", KV_CACHE in tags)  # what the others' caches held is gone
+            self._settle("keep", KV_CACHE in tags)  # the content of the other ranks' caches is lost
             if WEIGHTS in tags and kept != "host":
                 self._weights.lose("a sleep broke off")
         raise errors[0]
@@ -244,6 +244,6 @@ def in_use(report: MemoryReport) -> str:
     others = max(0, report.in_use_bytes - report.region_bytes - report.process_bytes)
     regions, process = report.region_bytes / GIB, report.process_bytes / GIB
     return (
-        f"{text} ({regions:.2f} in regions, {process:.2f} elsewhere in PyTorch, {others / GIB:.2f} by "
+        f"{text} ({regions:.2f} in regions, {process:.2f} in the rest of PyTorch, {others / GIB:.2f} by "
         "contexts and other processes)"
     )

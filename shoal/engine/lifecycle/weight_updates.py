@@ -1,4 +1,4 @@
-"""The weights of a running engine: where they came from, which version they are, whether they are whole, and
+"""The weights of a running engine: their source, their version, whether they are complete, and
 how new ones come in.
 
 New weights are written into the old ones' memory, so that captured graphs stay valid. What does not fit is

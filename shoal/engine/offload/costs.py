@@ -12,12 +12,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 WINDOW = 5  # figures that a rate remembers
-FETCH_LATENCY_S = 0.002  # what a fetch takes beside its bytes: its end is noticed between two steps
+FETCH_LATENCY_S = 0.002  # time of a fetch apart from its bytes: its end is noticed between two steps
 TRIAL_BLOCKS = 16  # the most blocks of a trial
 TRIAL_S = 0.05  # how long a trial may take as far as is known; one block is always tried
 MAX_TRIAL_INTERVAL = 64  # a tier that stays slow is tried once in this many requests that skip it
 LEAST_BYTES_PER_S = {"cuda": 8e9, "cpu": 1e9}  # the slowest copy that is believed at first; PCIe 3 has 12e9
-MOST_OVERHEAD_S = 50e-6  # the most that a block's copy is believed to take beside its bytes
+MOST_OVERHEAD_S = 50e-6  # the most plausible time of a block's copy apart from its bytes
 
 
 class Rate:
@@ -117,8 +117,8 @@ class Costs:
         """Returns how many of a run of blocks to fetch, given the tier of each.
 
         The best end is where computing all blocks up to it takes longest compared to fetching them. Computing
-        begins behind `num_tokens_ahead` tokens of other prompts, fetching behind `fetch_ahead_s` seconds of
-        other fetches. Blocks behind the best end are computed, unless the first of them are a trial.
+        begins after `num_tokens_ahead` tokens of other prompts, fetching after `fetch_ahead_s` seconds of
+        other fetches. Blocks after the best end are computed, unless the first of them are a trial.
         """
         block_s = self.block_s
         gain = self.token.seconds * num_tokens_ahead - fetch_ahead_s - FETCH_LATENCY_S

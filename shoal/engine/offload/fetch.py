@@ -37,7 +37,7 @@ class FetchJob:
     end: int  # this block and the blocks after it are abandoned
     begun_at: float
     arrived: list[bool]  # whether each block is on the device
-    tiers: str  # where the blocks lay
+    tiers: str  # tiers of the blocks
     # Ticket of the copy out that saves the old content of the fetch's device blocks; 0: none is needed.
     # Copies in run behind it.
     behind: int = 0

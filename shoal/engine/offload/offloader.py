@@ -148,10 +148,11 @@ class Offloader:
 
     def begin(self, fetch: sequence.Fetch) -> None:
         """Begins a fetch. The device blocks that it fills may still hold content that is nowhere else. This
-        content is copied out first, as far as host blocks and bandwidth allow, and the copies in run behind.
+        content is copied out first, as far as host blocks and bandwidth allow, and the copies in run after
+        it.
 
         The fetch has references on the blocks that it fills, and ends after the copy out. The sequence's
-        blocks behind these may be read by the copy out too, so the fetch then gets references on them as
+        blocks after these may be read by the copy out too, so the fetch then gets references on them as
         well: if the sequence ends or is preempted, no other sequence rewrites a block that is still being
         read."""
         # first, as it holds the host blocks that the copy out could take otherwise
@@ -294,7 +295,7 @@ class Offloader:
                     self._copy_out(blocks[:room], metas[:room])
                     del blocks[:room], metas[:room]
                 elif not (ledger.under_way or writer.has_waiting):
-                    break  # what lies in the host blocks can't be written
+                    break  # the content of the host blocks can't be written
             writer.advance()
             if not self.poll():
                 time.sleep(POLL_S)
@@ -325,7 +326,7 @@ class Offloader:
             return room >= min(policy.copy_blocks, policy.max_leaving) or (room > 0 and is_time)
         if (self._num_registered, self._num_evicted, self.pool.num_free) == last.counts:
             return False  # nothing has changed since
-        # a quarter of the blocks that lay below are gone: soon one is evicted that lies nowhere else
+        # a quarter of the blocks that lower tiers have too was evicted: soon a block is that no tier has
         is_pressing = self._num_evicted - last.num_evicted >= policy.watermark // 4
         is_quick = policy.watermark <= QUICK_SCAN_BLOCKS
         return is_time or is_pressing or is_quick
@@ -338,7 +339,7 @@ class Offloader:
         """Blocks for which there are host blocks and bandwidth."""
         policy, now, room = self.policy, self.ledger.clock(), self.host.num_free
         if not policy.has_host_tier:
-            room -= self.host.capacity // 2  # half of the staging area is for what comes up
+            room -= self.host.capacity // 2  # half of the staging area is for fetches
         if policy.bytes_per_s is not None:
             most = max(policy.bytes_per_s, policy.block_bytes)
             self._allowance = min(most, self._allowance + (now - self._allowed_at) * policy.bytes_per_s)

@@ -136,7 +136,7 @@ class KvTiers:
 
     @property
     def is_pinned(self) -> bool:
-        """True if all host memory that was asked for can be used."""
+        """True if all requested host memory can be used."""
         return self.offloader.num_unready == 0
 
     # Around a step
@@ -171,7 +171,7 @@ class KvTiers:
     def after_step(self, waits: bool) -> None:
         """`waits`: the step had nothing to do."""
         if not self.scheduler.has_work:
-            return  # `tick` comes when the last outputs have been passed on
+            return  # `tick` follows when the last outputs have been passed on
         self.offloader.offload()
         if waits:
             time.sleep(POLL_S)
@@ -258,7 +258,7 @@ class KvTiers:
 
     def give_slab_back(self) -> None:
         """Releases the host memory and its content, for an engine that is about to end or whose
-        weights are gone. `take_slab` must come before the next step."""
+        weights are gone. `take_slab` must be called before the next step."""
         self.quiesce()
         self.weights_changed()
         self.ranks.call(commands.KV_CLOSE)
@@ -286,7 +286,7 @@ class KvTiers:
             self.events.cleared(CPU)
 
     def flush(self) -> None:
-        """Writes what lies above the persistent tiers, for kv_flush_timeout seconds at most."""
+        """Writes blocks that no persistent tier has, for kv_flush_timeout seconds at most."""
         config = self.config
         if not self.persistent or not config.kv_flush_timeout:
             return
@@ -359,8 +359,8 @@ def _policy(
     """`num_blocks`: blocks of the device's cache. `num_below`: blocks of the smallest persistent tier; 0:
     unknown, or no such tier.
 
-    What is to lie in a lower tier ahead of its eviction above takes half of that tier at the most. If it took
-    all, each block written there would push out another one that is to lie there, without an end.
+    Blocks copied ahead of their eviction take at most half of a lower tier. If they took all of it, each
+    block written there would evict another one of them, without end.
     """
     has_host_tier = config.kv_host_bytes > 0
     blocks_of_two_steps = 2 * (config.max_num_batched_tokens // config.block_size + config.max_num_seqs)

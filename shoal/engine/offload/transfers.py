@@ -1,4 +1,5 @@
-"""Transfers of blocks, which run beside the steps: what the offloader asks for, and how all ranks do it.
+"""Transfers of blocks, which run concurrently with the steps: the offloader's requests, carried out on all
+ranks.
 
     device block  --copy out-->  host block of the slab  --write-->  file on disk, object in a store
     device block  <--copy in---  host block              <--read---

@@ -20,7 +20,7 @@ from shoal.kv.tiers.tier import Tier
 
 WRITE_BLOCKS = 16  # blocks of one write
 MAX_WRITING = 48  # blocks that are written at once: fewer than a tier lets wait
-WRITE_REST_S = 1.0  # after a write that failed, before blocks that lie in another tier are written again
+WRITE_REST_S = 1.0  # pause after a failed write, before blocks that another tier has are written again
 
 
 class Writer:

@@ -104,9 +104,9 @@ class KvLender:
     def _listen(self, notified: list[tuple[bytes, int]], samples: bool) -> None:
         """Has readers notified of the next step's layers. `samples`: whether the step samples a token.
 
-        With several ranks a layer's event lies behind the layer's sum over the ranks, which no rank enters
+        With several ranks a layer's event follows the layer's sum over the ranks, which no rank enters
         before it has written its keys. A step that samples nothing omits the last layer's sum, so this layer
-        is reported behind the first sum of a later step."""
+        is reported after the first sum of a later step."""
         late, last = self._late, self._num_layers - 1
         has_all = samples or self._num_ranks == 1
         self._late = [] if has_all else notified

@@ -87,7 +87,7 @@ class KvPeers:
 
     def tick(self) -> bool:
         """Instead of a step. Whether it should be called again soon: a read of an aborted request has not
-        ended, or a lease is to be renewed or given back."""
+        ended, or a lease is to be renewed or released."""
         if self.lender is not None:
             self.lender.settle()
         if self.reader is not None:

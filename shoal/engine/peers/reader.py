@@ -1,5 +1,5 @@
-"""Blocks of prompts that other workers hold for requests of this engine: a source of blocks beside the tiers
-below the device.
+"""Blocks of prompts that other workers hold for requests of this engine: a source of blocks in addition to
+the tiers below the device.
 
 A request brings a ticket. From then on its blocks are held at their owner by a lease, which is renewed until
 the request has started and has got what it lacks, or has ended. What can't be had is computed here.
@@ -28,7 +28,7 @@ from shoal.telemetry.logs import about
 logger = logging.getLogger(__name__)
 
 MAX_OPENING = 16  # leases that are being opened at the same time
-SILENT_S = 10.0  # an owner that has not answered is not asked again for so long
+SILENT_S = 10.0  # time for which an owner that has not answered is not asked again
 POLL_S = 0.0003  # between polls while nothing can be done but to wait
 QUIESCE_S = 60.0
 

@@ -47,7 +47,7 @@ RESTART_WINDOW_S = 600.0
 FLUSH_GRACE_S = 5.0  # added to kv_flush_timeout, as the step in flight ends first
 # The time between two tries while the system has no process or descriptor left. Such tries do not count.
 SHORTAGE_PAUSE_S = 5.0
-# The pause before each restart. The first one gives a dead process's device memory time to come back.
+# The pause before each restart. The first one gives a dead process's device memory time to be freed.
 RESTART_PAUSES_S = (0.5, 5.0, 30.0)
 
 logger = logging.getLogger(__name__)
@@ -68,7 +68,7 @@ class AsyncLLM(Control):
         self.config, self.restart, self.engine_timeout = config, restart, engine_timeout
         self.dead: EngineDeadError | None = None
         self.lost = asyncio.Event()  # it is dead, and is not started again
-        # Awaited when an update has made another model of the engine, before the update's caller hears of it.
+        # Awaited when an update has changed the engine's model, before the update returns.
         self.on_other_model: Callable[[], Awaitable[None]] | None = None
         self._core: CoreProcess
         self.info: ModelInfo

@@ -72,7 +72,7 @@ from shoal.wire import (
 )
 
 LAST_WORDS_S = 5.0  # to send the messages that are left when the process ends
-TICK_S = 0.002  # between looks at copies to lower tiers while there is no request
+TICK_S = 0.002  # between polls of copies to lower tiers while there is no request
 PR_SET_PDEATHSIG = 1
 IN, OUT = "in", "out"  # the sockets' names in the folder, as the core sees them
 
@@ -104,7 +104,7 @@ class Outbox:
 
 
 class CoreLoop:
-    """Drives an engine by what lies in `inbox`. A message may put another core in the place of `core`."""
+    """Drives an engine by the messages in `inbox`. A message may replace `core` by another one."""
 
     def __init__(self, core: EngineCore, inbox: Inbox, outbox: Outbox) -> None:
         self.core, self.inbox, self.outbox = core, inbox, outbox
@@ -224,7 +224,7 @@ class CoreLoop:
     def _wake_up(self, tags: list[str] | None) -> MemoryReport:
         """Calls off a sleep that still waits for running requests: the last word counts."""
         calls, self.postponed = self.postponed, []
-        error = Failure.of(UnavailableError("wake_up came before the running requests had ended"))
+        error = Failure.of(UnavailableError("wake_up was called before the running requests had ended"))
         for call in calls:
             self.outbox.put(Reply(call.call_id, error=error))
         if calls:
@@ -280,7 +280,7 @@ def main() -> NoReturn:
         outbox.put(Ready(info))
         loop = CoreLoop(core, inbox, outbox)
         threading.Thread(target=loop.send_beats, name="shoal-beats", daemon=True).start()
-        # Once anything comes the parent has heard that we are ready, and has removed the folder.
+        # The first message shows that the parent knows that the core is ready, and has removed the folder.
         loop.take_in(block=True)
         _die_with_parent()  # from here on the kernel itself may end us
         loop.run()
@@ -300,7 +300,7 @@ def _build(start: Start) -> tuple[EngineCore, ModelInfo]:
     files = files.overridden(config.hf_overrides)
     core = EngineCore(config, files, peer_weights=start.peer_weights)
     core.admission.prepare()
-    # All that exists now stays. A full collection would look at it in the middle of some step.
+    # All objects of now stay. A full collection would scan them in the middle of a step.
     gc.freeze()
     return core, _describe(core)
 

@@ -30,7 +30,7 @@ from shoal.wire import Dead, FromCore, Message, ModelInfo, Ready, Start
 
 STDERR_TAIL = 2000  # characters of a dead core's last words that its error quotes
 CONNECT_POLL_S = 0.02
-# A core that ends by itself says why. Its message may come so long after its death is known.
+# A core that ends by itself sends a reason, which may arrive this long after its death is known.
 LAST_WORDS_S = 0.5
 EXIT_TIMEOUT_S = 10.0
 MESSAGES_A_TURN = 64  # read before the loop gets to do something else
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 class CoreProcess:
-    """Built by `start`. After `on_end` was called, or close(), nothing comes any more and `send` raises
+    """Built by `start`. After `on_end` or close() no message arrives any more and `send` raises
     EngineDeadError."""
 
     def __init__(
@@ -87,9 +87,10 @@ class CoreProcess:
         on_message: Callable[[FromCore], None],
         on_end: Callable[[EngineDeadError], None],
     ) -> CoreProcess:
-        """Returns when the engine is ready. `peer_weights`: of weights (wire.Start), which may come while the
-        process starts. Raises the UserError that kept the engine from starting, or EngineDeadError; on_end is
-        not called for these. Raises OSError where the system has no process or no descriptor left for it."""
+        """Returns when the engine is ready. `peer_weights`: another worker's weights (wire.Start), which may
+        arrive while the process starts. Raises the UserError that kept the engine from starting, or
+        EngineDeadError; on_end is not called for these. Raises OSError where the system has no process or no
+        descriptor left for it."""
         self = cls(on_message, lambda error: None)
         try:
             await self._send_first(Start(config, None if peer_weights is None else await peer_weights))

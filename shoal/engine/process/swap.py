@@ -52,11 +52,11 @@ class Turns:
         self.awake: str | None = None
         self.switching = False
         self.running: dict[str, int] = {}
-        self.waiting: dict[str, deque[float]] = {}  # the times when requests came, oldest first
+        self.waiting: dict[str, deque[float]] = {}  # arrival times of requests, oldest first
         self.last_used: dict[str, float] = {}
 
     def may_begin(self, name: str, now: float) -> bool:
-        """True if a request that has just come begins at once."""
+        """True if a request that has just arrived begins at once."""
         if self.switching or self.awake != name or self.waiting.get(name):
             return False
         return all(not queue or now - queue[0] <= self.patience for queue in self.waiting.values())

@@ -1,4 +1,4 @@
-"""True if an engine's core still works, judged by its beats. Pure: time comes as an argument."""
+"""Judges by an engine core's beats whether it hangs. Pure: time is an argument."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def _tensor_bytes(tensor: torch.Tensor) -> np.ndarray:
 
 # The ring
 #
-#   positions in the stream of bytes, which lies in the ring modulo its size:
+#   positions in the stream of bytes, stored in the ring modulo its size:
 #   [.., freed)              every reader has copied it out: the writer may overwrite it
 #   [freed, announced)       some reader may still be reading it
 #   [announced, written)     copied in, the readers don't know of it yet
@@ -206,7 +206,7 @@ class ChannelReader:
         self.size = len(self.ring)
         self.data_fd, self.room_fd = data_fd, room_fd
         self.position = 0  # in the stream: all before it is copied out
-        self.available = 0  # how many announced bytes lie behind it
+        self.available = 0  # announced bytes that are not read yet
         self.returned = 0  # the position that the writer knows of
 
     def get(self) -> Any:

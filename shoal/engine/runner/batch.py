@@ -132,7 +132,7 @@ class MixedShape:
 
 
 def section_sizes(header: np.ndarray) -> dict[str, int]:
-    """Names and lengths (int32s) of the sections behind the header, in order. In the buffer each is padded to
+    """Names and lengths (int32s) of the sections after the header, in order. In the buffer each is padded to
     a multiple of ALIGNMENT."""
     updates, seqs, tokens, samples = (
         int(header[h]) for h in (Header.NUM_UPDATES, Header.NUM_SEQS, Header.NUM_TOKENS, Header.NUM_SAMPLES)
@@ -270,7 +270,7 @@ class BatchBuilder:
 
     def build(self, plan: StepPlan, graph_size: int | None = None) -> tuple[np.ndarray, SamplerOptions]:
         """The packed step, and the sampler's extras. `graph_size`: how many rows the step is padded to if
-        every sequence decodes; those behind the last decode become -1."""
+        every sequence decodes; rows after the last decode become -1."""
         addresses: list[int] = []
         values: list[int] = []
         options = SamplerOptions()
@@ -342,7 +342,8 @@ class BatchBuilder:
             self.num_sent[row] = 0
             if self.tree is not None:
                 self.tree.place(row, seq.block_ids)
-                # It may decode in the step behind its predecessor's last one, whose groups don't know it.
+                # It may decode in the step after the row's previous owner's last one, whose groups do not
+                # know it.
                 self.decode_rows = np.where(self.decode_rows == row, -1, self.decode_rows)
             params = seq.request.params
             self.whole_rows[row] = self.splits_sampling and needs_whole_row(

@@ -1,5 +1,5 @@
-"""The batch state as one rank's device holds it. kernels/state.py says what lies where; the host's mirror of
-it is in batch.py."""
+"""The batch state on one rank's device. Its layout is in kernels/state.py, the host's mirror of it in
+batch.py."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class StepGraph:
 
 
 class StepGraphs(Generic[Key]):
-    """`launch(key)` launches a step on the current stream. `keys` come from large to small. Inside
+    """`launch(key)` launches a step on the current stream. `keys` are in descending order. Inside
     `rehearsal()` a step runs one layer of each kind."""
 
     def __init__(
@@ -159,7 +159,7 @@ class DecodeGraphs(StepGraphs[tuple[int, bool]]):
 
 
 def decode_sizes(wanted: list[int] | None, max_num_seqs: int) -> list[int]:
-    """The ladder of decode steps, small to large: those `wanted`, or 1, 2, 4, 8, every 16 up to MANY, every
+    """The ladder of decode steps, small to large: `wanted`, or 1, 2, 4, 8, every 16 up to MANY, every
     64 up to FINE_ROWS and every 128 beyond. cuBLAS, which multiplies more rows than MANY, is as quick with
     the larger of these sizes as with most of those between them, and each graph lengthens the start.
     max_num_seqs itself is on the ladder, so that no batch falls off its end."""
@@ -190,7 +190,7 @@ def most_captured_tokens(model: Decoder) -> int:
 def mixed_shapes(max_tokens: int, max_num_seqs: int, share_from: int | None) -> list[MixedShape]:
     """The ladder of mixed steps up to `max_tokens`, small to large. From 256 tokens on, rungs are at most a
     quarter apart, which costs 10 % of padding in the mean. Below, products take the time of reading their
-    weights, whatever the padding. From FEW_FROM on each rung comes twice: for few sequences, whose decodes
+    weights, whatever the padding. From FEW_FROM on each rung exists twice: for few sequences, whose decodes
     are split finely, and for many, whose decodes may share prefixes. Where more than MANY sequences may run,
     every other rung beyond MANY tokens has a third shape, for all of them."""
     rungs = [32, 64, 128, 192, 256]

@@ -64,7 +64,7 @@ class RankExport(msgspec.Struct, array_like=True, frozen=True):
 
 
 class WeightsExport(msgspec.Struct, array_like=True, frozen=True):
-    layout: str  # everything that decides how weights lie in memory
+    layout: str  # everything that decides the memory layout of weights
     ranks: list[bytes]  # a RankExport each
 
 
@@ -256,7 +256,7 @@ class CudaIpcWay:
             with context(self._device):
                 for tensor, (number, offset) in zip(into, owner.places, strict=True):
                     if not 0 <= offset <= allocation_of(self._device, opened[number])[1] - tensor.nbytes:
-                        raise ExportError("a tensor does not lie in the memory that it is said to lie in")
+                        raise ExportError("a tensor's address is outside of its memory")
                     call(
                         "cuMemcpyDtoD_v2",
                         ctypes.c_uint64(tensor.data_ptr()),
@@ -341,7 +341,7 @@ class NixlWay:
         until, state = time.monotonic() + patience_s, agent.transfer(handle)
         while state == "PROC":
             if time.monotonic() > until:
-                raise ExportError(f"the other worker's weights did not come within {patience_s:.0f} s")
+                raise ExportError(f"the other worker's weights did not arrive within {patience_s:.0f} s")
             time.sleep(POLL_S)
             state = agent.check_xfer_state(handle)
         if state != "DONE":

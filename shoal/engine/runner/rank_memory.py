@@ -1,5 +1,5 @@
-"""One rank's weights and KV cache as memory that can be given back and taken again at the same addresses, for
-sleep.
+"""Memory of one rank's weights and KV cache that can be released and taken again at the same addresses, for
+sleep. On the CPU, too: tests and laptops use sleep mode without a GPU.
 
 There are two regions, named by the tags "weights" and "kv_cache". On a GPU they are regions of shoal/memory,
 and the graphs' own memory lies with the cache. On the CPU they are ordinary memory, whose pages are dropped.
@@ -42,7 +42,7 @@ class RankMemory:
         with not_now():
             report = self.regions.release(list(tags), list(kept))
         if "kv_cache" in tags:
-            self.shaper.forget()  # every sequence has given back its row
+            self.shaper.forget()  # every sequence has released its row
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # the activations of the largest step
         return report | self.regions.in_use()
@@ -81,7 +81,7 @@ class CpuRegions:
         self._asleep: dict[str, bool] = {}  # tag -> whether its content is kept
 
     def holding(self, tag: str) -> AbstractContextManager[None]:
-        """Tensors that are made inside this context lie in the region."""
+        """Tensors that are made in this context are allocated in the region."""
         return nullcontext()
 
     def adopt(self, tag: str, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
@@ -92,7 +92,8 @@ class CpuRegions:
         freed = 0
         for tag in tags:
             has_content = self._asleep.get(tag, True)
-            # First, as an interrupt may come while pages are dropped: then too the content counts as gone.
+            # First, because an interrupt may arrive while pages are dropped, and the content must count as
+            # lost then, too.
             self._asleep[tag] = has_content and tag in kept
             if has_content and tag not in kept:
                 for tensor in self._tensors[tag]():
@@ -116,13 +117,13 @@ class CpuRegions:
         }
 
     def in_use(self) -> dict[str, int]:
-        """Bytes of device memory in use: in all, in regions, by PyTorch elsewhere. Here regions alone are
-        counted."""
+        """Bytes of device memory in use: in total, in regions, by PyTorch outside of regions. Here regions
+        alone are counted."""
         mapped = sum(entry["device_bytes"] for entry in self.usage().values())
         return {"in_use_bytes": mapped, "region_bytes": mapped, "process_bytes": 0}
 
     def graph_pool(self, tag: str) -> tuple[int, int] | None:
-        """The pool that a graph's own memory comes from. None: any will do."""
+        """The memory pool for a graph's own memory. None: the default one."""
         return None
 
     def prepare_host(self) -> None:
@@ -159,7 +160,7 @@ class GpuRegions:
         return self._regions.region(tag, offload=tag == "weights")
 
     def adopt(self, tag: str, tensors: Callable[[], Iterable[torch.Tensor]]) -> None:
-        """There is nothing to do, because a region knows what lies in it."""
+        """Does nothing, because a GPU region knows its content."""
 
     def release(self, tags: list[str], kept: list[str]) -> dict[str, int]:
         return _figures(self._regions.pause(tags, kept))
@@ -199,7 +200,7 @@ Regions = CpuRegions | GpuRegions
 
 
 def new_regions(device: torch.device, enable_sleep_mode: bool) -> Regions:
-    """Made before the model and the cache, which are to lie in them."""
+    """Made before the model and the cache, which are allocated in them."""
     return GpuRegions() if device.type == "cuda" and enable_sleep_mode else CpuRegions()
 
 

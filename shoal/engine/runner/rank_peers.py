@@ -71,7 +71,7 @@ class RankPeers:
         self._peers.model = model
 
     def fetch(self, number: int, sealed: bytes, positions: Sequence[int], blocks: Sequence[int]) -> None:
-        """Begins to read the blocks at these positions of a ticket into `blocks` here, behind the steps and
+        """Begins to read the blocks at these positions of a ticket into `blocks` here, after the steps and
         copies that were launched before."""
         behind = None
         if self._device.type == "cuda":

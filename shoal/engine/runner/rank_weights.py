@@ -55,7 +55,7 @@ class RankWeights:
     def join_group(
         self, address: str, port: int, rank_offset: int, world_size: int, group_name: str, backend: str
     ) -> None:
-        """Joins a trainer's process group as rank `rank_offset` + this rank. Returns when all have come."""
+        """Joins a trainer's process group as rank `rank_offset` + this rank. Returns when all have joined."""
         device = self.device if backend == "nccl" else torch.device("cpu")
         self.groups[group_name] = WeightsGroup(
             address, port, rank_offset + self.tp.rank, world_size, group_name, backend, device
@@ -116,8 +116,8 @@ class RankWeights:
         self._synchronize()
 
     def _on_this_card(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or a copy of it if it lies on another GPU. Weights that can sleep lie in memory that
-        their own card alone may write, and a copy between cards is made by the sender's."""
+        """Returns the tensor, or a copy of it if it is on another GPU. Weights that can sleep lie in memory
+        that their own card alone may write, and a copy between cards is made by the sender's."""
         return tensor.to(self.device) if tensor.is_cuda and tensor.device != self.device else tensor
 
     def _synchronize(self) -> None:

@@ -64,8 +64,8 @@ MEASURE_TRIES = 3
 class ModelRunner:
     """Raises ConfigError or CheckpointError while it is built; afterwards only the device can fail.
 
-    Before the first step come `compile_ahead` (on a GPU), `num_blocks_that_fit` and `allocate`, once each, in
-    this order."""
+    Before the first step, call `compile_ahead` (on a GPU), `num_blocks_that_fit` and `allocate`, once each,
+    in this order."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class ModelRunner:
                 num_kv_heads=spec.heads,
                 head_dim=model.head_dim,
                 scale=model.attention_scale,
-                # Partial results of attention are given back with the cache: 0.2 GiB for 256 sequences.
+                # Partial results of attention are released with the cache: 0.2 GiB for 256 sequences.
                 holding=partial(self._regions.holding, "kv_cache"),
             )
             with self._regions.holding("weights"):
@@ -223,7 +223,7 @@ class ModelRunner:
                     steps.rehearse()
                 self.steps.rehearse_eager(self.max_num_seqs, self.max_num_tokens)
         self.state.reset()
-        torch.cuda.empty_cache()  # A region may want this memory.
+        torch.cuda.empty_cache()  # a region may need this memory
 
     @torch.inference_mode()
     def num_blocks_that_fit(self) -> int:

@@ -20,7 +20,7 @@ def queue_copy(dst: torch.Tensor, src: torch.Tensor) -> None:
 
 class StepBuffers:
     """`copy` copies between the device and pinned memory in stream order, without waiting. On a CPU a step is
-    read where it lies, and its tokens are copied at once."""
+    read in place, and its tokens are copied at once."""
 
     def __init__(self, max_num_seqs: int, max_num_tokens: int, device: torch.device, copy: Copy) -> None:
         """`max_num_seqs` and `max_num_tokens`: sequences and tokens of the largest step."""
@@ -45,7 +45,7 @@ class StepBuffers:
         return torch.from_numpy(packed) if self._inputs is None else self._inputs.upload(packed)
 
     def download(self, tokens_S: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """Starts the copy of a step's tokens to the host. They are there when the event has passed (None:
+        """Starts the copy of a step's tokens to the host. They have arrived when the event has passed (None:
         now), and are overwritten RING steps later."""
         on_host = self._tokens[self._num_steps % RING][: tokens_S.shape[0]]
         self._num_steps += 1
@@ -78,7 +78,7 @@ class _InputRing:
         return torch.empty(num_ints, dtype=torch.int32, device="cpu", pin_memory=True)
 
     def upload(self, packed: np.ndarray) -> torch.Tensor:
-        """Starts one copy. The view that is returned is good until the ring comes round, in stream order."""
+        """Starts one copy. The returned view is valid until RING uploads later, in stream order."""
         i, self._next = self._next, (self._next + 1) % RING
         self._copied[i].synchronize()
         size = packed.shape[0]

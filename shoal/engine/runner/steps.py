@@ -405,5 +405,5 @@ class Steps:
     def capture(self, graphs: tuple[DecodeGraphs, StepGraphs[MixedShape]], pool: Any) -> None:
         """Captures these graphs, which `launch` uses from then on."""
         self.decode_graphs, self.mixed_graphs = graphs
-        self.mixed_graphs.capture(pool)  # first the larger ones, in whose memory the others then lie
+        self.mixed_graphs.capture(pool)  # first the larger ones, whose memory the others then share
         self.decode_graphs.capture(pool)

@@ -48,7 +48,7 @@ TOKEN_S = 0.02
 # Number of fast masks in a row after which a slow sequence returns to the steps; doubled each time the
 # sequence becomes slow again.
 FAST_AGAIN = 8
-WAIT_S = 0.001  # how long an idle step waits for a grammar; another request may come meanwhile
+WAIT_S = 0.001  # how long an idle step waits for a grammar; another request may arrive meanwhile
 NICENESS = 10  # added to the thread that computes slow masks
 
 
@@ -66,7 +66,8 @@ class Grammar:
         self.dead_end = False  # the request's other options left no token that the grammar allows
         self.error: str | None = None
         self._compute_ahead = compute_ahead
-        self._ahead: Future[AheadMask] | None = None  # the next token's mask, if it is computed beside steps
+        # the next token's mask, if it is computed in the background
+        self._ahead: Future[AheadMask] | None = None
         self._is_slow = False
         self._slow_s = 0.0  # seconds of all slow masks
         self._num_tokens = 0
@@ -86,11 +87,12 @@ class Grammar:
         self._slow_s += seconds
 
     def begin_ahead(self) -> None:
-        """Begins to compute the next token's mask beside the steps."""
+        """Begins to compute the next token's mask in the background."""
         self._ahead = self._compute_ahead(self.matcher)
 
     def take_ahead(self) -> np.ndarray | None:
-        """The next token's mask, int32 [words], if it was computed beside the steps. Otherwise None."""
+        """Returns the next token's mask, int32 [words], if it was computed in the background, otherwise
+        None."""
         if self._ahead is None:
             return None
         mask, seconds = self._ahead.result()
@@ -142,8 +144,8 @@ class Grammars:
     """All grammars of an engine. `load_tokenizer` is called by `prepare`, or else for the first grammar in
     the background.
 
-    end_ids: the tokens that end a text, beside the tokenizer's own. closes_objects and is_dense: as in
-    structured.grammar_of.
+    end_ids: the tokens that end a text, in addition to the tokenizer's own. closes_objects and is_dense: as
+    in structured.grammar_of.
     """
 
     def __init__(
@@ -158,12 +160,12 @@ class Grammars:
         self._load_tokenizer, self._vocab_size, self._end_ids = load_tokenizer, vocab_size, tuple(end_ids)
         self._num_words = -(-vocab_size // 32)
         self._executor: LLExecutor | None = None
-        # One thread that computes masks beside the steps, for the engine's own thread and for the compiler's.
+        # One background thread that computes masks for the engine's thread and the compiler's threads.
         self._beside = ThreadPoolExecutor(
             1, thread_name_prefix="shoal-slow-masks", initializer=_let_steps_go_first
         )
         self._beside_executor: LLExecutor | None = None  # made and used in that thread only
-        self.under_way: set[Future[AheadMask]] = set()  # the masks that are computed beside the steps
+        self.under_way: set[Future[AheadMask]] = set()  # masks that are being computed in the background
         self._compiled = functools.lru_cache(maxsize=KEPT)(self._compile)  # called in one thread only
         self._tokenizer: LLTokenizer | None = None
 
@@ -220,7 +222,7 @@ class Grammars:
         self._executor.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, 4 * self._num_words, len(masks))
         seconds = time.perf_counter() - begin
         if seconds > SLOW_S + SLOW_ROW_S * len(grammars):
-            # Which of them is slow shows when they are computed one by one, beside the steps.
+            # The slow one shows when they are computed one by one, in the background.
             for grammar in grammars:
                 grammar.note_slow(seconds / len(grammars))
 
@@ -296,7 +298,7 @@ def token_table(tokenizer: Tokenizer, vocab_size: int, end_ids: Iterable[int]) -
 
 
 class _Tokens:
-    """A tokenizer as llguidance wants it: fields that it reads, and a call that spells forced text as the
+    """A tokenizer for llguidance: fields that it reads, and a call that spells forced text as the
     model would."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: tuple[int, ...]) -> None:

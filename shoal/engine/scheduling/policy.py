@@ -33,7 +33,7 @@ def first_come_first_served(request: Request, order: int) -> Turn:
 
 
 def by_priority(request: Request, order: int) -> Turn:
-    """The lowest number first. Equal ones run in the order in which their clients say they came."""
+    """The lowest number first, equal ones in the order of `Request.arrival`."""
     return (request.priority, request.arrival, order)
 
 

@@ -127,7 +127,7 @@ class Scheduler:
         self._prefetches: dict[str, Sequence] = {}  # prefetch requests by request id
         self.tiers: Tiers | None = None
         self.peers: Source | None = None  # other workers that have blocks of prompts
-        self._lent = Counter[int]()  # how often each block is held for readers elsewhere
+        self._lent = Counter[int]()  # how often each block is held for readers in other workers
         self.fetches: list[Fetch] = []  # all that are under way, also for sequences that have left meanwhile
         self._arriving: set[bytes] = set()  # keys of the blocks that fetches will make findable
         # key of a block -> how many of the sequences that compute prompts now will make it findable
@@ -326,7 +326,7 @@ class Scheduler:
         if seq.status is PREFILL and seq.request.fetches_only:
             self._hold(seq)
 
-    # Blocks for readers elsewhere
+    # Blocks for readers in other workers
 
     def lend(self, blocks: abc.Sequence[int]) -> None:
         """Holds blocks of a sequence, or findable blocks, until `take_back`."""
@@ -442,7 +442,7 @@ class Scheduler:
         """Adds the sequences that can sample their next token, in turn, within the step's token budget."""
         budget, block_size = self._max_num_batched_tokens, self._block_size
         # _grow may preempt sequences, which removes them from `running` within this loop. It removes only
-        # sequences behind `seq`, which the loop has not met, or `seq` itself, and then the loop ends.
+        # sequences after `seq`, which the loop has not reached, or `seq` itself, and then the loop ends.
         for seq in self.running:
             if seq.status is not DECODE:
                 continue
@@ -540,7 +540,7 @@ class Scheduler:
         """Starts waiting sequences in turn, while budget, rows and blocks last.
 
         A sequence starts when all its tokens have room, so that half-computed prompts don't preempt each
-        other. If a sequence doesn't fit, none behind it is tried. A sequence is skipped only while it waits
+        other. If a sequence doesn't fit, none after it is tried. A sequence is skipped only while it waits
         for its grammar, for a lookup in a store or another worker, or for a prefix that another sequence is
         computing.
         """

@@ -63,7 +63,7 @@ class StepCosts:
         believed = max(believed, min(self.last_ratio, 1 / DISTURBED))
         self.last_ratio = ratio
         squares = of_step**2 + of_seqs**2 + of_tokens**2 + of_pairs**2
-        # So scaled, the corrected parts together come nearer to the measurement by CORRECTION.
+        # With this scale the sum of the corrected parts approaches the measurement by CORRECTION.
         exponent = CORRECTION * expected / squares
         self.step_s *= believed ** (exponent * of_step)
         self.seq_s *= believed ** (exponent * of_seqs)
