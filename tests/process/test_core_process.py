@@ -290,7 +290,7 @@ async def test_sleep_in_its_three_modes(llm):
     assert await llm.update_weights(llm.info.model) == 1
     assert (await run(llm, request("back", 300)))[0] == whole
     assert set(await llm.memory_usage()) >= {"weights", "kv_cache"} and await llm.check_weights()
-    with pytest.raises(ConfigError, match="level 9"):
+    with pytest.raises(ConfigError, match=r"level must be .*, got 9"):
         await llm.sleep(9)
     with pytest.raises(CheckpointError):
         await llm.update_weights("/nowhere")

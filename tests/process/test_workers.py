@@ -21,7 +21,7 @@ from shoal.errors import CheckpointError, EngineDeadError, RequestError
 from shoal.layers.parallel import Rendezvous
 
 HERE = Path(__file__).parent
-# of scripts that are rank 0
+# environment of scripts that are rank 0
 ENV = os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE), str(HERE.parents[1]), *sys.path])}
 PATIENCE_S = 30  # half of what a rank sleeps that is to be ended
 TARGET = "toy_worker:toy"  # ranks have our sys.path, and pytest has put this folder on it
@@ -45,7 +45,7 @@ def factory(name):
 
 
 def pids_of(group):
-    """A rank answers before it counts the command as run: whoever stops it here must not stop it in between."""
+    """A rank answers before it counts the command as run, and a test must not stop it in between."""
     pids, progress = [about["pid"] for about in group.submit("about").results()], group._monitor.progress
     wait_until(lambda: not any(map(progress.command_of, range(1, len(pids) + 1))), "a rank is in it yet")
     return pids

@@ -1,5 +1,4 @@
-"""What the ranks of test_workers.py serve: the methods of a small object, which answer, sleep, print, raise and
-die."""
+"""The commands of the ranks of test_workers.py: methods of a small object, which answer, sleep, print, raise and die."""
 
 from __future__ import annotations
 
