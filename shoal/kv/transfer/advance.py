@@ -1,9 +1,8 @@
-"""Tells readers of offered blocks what the device has computed, without a wait of the steps that compute it.
+"""Reports computed layers to readers of offered blocks, without delaying the steps that compute them.
 
-A step records an event behind a layer and goes on. A thread waits for the events, in order, and advances the
-offers (kv/transfer/offers.py). With several ranks rank 0 does this alone: its event lies behind the
-layer's last
-all-reduce, which no rank enters before it has written its keys and values.
+A step records an event after a layer and continues. A thread waits for the events, in order, and advances the
+offers (kv/transfer/offers.py). With several ranks only rank 0 does this: its event comes after the layer's
+last all-reduce, which every rank enters only after writing its keys and values.
 """
 
 from __future__ import annotations
@@ -20,13 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class Event(Protocol):
-    """What torch.cuda.Event is. Make it with `blocking=True`: otherwise the thread spins while it waits."""
+    """The interface of torch.cuda.Event. Make it with `blocking=True`: otherwise the thread spins while
+    waiting."""
 
     def synchronize(self) -> None: ...
 
 
 class Advancer:
-    """The thread. `put` and `close` are for one thread."""
+    """The thread that advances the offers. `put` and `close` are for one thread."""
 
     def __init__(self, offers: Offers) -> None:
         self._offers = offers
@@ -36,16 +36,16 @@ class Advancer:
         self._thread.start()
 
     def put(self, event: Event | None, tickets: Sequence[tuple[bytes, int]], num_layers: int) -> None:
-        """When the event comes, the first `num_layers` layers are there of each ticket's first blocks:
-        `tickets` are (ticket id, number of blocks), of all prompts in the step. Without an event, as on the
-        CPU, they are there now."""
+        """Queues an advance: after the event, each ticket's first blocks have their first `num_layers`
+        layers. `tickets` are (ticket id, number of blocks) for all prompts in the step. Without an event, as
+        on the CPU, the layers are there now."""
         if event is None:
             self._advance(tickets, num_layers)
         else:
             self._queue.put((event, tickets, num_layers))
 
     def close(self) -> None:
-        """Waits for the events that were put. Safe to call twice."""
+        """Waits for the queued events and ends the thread. Safe to call twice."""
         self._queue.put(None)
         self._thread.join()
 
@@ -55,7 +55,7 @@ class Advancer:
             try:
                 event.synchronize()
             except RuntimeError as error:  # the device failed
-                logger.error("the device failed while others read its KV blocks: %s", error)
+                logger.error("the device failed while other workers read its KV blocks: %s", error)
                 self._offers.withdraw(f"the owner's device failed: {error}")
                 continue
             self._advance(tickets, num_layers)

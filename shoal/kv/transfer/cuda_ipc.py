@@ -1,8 +1,8 @@
-"""KV blocks between processes of one host whose caches lie on GPUs, by CUDA IPC: the reader maps the owner's
+"""KV transfer between processes of one host with caches on GPUs, by CUDA IPC: the reader maps the owner's
 device memory, and its own GPU copies out of it, over NVLink or PCIe.
 
-What the owner gives out is CUDA's handle of the allocation, which the kernel's driver made for this purpose.
-The memory must come from cudaMalloc, as torch's allocator gets it by default.
+The owner gives out the IPC handle of the allocation. The memory must come from cudaMalloc, which is the
+default of torch's allocator.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from shoal.kv.view import BlockView
 class _CudaIpcAddress(msgspec.Struct, frozen=True, array_like=True):
     host: str
     gpu: str  # its UUID
-    handle: bytes  # of a whole allocation
-    offset: int  # of the cache in it, in bytes
+    handle: bytes  # IPC handle of a whole allocation
+    offset: int  # offset of the cache in the allocation, in bytes
 
 
 class CudaIpcExport:
     def __init__(self, view: BlockView) -> None:
         if view.storage.kind is not Kind.DEVICE:
             raise TransportError(
-                f"CUDA IPC shares GPUs' memory, and the cache is in {view.storage.kind} memory"
+                f"the cache must be in device memory for CUDA IPC, got {view.storage.kind} memory"
             )
         start, _ = one_piece(view)
         device = view.storage.device.index or 0
@@ -56,14 +56,14 @@ class CudaIpcExport:
             handle = export_memory(device, start)
         except DriverError as error:
             raise TransportError(
-                f"the cache's GPU memory can't be shared by CUDA IPC ({error}): it must come from "
-                "cudaMalloc, so leave out enable_sleep_mode and expandable_segments, or use NIXL"
+                f"the cache's GPU memory must come from cudaMalloc to be shared by CUDA IPC ({error}); leave "
+                "out enable_sleep_mode and expandable_segments, or use NIXL"
             ) from None
         address = _CudaIpcAddress(boot_id(), _uuid(device), handle, start - base)
         self.address = ExportAddress(CudaIpc.name, view.spec, msgspec.msgpack.encode(address))
 
     def close(self) -> None:
-        """The driver takes no handle back: the memory stays open to readers until it is freed."""
+        """Does nothing: the driver can't revoke a handle, so readers may map the memory until it is freed."""
 
 
 class CudaIpc:
@@ -77,7 +77,9 @@ class CudaIpc:
         check_fit([export.spec for export in exports], into.spec)
         addresses = [_decode(export) for export in exports]
         if not torch.cuda.is_available():
-            raise TransferError(Failure.UNREACHABLE, "the blocks are on a GPU, and this worker has none")
+            raise TransferError(
+                Failure.UNREACHABLE, "the blocks are on a GPU, and this worker does not have one"
+            )
         on_device = into.storage.kind is Kind.DEVICE
         index = torch.cuda.current_device()
         if on_device and into.storage.device.index is not None:
@@ -97,8 +99,8 @@ class CudaIpc:
             close_memory(index, opened)
             raise TransferError(
                 Failure.UNREACHABLE,
-                f"GPU {index} can't map the memory of the blocks' owner ({error}); it must live, on this "
-                "host, and the two GPUs must reach each other",
+                f"GPU {index} can't map the memory of the blocks' owner ({error}); the owner must be running "
+                "on this host, and the two GPUs must reach each other",
             ) from None
         except TransferError:
             close_memory(index, opened)
@@ -110,7 +112,7 @@ def _decode(export: ExportAddress) -> _CudaIpcAddress:
     address = decode(export, _CudaIpcAddress)
     if len(address.handle) != HANDLE_BYTES or not 0 <= address.offset < 1 << 48:
         raise TransferError(
-            Failure.DAMAGED, "no address of GPU memory: a handle of the wrong size, or an offset"
+            Failure.DAMAGED, "the address of GPU memory is invalid: a wrong size of its handle, or offset"
         )
     if address.host != boot_id():
         raise TransferError(Failure.UNREACHABLE, "the blocks are on another host's GPU")

@@ -1,4 +1,4 @@
-"""Reads the blocks of a ticket into a cache here, while their owner may still be computing them."""
+"""Fetches the blocks of a ticket into a local cache, possibly while their owner is still computing them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from shoal.kv.transfer.transport import Peer, Pull
 from shoal.kv.view import BlockView
 
 MAX_IDLE_PEERS = 16
-IDLE_S = 60.0  # a connection that no fetch used for so long is closed
-WATCH_S = 0.5  # at most; then it is looked whether the fetch was cancelled
+IDLE_S = 60.0  # a connection that was unused for this long is closed
+WATCH_S = 0.5  # maximum time between checks for cancellation
 POLL_S = 0.00005
 PATIENCE_S = 60.0
-# After these a connection is not used again
+# Failures after which a connection is not used again
 BROKEN = (Failure.LOST, Failure.LATE, Failure.NONSENSE, Failure.UNREACHABLE, Failure.INCOMPATIBLE)
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What a fetch has brought. `seconds` counts the time in which bytes were under way, without that in
-    which the owner computed the next ones."""
+    """Result of a fetch. `seconds` is the time in which bytes were under way; time spent waiting for the
+    owner to compute blocks is not included."""
 
     transport: str
     num_blocks: int
@@ -39,7 +39,7 @@ class Fetched:
 
 @dataclass(slots=True)
 class _Connection:
-    """`peer` is None until it is connected, which happens under the connection's lock."""
+    """A connection to one peer. `peer` is None until it is connected, which happens under `lock`."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     transport: str = ""
@@ -50,9 +50,9 @@ class _Connection:
 
 
 class BlockReader:
-    """The workers to which one cache is connected, and fetches from them. Connecting takes long, so some
-    connections are kept that no fetch uses. Thread-safe. `model` names the model and its weights, as the
-    owners' offers do. `now` is a clock in seconds."""
+    """Connections of one cache to other workers, and fetches over them. Connecting is slow, so some idle
+    connections are kept. Thread-safe. `model` identifies the model and its weights, as in the owners' offers.
+    `now` is a clock in seconds."""
 
     def __init__(
         self, model: bytes, transports: Transports, into: BlockView, now: Callable[[], float] = time.monotonic
@@ -70,19 +70,23 @@ class BlockReader:
         patience_s: float = PATIENCE_S,
         is_cancelled: Callable[[], bool] = lambda: False,
     ) -> Fetched:
-        """Reads the blocks at these positions of the ticket into the blocks `dst_ids` here, pairwise.
-        Positions ascend. Layers are read as soon as their owner has computed them. Returns when all bytes are
-        there and the owner has confirmed that they are what the ticket means. The lease stays open.
+        """Reads the blocks at these positions of the ticket into the local blocks `dst_ids`, pairwise.
+        Positions ascend. Layers are read as soon as their owner has computed them. Returns when all bytes
+        have arrived and the owner has confirmed that the blocks still have the ticket's content. The lease
+        stays open.
 
-        Raises TransferError, after which the destination holds anything: LATE if nothing new came for
-        `patience_s`, CANCELLED soon after `is_cancelled` says so. However it ends, nothing writes into the
-        destination any more."""
+        Raises TransferError, after which the destination holds anything: LATE if nothing arrived for
+        `patience_s`, CANCELLED soon after `is_cancelled` returns True. In every case, the destination is no
+        longer written after the call."""
         if len(positions) != len(dst_ids) or any(a >= b for a, b in pairwise(positions)):
-            raise ValueError("the positions of a fetch ascend, and each has a destination")
+            raise ValueError(
+                f"positions must ascend and match dst_ids, got {len(positions)} positions and {len(dst_ids)} "
+                "destinations"
+            )
         if lease.ticket.model != self.model:
             raise TransferError(
                 Failure.INCOMPATIBLE,
-                f"the blocks are of the model {lease.ticket.model!r}, and this worker runs {self.model!r}",
+                f"the blocks belong to the model {lease.ticket.model!r}, and this worker runs {self.model!r}",
             )
         with self._connected(lease.ticket.ranks) as (transport, peer):
             pulls: list[Pull] = []
@@ -91,7 +95,7 @@ class BlockReader:
                 for parts in self._news(lease, positions, dst_ids, patience_s, is_cancelled):
                     started = self._now()
                     for part in parts:
-                        pulls.append(peer.pull(*part))  # kept at once: the next one may fail
+                        pulls.append(peer.pull(*part))  # one by one, as the next pull may fail
                     self._wait(pulls, lease, patience_s, is_cancelled)
                     seconds += self._now() - started
                     num_bytes += sum(pull.num_bytes for pull in pulls)
@@ -104,12 +108,11 @@ class BlockReader:
 
     @property
     def num_connected(self) -> int:
-        """The connections that there are, in use or kept."""
+        """Number of connections, in use or idle."""
         return len(self._connections)
 
     def tidy(self) -> None:
-        """Closes connections that no fetch used for IDLE_S, and lets go of the memory behind them. To be
-        called now and then."""
+        """Closes connections that were unused for IDLE_S, and releases their memory. Call it regularly."""
         with self._lock:
             self._close_idle(self._now() - IDLE_S)
 
@@ -126,18 +129,21 @@ class BlockReader:
         patience_s: float,
         is_cancelled: Callable[[], bool],
     ) -> Iterator[list[tuple[list[int], Sequence[int], range]]]:
-        """What can be pulled, as it becomes known: blocks of the owner, blocks here, layers. What became
-        known while the parts before were pulled comes at once. Ends when all of it was told."""
+        """Yields the parts that can be pulled, as the owner reports them: (the owner's blocks, local blocks,
+        layers). Progress during the earlier pulls is yielded at once. Ends when all blocks were yielded."""
         blocks, num_layers = lease.ticket.blocks, lease.ticket.spec.num_layers
         if positions and positions[-1] >= len(blocks):
-            raise ValueError(f"position {positions[-1]} is beyond the ticket's {len(blocks)} blocks")
+            raise ValueError(
+                f"positions must be less than the ticket's {len(blocks)} blocks, got {positions[-1]}"
+            )
         seen, heard_at = Progress(), self._now()
         wanted = positions[-1] + 1 if positions else 0
         while True:
             current = lease.progress
             if current.layers > num_layers or max(current.whole, current.blocks) > len(blocks):
                 raise TransferError(
-                    Failure.NONSENSE, f"{lease.ticket.server} says that more is there than can be"
+                    Failure.NONSENSE,
+                    f"{lease.ticket.server} reports more progress than the ticket has blocks",
                 )
             parts = [
                 ([blocks[i] for i in positions[which]], dst_ids[which], layers)
@@ -156,7 +162,7 @@ class BlockReader:
     def _wait(
         self, pulls: Sequence[Pull], lease: Lease, patience_s: float, is_cancelled: Callable[[], bool]
     ) -> None:
-        """Until all bytes are there."""
+        """Waits until all bytes have arrived."""
         started = renewed_at = self._now()
         for pull in pulls:
             while not pull.done():
@@ -170,7 +176,7 @@ class BlockReader:
         if is_cancelled():
             raise TransferError(Failure.CANCELLED, "the fetch was cancelled")
         if self._now() - since > patience_s:
-            raise TransferError(Failure.LATE, f"nothing new came for {patience_s:g} s")
+            raise TransferError(Failure.LATE, f"no new data for {patience_s:g} s")
 
     @contextmanager
     def _connected(self, ranks: tuple[tuple[ExportAddress, ...], ...]) -> Iterator[tuple[str, Peer]]:
@@ -194,7 +200,7 @@ class BlockReader:
                 if self._connections.get(ranks) is connection:
                     if connection.is_good:
                         self._connections.move_to_end(ranks)
-                    else:  # whoever comes next connects anew
+                    else:  # the next fetch connects anew
                         del self._connections[ranks]
                 if not connection.is_good and not connection.users and connection.peer is not None:
                     connection.peer.close()
@@ -214,7 +220,7 @@ class BlockReader:
 def news(
     positions: Sequence[int], seen: Progress, current: Progress, num_layers: int
 ) -> Iterator[tuple[slice, range]]:
-    """Which of the positions, as a slice, have which layers now that they did not have before."""
+    """Yields (slice of `positions`, layers) for the layers that `current` has and `seen` had not."""
     cuts = sorted({0, seen.whole, seen.blocks, current.whole, current.blocks})
     for start, stop in pairwise(cuts):
         which = slice(bisect_left(positions, start), bisect_left(positions, stop))

@@ -1,4 +1,4 @@
-"""KV blocks between two engines in one process: the reader copies out of the owner's cache itself."""
+"""KV transfer between two engines in one process: the reader copies out of the owner's cache directly."""
 
 from __future__ import annotations
 

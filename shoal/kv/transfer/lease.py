@@ -1,8 +1,9 @@
-"""The reader's hold on blocks that another worker offers, over one TCP connection to the owner's OfferServer
+"""A reader's lease on blocks offered by another worker, over one TCP connection to the owner's OfferServer
 (kv/transfer/offer_server.py), and the messages of that connection. Without torch.
 
-A frame is a length (4 bytes, little-endian) and msgpack. The connection is the hold: when it ends, the owner
-knows at once that this reader is gone. A host that vanishes without a word is noticed by the lease.
+A frame is a length (4 bytes, little-endian) and msgpack. The connection keeps the lease: when it ends, the
+owner knows at once that this reader is gone. A host that fails without closing it is noticed when the lease
+expires.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from shoal.kv.transfer.ticket import (
 )
 
 MAX_FRAME_BYTES = 4096
-ANSWER_S = 10.0  # an owner that takes longer for an answer is given up
+ANSWER_S = 10.0  # timeout of the owner's answers
 MAX_WATCH_S = 60.0
 
 
 class Message(msgspec.Struct, array_like=True, tag=True, frozen=True):
-    """Anything below."""
+    """Base of all messages."""
 
 
 # From the reader
@@ -45,7 +46,7 @@ class Open(Message, frozen=True):
 
 
 class Watch(Message, frozen=True):
-    """Answered by Current once the progress is another one than `seen`, or after `timeout_s`."""
+    """Answered by Current once the progress differs from `seen`, or after `timeout_s`."""
 
     seen: Progress
     timeout_s: Annotated[float, Meta(ge=0, le=MAX_WATCH_S)]
@@ -60,7 +61,7 @@ class Verify(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """The reader has all it wants. Not answered."""
+    """The reader is done with the blocks. Not answered."""
 
 
 # From the owner
@@ -75,11 +76,11 @@ class Current(Message, frozen=True):
 
 
 class Intact(Message, frozen=True):
-    """All that was read before the question was what the ticket means."""
+    """All blocks read before the Verify message had the ticket's content."""
 
 
 class Refused(Message, frozen=True):
-    """In place of any answer. It is the last message."""
+    """Replaces any answer, and is the last message."""
 
     failure: Failure
     message: Annotated[str, Meta(max_length=1000)]
@@ -100,12 +101,13 @@ def frame(message: Message) -> bytes:
 class Lease:
     """A ticket's blocks, held at their owner until `release`, `close` or the end of this process.
 
-    One thread watches and verifies; any thread may `renew` meanwhile. Every answer of the owner counts as a
-    sign of life from the reader, so only who is silent for long has to renew.
+    One thread watches and verifies; any thread may `renew` meanwhile. Every request renews the lease, so
+    `renew` is only needed in a long time without requests.
     """
 
     def __init__(self, sealed: bytes, timeout_s: float = ANSWER_S) -> None:
-        """Asks the owner, who must know the ticket and still hold its blocks. Raises TransferError."""
+        """Opens the ticket at its owner, which must know it and still hold its blocks. Raises
+        TransferError."""
         self.ticket = unseal(sealed)
         self._timeout_s = timeout_s
         self._sending = threading.Lock()
@@ -119,24 +121,23 @@ class Lease:
         self.progress: Progress = opened.progress
 
     def watch(self, timeout_s: float) -> Progress:
-        """What is there now. Waits until that has changed since the last call, but no longer than
-        `timeout_s`. Raises TransferError if the offer has ended, or the owner has."""
+        """Returns the progress. Waits until it has changed since the last call, up to `timeout_s`. Raises
+        TransferError if the offer or its owner has ended."""
         wait_s = min(timeout_s, MAX_WATCH_S)
         self.progress = self._ask(Watch(self.progress, wait_s), Current, wait_s + self._timeout_s).progress
         return self.progress
 
     def renew(self) -> None:
-        """Tells the owner that somebody still wants the blocks. Returns at once; raises TransferError if the
-        owner is gone."""
+        """Renews the lease without waiting for an answer. Raises TransferError if the owner is gone."""
         self._send(Renew())
 
     def verify(self) -> None:
-        """Returns if all that was read so far is what the ticket means. Raises TransferError if not."""
+        """Raises TransferError unless all blocks read so far had the ticket's content."""
         self._ask(Verify(), Intact, self._timeout_s)
 
     def release(self) -> None:
-        """Tells the owner that nobody needs the blocks any more, and closes. It does not matter if the owner
-        is gone."""
+        """Notifies the owner that the blocks are no longer needed, and closes. Does not raise if the owner is
+        gone."""
         try:
             self._send(Release())
         except TransferError:
@@ -144,7 +145,7 @@ class Lease:
         self.close()
 
     def close(self) -> None:
-        """Ends this reader's hold. Safe to call twice."""
+        """Ends the lease. Safe to call twice."""
         self._socket.close()
 
     def __enter__(self) -> Lease:
@@ -178,7 +179,7 @@ class Lease:
         return answer
 
     def _receive(self) -> FromOwner:
-        """The next frame. Raises OSError and TransferError."""
+        """Returns the next message. Raises OSError and TransferError."""
         received = self._received
         while len(received) < 4 or len(received) < 4 + int.from_bytes(received[:4], "little"):
             if len(received) >= 4 and int.from_bytes(received[:4], "little") > MAX_FRAME_BYTES:
@@ -196,7 +197,7 @@ class Lease:
             raise self._nonsense(str(error)) from None
 
     def _lost(self, error: OSError) -> TransferError:
-        return TransferError(Failure.LOST, f"{self.ticket.server}, which has the blocks, is gone: {error}")
+        return TransferError(Failure.LOST, f"the blocks' owner {self.ticket.server} is gone: {error}")
 
     def _nonsense(self, what: str) -> TransferError:
         return TransferError(Failure.NONSENSE, f"{self.ticket.server} answered with {what}")
@@ -205,14 +206,14 @@ class Lease:
 def _connect(server: str, timeout_s: float) -> socket.socket:
     host, _, port = server.rpartition(":")
     try:
-        if not 0 < int(port) < 1 << 16:  # the system's look-up of addresses takes a larger one modulo 2^16
-            raise ValueError(f"{port} is no port")
+        if not 0 < int(port) < 1 << 16:  # address resolution would take a larger one modulo 2^16
+            raise ValueError(f"the port must be from 1 to 65535, got {port}")
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout_s)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except TimeoutError:
         raise TransferError(Failure.LATE, f"{server} has not answered for {timeout_s:g} s") from None
     except (OSError, ValueError, OverflowError) as error:
         raise TransferError(
-            Failure.UNREACHABLE, f"{server!r}, which has the blocks, can't be reached: {error}"
+            Failure.UNREACHABLE, f"the blocks' owner {server!r} can't be reached: {error}"
         ) from None
     return connection

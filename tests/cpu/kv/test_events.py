@@ -653,7 +653,7 @@ def test_events_of_other_engines_are_read(events, expected):
     ],
 )
 def test_what_is_no_batch_is_refused(data):
-    with pytest.raises(ValueError, match="is no batch of KV events"):
+    with pytest.raises(ValueError, match="must be a batch of KV events"):
         kv_events.decode(data)
 
 

@@ -169,7 +169,7 @@ def test_an_owner_that_computes_nothing_is_given_up(owner, into):
 
     with Lease(sealed) as lease:
         lease.watch = lambda timeout_s: lease.progress
-        with pytest.raises(TransferError, match="nothing new came for 10 s") as caught:
+        with pytest.raises(TransferError, match="no new data for 10 s") as caught:
             peers.fetch(lease, range(4), range(4), patience_s=10, is_cancelled=later)
     assert caught.value.failure is Failure.LATE
 
