@@ -1,5 +1,5 @@
-"""A soak of prefill and decode apart: workers and routers are killed at random moments, and nothing is lost, told
-twice or left behind.
+"""A soak of disaggregated prefill: workers and routers are killed at random moments, and nothing is lost,
+sent twice or left behind.
 
     SHOAL_SOAK_KILLS=500 SHOAL_SOAK_SEED=7 python -m pytest tests/process/test_disagg_soak.py
 """
@@ -32,8 +32,9 @@ MODES = {
     "several": {"temperature": 0.9, "seed": 7, "n": 2},
     "grammar": {"temperature": 0.9, "seed": 8, "structured_outputs": {"regex": "[a-f0-9]{200}"}},
 }
-# What happens, and how often beside the others. "before": a prefill worker dies as requests come, "in": shortly
-# after, "after": when first tokens are there; "decode": in mid-stream; "stop": a decode worker gets SIGTERM.
+# What happens, and how often beside the others. "before": a prefill worker dies as requests come, "in":
+# shortly after, "after": when first tokens are there; "decode": in mid-stream; "stop": a decode worker gets
+# SIGTERM.
 EVENTS = {"before": 3, "in": 4, "after": 4, "decode": 5, "drained": 2, "stop": 2, "router": 1}
 
 
@@ -121,7 +122,7 @@ class Soak:
         self.all_are_ready()
 
     def answers_of_a_dead_router(self, streams):
-        """Whole, or the beginning of what they would have been, and the client sees that it broke off."""
+        """Checks that answers are whole, or a beginning of the right answer with an error for the client."""
         for name, stream in streams.items():
             found, expected = stream.answer(), self.expected[name]
             if found == expected:
@@ -142,11 +143,11 @@ class Soak:
         return f"SHOAL_SOAK_SEED={SEED}, kill {self.count}, {event}, {name}"
 
     def check(self):
-        """Nobody has anything, and the books of all engines are right."""
+        """Checks that nothing runs, and that all engines pass CheckIntegrity."""
         wait_for(lambda: settled(self.fleet))
-        asyncio.run(self.books())
+        asyncio.run(self.check_engines())
 
-    async def books(self):
+    async def check_engines(self):
         workers = {}
         registry = open_registry(self.fleet.plane)
         watching = asyncio.create_task(
@@ -177,7 +178,7 @@ class Soak:
 
 
 def is_idle(stats):
-    """Whether nothing runs, and nothing holds a block: a read of a request that was aborted may go on for a
+    """Returns whether nothing runs and nothing holds a block. A read of an aborted request may continue for a
     while."""
     loans, is_free = stats.kv_loans, stats.num_free_blocks == stats.num_blocks > 0
     return is_free and not (

@@ -1,5 +1,5 @@
-"""A prefill worker and decode workers as processes, with the default model on the CPU: answers are those of a
-decode worker that computes all itself, whoever is killed and whenever."""
+"""A prefill worker and decode workers as processes, with the default model on the CPU: answers equal the
+answers of a lone decode worker, whichever worker is killed and whenever."""
 
 import json
 import os
@@ -146,7 +146,7 @@ def test_a_worker_takes_another_role_while_it_answers(tmp_path):
         give("b", "prefill")
         give("reader", "both")
         assert "lends its KV blocks to nobody" in give("reader", "prefill", 400)
-        assert "is none of both, prefill, decode" in give("a", "trainer", 400)
+        assert "must be one of both, prefill, decode" in give("a", "trainer", 400)
         running = fleet.stream("/v1/completions", prompt=STORY, max_tokens=60, ignore_eos=True, **TELL)
         wait_for(lambda: running.worker)
         give("a", "prefill")  # whether it answers or not

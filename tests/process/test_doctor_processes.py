@@ -1,4 +1,5 @@
-"""`shoal doctor` as a user meets it, in processes: on this machine as it is, and with one thing broken each."""
+"""`shoal doctor` as a user meets it, in processes: on this machine as it is, and with one thing broken
+each."""
 
 import json
 import os
@@ -72,7 +73,7 @@ def of(findings, *beginnings):
 
 
 def check(told, about, verdict, words=""):
-    """What `doctor` has told of this has this verdict, which is that of the whole, and has these words."""
+    """Checks that the finding has this verdict, which is also the overall one, and these words."""
     code, findings = told
     found = of(findings, about)
     assert (code, found["verdict"]) == (int(verdict == "fails"), verdict), found
@@ -118,7 +119,8 @@ def test_an_unknown_model_fails(doctor, tmp_path):
 
 
 def test_a_model_of_a_hub_that_cannot_be_reached_fails(doctor, tmp_path):
-    """The HTTP client's ConnectError is no OSError, and broke the check; so the whole was told to work."""
+    """Regression: the HTTP client's ConnectError, not an OSError, broke the check, so the verdict was
+    good."""
     environment = {"HF_ENDPOINT": f"http://127.0.0.1:{free_port()}", "HF_HUB_CACHE": str(tmp_path / "hub")}
     told = doctor("--port", "0", "--model", "Qwen/Qwen3-0.6B", **environment)
     check(told, "model Qwen/Qwen3-0.6B", "fails", "nor to be had from the Hugging Face hub")
@@ -186,7 +188,7 @@ def test_a_full_cache_folder_and_a_small_dev_shm_are_found(doctor, tmp_path):
 def test_a_default_model_that_does_not_fit_into_the_cache_is_found_before_its_folder_is_made(
     doctor, tmp_path
 ):
-    """A folder that is still to be made was not written to, and the model's size not compared."""
+    """Regression: the check skipped a folder that did not exist yet, and did not compare the model's size."""
     (disk := tmp_path / "disk").mkdir()
     prefix = mounting(f"mount -t tmpfs -o size=20k tmpfs {disk}")
     told = doctor("--port", "0", "--model", "smollm2", prefix=prefix, SHOAL_CACHE=str(disk / "shoal"))

@@ -1,5 +1,5 @@
-"""A fleet that a planner sizes, and what is left of it when a part is killed at an awkward moment: afterwards each
-worker is there once, and the file of state says so."""
+"""A fleet that a planner sizes, and what is left of it when a part is killed at an awkward moment: afterwards
+each worker is there once, and the file of state says so."""
 
 import concurrent.futures
 import contextlib
@@ -82,7 +82,7 @@ def test_a_state_that_was_lost_or_damaged_while_the_fleet_was_down_is_written_an
 
 
 def test_workers_under_circus_come_back_after_its_arbiter_was_killed_under_load(tmp_path, folder):
-    """They die with it, so what they had fails; nothing else does, and the state has who is there."""
+    """Workers die with it, so their requests fail, but no others; the state file has the living workers."""
     with Fleet(tmp_path, sized(folder, tmp_path / "planner.jsonl", "circus")) as fleet:
         before = fleet.ready(1).workers()["tiny-1"]["pid"]
         with concurrent.futures.ThreadPoolExecutor(4) as pool:

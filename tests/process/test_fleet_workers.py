@@ -1,5 +1,5 @@
-"""Real workers with the default model on the CPU behind a real router: what they tell, and what becomes of
-answers when a worker is killed."""
+"""Real workers with the default model on the CPU behind a real router: their reports, and answers when a
+worker is killed."""
 
 import asyncio
 import os
@@ -37,7 +37,7 @@ async def eventually(condition, say=lambda: ""):
     await asyncio.to_thread(wait_for, condition, say)
 
 
-# What a worker tells
+# Reports
 
 
 def request(name, prompt, max_tokens=8):

@@ -1,5 +1,5 @@
-"""What engines tell of their KV blocks, heard by a listener that knows vLLM's schema only, in every way that
-a listener can miss some."""
+"""KV events of real engines, read by a listener that knows only vLLM's schema, in every way that a listener
+can miss some."""
 
 import json
 import random
@@ -70,7 +70,7 @@ def held(llm):
 
 
 def settle(llm, follower, hears=lambda: True):
-    """Until the follower has heard, or asked for, all that the engine has told."""
+    """Waits until the follower has all events of the engine, live or replayed."""
     llm.kv_snapshot()  # when it is there, all is published
     follower.follow(0.1, hears)
     if follower.next < follower.newest() + 1:
@@ -122,7 +122,7 @@ def test_a_listener_knows_the_exact_set_of_cached_blocks(start, followers):
     seed = random.randrange(2**32)
     llm = start()
     follower = followers()
-    assert follower.catch_up().next == 0, "start-up and warm-up are no events"
+    assert follower.catch_up().next == 0, "start-up and warm-up make no events"
     traffic = Traffic(llm, seed)
     for _ in range(6):
         traffic.go(5)

@@ -1,5 +1,5 @@
-"""KV blocks that go along with requests between real workers: from one that drains or stops, between workers that
-do both, and of a prefix that another one has."""
+"""KV blocks that go along with requests between real workers: from one that drains or stops, between workers
+that do both, and of a prefix that another one has."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ def fleet(tmp_path_factory):
     folder = tmp_path_factory.mktemp("moves")
     with ForkedProcesses(folder) as running:
         running.settings = {"shoal.fleet.native.kv_transfers": {"OVERHEAD_S": -1.0}}
-        # It is deep, so that a stream takes seconds, and is not over before it is told to move.
+        # It is deep, so that a stream takes seconds, and does not end before it moves.
         running.model = write_model(folder, "qwen3", num_hidden_layers=32)
         running.route("--policy", "round_robin", "--max-local-prefill-length", 16, "--enable-p2p")
         yield running

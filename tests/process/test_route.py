@@ -1,4 +1,5 @@
-"""`shoal route` as its operators see it: workers that come, go, break and are told of; what is shown and measured."""
+"""`shoal route` as its operators see it: workers that join, leave and break, the fleet's view, and
+metrics."""
 
 import concurrent.futures
 import contextlib
@@ -165,7 +166,7 @@ def test_each_rank_of_a_data_parallel_worker_gets_the_prompts_that_it_has(router
 
 
 def free_ports(count):
-    """The first of so many free ports in succession."""
+    """Returns the first of several free ports in succession."""
     while True:
         first = free_port()
         with contextlib.ExitStack() as held, contextlib.suppress(OSError):
@@ -207,7 +208,7 @@ def test_routers_on_one_plane_share_what_they_have_sent_and_one_may_be_killed(ro
 
 
 def test_a_terminal_that_is_closed_lets_requests_end_as_sigterm_does(routers, workers):
-    """They were cut off. Kernel and shell send the signal more than once."""
+    """Regression: requests were cut off, as kernel and shell send the signal more than once."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
     try:
         router = routers(*specs(*workers)).await_workers(2)

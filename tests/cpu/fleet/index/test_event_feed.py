@@ -1,4 +1,5 @@
-"""Feeds of KV events: whatever is lost, comes twice or out of order, the index ends with what the worker has."""
+"""Feeds of KV events: whatever is lost, comes twice or out of order, the index ends with what the worker
+has."""
 
 import asyncio
 import random

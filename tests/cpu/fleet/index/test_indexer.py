@@ -1,4 +1,4 @@
-"""The index of KV blocks against a naive book, in random storms of events, and what its users rely on."""
+"""The index of KV blocks against a naive oracle, in random storms of events, and what its users rely on."""
 
 import random
 
@@ -13,8 +13,8 @@ A, B = WorkerRank("a"), WorkerRank("b")
 MEDIA = (GPU, CPU, STORAGE)
 
 
-class Book:
-    """The oracle: for each worker and medium its names, and what whole prefix of tokens each name means."""
+class Oracle:
+    """For each worker and medium its names, and the whole prefix of tokens that each name means."""
 
     def __init__(self):
         self.names = {}
@@ -46,11 +46,11 @@ def stored(tokens, names, parent=None, size=4, medium=GPU, salt=None, lora=None,
 
 
 @pytest.mark.parametrize("media", [MEDIA[:1], MEDIA])
-def test_a_storm_of_events_leaves_what_a_naive_book_has(media):
+def test_a_storm_of_events_leaves_what_a_naive_oracle_has(media):
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     r = random.Random(seed)
-    index, book = KvIndexer(block_size=4), Book()
+    index, oracle = KvIndexer(block_size=4), Oracle()
     ranks = [WorkerRank(name, rank) for name in "abc" for rank in range(2)]
     sizes = {rank: r.choice((2, 4)) for rank in ranks}
     # Few tokens, so that prefixes meet.
@@ -86,22 +86,22 @@ def test_a_storm_of_events_leaves_what_a_naive_book_has(media):
             index.apply(rank, stored(tokens[first * size : full * size], new, parent, size, medium))
             for number, name in zip(range(first, full), new):
                 names[name] = tuple(tokens[: (number + 1) * size])
-                book.stored(rank, medium, name, names[name])
+                oracle.stored(rank, medium, name, names[name])
         elif kind < 0.95 and names:
             gone = r.sample(list(names), min(len(names), r.randrange(1, 4)))
             index.apply(rank, BlockRemoved([*gone, r.randrange(2**64)], medium))
             for name in gone:
-                book.removed(rank, medium, name)
-                if not any(name in book.names.get((rank, m), {}) for m in MEDIA):
+                oracle.removed(rank, medium, name)
+                if not any(name in oracle.names.get((rank, m), {}) for m in MEDIA):
                     del names[name]
         elif r.random() < 0.2:
             index.apply(rank, AllBlocksCleared())
-            book.cleared(rank)
+            oracle.cleared(rank)
             names.clear()
         tokens = a_prompt()
         found = index.find_matches(tokens)
         for other in ranks:
-            wanted = book.find(other, tokens, sizes[other])
+            wanted = oracle.find(other, tokens, sizes[other])
             assert found.get(other, Overlap()) == wanted, (step, other)
     for rank in ranks:
         index.remove_worker(rank)
@@ -130,7 +130,7 @@ def test_blocks_count_to_the_tier_that_has_to_be_passed():
 def test_adapters_salts_and_images_keep_prefixes_apart():
     index, tokens = KvIndexer(4), list(range(12))
     index.apply(A, stored(tokens[:8], [1, 2], salt="s", lora="x"))
-    index.apply(A, stored(tokens[8:], [3], parent=2, lora="x"))  # the salt is told at the start alone
+    index.apply(A, stored(tokens[8:], [3], parent=2, lora="x"))  # only the first event carries the salt
     image = [None, [{"type": "mm", "hash": "h"}], None]
     index.apply(B, stored(tokens, [1, 2, 3], extra=image))
     assert index.find_matches(tokens, lora_name="x", cache_salt="s") == {A: Overlap(3)}

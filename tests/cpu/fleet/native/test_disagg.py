@@ -1,5 +1,5 @@
-"""Prefill and decode apart, over workers that are fakes, on virtual time: whatever dies and whenever, every
-request ends once and has the tokens that one worker would have given."""
+"""Disaggregated prefill over fake workers, on virtual time: whatever dies and whenever, every request ends
+once and has the tokens that one worker would have given."""
 
 import asyncio
 import functools
@@ -110,7 +110,7 @@ class Site:
         return worker
 
     def answered(self, name):
-        """The requests that a worker has got, but for those that only fetch."""
+        """Returns the requests that a worker has received, without prefetch requests."""
         return [asked for asked in self.links[name].received if not asked.fetches_only]
 
     def prefetches(self, name):
@@ -126,7 +126,9 @@ class Site:
         assert all(one.is_idle for one in (*links, *self.model.workers.values()))
         used = {request.kv_ticket for link in links for request in link.received}
         unused = {ticket for link in links if link.is_connected for ticket in link.lent} - used
-        assert unused <= {ticket for link in links for ticket in link.returned}, "blocks are held for nobody"
+        assert unused <= {ticket for link in links for ticket in link.returned}, (
+            "blocks are held that nobody reads"
+        )
         assert self.model.router.active_requests.is_idle and self.engine.is_idle
         assert self.model.dispatcher.is_idle and self.prefills.dispatcher.is_idle
 
@@ -204,7 +206,8 @@ async def test_the_first_token_does_not_wait_for_the_decode_worker():
 
 @virtual
 async def test_the_decode_worker_does_not_wait_for_who_reads_the_first_token():
-    """The second token is behind the first by a step; what the client's stream does meanwhile costs nothing."""
+    """The second token is behind the first by a step; what the client's stream does meanwhile costs
+    nothing."""
     site = Site()
     stream = site.engine.generate(request(prompt=LONG))
     await anext(stream)
@@ -245,7 +248,7 @@ async def test_a_prefix_that_the_decode_worker_has_stays():
 
 @virtual
 async def test_what_the_decode_worker_will_have_only_soon_is_not_there():
-    """Else the second of two equal prompts would be computed where the first one is still on its way to."""
+    """Otherwise the second of two equal prompts would be computed where the first one is still being sent."""
     site = Site(0, 0, policy="kv")
     for role in ("prefill", "decode"):
         site.add(role, has_events=True)
@@ -508,17 +511,18 @@ async def test_a_client_that_leaves_leaves_both_workers(tokens):
     await site.assert_idle()
 
 
-@pytest.mark.parametrize("how", ["the client leaves", "it takes too long", "the worker is given up"])
+@pytest.mark.parametrize("how", ["the client leaves", "it takes too long", "the worker is abandoned"])
 @virtual
-async def test_blocks_of_a_prompt_that_is_given_up_are_held_for_nobody(how):
-    """Each of them was held for the 30 s of a lease: some clients that left stopped all prefills."""
+async def test_no_blocks_of_an_abandoned_prompt_are_held(how):
+    """Regression: each block was held for the 30 s of a lease, so some clients that left stopped all
+    prefills."""
     site = Site()
     site.links["p0"].engine.prefill_seconds = 1.0 if how == "the client leaves" else 2 * TIMEOUT_S
     running = asyncio.create_task(answer(site.engine, request(prompt=LONG)))
     await site.clock.sleep(0.5)
     if how == "the client leaves":
         running.cancel()
-    elif how == "the worker is given up":
+    elif how == "the worker is abandoned":
         site.model.workers["p0"].hung(WorkerFailedError("silent"))
     await asyncio.gather(running, return_exceptions=True)
     assert site.links["p0"].returned == [b"KV of r.prefill1"]
@@ -677,8 +681,8 @@ def test_a_file_with_prefill_and_no_decode_workers_is_refused_with_the_way_out(r
 @pytest.mark.parametrize("seed", range(BASE_SEED, BASE_SEED + 30))
 @virtual
 async def test_in_a_storm_every_request_ends_once_with_the_right_tokens(seed):
-    """Workers of both roles die, come, drain, hang, refuse and forget; clients leave. SHOAL_STORM_SEED chooses
-    other storms."""
+    """Workers of both roles die, come, drain, hang, refuse and forget; clients leave. SHOAL_STORM_SEED
+    chooses other storms."""
     print(f"SHOAL_STORM_SEED={seed}")
     random = Random(seed)
     outcome = Counter()

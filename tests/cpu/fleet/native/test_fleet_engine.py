@@ -1,4 +1,4 @@
-"""FleetEngine over workers that are fakes, on virtual time: whatever breaks and whenever, every request ends once
+"""FleetEngine over fake workers, on virtual time: whatever breaks and whenever, every request ends once
 and has the tokens that one worker would have given."""
 
 import asyncio

@@ -1,5 +1,5 @@
-"""KV blocks that go along with a request, over workers that are fakes, on virtual time: from a worker that drains,
-to one that takes over from a dead one, and of a prefix that another worker has."""
+"""KV blocks that go along with a request, over workers that are fakes, on virtual time: from a worker that
+drains, to one that takes over from a dead one, and of a prefix that another worker has."""
 
 import asyncio
 from types import SimpleNamespace
@@ -36,7 +36,7 @@ def with_events(num_prefill, num_decode, **options):
 
 
 async def begun(site, name="r", tokens=3, prompt=LONG, **options):
-    """A request that has so many tokens."""
+    """Returns a running request with `tokens` tokens."""
     running = asyncio.create_task(answer(site.engine, request(name, prompt=prompt, **options)))
     await site.clock.sleep((tokens + 0.5) * TOKEN_S)
     return running
@@ -220,7 +220,8 @@ async def test_a_worker_that_dies_while_it_drains_is_replaced_as_any_other():
 
 @virtual
 async def test_a_worker_that_breaks_off_while_it_makes_a_ticket_may_make_two():
-    """It ends the request to sleep, and is asked again by then, as it still has the blocks."""
+    """The worker aborts the request to sleep, and gets another request for a lease, as it still has the
+    blocks."""
     site = with_events(0, 2)
     site.links["d0"].lend_s = 0.3
     running = await begun(site)
@@ -234,7 +235,7 @@ async def test_a_worker_that_breaks_off_while_it_makes_a_ticket_may_make_two():
 
 
 def test_a_ticket_that_comes_before_the_first_output_is_for_the_next_worker():
-    """The worker drains at once, and its first output comes all the same."""
+    """The worker drains at once, and its first output arrives nevertheless."""
     assignment = SimpleNamespace(
         worker=SimpleNamespace(id="w"),
         now=0.0,
@@ -293,7 +294,7 @@ async def test_blocks_of_a_prompt_come_from_whoever_has_them_when_its_worker_has
 @pytest.mark.parametrize("tokens", [0.5, 1.5])
 @virtual
 async def test_a_decode_worker_that_dies_with_the_ticket_is_followed_by_one_with_another(tokens):
-    """A ticket ends with its reader, who has begun to read while the prompt was computed."""
+    """A ticket ends with its reader, which begins to read while the prompt is computed."""
     site = with_events(1, 2, max_local_prefill_length=16)
     running = asyncio.create_task(answer(site.engine, request(prompt=LONG)))
     await site.clock.sleep(tokens * TOKEN_S)
@@ -357,7 +358,7 @@ async def test_little_more_than_the_own_prefix_is_computed():
 
 @virtual
 async def test_a_client_that_needs_only_the_first_token_gives_the_ticket_back():
-    """Its stop string was found in it."""
+    """The stop string is in the first token."""
     site = Site()
     stream = site.engine.generate(request(prompt=LONG))
     first = await anext(stream)
@@ -377,7 +378,7 @@ def mixed(*roles, **options):
 
 
 async def keep_busy(site, name):
-    """It generates for a while."""
+    """Has the worker generate for a while."""
     for worker in site.model.workers.values():
         worker.is_draining = worker.id != name
     running = await begun(site, f"at {name}", tokens=1, prompt=range(300, 399))
@@ -387,7 +388,7 @@ async def keep_busy(site, name):
 
 
 async def computed_by(site, **options):
-    """Who decodes and who prefills a long prompt."""
+    """Returns the workers that decode and prefill a long prompt."""
     asked = request(prompt=LONG, **options)
     assert await answer(site.engine, asked) == WHOLE
     return asked.worker, asked.prefill_worker
@@ -430,7 +431,7 @@ async def test_who_does_both_has_a_prompt_computed_where_it_costs_less():
     await site.assert_idle()
     site = mixed("prefill", "both", policy="round_robin")
     busy = await keep_busy(site, "b0")
-    assert await computed_by(site) == ("b0", ""), "its costs are no blocks"
+    assert await computed_by(site) == ("b0", ""), "its costs do not count blocks"
     await busy
 
 

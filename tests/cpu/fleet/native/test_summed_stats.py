@@ -1,4 +1,4 @@
-"""The sums over a fleet's workers: what was counted stays, whoever has counted it."""
+"""SummedStats: counts of workers that left stay in the sums."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""One verb for many workers: at once, or rolling without a request that fails."""
+"""One command for many workers: at once, or rolling without a failed request."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""A router's workers on virtual time: how they come, break, are noticed, come back and are chosen."""
+"""A router's workers on virtual time: they join, break, are found broken, recover and are chosen."""
 
 import asyncio
 from contextlib import AsyncExitStack
@@ -38,7 +38,7 @@ class Scene:
         return self.fleet.workers[name].state
 
     async def went(self, tokens=PROMPT, **more):
-        """The worker that a request goes to, which ends at once."""
+        """Returns the worker of a request that ends at once."""
         async with self.fleet.models["m"].dispatcher.assign(
             RoutingRequest(str(id(more)), tokens, **more)
         ) as assignment:
@@ -93,7 +93,7 @@ def test_each_break_has_a_line_in_the_log_though_the_next_probe_finds_the_worker
 
 
 def test_a_worker_that_nobody_answers_for_has_one_line_in_the_log(caplog):
-    """Regression: nothing was said of a wrong URL, however long the router ran."""
+    """Regression: a wrong URL was never logged, however long the router ran."""
 
     async def run(s):
         s.add("a").is_connected = False
@@ -106,7 +106,7 @@ def test_a_worker_that_nobody_answers_for_has_one_line_in_the_log(caplog):
 
 
 def test_a_worker_that_is_too_busy_to_speak_is_not_empty_for_a_planner():
-    """The router forgets what it has said after ten seconds, and a planner had removed it then."""
+    """Regression: its published load expired after ten seconds, and a planner removed it as idle."""
 
     async def run(s):
         s.add("a", dp_size=2)

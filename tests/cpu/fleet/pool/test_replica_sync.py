@@ -175,8 +175,8 @@ def test_without_events_prompts_of_the_other_router_count_as_cached():
 
 
 def busiest(num_routers, num_sites):
-    """Returns the average load of the busiest of eight workers with 64 requests in all. Routers share their active
-    requests within their site alone."""
+    """Returns the average load of the busiest of eight workers with 64 requests in all. Routers share their
+    active requests within their site alone."""
     mean_load, num_requests, seconds = 64, 600, 0.5
 
     async def main():

@@ -154,7 +154,7 @@ def test_a_worker_that_has_a_whole_prompt_loses_nothing_by_computing_its_last_to
     r.schedule(longer, request_id="1")
     clock.now = 1.0
     r.schedule(PROMPT, request_id="2")
-    r.correct_cached("2", 48, num_expected=64)  # 63 of 64 tokens, of which three blocks are full
+    r.correct_cached("2", 48, num_expected=64)  # 63 of 64 tokens, three full blocks
     assert r.schedule(longer).overlap == Overlap(8)
     r.correct_cached("2", 32, num_expected=64)
     assert r.schedule(longer).overlap == Overlap(4)

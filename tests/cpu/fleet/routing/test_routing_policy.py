@@ -22,7 +22,7 @@ A, B, C = (WorkerRank(name) for name in "abc")
 
 
 NOTHING = Overlap()
-# Dynamo's defaults, and nothing of ours
+# Dynamo's defaults, without Shoal's additions
 DYNAMO = {"overlap_score_credit": 1.0, "prefill_load_scale": 1.0, "recent_prefill_weight": 0.0}
 
 
