@@ -145,7 +145,7 @@ def test_a_worker_takes_another_role_while_it_answers(tmp_path):
 
         give("b", "prefill")
         give("reader", "both")
-        assert "lends its KV blocks to nobody" in give("reader", "prefill", 400)
+        assert "needs a worker that lends its KV blocks" in give("reader", "prefill", 400)
         assert "must be one of both, prefill, decode" in give("a", "trainer", 400)
         running = fleet.stream("/v1/completions", prompt=STORY, max_tokens=60, ignore_eos=True, **TELL)
         wait_for(lambda: running.worker)
