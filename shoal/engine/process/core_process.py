@@ -121,7 +121,7 @@ class CoreProcess:
 
     async def close(self) -> None:
         """Ends the process, whatever it is doing, and its ranks with it. Safe to call twice."""
-        self._end(EngineDeadError("the engine was closed"), tell=False)
+        self._end(EngineDeadError("the engine was closed"), notify=False)
         try:
             await asyncio.wait_for(self._gone.wait(), EXIT_TIMEOUT_S)
         except TimeoutError:
@@ -197,7 +197,7 @@ class CoreProcess:
         self._process.stdout.close()
         self._gone.set()
 
-    def _end(self, error: EngineDeadError, tell: bool = True) -> None:
+    def _end(self, error: EngineDeadError, notify: bool = True) -> None:
         """The first reason is the one that counts."""
         if self.ended is not None:
             return
@@ -210,7 +210,7 @@ class CoreProcess:
         if not self._ready.done():
             self._ready.set_exception(error)
             self._ready.exception()  # marks it as retrieved, as it may have no waiter any more
-        if tell:
+        if notify:
             self._on_end(error)
 
     def _remove_folder(self) -> None:

@@ -102,12 +102,12 @@ class Progress:
         self._idle_s = self._idle_s + elapsed if behind and is_idle else 0.0
         stopped = [rank for rank in behind if self._watched[rank].stopped_s >= STOPPED_S]
         if stopped:
-            return self._tell(stopped, behind, pids, "is stopped (by SIGSTOP or a debugger)")
+            return self._describe(stopped, behind, pids, "is stopped (by SIGSTOP or a debugger)")
         if self._idle_s >= IDLE_S:
-            return self._tell(sorted(behind), behind, pids, f"hangs: it has done nothing for {IDLE_S:g} s")
+            return self._describe(sorted(behind), behind, pids, f"hangs: it has done nothing for {IDLE_S:g} s")
         return None
 
-    def _tell(
+    def _describe(
         self,
         ranks: list[int],
         behind: Mapping[int, tuple[int, str, bool]],

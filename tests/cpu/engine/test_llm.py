@@ -552,8 +552,7 @@ def test_an_interrupt_in_one_thread_costs_another_no_tokens_and_keeps_no_lock(bu
 def test_a_lost_stream_that_is_collected_within_a_step_is_dropped_behind_it(
     is_async, build, expected, monkeypatch
 ):
-    """A stream in a cycle is closed wherever garbage is collected. In the middle of a step it took away what
-    the step was about, and with it the late interrupts of the generate that went on."""
+    """A stream in a cycle is closed wherever garbage is collected. Regression: in the middle of a step that dropped requests of the step, and ended the late interrupts of the running generate."""
     engine, handlers, num_lost = build("qwen3", async_scheduling=is_async, max_num_seqs=2), [], []
     grow, scheduler, step = engine.core.loop.scheduler._grow, engine.core.loop.scheduler, engine._step
 
@@ -599,7 +598,7 @@ def test_sampling_params_that_were_made_impossible_later_are_refused_with_the_wh
 
 @pytest.mark.parametrize("name", ["stop", "stop_token_ids", "bad_words", "allowed_token_ids"])
 def test_what_is_no_list_and_was_given_later_is_one_or_refused(name, build):
-    """A text was taken for the list of its characters, each a stop string of its own."""
+    """Regression: a text was taken for the list of its characters, each a stop string."""
     engine, params = build("llama"), greedy()
     setattr(params, name, 5)
     with pytest.raises(ValueError, match=f"{name} must be a list, got 5"):

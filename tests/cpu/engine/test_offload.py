@@ -106,8 +106,7 @@ def test_a_cache_too_small_for_all_prompts_finds_them_in_host_memory(options, bu
 def test_tiers_that_hold_less_than_what_comes_by_take_each_block_once_a_round(
     host, write_s, build, tmp_path, monkeypatch
 ):
-    """Each block that a full tier took pushed out one that was to lie there too, up to a thousand times over
-    while the engine had nothing to do; and what waited for a slow disk was copied out again."""
+    """Regression: each block that a full tier took evicted another wanted one, up to a thousand times while the engine was idle; and blocks that waited for a slow disk were copied out again."""
     prepare = BlockFolder.prepare
 
     def slowly(*args):
@@ -466,8 +465,7 @@ class Slow(Recorded):
 
 
 def test_a_host_tier_whose_first_measurement_was_bad_is_used_after_one_request():
-    """A copy that takes a tenth of what computing takes was measured while memory was being pinned: 25 times
-    too slow. Six conversations go on, one after the other."""
+    """Regression: a copy that takes a tenth of the time of computing was measured while memory was being pinned, 25 times too slow. Six conversations continue, one after the other."""
     scheduler = Scheduler(
         num_blocks=20, block_size=2, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=40
     )

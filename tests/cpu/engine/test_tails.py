@@ -162,7 +162,7 @@ def test_a_prefetch_request_of_something_else_gives_no_wrong_token(scheduler, ot
     assert tail not in seq.block_ids[: start // SIZE]
 
 
-def test_a_prefetch_request_has_one_successor(scheduler):
+def test_a_prefetch_request_has_one_continuation(scheduler):
     holding(scheduler)
     scheduler.peers.lacks = 99
     scheduler.add(request("d", continues="f"))
