@@ -198,7 +198,7 @@ class CoreProcess:
         self._gone.set()
 
     def _end(self, error: EngineDeadError, notify: bool = True) -> None:
-        """The first reason is the one that counts."""
+        """Ends the core with this error. Later errors are dropped."""
         if self.ended is not None:
             return
         self.ended = error

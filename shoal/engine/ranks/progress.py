@@ -104,7 +104,9 @@ class Progress:
         if stopped:
             return self._describe(stopped, behind, pids, "is stopped (by SIGSTOP or a debugger)")
         if self._idle_s >= IDLE_S:
-            return self._describe(sorted(behind), behind, pids, f"hangs: it has done nothing for {IDLE_S:g} s")
+            return self._describe(
+                sorted(behind), behind, pids, f"hangs: it has done nothing for {IDLE_S:g} s"
+            )
         return None
 
     def _describe(

@@ -305,7 +305,7 @@ def test_a_model_that_finds_no_room_leaves_the_old_one_asleep_and_well(
     llm.wake_up(tags=["weights"])
     llm.update_weights(folder)
     llm.wake_up()
-    *_, last = stream  # the kept request goes on
+    *_, last = stream  # the kept request continues
     assert list(last.outputs[0].token_ids) == tiny.greedy(folder, PROMPTS[1], COUNT)
     assert ids_of(llm) == of_the_oracle(folder)
 

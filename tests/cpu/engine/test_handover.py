@@ -1,5 +1,5 @@
 """Prefill and decode apart, in one process: one engine computes a prompt and lends its KV blocks, another one
-reads them and goes on. What comes is what a single engine gives, whatever happens to the ticket."""
+reads them and continues. The outputs equal a single engine's, whatever happens to the ticket."""
 
 import errno
 import logging

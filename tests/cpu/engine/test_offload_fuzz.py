@@ -279,7 +279,7 @@ class TieredTrace(Trace):
         return self.time
 
     def new_request(self):
-        """Now and then one of an earlier engine's conversations goes on."""
+        """Now and then one of an earlier engine's conversations continues."""
         request = super().new_request()
         if not self.past or self.r.random() < 0.5:
             return request

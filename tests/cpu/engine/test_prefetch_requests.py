@@ -1,5 +1,5 @@
 """Prefill and decode apart, layer by layer: a prefetch request brings a prompt's KV blocks in while they are
-computed, and its continuation goes on behind the first token. In one process, on the CPU."""
+computed, and its continuation starts after the first token. In one process, on the CPU."""
 
 import random
 import time

@@ -574,7 +574,7 @@ def test_reset_forgets_what_is_free_and_what_runs():
     s.add(request("b", prompt))
     assert step(s) == [("b", 0, 9)]
     assert s.reset_prefix_cache() is False
-    run(s)  # b goes on; nothing of it may be found, its later blocks neither
+    run(s)  # b continues; none of its blocks may be found, later ones neither
     c = s.add(request("c", [*prompt, *[7] * 40], max_tokens=1))
     assert step(s) == [("c", 0, 49)]
     assert c.num_cached_tokens == 0

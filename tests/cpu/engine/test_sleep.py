@@ -106,7 +106,7 @@ def fail_once(monkeypatch, owner, name, error, after=0):
 
 
 def interrupt_behind(monkeypatch, owner, name):
-    """The method does its work, and the interrupt comes before its caller goes on. Later calls work."""
+    """The method does its work, and the interrupt comes before its caller continues. Later calls work."""
     real, calls = getattr(owner, name), []
 
     def call(*args):

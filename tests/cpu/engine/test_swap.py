@@ -1,4 +1,4 @@
-"""Models that take turns, over fake engines: who runs when, and what becomes of requests when a change goes
+"""Models that take turns, over fake engines: their order, and the fate of requests when a change goes
 wrong."""
 
 import asyncio

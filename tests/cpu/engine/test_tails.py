@@ -17,7 +17,7 @@ FIRST = 7  # the first token, which was drawn elsewhere
 
 
 class Elsewhere:
-    """Other workers, who have whatever is asked for, but for the last `lacks` blocks."""
+    """Other workers, with all requested blocks but the last `lacks`."""
 
     def __init__(self):
         self.begun, self.lacks = [], 0
