@@ -176,16 +176,16 @@ class Worker(Generic[L]):
         """Returns once this router has no request there."""
         idle = asyncio.Event()
 
-        def look() -> None:
+        def check() -> None:
             if not self.active:
                 idle.set()
 
-        self.on_change.add(look)
+        self.on_change.add(check)
         try:
-            look()
+            check()
             await idle.wait()
         finally:
-            self.on_change.discard(look)
+            self.on_change.discard(check)
 
     @property
     def is_asleep(self) -> bool:

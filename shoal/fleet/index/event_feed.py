@@ -65,7 +65,7 @@ class EventFeed:
         self._is_other = False  # this replay comes from another publisher
         self._num_replays = 0  # successive replays without news
 
-    def heard(self, number: int, payload: bytes) -> None:
+    def receive(self, number: int, payload: bytes) -> None:
         """Takes a live batch."""
         content = self._decode(payload)
         if content is None:

@@ -39,7 +39,7 @@ async def listen(
         while True:
             frames = await subscriber.recv_multipart()
             if len(frames) == 3 and len(frames[1]) == 8:
-                feed.heard(int.from_bytes(frames[1], "big"), frames[2])
+                feed.receive(int.from_bytes(frames[1], "big"), frames[2])
             else:
                 feed.num_unreadable += 1
     finally:

@@ -111,7 +111,7 @@ class FakeWorker:
         stream = self._streams[request.request_id] = FakeStream(self, request)
         return stream
 
-    def tell_abort(self, request_id: str) -> None:
+    def send_abort(self, request_id: str) -> None:
         if not self.engine.stop(request_id):  # it has not begun
             self.aborted.add(request_id)
 
@@ -143,7 +143,7 @@ class FakeWorker:
             raise self.command_error
         return await self.engine.control(command)
 
-    def tell(self, command: Command[Any]) -> None:
+    def send(self, command: Command[Any]) -> None:
         assert isinstance(command, TakeBackKv)
         if self.is_connected:
             self.returned.append(command.ticket)

@@ -140,7 +140,7 @@ class FleetEngine(Control):
         if progress is not None:
             progress.is_aborted = True
             if progress.link is not None:
-                progress.link.tell_abort(progress.attempt_id)
+                progress.link.send_abort(progress.attempt_id)
 
     async def stats(self) -> Stats:
         """Returns sums of the last reports of all workers, with the counts of workers that left. Requests
@@ -385,7 +385,7 @@ class _Progress:
         """Records the prefill worker that has the request, and the id there."""
         self.link, self.attempt_id = link, attempt_id
         if self.is_aborted:
-            link.tell_abort(attempt_id)
+            link.send_abort(attempt_id)
 
     def prefetch(self, assignment: Assignment[RemoteEngine], ticket: bytes) -> None:
         """Sends a prefetch request: the assigned worker reads blocks while the prefill worker computes
@@ -476,7 +476,7 @@ class _Progress:
         stream = link.open(request)
         self._reader = link
         if self.is_aborted:
-            link.tell_abort(attempt_id)
+            link.send_abort(attempt_id)
         return stream
 
     def take(self, output: Output, assignment: Assignment[RemoteEngine]) -> Output:

@@ -46,7 +46,7 @@ class KvLease:
 
     def release(self) -> None:
         """Has the worker free the blocks. A disconnected worker has freed them already."""
-        self.source.tell(TakeBackKv(self.ticket))
+        self.source.send(TakeBackKv(self.ticket))
 
 
 class KvTransfers:

@@ -163,9 +163,9 @@ class RemoteEngine(Control):
         return stream
 
     async def abort(self, request_id: str) -> None:
-        self.tell_abort(request_id)
+        self.send_abort(request_id)
 
-    def tell_abort(self, request_id: str) -> None:
+    def send_abort(self, request_id: str) -> None:
         """Like `abort`, without awaiting. A disconnected worker has aborted the request already."""
         with contextlib.suppress(WorkerFailedError):
             self._send(Abort([request_id]))
@@ -173,7 +173,7 @@ class RemoteEngine(Control):
     async def stats(self) -> Stats:
         return await self._call(ReadStats())
 
-    def tell(self, command: Command[Any]) -> None:
+    def send(self, command: Command[Any]) -> None:
         """Sends a command without waiting for its answer. A disconnected worker gets none."""
         with contextlib.suppress(WorkerFailedError):
             self._send(Call(next(self._call_ids), cast(CoreCommand, command)))
@@ -183,7 +183,7 @@ class RemoteEngine(Control):
         stream = self._streams.get(request_id)
         if stream is not None and stream.collector.error is None:
             stream.collector.fail(error)
-            self.tell_abort(request_id)
+            self.send_abort(request_id)
 
     def _leave(self, stream: RemoteStream) -> None:
         """Forgets a stream that is not read any more, and aborts its request."""
@@ -191,12 +191,12 @@ class RemoteEngine(Control):
         if stream.collector.output is not None:
             self._take_back(stream.collector.output)
         if stream.is_under_way:
-            self.tell_abort(stream.request_id)
+            self.send_abort(stream.request_id)
 
     def _take_back(self, output: Output) -> None:
         """Returns the KV ticket of an output that nobody reads."""
         if output.kv_ticket is not None:
-            self.tell(TakeBackKv(output.kv_ticket))
+            self.send(TakeBackKv(output.kv_ticket))
 
     # Control
 
@@ -374,7 +374,7 @@ class RemoteEngine(Control):
         if feed is None:
             return
         if isinstance(message, KvBatch):
-            feed.heard(message.number, message.payload)
+            feed.receive(message.number, message.payload)
         elif isinstance(message, KvReplayed):
             feed.replayed(message.number, message.payload)
         else:

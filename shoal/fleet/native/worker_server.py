@@ -1,9 +1,9 @@
 """`WorkerServer`: the token-level port of a worker, where routers send requests and get outputs, KV events
 and reports.
 
-It is one ZMQ socket. Tokens do not cross the plane: they would pass its hub or server, and each would be a
-message there. Here all outputs of one step go to a router in one message. A router that is gone takes its
-requests with it.
+It is one ZMQ socket. Tokens do not pass through the registry: they would cross its hub or server, and each
+would be a message there. Here all outputs of one step go to a router in one message. A router that is gone
+takes its requests with it.
 """
 
 from __future__ import annotations

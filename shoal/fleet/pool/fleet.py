@@ -361,12 +361,12 @@ class Fleet:
             return Observation(at=0.0, decode=[], decode_role=decode_role)
         decode = [worker for worker in model.dispatcher.workers.values() if worker.takes_requests]
         prefill, parked = model.prefills.dispatcher, self.parked_ids()
-        aside = [
+        unavailable = [
             worker
             for worker in model.workers.values()
             if worker.is_reached and not worker.takes_requests and worker.id not in parked
         ]
-        resting = [worker for worker in aside if worker.is_asleep or worker.num_holds]
+        paused = [worker for worker in unavailable if worker.is_asleep or worker.num_holds]
         return Observation(
             at=0.0,
             decode=[_decode_load(worker.loads) for worker in decode],
@@ -376,8 +376,8 @@ class Fleet:
             ),
             prefill_queue=prefill.queue.length,
             queued=model.dispatcher.queue.length,
-            resting=len(resting),
-            draining=sum(worker.is_draining for worker in aside if worker not in resting),
+            resting=len(paused),
+            draining=sum(worker.is_draining for worker in unavailable if worker not in paused),
             traffic=copy.copy(model.dispatcher.traffic),
         )
 

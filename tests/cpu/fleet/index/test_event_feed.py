@@ -102,7 +102,7 @@ def test_loss_duplication_reordering_and_restarts_leave_the_truth(makes_snapshot
         if rng.random() < 0.2:
             rng.shuffle(waiting)
         while waiting and rng.random() < 0.7:
-            feed.heard(*waiting.pop(0))
+            feed.receive(*waiting.pop(0))
         if rng.random() < 0.3:
             catch_up(feed, publisher)
         if rng.random() < 0.01:  # another process in its place, which counts from 0
@@ -111,7 +111,7 @@ def test_loss_duplication_reordering_and_restarts_leave_the_truth(makes_snapshot
     publisher.step()
     publisher.step()
     for number in range(len(publisher.batches)):
-        feed.heard(number, publisher.batches[number])
+        feed.receive(number, publisher.batches[number])
     catch_up(feed, publisher)
     for _ in range(200):
         tokens = [rng.randrange(2) for _ in range(32)]
@@ -131,9 +131,9 @@ def test_what_no_replay_fills_is_not_guessed():
     feed = EventFeed(index, RANK)
     silent = Publisher(random, 0, False)
     catch_up(feed, silent)
-    feed.heard(0, batch(1, stored(1, [1, 2, 3, 4])))
+    feed.receive(0, batch(1, stored(1, [1, 2, 3, 4])))
     assert index.find_matches([1, 2, 3, 4]) == {RANK: Overlap(1)}
-    feed.heard(2, batch(3, stored(3, [5, 6, 7, 8])))
+    feed.receive(2, batch(3, stored(3, [5, 6, 7, 8])))
     assert feed.replay_from == 0
     catch_up(feed, silent)
     assert index.find_matches([1, 2, 3, 4]) == {} and index.find_matches([5, 6, 7, 8]) == {RANK: Overlap(1)}
@@ -144,9 +144,9 @@ def test_nonsense_is_counted_and_passed_over(caplog):
     index = KvIndexer(4)
     feed = EventFeed(index, RANK)
     feed.replay_ended()
-    feed.heard(0, b"\xc1 nonsense")
-    feed.heard(1, b"")
-    feed.heard(2, batch(1, stored(1, [1, 2, 3, 4])))
+    feed.receive(0, b"\xc1 nonsense")
+    feed.receive(1, b"")
+    feed.receive(2, batch(1, stored(1, [1, 2, 3, 4])))
     assert feed.num_unreadable == 2 and index.find_matches([1, 2, 3, 4]) == {RANK: Overlap(1)}
     assert len(caplog.records) == 1 and "cannot be read" in caplog.text
 
@@ -167,7 +167,7 @@ def test_an_event_with_impossible_values_is_counted_as_unreadable(wrong):
     event = {"type": "BlockStored", **fields, **wrong}
     feed = EventFeed(KvIndexer(4), RANK)
     feed.replay_ended()
-    feed.heard(0, msgspec.msgpack.encode([1.0, [event]]))
+    feed.receive(0, msgspec.msgpack.encode([1.0, [event]]))
     assert feed.num_unreadable == 1
 
 
@@ -183,7 +183,7 @@ def test_sglangs_salt_of_a_run_of_blocks_holds_for_all_of_them():
     index = KvIndexer(4)
     feed = EventFeed(index, RANK)
     feed.replay_ended()
-    feed.heard(0, msgspec.msgpack.encode([1.0, [event]]))
+    feed.receive(0, msgspec.msgpack.encode([1.0, [event]]))
     assert index.find_matches([1, 2, 3, 4, 5, 6, 7, 8], cache_salt="s") == {RANK: Overlap(2)}
 
 
@@ -191,9 +191,9 @@ def test_a_rank_in_the_payload_wins():
     index = KvIndexer(4)
     feed = EventFeed(index, RANK)
     feed.replay_ended()
-    feed.heard(0, batch(1, stored(1, [1, 2, 3, 4]), rank=3))
+    feed.receive(0, batch(1, stored(1, [1, 2, 3, 4]), rank=3))
     assert index.find_matches([1, 2, 3, 4]) == {WorkerRank("a", 3): Overlap(1)}
-    feed.heard(0, batch(2, stored(2, [5, 6, 7, 8])))  # the publisher counts from 0 again
+    feed.receive(0, batch(2, stored(2, [5, 6, 7, 8])))  # the publisher counts from 0 again
     assert index.find_matches([1, 2, 3, 4]) == {}
 
 
@@ -201,9 +201,9 @@ def test_a_rank_that_the_worker_does_not_have_is_counted_and_left_out():
     index = KvIndexer(4)
     feed = EventFeed(index, RANK, num_ranks=2)
     catch_up(feed, Publisher(random, 0, False))
-    feed.heard(0, batch(1, stored(1, [1, 2, 3, 4]), rank=2))
-    feed.heard(1, batch(2, stored(1, [1, 2, 3, 4]), rank=-1))
-    feed.heard(2, batch(3, stored(1, [5, 6, 7, 8]), rank=1))
+    feed.receive(0, batch(1, stored(1, [1, 2, 3, 4]), rank=2))
+    feed.receive(1, batch(2, stored(1, [1, 2, 3, 4]), rank=-1))
+    feed.receive(2, batch(3, stored(1, [5, 6, 7, 8]), rank=1))
     assert index.ranks == {WorkerRank("a", 1)} and feed.num_unreadable == 2
 
 
@@ -211,7 +211,7 @@ def test_the_only_rank_of_a_worker_is_its_own_whatever_number_it_has_elsewhere()
     index = KvIndexer(4)
     feed = EventFeed(index, RANK, num_ranks=1)
     catch_up(feed, Publisher(random, 0, False))
-    feed.heard(0, batch(1, stored(1, [1, 2, 3, 4]), rank=5))
+    feed.receive(0, batch(1, stored(1, [1, 2, 3, 4]), rank=5))
     assert index.find_matches([1, 2, 3, 4]) == {RANK: Overlap(1)}
 
 
@@ -232,7 +232,7 @@ def test_a_publisher_that_started_again_is_told_from_the_old_one(ts):
     catch_up(feed, new)
     assert index.find_matches([1, 2, 3, 4]) == {} and index.find_matches([9, 9, 9, 9]) == {RANK: Overlap(1)}
     for number in (0, 1):  # the same again, as live batches
-        feed.heard(number, new.batches[number])
+        feed.receive(number, new.batches[number])
     assert feed.replay_from is None and index.num_blocks(RANK) == 2
 
 

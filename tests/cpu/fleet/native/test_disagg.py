@@ -743,7 +743,7 @@ async def test_in_a_storm_every_request_ends_once_with_the_right_tokens(seed):
                 worker.reached()
             elif kind == "abort":
                 for one in link.received[-3:]:
-                    link.tell_abort(one.request_id)
+                    link.send_abort(one.request_id)
             elif kind == "slow":
                 link.engine.prefill_seconds = random.choice([0.0, 1.0, 2 * TIMEOUT_S])
             else:

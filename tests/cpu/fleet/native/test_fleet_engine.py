@@ -317,7 +317,7 @@ def test_a_worker_that_ends_its_requests_to_sleep_hands_them_on():
         running = asyncio.create_task(answer(site.engine, asked))
         await site.clock.sleep(5.5 * TOKEN_S)
         owner = next(link for link in site.links if link.running)
-        owner.tell_abort(owner.received[-1].request_id)
+        owner.send_abort(owner.received[-1].request_id)
         assert await running == WHOLE
         assert site.engine.num_migrations == 0 and len(site.links[0].received + site.links[1].received) == 2
 
@@ -568,7 +568,7 @@ def test_in_a_storm_every_request_ends_once_with_the_right_tokens(seed):
                 site.dispatcher.rebalance()
             elif kind == "abort":
                 for one in link.received[-3:]:
-                    link.tell_abort(one.request_id)
+                    link.send_abort(one.request_id)
             else:
                 link.error_at = {
                     random.randint(0, 60): random.choice([WorkerFailedError("x"), BusyError("y")])

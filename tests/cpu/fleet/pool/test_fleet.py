@@ -555,15 +555,15 @@ class Publisher:
                 feed.replay_ended()
             await feed.missing.wait()
 
-    def tell(self, *events, lost=False, rank=None):
+    def publish(self, *events, lost=False, rank=None):
         self.ts += 1
         self.batches.append(encode(EventBatch(self.ts, list(events), rank)))
         if self.feed is not None and not lost:
-            self.feed.heard(len(self.batches) - 1, self.batches[-1])
+            self.feed.receive(len(self.batches) - 1, self.batches[-1])
 
     def store(self, tokens=PROMPT, **more):
         names = [hash(tuple(tokens[: 16 * (n + 1)])) & 2**63 - 1 for n in range(len(tokens) // 16)]
-        self.tell(BlockStored(names, None, tokens[: 16 * len(names)], 16, None, GPU, None), **more)
+        self.publish(BlockStored(names, None, tokens[: 16 * len(names)], 16, None, GPU, None), **more)
         return names
 
     def restart(self, ts):
@@ -640,7 +640,7 @@ def test_ranks_that_events_name_are_kept_apart_without_a_dp_size():
         publisher.store(rank=2)
         publisher.store(other, rank=2)
         assert worker.ranks == [one, two] == sorted(index.ranks)
-        publisher.tell(BlockRemoved(names, GPU), rank=2)
+        publisher.publish(BlockRemoved(names, GPU), rank=2)
         assert set(index.find_matches(PROMPT)) == {one} and set(index.find_matches(other)) == {two}
         for tokens, rank in ((PROMPT, one), (other, two)):
             async with s.fleet.models["m"].dispatcher.assign(RoutingRequest("x", tokens)) as assignment:
@@ -716,11 +716,11 @@ def test_what_was_predicted_goes_with_the_workers_own_word():
 
         await s.went()
         assert known() == 4  # predicted
-        publisher.tell(AllBlocksCleared())
+        publisher.publish(AllBlocksCleared())
         assert known() == 0
         await s.went()
         names = publisher.store()
-        publisher.tell(BlockRemoved(names[2:], GPU))
+        publisher.publish(BlockRemoved(names[2:], GPU))
         assert known() == 2
         await asyncio.sleep(10)
         assert known() == 2
