@@ -187,12 +187,16 @@ def _check(request: ChatCompletionRequest, model: ServedModel) -> None:
         )
     most, asked = model.max_logprobs, request.top_logprobs
     if asked and not request.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs set to true", param="top_logprobs")
+        raise ApiError(
+            400,
+            "top_logprobs must come with logprobs true; set it, or leave top_logprobs out",
+            param="top_logprobs",
+        )
     if asked is not None and most >= 0 and (model.loaded.vocab_size if asked < 0 else asked) > most:
         raise ApiError(
             400,
-            f"top_logprobs {asked} is more than {most}, the most that this server gives; ask for fewer, or "
-            "start it with a larger --max-logprobs",
+            f"top_logprobs must be at most {most} (--max-logprobs), got {asked}; ask for fewer, or start the "
+            "server with a larger limit",
             param="top_logprobs",
         )
 

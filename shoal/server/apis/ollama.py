@@ -321,14 +321,14 @@ async def _chat_prompt(
     if think and model.loaded.reasoning_parser == "none":
         raise ApiError(
             400,
-            f"think is given, and the model {model.name} does not think aloud; leave it out",
+            f"think must be false for the model {model.name}, which does not think aloud; leave it out",
             param="think",
         )
     if isinstance(think, str):
         if think not in EFFORTS:
             raise ApiError(
                 400,
-                f"think {think!r:.40} is neither true, false nor one of {', '.join(EFFORTS)}",
+                f"think must be true, false or one of {', '.join(EFFORTS)}, got {think!r:.40}; choose one",
                 param="think",
             )
         effort = think

@@ -45,8 +45,8 @@ def text_params(
     if request.best_of is not None and request.best_of != (request.n or 1):
         raise ApiError(
             400,
-            f"best_of {request.best_of} is not n = {request.n or 1}; answers are not ranked here, leave "
-            "best_of out",
+            f"best_of must be n ({request.n or 1}), got {request.best_of}; answers are not ranked, leave it "
+            "out",
             param="best_of",
         )
     more: dict[str, Any] = {
@@ -115,7 +115,7 @@ def from_response_format(
         if wanted.format is None and wanted.structures is None:
             raise ApiError(
                 400,
-                "response_format has no structural tag; give it as format, or as structures and triggers",
+                "response_format must have a structural tag; give format, or structures and triggers",
                 param="response_format.format",
             )
         tag: dict[str, Any] = {"type": "structural_tag"}
@@ -179,8 +179,8 @@ async def read_prompts(
     else:
         raise ApiError(
             400,
-            f"{field} mixes texts and token ids; give a text, a list of texts, ids, or a list of lists of "
-            "ids",
+            f"{field} must not mix texts and token ids; give a text, a list of texts, ids, or a list of "
+            "lists of ids",
             param=field,
         )
     if isinstance(texts[0], str):

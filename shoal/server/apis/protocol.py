@@ -98,8 +98,8 @@ class SamplingFields(PlainSamplingFields, Struct, kw_only=True):
             if (value := getattr(self, name)) is not None and len(value) > vocab_size:
                 raise ApiError(
                     400,
-                    f"{name} has {len(value)} entries, and the model's vocabulary has {vocab_size} tokens; "
-                    "name each once",
+                    f"{name} must have at most one entry for each of the vocabulary's {vocab_size} tokens, got "
+                    f"{len(value)}; name each once",
                     param=name,
                 )
         given = {name: value for name in SAMPLING_NAMES if (value := getattr(self, name)) is not None}

@@ -573,14 +573,14 @@ def _add_to_answer(
         _add_call(message, i, item, {"name": name, "arguments": arguments})
     elif kind == "message":
         raise RequestError(
-            f"input[{i}] has the role {item.get('role')!r:.100}; there are user, assistant, system and "
-            "developer",
+            f"input[{i}] must have the role user, assistant, system or developer, got "
+            f"{item.get('role')!r:.100}; choose one",
             field=f"input[{i}]",
         )
     else:
         raise RequestError(
-            f"input[{i}] is of the type {kind!r:.100}; this server takes message, "
-            "reasoning, function_call, custom_tool_call, local_shell_call and the outputs of these",
+            f"input[{i}] must be of the type message, reasoning, function_call, custom_tool_call, "
+            f"local_shell_call or an output of these, got {kind!r:.100}; leave it out",
             field=f"input[{i}]",
         )
 
@@ -706,8 +706,9 @@ def _chat_choice(
         mode, tools = choice.get("mode"), choice.get("tools")
         if mode not in ("auto", "required") or not isinstance(tools, list) or not tools:
             raise RequestError(
-                f"tool_choice {choice!r:.200} allows no tools; give it the mode 'auto' or 'required' and a "
-                'list of tools, {"type": "function", "name": ...}',
+                f"tool_choice must allow at least one tool, got {choice!r:.200}; give it the mode 'auto' or "
+                "'required' and a list of tools, "
+                '{"type": "function", "name": ...}',
                 field="tool_choice",
             )
         named = [
@@ -722,7 +723,7 @@ def _chat_choice(
         name = _qualified(choice.get("namespace"), name)
     else:
         raise RequestError(
-            f"tool_choice {choice!r:.100} names no function; give "
+            f"tool_choice must name a function, got {choice!r:.100}; give "
             '{"type": "function", "name": ...}, "auto", "none" or "required"',
             field="tool_choice",
         )

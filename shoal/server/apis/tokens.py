@@ -197,7 +197,7 @@ def _scaled(vector: list[float], dimensions: int | None) -> list[float]:
     if dimensions > len(vector):
         raise ApiError(
             400,
-            f"dimensions {dimensions} is more than the model's {len(vector)}; ask for fewer",
+            f"dimensions must be at most {len(vector)}, the model's, got {dimensions}; ask for fewer",
             param="dimensions",
         )
     length = math.sqrt(sum(v * v for v in vector[:dimensions])) or 1.0
@@ -218,15 +218,15 @@ async def generate_tokens(exchange: Exchange) -> None:
     if sampling.n not in (None, 1):
         raise ApiError(
             400,
-            f"sampling_params.n is {sampling.n}, and this endpoint gives one answer; send the request once "
-            "for each",
+            f"sampling_params.n must be 1 on this endpoint, got {sampling.n}; send the request once for each "
+            "answer",
             param="sampling_params.n",
         )
     # Stop strings need text, and this endpoint has only ids.
     if sampling.stop:
         raise ApiError(
             400,
-            "sampling_params.stop is text, and this endpoint knows only ids; use stop_token_ids",
+            "sampling_params.stop must be absent on this endpoint, which has only ids; use stop_token_ids",
             param="sampling_params.stop",
         )
     more: dict[str, Any] = {"detokenize": False, "logprobs": sampling.logprobs}

@@ -25,7 +25,9 @@ def one_of(query: Query, name: str, default: str = "") -> str:
     """Returns the value of a parameter that may be given once."""
     values = query.get(name, [default])
     if len(values) > 1:
-        raise ApiError(400, f"{name} is given {len(values)} times; give it once", param=name)
+        raise ApiError(
+            400, f"{name} must be given once, got it {len(values)} times; drop the others", param=name
+        )
     return values[0]
 
 

@@ -55,7 +55,7 @@ def test_text_is_answered_with_usage(served, client):
     assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.9, 5)
 
 
-def test_why_it_stopped_is_told(served, client):
+def test_why_it_stopped_is_reported(served, client):
     served.say("Hello there")
     assert ask(client, max_tokens=3).stop_reason == "max_tokens"
     message = ask(client, stop_sequences=["th"])
@@ -144,7 +144,7 @@ def test_a_conversation_with_tools_comes_back(served, client):
     )
 
 
-def test_what_anthropics_servers_wrote_for_themselves_is_left_out_and_told_once(served, client, caplog):
+def test_what_anthropics_servers_wrote_for_themselves_is_left_out_and_logged_once(served, client, caplog):
     served.say("Yes.")
     for _ in range(2):
         ask(
@@ -228,7 +228,7 @@ def test_tool_choices(served, client):
 OWN = {"type": "web_search_20250305", "name": "web_search", "max_uses": 3}
 
 
-def test_anthropics_own_tools_are_left_out_and_told_once(served, client, caplog):
+def test_anthropics_own_tools_are_left_out_and_logged_once(served, client, caplog):
     served.say(CALL)
     for _ in range(2):
         message = ask(client, tools=[OWN, TOOL, {"type": "bash_20250124", "name": "bash"}])
@@ -284,7 +284,7 @@ def test_errors_have_anthropics_shape(client, options, error):
     )
 
 
-def test_a_wrong_key_and_a_failing_engine_are_told_in_that_shape(served, client):
+def test_a_wrong_key_and_a_failing_engine_are_reported_in_that_shape(served, client):
     with pytest.raises(anthropic.AuthenticationError) as caught:
         ask(client.with_options(api_key="wrong"))
     assert caught.value.body["error"]["type"] == "authentication_error"

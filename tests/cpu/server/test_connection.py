@@ -213,7 +213,7 @@ def closed(connection):
         return True
 
 
-def test_beyond_the_cap_of_busy_connections_a_new_one_is_told_to_come_back(caplog):
+def test_beyond_the_cap_of_busy_connections_a_new_one_is_asked_to_come_back(caplog):
     with FakeServer(engine_saying("word ", token_seconds=1.0), max_connections=4) as server:
         held = [server.raw(post(COMPLETE, {**LONG, "stream": True})) for _ in range(4)]
         eventually(lambda: len(server.engine._running) == 4)
@@ -313,7 +313,7 @@ def test_an_offer_of_another_protocol_with_a_wrong_coding_is_a_mistake_of_the_cl
 
 
 @pytest.mark.parametrize("name, expected", [(b"\xff", 400), (b"\\ud800", 200), (b"\\udc00\\ud800", 200)])
-def test_a_field_whose_name_is_no_text_is_a_mistake_of_the_client(name, expected, server):
+def test_a_field_whose_name_is_not_text_is_a_mistake_of_the_client(name, expected, server):
     """But half a character is replaced, and an unknown field is ignored by any name."""
     status, _, text = server.request(COMPLETE, b'{"prompt":"a","max_tokens":2,"x%b":1}' % name)
     assert status == expected and "internal" not in text
@@ -492,7 +492,7 @@ def test_a_client_that_does_not_read_holds_no_connection_that_is_being_closed(la
         connection.close()
 
 
-def test_a_client_that_leaves_before_it_is_told_of_its_mistake_leaves_no_trace_in_the_log(caplog):
+def test_a_client_that_leaves_before_it_gets_its_error_leaves_no_trace_in_the_log(caplog):
     with FakeServer() as server:
         # What is asked second is a mistake, and its answer waits until the first one is read.
         connection = server.raw(
@@ -551,7 +551,7 @@ def test_clients_must_show_a_certificate_where_the_server_asks_for_one(certifica
 @pytest.mark.parametrize(
     "options", [{"ssl_ciphers": "NONE-SUCH"}, {"ssl_ca_certs": "/nonexistent", "ssl_cert_reqs": 1}]
 )
-def test_tls_that_cannot_work_is_told_before_the_model_is_loaded(options, certificate):
+def test_tls_that_cannot_work_is_reported_before_the_model_is_loaded(options, certificate):
     with pytest.raises(ConfigError, match=r"ssl_ca_certs .* or ssl_ciphers .* cannot be used"):
         run.check_tls(ServerConfig(**certificate, **options))
     for alone in (options, {**certificate, "ssl_cert_reqs": 1}):

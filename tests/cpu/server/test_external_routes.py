@@ -202,7 +202,7 @@ def test_a_tokenizer_is_asked_for_by_the_query():
     assert [call.path for call in workers.calls] == ["/tokenizer_info?model=external", "/tokenizer_info"]
 
 
-def test_models_and_mistakes_are_told():
+def test_models_and_mistakes_are_reported():
     workers = Workers(b"{}")
     listed = json.loads(ask(workers, "/v1/models", None, max_model_len=77).body)["data"]
     assert [(card["id"], card["max_model_len"]) for card in listed] == [("external", 77)]

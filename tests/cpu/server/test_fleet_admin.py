@@ -136,7 +136,7 @@ async def test_a_field_that_is_misspelt_is_refused_and_changes_nothing(site):
 
 
 @on_site
-async def test_a_worker_of_ours_is_not_removed_as_its_process_would_run_on_unknown(site):
+async def test_a_native_worker_is_not_removed_as_its_process_would_run_on_unknown(site):
     status, answer = await site.ask("/fleet/workers", {"remove": ["a"]})
     message = answer["error"]["message"]
     assert status == 400 and "worker a is native" in message and "POST /fleet/drain/a" in message

@@ -96,7 +96,7 @@ def test_the_view_needs_the_key_as_the_api_does(server):
 
 
 @pytest.mark.parametrize("query", ["?since=x", "?since=nan", "?since=inf", "?until=1"])
-def test_a_wrong_parameter_is_told(server, query):
+def test_a_wrong_parameter_is_reported(server, query):
     status, found = server.json("/fleet" + query, headers=KEY)
     assert status == 400 and "since" in found["error"]["message"]
 
@@ -148,7 +148,7 @@ def test_recent_rates_are_over_five_intervals_though_each_is_a_little_late(monke
 
 
 def test_an_engine_is_asked_for_all_at_once():
-    """One that is busy answers late, and each question was as late again."""
+    """Regression: a busy engine answers late, and each further question was as late again."""
     with FakeServer() as server:
         asked = asyncio.Event()
 
@@ -164,7 +164,7 @@ def test_an_engine_is_asked_for_all_at_once():
         assert server.json("/fleet")[1]["workers"][0]["running"] == 7
 
 
-def test_who_is_cancelled_as_an_engine_answers_ends():
+def test_a_task_that_is_cancelled_as_an_engine_answers_ends():
     """asyncio.wait_for of Python 3.11 forgets that: a report went on for ever, and the server with it."""
     with FakeServer() as server:
 

@@ -43,7 +43,7 @@ def chat(served, **options):
     return served.json("/api/chat", {"messages": [USER], "stream": False, **options})[1]
 
 
-def test_a_chat_is_a_stream_of_lines_unless_it_is_told_otherwise(served):
+def test_a_chat_is_a_stream_of_lines_unless_stream_is_false(served):
     served.say("Good day.")
     *parts, last = stream(served, "/api/chat", {"model": "tiny", "messages": [USER]})
     assert len(parts) > 2 and not any(part["done"] for part in parts)
@@ -109,7 +109,7 @@ def test_options_reach_the_engine(served):
     assert chat(served, options={"stop": "cd"})["message"]["content"] == "ab"
 
 
-def test_options_that_mean_nothing_are_told_once(served, caplog):
+def test_options_that_mean_nothing_are_logged_once(served, caplog):
     served.say("Hi.")
     for _ in range(2):
         chat(served, options={"num_ctx": 8192, "mirostat": 1, "num_thread": 8})
@@ -181,7 +181,7 @@ def test_nothing_to_answer_is_a_model_to_load(served):
         ("/api/chat", {"messages": [{**USER, "images": ["aGk="]}]}, 400, "messages[0].images"),
         ("/api/chat", {"messages": [{"role": 5, "content": "x"}]}, 400, "messages[0].role"),
         ("/api/chat", {"messages": [USER], "format": "xml"}, 400, "format 'xml'"),
-        ("/api/chat", {"messages": [USER], "think": "a lot"}, 400, "think 'a lot'"),
+        ("/api/chat", {"messages": [USER], "think": "a lot"}, 400, "got 'a lot'"),
         ("/api/chat", {"messages": [USER], "options": {"temperature": "hot"}}, 400, "options.temperature"),
         (
             "/api/chat",

@@ -118,7 +118,7 @@ def test_an_answered_request_is_one_line_with_its_tokens_and_times(server, lines
         ("/metrics", {"prompt": SECRET}, 405, "not POST"),
     ],
 )
-def test_a_refusal_is_told_with_its_reason_and_not_what_was_said(
+def test_a_refusal_is_reported_with_its_reason_and_not_what_was_said(
     server, lines, fields, path, body, status, words
 ):
     assert server.request(path, body)[0] == status
@@ -143,7 +143,7 @@ def test_a_client_that_leaves_is_one_line(lines, fields, stream):
     assert fields()[0]["finish_reason"] == "abort"
 
 
-def test_a_stream_that_fails_midway_is_told(lines, fields):
+def test_a_stream_that_fails_midway_is_reported(lines, fields):
     with FakeServer(FakeEngine(300, error_after=3)) as server:
         assert server.request(COMPLETE, {"prompt": "a", "max_tokens": 9, "stream": True})[0] == 200
     [found] = fields()
@@ -164,7 +164,7 @@ def test_no_request_can_forge_a_line_or_steer_a_terminal(server, lines, caplog):
     assert TextFormatter().format(record).splitlines()[1] == "    2026-11-22 two\\x1b[2J"
 
 
-def test_what_is_no_http_is_told(server, lines):
+def test_invalid_http_is_reported(server, lines):
     connection = server.raw(b"\x16\x03\x01 this is TLS\r\n\r\n")
     assert b"400" in read_until(connection)
     connection.close()
@@ -182,7 +182,7 @@ def test_a_flood_of_refusals_is_a_line_a_second(lines, caplog, monkeypatch):
     assert found == ['"too much"', '"too much" (and 2 others before)']
 
 
-def test_what_machines_ask_all_day_is_told_to_the_verbose_alone(server, lines, caplog):
+def test_what_machines_ask_all_day_is_logged_with_verbose_alone(server, lines, caplog):
     paths = ("/health", "/ping", "/metrics", "/load", "/version")
     for path in paths:
         server.request(path)
@@ -236,7 +236,7 @@ async def sampled(server, between=lambda: None):
     report.cancel()
 
 
-def test_throughput_is_told_while_there_is_work(caplog):
+def test_throughput_is_logged_while_there_is_work(caplog):
     caplog.set_level(logging.INFO, "shoal")
     with FakeServer(engine_saying("word ", token_seconds=0.05, cached_tokens=1)) as server:
         connection = server.raw(post(COMPLETE, {"prompt": "a", "max_tokens": 200, "stream": True}))
@@ -254,7 +254,7 @@ def test_throughput_is_told_while_there_is_work(caplog):
     )
 
 
-def test_nothing_is_told_of_a_server_without_work(caplog):
+def test_nothing_is_logged_of_a_server_without_work(caplog):
     caplog.set_level(logging.INFO, "shoal")
     with FakeServer() as server:
         asyncio.run_coroutine_threadsafe(sampled(server), server.loop).result()
@@ -277,7 +277,7 @@ def test_a_routers_probes_of_an_idle_worker_are_no_work(caplog, monkeypatch):
     assert not told_of_throughput(caplog)
 
 
-def test_a_model_that_comes_later_is_told_of_as_a_router_offers_them(caplog):
+def test_a_model_that_comes_later_is_logged_as_a_router_offers_them(caplog):
     caplog.set_level(logging.INFO, "shoal")
     with FakeServer(engine_saying("word ", token_seconds=0.05)) as server:
         models = server.app.context.models

@@ -218,7 +218,7 @@ HOSTED = [
 ]
 
 
-def test_tools_of_other_servers_are_left_out_and_told_once_in_the_log(served, client, caplog):
+def test_tools_of_other_servers_are_left_out_and_logged_once_in_the_log(served, client, caplog):
     served.say(CALL)
     for _ in range(2):
         answer = ask(client, tools=[*HOSTED, TOOL])
@@ -393,7 +393,7 @@ def test_an_item_that_is_kept_is_found_by_its_id(keeping, kind, stream):
     assert keeping.last_prompt() == "<user>A heron?<assistant>A bird.<user>It eats?<assistant>"
 
 
-def test_what_is_not_kept_is_told(keeping):
+def test_what_is_not_kept_is_reported(keeping):
     unkept = says(keeping, "A bird.", input="A heron?", store=False)
     assert unkept["store"] is False
     status, found = keeping.json("/v1/responses", {"input": "x", "previous_response_id": unkept["id"]})

@@ -225,7 +225,7 @@ def test_bad_requests_name_what_is_wrong(path, body, param, server):
         ("/v1/embeddings", {"input": [1] * 257}, "input"),
     ],
 )
-def test_what_the_context_cannot_hold_is_told_in_the_words_that_agents_know(path, body, param, server):
+def test_what_the_context_cannot_hold_is_reported_in_the_words_that_agents_know(path, body, param, server):
     """Regression: the words were others, so LiteLLM took the error for an ordinary bad request and agents
     gave up in place of shortening the conversation."""
     status, _, text = server.request(path, body)
@@ -244,7 +244,7 @@ def test_what_the_context_cannot_hold_is_told_in_the_words_that_agents_know(path
         ({"5": [1]}, "5"),
     ],
 )
-def test_a_mistake_in_a_map_is_told_with_its_key(bias, key, server):
+def test_a_mistake_in_a_map_is_reported_with_its_key(bias, key, server):
     """Regression: the error named the map alone, which may have hundreds of keys."""
     for path, body, field in (
         (CHAT, {"messages": USER, "logit_bias": bias}, "logit_bias"),
@@ -370,7 +370,7 @@ def test_bodies_have_a_limit_together():
         assert server.request(COMPLETE, {"prompt": [1] * 20, "max_tokens": 1})[0] == 200
 
 
-def test_slow_clients_are_told_and_hold_nobody_up(server):
+def test_slow_clients_get_an_error_and_delay_no_other(server):
     bodies = [
         server.raw(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n{")
         for _ in range(40)
@@ -402,7 +402,7 @@ def test_heads_have_a_limit(server):
         b"POST /v1/completions HTTP/1.1\r\nContent-Length: x\r\n\r\n",
     ],
 )
-def test_what_is_no_http_gets_an_error_as_well(head, server):
+def test_invalid_http_gets_an_error_as_well(head, server):
     answer = read_until(server.raw(head), b"}}")
     assert (
         answer.startswith(b"HTTP/1.1 400")
@@ -489,7 +489,7 @@ def test_garbage_never_breaks_the_server(server):
     assert server.metric("vllm:num_requests_running") == 0 and server.json("/load")[1] == {"server_load": 0}
 
 
-def test_what_nobody_foresaw_is_logged_and_told_without_a_stack(caplog):
+def test_what_nobody_foresaw_is_logged_and_reported_without_a_stack(caplog):
     with FakeServer() as server:
         server.engine.generate = None  # type: ignore[assignment,method-assign]
         status, _, text = server.request(COMPLETE, {"prompt": "a"})

@@ -127,7 +127,7 @@ def test_a_task_that_is_cancelled_twice_gives_up_its_slot(n):
     asyncio.run(run())
 
 
-def test_a_deadline_that_comes_while_a_whole_answer_is_let_go_spoils_nothing():
+def test_a_deadline_that_comes_while_a_whole_answer_is_released_spoils_nothing():
     async def run():
         model = served(Reluctant(300))
         async with generation(model, max_tokens=3, timeout=0.3) as answers:

@@ -548,7 +548,7 @@ def test_vllms_older_names_of_structured_outputs_mean_the_same(server, client, g
         )
 
 
-def test_fields_that_nobody_takes_are_told_once_a_client(server, client, caplog):
+def test_fields_that_nobody_takes_are_logged_once_a_client(server, client, caplog):
     body = {
         "temprature": 0.5,
         "store": True,

@@ -101,7 +101,7 @@ def test_as_many_requests_are_listed_as_are_asked_for(server):
         ("limit=" + "9" * 5000, "limit must be from 1 to 256, got '999"),
         ("limit=%C2%B2", "limit must be from 1 to 256, got '²'"),
         ("limit=", "limit must be from 1 to 256, got ''"),
-        ("limit=1&limit=2", "limit is given 2 times"),
+        ("limit=1&limit=2", "limit must be given once, got it 2 times"),
         ("limits=1", "unknown parameter 'limits'; /requests takes limit"),
     ],
 )
