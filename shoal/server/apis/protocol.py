@@ -98,7 +98,7 @@ class SamplingFields(PlainSamplingFields, Struct, kw_only=True):
             if (value := getattr(self, name)) is not None and len(value) > vocab_size:
                 raise ApiError(
                     400,
-                    f"{name} must have at most one entry per token of the vocabulary ({vocab_size} tokens), got "
+                    f"{name} must have at most one entry for each of the {vocab_size} tokens, got "
                     f"{len(value)}; name each once",
                     param=name,
                 )
