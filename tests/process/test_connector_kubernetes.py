@@ -178,7 +178,7 @@ def test_a_pod_that_is_not_ready_goes_before_those_that_serve(tmp_path, monkeypa
 
 def test_components_that_would_share_a_deployment_are_refused(tmp_path, monkeypatch):
     other = Component("tiny", ("shoal", "serve"), model="other")
-    with pytest.raises(ConfigError, match="components 'Tiny' and 'tiny' have one Deployment, 'tiny'"):
+    with pytest.raises(ConfigError, match="components 'Tiny' and 'tiny' have the same Deployment, 'tiny'"):
         run(tmp_path, monkeypatch, None, WORKER, other)
 
 
@@ -227,7 +227,7 @@ def test_a_pod_is_taken_back_when_an_api_that_was_away_at_its_deadline_is_there_
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
         assert not adding.done() and caplog.text.count("taken back yet") == 1
-        assert "503 Service Unavailable; kubectl get --raw '/readyz?verbose' says how" in caplog.text
+        assert "503 Service Unavailable; kubectl get --raw '/readyz?verbose' shows" in caplog.text
         setup.fake.status = 200
         with pytest.raises(UnavailableError, match=r"not ready within 0\.2 s .*and is taken back"):
             await adding
@@ -248,7 +248,8 @@ def test_a_replica_that_can_never_be_taken_back_stays_and_keeps_no_other_deploym
             await asyncio.sleep(0.01)
         assert not any(lock.locked() for name, lock in connector._shrinking.items() if name != "tiny")
         with pytest.raises(
-            UnavailableError, match=r"a replica of tiny too many stays: .*403.*needs the rights"
+            UnavailableError,
+            match=r"a surplus replica of tiny stays: .*403.*give the service account the rights",
         ):
             await adding
 
@@ -345,7 +346,7 @@ def test_a_scale_that_another_hand_changed_meanwhile_is_read_again(tmp_path, mon
         await connector.add("tiny", "both")
         assert setup.fake.replicas["tiny"] == 2
         setup.fake.conflicts = 100
-        with pytest.raises(UnavailableError, match="is something else scaling it"):
+        with pytest.raises(UnavailableError, match="check that nothing else scales it"):
             await connector.add("tiny", "both")
         assert setup.fake.replicas["tiny"] == 2
 
@@ -370,7 +371,7 @@ def test_a_deployment_that_is_not_there_is_named_at_the_start(tmp_path, monkeypa
 def test_an_api_that_refuses_or_is_not_there_is_named(tmp_path, monkeypatch):
     async def scenario(setup, connector):
         setup.fake.status = 403
-        with pytest.raises(UnavailableError, match="403 Forbidden; the service account needs the rights"):
+        with pytest.raises(UnavailableError, match="403 Forbidden; give the service account the rights"):
             await connector.add("tiny", "both")
         setup.fake.status = 200
         await connector.add("tiny", "both")  # the connector lives on

@@ -216,7 +216,7 @@ def test_a_confirmation_that_cannot_be_read_is_named(tmp_path):
 
 def test_a_file_that_is_no_decision_is_not_overwritten(tmp_path):
     (tmp_path / "decision.json").write_text("important")
-    with pytest.raises(ConfigError, match=r"decision\.json is no decision of a planner; remove it"):
+    with pytest.raises(ConfigError, match=r"decision\.json must hold a planner's decision; remove the file"):
         asyncio.run(connector(tmp_path, Cluster()).start())
     assert (tmp_path / "decision.json").read_text() == "important"
 
@@ -242,7 +242,7 @@ def test_a_confirmation_that_a_disk_does_not_give_for_a_while_is_awaited(tmp_pat
         cluster.counts = dict(decision.workers["m"])
         await asyncio.sleep(0.5)
         assert not adding.done()
-        assert caplog.text.count("confirmations cannot be read, which is tried again: [Errno 21]") == 1
+        assert caplog.text.count("confirmations cannot be read, retrying: [Errno 21]") == 1
         (tmp_path / "scaled.json").rmdir()
         client.complete(decision)
         assert await adding == "decode-3"
@@ -313,6 +313,6 @@ def test_an_addition_whose_taking_back_cannot_be_written_says_so(tmp_path, caplo
         adding.cancel()
         with pytest.raises(asyncio.CancelledError):
             await adding
-        assert "one decode worker of m too many stays decided: [Errno 21]" in caplog.text
+        assert "a surplus decode worker of m stays decided: [Errno 21]" in caplog.text
 
     asyncio.run(run())

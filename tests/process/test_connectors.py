@@ -554,7 +554,7 @@ def test_a_worker_that_was_taken_over_is_not_said_to_have_died_at_once(tmp_path,
         processes = circus.CircusProcesses(tmp_path, ())
         await processes.running()
         await asyncio.sleep(0.2)
-        await processes._start_again("m-1")
+        await processes._restart("m-1")
 
     monkeypatch.setattr(circus, "CircusClient", Client)
     asyncio.run(test())

@@ -134,7 +134,7 @@ def test_a_worker_that_cannot_start_is_given_up_with_its_exit_code(quick, caplog
 
     said = run(wait)
     assert said.count("no such model") == restarts.MAX_DEATHS
-    assert "toy-1 has ended 5 times in succession (exit code 1)" in caplog.text
+    assert "toy-1 has ended 5 times in a row (exit code 1)" in caplog.text
 
 
 def test_one_worker_that_is_given_up_leaves_the_others(quick):

@@ -126,7 +126,7 @@ def test_a_worker_that_dies_is_started_again(fleet, what):
     fleet.ready()
     how = "killed by SIGKILL" if what == "the worker" else "exit code 1"
     assert re.search(
-        rf"{name} ended after [\d.]+ s \({how}\); it is started again in [12] s", fleet.text()[begun:]
+        rf"{name} ended after [\d.]+ s \({how}\); it is restarted in [12] s", fleet.text()[begun:]
     )
 
 
@@ -277,7 +277,7 @@ def test_what_cannot_work_is_told_before_a_process_starts(tmp_path, text, wrong)
 def test_a_fleet_whose_workers_all_fail_to_start_ends(tmp_path):
     with Fleet(tmp_path, "[[workers]]\noptions = { kv_cache_memory_bytes = 1000 }\n") as fleet:
         assert fleet.process.wait(2 * PATIENCE_S) == 1
-        assert "smollm2-1 has ended 5 times in succession" in fleet.text()
+        assert "smollm2-1 has ended 5 times in a row" in fleet.text()
         assert "no worker is left" in fleet.text() and "Traceback" not in fleet.text()
 
 

@@ -222,7 +222,7 @@ def test_workers_without_room_wait_and_the_others_serve(tmp_path, cluster, model
     text = WORKERS.replace("count = 2", "count = 4")
     with Fleet(tmp_path, cluster, model, text) as fleet:
         assert len(fleet.ready(3)) == 3
-        wait_for(lambda: "waits for a node with room for {'CPU': 1" in fleet.text(), fleet.text)
+        wait_for(lambda: "waits for a node with free {'CPU': 1" in fleet.text(), fleet.text)
         assert len(fleet.tokens(1)) == TOKENS
         fleet.process.send_signal(signal.SIGINT)
         assert fleet.process.wait(PATIENCE_S) == 0, fleet.text()

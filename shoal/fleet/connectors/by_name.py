@@ -11,8 +11,8 @@ from shoal.fleet.connectors.virtual import VirtualConnector
 
 
 def connector_named(name: str) -> Callable[[ConnectorContext], Connector]:
-    """How to make it. What is chosen never depends on what happens to be installed: raises ConfigError if a
-    package is missing, before anything starts."""
+    """Returns the constructor of a connector. Raises ConfigError for an unknown name, and for a missing
+    package before anything starts."""
     match name:
         case "process":
             return process_connector
@@ -24,7 +24,9 @@ def connector_named(name: str) -> Callable[[ConnectorContext], Connector]:
 
             return circus_connector
         case "ray":
-            raise ConfigError("connector 'ray' is of a fleet that runs on Ray: shoal fleet up FILE --on ray")
+            raise ConfigError(
+                "connector 'ray' needs a fleet on Ray; start it with shoal fleet up FILE --on ray"
+            )
         case "kubernetes":
             try:
                 from shoal.fleet.connectors.kubernetes import KubernetesConnector
@@ -35,8 +37,10 @@ def connector_named(name: str) -> Callable[[ConnectorContext], Connector]:
         case "virtual":
             return VirtualConnector
         case _:
-            raise ConfigError(f"connector {name!r} is none that there is")
+            raise ConfigError(
+                f"unknown connector {name!r}; choose process, circus, ray, kubernetes or virtual"
+            )
 
 
 def _missing(name: str, error: ModuleNotFoundError) -> ConfigError:
-    return ConfigError(f"connector {name!r} needs a package ({error}): pip install 'shoal[{name}]'")
+    return ConfigError(f"connector {name!r} needs a package ({error}); pip install 'shoal[{name}]'")

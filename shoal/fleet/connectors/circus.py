@@ -1,7 +1,7 @@
-"""Workers under Circus (https://circus.readthedocs.io): its arbiter, a process of its own, is their parent.
+"""Workers under Circus (https://circus.readthedocs.io), whose arbiter, a separate process, is their parent.
 
-So they outlive `shoal fleet up` if that is killed, and its next start takes them over. Workers die with the
-arbiter. A watcher is a worker and has its id; `circusctl --endpoint ipc://FOLDER/circus` shows them.
+Workers outlive a killed `shoal fleet up`, and its next start takes them over. They die with the arbiter. Each
+worker is a Circus watcher with the worker's id; `circusctl --endpoint ipc://FOLDER/circus` shows them.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from shoal.fleet.tasks import start, stop
 
 logger = logging.getLogger(__name__)
 
-CALL_S = 5.0  # for the arbiter to answer
-START_S = 30.0  # for the arbiter to start
-TICK_S = 0.5  # between two looks at who died, here and in the arbiter
+CALL_S = 5.0  # limit for the arbiter to answer
+START_S = 30.0  # limit for the arbiter to start
+TICK_S = 0.5  # between two polls for dead workers, here and in the arbiter
 SETTINGS = """[circus]
 endpoint = ipc://{calls}
 pubsub_endpoint = ipc://{events}
@@ -48,41 +48,43 @@ def circus_connector(context: ConnectorContext) -> LocalConnector:
 
 
 class CircusProcesses:
-    """A Supervisor. Who runs the fleet opens it: then the arbiter is started, and started again if it dies,
-    as are workers. Others use the arbiter that is there."""
+    """A Supervisor. `open` starts the arbiter; from then on the arbiter and workers are restarted when they
+    die."""
 
     def __init__(self, folder: Path, components: Sequence[Component]) -> None:
         self._folder, self._components, self._file = folder, components, StateFile(folder)
         self._settings, self._pid_file = folder / "circus.ini", folder / "circus.pid"
         self._client: CircusClient | None = None
-        # The client is of one thread, which ends a call that nobody waits for any more before the next one.
+        # The client belongs to one thread, which finishes an abandoned call before the next one.
         self._calls = ThreadPoolExecutor(1, "circus")
-        self._begun: dict[str, float] = {}  # when a worker's present life began, by the loop's clock
+        self._begun: dict[str, float] = {}  # start of a worker's present process, by the loop's clock
         self._restarts: dict[str, Restarts] = {}
-        self._due: dict[str, float | None] = {}  # when a dead worker is started again; None: it is given up
+        self._due: dict[str, float | None] = {}  # when a dead worker is restarted; None: it crash-loops
         self._stopping: set[str] = set()
-        self._lost: list[Placement] = []  # with an arbiter that has died, and not started again yet
+        self._lost: list[Placement] = []  # workers of a dead arbiter that are not restarted yet
         self._tasks: list[asyncio.Task[None]] = []
 
     async def open(self, leftovers: Sequence[ProcessId]) -> None:
         if self._arbiter() is None:
-            for life in leftovers:  # they have got their signal; not every engine heeds it
-                while not life.is_over:
-                    kill_group(life.pid)
+            for process in leftovers:  # the kernel has sent their death signal; some engines ignore it
+                while not process.is_over:
+                    kill_group(process.pid)
                     await asyncio.sleep(LOOK_S)
             await self._start_arbiter()
         self._tasks.append(start(self._keep_alive()))
 
     async def running(self) -> Mapping[str, Running]:
-        if self._lost:  # meanwhile they do not pass for removed
-            raise UnavailableError("the arbiter of Circus has died, and its workers are being started again")
+        if self._lost:  # they must not count as removed
+            raise UnavailableError("the Circus arbiter has died, and its workers are being restarted")
         statuses = (await self._call("status"))["statuses"]
         found = {}
         for worker_id, status in statuses.items():
-            self._begun.setdefault(worker_id, asyncio.get_running_loop().time())  # one that is taken over
+            self._begun.setdefault(
+                worker_id, asyncio.get_running_loop().time()
+            )  # a worker that was taken over
             pids: list[int] = []
             if status != "stopped":
-                with contextlib.suppress(UnavailableError):  # it was removed meanwhile
+                with contextlib.suppress(UnavailableError):  # removed since `status`
                     pids = (await self._call("list", name=worker_id))["pids"]
             is_crash_looping = worker_id in self._due and self._due[worker_id] is None
             found[worker_id] = Running(pids[0] if pids else None, is_crash_looping)
@@ -91,11 +93,11 @@ class CircusProcesses:
     async def start(self, placement: Placement) -> None:
         arbiter = self._arbiter()
         if arbiter is None:
-            raise UnavailableError("no arbiter of Circus runs for this fleet; start it with shoal fleet up")
+            raise UnavailableError("this fleet has no running Circus arbiter; start it with shoal fleet up")
         words = dying_with(arbiter.pid, placement.command, placement.component.death_signal)
         log = {"class": "WatchedFileStream", "filename": str(self._folder / f"{placement.id}.log")}
         self._begun[placement.id] = asyncio.get_running_loop().time()
-        self._due.pop(placement.id, None)  # under an arbiter that has died
+        self._due.pop(placement.id, None)  # set under a previous arbiter
         await self._call(
             "add",
             name=placement.id,
@@ -105,7 +107,7 @@ class CircusProcesses:
             waiting=True,
             options={
                 "env": {**os.environ, **placement.environment},
-                "respawn": False,  # that is done here, after a delay that grows
+                "respawn": False,  # done here, after a growing delay
                 "singleton": True,
                 "stdout_stream": log,
                 "stderr_stream": log,
@@ -120,7 +122,7 @@ class CircusProcesses:
                 return
             if running.pid is not None:
                 await self._end(worker_id, running.pid, grace_s)
-            with contextlib.suppress(UnavailableError):  # another close was quicker
+            with contextlib.suppress(UnavailableError):  # a concurrent close removed it
                 await self._call("rm", name=worker_id, waiting=True)
         finally:
             self._stopping.discard(worker_id)
@@ -133,29 +135,29 @@ class CircusProcesses:
         if arbiter is None:
             return
         await asyncio.gather(*(self.stop(worker_id, grace_s) for worker_id in await self.running()))
-        with contextlib.suppress(ProcessLookupError):  # another close was quicker
+        with contextlib.suppress(ProcessLookupError):  # a concurrent close ended it
             os.kill(arbiter.pid, signal.SIGTERM)
         while not arbiter.is_over:
             await asyncio.sleep(LOOK_S)
 
     async def _end(self, worker_id: str, pid: int, grace_s: float) -> None:
-        life = ProcessId.of(pid)
-        if life is None:
+        process = ProcessId.of(pid)
+        if process is None:
             return
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
         deadline = asyncio.get_running_loop().time() + grace_s
-        while not life.is_over:
+        while not process.is_over:
             if asyncio.get_running_loop().time() >= deadline:
                 logger.warning("%s has not ended within %g s and is killed", worker_id, grace_s)
                 break
             await asyncio.sleep(LOOK_S)
         kill_group(pid)
-        while not life.is_over:
+        while not process.is_over:
             await asyncio.sleep(LOOK_S)
 
     async def _keep_alive(self) -> None:
-        """Starts again who has died: the arbiter at once, with all workers; a worker after a delay."""
+        """Restarts a dead arbiter at once, with all workers, and a dead worker after a delay."""
         while True:
             await asyncio.sleep(TICK_S)
             try:
@@ -163,29 +165,29 @@ class CircusProcesses:
                     await self._revive()
                 statuses = (await self._call("status"))["statuses"]
                 while self._lost:
-                    await self._find_again(self._lost[0], is_there=self._lost[0].id in statuses)
+                    await self._recover(self._lost[0], is_there=self._lost[0].id in statuses)
                     del self._lost[0]
                 for worker_id in [name for name, status in statuses.items() if status == "stopped"]:
-                    await self._start_again(worker_id)
+                    await self._restart(worker_id)
             except (UnavailableError, OSError) as error:  # a disk may be full for a while
                 logger.error("%s", error)
 
     async def _revive(self) -> None:
-        """A new arbiter in place of one that has died."""
-        logger.error("the arbiter of Circus has died; it is started again, with all workers")
+        """Replaces a dead arbiter."""
+        logger.error("the Circus arbiter has died; it is restarted with all workers")
         state = self._file.read()
         self._lost = [one for component in self._components for one in state.placements(component)]
         await self._start_arbiter()
 
-    async def _find_again(self, placement: Placement, is_there: bool) -> None:
-        """A worker of an arbiter that has died, under the new one."""
-        if not is_there:  # else it was started, and the answer came too late
+    async def _recover(self, placement: Placement, is_there: bool) -> None:
+        """Starts a dead arbiter's worker under the new one."""
+        if not is_there:  # else an earlier call started it, and the answer was late
             await self.start(placement)
         with self._file.changing() as state:
             state.adopt(placement)
 
     def _arbiter(self) -> ProcessId | None:
-        """None if there is none that lives."""
+        """Returns the arbiter's process; None if it is not running."""
         try:
             pid = int(self._pid_file.read_text())
             words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
@@ -193,7 +195,7 @@ class CircusProcesses:
             return None
         return ProcessId.of(pid) if bytes(self._settings) in words else None
 
-    async def _start_again(self, worker_id: str) -> None:
+    async def _restart(self, worker_id: str) -> None:
         now = asyncio.get_running_loop().time()
         if worker_id in self._stopping:
             return
@@ -225,7 +227,7 @@ class CircusProcesses:
                 stderr=output,
                 start_new_session=True,
             )
-        logger.info("the arbiter of Circus is process %d; logs are in %s", process.pid, self._folder)
+        logger.info("the Circus arbiter is process %d; logs are in %s", process.pid, self._folder)
         deadline = asyncio.get_running_loop().time() + START_S
         while True:
             try:
@@ -234,11 +236,11 @@ class CircusProcesses:
             except UnavailableError as error:
                 if process.returncode is not None or asyncio.get_running_loop().time() >= deadline:
                     raise UnavailableError(
-                        f"the arbiter of Circus does not start ({error}); {log} says why"
+                        f"the Circus arbiter does not start ({error}); {log} says why"
                     ) from None
 
     async def _call(self, command: str, **properties: Any) -> dict[str, Any]:
-        """Raises UnavailableError if the arbiter does not answer, or refuses."""
+        """Sends a command to the arbiter. Raises UnavailableError if it does not answer, or refuses."""
         loop = asyncio.get_running_loop()
         while True:
             message = make_message(command, **properties)
@@ -253,7 +255,7 @@ class CircusProcesses:
             await asyncio.sleep(LOOK_S)
 
     def _ask(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Runs in the thread of calls."""
+        """Runs in the client's thread."""
         if self._client is None:
             self._client = CircusClient(endpoint=f"ipc://{self._folder}/circus", timeout=CALL_S)
         try:

@@ -31,7 +31,7 @@ class Component:
     `{replay_port}` for free ports, which a worker keeps when it restarts. model: its name for clients.
     source: the model that native workers load. count: number of workers at the start. worker: the address of
     an external worker, in the form of --worker; None: the worker joins by itself. devices: the GPUs of all
-    its workers, each of which gets `devices_per_worker`; empty: workers see the GPUs of this process.
+    its workers, `devices_per_worker` for each; empty: workers see the GPUs of this process.
     shares_devices: other components use the same GPUs, each by one worker at a time. resources: Ray's
     reservation for one worker, on one node. death_signal: sent to a worker when the process that started it
     is killed."""

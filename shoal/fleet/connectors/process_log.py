@@ -1,4 +1,4 @@
-"""One log for many processes: each line is written whole, behind the name of the process that said it."""
+"""`ProcessLog`: one log for many processes. Each line is written whole, after its process's name."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import threading
 from collections.abc import Iterator
 from typing import TextIO
 
-MOST_BYTES = 1 << 16  # of a line; a longer one becomes several
+MOST_BYTES = 1 << 16  # limit of a line; a longer one is split
 LAST_WORDS_S = 2.0
 
 
 class ProcessLog:
-    """style: "text", or "json" for one object a line, which then has the key `process`."""
+    """`style`: "text", or "json" for one object per line with the key `process`."""
 
     def __init__(self, stream: TextIO, style: str, width: int = 0) -> None:
         self._stream, self._style, self._width = stream, style, width
@@ -22,9 +22,9 @@ class ProcessLog:
 
     @contextlib.contextmanager
     def pipe(self, name: str) -> Iterator[int]:
-        """A file descriptor to give to a process as its output; it is closed here when the block is left."""
+        """Yields a file descriptor for a process's output, which is closed when the block is left."""
         reader, writer = os.pipe()
-        # A thread, as a terminal that takes nothing must not hold up the event loop.
+        # A thread, as a blocked terminal must not block the event loop.
         thread = threading.Thread(target=self._copy, args=(name, reader), name=f"log of {name}", daemon=True)
         self._threads = [t for t in self._threads if t.is_alive()] + [thread]
         thread.start()
@@ -34,7 +34,7 @@ class ProcessLog:
             os.close(writer)
 
     def stream_of(self, name: str) -> _Lines:
-        """A stream for this process's own handler of log records."""
+        """Returns a stream for this process's own log handler."""
         return _Lines(self, name)
 
     def write(self, name: str, text: str) -> None:
@@ -42,13 +42,13 @@ class ProcessLog:
             line = self._object(name, text)
         else:
             line = f"{name:<{self._width}} | {text}"
-        # One call, so that no other thread writes in between.
-        with contextlib.suppress(ValueError, OSError):  # whoever read this has gone
+        # A single call, so that no other thread writes in between.
+        with contextlib.suppress(ValueError, OSError):  # the reader has closed the stream
             self._stream.write(line + "\n")
             self._stream.flush()
 
     def close(self) -> None:
-        """Waits a moment for what ended processes have said last."""
+        """Waits a moment for the last output of ended processes."""
         for thread in self._threads:
             thread.join(LAST_WORDS_S)
 
@@ -66,7 +66,7 @@ class ProcessLog:
 
 
 class _Lines:
-    """What is written here goes to the log, a line at a time."""
+    """A stream that writes to the log, line by line."""
 
     def __init__(self, log: ProcessLog, name: str) -> None:
         self._log, self._name = log, name
@@ -76,4 +76,4 @@ class _Lines:
             self._log.write(self._name, line)
 
     def flush(self) -> None:
-        """The log is written through."""
+        """Does nothing: the log is unbuffered."""

@@ -1,12 +1,12 @@
-"""Workers as processes of this host: started, started again when they die, and ended.
+"""Workers as processes of this host: starts them, restarts them when they die, and ends them.
 
     processes = Processes(log)
     await processes.start(placement)
-    await processes.stop(placement.id, grace_s)      # it ends what it has
-    await processes.close(grace_s)                   # all of them
+    await processes.stop(placement.id, grace_s)      # after its requests
+    await processes.close(grace_s)                   # all workers
 
-A worker has a process group of its own. So a Ctrl-C at the terminal reaches the supervisor alone, and what a
-worker started itself ends with it. If the supervisor is killed, the kernel ends its workers.
+A worker has its own process group, so that a Ctrl-C at the terminal reaches only the supervisor, and a
+worker's children end with it. If the supervisor is killed, the kernel ends its workers.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def process_connector(context: ConnectorContext) -> LocalConnector:
 
 
 class WorkerProcess:
-    """One worker: its process, and the one after that."""
+    """One worker: its process and the following ones after restarts."""
 
     def __init__(self, placement: Placement, log: ProcessLog) -> None:
         self.id = placement.id
@@ -49,11 +49,11 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int | None:
-        """None between two lives, and after the last."""
+        """None between two processes, and after the last one."""
         return None if self._process is None else self._process.pid
 
     async def stop(self, grace_s: float) -> None:
-        """Returns when it has ended: by itself within `grace_s` seconds, or killed."""
+        """Sends SIGTERM, kills the worker after `grace_s` seconds, and returns when it has ended."""
         self._stopping.set()
         self._signal(signal.SIGTERM)
         done, _ = await asyncio.wait([self.task], timeout=grace_s)
@@ -63,7 +63,7 @@ class WorkerProcess:
             await self.task
 
     def kill(self) -> None:
-        """Ends it, and what it has started, at once."""
+        """Kills the worker and its children."""
         self._stopping.set()
         if self._process is not None:
             kill_group(self._process.pid)
@@ -91,7 +91,7 @@ class WorkerProcess:
             logger.error("%s cannot be started: %s", self.id, error)
             return NOT_STARTED
         logger.info("%s starts as process %d", self.id, self._process.pid)
-        if self._stopping.is_set():  # it was to end while it was made
+        if self._stopping.is_set():  # `stop` was called during the start
             self._signal(signal.SIGTERM)
         try:
             return await self._process.wait()
@@ -117,20 +117,20 @@ class WorkerProcess:
 
 
 class Processes(WorkersById[WorkerProcess]):
-    """All workers that this process has started: a Supervisor."""
+    """A Supervisor of workers that are children of this process."""
 
     def __init__(self, log: ProcessLog) -> None:
         super().__init__()
         self._log = log
 
     async def open(self, leftovers: Sequence[ProcessId]) -> None:
-        """Ends what a supervisor before this one has left: workers may have had no time to die with it, and
-        other engines may not have heeded their signal."""
-        for life in leftovers:
-            if not life.is_over:
-                logger.warning("process %d is left of a fleet that was killed, and is ended", life.pid)
-                kill_group(life.pid)
-            while not life.is_over:
+        """Ends the workers of a killed supervisor: they may have had no time to die with it, and external
+        engines may ignore their death signal."""
+        for process in leftovers:
+            if not process.is_over:
+                logger.warning("process %d is left over from a killed fleet and is ended", process.pid)
+                kill_group(process.pid)
+            while not process.is_over:
                 await asyncio.sleep(LOOK_S)
 
     async def running(self) -> dict[str, Running]:
@@ -141,7 +141,7 @@ class Processes(WorkersById[WorkerProcess]):
 
 
 def dying_with(parent: int, words: Sequence[str], death_signal: signal.Signals = signal.SIGKILL) -> list[str]:
-    """The command line of a program that gets this signal when its parent's thread that starts it ends."""
+    """Returns the command line of a program that gets this signal when the parent's starting thread ends."""
     return [sys.executable, "-I", "-S", str(LAUNCH), str(parent), str(int(death_signal)), *words]
 
 

@@ -1,8 +1,8 @@
-"""Workers on a Ray cluster: an actor each (fleet/connectors/ray_worker.py), in a placement group of its own.
+"""Workers on a Ray cluster. Each has an actor (fleet/connectors/ray_worker.py) in its own placement group.
 
-The group reserves what the worker needs on one node, keeps it while the worker is started again there, moves
-to another node when its node is lost, and tells Ray's autoscaler what is missing. Actors and groups end with
-the process that made them.
+The group reserves the worker's resources on one node, keeps them while the worker restarts, moves to another
+node when its node is lost, and reports missing resources to Ray's autoscaler. Actors and groups end with the
+process that made them.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from shoal.fleet.tasks import start
 
 logger = logging.getLogger(__name__)
 
-SPARE_S = 10.0  # beyond a worker's grace, for an actor to say that its process has ended
-ROOM_LOG_S = 10.0  # without a place, after which the log says so
+SPARE_S = 10.0  # after a worker's grace, for its actor to report the end of the process
+ROOM_LOG_S = 10.0  # waiting time for a node after which the log says so
 
 
 class RayWorker:
-    """One worker: its placement group, its actor, and the one after that."""
+    """One worker: its placement group, its actor, and the following ones after restarts."""
 
     def __init__(self, worker_id: str, resources: Mapping[str, float], launch: Launch) -> None:
         self.id = worker_id
         self._resources, self._launch = dict(resources), launch
         self._actor: Any = None
-        self._place: Place | None = None  # where it lives, while it does
-        self._began = asyncio.get_running_loop().time()  # its last life
+        self._place: Place | None = None  # the actor's node, while it runs
+        self._began = asyncio.get_running_loop().time()  # start of the last process
         self._stopping = asyncio.Event()
         self.task = start(self._keep_alive())
 
@@ -54,15 +54,15 @@ class RayWorker:
         return self.task.done() and not self._stopping.is_set()
 
     async def stop(self, grace_s: float) -> None:
-        """Returns when it has ended: by itself within `grace_s` seconds, or killed. It may be called again,
-        with less, while it runs."""
+        """Ends the worker, kills it after `grace_s` seconds, and returns when it has ended. May be called
+        again with a shorter grace while it runs."""
         self._stopping.set()
         if self._actor is not None and self._place is not None and grace_s > 0:
-            # A lost node does not answer. Then the task below ends by itself.
+            # A lost node does not answer; then the task ends by itself.
             asking = asyncio.create_task(_quietly(self._actor.stop.remote(grace_s)))
             await asyncio.wait([self.task], timeout=grace_s + SPARE_S)
             asking.cancel()
-        self.task.cancel()  # changes nothing where it has ended
+        self.task.cancel()  # no effect if it has ended
         await asyncio.gather(self.task, return_exceptions=True)
 
     async def _keep_alive(self) -> None:
@@ -74,15 +74,16 @@ class RayWorker:
                         pass
                 return
             except RayError as error:
-                if not await self._may_live_again(restarts, f"Ray reserves nothing for it: {error}"):
+                if not await self._may_live_again(restarts, f"Ray has not reserved its resources: {error}"):
                     return
 
     async def _may_live_again(self, restarts: Restarts, how: str | None) -> bool:
-        """Waits until it may start again; False if it may not. `how`: it ended; None: its node was lost."""
+        """Waits until the worker may restart; returns False if it may not. `how`: the kind of its end; None:
+        its node was lost."""
         if self._stopping.is_set():
             return False
         if how is None:
-            logger.error("%s has lost its node; it is started on another one", self.id)
+            logger.error("%s has lost its node; it is restarted on another one", self.id)
             return True
         delay_s = restarts.delay_after(asyncio.get_running_loop().time() - self._began, how)
         if delay_s is not None:
@@ -91,13 +92,13 @@ class RayWorker:
         return delay_s is not None and not self._stopping.is_set()
 
     async def _live(self, group: PlacementGroup) -> str | None:
-        """Runs it once. Returns how it ended; None if its node was lost."""
+        """Runs the worker once. Returns how it ended; None if its node was lost."""
         self._actor = actor = await asyncio.to_thread(self._new_actor, group)
         try:
             placing = asyncio.ensure_future(actor.place.remote())
             if not (await asyncio.wait([placing], timeout=ROOM_LOG_S))[0]:
                 logger.warning(
-                    "%s waits for a node with room for %s; the cluster has free %s",
+                    "%s waits for a node with free %s; the cluster has free %s",
                     self.id,
                     self._resources,
                     await asyncio.to_thread(ray.available_resources),
@@ -133,8 +134,8 @@ class RayWorker:
 
 @contextlib.asynccontextmanager
 async def _reserved(resources: Mapping[str, float]) -> AsyncIterator[PlacementGroup]:
-    """Inside of the block these are reserved on one node, as soon as one has them."""
-    # It has no name, as Ray may send the order twice, and refuses a name that is there.
+    """Reserves these resources on one node, as soon as one has them free, until the block is left."""
+    # Without a name, as Ray may send the request twice and refuses a name that exists.
     making = asyncio.create_task(
         asyncio.to_thread(placement_group, [dict(resources)], strategy="STRICT_PACK")
     )
@@ -145,16 +146,16 @@ async def _reserved(resources: Mapping[str, float]) -> AsyncIterator[PlacementGr
 
 
 class RayActors(WorkersById[RayWorker]):
-    """All workers that this process has started on the cluster: a Supervisor. `fleet_key`: what they are
-    given; `only_host`: as in Launch."""
+    """A Supervisor of the workers that this process has started on the cluster. `fleet_key` is passed to the
+    workers; `only_host`: as in Launch."""
 
     def __init__(self, fleet_key: bytes, only_host: str) -> None:
         super().__init__()
         self._fleet_key, self._only_host = fleet_key, only_host
 
     async def open(self, leftovers: Sequence[ProcessId]) -> None:
-        """Gives back what a router before this one had reserved: Ray ends actors with the process that made
-        them, but not always their groups."""
+        """Releases the reservations of a previous router: Ray ends actors with the process that made them,
+        but not always their groups."""
         await asyncio.to_thread(_remove_groups_of_this_job)
 
     async def running(self) -> dict[str, Running]:
@@ -166,12 +167,13 @@ class RayActors(WorkersById[RayWorker]):
 
 
 def ray_connector(context: ConnectorContext, fleet_key: bytes = b"", only_host: str = "") -> LocalConnector:
-    """A Connector, for a process that is connected to the cluster. The rest is as in RayActors."""
+    """Returns a Connector for a process that is connected to the cluster. Other arguments: as in
+    RayActors."""
     return LocalConnector(context, RayActors(fleet_key, only_host))
 
 
 def _remove_groups_of_this_job() -> None:
-    job = ray.get_runtime_context().get_job_id()  # a group's id ends with that of its job
+    job = ray.get_runtime_context().get_job_id()  # a group's id ends with its job's id
     for name, group in placement_group_table().items():
         if name.endswith(job) and group["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(name))))

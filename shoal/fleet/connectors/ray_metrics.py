@@ -1,9 +1,9 @@
-"""A worker's metrics among Ray's own: read from its /metrics and handed to the Ray agent of its node.
+"""Publishes a worker's metrics among Ray's own: reads its /metrics and hands them to its node's Ray agent.
 
-So they are where users of Ray look: behind each node's metrics port, found by Prometheus by Ray's service
-discovery. A name keeps what follows Ray's prefix, with an underscore for the colon that Ray does not take:
-`vllm:num_requests_running` is `ray_vllm_num_requests_running` there, as vLLM on Ray has it, with the label
-`worker` beside its own.
+Users of Ray find them at each node's metrics port, which Prometheus finds by Ray's service discovery. A
+metric's name gets Ray's prefix and an underscore for the colon, which Ray does not accept:
+`vllm:num_requests_running` becomes `ray_vllm_num_requests_running`, as in vLLM on Ray, with `worker` as an
+additional label.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from ray.util.metrics import Gauge
 
 from shoal.fleet.tasks import start, stop
 
-INTERVAL_S = 5.0  # as often as Ray's agents report
-OF_WORKERS = ("vllm:", "shoal:")  # the names of ours; those of the process are in Ray's metrics already
+INTERVAL_S = 5.0  # the reporting interval of Ray's agents
+OF_WORKERS = ("vllm:", "shoal:")  # metrics of the process are in Ray's own already
 
 
 class RayMetrics:
-    """Gauges by name. Counters and the parts of histograms are gauges of what they have come to, since Ray's
-    own kinds take only new events; `rate` and `histogram_quantile` read them alike."""
+    """Gauges by name. Counters and histogram buckets become gauges of their present values, since Ray's own
+    kinds accept only increments; `rate` and `histogram_quantile` read both."""
 
     def __init__(self, worker_id: str) -> None:
         self._id = worker_id
         self._gauges: dict[str, Gauge] = {}
 
     def publish(self, page: str) -> None:
-        """page: in Prometheus' text format."""
+        """Sets the gauges from `page`, in Prometheus' text format."""
         for family in text_string_to_metric_families(page):
             if not family.name.startswith(OF_WORKERS):
                 continue
@@ -44,7 +44,7 @@ class RayMetrics:
 
 @contextlib.asynccontextmanager
 async def publishing(worker_id: str, port: int) -> AsyncIterator[None]:
-    """Inside of the block the metrics of the worker with this HTTP port are passed on."""
+    """Publishes the metrics of the worker with this HTTP port until the block is left."""
     task = start(_publish(RayMetrics(worker_id), f"http://127.0.0.1:{port}/metrics"))
     try:
         yield
@@ -53,7 +53,7 @@ async def publishing(worker_id: str, port: int) -> AsyncIterator[None]:
 
 
 async def _publish(metrics: RayMetrics, url: str) -> None:
-    """Runs until it is cancelled. A worker that does not answer yet is asked again."""
+    """Runs until it is cancelled. A worker that does not answer is asked again."""
     async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=INTERVAL_S)) as session:
         while True:
             await asyncio.sleep(INTERVAL_S)
@@ -61,4 +61,4 @@ async def _publish(metrics: RayMetrics, url: str) -> None:
                 async with session.get(url) as answer:
                     metrics.publish(await answer.text())
             except (aiohttp.ClientError, TimeoutError):
-                continue  # it is starting, or busy
+                continue  # the worker is starting, or busy

@@ -1,9 +1,8 @@
-"""The actor that holds one worker of a fleet on Ray: it runs `shoal serve` as a process group of its own, and
-is what Ray reserves a place for.
+"""`RayWorkerActor`: the Ray actor of one worker. It runs `shoal serve` in its own process group.
 
-The two live and die together. When the process ends, `run` returns and the connector ends the actor; when the
-actor is killed, or the connector that made it dies, the kernel and Ray end the process. What the process says
-goes where the actor's own words go: into Ray's logs, under the worker's id.
+Ray reserves resources for the actor. Both end together: when the process ends, `run` returns and the
+connector ends the actor; when the actor is killed or its connector dies, the kernel and Ray end the process.
+The process's output goes to Ray's logs, under the worker's id.
 """
 
 from __future__ import annotations
@@ -28,19 +27,18 @@ from shoal.fleet.connectors.state_file import filled
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where Ray has put an actor."""
+    """The node of an actor."""
 
     node_id: str
-    host: str  # its address, as other nodes reach it
+    host: str  # the node's address for other nodes
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """What a worker is started with, on whichever node.
+    """The start of a worker on any node.
 
-    command: its words. In each `{python}` stands for the node's interpreter, `{host}` for its address,
-    `{http_port}` for a free port there, of the worker's HTTP server, and `{fleet_key_file}` for a file with
-    the fleet key, which is made there. only_host: the address of the one node that the plane can be reached
-    from; "": it can be from all."""
+    command: its words. `{python}` stands for the node's interpreter, `{host}` for its address, `{http_port}`
+    for a free port for the worker's HTTP server, and `{fleet_key_file}` for a file with the fleet key, which
+    is made on the node. only_host: the address of the only node that can reach the plane; "": all can."""
 
     command: Sequence[str]
     environment: Mapping[str, str]
@@ -60,16 +58,16 @@ class RayWorkerActor:
         return self._id  # Ray's name for it in the logs
 
     async def place(self) -> Place:
-        """Answers as soon as Ray has found a place for the actor."""
+        """Returns as soon as Ray has found a node for the actor."""
         return place_of_this_process()
 
     async def run(self, launch: Launch) -> str:
-        """Runs the worker to its end, and returns how it ended. Raises ConfigError for a node that cannot
-        reach the plane."""
+        """Runs the worker and returns how it ended. Raises ConfigError on a node that cannot reach the
+        plane."""
         host = place_of_this_process().host
         if launch.only_host not in ("", host):
             raise ConfigError(
-                f"node {host} cannot reach the fleet's plane, which is embedded on {launch.only_host}; name "
+                f"node {host} cannot reach the fleet's plane, which is embedded on {launch.only_host}; give "
                 'a NATS server that all nodes reach: [plane] url = "nats://HOST:4222"'
             )
         with tempfile.TemporaryDirectory(prefix=f"shoal-{self._id}-") as folder:  # 0700
@@ -89,7 +87,7 @@ class RayWorkerActor:
             env={**os.environ, **environment, "CUDA_VISIBLE_DEVICES": ",".join(gpus)},
             start_new_session=True,
         )
-        if self._stopping.is_set():  # it was to end while it was made
+        if self._stopping.is_set():  # `stop` was called during the start
             self._signal(signal.SIGTERM)
         try:
             return ended_in_words(await self._process.wait())
@@ -97,7 +95,7 @@ class RayWorkerActor:
             kill_group(self._process.pid)
 
     async def stop(self, grace_s: float) -> None:
-        """The worker ends what it has, within `grace_s` seconds, or is killed. `run` returns then."""
+        """Sends SIGTERM, and kills the worker after `grace_s` seconds. Then `run` returns."""
         self._stopping.set()
         self._signal(signal.SIGTERM)
         if self._process is not None:

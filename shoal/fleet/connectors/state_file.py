@@ -81,7 +81,7 @@ class Placement:
 
     @property
     def spec(self) -> str | None:
-        """How the router reaches an external worker, in the form of --worker; None for a native one."""
+        """Address of an external worker for the router, in the form of --worker; None for a native worker."""
         worker = self.component.worker
         return None if worker is None else f"{filled(worker, self._values)},id={self.id}"
 

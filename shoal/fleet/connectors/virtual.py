@@ -1,11 +1,11 @@
-"""Workers that another orchestrator starts and ends. The connector writes how many there should be, and waits
-until that is confirmed, as the VirtualConnector of NVIDIA Dynamo does:
+"""Workers that another orchestrator starts and ends. The connector writes the desired counts and waits for
+their confirmation, as the VirtualConnector of NVIDIA Dynamo does:
 
     decision.json    written here: {"decision_id": 7, "workers": {"m": {"decode": 3, "prefill": 1}}, ...}
-    scaled.json      written by the orchestrator, when it has scaled: {"scaled_decision_id": 7}
+    scaled.json      written by the orchestrator after scaling: {"scaled_decision_id": 7}
 
-Both lie in the fleet's folder (on a shared file system, if the orchestrator is elsewhere), so an orchestrator
-may be written in any language. One in Python has a VirtualClient:
+Both files are in the fleet's folder (on a shared file system, if the orchestrator is on another host), so an
+orchestrator may be written in any language. VirtualClient is for one in Python:
 
     client = VirtualClient(folder)
     while True:
@@ -37,8 +37,8 @@ DECISION, SCALED = "decision.json", "scaled.json"
 
 
 class ScalingDecision(msgspec.Struct, frozen=True):
-    """`workers`: how many there should be, by model and role. `counts`: those of the fleet's file, from which
-    this has come. Decisions are numbered; a later one takes the place of those before it."""
+    """`workers`: desired counts, by model and role. `counts`: the counts of the fleet's file at that time. A
+    decision replaces the ones with lower ids."""
 
     decision_id: int
     workers: dict[str, dict[str, int]]
@@ -50,13 +50,13 @@ class Scaled(msgspec.Struct, frozen=True):
 
 
 class VirtualClient:
-    """The orchestrator's side. `folder`: where `shoal fleet up` says that it writes decisions."""
+    """The orchestrator's side. `folder`: the folder of decisions, which `shoal fleet up` logs."""
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
 
     async def wait(self) -> ScalingDecision:
-        """The latest decision, as soon as there is one that is not confirmed."""
+        """Waits for an unconfirmed decision and returns the latest."""
         while True:
             decision = _read(self._folder / DECISION, ScalingDecision)
             if decision is not None and decision.decision_id > _scaled_id(self._folder):
@@ -64,13 +64,13 @@ class VirtualClient:
             await asyncio.sleep(LOOK_S)
 
     def complete(self, decision: ScalingDecision) -> None:
-        """There are as many workers as it says, or they start."""
+        """Confirms the decision: its workers are running or starting."""
         _write(self._folder / SCALED, Scaled(decision.decision_id))
 
 
 class VirtualConnector:
-    """A Connector. Counts outlive it, as workers are the orchestrator's: `start` goes on with them, unless
-    the fleet's file says other ones than it did, and `close` leaves them."""
+    """A Connector. The orchestrator owns the workers, so their counts outlive the connector: `start`
+    continues with them unless the counts in the fleet's file have changed, and `close` leaves them."""
 
     def __init__(self, context: ConnectorContext) -> None:
         self._components, self._router = context.components, context.router
@@ -80,9 +80,9 @@ class VirtualConnector:
         self._decided_at: dict[str, float] = {}  # by model
         self._deciding = asyncio.Lock()
         self._changes: dict[str, InFlight] = collections.defaultdict(InFlight)  # by model
-        self._scaled = 0  # the last decision that is known to be confirmed
-        self._told = ""  # why confirmations cannot be read now
-        # What the present calls of `add` have got, by model.
+        self._scaled = 0  # last decision that is known to be confirmed
+        self._logged = ""  # why confirmations cannot be read now
+        # Workers that present calls of `add` return, by model.
         self._claimed: dict[str, set[str]] = collections.defaultdict(set)
 
     async def start(self) -> None:
@@ -94,10 +94,10 @@ class VirtualConnector:
         before = _read(path, ScalingDecision)
         if before is None and path.exists():
             raise ConfigError(
-                f"{path} is no decision of a planner; remove it, and numbers go on from the last that was "
-                "confirmed"
+                f"{path} must hold a planner's decision; remove the file, and ids continue after the last "
+                "confirmed one"
             )
-        logger.info("decisions are written to %s, and confirmed in %s", path, self._folder / SCALED)
+        logger.info("decisions are written to %s and confirmed in %s", path, self._folder / SCALED)
         self._decision, self._scaled = before or self._decision, _scaled_id(self._folder)
         if self._decision.counts != counts:
             self._write(msgspec.structs.replace(self._decision, workers=counts, counts=counts))
@@ -159,10 +159,10 @@ class VirtualConnector:
         await asyncio.Event().wait()
 
     async def close(self, grace_s: float) -> None:
-        """Workers stay: they are the orchestrator's."""
+        """Leaves the workers to the orchestrator."""
 
     async def _decide(self, model: str, role: str, by: int, deadline: float) -> int:
-        """Waits until the decision before is confirmed, and writes the next one. Returns its number."""
+        """Waits until the previous decision is confirmed, writes the next one and returns its id."""
         async with self._deciding:
             last = self._decision.decision_id
             if not await poll_until(
@@ -173,7 +173,7 @@ class VirtualConnector:
                     "orchestrator is running"
                 )
             if self._changes[model].count == 1 and not self.pending(model):
-                # Workers that a person has added or removed meanwhile are taken as they are.
+                # Keeps workers that a person has added or removed since.
                 self._change(model, role, by, len(self._router.ready(model, role)))
             else:
                 self._change(model, role, by)
@@ -181,18 +181,19 @@ class VirtualConnector:
 
     @contextlib.contextmanager
     def _taken_back_if_it_fails(self, model: str, role: str) -> Iterator[None]:
-        """A decision for one more worker, whose addition is the block."""
+        """Reverts the decision for one more worker if the block fails."""
         try:
             yield
         except BaseException:  # a cancellation, too
             try:
                 self._change(model, role, -1)
             except OSError as error:
-                logger.error("one %s worker of %s too many stays decided: %s", role, model, error)
+                logger.error("a surplus %s worker of %s stays decided: %s", role, model, error)
             raise
 
     def _change(self, model: str, role: str, by: int, count: int | None = None) -> None:
-        """`count`: how many there are; None: as many as were wanted."""
+        """Writes a decision that differs by `by` workers. `count`: the present number; None: the desired
+        one."""
         roles = dict(self._decision.workers.get(model, {}))
         roles[role] = max(0, (roles.get(role, 0) if count is None else count) + by)
         workers = {**self._decision.workers, model: roles}
@@ -200,8 +201,8 @@ class VirtualConnector:
         self._decided_at[model] = self._clock.now()
 
     def _write(self, decision: ScalingDecision) -> None:
-        """Makes it the present one, with a number that is not confirmed. One that cannot be written is none:
-        its confirmation would be awaited for ever."""
+        """Makes this the present decision, with an unconfirmed id. A decision that cannot be written does not
+        count, as its confirmation would never come."""
         number = 1 + max(self._decision.decision_id, self._scaled_id())
         decision = msgspec.structs.replace(decision, decision_id=number)
         _write(self._folder / DECISION, decision)
@@ -211,15 +212,15 @@ class VirtualConnector:
         return self._scaled_id() >= decision_id
 
     def _scaled_id(self) -> int:
-        """The last decision that is confirmed, as far as that is known: a shared file system may be away for
-        a while."""
+        """Returns the id of the last confirmed decision, or the last one known while a shared file system is
+        unavailable."""
         try:
-            self._scaled, told = _scaled_id(self._folder), ""
+            self._scaled, failure = _scaled_id(self._folder), ""
         except OSError as error:
-            told = str(error)
-            if told != self._told:
-                logger.warning("confirmations cannot be read, which is tried again: %s", error)
-        self._told = told
+            failure = str(error)
+            if failure != self._logged:
+                logger.warning("confirmations cannot be read, retrying: %s", error)
+        self._logged = failure
         return self._scaled
 
     def _confirmation(self, decision_id: int) -> str:
@@ -234,14 +235,14 @@ class VirtualConnector:
 
 
 def _scaled_id(folder: Path) -> int:
-    """The last decision that is confirmed; 0 if there is none."""
+    """Returns the id of the last confirmed decision, or 0."""
     scaled = _read(folder / SCALED, Scaled)
     return 0 if scaled is None else scaled.scaled_decision_id
 
 
 def _read(path: Path, type_: type[T]) -> T | None:
-    """None if there is no such file, or if its content cannot be read: an orchestrator may be writing it.
-    Other errors of the disk are OSErrors."""
+    """Returns None for a missing file, and for an unreadable content, as an orchestrator may be writing it.
+    Other disk errors are raised as OSError."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=type_)
     except (FileNotFoundError, msgspec.MsgspecError):
@@ -249,7 +250,7 @@ def _read(path: Path, type_: type[T]) -> T | None:
 
 
 def _write(path: Path, content: msgspec.Struct) -> None:
-    """Nobody sees a part of it."""
+    """Replaces the file as a whole, so that readers see no part of it."""
     new = path.with_suffix(".new")
     new.write_bytes(msgspec.json.encode(content) + b"\n")
     new.replace(path)

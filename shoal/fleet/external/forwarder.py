@@ -1,7 +1,7 @@
 """`ExternalForwarder`: sends a client's request to one external worker, and to another if that one fails.
 
-Before the first token every failure is followed by another try, and the client sees none of it. After it a
-stream of completions or chats goes on at another worker (external_stream.py). Any other answer ends there.
+A failure before the first token is retried, unseen by the client. After it, a stream of completions or chats
+continues on another worker (stream.py), and any other answer ends with an error.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from shoal.telemetry.logs import about
 from shoal.telemetry.timeline import Timeline
 
 STREAMS = ("text/event-stream", "application/x-ndjson")
-REFUSED_FIELD = (400, 422)  # what a strict server answers to a field that it does not know
-MIN_TRIES = 2  # of a request without a token, even if there is one worker alone
+REFUSED_FIELD = (400, 422)  # statuses of a strict server for an unknown field
+MIN_TRIES = 2  # for a request without a token, even with a single worker
 MAX_ERROR_BYTES = 1000
 LARGE_BODY = 1 << 20  # bytes; one of this size is read in a thread
-HALF = "\ufffd"  # what half a character is shown as
-MOST_HALF_TOKENS = 4  # of a character that is not whole
+HALF = "\ufffd"  # shown for an incomplete character
+MOST_HALF_TOKENS = 4  # tokens of an incomplete character
 
 logger = logging.getLogger(__name__)
 
 
 class _Whole(msgspec.Struct):
-    """What the books want of an answer that is no stream."""
+    """The part of an unstreamed answer that the router counts."""
 
     usage: dict[str, Any] | None = None
-    choices: Any = None  # a list, where the answer is of OpenAI's shape
+    choices: Any = None  # a list in an answer of OpenAI's shape
 
 
 class _Head:
-    """What an answer begins with."""
+    """Status and headers of an answer."""
 
     def __init__(self) -> None:
         self.status = 200
@@ -64,9 +64,9 @@ class _Head:
             self.headers.append((b"retry-after", _bytes(exchange.headers["retry-after"])))
 
 
-class _Told:
-    """What becomes of a request, as its timeline and the log are told. What an external worker does with it,
-    up to its first token, is one span. Errors of such workers may quote a prompt, so they are not told."""
+class _RequestRecorder:
+    """Records a request in its timeline and in the log. The work of an external worker until its first token
+    is one span. Errors of such workers may quote a prompt, so they are not recorded."""
 
     def __init__(self, line: Timeline) -> None:
         self._line, self._answer = line, line.answer()
@@ -75,7 +75,7 @@ class _Told:
         self._left: tuple[float, Span] | None = None
 
     def arrived(self, assignment: Assignment[ExternalLink]) -> None:
-        """It has a place at a worker."""
+        """Records that the request is assigned to a worker."""
         self._sent_at, self._worker = time.perf_counter(), assignment.worker.id
         self._line.add(assignment.take_spans(), self._sent_at)
         logger.debug(about(self._line.id, f"goes to worker {self._worker}", worker=self._worker))
@@ -97,7 +97,7 @@ class _Told:
             self._answer.tokens(count, now, self._worker)
 
     def left(self, assignment: Assignment[ExternalLink], why: str) -> None:
-        """It goes on at another worker."""
+        """Records that the request leaves this worker for another one."""
         worker_id, num_tokens = assignment.worker.id, self._line.output_tokens
         move: dict[str, str | int | float] = {"from": worker_id, "why": why, "output_tokens": num_tokens}
         self._left = time.perf_counter(), Span("migration", 0.0, 0.0, attributes=move)
@@ -105,12 +105,12 @@ class _Told:
         logger.info(about(self._line.id, text, worker=worker_id))
 
     def counted(self, num_prompt: int, num_cached: int) -> None:
-        """What the worker says of the prompt."""
+        """Records the worker's report of prompt tokens."""
         if num_prompt:
             self._line.prompt_tokens, self._line.cached_tokens = num_prompt, num_cached
 
     def finished(self, reasons: Iterable[str]) -> None:
-        """Why the worker says that its answers ended."""
+        """Records the worker's finish reasons."""
         self._line.reasons.update(reasons)
 
 
@@ -120,17 +120,17 @@ class ExternalForwarder:
     def __init__(
         self, dispatcher: Dispatcher[ExternalLink], tokens: PromptTokens, *, migration_limit: int
     ) -> None:
-        """migration_limit: how many workers may fail one request after its first token."""
-        self.num_migrations = 0  # of streams that went on at another worker
-        self.num_retries = 0  # of requests without a token
-        self.token_counts = TokenCounts()  # of all answers that tell them
+        """`migration_limit`: how many workers may fail one request after its first token."""
+        self.num_migrations = 0  # streams that continued on another worker
+        self.num_retries = 0  # retries of requests without a token
+        self.token_counts = TokenCounts()  # summed over all answers that report them
         self._dispatcher, self._tokens = dispatcher, tokens
         self._migration_limit = migration_limit
         self._numbers = itertools.count()
 
     async def forward(self, call: ExternalCall) -> ExternalAnswer:
-        """As Forwarder says. `chunks` raises WorkerFailedError and UnavailableError for a stream that breaks
-        and cannot be taken up elsewhere."""
+        """Implements Forwarder. `chunks` raises WorkerFailedError and UnavailableError for a stream that
+        breaks and cannot continue elsewhere."""
         head = _Head()
         if len(call.body) < LARGE_BODY:
             request = ExternalRequest(call)
@@ -141,10 +141,10 @@ class ExternalForwarder:
         return ExternalAnswer(head.status, head.headers, chunks, head.content_type)
 
     async def _chunks(self, request: ExternalRequest, head: _Head) -> AsyncGenerator[bytes]:
-        """Yields an empty piece once `head` is filled, and then the answer's bytes."""
+        """Yields an empty piece when `head` is filled, and then the answer's bytes."""
         routing = await self._routing_request(request)
         stream = ExternalStream(request)
-        told = _Told(request.call.line)
+        recorder = _RequestRecorder(request.call.line)
         num_failures = num_migrations = 0
         try:
             while True:
@@ -152,23 +152,23 @@ class ExternalForwarder:
                 try:
                     async with (
                         self._dispatcher.assign(routing) as assignment,
-                        aclosing(self._ask(assignment, stream, head, told)) as pieces,
+                        aclosing(self._ask(assignment, stream, head, recorder)) as pieces,
                     ):
                         async for piece in pieces:
                             yield piece
                     return
                 except MovedError:
                     assert assignment is not None, "only a worker's request moves"
-                    told.left(assignment, "it waits there, and another worker would run it at once")
+                    recorder.left(assignment, "it waits there, and another worker would run it at once")
                 except BusyError:
                     if assignment is None:  # the router's own queue is full
                         raise
-                    told.left(assignment, "it is full")
+                    recorder.left(assignment, "it is full")
                 except WorkerFailedError as error:
                     if assignment is not None:
-                        told.left(assignment, "it is not reached" if error.is_absent else "it failed")
+                        recorder.left(assignment, "it is not reachable" if error.is_absent else "it failed")
                     stream.break_off()
-                    if stream.has_begun and not stream.has_finished and stream.obstacle() is None:
+                    if stream.has_begun and not stream.has_finished and stream.blocked_reason() is None:
                         await self._settle(stream)
                     if stream.is_whole:
                         yield stream.finish()
@@ -176,7 +176,7 @@ class ExternalForwarder:
                     if stream.has_begun:
                         num_migrations += 1
                         self._check_migration(stream, num_migrations, error)
-                        routing.token_ids = stream.go_on()
+                        routing.token_ids = stream.continuation()
                     else:
                         num_failures += 1
                         if num_failures >= MIN_TRIES and not self._has_fresh_worker(routing):
@@ -185,18 +185,22 @@ class ExternalForwarder:
         finally:
             self._dispatcher.end(routing)
             counts = stream.counts
-            told.counted(counts.prompt, counts.cached)
-            told.finished(stream.finish_reasons)
+            recorder.counted(counts.prompt, counts.cached)
+            recorder.finished(stream.finish_reasons)
             if request.has_chunks:
                 self.token_counts.add(stream.counts)
 
     async def _ask(
-        self, assignment: Assignment[ExternalLink], stream: ExternalStream, head: _Head, told: _Told
+        self,
+        assignment: Assignment[ExternalLink],
+        stream: ExternalStream,
+        head: _Head,
+        recorder: _RequestRecorder,
     ) -> AsyncGenerator[bytes]:
-        """Sends the request to a worker and yields what the client gets of its answer. Raises BusyError if
-        the worker is full, MovedError if another one would run the request at once, and WorkerFailedError."""
+        """Sends the request to a worker and yields the client's part of its answer. Raises BusyError if the
+        worker is full, MovedError if another one would run the request at once, and WorkerFailedError."""
         link, request = assignment.worker.link, stream.request
-        told.arrived(assignment)
+        recorder.arrived(assignment)
         headers = request.headers()
         if len(assignment.worker.ranks) > 1:  # vLLM's header
             headers["X-data-parallel-rank"] = str(assignment.choice.rank.rank)
@@ -204,7 +208,7 @@ class ExternalForwarder:
             is_as_it_came, path, body = self._to_send(stream, link)
             exchange = link.exchange(request.call.method, path, body, headers)
             assignment.on_broken = exchange.abort
-            if request.has_chunks and not stream.has_begun:  # no token shows that another answer began
+            if request.has_chunks and not stream.has_begun:  # an unstreamed answer may have begun unseen
                 assignment.on_moving = functools.partial(_move, exchange, stream)
             async with exchange:
                 error = await self._refusal(exchange, link)
@@ -213,16 +217,16 @@ class ExternalForwarder:
                     continue
                 if error is not None and stream.has_begun:
                     raise UnavailableError(
-                        f"the stream broke, and another worker refuses to take it up: {_shown(error)}"
+                        f"the stream broke, and another worker refuses to continue it: {_shown(error)}"
                     )
                 if error is not None:
                     pieces = _once(error)
                 elif request.has_chunks and _content_type(exchange) in STREAMS:
-                    pieces = self._read_chunks(exchange, assignment, stream, told)
+                    pieces = self._read_chunks(exchange, assignment, stream, recorder)
                 elif _content_type(exchange) in STREAMS:
-                    pieces = self._read_stream(exchange, assignment, told)
+                    pieces = self._read_stream(exchange, assignment, recorder)
                 else:
-                    pieces = self._read_whole(exchange, assignment, told)
+                    pieces = self._read_whole(exchange, assignment, recorder)
                 async with aclosing(pieces):
                     async for piece in pieces:
                         if not head.headers:
@@ -236,26 +240,26 @@ class ExternalForwarder:
                 return
 
     def _to_send(self, stream: ExternalStream, link: ExternalLink) -> tuple[bool, str, bytes]:
-        """Whether the body is as it came, the path and the body."""
+        """Returns whether the body is unchanged, the path and the body."""
         request = stream.request
         if stream.has_begun:
             room = link.max_model_len(request.model)
             return False, COMPLETIONS, request.next_body(stream.prompt_ids or [], stream.token_ids, room)
-        if request.obstacle is not None or not link.takes_token_ids:
+        if request.blocked_reason is not None or not link.takes_token_ids:
             return True, request.call.path, request.call.body
         return False, request.call.path, request.first_body()
 
     async def _refusal(self, exchange: ExternalExchange, link: ExternalLink) -> bytes | None:
-        """The body of an answer that refuses the request; None if it does not. Raises BusyError and
-        WorkerFailedError for those that are not about the request."""
+        """Returns the body of an answer that refuses the request, None for any other answer. Raises BusyError
+        and WorkerFailedError for refusals that are not about the request."""
         status = exchange.status
         if status < 300:
             return None
         if status == 429:
             raise link.busy(exchange.headers.get("retry-after"))
         body = await exchange.whole()
-        if status == 401:  # the client has shown its own key to the router, and knows no other
-            raise link.failure("it refuses the router's key, or wants one; give it by api_key_file=")
+        if status == 401:  # about the router's key, as the client's key is for the router alone
+            raise link.failure("it refuses the router's key, or needs one; give it by api_key_file=")
         if status < 400 or status >= 500:
             raise link.failure(f"it answers {status}: {_shown(body)}")
         return body
@@ -265,7 +269,7 @@ class ExternalForwarder:
         exchange: ExternalExchange,
         assignment: Assignment[ExternalLink],
         stream: ExternalStream,
-        told: _Told,
+        recorder: _RequestRecorder,
     ) -> AsyncGenerator[bytes]:
         reader = SseReader()
         failure: WorkerFailedError | None = None
@@ -284,10 +288,10 @@ class ExternalForwarder:
                     failure = error
                 if num_tokens:
                     assignment.streamed(num_tokens)
-                    told.tokens(num_tokens)
+                    recorder.tokens(num_tokens)
                 if stream.is_done and stream.cached_tokens is not None:
-                    _tell_cached(assignment, *stream.cached_tokens)
-                if shown := b"".join(events):  # what came before a failure counts as sent
+                    _count_cached(assignment, *stream.cached_tokens)
+                if shown := b"".join(events):  # text before a failure counts as sent
                     yield shown
                 if failure is not None:
                     raise failure
@@ -302,17 +306,17 @@ class ExternalForwarder:
         yield stream.finish()  # some servers send no [DONE]
 
     async def _read_stream(
-        self, exchange: ExternalExchange, assignment: Assignment[ExternalLink], told: _Told
+        self, exchange: ExternalExchange, assignment: Assignment[ExternalLink], recorder: _RequestRecorder
     ) -> AsyncGenerator[bytes]:
-        """Any other stream, as it is."""
+        """Passes on any other stream unchanged."""
         async with aclosing(exchange.pieces()) as pieces:
             async for piece in pieces:
                 assignment.generated(1)
-                told.tokens(1)
+                recorder.tokens(1)
                 yield piece
 
     async def _read_whole(
-        self, exchange: ExternalExchange, assignment: Assignment[ExternalLink], told: _Told
+        self, exchange: ExternalExchange, assignment: Assignment[ExternalLink], recorder: _RequestRecorder
     ) -> AsyncGenerator[bytes]:
         body = await exchange.whole()
         assignment.generated(1)
@@ -327,17 +331,17 @@ class ExternalForwarder:
             self.token_counts.add(counts)
             if assignment.worker.served is not None:
                 assignment.worker.served.output_tokens += counts.generated
-            told.counted(counts.prompt, counts.cached)
+            recorder.counted(counts.prompt, counts.cached)
             if counts.prompt and usage.get("prompt_tokens_details"):
-                _tell_cached(assignment, counts.cached, counts.prompt)
-        told.finished(reasons_of(whole.choices))
-        told.tokens(num_tokens)
+                _count_cached(assignment, counts.cached, counts.prompt)
+        recorder.finished(reasons_of(whole.choices))
+        recorder.tokens(num_tokens)
         yield body
 
     async def _settle(self, stream: ExternalStream) -> None:
-        """Finds out which tokens the text that was sent is of. Workers hold text back that may begin a stop
-        string, and a chunk of several tokens may end with half a character. Raises UnavailableError if nobody
-        can say and it matters."""
+        """Finds the tokens of the text that was sent. Workers withhold text that may begin a stop string, and
+        a chunk of several tokens may end within a character. Raises UnavailableError if the text is unknown
+        and some of it may have been withheld."""
         request, ids, sent = stream.request, stream.token_ids, stream.text
         model, prompt_ids = request.model, stream.prompt_ids or []
         text = whole = await self._tokens.text_of(model, prompt_ids, ids)
@@ -348,28 +352,28 @@ class ExternalForwarder:
             text = await self._tokens.text_of(model, prompt_ids, ids[:count])
         if text is not None and text.startswith(sent) and not text.endswith(HALF):
             stream.settle(count, text[len(sent) :])
-        elif whole is not None and whole.startswith(sent):  # bytes that are no text, as vLLM shows them
+        elif whole is not None and whole.startswith(sent):  # invalid UTF-8, as vLLM shows it
             stream.settle(len(ids), whole[len(sent) :].rstrip(HALF))
         elif any(len(stop) > 1 for stop in request.stops):
             raise UnavailableError(
-                "the stream broke, and nobody can tell the text of its tokens (/detokenize, --tokenizer), of "
-                "which some may have been held back as they may begin a stop string"
+                "the stream broke and cannot continue: the text of the generated tokens is unknown (no "
+                "/detokenize, no --tokenizer), and part of it may have been withheld for a stop string"
             )
 
     def _check_migration(self, stream: ExternalStream, num_migrations: int, error: WorkerFailedError) -> None:
-        """Raises UnavailableError if the stream ends here."""
-        obstacle = stream.obstacle()
-        if obstacle is not None:
-            raise UnavailableError(f"{error}; {obstacle}") from None
+        """Raises UnavailableError if the stream cannot continue on another worker."""
+        blocked_reason = stream.blocked_reason()
+        if blocked_reason is not None:
+            raise UnavailableError(f"{error}; {blocked_reason}") from None
         if num_migrations > self._migration_limit:
             raise UnavailableError(
-                f"{error}; workers failed this request {num_migrations} times after its first token, and the "
-                f"limit is {self._migration_limit} (--migration-limit)"
+                f"{error}; workers failed this request {num_migrations} times after its first token, more "
+                f"than --migration-limit {self._migration_limit}"
             ) from None
         self.num_migrations += 1
 
     def _has_fresh_worker(self, routing: RoutingRequest) -> bool:
-        """Whether there is a worker that could take the request, and has not failed at it."""
+        """Returns True if a ready worker has not failed at this request yet."""
         return any(worker.id not in routing.tried for worker in self._dispatcher.ready_for(routing))
 
     async def _routing_request(self, request: ExternalRequest) -> RoutingRequest:
@@ -404,9 +408,9 @@ class ExternalForwarder:
             return text_numbers(body)
 
 
-def _tell_cached(assignment: Assignment[ExternalLink], num_cached: int, num_tokens: int) -> None:
-    """Tells the books how many of the prompt's `num_tokens` tokens were cached. The router may have counted
-    others, where numbers stand for the text."""
+def _count_cached(assignment: Assignment[ExternalLink], num_cached: int, num_tokens: int) -> None:
+    """Adds the cached share of the prompt's `num_tokens` tokens to the router's counts. The router's own
+    token count differs from the worker's if it has numbers in place of tokens."""
     assignment.cached(num_cached * assignment.num_prompt_tokens // max(1, num_tokens))
 
 
@@ -418,7 +422,7 @@ def _move(exchange: ExternalExchange, stream: ExternalStream) -> bool:
 
 
 def _bytes(header: str) -> bytes:
-    """As the worker sent it: aiohttp reads headers so."""
+    """Returns the header's bytes as the worker sent them: aiohttp decodes headers this way."""
     return header.encode("utf-8", "surrogateescape")
 
 

@@ -27,13 +27,13 @@ logger = logging.getLogger(__name__)
 CONNECT_SECONDS = 5.0
 TOKENIZE_SECONDS = 5.0
 END_SECONDS = 0.5
-# vLLM and others on uvicorn close a connection that is idle for 5 s. It is better closed here before that
-# than at the same moment as a request goes out.
+# vLLM and other servers on uvicorn close a connection that is idle for 5 s. Closing it here before that
+# avoids a close while a request is being sent.
 KEEP_ALIVE_SECONDS = 3.0
-MAX_MODELS = 1000  # of one worker, with its adapters
-MAX_ANSWER_BYTES = 1 << 28  # of an answer that is no stream; one with the vectors of many texts has megabytes
+MAX_MODELS = 1000  # models and adapters of one worker
+MAX_ANSWER_BYTES = 1 << 28  # limit of an unstreamed answer; embeddings of many texts take megabytes
 NO_SUCH_PATH = (404, 405, 501)
-RETRY_SECONDS = (0.1, 60.0)  # the least and the most that a Retry-After counts for
+RETRY_SECONDS = (0.1, 60.0)  # bounds of a Retry-After
 # The load of a worker in the metrics of vLLM, SGLang and llama.cpp: running, waiting, use of the KV cache.
 GAUGES = {
     "vllm:num_requests_running": "num_running",
@@ -53,7 +53,7 @@ RANK_LABEL = re.compile(r'(?:engine|dp_rank)="(\d+)"')
 
 
 def new_session() -> aiohttp.ClientSession:
-    """The connections of a router to its external workers. To be called in the running loop, and closed."""
+    """Opens the router's connections to its external workers. Needs a running loop; the caller closes it."""
     return aiohttp.ClientSession(
         connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_SECONDS),
         timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_SECONDS),
@@ -62,7 +62,7 @@ def new_session() -> aiohttp.ClientSession:
 
 
 class ExternalExchange:
-    """One request to a worker, and its answer.
+    """One request to a worker and its answer.
 
         async with link.exchange("POST", path, body) as exchange:
             exchange.status, await exchange.whole()
@@ -82,13 +82,13 @@ class ExternalExchange:
         try:
             async with self._wait_for_head:
                 self._response = await self._link.session.request(self._method, self._url, **self._options)
-        except aiohttp.ClientError as error:  # comes first, as some of them are TimeoutErrors too
+        except aiohttp.ClientError as error:  # comes first, as some subclasses are TimeoutErrors too
             is_absent = isinstance(error, aiohttp.ClientConnectorError)
             raise self._link.failure(_without_address(error), is_absent) from None
         except TimeoutError:
-            if self._response is not None:  # its head came at the same moment
+            if self._response is not None:  # its head arrived at the same moment
                 self._response.close()
-            raise self._failure("it gave no answer, and is taken for dead") from None
+            raise self._failure("it did not answer and counts as dead") from None
         except OSError as error:
             raise self._link.failure(_without_address(error)) from None
         return self
@@ -99,8 +99,7 @@ class ExternalExchange:
         self._started.close()
 
     def abort(self, why: ShoalError | None = None) -> None:
-        """Ends the wait for the worker with `why`, or else a WorkerFailedError, at once or when it is next
-        waited for."""
+        """Ends the present or next wait for the worker with `why`, or with a WorkerFailedError."""
         if self._is_aborted:
             return
         self._is_aborted, self._why_aborted = True, why
@@ -118,7 +117,7 @@ class ExternalExchange:
         return self._started.headers
 
     async def pieces(self) -> AsyncGenerator[bytes]:
-        """The body as it comes. Raises WorkerFailedError where it breaks off."""
+        """Yields the body as it arrives. Raises WorkerFailedError if it breaks off."""
         content = self._started.content
         try:
             while piece := await content.readany():
@@ -126,14 +125,14 @@ class ExternalExchange:
         except (aiohttp.ClientError, OSError) as error:
             raise self._failure(f"its answer broke off: {_without_address(error)}") from None
         if self._is_aborted:
-            raise self._failure("it is taken for dead, or was removed")
+            raise self._failure("it counts as dead, or was removed")
 
     def _failure(self, what: str) -> ShoalError:
         return self._why_aborted or self._link.failure(what)
 
     async def read_end(self) -> None:
-        """Reads an answer that has said all to its very end, so that the connection can be used again. Gives
-        up soon."""
+        """Reads the rest of a finished answer, so that the connection can be reused. Stops after a short
+        time."""
         try:
             async with asyncio.timeout(END_SECONDS):
                 while await self._started.content.readany():
@@ -142,7 +141,7 @@ class ExternalExchange:
             pass
 
     async def whole(self) -> bytes:
-        """The body. Raises WorkerFailedError as `pieces` does, and for one that is too large."""
+        """Returns the body. Raises WorkerFailedError as `pieces` does, and for a body that is too large."""
         body = bytearray()
         async with aclosing(self.pieces()) as pieces:
             async for piece in pieces:
@@ -158,13 +157,13 @@ class ExternalExchange:
 
 
 class ExternalLink:
-    """One worker. What is learned about it is kept until it is found anew: its models, and whether it has
-    /health, /metrics, /tokenize and /detokenize."""
+    """One external worker. Keeps its models and which of /health, /metrics, /tokenize and /detokenize it
+    lacks, until the router finds the worker again."""
 
     def __init__(self, spec: WorkerSpec, session: aiohttp.ClientSession) -> None:
-        """The URL may end in /v1, as clients of OpenAI's API are given it."""
+        """The URL may end in /v1, as for clients of OpenAI's API."""
         self.session = session
-        self.takes_token_ids = True  # it has not refused the field return_token_ids
+        self.takes_token_ids = True  # False after it has refused the field return_token_ids
         self._spec = spec
         self._url = spec.url.removesuffix("/v1")
         self._headers = {"Accept-Encoding": "identity"}
@@ -172,21 +171,21 @@ class ExternalLink:
             self._headers["Authorization"] = f"Bearer {spec.api_key}"
         elif is_exposed(spec.url):
             logger.warning(
-                "worker %s (%s) is reached by plain http without a key, and is not on this host: others on "
-                "the way can read and change what goes there; use https, or give its key (api_key_file=)",
+                "worker %s (%s) is on another host and has plain http without a key: others on the network "
+                "can read and change the requests; use https, or give its key (api_key_file=)",
                 spec.id,
                 spec.url,
             )
-        self._missing: set[str] = set()  # paths, and forms of /tokenize, that it does not have
-        self._tokenizes_late = False  # it gave no tokens in time, and was not well since
+        self._missing: set[str] = set()  # paths and forms of /tokenize that the worker lacks
+        self._tokenizes_late = False  # it was too slow to tokenize, and has not passed a check since
         self._max_model_lens: dict[str, int] = {}  # by model
-        self._model: str | None = None  # its first
+        self._model: str | None = None  # its first model
 
-    # What a router needs of any worker
+    # The interface of every worker
 
     async def check(self) -> WorkerInfo:
-        """What /v1/models says of it, if /health, where it has that, says that it is well. Raises
-        WorkerFailedError."""
+        """Returns the worker's models from /v1/models. Raises WorkerFailedError, also if it has /health and
+        that reports a failure."""
         if "/health" not in self._missing:
             async with self.exchange("GET", "/health") as exchange:
                 status = exchange.status
@@ -207,8 +206,8 @@ class ExternalLink:
         adapters: list[str] = []
         if len(cards) > MAX_MODELS:
             if self._model is None:
-                told = "worker %s lists %d models, of which the first %d are offered"
-                logger.warning(told, self._spec.id, len(cards), MAX_MODELS)
+                text = "worker %s lists %d models; the first %d are served"
+                logger.warning(text, self._spec.id, len(cards), MAX_MODELS)
             del cards[MAX_MODELS:]
         for card in cards:
             name, parent, length = card.get("id"), card.get("parent"), card.get("max_model_len")
@@ -219,8 +218,8 @@ class ExternalLink:
             if isinstance(length, int):
                 self._max_model_lens[name] = length
             if card.get("owned_by") == "llamacpp":
-                # Its /tokenize takes other fields. It publishes no KV events, without which the text itself
-                # tells as much.
+                # Its /tokenize takes other fields. It publishes no KV events, so token ids have no advantage
+                # over the text.
                 self._missing |= {"/tokenize prompt", "/tokenize messages"}
         if not names:
             raise self.failure("its /v1/models lists no model")
@@ -228,8 +227,8 @@ class ExternalLink:
         return msgspec.structs.replace(self._spec.info(), models=tuple(names), adapters=frozenset(adapters))
 
     async def canary(self) -> None:
-        """Has it generate one token. An answer that refuses the request shows that it works, too: a model of
-        embeddings, for one, generates nothing. Raises WorkerFailedError."""
+        """Requests one token. A refusal also shows that the worker works: an embedding model, for example,
+        generates nothing. Raises WorkerFailedError."""
         if self._model is None:
             await self.check()
         body: dict[str, Any] = {"model": self._model, "prompt": "1 2 3", "max_tokens": 1, "temperature": 0}
@@ -239,10 +238,10 @@ class ExternalLink:
             body["messages"] = [{"role": "user", "content": "1 2 3"}]
             status, _ = await self._ask("POST", "/v1/chat/completions", body)
         if status >= 500:
-            raise self.failure(f"it answers {status} where one token is asked for")
+            raise self.failure(f"it answers {status} to a request for one token")
 
     async def loads(self) -> list[WorkerLoad]:
-        """The load of each rank by its /metrics; [] without them. Raises WorkerFailedError."""
+        """Returns the load of each rank from /metrics, [] without it. Raises WorkerFailedError."""
         if "/metrics" in self._missing:
             return []
         async with self.exchange("GET", "/metrics") as exchange:
@@ -253,14 +252,14 @@ class ExternalLink:
         return found
 
     async def close(self) -> None:
-        """Requests under way have ended: the session is its owner's."""
+        """Does nothing: requests have ended, and the session belongs to its owner."""
 
-    # What only an external worker is asked
+    # The interface of external workers only
 
     def exchange(
         self, method: str, path: str, body: bytes | None = None, headers: Mapping[str, str] | None = None
     ) -> ExternalExchange:
-        """A request, to be entered. `path` may have a query."""
+        """Returns a request, which is sent when its block is entered. `path` may have a query."""
         sent = {**(headers or {}), **self._headers}
         options = {"data": body, "headers": sent, "allow_redirects": False}
         return ExternalExchange(self, method, self._url + path, options)
@@ -272,35 +271,35 @@ class ExternalLink:
         return f"/tokenize {form}" not in self._missing and not self._tokenizes_late
 
     async def tokenize(self, form: str, body: Mapping[str, Any]) -> list[int] | None:
-        """The ids of a text or of messages (`form`: which of these), by the worker's own tokenizer and
-        template. None if the worker cannot say. A worker without /tokenize is asked once only."""
+        """Returns the token ids of a text or of messages by the worker's own tokenizer and template; None if
+        it cannot tokenize. `form`: "prompt" or "messages". A worker without /tokenize is asked only once."""
         answer = await self._try("/tokenize", form, {"model": self._model, **body})
         ids = answer.get("tokens")
         is_answer = isinstance(ids, list) and bool(ids) and all(type(one) is int for one in ids)
         return ids if is_answer else None
 
     async def detokenize(self, model: str | None, token_ids: list[int]) -> str | None:
-        """Their text. None if the worker cannot say."""
+        """Returns the text of the token ids; None if the worker cannot detokenize."""
         answer = await self._try("/detokenize", "", {"model": model or self._model, "tokens": token_ids})
         text = answer.get("prompt")
         return text if isinstance(text, str) else None
 
     def failure(self, why: str, is_absent: bool = False) -> WorkerFailedError:
-        """Clients get to read it, so it names the worker and not where it is."""
+        """Returns an error that names the worker but not its address, as clients read it."""
         return WorkerFailedError(f"the worker {self._spec.id} failed: {why}", is_absent)
 
     def busy(self, retry_after: str | None) -> BusyError:
-        """What its answer 429 means. `retry_after`: the header of this name."""
+        """Returns the error for an answer 429. `retry_after`: its header."""
         try:
             seconds = float(retry_after or "")
-        except ValueError:  # none, or a date
+        except ValueError:  # missing, or a date
             seconds = 1.0
         least, most = RETRY_SECONDS
         seconds = min(max(seconds, least), most) if math.isfinite(seconds) else 1.0
         return BusyError(f"the worker {self._spec.id} is full", seconds)
 
     async def _try(self, path: str, form: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """An answer that the router can do without; empty if there is none."""
+        """Returns an answer that the router can do without; empty on a failure."""
         where = f"{path} {form}"
         if where in self._missing:
             return {}
@@ -315,7 +314,7 @@ class ExternalLink:
         return answer if status == 200 and isinstance(answer, dict) else {}
 
     async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, Any]:
-        """Status and JSON of an answer, None where it is no JSON."""
+        """Returns status and JSON of an answer; None in place of invalid JSON."""
         data = None if body is None else msgspec.json.encode(body)
         headers = {} if body is None else {"Content-Type": "application/json"}
         async with self.exchange(method, path, data, headers) as exchange:
@@ -327,7 +326,7 @@ class ExternalLink:
 
 
 def _without_address(error: Exception) -> str:
-    """The error's kind and what it says, but for the URL, host and port that aiohttp adds."""
+    """Returns the error's kind and text without the URL, host and port that aiohttp adds."""
     if isinstance(error, aiohttp.ClientResponseError):
         said = error.message
     elif isinstance(error, aiohttp.ClientConnectorError):
@@ -341,7 +340,7 @@ def _without_address(error: Exception) -> str:
 
 
 def read_loads(metrics: str) -> list[WorkerLoad]:
-    """The load of each data-parallel rank, out of the text of /metrics."""
+    """Returns the load of each data-parallel rank from the text of /metrics."""
     ranks: dict[int, dict[str, Any]] = {}
     for name, labels, value in GAUGE_LINE.findall(metrics):
         rank = RANK_LABEL.search(labels)
@@ -352,6 +351,6 @@ def read_loads(metrics: str) -> list[WorkerLoad]:
 
 
 def is_exposed(url: str) -> bool:
-    """Whether plain HTTP to this URL leaves the host."""
+    """Returns True if the URL has plain HTTP to another host."""
     parts = urllib.parse.urlsplit(url)
     return parts.scheme == "http" and not is_loopback(parts.hostname or "")

@@ -1,4 +1,5 @@
-"""`PromptTokens`: the tokens of prompts for external workers. They choose the worker, and are never sent."""
+"""`PromptTokens`: tokens of prompts for external workers, for the choice of the worker; they are never
+sent."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from shoal.fleet.external.request import is_text
 from shoal.fleet.routing.dispatcher import Dispatcher
 from shoal.text.tokenizer import LONG_TEXT, Tokenizer
 
-# What `/tokenize` is told of a conversation, beside its messages.
+# Fields of a conversation for `/tokenize`, in addition to its messages.
 TEMPLATE_FIELDS = (
     "tools",
     "chat_template",
@@ -25,22 +26,22 @@ TEMPLATE_FIELDS = (
     "add_special_tokens",
 )
 PROMPT_FIELDS = ("model", "token_ids", "prompt", "messages", *TEMPLATE_FIELDS)
-CONTEXT_TOKENS = 8  # of a prompt, before the tokens whose text is asked for: some decoders drop a first space
-BYTES_A_NUMBER = 4  # about a token of English
-MOST_TEXT_BYTES = 1 << 22  # of a text that is taken for tokens; what follows hardly changes the choice
+CONTEXT_TOKENS = 8  # prompt tokens that are decoded before the output: some decoders drop a first space
+BYTES_A_NUMBER = 4  # about one token of English
+MOST_TEXT_BYTES = 1 << 22  # limit of a text in place of tokens; the rest hardly changes the choice
 
 
 class PromptTokens:
-    """The operator's tokenizer says, else the tokenizer and the template of a worker that is asked. Where
-    nobody can, a text is taken for numbers of four bytes: equal beginnings of texts have equal numbers, which
-    is enough for the router's own decisions to count, though not for the events of workers."""
+    """Tokenizes by the operator's tokenizer, or by a worker's /tokenize. Without either, four bytes of text
+    stand for a token: equal prefixes have equal numbers, which suffices for the router's predictions but does
+    not match workers' KV events."""
 
     def __init__(self, dispatcher: Dispatcher[ExternalLink], tokenizer: Tokenizer | None) -> None:
         self._dispatcher, self._tokenizer = dispatcher, tokenizer
 
     async def tokens_of(self, body: Mapping[str, Any]) -> Sequence[int]:
-        """The tokens of a request's prompt, the first where it has several. `body` has `token_ids`, `prompt`
-        or `messages`, as in the requests of vLLM. Raises RequestError for a body without any of these."""
+        """Returns the tokens of a request's first prompt. `body` has `token_ids`, `prompt` or `messages`, as
+        vLLM's requests. Raises RequestError for a body without any of them."""
         prompt = body.get("token_ids") or body.get("prompt")
         if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
             prompt = prompt[0]
@@ -53,7 +54,7 @@ class PromptTokens:
         raise RequestError("prompt is missing; give token_ids, prompt or messages", field="prompt")
 
     async def text_of(self, model: str | None, before: list[int], token_ids: list[int]) -> str | None:
-        """The text of output tokens behind the last tokens of their prompt. None if nobody can say."""
+        """Returns the text of output tokens after the end of their prompt; None without a detokenizer."""
         before = before[-CONTEXT_TOKENS:]
         beginning = await self._decode(model, before)
         whole = await self._decode(model, before + token_ids)
@@ -70,7 +71,7 @@ class PromptTokens:
         return None
 
     def _links(self, model: str | None) -> list[ExternalLink]:
-        """Those of workers that are well and have this model or adapter, the least busy first."""
+        """Returns the links of ready workers with this model or adapter, the least busy first."""
         workers = []
         for worker in self._dispatcher.workers.values():
             has_model = model is None or model in worker.info.models or model in worker.info.adapters
@@ -102,18 +103,18 @@ class PromptTokens:
         return text_numbers(b"".join(parts))
 
     async def _by_template(self, messages: list[Any], given: Mapping[str, Any]) -> list[int] | None:
-        """By the operator's tokenizer and its template. A template of the request's own is left to the
-        worker: it is a program."""
+        """Tokenizes by the operator's tokenizer and its template; None if it cannot. A template in the
+        request is left to the worker, as a template is a program."""
         tokenizer = self._tokenizer
         if tokenizer is None or tokenizer.chat_template is None or "chat_template" in given:
             return None
         try:
             return await asyncio.to_thread(_rendered, tokenizer, messages, given)
-        except (RequestError, TypeError):  # the template does not take them; the worker's may
+        except (RequestError, TypeError):  # the worker's template may accept these messages
             return None
 
     async def _ask(self, form: str, asked: dict[str, Any], body: Mapping[str, Any]) -> list[int] | None:
-        """Asks the worker with the least to do that may have /tokenize."""
+        """Asks the least busy worker that may have /tokenize."""
         model = body.get("model") if isinstance(body.get("model"), str) else None
         if model is not None:
             asked["model"] = model
@@ -124,7 +125,7 @@ class PromptTokens:
 
 
 def text_numbers(text: bytes) -> array[int]:
-    """Numbers in place of tokens: four bytes each."""
+    """Returns one number for each four bytes of the text, in place of tokens."""
     text = text[:MOST_TEXT_BYTES]
     numbers = array("I", text[: len(text) // BYTES_A_NUMBER * BYTES_A_NUMBER])
     assert numbers.itemsize == BYTES_A_NUMBER
@@ -144,9 +145,9 @@ def _rendered(tokenizer: Tokenizer, messages: list[Any], given: Mapping[str, Any
 
 
 def _checked(ids: list[Any]) -> list[int]:
-    # Loops of our own over the ids of a long prompt would take longer than all else that routing does.
+    # Builtins, as a Python loop over a long prompt would take longer than the rest of routing.
     if ids and (set(map(type, ids)) != {int} or min(ids) < 0 or max(ids) >= 1 << 32):
         raise RequestError(
-            "prompt is no list of token ids; each is a number from 0 to 4294967295", field="prompt"
+            "prompt must be a list of token ids, each an integer from 0 to 4294967295", field="prompt"
         )
     return ids

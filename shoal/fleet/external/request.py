@@ -1,5 +1,5 @@
-"""`ExternalRequest`: a client's request as it goes to external workers, first as it came, and after a break
-with the tokens so far."""
+"""`ExternalRequest`: a client's request for external workers, first unchanged, and after a break with the
+tokens generated so far."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from shoal.errors import UnavailableError
 from shoal.fleet_api import ExternalCall
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-DEFAULT_MAX_TOKENS = 16  # of a completion that does not say; as OpenAI
-# What goes on of a client's headers. Its key is for the router alone.
+DEFAULT_MAX_TOKENS = 16  # OpenAI's default for completions
+# Headers that are forwarded. The client's key is for the router alone.
 HEADERS = (b"accept", b"content-type", b"user-agent", b"x-session-id")
-# Fields of a chat that a completion does not have, or in which they mean something else.
+# Fields of a chat that a completion lacks or uses in another sense.
 CHAT_FIELDS = frozenset(
     {
         "messages",
@@ -40,7 +40,7 @@ CHAT_FIELDS = frozenset(
         "audio",
     }
 )
-# Fields that are done with once there is output.
+# Fields without a use once output exists.
 BEGIN_FIELDS = frozenset(
     {"prompt", "prompt_logprobs", "add_special_tokens", "truncate_prompt_tokens", "truncation_side"}
 )
@@ -60,7 +60,8 @@ GRAMMAR_FIELDS = (
 
 
 class ExternalRequest:
-    """The body stays in pieces of JSON: what the router does not read goes on as it came."""
+    """Keeps the body's fields as raw JSON, so that fields which the router does not read are forwarded
+    unchanged."""
 
     def __init__(self, call: ExternalCall) -> None:
         self.call = call
@@ -69,19 +70,19 @@ class ExternalRequest:
         try:
             self._fields = msgspec.json.decode(call.body or b"{}", type=dict[str, msgspec.Raw])
         except ValueError:
-            pass  # multipart, or no JSON: the worker says what it thinks of it
+            pass  # multipart or invalid JSON, which the worker judges
         self.is_chat = self.path == CHAT
-        # Whether the answer is a stream of OpenAI's chunks, which the router can read.
+        # The answer is a stream of OpenAI's chunks, which the router can read.
         self.has_chunks = self.path in (COMPLETIONS, CHAT) and self.get("stream") is True
         options = self.get("stream_options")
         self._stream_options: dict[str, Any] = options if isinstance(options, dict) else {}
         self.wants_usage = bool(self._stream_options.get("include_usage"))
         self.wants_token_ids = bool(self.get("return_token_ids"))
-        # Why the answer could not go on elsewhere after its first token; None: it could.
-        self.obstacle = self._find_obstacle() if self.has_chunks else "an answer of this kind"
+        # Why the answer cannot continue elsewhere after its first token; None: it can.
+        self.blocked_reason = self._find_blocked_reason() if self.has_chunks else "an answer of this kind"
 
     def get(self, name: str) -> Any:
-        """A field of the body; None if it is missing, or no JSON that can be read."""
+        """Returns a field of the body; None if it is missing or invalid JSON."""
         raw = self._fields.get(name)
         if raw is None:
             return None
@@ -91,7 +92,7 @@ class ExternalRequest:
             return None
 
     def select(self, names: Sequence[str]) -> dict[str, Any]:
-        """Those of these fields that the body has."""
+        """Returns the body's fields with these names."""
         return {name: self.get(name) for name in names if name in self._fields}
 
     @property
@@ -101,7 +102,7 @@ class ExternalRequest:
 
     @property
     def max_tokens(self) -> int | None:
-        """The most tokens of output; None: as many as fit."""
+        """Limit of output tokens; None: up to the model's length."""
         found = self.get("max_completion_tokens") if self.is_chat else None
         found = found or self.get("max_tokens")
         if isinstance(found, int):
@@ -117,8 +118,8 @@ class ExternalRequest:
         return [one for one in stop if isinstance(one, str) and one] if isinstance(stop, list) else []
 
     def headers(self) -> dict[str, str]:
-        """The headers that go on. A body of JSON goes by that name, whatever its client calls it: `curl -d`
-        calls it a form, which vLLM refuses."""
+        """Returns the forwarded headers. A JSON body gets the content type of JSON, as `curl -d` declares a
+        form, which vLLM refuses."""
         line = self.call.line
         found = {"X-Request-Id": line.id, **(line.trace_headers or {})}
         for name in HEADERS:
@@ -129,14 +130,14 @@ class ExternalRequest:
         return found
 
     def first_body(self) -> bytes:
-        """The body of a stream that may have to go on elsewhere: it asks for token ids and usage beside what
-        the client asked for."""
+        """Returns the body of a stream that may have to continue elsewhere: it also requests token ids and
+        usage."""
         options = {**self._stream_options, "include_usage": True}
         return msgspec.json.encode({**self._fields, "return_token_ids": True, "stream_options": options})
 
     def next_body(self, prompt: Sequence[int], output: Sequence[int], max_model_len: int | None) -> bytes:
-        """The body of a completion that takes up the answer. `output`: its ids so far. Raises
-        UnavailableError if nobody knows how many tokens may follow."""
+        """Returns the body of a completion that continues the answer. `output`: its token ids so far. Raises
+        UnavailableError if the limit of the remaining tokens is unknown."""
         left_out = BEGIN_FIELDS | CHAT_FIELDS if self.is_chat else BEGIN_FIELDS
         body: dict[str, Any] = {name: raw for name, raw in self._fields.items() if name not in left_out}
         body["prompt"] = [*prompt, *output]
@@ -146,8 +147,8 @@ class ExternalRequest:
             body["max_tokens"] = max_model_len - len(prompt) - len(output)
         else:
             raise UnavailableError(
-                "the stream broke and cannot be taken up: the request has no max_tokens, and no worker says "
-                "how many tokens fit"
+                "the stream broke and cannot continue: the request has no max_tokens, and no worker reports "
+                "its max_model_len"
             )
         least = self.get("min_tokens")
         if isinstance(least, int):
@@ -156,7 +157,7 @@ class ExternalRequest:
         body["stream_options"] = {**self._stream_options, "include_usage": True}
         return msgspec.json.encode(body)
 
-    def _find_obstacle(self) -> str | None:
+    def _find_blocked_reason(self) -> str | None:
         if (self.get("n") or 1) != 1 or (self.get("best_of") or 1) != 1 or self.get("use_beam_search"):
             return "a request for several answers (n)"
         if any(self.get(name) for name in GRAMMAR_FIELDS):
@@ -166,9 +167,9 @@ class ExternalRequest:
             return "an answer that follows a grammar (response_format)"
         if self.get("prompt_embeds"):
             return "a prompt of embeddings"
-        return self._chat_obstacle() if self.is_chat else self._completion_obstacle()
+        return self._chat_blocked_reason() if self.is_chat else self._completion_blocked_reason()
 
-    def _completion_obstacle(self) -> str | None:
+    def _completion_blocked_reason(self) -> str | None:
         prompt = self.get("prompt")
         if isinstance(prompt, list) and len(prompt) > 1 and isinstance(prompt[0], list | str):
             return "a request with several prompts"
@@ -176,7 +177,7 @@ class ExternalRequest:
             return "a text to be filled in (suffix)"
         return "an answer that repeats its prompt (echo)" if self.get("echo") else None
 
-    def _chat_obstacle(self) -> str | None:
+    def _chat_blocked_reason(self) -> str | None:
         has_tools = self.get("tools") or self.get("functions")
         if has_tools and "none" not in (self.get("tool_choice"), self.get("function_call")):
             return "an answer that may call tools"
@@ -184,12 +185,12 @@ class ExternalRequest:
             return "a chat with log-probabilities"
         messages = self.get("messages")
         if not isinstance(messages, list) or not all(map(is_text, messages)):
-            return "a conversation with images or other parts that are no text"
+            return "a conversation with images or other parts that are not text"
         return None
 
 
 def is_text(message: Any) -> bool:
-    """Whether a message of a conversation is text alone."""
+    """Returns True if a message has only text."""
     content = message.get("content") if isinstance(message, Mapping) else None
     if isinstance(content, list):
         return all(isinstance(part, dict) and part.get("type") == "text" for part in content)

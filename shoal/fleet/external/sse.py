@@ -1,5 +1,5 @@
-"""Reads a stream of server-sent events. A line may have megabytes: vLLM's first one repeats the prompt's
-tokens."""
+"""`SseReader`: reads a stream of server-sent events. A line may have megabytes, as vLLM's first one repeats
+the prompt's tokens."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ MAX_EVENT_BYTES = 1 << 28
 
 
 class SseReader:
-    """Gives the data of each event, however the bytes come in. Comments and other fields are skipped. Lines
-    end with LF, CRLF or CR, and a byte order mark may come first."""
+    """Returns the data of each event, for bytes in any pieces. Skips comments and other fields. Lines end
+    with LF, CRLF or CR, and a byte order mark may come first."""
 
     def __init__(self) -> None:
-        self._is_first = True  # the first line is still to come
-        self._after_cr = False  # the last piece ended with a CR, so an LF now is of the same end of a line
-        self._line: list[bytes] = []  # pieces of a line that has no end yet
-        self._data: list[bytes] = []  # lines of an event that has no end yet
+        self._is_first = True  # no line was read yet
+        self._after_cr = False  # the last piece ended with a CR, so a first LF belongs to the same line end
+        self._line: list[bytes] = []  # pieces of an unfinished line
+        self._data: list[bytes] = []  # lines of an unfinished event
         self._size = 0  # bytes of both
 
     def feed(self, piece: bytes) -> list[bytes]:

@@ -1,12 +1,12 @@
-"""`ExternalStream`: one stream of chunks for a client, out of the streams of several workers.
+"""`ExternalStream`: joins the streams of several workers into one stream of chunks for a client.
 
-The first worker answers the request as it came, and its chunks are passed on without what the client did not
-ask for. When its stream breaks off, another worker is given the prompt and the tokens so far as a completion,
-and its chunks are put into the shape of the first worker's.
+The first worker gets the client's request, and its chunks are passed on without the fields that only the
+router requested. If its stream breaks, another worker gets the prompt and the tokens sent so far as a
+completion, and its chunks are converted to the form of the first worker's.
 
-"So far" is what the client was sent. Tokens without text, such as half a character, wait for the chunk that
-shows them; they are lost with their worker and generated again. Where a worker held back text that may begin
-a stop string, the client is owed it: it goes out before the next worker's text.
+Tokens without text, such as half a character, wait for the chunk that shows them; they are lost with their
+worker and generated again. Text that a worker withheld as it may begin a stop string is owed to the client
+and goes out before the next worker's text.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from shoal.errors import WorkerFailedError
 from shoal.fleet.external.request import ExternalRequest
 
 DONE = b"data: [DONE]\n\n"
-MOST_HELD = 1 << 16  # chunks in succession that show nothing
-MOST_TOKENS = 1 << 32  # that a worker is believed to have had in one request
+MOST_HELD = 1 << 16  # limit of consecutive chunks without text
+MOST_TOKENS = 1 << 32  # limit of a plausible token count of one request
 Chunk = dict[str, Any]
 decode = msgspec.json.Decoder(dict[str, Any]).decode
 encode = msgspec.json.Encoder().encode
@@ -30,7 +30,7 @@ encode = msgspec.json.Encoder().encode
 
 @dataclass(slots=True)
 class TokenCounts:
-    """Tokens of prompts, those of them that a worker had cached, and tokens generated."""
+    """Numbers of prompt tokens, cached prompt tokens and generated tokens."""
 
     prompt: int = 0
     cached: int = 0
@@ -38,7 +38,7 @@ class TokenCounts:
 
     @classmethod
     def of(cls, usage: Mapping[str, Any]) -> TokenCounts:
-        """By what an answer says in OpenAI's form. What is no number of tokens counts as none."""
+        """Reads the usage of an answer, in OpenAI's form. An implausible value counts as 0."""
         found = _count(usage.get("prompt_tokens")), _cached(usage), _count(usage.get("completion_tokens"))
         return cls(*[count or 0 for count in found])
 
@@ -58,8 +58,8 @@ def _cached(usage: Mapping[str, Any]) -> int | None:
 
 
 def reasons_of(choices: Any) -> set[str]:
-    """Why the choices of an answer or a chunk end; those that go on say nothing, and what is no list of
-    choices has none."""
+    """Returns the finish reasons of an answer's or a chunk's choices; empty if they continue or if `choices`
+    is malformed."""
     found = [choice for choice in choices if isinstance(choice, dict)] if isinstance(choices, list) else []
     return {str(choice["finish_reason"]) for choice in found if choice.get("finish_reason") is not None}
 
@@ -67,38 +67,38 @@ def reasons_of(choices: Any) -> set[str]:
 class ExternalStream:
     def __init__(self, request: ExternalRequest) -> None:
         self.request = request
-        self.token_ids: list[int] = []  # of the output, as far as the client was sent it
-        self.prompt_ids: list[int] | None = None  # None: the worker has not told them
-        self.has_begun = False  # the client was sent something
+        self.token_ids: list[int] = []  # output sent to the client
+        self.prompt_ids: list[int] | None = None  # None: not reported by the worker yet
+        self.has_begun = False  # the client has received something
         self.is_done = False
         self.has_finished = False  # the reason why the answer ends is known
-        self.finish_reasons: set[str] = set()  # of all answers in it
-        self.is_stopped = False  # by a stop string that two workers wrote
-        # Tokens of the prompt that the first worker had cached, and all of them, as it said.
+        self.finish_reasons: set[str] = set()  # reasons of all choices
+        self.is_stopped = False  # by a stop string that spans two workers' text
+        # Cached and all prompt tokens, as reported by the first worker.
         self.cached_tokens: tuple[int, int] | None = None
-        self._head: Chunk = {}  # what all chunks have in common
-        # Chunks that show nothing yet, and the end, which goes out at once. Bytes are as they came.
+        self._head: Chunk = {}  # fields that all chunks share
+        # Chunks that show nothing yet, and the end, which goes out at once. Bytes are unchanged.
         self._held: list[Chunk | bytes] = []
-        self._num_given = 0  # tokens of output that the present worker got with its prompt
+        self._num_given = 0  # output tokens that the present worker got with its prompt
         self._texts: list[str] = []  # sent
         self._begun_at = 0  # characters that were sent before the present worker
-        self._owed = ""  # text of the tokens so far that was not sent
-        self._lacks_ids = False  # something was sent whose token ids are not known
-        self._is_reasoning = False  # the last that was sent are thoughts, not the answer
+        self._owed = ""  # text of the sent tokens that a worker withheld
+        self._lacks_ids = False  # text was sent without known token ids
+        self._is_reasoning = False  # the last text sent was reasoning
         self._usage: Chunk | None = None
-        self._num_tokens = 0  # that came, as far as they can be told
+        self._num_tokens = 0  # received, as far as known
 
     def push(self, data: bytes) -> tuple[bytes, int]:
-        """The data of a worker's event. Returns what the client gets of it, and the number of its tokens.
-        Raises WorkerFailedError for what shows that the worker has failed."""
+        """Takes the data of a worker's event. Returns the events for the client and the number of tokens in
+        the data. Raises WorkerFailedError for data that shows a failure of the worker."""
         try:
             events, num_tokens = self._take(data)
         except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
-            raise WorkerFailedError(
-                f"a worker's stream has an event of no known shape: {error!r:.300}"
-            ) from None
+            raise WorkerFailedError(f"a worker's stream has a malformed event: {error!r:.300}") from None
         if len(self._held) > MOST_HELD:
-            raise WorkerFailedError(f"a worker's stream has more than {MOST_HELD} chunks that show nothing")
+            raise WorkerFailedError(
+                f"a worker's stream has more than {MOST_HELD} consecutive chunks without text"
+            )
         self.has_begun = self.has_begun or bool(events)
         self._num_tokens += num_tokens
         return events, num_tokens
@@ -110,7 +110,7 @@ class ExternalStream:
         if "error" in chunk or chunk.get("object") == "error":
             return self._pass_error(chunk, data)
         choices = chunk.get("choices") or []
-        if self.request.obstacle is not None:
+        if self.request.blocked_reason is not None:
             self._held.append(data)
             if isinstance(chunk.get("usage"), dict):
                 self._usage = chunk["usage"]
@@ -126,37 +126,38 @@ class ExternalStream:
 
     @property
     def num_tokens_left(self) -> int | None:
-        """How many tokens may still come; None: as many as fit."""
+        """Tokens until the limit; None: up to the model's length."""
         most = self.request.max_tokens
         return None if most is None else most - len(self.token_ids)
 
-    def obstacle(self) -> str | None:
-        """Why the stream cannot go on at another worker; None if it can."""
-        if self.request.obstacle is not None:
-            return f"{self.request.obstacle} cannot be taken up by another worker"
+    def blocked_reason(self) -> str | None:
+        """Returns why the stream cannot continue on another worker; None if it can."""
+        if self.request.blocked_reason is not None:
+            return f"{self.request.blocked_reason} cannot continue on another worker"
         if self._lacks_ids or self.prompt_ids is None:
             return (
-                "the worker's stream has no token ids (return_token_ids), without which no other worker can "
-                "take it up"
+                "the worker's stream has no token ids (return_token_ids), which another worker needs to "
+                "continue it"
             )
         if self._is_reasoning:
-            return "it was in the middle of its reasoning, which cannot be taken up by another worker"
+            return "it was in the middle of its reasoning, which cannot continue on another worker"
         return None
 
     @property
     def counts(self) -> TokenCounts:
-        """As the workers said; where they did not, as far as it could be seen."""
+        """The workers' report of usage, or the counts of the chunks without one."""
         if self._usage is not None:
             return TokenCounts.of(self._usage)
         return TokenCounts(prompt=len(self.prompt_ids or ()), generated=self._num_tokens)
 
     @property
     def text(self) -> str:
-        """The text of the output, as far as it was sent."""
+        """The output text sent so far."""
         return "".join(self._texts)
 
     def break_off(self) -> None:
-        """The worker is lost, and with it what it sent and the client was not shown, but for the end."""
+        """Drops the chunks of a failed worker that the client has not seen, unless only the end is
+        missing."""
         if self.is_whole:
             return
         self._held.clear()
@@ -166,17 +167,17 @@ class ExternalStream:
             self.finish_reasons.clear()
 
     def settle(self, num_tokens: int, owed: str) -> None:
-        """So many of the tokens so far count, and this is the end of their text, which was not sent."""
+        """Keeps the first `num_tokens` output tokens. `owed`: the end of their text, which was not sent."""
         del self.token_ids[num_tokens:]
         self._owed = owed
 
-    def go_on(self) -> list[int]:
-        """Another worker is given the tokens so far, which are returned with those of the prompt."""
+    def continuation(self) -> list[int]:
+        """Prepares for another worker. Returns its prompt: the prompt's tokens and the output so far."""
         self._num_given, self._begun_at = len(self.token_ids), len(self.text)
         return [*(self.prompt_ids or ()), *self.token_ids]
 
     def finish(self) -> bytes:
-        """The end of a stream whose answer is whole. Its worker did not send it, or was lost before."""
+        """Returns the end of a stream whose answer is whole but whose worker did not send the end."""
         events = self._release()
         if not self.has_finished:
             text = self._owed
@@ -194,8 +195,8 @@ class ExternalStream:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the answer is, and only the end of the stream is missing."""
-        if not self.has_begun or self.request.obstacle is not None:
+        """True if the answer is complete and only the end of the stream is missing."""
+        if not self.has_begun or self.request.blocked_reason is not None:
             return False
         return self.has_finished or (self.num_tokens_left == 0 and not self._lacks_ids)
 
@@ -204,13 +205,13 @@ class ExternalStream:
         return self._release() + DONE
 
     def _release(self) -> bytes:
-        """What the client gets of the chunks that were held back."""
+        """Returns the events of the held chunks."""
         events = [one if isinstance(one, bytes) else self._show(one) for one in self._held]
         self._held.clear()
         return b"".join([b"data: %b\n\n" % event for event in events])
 
     def _pass_error(self, chunk: Chunk, data: bytes) -> tuple[bytes, int]:
-        """An error of the request is the client's; any other is the worker's."""
+        """Passes an error about the request to the client. Raises WorkerFailedError for any other error."""
         error = chunk.get("error")
         about = error if isinstance(error, dict) else chunk
         code = about.get("code")
@@ -254,7 +255,7 @@ class ExternalStream:
         return self._release(), num_tokens or 1
 
     def _reshape(self, choice: Chunk) -> None:
-        """The choice of a completion's chunk becomes one of the first worker's."""
+        """Converts the choice of a completion's chunk to the form of the first worker's chunks."""
         choice.pop("prompt_logprobs", None)
         if self._owed:
             self._pay(choice)
@@ -265,8 +266,8 @@ class ExternalStream:
             logprobs["text_offset"] = [offset + self._begun_at for offset in logprobs["text_offset"]]
 
     def _pay(self, choice: Chunk) -> None:
-        """Puts the text that the client is owed before the choice's. Here a stop string is found that begins
-        in it: the present worker did not write its beginning, and cannot see it."""
+        """Prepends the owed text to the choice's. Finds a stop string that begins in the owed text, which the
+        present worker cannot see as it did not write its beginning."""
         text, stops = self._owed + (choice.get("text") or ""), self.request.stops
         found = [(text.find(stop), stop) for stop in stops if stop in text]
         may_begin = any(stop.startswith(text[at:]) for stop in stops for at in range(len(self._owed)))
@@ -315,7 +316,7 @@ class ExternalStream:
         return encode({**chunk, **self._head} if self._num_given else chunk)
 
     def _whole_usage(self, usage: Chunk) -> Chunk:
-        """What the present worker says of itself, as one worker would have said of all."""
+        """Converts the present worker's usage to the usage that a single worker would report."""
         given, cached = self._num_given, _cached(usage)
         prompt, generated = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
         if prompt is None:
@@ -338,7 +339,7 @@ class ExternalStream:
 
 
 def _check(choice: Chunk) -> None:
-    """Raises TypeError for what is no choice of a chunk, before anything of it counts."""
+    """Raises TypeError for a malformed choice, before any part of it is counted."""
     delta = choice.get("delta") or {}
     texts = (choice.get("text"), delta.get("content"))
     ids = choice.get("token_ids") or []

@@ -12,7 +12,7 @@ from shoal.option_fields import check_fields, option
 MODES = ("load", "sla")
 ON_THIS_HOST = ("process", "circus")  # connectors whose workers are processes of the router's host
 DAY_S, YEAR_S = 86_400, 31_536_000
-QUICK_S = 5.0  # between two looks whether the targets are missed now
+QUICK_S = 5.0  # between two checks of the targets
 CONNECTORS = (*ON_THIS_HOST, "ray", "kubernetes", "virtual")
 
 
@@ -152,7 +152,7 @@ class PlannerConfig:
 
     @property
     def judging_interval(self) -> float:
-        """Seconds between two decisions, of whichever kind."""
+        """Seconds between two decisions of any kind."""
         if self.mode == "load":
             return self.adjustment_interval
         if self.load_adjustment_interval is not None:
@@ -160,9 +160,9 @@ class PlannerConfig:
         return max(self.metric_pulling_interval, min(QUICK_S, self.adjustment_interval))
 
     def check_workers(self, groups: Iterable[tuple[str, int]]) -> None:
-        """`groups`: the role of each kind of worker, and how many there are at first. Raises ConfigError
-        where these are more than the budget allows, or those that always stay would be. Who only advises may
-        say so of any fleet."""
+        """Checks the budget of GPUs. `groups`: role and initial count of each kind of worker. Raises
+        ConfigError if the initial workers, or the least numbers of workers, exceed the budget. With
+        `no_operation` any fleet is allowed."""
         if self.no_operation:
             return
         kinds = list(groups)
@@ -184,12 +184,12 @@ class PlannerConfig:
                 )
 
     def _more_room(self) -> str:
-        """The way out where the workers that always stay exceed the budget."""
+        """Returns the advice for least numbers of workers that exceed the budget."""
         return "raise max_gpu_budget" + (", or lower min_endpoint" if self.min_endpoint > 1 else "")
 
     def least(self, role: str) -> int:
-        """So many workers of a role always stay. One that answers does in any case: without it requests are
-        refused, so nothing would wait that could bring one back."""
+        """Returns the least number of workers of a role. At least one decode worker stays: without it
+        requests are refused, so no queue could cause a new worker."""
         return self.min_endpoint if role == "prefill" else max(1, self.min_endpoint)
 
     def gpus_of(self, role: str) -> int:

@@ -1,10 +1,10 @@
-"""The planner's rules by load: at most one worker of a role comes or goes in an interval, as queues and KV
-caches fill and empty.
+"""The planner's rules by load: at most one worker of a role is added or removed in an interval, depending on
+queues and KV cache usage.
 
-They are those of NVIDIA Dynamo's first planner, with its names and its code's defaults (its documents give
-other numbers for the interval and for both thresholds of the queue). What differs, on purpose: the grace
-after an added decode worker lasts whole intervals, counts of workers change within a decision, and a worker
-is removed only if those that stay can carry its load.
+The rules, names and defaults are from the code of NVIDIA Dynamo's first planner (its documents give other
+numbers for the interval and for both thresholds of the queue). Intended differences: the grace after an added
+decode worker lasts whole intervals, counts of workers change within a decision, and a worker is removed only
+if the remaining ones can carry its load.
 """
 
 from __future__ import annotations
@@ -18,33 +18,33 @@ from shoal.fleet.planner.observation import (
     CountChange,
     Decision,
     Observation,
+    blocked_reason_of,
     counts_of,
-    hindrance_of,
 )
 
-TREND_INTERVALS = 3  # how far ahead the trend of the prefill queue is followed
-GRACE_INTERVALS = 3  # full intervals in which a new decode worker proves itself
+TREND_INTERVALS = 3  # horizon for the trend of the prefill queue
+GRACE_INTERVALS = 3  # full intervals after an added decode worker without removals
 
 
 def decide_by_load(
     config: PlannerConfig, grace: int, observations: Sequence[Observation], *, other_gpus: int = 0
 ) -> tuple[Decision, int]:
-    """The decision at the end of an interval with these observations (at least one). `grace`: further
-    intervals in which decode may not shrink; it is returned for the next interval."""
+    """Decides at the end of an interval with these observations (at least one). `grace`: further intervals in
+    which decode may not shrink. Returns the decision and the grace for the next interval."""
     last = observations[-1]
     counts = counts_of(last)
-    hindrance = hindrance_of(observations)
+    hindrance = blocked_reason_of(observations)
     if hindrance is not None:
         return Decision(at=last.at, changes=[], reason=hindrance, desired=counts), grace
     gpus = other_gpus + sum(config.gpus_of(role) * count for role, count in counts.items())
     changes: list[CountChange] = []
     reasons: list[str] = []
-    kept: list[str] = []  # why a role stays as it is, although its load is beyond a threshold
+    kept: list[str] = []  # why a role is unchanged although its load is beyond a threshold
     rested = max(0, grace - 1)
     queue = [_prefill_queue(each) for each in observations] if "prefill" in counts else []
     loads = [load for each in observations for load in _kv_loads(each)]
-    # Prefill comes before decode, as a queue for prefill raises the KV load of decode workers too. What is
-    # removed makes room for what is added.
+    # Prefill comes before decode, as a queue for prefill raises the KV load of decode workers too. Removed
+    # workers make room for added ones.
     for role, count, reason in list(_removals(config, grace, counts, queue, loads)):
         if not count:
             kept.append(reason)
@@ -73,17 +73,17 @@ def decide_by_load(
 
 
 def _prefill_queue(observation: Observation) -> int:
-    """Where there is no prefill worker, prompts wait at those that decode."""
+    """Returns the length of the prefill queue; without a prefill worker, prompts wait at decode workers."""
     return observation.prefill_queue if observation.prefill_workers else observation.num_waiting
 
 
 def _kv_loads(observation: Observation) -> list[float]:
-    """The KV load of each worker, with its share of the requests that the router still holds."""
+    """Returns the KV load of each worker, with its share of the requests that the router holds."""
     held = WAITING_LOAD * observation.queued / max(1, len(observation.decode))
     return [load.kv_load + held for load in observation.decode]
 
 
-Step = tuple[str, int, str]  # role, 1 or -1, reason; 0 where it stays as it is, and what keeps it so
+Step = tuple[str, int, str]  # role; 1, -1, or 0 for a role that is kept; reason
 
 
 def _removals(
@@ -92,7 +92,7 @@ def _removals(
     prefill = counts.get("prefill", 0)
     if queue and prefill and (mean := fmean(queue)) < config.prefill_queue_scale_down_threshold:
         high = config.prefill_queue_scale_up_threshold
-        # The last one is needed while anybody generates, although nothing waits for it.
+        # The last one is needed while any request generates, even with an empty queue.
         load = mean if prefill > 1 else max([mean, *loads])
         yield _removal(
             config,
@@ -117,19 +117,23 @@ def _removals(
 def _removal(
     config: PlannerConfig, role: str, count: int, reason: str, *, can_spare_one: bool, grace: int = 0
 ) -> Step:
-    """One worker less for this reason, or what keeps it."""
+    """Returns a removal for this reason, or why the worker is kept."""
     if count <= config.least(role):
         return role, 0, f"{reason}, but {config.least(role)} is the least number of {role} workers"
     if grace:
-        return role, 0, f"{reason}, but none goes in the {GRACE_INTERVALS} intervals after one was added"
+        return (
+            role,
+            0,
+            f"{reason}, but none is removed in the {GRACE_INTERVALS} intervals after one was added",
+        )
     if not can_spare_one:
         return role, 0, f"{reason}, but the others could not carry its load"
     return role, -1, reason
 
 
 def _can_spare_one(config: PlannerConfig, load: float, count: int, most: float) -> bool:
-    """Whether the others would not be above the threshold at which one is added again. Where there are no
-    others, there is nothing that they could carry."""
+    """Returns True if the other workers would stay below the threshold for adding one; False without
+    others."""
     if not config.checks_remaining_load:
         return True
     return load * count / (count - 1) <= most if count > 1 else load == 0
@@ -143,8 +147,8 @@ def _additions(
     queue: list[int],
     loads: list[float],
 ) -> Iterator[Step]:
-    # Where nobody prefills apart, requests may wait for KV room as well as for their prompts. So what decodes
-    # grows first, or the first prefill worker could take the last GPU from it.
+    # Without a prefill worker, requests may wait for KV room as well as for their prompts. So decode grows
+    # first, or the first prefill worker could take its last GPU.
     decode_is_full = bool(loads) and fmean(loads) > config.decode_kv_scale_up_threshold
     if queue and (counts["prefill"] or not decode_is_full):
         mean, high = fmean(queue), config.prefill_queue_scale_up_threshold
@@ -154,7 +158,7 @@ def _additions(
             if ahead > high:
                 yield "prefill", 1, f"{reason}, and will be {ahead}"
             else:
-                yield "prefill", 0, f"{reason}, but on its way down"
+                yield "prefill", 0, f"{reason}, but decreasing"
     if decode_is_full:
         reason = f"the KV load is {fmean(loads):.2f} > {config.decode_kv_scale_up_threshold:g}"
         if config.grace_freezes_both and grace:

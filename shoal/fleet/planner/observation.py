@@ -1,4 +1,4 @@
-"""What a planner sees of a model's workers, and what it decides."""
+"""`Observation` of a model's workers, and the planner's `Decision`."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import msgspec
 from shoal.fleet.traffic import Traffic
 
 DECODE_ROLES = ("both", "decode")
-WAITING_LOAD = 0.02  # of KV load, for each request that waits at a worker
+WAITING_LOAD = 0.02  # added KV load for each request that waits at a worker
 
 
 class DecodeLoad(msgspec.Struct, frozen=True):
-    """One decode worker, or one that does both. `num_waiting` counts where the worker tells of slots that are
-    taken (`has_slots`)."""
+    """The load of a worker with the role decode or both. `num_waiting` counts only if the worker reports used
+    slots (`has_slots`)."""
 
     kv_usage: float  # 0 to 1
     num_waiting: int = 0
@@ -26,22 +26,21 @@ class DecodeLoad(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """A change of one worker that has failed so many times in succession, the last time at `at`."""
+    """A change of one worker that has failed `times` times in a row, the last time at `at`."""
 
     role: str
-    count: int  # 1: it was to be added; -1: to be removed; 0: to change its role
+    count: int  # 1: add; -1: remove; 0: change the role
     times: int
     at: float  # seconds, by the clock of the observations
 
 
 class Observation(msgspec.Struct, frozen=True, kw_only=True):
-    """One model's workers at a moment. Only workers that are ready count in `prefill_workers` and `decode`.
-    `decode_role`: "both" where prefill and decode are not apart. `pending`: workers that are being started or
-    removed, or have died and will be replaced. `resting`: workers that an operator has paused, put to sleep
-    or holds for a command to all; who does so may need all to stay as it is, for new weights, say. While
-    there are any of either, nothing is decided. `draining`: workers that get nothing new by an operator's
-    word; they keep their GPUs. `failures`: changes that the planner has tried and that have not been done
-    since."""
+    """One model's workers at a moment. `prefill_workers` and `decode` have only ready workers. `decode_role`:
+    "both" without separate prefill workers. `pending`: workers that start or end, or that have died and will
+    be replaced. `paused`: workers that an operator has paused, put to sleep or holds for a command to all,
+    such as an update of weights, which needs an unchanged fleet. The planner decides nothing while either is
+    above 0. `draining`: workers that an operator drains; they keep their GPUs. `failures`: failed changes
+    that have not succeeded since."""
 
     at: float  # seconds, any clock
     decode: list[DecodeLoad]
@@ -50,28 +49,30 @@ class Observation(msgspec.Struct, frozen=True, kw_only=True):
     prefill_queue: int = 0
     queued: int = 0  # requests that the router holds until a worker has room
     pending: int = 0
-    resting: int = 0
+    paused: int = msgspec.field(default=0, name="resting")  # the key in records of earlier versions
     draining: int = 0
     failures: list[Failure] = []
     traffic: Traffic = msgspec.field(default_factory=Traffic)  # since the router's start; for mode "sla"
 
     def __post_init__(self) -> None:
         if self.decode_role not in DECODE_ROLES:  # in a record
-            raise ValueError(f"decode_role {self.decode_role!r:.40} is none of {', '.join(DECODE_ROLES)}")
+            raise ValueError(
+                f"decode_role must be one of {', '.join(DECODE_ROLES)}, got {self.decode_role!r:.40}"
+            )
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait anywhere."""
+        """Requests that wait in the router or at a worker."""
         return self.queued + self.prefill_queue + sum(load.num_waiting for load in self.decode)
 
 
 class CountChange(msgspec.Struct, frozen=True):
     role: str
-    count: int  # so many workers to be added, or, below 0, to be removed
+    count: int  # workers to add, or, below 0, to remove
 
 
 class Move(msgspec.Struct, frozen=True):
-    """So many workers change their role, without a restart."""
+    """`count` workers change their role, without a restart."""
 
     role: str
     to: str
@@ -79,7 +80,7 @@ class Move(msgspec.Struct, frozen=True):
 
 
 class Decision(msgspec.Struct, frozen=True, kw_only=True):
-    """What should change, and why. `desired`: workers by role when all of it is done."""
+    """The changes and their reason. `desired`: workers by role after all changes."""
 
     at: float
     changes: list[CountChange]
@@ -89,20 +90,20 @@ class Decision(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def counts_of(observation: Observation) -> dict[str, int]:
-    """Workers by role; prefill is a role where it is apart from decode."""
+    """Returns the number of workers by role, including prefill if it is separate from decode."""
     counts = {observation.decode_role: len(observation.decode)}
     if observation.prefill_workers or observation.decode_role == "decode":
         counts["prefill"] = observation.prefill_workers
     return counts
 
 
-def hindrance_of(observations: Sequence[Observation]) -> str | None:
-    """Why nothing can be decided now, if so."""
+def blocked_reason_of(observations: Sequence[Observation]) -> str | None:
+    """Returns the reason why nothing can be decided now, or None."""
     if observations[-1].pending:
-        return f"{observations[-1].pending} workers are coming or going"
-    if observations[-1].resting:
-        return f"{observations[-1].resting} workers are paused, asleep or held, by a command to them"
+        return f"{observations[-1].pending} workers are starting or ending"
+    if observations[-1].paused:
+        return f"{observations[-1].paused} workers are paused, asleep or held by a command"
     sizes = {(each.prefill_workers, len(each.decode)) for each in observations}
     if len(sizes) > 1:
-        return "workers came or went in this interval, so its averages say nothing"
+        return "workers started or ended in this interval, so its averages are not valid"
     return None

@@ -212,7 +212,7 @@ def _gpus_aside(config: PlannerConfig, observation: Observation) -> int:
     """Those of its workers that serve nobody now. Of what role they are is not said, so they count as the
     largest."""
     largest = max(config.gpus_of(role) for role in counts_of(observation))
-    return largest * (observation.pending + observation.resting + observation.draining)
+    return largest * (observation.pending + observation.paused + observation.draining)
 
 
 # The record

@@ -1,7 +1,7 @@
-"""What comes next in a series of numbers, such as the requests of each interval.
+"""Forecasts of a series of numbers, such as the requests of each interval.
 
-Each predictor is a function of the series alone, so a planner's record replays. Two need statsmodels, which
-is the extra `planner`.
+Each predictor is a function of the series alone, so that a planner's record replays. Two need statsmodels,
+from the extra `planner`.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from collections.abc import Callable, Sequence
 
 from shoal.errors import ConfigError
 
-TREND_POINTS = 6  # of the series' end, through which the line of `linear` goes
-# Variances of the level, of its trend, and of what is measured, as in NVIDIA Dynamo's predictor. Forecasts
-# depend on their ratios alone.
+TREND_POINTS = 6  # last values of the series for the line of `linear`
+# Variances of the level, its trend, and the measurement, as in NVIDIA Dynamo's predictor. Forecasts depend
+# only on their ratios.
 KALMAN_LEVEL, KALMAN_TREND, KALMAN_NOISE = 1.0, 0.1, 10.0
 NEEDS_STATSMODELS = ("holt_winters", "kalman")
 
 
 def predict(name: str, values: Sequence[float], num_steps: int, season: int = 0) -> list[float]:
-    """The next `num_steps` values of a series of at least one, none of them below 0. `season`: after how many
-    values `holt_winters` takes the series to repeat itself. Until it has seen least_points(season), and
-    `kalman` three values, they predict as `linear` does."""
+    """Returns the next `num_steps` values of a non-empty series, each at least 0. `season`: period of the
+    series in values, for `holt_winters`. With fewer than least_points(season) values, or three for `kalman`,
+    the forecast is the one of `linear`."""
     found = PREDICTORS[name](values, num_steps, season)
-    # A forecast that is no number says nothing: the last value stands.
+    # In place of NaN or infinity, the last value is the forecast.
     return [max(0.0, value) if math.isfinite(value) else values[-1] for value in found]
 
 
 def least_points(season: int) -> int:
-    """The values that `holt_winters` needs: two seasons, and what statsmodels begins with."""
+    """Returns the number of values that `holt_winters` needs: two seasons, and the minimum of statsmodels."""
     return max(2 * season, 10 + 2 * (season // 2))
 
 
@@ -39,7 +39,7 @@ def check_predictor(name: str) -> None:
     """Raises ConfigError for a predictor whose package is not installed."""
     if name in NEEDS_STATSMODELS and importlib.util.find_spec("statsmodels") is None:
         raise ConfigError(
-            f"load_predictor {name!r} needs statsmodels: pip install 'shoal[planner]'; or choose constant or "
+            f"load_predictor {name!r} needs statsmodels; pip install 'shoal[planner]', or choose constant or "
             "linear"
         )
 
@@ -49,7 +49,7 @@ def _constant(values: Sequence[float], num_steps: int, season: int) -> list[floa
 
 
 def _linear(values: Sequence[float], num_steps: int, season: int) -> list[float]:
-    """The least-squares line through the last few values."""
+    """Forecasts by the least-squares line through the last few values."""
     last = values[-TREND_POINTS:]
     if len(last) < 2:
         return [values[-1]] * num_steps
@@ -58,7 +58,7 @@ def _linear(values: Sequence[float], num_steps: int, season: int) -> list[float]
 
 
 def _kalman(values: Sequence[float], num_steps: int, season: int) -> list[float]:
-    """A level with a trend, both of which wander, under noise."""
+    """Forecasts by a local linear trend: a drifting level and slope with noise."""
     if len(values) < 3:
         return _linear(values, num_steps, season)
     from statsmodels.tsa.statespace.structural import UnobservedComponents
@@ -68,13 +68,13 @@ def _kalman(values: Sequence[float], num_steps: int, season: int) -> list[float]
 
 
 def _holt_winters(values: Sequence[float], num_steps: int, season: int) -> list[float]:
-    """Exponential smoothing of a level and of a season that is added to it (Winters 1960)."""
+    """Forecasts by exponential smoothing with an additive season (Winters 1960)."""
     if season < 2 or len(values) < least_points(season):
         return _linear(values, num_steps, season)
     from statsmodels.tsa.holtwinters import ExponentialSmoothing
 
     with warnings.catch_warnings():
-        # It warns where the best smoothing is not found within its limits; the best so far is a forecast too.
+        # It warns if the optimizer does not converge; the best fit so far is still a forecast.
         warnings.simplefilter("ignore")
         model = ExponentialSmoothing(
             list(map(float, values)),

@@ -20,7 +20,7 @@ import msgspec
 
 from shoal.fleet.planner.config import PlannerConfig
 from shoal.fleet.planner.engine_profile import EngineProfile
-from shoal.fleet.planner.observation import CountChange, Decision, Observation, counts_of, hindrance_of
+from shoal.fleet.planner.observation import CountChange, Decision, Observation, blocked_reason_of, counts_of
 from shoal.fleet.planner.predictors import predict
 from shoal.fleet.planner.sla_sizing import (
     Corrections,
@@ -79,7 +79,7 @@ def decide_by_latency(
     if state.planned_at is None:
         first = observations[0]
         state = SlaState(planned_at=first.at, planned=first.traffic, judged_at=first.at, judged=first.traffic)
-    hindrance = hindrance_of(observations)
+    hindrance = blocked_reason_of(observations)
     recent, recent_s = last.traffic.since(state.judged), last.at - state.judged_at
     was_calm = state.was_calm
     state = msgspec.structs.replace(

@@ -376,7 +376,7 @@ class Fleet:
             ),
             prefill_queue=prefill.queue.length,
             queued=model.dispatcher.queue.length,
-            resting=len(paused),
+            paused=len(paused),
             draining=sum(worker.is_draining for worker in unavailable if worker not in paused),
             traffic=copy.copy(model.dispatcher.traffic),
         )

@@ -89,7 +89,7 @@ class OwnFleet:
                 seen,
                 pending=pending,
                 draining=max(0, seen.draining - leaving),
-                resting=max(0, seen.resting - max(0, leaving - seen.draining)),
+                paused=max(0, seen.paused - max(0, leaving - seen.draining)),
             )
         return found
 

@@ -82,7 +82,7 @@ def test_a_point_that_stays_slow_is_given_up_after_a_few_measurements(llm, monke
 
 
 def test_too_few_points_are_told(llm):
-    with pytest.raises(ConfigError, match="two --input-lengths"):
+    with pytest.raises(ConfigError, match="--input-lengths must have two"):
         measure_profile(llm, [8, 4096], [16], [0.1])
 
 
@@ -155,13 +155,16 @@ def test_impossible_points_are_reported_in_a_line(words, told, capsys):
 @pytest.mark.parametrize(
     "words, told",
     [
-        (["--input-lengths", "5000000"], "up to there, and these are none and 128, 512, "),
-        (["--input-lengths", "100"], "these are 100 and 128, 512, "),
-        (["--input-lengths", "100", "100"], "these are 100 and 128, 512, "),
-        (["--context-lengths", "5000000"], "16384, 32768 and none; give others, or more room"),
-        (["--kv-usages", "0.0000001"], "--kv-usages 1e-07: none of them is between one request and 1024"),
-        (["--kv-cache-memory-bytes", "1000000"], "prompts may have up to 6 tokens here"),
-        (["--num-gpu-blocks-override", "3"], "prompts may have up to 48 tokens here"),
+        (
+            ["--input-lengths", "5000000"],
+            "up to the limit of 791484 tokens (max_model_len, KV cache), got none and 128, 512, ",
+        ),
+        (["--input-lengths", "100"], "got 100 and 128, 512, "),
+        (["--input-lengths", "100", "100"], "got 100 and 128, 512, "),
+        (["--context-lengths", "5000000"], "16384, 32768 and none; give shorter ones, or raise the limit"),
+        (["--kv-usages", "0.0000001"], "--kv-usages must have a value between one and 1024 requests"),
+        (["--kv-cache-memory-bytes", "1000000"], "up to the limit of 6 tokens"),
+        (["--num-gpu-blocks-override", "3"], "up to the limit of 48 tokens"),
     ],
 )
 def test_a_profile_that_no_planner_takes_is_not_written(tmp_path, words, told, capsys):
@@ -179,7 +182,7 @@ def test_a_length_that_is_given_twice_is_taken_once(tmp_path):
 
 
 def test_usages_that_have_no_room_are_told(llm):
-    with pytest.raises(ConfigError, match="--kv-usages 1: none of them is between one request and"):
+    with pytest.raises(ConfigError, match="--kv-usages must have a value between one and"):
         measure_profile(llm, [8, 32], [16], [1.0])
 
 

@@ -589,7 +589,7 @@ def test_chunks_that_show_nothing_are_not_kept_without_end(monkeypatch):
     empty = json.dumps({"choices": [{"index": 0, "text": ""}]}).encode()
     for _ in range(10):
         assert stream.push(empty) == (b"", 0)
-    with pytest.raises(WorkerFailedError, match="more than 10 chunks"):
+    with pytest.raises(WorkerFailedError, match="more than 10 consecutive chunks"):
         stream.push(empty)
 
 

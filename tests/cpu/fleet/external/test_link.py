@@ -156,7 +156,7 @@ def test_a_worker_offers_no_more_models_than_the_limit(caplog):
     async def use(link, asked):
         for _ in range(3):
             assert len((await link.check()).models) == external_link.MAX_MODELS
-        assert caplog.text.count("of which the first") == 1
+        assert caplog.text.count("the first 1000 are served") == 1
 
     with_server({("GET", "/v1/models"): (200, models)}, use)
 

@@ -175,9 +175,9 @@ def test_nothing_is_decided_while_workers_come_or_go_or_are_missing(pending):
 def test_nothing_is_decided_while_an_operator_has_workers_rest():
     """Who pauses a fleet changes its weights, say, and would find a worker that serves the old ones."""
     config = PlannerConfig(max_gpu_budget=4)
-    decision, _ = decide(config, PlannerState(), [seen(0.99, queue=1, resting=1)])
+    decision, _ = decide(config, PlannerState(), [seen(0.99, queue=1, paused=1)])
     assert decision.changes == [] and "paused" in decision.reason
-    assert changes(seen(prefill=0, role="both", resting=1), config=config) == []
+    assert changes(seen(prefill=0, role="both", paused=1), config=config) == []
 
 
 def test_a_worker_that_drains_keeps_its_gpus_and_is_replaced_where_the_budget_allows():
@@ -287,7 +287,12 @@ def test_a_change_of_role_waits_for_itself_alone():
     [
         (seen(0.7, queue=1), 0, CONFIG, "the load is between the thresholds"),
         (seen(0.0, queue=1), 0, CONFIG, "KV load is 0.00 < 0.5, but 1 is the least number of decode workers"),
-        (seen(0.1, 0.1, queue=1), 2, CONFIG, "KV load is 0.10 < 0.5, but none goes in the 3 intervals after"),
+        (
+            seen(0.1, 0.1, queue=1),
+            2,
+            CONFIG,
+            "KV load is 0.10 < 0.5, but none is removed in the 3 intervals after",
+        ),
         (seen(0.48, 0.48, queue=1), 0, CONFIG, "KV load is 0.48 < 0.5, but the others could not carry"),
         (seen(0.7), 0, CONFIG, "prefill queue is 0.00 < 0.2, but 1 is the least number of prefill"),
         (
@@ -312,7 +317,7 @@ def test_the_decision_says_what_keeps_a_fleet_as_it_is(observation, grace, confi
 
 def test_the_decision_says_that_a_long_prefill_queue_is_on_its_way_down():
     decision, _ = decide(CONFIG, PlannerState(), with_queue(12, 9, 6))
-    assert decision.reason == "the prefill queue is 9.00 > 5, but on its way down"
+    assert decision.reason == "the prefill queue is 9.00 > 5, but decreasing"
 
 
 @pytest.mark.parametrize(

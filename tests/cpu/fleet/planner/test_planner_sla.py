@@ -552,12 +552,15 @@ def test_the_simulators_shapes_have_profiles():
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        ({"max_kv_tokens": 0}, "max_kv_tokens 0"),
-        ({"prefill": []}, "0 prefill and 6 decode points"),
-        ({"prefill": [PrefillPoint(100, 0.1), PrefillPoint(100, 0.2)]}, "input_length 100 is there twice"),
+        ({"max_kv_tokens": 0}, "max_kv_tokens must be at least 1, got 0"),
+        ({"prefill": []}, "two prefill points and one decode point, got 0 and 6"),
+        ({"prefill": [PrefillPoint(100, 0.1), PrefillPoint(100, 0.2)]}, "input_length 100 must appear once"),
         ({"prefill": [PrefillPoint(100, 0.1), PrefillPoint(900, 0.01)]}, "more work in less than half"),
-        ({"prefill": [PrefillPoint(100, -0.1), PrefillPoint(900, 0.1)]}, "is no measurement"),
-        ({"decode": [DecodePoint(500, 1.5, 0.1, 3000.0)]}, "kv_usage is from 0 to 1"),
+        (
+            {"prefill": [PrefillPoint(100, -0.1), PrefillPoint(900, 0.1)]},
+            "of a prefill point must be above 0",
+        ),
+        ({"decode": [DecodePoint(500, 1.5, 0.1, 3000.0)]}, "kv_usage must be from 0 to 1"),
         ({"decode": [DecodePoint(500, 0.5, 10.0, 10_000.0)]}, "contradicts itself"),  # milliseconds, say
         ({"max_kv_tokens": 10 * KV_TOKENS}, "contradicts itself"),
     ],

@@ -149,14 +149,14 @@ def test_workers_that_an_operator_has_set_aside_are_told_to_a_planner_and_those_
             s.fleet.workers[name].set_sleep_level(level)
         s.fleet.workers["c"].drain(True)
         seen = s.fleet.observe("m", "decode")
-        assert (len(seen.decode), seen.prefill_workers, seen.resting, seen.draining) == (1, 0, 3, 1)
+        assert (len(seen.decode), seen.prefill_workers, seen.paused, seen.draining) == (1, 0, 3, 1)
         with s.fleet.workers["d"].held():  # new weights for all, one after the other
-            assert s.fleet.observe("m", "decode").resting == 4
+            assert s.fleet.observe("m", "decode").paused == 4
         s.fleet.parked_ids = lambda: {"b", "p"}
-        assert s.fleet.observe("m", "decode").resting == 1
+        assert s.fleet.observe("m", "decode").paused == 1
         s.links["a"].is_connected = False  # its host has gone, and nobody has it rest
         await until(lambda: s.state("a") == "broken")
-        assert s.fleet.observe("m", "decode").resting == 0
+        assert s.fleet.observe("m", "decode").paused == 0
 
     scene(run)
 

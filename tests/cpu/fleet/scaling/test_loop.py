@@ -440,7 +440,7 @@ def test_what_is_under_way_in_a_fleet_is_counted_for_its_own_model():
 
     class Router:
         def observe(self, model, decode_role):
-            return Observation(at=0, decode=[], decode_role=decode_role, draining=2, resting=1)
+            return Observation(at=0, decode=[], decode_role=decode_role, draining=2, paused=1)
 
     async def run():
         fleet = OwnFleet(Router(), connector, components)
@@ -451,7 +451,7 @@ def test_what_is_under_way_in_a_fleet_is_counted_for_its_own_model():
         await adding
         removing = asyncio.create_task(fleet.remove("a", "both"))
         await asyncio.sleep(1)
-        aside = {name: (seen.draining, seen.resting) for name, seen in (await fleet.observe()).items()}
+        aside = {name: (seen.draining, seen.paused) for name, seen in (await fleet.observe()).items()}
         assert aside == {"a": (1, 1), "b": (2, 1)}, "what is removed drains as well"
         await removing
 
