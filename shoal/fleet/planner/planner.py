@@ -1,8 +1,8 @@
-"""How many workers of each role a fleet should have: a pure function of configuration, state and
-observations. It reads no clock and starts nothing. What it saw and decided is a record, which decides again.
+"""The numbers of workers of each role, as a pure function of configuration, state and observations.
 
-`decide` is that function, for one model. A Planner keeps what it needs from one interval to the next, for all
-models that share a budget: the planner at work and the simulator have one each.
+`decide` is that function, for one model; it reads no clock and starts nothing. A `Planner` keeps the states
+of all models that share a budget; the planner's loop and the simulator each have one. Observations and
+decisions form a record, from which `replay` decides again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from shoal.fleet.planner.sla_rules import SlaState, decide_by_latency
 
 logger = logging.getLogger(__name__)
 
-LONGEST_WAIT_S = 600.0  # until a change that has failed is tried again
+LONGEST_WAIT_S = 600.0  # longest wait until a failed change is retried
 
 
 class PlannerState(msgspec.Struct, frozen=True):
-    """What a decision leaves for the next one."""
+    """State that a decision passes to the next one."""
 
     grace: int = 0  # further intervals in which decode may not shrink
     sla: SlaState = SlaState()
@@ -40,9 +40,9 @@ def decide(
     other_gpus: int = 0,
     profile: EngineProfile | None = None,
 ) -> tuple[Decision, PlannerState]:
-    """The decision at the end of an interval (config.judging_interval) with these observations (at least
-    one). `other_gpus`: those of other models' workers, which share the budget. `profile`: of the model's
-    workers, in mode "sla". Raises ConfigError where that is missing."""
+    """Decides at the end of an interval (config.judging_interval) with these observations (at least one).
+    `other_gpus`: GPUs of other models' workers, which share the budget. `profile`: the profile of the model's
+    workers, in mode "sla". Raises ConfigError if it is missing."""
     last = observations[-1]
     other_gpus += _gpus_aside(config, last)
     waiting = {
@@ -66,7 +66,7 @@ def decide(
         state = PlannerState(sla=sla)
     wanted = _with_moves(config, wanted, waiting)
     decision = _without_waiting(config, wanted, waiting, last, other_gpus)
-    if _grows_decode(wanted) and not _grows_decode(decision):  # so there is no grace either
+    if _grows_decode(wanted) and not _grows_decode(decision):  # so no grace begins
         state = msgspec.structs.replace(state, grace=rested)
     return decision, state
 
@@ -76,11 +76,11 @@ def _grows_decode(decision: Decision) -> bool:
     return any(role != "prefill" for role in [*added, *(move.to for move in decision.moves)])
 
 
-Waiting = Mapping[tuple[str, int], Failure]  # by role and count, changes that are not to be tried now
+Waiting = Mapping[tuple[str, int], Failure]  # by role and count, changes that must wait before a retry
 
 
 def _with_moves(config: PlannerConfig, decision: Decision, waiting: Waiting) -> Decision:
-    """With `change_roles`, workers of a role that is to shrink take the role that is to grow."""
+    """With `change_roles`, converts workers of a shrinking role to a growing role."""
     if not config.change_roles:
         return decision
     counts = {change.role: change.count for change in decision.changes}
@@ -98,8 +98,8 @@ def _with_moves(config: PlannerConfig, decision: Decision, waiting: Waiting) -> 
 def _without_waiting(
     config: PlannerConfig, decision: Decision, waiting: Waiting, last: Observation, other_gpus: int
 ) -> Decision:
-    """A change that has failed waits until it is tried again, twice as long each time. What needs the room of
-    a worker that is not removed meanwhile waits with it."""
+    """Drops changes that have failed and must wait before a retry, twice as long each time. Additions that
+    need the GPUs of a worker whose removal waits are dropped too."""
     found = [waiting.get((change.role, 1 if change.count > 0 else -1)) for change in decision.changes]
     if not any(found):
         return decision
@@ -114,14 +114,13 @@ def _without_waiting(
         if failure is not None:
             kind, wait_s = "add" if count > 0 else "remove", _tried_again_at(config, failure) - last.at
             reasons.append(
-                f"to {kind} a {role} worker has failed {failure.times} times, and is tried again in "
-                f"{wait_s:.0f} s"
+                f"to {kind} a {role} worker has failed {failure.times} times and is retried in {wait_s:.0f} s"
             )
             continue
         if count > 0:
             count = min(count, max(0, config.max_gpu_budget - gpus) // config.gpus_of(role))
         if count != change.count:
-            reasons.append(f"{count or 'no'} {role} worker is added in its room")
+            reasons.append(f"{count or 'no'} {role} worker is added in its place")
         if count:
             counts[role] += count
             gpus += config.gpus_of(role) * count
@@ -134,8 +133,8 @@ def _tried_again_at(config: PlannerConfig, failure: Failure) -> float:
 
 
 def read_profiles(config: PlannerConfig, models: Iterable[str]) -> dict[str, EngineProfile]:
-    """The profile of each model, by the name that clients call it; none in mode "load". Raises ConfigError
-    for one that is missing or wrong."""
+    """Returns the profile of each model, by its name for clients; empty in mode "load". Raises ConfigError
+    for a missing or wrong profile."""
     if config.mode == "load":
         return {}
     given = config.profile
@@ -148,7 +147,9 @@ def read_profiles(config: PlannerConfig, models: Iterable[str]) -> dict[str, Eng
     for model in models:
         path = given if isinstance(given, str) else given.get(model)
         if path is None:
-            raise ConfigError(f"profile has no file for {model!r}; there are {', '.join(given) or 'none'}")
+            raise ConfigError(
+                f"profile must have a file for {model!r}, got only {', '.join(given) or 'an empty table'}"
+            )
         found[model] = read_profile(path)
     return found
 
@@ -156,12 +157,12 @@ def read_profiles(config: PlannerConfig, models: Iterable[str]) -> dict[str, Eng
 class ModelDecision(NamedTuple):
     model: str
     decision: Decision
-    other_gpus: int  # those of the other models' workers, when it was made
+    other_gpus: int  # GPUs of the other models' workers at that time
 
 
 class Planner:
-    """`profiles`: of the models' workers; None: those that `config` names. `num_gpus`: those of all models'
-    workers, when what was decided last is done."""
+    """`profiles`: profiles of the models' workers; None: read from the files in `config`. `num_gpus`: GPUs of
+    all models' workers when the last decisions are carried out."""
 
     def __init__(self, config: PlannerConfig, profiles: Mapping[str, EngineProfile] | None = None) -> None:
         self.num_gpus = 0
@@ -174,13 +175,12 @@ class Planner:
         self._seen.setdefault(model, []).append(observation)
 
     def forget(self) -> None:
-        """What was seen in this interval is not judged."""
+        """Drops the observations of this interval."""
         self._seen = {}
 
     def judge(self, last: Iterable[str] = ()) -> list[ModelDecision]:
-        """The end of an interval: decides for one model after the other. What is decided for one counts in
-        the others' budget, so those in `last` come last, in their order. Raises ConfigError for a profile
-        that is missing."""
+        """Ends an interval: decides for one model after the other. Decisions for one count in the others'
+        budget, so the models in `last` come last, in that order. Raises ConfigError for a missing profile."""
         seen, self._seen = self._seen, {}
         if self._profiles is None:
             self._profiles = read_profiles(self._config, seen)
@@ -203,14 +203,14 @@ class Planner:
 
 
 def _gpus_of(config: PlannerConfig, observation: Observation) -> int:
-    """Those of a model's workers."""
+    """Returns the number of GPUs of a model's workers."""
     serving = sum(config.gpus_of(role) * count for role, count in counts_of(observation).items())
     return serving + _gpus_aside(config, observation)
 
 
 def _gpus_aside(config: PlannerConfig, observation: Observation) -> int:
-    """Those of its workers that serve nobody now. Of what role they are is not said, so they count as the
-    largest."""
+    """Returns the number of GPUs of workers that do not serve now. Their roles are not observed, so they
+    count with the larger number of GPUs."""
     largest = max(config.gpus_of(role) for role in counts_of(observation))
     return largest * (observation.pending + observation.paused + observation.draining)
 
@@ -219,11 +219,10 @@ def _gpus_aside(config: PlannerConfig, observation: Observation) -> int:
 
 
 class Recorded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A line of a planner's record: the configuration of a planner that begins, an observation, the decision
-    that followed, or a gap, in which the fleet was not seen: what was seen before it in its interval is not
-    judged."""
+    """A line of a planner's record: the configuration of a starting planner, an observation, a decision, or a
+    gap in which the fleet could not be observed; earlier observations of its interval are not used."""
 
-    config: dict[str, Any] | None = None  # a PlannerConfig, which not every machine that replays can make
+    config: dict[str, Any] | None = None  # a PlannerConfig; a machine that replays may lack its packages
     is_gap: bool = False
     model: str = ""
     observation: Observation | None = None
@@ -232,9 +231,9 @@ class Recorded(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def replay(config: PlannerConfig | None, lines: Iterable[bytes | str]) -> Iterator[Recorded]:
-    """Decides again what was decided in a record, from its observations alone. `config`: in place of those
-    that the record says. Raises ConfigError for a line that is no record, unless it is half a line that a
-    planner has left, and for a profile that is missing."""
+    """Repeats the decisions of a record from its observations. `config`: replaces the recorded
+    configurations. Raises ConfigError for a malformed line, unless a killed planner left it unfinished, and
+    for a missing profile."""
     settings = config or PlannerConfig()
     states: dict[str, PlannerState] = {}
     profiles: dict[str, EngineProfile] = {}
@@ -245,7 +244,7 @@ def replay(config: PlannerConfig | None, lines: Iterable[bytes | str]) -> Iterat
                 settings = msgspec.convert(entry.config, PlannerConfig)
             except (msgspec.MsgspecError, ConfigError) as error:
                 raise _unreadable(number, error) from None
-        if entry.config is not None:  # A planner began here, and knew nothing of the one before it.
+        if entry.config is not None:  # A new planner starts here, without the previous one's state.
             for known in (states, profiles, observations):
                 known.clear()
         elif entry.is_gap:
@@ -266,10 +265,10 @@ def replay(config: PlannerConfig | None, lines: Iterable[bytes | str]) -> Iterat
 
 
 def _entries(lines: Iterable[bytes | str]) -> Iterator[tuple[int, Recorded]]:
-    """The lines that are not empty, with their numbers. A planner that was killed, or whose disk was full,
-    may have left half of its last line: it is passed over with a warning, at the end of the record and where
-    another planner begins behind it. Raises ConfigError for any other line that is no record."""
-    half: ConfigError | None = None  # what is wrong with the line before, which is no whole JSON
+    """Yields the lines that are not empty, with their numbers. A planner that was killed, or whose disk was
+    full, may have left an unfinished last line: it is skipped with a warning at the end of the record, and
+    before the start of another planner. Raises ConfigError for any other malformed line."""
+    half: ConfigError | None = None  # the error of the previous line, if it is unfinished JSON
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -293,7 +292,7 @@ def _entries(lines: Iterable[bytes | str]) -> Iterator[tuple[int, Recorded]]:
 
 
 def _pass_over(half: ConfigError) -> None:
-    logger.warning("%s; its planner was cut off while it wrote, and the line is passed over", half)
+    logger.warning("%s; its planner ended while writing it, and the line is skipped", half)
 
 
 def _unreadable(number: int, error: Exception) -> ConfigError:

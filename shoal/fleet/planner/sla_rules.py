@@ -1,14 +1,14 @@
-"""The planner's rules for latency: as many workers as hold targets for the time to the first token and the
-time between tokens, at least cost.
+"""The planner's rules for latency: the fewest workers that meet the targets for the time to the first token
+and the time between tokens.
 
-Two loops share one state. The slow one (adjustment_interval) writes down what was asked for, foretells what
-will be until a worker that is started now has served for an interval, and sizes the fleet for that by the
-profile of its workers. The quick one (load_adjustment_interval) adds workers when a target is missed now.
+Two loops share one state. The slow loop (adjustment_interval) records the load, forecasts it until a worker
+that is started now has served for an interval, and sizes the fleet for the forecast by the profile of its
+workers. The quick loop (load_adjustment_interval) adds workers when a target is missed now.
 
-The shape is NVIDIA Dynamo's (its SLA planner): averages of an interval, predictors, a profile, corrections by
-what is observed. What differs, on purpose: corrections work in both directions, both targets have a part in
-the numbers, a fleet shrinks only to what holds tighter targets too and was enough for as long as a worker
-takes to start, and the budget is never exceeded by rounding.
+The structure is from NVIDIA Dynamo's SLA planner: averages of an interval, predictors, a profile, corrections
+by observed latencies. Intended differences: corrections work in both directions, both targets affect the
+numbers, the fleet shrinks only to a size that meets tighter targets too and has been sufficient for at least
+one worker start-up time, and rounding never exceeds the budget.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from shoal.fleet.planner.sla_sizing import (
 )
 from shoal.fleet.traffic import Traffic
 
-FEW = 3  # requests, below which an average says nothing
-SHRINK_MARGIN = 0.8  # of the targets, which a smaller fleet has to hold
-LEARN_MOST = 2.0  # by which factor a correction may change at once, before the square root is taken
-CORRECT_MOST = 10.0  # corrections are from 1 / CORRECT_MOST to this
+FEW = 3  # requests; an average of fewer is not used
+SHRINK_MARGIN = 0.8  # share of each target that a smaller fleet must meet
+LEARN_MOST = 2.0  # largest factor of one correction step, before the square root
+CORRECT_MOST = 10.0  # corrections are from 1 / CORRECT_MOST to CORRECT_MOST
 
 
 class ObservedLoad(msgspec.Struct, frozen=True, array_like=True):
-    """What was asked for in an interval."""
+    """The load of an interval."""
 
-    rate: float  # requests a second
+    rate: float  # requests per second
     input_length: float
     output_length: float
 
 
 class SlaState(msgspec.Struct, frozen=True):
-    """What a decision leaves for the next one. Times are those of observations."""
+    """State that a decision passes to the next one. Times are times of observations."""
 
     history: tuple[ObservedLoad, ...] = ()
     prefill_correction: float = 1.0
     decode_correction: float = 1.0
-    planned_at: float | None = None  # when the last interval of the slow loop ended
-    planned: Traffic = msgspec.field(default_factory=Traffic)  # until then
-    judged_at: float = 0.0  # when the last interval of the quick loop ended
+    planned_at: float | None = None  # end of the slow loop's last interval
+    planned: Traffic = msgspec.field(default_factory=Traffic)  # traffic until then
+    judged_at: float = 0.0  # end of the quick loop's last interval
     judged: Traffic = msgspec.field(default_factory=Traffic)
-    is_steady: bool = True  # no worker came or went in this interval of the slow loop
-    was_calm: bool = False  # nor in the last one of the quick loop
-    has_plan_due: bool = False  # the slow loop waits for workers that come or go
-    enough: tuple[dict[str, int], ...] = ()  # the numbers that the slow loop wanted lately, the last one last
+    is_steady: bool = True  # no worker started or ended in this interval of the slow loop
+    was_calm: bool = False  # no worker started or ended in the quick loop's last interval
+    has_plan_due: bool = False  # the slow loop waits for workers that start or end
+    enough: tuple[dict[str, int], ...] = ()  # the slow loop's recent numbers, the latest last
 
 
 def decide_by_latency(
@@ -73,8 +73,8 @@ def decide_by_latency(
     other_gpus: int = 0,
     stuck: Collection[str] = (),
 ) -> tuple[Decision, SlaState]:
-    """The decision at the end of an interval of the quick loop with these observations (at least one).
-    `stuck`: roles that get no worker now, whatever is decided."""
+    """Decides at the end of an interval of the quick loop with these observations (at least one). `stuck`:
+    roles that cannot get a worker now."""
     last, counts = observations[-1], counts_of(observations[-1])
     if state.planned_at is None:
         first = observations[0]
@@ -89,7 +89,7 @@ def decide_by_latency(
         is_steady=state.is_steady and hindrance is None,
         was_calm=hindrance is None,
     )
-    # A look may come a little early, by the time between two observations.
+    # An interval may end early by up to the time between two observations.
     if last.at - (state.planned_at or 0.0) > config.adjustment_interval - config.metric_pulling_interval / 2:
         state = _end_interval(config, profile, state, last, counts)
     if hindrance is not None:
@@ -99,17 +99,19 @@ def decide_by_latency(
         enough_lately = (*state.enough, enough)[-max(1, _steps_ahead(config) - 1) :]
         state = msgspec.structs.replace(state, has_plan_due=False, enough=enough_lately)
     else:
-        wanted, reason = counts, "the targets are held" if was_calm else "workers have just come or gone"
+        wanted, reason = counts, "the targets are met" if was_calm else "workers have just started or ended"
     if was_calm:
         more, why = _reaction(config, profile, state, recent, recent_s, last, counts)
         if any(count > wanted[role] for role, count in more.items()):
             reason = why
         wanted = {role: max(count, more.get(role, 0)) for role, count in wanted.items()}
     found, limit = _within_budget(config, wanted, counts, config.max_gpu_budget - other_gpus)
-    if any(found[role] > counts[role] for role in stuck):  # nobody goes to make room for who does not come
+    if any(
+        found[role] > counts[role] for role in stuck
+    ):  # do not stop workers to make room for one that cannot start
         found = {role: max(count, min(wanted[role], counts[role])) for role, count in found.items()}
     wanted = found
-    # What is removed makes room for what is added.
+    # Removed workers make room for added ones.
     changes = [CountChange(role, wanted[role] - count) for role, count in counts.items()]
     changes = sorted((each for each in changes if each.count), key=lambda each: each.count)
     return Decision(at=last.at, changes=changes, reason=reason + limit, desired=wanted), state
@@ -121,7 +123,7 @@ def decide_by_latency(
 def _end_interval(
     config: PlannerConfig, profile: EngineProfile, state: SlaState, last: Observation, counts: dict[str, int]
 ) -> SlaState:
-    """Writes down what was asked for, and how far the profile was from what was observed."""
+    """Records the load, and corrects the profile by the observed latencies."""
     asked = last.traffic.since(state.planned)
     seconds = last.at - (state.planned_at or 0.0)
     before = state.history[-1] if state.history else None
@@ -129,7 +131,7 @@ def _end_interval(
     output_length = asked.mean_output or (before and before.output_length)
     history = state.history
     prefill, decode = state.prefill_correction, state.decode_correction
-    if input_length and output_length:  # else nothing is known of answers yet
+    if input_length and output_length:  # otherwise no answer has ended yet
         now = ObservedLoad(asked.num_requests / seconds, input_length, output_length)
         history = (*history, now)[-config.load_prediction_window_size :]
         if state.is_steady and not config.no_correction:
@@ -151,8 +153,8 @@ def _end_interval(
 
 
 def _learnt(correction: float, observed_s: float | None, expected_s: float) -> float:
-    """The correction moves half of the way to what was observed, in either direction. An overload says
-    nothing of how long a prompt or a token takes."""
+    """Returns the correction after a geometric half-step towards the observation, in either direction.
+    Overloads are not used, as their latencies are mostly waiting time."""
     if observed_s is None or not 0 < expected_s < math.inf:
         return correction
     ratio = min(LEARN_MOST, max(1 / LEARN_MOST, observed_s / expected_s))
@@ -162,7 +164,7 @@ def _learnt(correction: float, observed_s: float | None, expected_s: float) -> f
 def _planned(
     config: PlannerConfig, profile: EngineProfile, state: SlaState, counts: dict[str, int]
 ) -> tuple[dict[str, int], str, dict[str, int]]:
-    """The numbers of workers, why, and those that would be enough."""
+    """Returns the numbers of workers, the reason, and the sufficient numbers."""
     if not state.history:
         wanted = {role: max(count, config.least(role)) for role, count in counts.items()}
         return wanted, "no request has ended yet", wanted
@@ -189,13 +191,13 @@ def _planned(
 
 
 def _steps_ahead(config: PlannerConfig) -> int:
-    """The intervals until a worker that is started now has served for one."""
+    """Returns the number of intervals until a worker that is started now has served for one."""
     return math.ceil(config.startup_time / config.adjustment_interval) + 1
 
 
 def _foretold(config: PlannerConfig, state: SlaState) -> Demand:
-    """The most requests a second of the intervals until a worker that is started now has served for one, and
-    their mean lengths."""
+    """Returns the highest forecast rate until a worker that is started now has served for an interval, with
+    the mean lengths."""
     steps = _steps_ahead(config)
     rates, inputs, outputs = (
         predict(config.load_predictor, values, steps, config.season)
@@ -216,11 +218,11 @@ def _reaction(
     last: Observation,
     counts: dict[str, int],
 ) -> tuple[dict[str, int], str]:
-    """The numbers of those roles that should grow, as a target is missed now or there is no worker, and
-    why."""
+    """Returns the numbers of the roles that should grow, as a target is missed now or workers are missing,
+    and the reason."""
     least = {role: config.least(role) for role in counts}
     if any(counts[role] < count for role, count in least.items()):
-        return least, f"there are fewer workers than {max(least.values())}"
+        return least, f"the model has fewer workers than {max(least.values())}"
     if not state.history or recent_s <= 0:
         return {}, ""
     before = state.history[-1]
@@ -229,12 +231,12 @@ def _reaction(
         recent.mean_input or before.input_length,
         recent.mean_output or before.output_length,
     )
-    # What an idle worker misses, more workers would miss too.
+    # More workers do not help with a target that an idle worker misses.
     idle = _latency(profile, dict.fromkeys(counts, 1), _demand(before, 0.0), _corrections(state))
     reasons, roles = [], []
     ttft_s = recent.mean_ttft_s if recent.num_first >= FEW else None
     if not recent.num_first and last.num_waiting and recent_s > config.ttft:
-        ttft_s = recent_s  # nothing has come for so long
+        ttft_s = recent_s  # no token for at least this time
     if ttft_s is not None and idle.slow_ttft_s <= config.ttft < ttft_s:
         roles.append("prefill" if "prefill" in counts else last.decode_role)
         reasons.append(f"the first token takes {ttft_s:.3g} s > {config.ttft:g}")
@@ -246,7 +248,7 @@ def _reaction(
     return {role: max(counts[role] + 1, needed[role]) for role in roles}, "; ".join(reasons)
 
 
-# What both have in common
+# Common to both loops
 
 
 def _demand(asked: ObservedLoad, rate: float | None = None) -> Demand:
@@ -293,10 +295,9 @@ def _by_role(config: PlannerConfig, sizes: Sizes, counts: dict[str, int]) -> dic
 def _within_budget(
     config: PlannerConfig, wanted: dict[str, int], counts: dict[str, int], budget: int
 ) -> tuple[dict[str, int], str]:
-    """As many as so many GPUs allow, in the proportion that is wanted, and a word on that. Where not even
-    those that always stay fit, all stays as it is. Where those that are there and wanted further do not fit,
-    they stay, and nobody comes: another model's changes that are under way may count for more than they will
-    take."""
+    """Scales the wanted numbers down to a budget of GPUs, in proportion, and returns a note on that. If even
+    the least numbers exceed it, nothing changes. If the present workers that stay wanted exceed it, they stay
+    and none is added: another model's changes in flight may count for more GPUs than they will take."""
     needed = _gpus(config, wanted)
     if needed <= budget:
         return wanted, ""
@@ -310,7 +311,7 @@ def _within_budget(
     }
     if _gpus(config, found) > budget:
         return counts, word
-    # What rounding has left goes to who lacks most.
+    # The remainder of rounding goes to the role that lacks most.
     for role in sorted(wanted, key=lambda name: found[name] / max(1, wanted[name])):
         more = (budget - _gpus(config, found)) // config.gpus_of(role)
         found[role] += min(wanted[role] - found[role], more)

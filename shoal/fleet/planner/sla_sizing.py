@@ -1,8 +1,9 @@
-"""How many workers hold targets for latency: what a profile says of one worker, as queues of many.
+"""The numbers of workers that meet targets for latency: extends a profile of one worker to many by queueing
+theory.
 
-NVIDIA Dynamo's planner divides tokens by throughput, which leaves its target for the first token without a
-part in the number of prefill workers. Here each number of workers is asked what latency it would give, and
-the least that holds the targets is taken.
+NVIDIA Dynamo's planner divides tokens by throughput, so that its target for the first token does not affect
+the number of prefill workers. Here the latency of each number of workers is computed, and the least number
+that meets the targets is chosen.
 """
 
 from __future__ import annotations
@@ -14,16 +15,15 @@ from dataclasses import dataclass
 
 from shoal.fleet.planner.engine_profile import EngineProfile
 
-SLOW_SHARE = 0.1  # of first tokens may come later than the target
-MOST_BUSY = 0.9  # the share of its time that a worker may spend on prompts
-KV_USAGES = [number / 100 for number in range(91)]  # that are tried; beyond, requests are in each other's way
-ANY_TIME_S = 1e9  # later than any token, but for those of an overload
+SLOW_SHARE = 0.1  # share of first tokens that may be later than the target
+MOST_BUSY = 0.9  # largest share of a worker's time for prompts
+KV_USAGES = [number / 100 for number in range(91)]  # candidates; above them, requests compete for the cache
+ANY_TIME_S = 1e9  # later than any token without an overload
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What clients ask of one model: requests a second, and the mean lengths of prompts and answers in
-    tokens."""
+    """The load of one model: requests per second, and the mean lengths of prompts and answers in tokens."""
 
     rate: float
     input_length: float
@@ -32,8 +32,8 @@ class Demand:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """In seconds. The time to the first token is held for all but SLOW_SHARE of the requests, that between
-    tokens in the mean of them."""
+    """Targets in seconds: the time to the first token for all but SLOW_SHARE of the requests, and the mean
+    time between tokens."""
 
     ttft_s: float
     itl_s: float
@@ -41,8 +41,8 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class Corrections:
-    """How much longer than in the profile prompts and tokens take in this fleet. Less than 1: a part of the
-    prompts is cached, say."""
+    """Factors of the times of prompts and tokens in this fleet to the profile's. Below 1 if, for example, a
+    part of the prompts is cached."""
 
     prefill: float = 1.0
     decode: float = 1.0
@@ -50,8 +50,8 @@ class Corrections:
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Infinite where the workers cannot keep up. `slow_ttft_s`: only SLOW_SHARE of the requests wait longer
-    for their first tokens."""
+    """Latencies, infinite in an overload. `slow_ttft_s`: the time to the first token that only SLOW_SHARE of
+    the requests exceed."""
 
     ttft_s: float
     slow_ttft_s: float
@@ -64,7 +64,7 @@ OVERLOADED = Latency(math.inf, math.inf, math.inf)
 def latency_apart(
     profile: EngineProfile, demand: Demand, corrections: Corrections, num_prefill: int, num_decode: int
 ) -> Latency:
-    """The latency of a fleet with workers of both roles."""
+    """Returns the latency of a fleet with separate prefill and decode workers."""
     prompt_s = profile.ttft_s(demand.input_length) * corrections.prefill
     ttft_s, slow_ttft_s = _first_token(demand.rate, prompt_s, num_prefill)
     return Latency(ttft_s, slow_ttft_s, _itl_s(profile, demand, corrections, num_decode))
@@ -73,8 +73,9 @@ def latency_apart(
 def latency_both(
     profile: EngineProfile, demand: Demand, corrections: Corrections, num_workers: int
 ) -> Latency:
-    """The latency of workers that do both. A step that computes a prompt generates a token for each running
-    request, too, which makes it longer by what these read; all other steps only generate."""
+    """Returns the latency of workers with the role both. A step that computes a prompt also generates a token
+    for each running request, which lengthens it by the time of reading their KV; all other steps only
+    generate."""
     if not num_workers:
         return OVERLOADED
     rate = demand.rate / num_workers
@@ -83,33 +84,33 @@ def latency_both(
     for usage in KV_USAGES:
         step_s = profile.itl_s(usage, context) * corrections.decode
         long_step_s = prompt_s + step_s - profile.itl_s(0.0, context) * corrections.decode
-        left = 1 - rate * long_step_s  # of the time, for steps that only generate
+        left = 1 - rate * long_step_s  # share of the time for steps that only generate
         if left <= 0:
             return OVERLOADED
         itl_s = 1 / (rate + left / step_s)
         if _is_enough(profile, demand, usage, itl_s, rate):
             ttft_s, slow_ttft_s = _first_token(demand.rate, long_step_s, num_workers)
-            half_s = step_s / 2 if demand.rate else 0.0  # the rest of a step that is under way
+            half_s = step_s / 2 if demand.rate else 0.0  # the mean rest of a running step
             return Latency(ttft_s + half_s, slow_ttft_s + half_s, itl_s)
     return OVERLOADED
 
 
 def _first_token(rate: float, prompt_s: float, num_workers: int) -> tuple[float, float]:
-    """The mean time to the first token, and the time that SLOW_SHARE of the requests exceed. Prompts wait in
-    one queue and take equally long; the chance that one waits at all is Sakasegawa's (1977)."""
+    """Returns the mean time to the first token, and the time that SLOW_SHARE of the requests exceed. Prompts
+    wait in one queue and take equally long; the probability of waiting is Sakasegawa's (1977)."""
     if not num_workers:
         return math.inf, math.inf
     busy = rate * prompt_s / num_workers
     if busy > MOST_BUSY:
         return math.inf, math.inf
-    waits = busy ** (math.sqrt(2 * (num_workers + 1)) - 1)  # the share of prompts that wait
-    mean_s = prompt_s / (2 * num_workers * (1 - busy))  # how long those do
+    waits = busy ** (math.sqrt(2 * (num_workers + 1)) - 1)  # probability that a prompt waits
+    mean_s = prompt_s / (2 * num_workers * (1 - busy))  # mean wait of a waiting prompt
     slow_s = mean_s * math.log(waits / SLOW_SHARE) if waits > SLOW_SHARE else 0.0
     return prompt_s + waits * mean_s, prompt_s + slow_s
 
 
 def _itl_s(profile: EngineProfile, demand: Demand, corrections: Corrections, num_workers: int) -> float:
-    """The mean time between tokens of workers that only generate."""
+    """Returns the mean time between tokens of decode workers."""
     if not num_workers:
         return math.inf
     rate = demand.rate / num_workers
@@ -122,16 +123,16 @@ def _itl_s(profile: EngineProfile, demand: Demand, corrections: Corrections, num
 
 
 def _is_enough(profile: EngineProfile, demand: Demand, usage: float, itl_s: float, rate: float) -> bool:
-    """Whether so full a cache has as many requests as come to the worker in the time that one takes, and the
-    worker runs so many."""
+    """Returns True if a cache this full holds the requests that arrive during one request, within the
+    worker's limit of running requests."""
     running = profile.num_running(usage, demand.input_length + demand.output_length / 2)
     return running >= rate * demand.output_length * itl_s and running <= profile.data.max_num_seqs + 1
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Workers by role: `num_prefill` is 0 where prefill and decode are not apart. `why_not`: what keeps them
-    from holding the targets; "": they do."""
+    """Workers by role: `num_prefill` is 0 without separate prefill workers. `why_not`: the reason why they
+    miss the targets; "" if they meet them."""
 
     num_prefill: int
     num_decode: int
@@ -147,8 +148,8 @@ def sizes_for(
     is_apart: bool,
     most: int,
 ) -> Sizes:
-    """The least numbers of workers, from 1 to `most` of a role, that hold the targets. A target that even an
-    idle worker misses is left out: then there are as many as keep up with the load."""
+    """Returns the least numbers of workers, from 1 to `most` of a role, that meet the targets. A target that
+    even an idle worker misses is left out: then the numbers only keep up with the load."""
     idle = Demand(0.0, demand.input_length, demand.output_length)
     best = latency_apart(profile, idle, corrections, 1, 1)
     if not is_apart:
@@ -179,7 +180,8 @@ def sizes_for(
 
 
 def _least(most: int, holds: Callable[[int], bool]) -> int | None:
-    """The least number from 1 to `most` that holds, where every greater one does too; None if none does."""
+    """Returns the least number from 1 to `most` for which `holds` is true, assuming it is monotonic, or
+    None."""
     if not holds(most):
         return None
     return bisect.bisect_left(range(1, most), True, key=holds) + 1

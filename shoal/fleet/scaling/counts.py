@@ -1,5 +1,5 @@
-"""What a planner counts, as part of its view, and what Prometheus reads of that. The view travels: the router
-exports it, also where the planner is another process."""
+"""`PlannerCounts`: the planner's counters, a part of its view, which the router exports for Prometheus even
+if the planner is another process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ CHANGES = ("add", "remove", "move")  # move: a worker changes its role
 
 
 class PlannerCounts:
-    """`models`: by name. Each has all kinds from the start, so that a rate sees the first event of a kind."""
+    """Counters by model name. Each model has all kinds from the start, so that a rate sees the first
+    event."""
 
     def __init__(self) -> None:
         self.models: dict[str, PlannedModel] = {}
@@ -27,7 +28,8 @@ class PlannerCounts:
         found.workers, found.pending = counts_of(seen), seen.pending
 
     def decided(self, model: str, decision: Decision) -> None:
-        """While workers come or go nothing can be decided, and what was decided before is still wanted."""
+        """Counts a decision. While workers start or end nothing is decided, and the previous numbers stay
+        desired."""
         found = self.models[model]
         kinds = {"add" if change.count > 0 else "remove" for change in decision.changes}
         if decision.moves:
@@ -39,6 +41,6 @@ class PlannerCounts:
             found.decisions[kind] += 1
 
     def changed(self, model: str, kind: str, *, has_failed: bool) -> None:
-        """One worker has come, gone, or changed its role, or should have."""
+        """Counts a change of one worker, or its failure."""
         found = self.models[model]
         (found.failures if has_failed else found.changes)[kind] += 1

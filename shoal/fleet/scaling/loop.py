@@ -1,7 +1,6 @@
-"""The planner at work: it looks at a fleet, decides (fleet/planner/planner.py), and has workers added and
-removed.
+"""`PlannerLoop`: observes a fleet, decides (fleet/planner/planner.py), and has workers added and removed.
 
-What it saw and decided can be recorded as JSON lines, from which `shoal plan --replay` decides again.
+Observations and decisions can be recorded as JSON lines, from which `shoal plan --replay` decides again.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ from shoal.fleet_views import DecisionView, PlannerView
 
 logger = logging.getLogger(__name__)
 
-COUNTS = {"add": 1, "remove": -1, "move": 0}  # of a Failure
-SHOWN_DECISIONS = 20  # that changed something
+COUNTS = {"add": 1, "remove": -1, "move": 0}  # the `count` in Failure
+SHOWN_DECISIONS = 20  # latest decisions with a change
 
 
 @dataclass(slots=True)
 class Batch:
-    """The decisions of an interval while they are carried out. Others may be under way, of other models.
-    `left`: how many changes of each model are not done. `num_gpus`: those of all workers when all is done.
-    `failed`: model, role and COUNTS of changes that have failed in it."""
+    """The decisions of an interval while they are carried out; batches of other models may overlap. `left`:
+    number of unfinished changes by model. `num_gpus`: GPUs of all workers after all changes. `failed`: model,
+    role and COUNTS of the batch's failed changes."""
 
     decisions: list[tuple[str, Decision]]
     left: collections.Counter[str]
@@ -44,7 +43,7 @@ class Batch:
     failed: set[tuple[str, str, int]] = field(default_factory=set)
 
     def workers(self, sign: int) -> list[tuple[str, str]]:
-        """Model and role of each worker that is to be added (1) or removed (-1)."""
+        """Returns model and role of each worker to add (sign 1) or to remove (sign -1)."""
         return [
             (model, change.role)
             for model, decision in self.decisions
@@ -62,21 +61,21 @@ class PlannerLoop:
         record: IO[bytes] | None = None,
         profiles: Mapping[str, EngineProfile] | None = None,
     ) -> None:
-        """`profiles`: as a Planner's."""
+        """`profiles`: as in Planner."""
         self.config = config
         self._fleet, self._clock, self._record = fleet, clock, record
         self._planner = Planner(config, profiles)
         self._counts = PlannerCounts()
         self._last: dict[str, Decision] = {}
         self._decisions: collections.deque[tuple[str, Decision]] = collections.deque(maxlen=SHOWN_DECISIONS)
-        # Changes that have failed and have not been done since, by model, and by role and COUNTS.
+        # Failed changes that have not succeeded since, by model, and by role and COUNTS.
         self._failures: dict[str, dict[tuple[str, int], Failure]] = collections.defaultdict(dict)
         self._batches: dict[asyncio.Task[None], Batch] = {}
-        self._lacks_record = False  # what was last to be written in it is not there
+        self._lacks_record = False  # the last write to it failed
         fleet.show(self.view)
 
     async def run(self) -> None:
-        """Runs until it is cancelled; changes under way are cancelled with it."""
+        """Runs until it is cancelled, which also cancels changes in flight."""
         interval_s = self.config.judging_interval
         self._write(Recorded(config=msgspec.to_builtins(self.config)))
         due, is_blind = self._clock.now() + interval_s, False
@@ -85,9 +84,11 @@ class PlannerLoop:
                 await self._clock.sleep(self.config.metric_pulling_interval)
                 try:
                     await self._look()
-                except (UnavailableError, OSError) as error:  # it may be back when the loop looks next
+                except (UnavailableError, OSError) as error:  # the next observation may succeed
                     if not is_blind:
-                        logger.error("planner: %s; nothing is decided until the fleet is seen again", error)
+                        logger.error(
+                            "planner: %s; nothing is decided until the fleet can be observed again", error
+                        )
                         self._write(Recorded(is_gap=True))
                     is_blind, due = True, self._clock.now() + interval_s
                     self._planner.forget()
@@ -101,7 +102,8 @@ class PlannerLoop:
                 task.cancel()
 
     def view(self) -> PlannerView:
-        """The last decision, and what is wanted: as decided, or as it is before any decision."""
+        """Returns the last decisions and the desired numbers; before any decision these are the present
+        ones."""
         desired: dict[str, int] = {}
         for decision in self._last.values():
             for role, count in decision.desired.items():
@@ -122,11 +124,11 @@ class PlannerLoop:
         return DecisionView(age_s, model, _in_words(decision), decision.reason)
 
     def _now(self) -> float:
-        """As it is recorded."""
+        """Returns the time as it is recorded."""
         return round(self._clock.now(), 3)
 
     def _under_way(self, model: str) -> int:
-        """How many changes of its workers are not done."""
+        """Returns the number of unfinished changes of the model's workers."""
         return sum(batch.left[model] for batch in self._batches.values())
 
     async def _look(self) -> None:
@@ -140,7 +142,7 @@ class PlannerLoop:
             self._write(Recorded(model=model, observation=seen))
 
     def _judge(self) -> None:
-        """A model whose workers do not start comes last."""
+        """Decides for all models; models whose workers fail to start come last."""
         times = {
             model: sum(each.times for each in found.values() if each.count > 0)
             for model, found in self._failures.items()
@@ -166,9 +168,9 @@ class PlannerLoop:
             task.add_done_callback(self._batches.pop)
 
     async def _carry_out(self, batch: Batch) -> None:
-        """Workers change their role. Then others end one after the other, beside those that start where there
-        is room; the rest starts in the room that was made. Where a worker that was to make room has stayed,
-        as many are added as the budget allows beside it."""
+        """Changes roles first. Then removes workers one after the other and at the same time starts workers
+        for which GPUs are free; the others start on freed GPUs. If a removal fails, additions are limited to
+        the budget that is left."""
         for model, decision in batch.decisions:
             for move in decision.moves:
                 for _ in range(move.count):
@@ -176,7 +178,7 @@ class PlannerLoop:
                     outcome = f"has the role {move.to}"
                     await self._carry_out_one(batch, "move", model, move.role, work, outcome)
         removed, added = batch.workers(-1), batch.workers(1)
-        gpus = batch.num_gpus  # of all workers, those that start among them
+        gpus = batch.num_gpus  # GPUs of all workers, including starting ones
         gpus += sum(self.config.gpus_of(role) for _, role in removed)
         gpus -= sum(self.config.gpus_of(role) for _, role in added)
         async with asyncio.TaskGroup() as group:
@@ -189,14 +191,12 @@ class PlannerLoop:
                 group.create_task(self._add(batch, model, role))
             for model, role in removed:
                 work = self._fleet.remove(model, role)
-                if await self._carry_out_one(batch, "remove", model, role, work, "serves no more"):
+                if await self._carry_out_one(batch, "remove", model, role, work, "has ended or sleeps"):
                     gpus -= self.config.gpus_of(role)
             for model, role in late:
                 if gpus + self.config.gpus_of(role) > self.config.max_gpu_budget:
                     logger.error(
-                        "planner: no %s worker of %s is added, as one that was to make room has stayed",
-                        role,
-                        model,
+                        "planner: no %s worker of %s is added, as a removal for it failed", role, model
                     )
                     batch.left[model] -= 1
                     continue
@@ -209,15 +209,15 @@ class PlannerLoop:
     async def _carry_out_one(
         self, batch: Batch, kind: str, model: str, role: str, work: Awaitable[str], outcome: str
     ) -> bool:
-        """Whether it was done."""
+        """Returns True if the change succeeded."""
         key = role, COUNTS[kind]
         failures = self._failures[model]
         try:
             worker_id = await work
-        except (ShoalError, OSError) as error:  # the next decision begins with what there is then
+        except (ShoalError, OSError) as error:  # the next decision starts from the fleet at that time
             logger.error("planner: %s", error)
             times = failures[key].times if key in failures else 0
-            if (model, *key) not in batch.failed:  # workers that start side by side are one try
+            if (model, *key) not in batch.failed:  # workers that start at the same time count as one try
                 times += 1
             batch.failed.add((model, *key))
             failures[key] = Failure(*key, max(1, times), self._now())
@@ -231,7 +231,7 @@ class PlannerLoop:
         return True
 
     def _write(self, entry: Recorded) -> None:
-        """A record that cannot be written keeps no fleet from being sized."""
+        """Writes a line of the record. A failed write is only logged, as sizing must continue."""
         if self._record is None:
             return
         try:

@@ -1,11 +1,11 @@
-"""Workers that are not needed sleep, and the next one that is needed wakes, within a second or two where a
-start takes a minute.
+"""`Parking`: a connector that puts workers to sleep instead of ending them. A worker wakes within a second or
+two, while a start takes a minute.
 
-Parking stands between a planner and the connector of this host. A worker that sleeps keeps its process and
-its place among the GPUs, so it counts in the budget; it makes room when a worker of another kind needs that.
+It wraps the connector of this host. A sleeping worker keeps its process and its GPUs, so it counts in the
+budget; it ends when a worker of another kind needs its GPUs.
 
-The note of it that a next fleet reads, if this one is killed, is made before a worker sleeps and taken back
-after it woke. So no worker sleeps without one, which would be a place that nobody uses and nobody frees.
+A worker is recorded as parked before it sleeps, until after it woke, for the next fleet if this one is
+killed. A sleeping worker without a record would hold GPUs that no fleet uses or frees.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 class Parking(Connector):
-    """A Connector itself."""
+    """A Connector around another one."""
 
     def __init__(
         self, inner: LocalConnector, fleet: Fleet, config: PlannerConfig, components: Sequence[Component]
@@ -39,7 +39,7 @@ class Parking(Connector):
         fleet.parked_ids = self._asleep
 
     async def start(self) -> None:
-        """Workers that are taken over from a fleet that was killed may sleep."""
+        """Also restores the parked workers of a killed fleet."""
         await self._inner.start()
         self._parked = {worker_id: (model, role) for worker_id, model, role in self._inner.parked()}
 
@@ -47,28 +47,28 @@ class Parking(Connector):
         return self._inner.pending(model)
 
     async def add(self, model: str, role: str) -> str:
-        """Wakes the worker that was parked last; starts one if none is, or if it does not wake."""
+        """Wakes the worker that was parked last; starts one if no parked worker wakes."""
         while parked := self._parked_of(model, role):
             worker_id = parked[-1]
-            del self._parked[worker_id]  # first, so that another call at this time takes another one
+            del self._parked[worker_id]  # first, so that a concurrent call takes another worker
             try:
                 await self._wake(worker_id, component_of(self._components, model, role))
             except ShoalError as error:
-                logger.warning("worker %s does not wake and ends: %s", worker_id, error)
+                logger.warning("worker %s does not wake and is ended: %s", worker_id, error)
                 await self._inner.end(worker_id)
             else:
                 self._inner.record_parked(worker_id, False)
                 return worker_id
-        async with self._placing:  # so that another call counts this place
+        async with self._placing:  # so that a concurrent call counts this place
             await self._make_room(role)
             placement = await self._inner.place(model, role)
         return await self._inner.begin(placement)
 
     async def remove(self, model: str, role: str) -> str:
-        """Parks the worker that would end. Another engine's ends, as it knows no such sleep."""
+        """Parks the worker that would be removed. An external worker ends, as it cannot sleep."""
         awake = [name for name in self._inner.placed(model, role) if name not in self._asleep()]
         if not awake:
-            raise UnavailableError(f"there is no {role} worker of {model} here that is awake")
+            raise UnavailableError(f"this fleet has no {role} worker of {model} that is awake")
         worker = self._fleet.workers.get(awake[-1])
         if worker is None or worker.info.is_external:
             await self._inner.end(awake[-1])
@@ -77,7 +77,7 @@ class Parking(Connector):
         try:
             await self._command(Sleep(self._level), worker.id, GRACE_S)
         except ShoalError:
-            if not worker.is_asleep:  # it may have fallen asleep all the same
+            if not worker.is_asleep:  # it may be asleep although the command failed
                 self._inner.record_parked(worker.id, False)
                 raise
         self._parked[worker.id] = (model, role)
@@ -91,8 +91,8 @@ class Parking(Connector):
         await self._inner.close(grace_s)
 
     def _asleep(self) -> dict[str, tuple[str, str]]:
-        """What is parked. A worker that was woken by a person or a request, or that has died and was started
-        again, is parked no more."""
+        """Returns the parked workers, without workers that a person or a request has woken, or that have
+        restarted."""
         for worker_id in list(self._parked):
             worker = self._fleet.workers.get(worker_id)
             if worker is not None and worker.is_reached and not worker.is_asleep:
@@ -110,24 +110,23 @@ class Parking(Connector):
             await self._command(UpdateWeights(component.source), worker_id, timeout_s)
 
     async def _command(self, command: Command[Any], worker_id: str, timeout_s: float) -> None:
-        """Raises the worker's error; UnavailableError if it has gone, or has not ended its requests and
-        carried this out in time."""
+        """Sends a command to the worker. Raises the worker's error; UnavailableError if it has left, or has
+        not finished its requests and the command in time."""
         worker = self._fleet.workers.get(worker_id)
         if worker is None:
-            raise UnavailableError(f"worker {worker_id} is not there")
+            raise UnavailableError(f"worker {worker_id} has left")
         try:
             async with asyncio.timeout(timeout_s):
                 found = await self._fleet.command(command, [worker_id], model=None, rolling=True)
         except TimeoutError:
             raise UnavailableError(
-                f"worker {worker_id} has not come to {name_of(command)} within {timeout_s:g} s"
+                f"worker {worker_id} did not finish {name_of(command)} within {timeout_s:g} s"
             ) from None
         for error in found.errors.values():
             raise error
 
     async def _make_room(self, role: str) -> None:
-        """Ends parked workers of other kinds until one more fits into the budget. Those that were parked
-        first go first."""
+        """Ends parked workers, the longest parked first, until one more worker fits into the budget."""
         while self._parked and self._gpus() + self._config.gpus_of(role) > self._config.max_gpu_budget:
             worker_id = next(iter(self._parked))
             del self._parked[worker_id]

@@ -47,11 +47,11 @@ class PlannedFleet(Protocol):
         ...
 
     async def add(self, model: str, role: str) -> str:
-        """As a Connector's."""
+        """As Connector.add."""
         ...
 
     async def remove(self, model: str, role: str) -> str:
-        """As a Connector's."""
+        """As Connector.remove."""
         ...
 
     async def change_role(self, model: str, role: str, to: str) -> str:
@@ -106,7 +106,7 @@ class OwnFleet:
         with self._changes[model].one_more():
             worker_id = self._fleet.least_loaded(model, role)
             if worker_id is None:
-                raise UnavailableError(f"there is no {role} worker of {model} that could change its role")
+                raise UnavailableError(f"{model} has no {role} worker that could change its role")
             try:
                 async with asyncio.timeout(ROLE_S):
                     await self._fleet.change_role(worker_id, to)

@@ -264,7 +264,7 @@ def test_what_needs_the_room_of_a_worker_whose_removal_waits_is_left_out_too():
     failures = [Failure("prefill", -1, 1, 100.0)]
     observation = seen(0.99, prefill=2, queue=0, at=101.0, failures=failures)
     decision, _ = decide(PlannerConfig(max_gpu_budget=3), PlannerState(), [observation])
-    assert decision.changes == [] and "no decode worker is added in its room" in decision.reason
+    assert decision.changes == [] and "no decode worker is added in its place" in decision.reason
     assert changes(observation, config=PlannerConfig(max_gpu_budget=4)) == [GROW]
 
 

@@ -581,7 +581,7 @@ FILE = '[[workers]]\n[planner]\nenabled = true\nmode = "sla"\n'
     [
         (FILE, "needs profile"),
         (FILE + 'profile = "nowhere.json"\n', "'nowhere.json' cannot be read"),
-        (FILE + 'profile = { other = "p.json" }\n', "no file for 'smollm2'; there are other"),
+        (FILE + 'profile = { other = "p.json" }\n', "must have a file for 'smollm2', got only other"),
         (FILE + "profile = 3\n", "profile must be of the type "),
         (FILE + "ttft = 0.0\n", "ttft"),
         (FILE + 'load_predictor = "prophet"\n', "load_predictor must be one of "),

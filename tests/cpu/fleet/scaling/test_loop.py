@@ -311,7 +311,7 @@ def test_a_removal_that_fails_is_tried_again_after_a_while_that_grows():
     made = [entry.decision for entry in entries if entry.decision is not None]
     at = [decision.at for decision in made if decision.changes]
     assert at == [10, 30, 70, 150, 310, 630, 1230, 1830, 2430]
-    assert "to remove a prefill worker has failed 2 times, and is tried again in 30 s" in made[3].reason
+    assert "to remove a prefill worker has failed 2 times and is retried in 30 s" in made[3].reason
     assert [entry.decision for entry in replay(None, lines)] == made
 
 
