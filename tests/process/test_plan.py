@@ -185,4 +185,4 @@ def test_a_fleet_that_plans_itself_needs_no_planner_beside_it(tmp_path, folder):
     fleet.folder, fleet.file = tmp_path, file
     with planner(fleet, "plan.log") as process:
         assert process.wait(PATIENCE_S) == 1
-        assert "[planner] enabled has shoal fleet up plan itself" in process.log.read_text()
+        assert "[planner] enabled must be left out for `shoal plan`" in process.log.read_text()
