@@ -148,7 +148,7 @@ def test_an_unknown_command_is_not_sent_and_its_neighbour_is_named(terminal, ser
 def test_settings_reach_the_server_and_impossible_ones_are_refused(terminal, server):
     for line, hint in (
         ("/set temperature hot", "temperature must be a number, got 'hot'"),
-        ("/set top_p 7", "top_p 7"),
+        ("/set top_p 7", "top_p must be a finite number in (0, 1], got 7.0"),
         ("/set temprature 1", "did you mean temperature?"),
         ("/set temperature 0.25", "temperature: 0.25"),
         ("/set max_tokens 2", "max_tokens: 2"),

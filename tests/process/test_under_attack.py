@@ -198,7 +198,7 @@ def test_a_server_on_a_unix_socket_is_a_whole_one(tmp_path, serve, checkpoints):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("--max-num-seqs", "100000000"), "max_num_seqs 100000000"),
+        (("--max-num-seqs", "100000000"), "max_num_seqs must be an integer from 1 to 65536, got 100000000"),
         (("--num-gpu-blocks-override", "100000000000"), "num_gpu_blocks_override"),
         (("--kv-cache-memory-bytes", str(10**15)), "kv_cache_memory_bytes"),
         (("--kv-host-bytes", str(10**15)), "kv_host_bytes"),
