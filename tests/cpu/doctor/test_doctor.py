@@ -393,10 +393,10 @@ def test_a_plane_in_a_folder_needs_that_folder_and_a_path_that_a_socket_may_have
 
 @pytest.mark.parametrize("with_plane", [{}, {"plane": "tcp://127.0.0.1:1"}])
 @pytest.mark.parametrize(
-    "content, words", [(None, "cannot be read"), ("", "0 characters"), ("short", "5 char")]
+    "content, words", [(None, "must be readable"), ("", "characters, got 0"), ("short", "characters, got 5")]
 )
 def test_a_fleet_key_that_is_none_fails_with_and_without_a_plane(tmp_path, content, words, with_plane):
-    """It was read for a plane alone."""
+    """Regression: the key was read only with a plane."""
     if content is not None:
         (tmp_path / "key").write_text(content)
     [found] = network.plane(what_is_asked(None, {"fleet_key_file": str(tmp_path / "key"), **with_plane}))
