@@ -38,7 +38,7 @@ from shoal.fleet.planner.config import PlannerConfig
 from shoal.fleet.planner.engine_profile import EngineProfile
 from shoal.fleet.planner.observation import DecodeLoad, Observation
 from shoal.fleet.planner.planner import PlannerState, decide
-from shoal.fleet.pool.replica_sync import News
+from shoal.fleet.pool.replica_sync import SharedChanges
 from shoal.fleet.registry.subscription import encode
 from shoal.fleet.routing.active_requests import AnyChange
 from shoal.fleet.routing.dispatcher import Dispatcher, RoutingRequest
@@ -57,7 +57,7 @@ NUM_REQUESTS = 2000  # that are timed; before them come as many as run at once
 NUM_LOOKS = 10
 NUM_ROUTERS = (1, 2, 4, 8, 16)
 
-NEWS = msgspec.msgpack.Decoder(News)
+CHANGES = msgspec.msgpack.Decoder(SharedChanges)
 
 
 class Clock:
@@ -91,20 +91,20 @@ class Fleet:
         self.choose_s = self.follow_s = self.tell_s = self.hear_s = 0.0
         self.hits = 0  # blocks that the chosen workers had
         self.other: Fleet | None = None  # another router of these workers
-        self.untold: list[AnyChange] = []
+        self.unsent: list[AnyChange] = []
 
     def share(self) -> None:
         """A second router hears of all requests from now on."""
         self.other = Fleet(len(self.dispatcher.workers))
-        self.router.active_requests.on_change = self.untold.append
+        self.router.active_requests.on_change = self.unsent.append
 
     def _tell(self, other: Fleet, stored: tuple[Any, ...] | None) -> None:
         """One message for each request, which is the most that there are: under load many go in one."""
         begun = time.process_time()
-        payload = encode(News("a", "m", self.untold))
+        payload = encode(SharedChanges("a", "m", self.unsent))
         told = time.process_time()
-        self.untold.clear()
-        for change in NEWS.decode(payload).changes:
+        self.unsent.clear()
+        for change in CHANGES.decode(payload).changes:
             other.router.take(change, f"a/{change.request_id}")
         if stored is not None:
             other.router.indexer.store(*stored)
