@@ -22,7 +22,7 @@ LIMIT_S = 15.0
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`limit_s`: after so many seconds nobody waits for it any more, and that is a finding."""
+    """`limit_s`: seconds after which the check is abandoned, which is a finding."""
 
     look: Callable[[CheckTarget], Findings]
     limit_s: float = LIMIT_S

@@ -1,4 +1,5 @@
-"""What a check finds, and what the user asked for: a machine that serves one model, or a fleet's file."""
+"""Findings of checks, and the target that the user asked for: a machine that serves one model, or a fleet's
+file."""
 
 from __future__ import annotations
 
@@ -53,10 +54,10 @@ def fails(about: str, found: str, means: str, remedy: str, *, is_asked: bool = T
 
 @dataclass(frozen=True)
 class CheckTarget:
-    """What is to work here. Without a fleet's file it is one worker with `shoal serve`'s options.
+    """The service that is to run here. Without a fleet's file it is one worker with `shoal serve`'s options.
 
-    path: of the fleet's file; None: there is none. mistake: why that file cannot be read, if so. given: the
-    options that the user named, as {"model", "port", "plane"}; what was not named is looked at, and may fail.
+    path: the fleet's file; None: no file. mistake: why that file cannot be read, if so. given: the options
+    that the user named, as {"model", "port", "plane"}; other options are checked too, and may fail.
     """
 
     fleet: FleetFile
@@ -77,17 +78,17 @@ class CheckTarget:
         return self.fleet.planner
 
     def is_given(self, name: str) -> bool:
-        """Whether the user asked for this option's value: by name, or with a whole file that can be read."""
+        """Says if the user asked for this option's value: by name, or with a whole file that can be read."""
         return (self.path is not None and self.mistake is None) or name in self.given
 
     @property
     def is_here(self) -> bool:
-        """Whether workers are processes of this machine."""
+        """Says if workers are processes of this machine."""
         return self.planner.connector in ON_THIS_HOST
 
     @property
     def own(self) -> list[NativeWorkers]:
-        """Our workers that are to run on this machine."""
+        """Returns the native workers that are to run on this machine."""
         if not self.is_here:
             return []
         return [group for group in self.fleet.workers if isinstance(group, NativeWorkers)]

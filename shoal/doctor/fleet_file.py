@@ -27,7 +27,7 @@ ANSWER_S = 8.0  # for the hub, or a model's store, to answer
 
 
 def tables(asked: CheckTarget) -> Findings:
-    """Whether the file says a fleet."""
+    """Checks that the file describes a fleet."""
     if asked.path is None:
         return
     about = "fleet file"
@@ -43,7 +43,7 @@ def tables(asked: CheckTarget) -> Findings:
 
 
 def gpus_of_workers(asked: CheckTarget) -> Findings:
-    """Whether there are as many GPUs as the file's workers take."""
+    """Checks that the machine has the GPUs of the file's workers."""
     if asked.path is None or asked.mistake is not None or not asked.is_here or not asked.fleet.workers:
         return
     about = "GPUs of the workers"
@@ -74,7 +74,7 @@ def programs(asked: CheckTarget) -> Findings:
 
 
 def models(asked: CheckTarget) -> Findings:
-    """Whether the models of our workers are here, or to be had. Nothing is downloaded."""
+    """Checks that the models of native workers are here or can be downloaded. Downloads nothing."""
     is_asked = asked.is_given("model")
     for model in dict.fromkeys(group.model for group in asked.own):
         downloads = {group.options.get("download_dir") for group in asked.own if group.model == model}
@@ -123,7 +123,7 @@ def _model(model: str, download_dir: str | None, asked: CheckTarget, is_asked: b
 
 
 def _coming(about: str, found: str, num_bytes: int, folder: Path, option: str, is_asked: bool) -> Finding:
-    """A model that is not here yet, and comes if the disk of this folder has room for so many bytes."""
+    """Reports on a model that has to be downloaded, for which the folder's disk needs `num_bytes`."""
     try:
         free = shutil.disk_usage(nearest(folder)).free
         lack = f"it needs {in_units(num_bytes)}, where {in_units(free)} are free"
@@ -136,14 +136,14 @@ def _coming(about: str, found: str, num_bytes: int, folder: Path, option: str, i
 
 
 def _in_store(model: str, download_dir: str | None) -> tuple[Path | None, int]:
-    """As `look`. Stores are asked by packages of many authors, of which some try on for minutes: so a thread
-    asks, which is left behind where there is no answer in time. Raises CheckpointError."""
+    """As `look`. Packages of many authors talk to stores, and some retry for minutes: so a thread does it,
+    and is left behind without an answer in time. Raises CheckpointError."""
     answer: Future[tuple[Path | None, int]] = Future()
 
     def ask() -> None:
         try:
             answer.set_result(find_local(model, is_model_file, download_dir))
-        except Exception as error:  # noqa: BLE001   whoever waits for the answer raises it
+        except Exception as error:  # noqa: BLE001   the waiting thread raises it
             answer.set_exception(error)
 
     threading.Thread(target=ask, name="store of a model", daemon=True).start()

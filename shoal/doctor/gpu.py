@@ -28,7 +28,7 @@ COLUMNS = (
     "ecc.errors.uncorrected.volatile.total",
 )
 SLOW_COPY = 10e9  # bytes a second; PCIe 4 with 16 lanes has 25e9
-LEAST_CAPABILITY = (8, 0)  # of what Shoal is made for: bfloat16, asynchronous copies
+LEAST_CAPABILITY = (8, 0)  # Shoal needs bfloat16 and asynchronous copies.
 INSTALL_TORCH = "Install it: pip install torch (for CPUs: --index-url https://download.pytorch.org/whl/cpu)."
 
 
@@ -115,7 +115,7 @@ def _line(lines: Iterable[dict[str, Any]], key: str) -> dict[str, Any]:
 
 
 def _cuda(base: dict[str, Any], seen: dict[str, Any], is_asked: bool) -> Findings:
-    """Whether this torch fits this driver."""
+    """Checks that this torch fits this driver."""
     about = "CUDA"
     if base["cuda"] is None:
         if not gpu_devices() and base["driver"] is None:
@@ -178,8 +178,8 @@ def _gpu(line: dict[str, Any], is_asked: bool) -> Finding:
 
 
 def _has_code(capability: tuple[int, ...], archs: list[str]) -> bool:
-    """Whether binaries of these architectures ("sm_90", "sm_100a", "compute_80") run there: those of the same
-    major version up to its minor one; what is for later compilation (compute_*) on later GPUs, too."""
+    """Says if binaries of these architectures ("sm_90", "sm_100a", "compute_80") run there. A binary runs on
+    its major version from its minor version on; code for later compilation (compute_*) on later GPUs, too."""
     for arch in archs:
         kind, _, text = arch.partition("_")
         digits = text.rstrip("abcdefghijklmnopqrstuvwxyz")

@@ -84,7 +84,7 @@ def _is_nats(plane: str | None) -> bool:
 
 
 def required(asked: CheckTarget) -> Findings:
-    """Whether what Shoal was installed with is there, in the versions that it needs."""
+    """Checks that Shoal's dependencies are installed in fitting versions."""
     try:
         needed = requires("shoal") or []
     except PackageNotFoundError:
@@ -116,7 +116,7 @@ def extras(asked: CheckTarget) -> Findings:
 
 
 def _extra(extra: Extra, is_asked: bool) -> Finding:
-    """What nobody asked for is not tried: that would take seconds each."""
+    """Checks an extra. One that the user did not ask for is not imported, which would take seconds."""
     found = version_of(extra.package)
     install = f"pip install 'shoal[{extra.of}]'" if extra.of else f"pip install {extra.package}"
     means = f"It is for {extra.gives}."

@@ -17,9 +17,9 @@ from shoal.config import KVTransferConfig
 from shoal.doctor.finding import GIB, MIB, CheckTarget, Findings, fails, gpu_devices, in_units, limited, works
 from shoal.doctor.programs import run
 from shoal.errors import ConfigError
+from shoal.files.open_files import connections_for
 from shoal.files.user_dirs import cache_folder, state_folder
 from shoal.memory.available import available_bytes, total_bytes
-from shoal.server.run import RESERVED_FILES
 
 LITTLE_MEMORY = 2 * GIB
 FEW_FILES, TOO_FEW_FILES = 4096, 512
@@ -68,7 +68,7 @@ def open_files(asked: CheckTarget) -> Findings:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = hard if hard != resource.RLIM_INFINITY else sys.maxsize
     found = "no limit" if files == sys.maxsize else f"at most {files} (ulimit -Hn)"
-    room = max(files - RESERVED_FILES, files // 2)
+    room = connections_for(files)
     remedy = "Raise the limit: LimitNOFILE in a systemd unit, --ulimit nofile=65536 for a container."
     wanted = asked.server.max_connections
     if wanted is not None and wanted > room:
@@ -104,7 +104,7 @@ def locked_memory(asked: CheckTarget) -> Findings:
 
 
 def reaches_other_hosts(asked: CheckTarget) -> bool:
-    """Whether KV blocks are to travel to other hosts, which NIXL does."""
+    """Says if KV blocks are to travel to other hosts, which NIXL does."""
     for group in asked.own:
         transfer = KVTransferConfig.of(group.options.get("kv_transfer_config"))
         if transfer is not None and not transfer.is_local:
@@ -150,7 +150,7 @@ def shared_memory(asked: CheckTarget) -> Findings:
 
 
 def folders(asked: CheckTarget) -> Findings:
-    """Where kernels, models and KV blocks are kept."""
+    """Checks the folders of kernels, models and KV blocks."""
     try:
         cache, state = cache_folder(), state_folder()
     except ConfigError as error:
@@ -183,7 +183,7 @@ def _temporary_files() -> Findings:
 
 
 def hub_cache() -> Path:
-    """Where huggingface_hub keeps models; its own constants are read at its import, which takes long."""
+    """Returns huggingface_hub's folder of models without importing it, which takes long."""
     if folder := os.environ.get("HF_HUB_CACHE"):
         return Path(folder)
     home = os.environ.get("HF_HOME")
@@ -216,7 +216,7 @@ def _folder(
 
 
 def nearest(path: Path) -> Path:
-    """What is there of a path: itself, or the nearest folder above it, in which it will be made."""
+    """Returns the path itself if it exists, else the nearest folder above it, in which it will be made."""
     return next(folder for folder in (path, *path.absolute().parents) if os.path.lexists(folder))
 
 

@@ -147,7 +147,7 @@ async def _give_up(error: Exception) -> None:
 
 
 def _embedded(about: str, url: str) -> Finding:
-    """Whether this host's router can make its plane there."""
+    """Checks that this host's router can bind its plane there."""
     place = urlsplit(url)
     family = socket.AF_INET6 if ":" in (place.hostname or "") else socket.AF_INET
     with socket.socket(family) as trial:
@@ -162,7 +162,7 @@ def _embedded(about: str, url: str) -> Finding:
 
 
 def _in_folder(about: str, path: Path) -> Finding:
-    """Whether this host's router can make its plane there: a socket, and a lock file beside it."""
+    """Checks that this host's router can make its plane there: a socket, and a lock file beside it."""
     means = "No router can make it, so no process joins the fleet."
     if (length := len(os.fsencode(path))) > zmq.IPC_PATH_MAX_LEN:
         found = f"its path has {length} bytes, and that of a socket has {zmq.IPC_PATH_MAX_LEN} at most"
@@ -228,7 +228,7 @@ def _skew(url: str, date: str) -> list[Finding]:
 
 
 def kubernetes(asked: CheckTarget) -> Findings:
-    """Whether the connector could patch the Deployments of the fleet's workers."""
+    """Checks that the connector could patch the Deployments of the fleet's workers."""
     is_asked = asked.planner.connector == "kubernetes"
     if not is_asked:
         where = os.environ.get("KUBECONFIG") or (KUBECONFIG if os.path.exists(KUBECONFIG) else None)
@@ -263,7 +263,7 @@ async def _deployments(asked: CheckTarget) -> None:
 
 
 def ray(asked: CheckTarget) -> Findings:
-    """Whether the cluster that RAY_ADDRESS names takes connections."""
+    """Checks that the cluster that RAY_ADDRESS names takes connections."""
     address = os.environ.get("RAY_ADDRESS")
     if asked.planner.connector != "ray" or address in (None, *RAYS_OWN):
         return

@@ -1,5 +1,5 @@
-"""What torch says of itself and of the GPUs, as JSON lines: run as a process of its own, so that a torch that
-crashes, hangs or cannot be imported is a finding.
+"""Facts that torch reports about itself and the GPUs, as JSON lines: run as a process of its own, so that a
+torch that crashes, hangs or cannot be imported is a finding.
 
 A line is said as soon as it is known, so whatever comes before a crash is told.
 """
@@ -95,7 +95,7 @@ def seconds(torch: Any, copy: Any) -> float:
 
 
 def runs_triton(torch: Any) -> None:
-    """Compiles and runs a kernel of ours."""
+    """Compiles and runs one of Shoal's kernels."""
     try:
         from triton import __version__ as version
 

@@ -20,6 +20,7 @@ import uvicorn
 
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError
+from shoal.files.open_files import connections_for
 from shoal.server.app import Server
 from shoal.server.http.connection import Connection, Connections
 from shoal.server.http.keys import is_loopback, read_keys
@@ -37,7 +38,6 @@ BACKLOG = 2048  # connections that wait to be accepted
 # The most connections that asyncio accepts in one pass of its loop. Running answers wait for each pass.
 ACCEPTED_AT_ONCE = 16
 MAX_FILES = 65536  # connections are files, and the usual limit of 1024 is soon reached
-RESERVED_FILES = 256  # for engines, libraries and logs, and for connections just accepted
 ACCEPT_LOG_SECONDS = 10.0  # between two lines that say that files have run out
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -270,15 +270,15 @@ def warn_of_open_port(config: ServerConfig, port: int) -> None:
 
 
 def max_connections(config: ServerConfig) -> int:
-    """Returns the most connections of a port: the configured number, else the limit of open files less
-    RESERVED_FILES. Raises that limit as far as possible. Raises ConfigError for more connections than
+    """Returns the most connections of a port: the configured number, else a share of the limit of open
+    files. Raises that limit as far as possible. Raises ConfigError for more connections than
     files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_FILES if hard == resource.RLIM_INFINITY else min(MAX_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     files = wanted if soft == resource.RLIM_INFINITY else max(soft, wanted)
-    room = max(files - RESERVED_FILES, files // 2)
+    room = connections_for(files)
     if config.max_connections is not None and config.max_connections > room:
         raise ConfigError(
             f"max_connections {config.max_connections} is more than {room}, which this process's limit of "

@@ -238,7 +238,7 @@ def test_memory_is_kept_while_a_copy_is_in_flight():
         with pytest.raises(StorageInUseError, match="in flight"):
             memory.close()
     stream.synchronize()
-    assert (BlockView.over(spec, memories[1]).layer(1, mutable=True).tensor() == 3).all()
+    assert (layer_of(BlockView.over(spec, memories[1]), 1, mutable=True).tensor() == 3).all()
     for memory in memories:
         memory.close()
 

@@ -219,7 +219,7 @@ async def begin_in_vain(setup, connector, status):
 def test_a_pod_is_taken_back_when_an_api_that_was_away_at_its_deadline_is_there_again(
     tmp_path, monkeypatch, caplog
 ):
-    """It stayed, and with it a replica too many."""
+    """Regression: it stayed, and with it a replica too many."""
 
     async def scenario(setup, connector):
         adding = await begin_in_vain(setup, connector, 503)
@@ -281,7 +281,7 @@ def test_a_replica_whose_end_was_not_confirmed_is_not_taken_back_twice(tmp_path,
 def test_a_pod_whose_removal_failed_is_not_the_first_to_go_when_a_person_lowers_the_count(
     tmp_path, monkeypatch, is_cancelled
 ):
-    """It kept its mark, and an old pod with a full cache went in place of a new one."""
+    """Regression: it kept its mark, and an old pod with a full cache went in place of a new one."""
 
     async def scenario(setup, connector):
         setup.fake.conflicts = 1000 if is_cancelled else 100

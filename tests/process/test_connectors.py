@@ -52,7 +52,7 @@ class World:
         os.kill(self.router.pid(worker_id), signal.SIGKILL)
 
     def drained(self):
-        """Those that ended what they did."""
+        """Returns the workers that finished their work."""
         return sorted(path.stem for path in self.router.path.glob("*.drained"))
 
     def ready(self):
@@ -106,7 +106,7 @@ async def fake(folder, components):
 
 
 async def keep_alive(worker_id, component):
-    """What another system does for a worker: it is started again when it dies, and ends when this is cancelled."""
+    """Does another system's work for a worker: it is started again when it dies, and ends when this is cancelled."""
     words = [word.replace("{id}", worker_id) for word in component.command]
     while True:
         process = await asyncio.create_subprocess_exec(*words)
@@ -683,7 +683,7 @@ def test_a_start_that_ends_again_and_again_is_taken_back_before_its_time_is_over
 
 @pytest.mark.parametrize("name", kinds(LOCAL))
 def test_a_worker_that_was_given_up_is_replaced_on_its_gpu_by_the_next_one(tmp_path, monkeypatch, name):
-    """It kept its GPU for ever, although it had no process."""
+    """Regression: it kept its GPU for ever, although it had no process."""
     good = component(tmp_path, "m", "both", 0)
     x = component(tmp_path, "x", "prefill", 1, devices=("0",))
     until_there = f"import os, sys; os.path.exists({str(tmp_path / 'mended')!r}) or sys.exit(1)\n"

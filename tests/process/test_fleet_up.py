@@ -233,7 +233,7 @@ def test_the_laptop_of_the_examples_answers_as_the_readme_says(tmp_path):
 
 
 def test_a_command_starts_workers_that_speak_http(tmp_path, folder):
-    """Servers of ours stand for another engine's."""
+    """Servers of Shoal stand for another engine's."""
     command = f"{PYTHON} -m shoal serve {folder} --served-model-name tiny --port {{port}} {' '.join(TINY)}"
     with Fleet(
         tmp_path, f"[[workers]]\ncount = 2\ncommand = '{command}'\n[router]\npolicy = 'round_robin'\n"
@@ -317,7 +317,7 @@ def checkpoint():
 
 @pytest.mark.slow
 def test_a_worker_that_sleeps_under_circus_is_woken_by_the_next_fleet(tmp_path, folder):
-    """It used to start a third one, as only the fleet that was killed knew of the sleeper."""
+    """Regression: it started a third one, as only the fleet that was killed knew of the sleeper."""
     text = sized(folder, tmp_path / "planner.jsonl", "circus").replace(
         'device = "cpu",', 'device = "cpu", enable_sleep_mode = true,'
     )

@@ -25,9 +25,9 @@ from tests.tiny import write_model
 
 pytestmark = pytest.mark.slow
 
-TOKENS = 440  # of an answer; enough for a node to be lost in the middle of some, however quick the machine
+TOKENS = 440  # per answer; enough for a node to be lost in the middle of some, however quick the machine
 NUM_CLIENTS = 8
-CPUS = 1  # of each node; a worker takes it, so there is one on a node, with one thread
+CPUS = 1  # per node; a worker takes it, so there is one on a node, with one thread
 OPTIONS = "{ dtype = 'float32', max_model_len = 512, kv_cache_memory_bytes = 8_000_000, skip_tokenizer_init = true }"
 WORKERS = f"[[workers]]\ncount = 2\nname = 'tiny'\nresources = {{ CPU = {CPUS} }}\noptions = {OPTIONS}\n"
 

@@ -26,7 +26,7 @@ def planner(fleet, name, *options):
 
 
 def plans(fleet, process):
-    """Whether it is seen in /fleet."""
+    """Returns True if it is seen in /fleet."""
     assert process.poll() is None, process.log.read_text()
     return "planner" in fleet.json("/fleet")
 

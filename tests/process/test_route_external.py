@@ -111,7 +111,7 @@ def test_a_worker_elsewhere_without_a_key_is_warned_of(tmp_path):
 
 @pytest.fixture
 def shoals(tmp_path):
-    """Two servers of ours behind --worker, spoken to as external ones. Their model is deep, so that a stream takes
+    """Two servers of Shoal behind --worker, spoken to as external ones. Their model is deep, so that a stream takes
     seconds: a server that writes faster than the test reads has ended before anything breaks."""
     folder = write_model(tmp_path, "qwen3", num_hidden_layers=32)
     servers = [Serve(tmp_path, folder, "--served-model-name", "tiny", *TINY) for _ in range(2)]

@@ -169,7 +169,7 @@ def test_an_owner_killed_in_mid_transfer_fails_the_fetch(name):
 
 @NAMES
 def test_an_owner_that_stands_still_is_given_up(name):
-    """It is stopped, so its connections stay open. The fetch ends by its own patience."""
+    """A stopped owner keeps its connections open. The fetch ends by its own patience."""
     owner = owner_of(name)
     sealed, _ = owner.offer(4, 2)
     into = empty(SPEC, host_memory)

@@ -1,4 +1,4 @@
-"""Who runs a fleet of small programs, for test_connectors.py: toy_supervisor.py CONNECTOR FOLDER MODEL... It adds one
+"""A supervisor of a fleet of small programs, for test_connectors.py: toy_supervisor.py CONNECTOR FOLDER MODEL... It adds one
 worker of each MODEL to those that the components count, says "ready", and lives until it is killed."""
 
 import asyncio

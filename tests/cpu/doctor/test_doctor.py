@@ -66,7 +66,7 @@ def test_a_check_that_hangs_is_left_behind_and_the_others_are_told():
         ("hangs", FAILS),
         ("after", WORKS),
     ]
-    assert time.monotonic() - began < 600  # it has an end; when is no matter here
+    assert time.monotonic() - began < 600  # it ends; the time does not matter here
 
 
 def test_a_check_that_breaks_or_has_no_end_is_a_finding_and_no_good_verdict(monkeypatch, capsys):
@@ -412,7 +412,7 @@ def test_a_fleet_key_works_without_a_plane(tmp_path):
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "[::1]"])
 def test_the_embedded_plane_may_be_on_either_loopback(host):
-    """It was looked for as an address of IPv4, and told as taken."""
+    """Regression: [::1] was looked up as an IPv4 address and reported as taken."""
     [found] = network.plane(what_is_asked(None, {"plane": f"tcp://{host}:{free_port()}"}))
     assert found.verdict is WORKS and "free" in found.found
 
@@ -451,7 +451,7 @@ def test_without_a_cluster_the_connector_kubernetes_fails(monkeypatch, tmp_path)
 
 @pytest.fixture
 def free(monkeypatch):
-    """Has every disk have so many bytes free."""
+    """Returns a function that gives every disk `num_bytes` free bytes."""
 
     def are(num_bytes):
         usage = shutil._ntuple_diskusage(1 << 50, 0, num_bytes)
@@ -461,7 +461,7 @@ def free(monkeypatch):
 
 
 def test_the_default_model_needs_room_in_the_cache_for_its_wheel_as_well(monkeypatch, tmp_path, free):
-    """It was said to work on a full disk. And what is left of it there is not made whole by looking at it."""
+    """Regression: it was reported to work on a full disk. A damaged file there is not repaired by the check."""
     monkeypatch.setenv("SHOAL_CACHE", str(tmp_path))
     (tmp_path / default_model.FILE).write_bytes(b"GGUF")
     asked = what_is_asked(None, {"model": "smollm2"})
