@@ -1,5 +1,5 @@
-"""Which bytes of one cache become which bytes of another: a BlockMap. It is made once for a direction and
-holds for any blocks of the two caches. copy.py carries copies out."""
+"""BlockMap: which bytes of one cache become which bytes of another. It is made once for a direction and holds
+for any blocks of the two caches. copy.py carries copies out."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BlockMap:
     tensor-parallel sizes and numbers of blocks may differ; all shards of a side have the same numbers.
 
     Raises LayoutError if blocks of one side can't become blocks of the other, and BlockCopyError if no
-    processor, a device or the host, has both sides at hand.
+    processor, a device or the host, can access both sides.
     """
 
     def __init__(self, srcs: Shards, dsts: Shards) -> None:
@@ -63,7 +63,7 @@ class BlockMap:
         return ids
 
     def goes_by_dma(self, pieces: Pieces) -> bool:
-        """Whether the copy engines copy these pieces, and not a kernel."""
+        """Says if the copy engines copy these pieces, rather than a kernel."""
         return self._crosses and pieces.run >= DMA_BYTES
 
     def addresses(self, device: torch.device) -> list[list[torch.Tensor]]:
@@ -113,7 +113,7 @@ def check_ids(
 def _integers(what: str, ids: Ids, num_blocks: int) -> np.ndarray:
     array = np.asarray(ids)
     if array.size and (array.ndim != 1 or array.dtype.kind not in "iu"):
-        raise BlockCopyError(f"{what} blocks {ids!s:.100} are no list of integers")
+        raise BlockCopyError(f"{what} blocks {ids!s:.100} must be a list of integers")
     if array.size and not 0 <= array.min() <= array.max() < num_blocks:
         wrong = array[(array < 0) | (array >= num_blocks)][0]
         raise BlockCopyError(f"{what} block {wrong} does not exist: ids go from 0 to {num_blocks - 1}")
@@ -121,7 +121,7 @@ def _integers(what: str, ids: Ids, num_blocks: int) -> np.ndarray:
 
 
 def check_memory(srcs: Sequence[BlockView], dsts: Sequence[BlockView]) -> bool:
-    """Whether a source and a destination are one cache, within which blocks may be copied onto other blocks.
+    """Says if a source and a destination are one cache, within which blocks may be copied onto other blocks.
     Raises BlockCopyError if they are other views of the same memory, or if a destination is read-only."""
     is_one_cache = False
     for dst in dsts:
@@ -144,14 +144,14 @@ def check_apart(src_ids: np.ndarray, dst_ids: np.ndarray) -> None:
 
 
 def devices_of(srcs: Sequence[BlockView], dsts: Sequence[BlockView]) -> list[torch.device]:
-    """The devices in whose memory they lie, those of the destinations first."""
+    """Returns the devices of both sides, the destinations' first."""
     views = [view for view in (*dsts, *srcs) if view.storage.kind is Kind.DEVICE]
     return list(dict.fromkeys(view.storage.device for view in views))
 
 
 def reachable(srcs: Sequence[BlockView], dsts: Sequence[BlockView]) -> bool:
-    """Whether one processor, a device or the host, has both at hand. Devices have each other's memory at hand
-    after this call, if they can."""
+    """Says if one processor, a device or the host, can access both sides. Enables peer access between devices
+    where it is possible."""
     kinds = {srcs[0].storage.kind, dsts[0].storage.kind}
     if Kind.DEVICE not in kinds:
         return kinds <= {Kind.PINNED, Kind.HOST, Kind.MAPPED}
@@ -177,8 +177,8 @@ def _become_peers(device: torch.device, other: torch.device) -> bool:
 def pieces_between(
     srcs: Sequence[BlockView], dsts: Sequence[BlockView], shares: Sequence[SharedHeads], layers: Sequence[int]
 ) -> list[Pieces]:
-    """What to copy for these layers, where `shares` says which heads go where. There is one element, unless
-    the shards of a side differ in their strides."""
+    """Returns the pieces to copy for these layers; `shares` says which heads go where. There is one element,
+    unless the shards of a side differ in their strides."""
     spec, heads, which = srcs[0].spec, shares[0].num_heads, list(layers)
     item = ITEM_BYTES[spec.dtype]
     src_of = {view.spec.tp_rank: view for view in srcs}

@@ -6,7 +6,7 @@ without a key, the last freed first (its memory is warm), then blocks with a key
 of equal ones the least recently freed.
 
 Several blocks may have equal content; one of them is findable. It is the first one as long as it is held,
-then one that is still held. Copies that nobody holds are free, without a key. So whoever holds a block can
+then one that is still held. Copies without a reference are free and have no key. So the holder of a block can
 find the content of all blocks before it. Sequences are freed tail first, so no findable block outlives its
 parent, unless priorities or `reset` ask for that: what can be found can be reached.
 """
@@ -18,11 +18,11 @@ from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Protocol
 
-PRIORITIES = range(-128, 128)  # of findable blocks; 0 unless set
+PRIORITIES = range(-128, 128)  # a findable block's; 0 unless set
 
 
 class BlockListener(Protocol):
-    """Is told what can't be found any longer. Must not call the pool."""
+    """Is notified of content that can't be found any longer. Must not call the pool."""
 
     def removed(self, key: bytes, block: int) -> None:
         """The block, which has had this content, was taken for something else, or it was reset."""
@@ -37,7 +37,7 @@ class BlockPool:
     """Pure bookkeeping, O(1) a block. With `enable_caching` False no block is ever findable.
 
     For one thread: what a call does is done when it returns. Steps in flight may still read a block that was
-    released; whoever gets the block writes it in a later step. A copy that is not ordered with the steps must
+    released; its next owner writes it in a later step. A copy that is not ordered with the steps must
     hold a reference until it has ended.
     """
 
@@ -49,7 +49,7 @@ class BlockPool:
         self.num_free = num_blocks  # evictable ones included
         self.listeners: list[BlockListener] = [] if listener is None else [listener]
         self._ref_counts = [0] * num_blocks
-        self._keys: list[bytes | None] = [None] * num_blocks  # of findable blocks
+        self._keys: list[bytes | None] = [None] * num_blocks  # None: not findable
         self._key_to_block: dict[bytes, int] = {}
         # For each key: held blocks with this content that are not the findable one
         self._copies: dict[bytes, list[int]] = {}
@@ -89,8 +89,8 @@ class BlockPool:
         return self._keys[block]
 
     def has_copies(self, key: bytes) -> bool:
-        """Whether held blocks beside the findable one have this content. One of them inherits the key when
-        the findable block is released, and no listener is told."""
+        """Says if held blocks besides the findable one have this content. One of them inherits the key when
+        the findable block is released, and no listener is notified."""
         return key in self._copies
 
     def generation(self, block: int) -> int:
@@ -110,7 +110,7 @@ class BlockPool:
         return [block for end in self._ends for block in self._ring_from(end, self.num_blocks)]
 
     def coldest(self, num_blocks: int) -> list[int]:
-        """The first free blocks with a key, at most so many, in the order in which they will be taken."""
+        """Returns up to `num_blocks` free blocks with a key, in the order in which they will be taken."""
         found: list[int] = []
         for end in self._ends[1:]:
             found += self._ring_from(end, num_blocks - len(found))
@@ -146,8 +146,7 @@ class BlockPool:
     def release(self, blocks: Sequence[int], coldest: bool = False) -> None:
         """Gives back a reference on each. The blocks are in the order of a sequence, and are freed tail
         first: a shared prefix outlives its suffixes. With `coldest` they are re-used before all others, the
-        first of them first: so come back those that were the coldest and were held for something that was no
-        use of their content."""
+        first of them first: for blocks from `coldest` whose reference did not use their content."""
         ref_counts = self._ref_counts
         for block in reversed(blocks):
             assert ref_counts[block] > 0
@@ -210,8 +209,8 @@ class BlockPool:
             at = block
 
     def reset(self, keys: Iterable[bytes] | None = None) -> bool:
-        """Forgets these keys, or all, those of held blocks too. Returns whether none of their blocks (or none
-        at all) was held."""
+        """Forgets these keys, or all of them, held blocks included. Returns False if one of their blocks (or
+        any block) was held."""
         if keys is None:
             self._forget_all()
             return self.num_free == self.num_blocks
@@ -265,7 +264,7 @@ class BlockPool:
         }, "copies miscounted"
         for block, key in self._copy_to_key.items():
             assert holders[block] and holders[self._key_to_block[key]] and self._keys[block] is None, (
-                "a copy that is no copy"
+                "a copy without a findable block"
             )
 
     # Inside

@@ -1,7 +1,7 @@
 """Copies of KV blocks, named by lists of ids, between what a BlockMap connects.
 
-On a device a copy is queued on a stream and told by an event; between host memories it is done when the call
-returns. A caller that overwrites a block first waits for the event.
+On a device a copy is queued on a stream, and an event marks its end; between host memories it is done when
+the call returns. A caller that overwrites a block first waits for the event.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shoal.kv.layout import shared_heads
 from shoal.kv.storage import Kind, host_memory, in_flight, pinned_memory
 from shoal.kv.view import BlockView
 
-STAGING_BYTES = 64 << 20  # what passes through memory that both sides reach, at a time
+STAGING_BYTES = 64 << 20  # staged at a time, between sides that no processor reaches
 
 
 class CopyStream:
@@ -55,7 +55,7 @@ class CopyStream:
     def stage(self, block_map: BlockMap, src_ids: Ids, dst_ids: Ids) -> StagedCopy:
         """Makes a copy ready, and copies nothing yet. Block dst_ids[i] of every destination is to become
         block src_ids[i]. Several staged copies may be under way. Raises BlockCopyError if the ids do not go
-        together, or if this stream's device is none of the map's."""
+        together, or if the map does not reach this stream's device."""
         devices = block_map.devices or [torch.device("cpu")]
         if self.device not in devices:
             names = " and ".join(map(str, devices))
@@ -66,7 +66,7 @@ class CopyStream:
         """Returns when what was triggered is done."""
         if self.stream is not None:
             self.stream.synchronize()
-            in_flight.settle()
+            in_flight.release_done()
 
 
 class StagedCopy:
@@ -180,9 +180,9 @@ def copy_blocks(
 
 
 def behind_current(devices: Sequence[torch.device], stream: torch.cuda.Stream | None) -> CopyStream:
-    """On `stream`, if it is one of these devices'. Otherwise on a stream of ours, which has waited for it or
-    for the current one. Default streams are waited for too, because the copy engines' batches do not accept
-    them."""
+    """Returns a CopyStream on `stream` if one of the devices owns it, otherwise on a private stream that
+    has waited for it or for the current one. Default streams are waited for too, because the copy engines'
+    batches do not accept them."""
     if not devices:
         return CopyStream("cpu")
     if stream is not None and stream.cuda_stream and stream.device in devices:

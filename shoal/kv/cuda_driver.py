@@ -41,7 +41,7 @@ def _library() -> ctypes.CDLL:
 
 @functools.cache
 def _primary_context(device: int) -> ctypes.c_void_p:
-    """It is kept to the end of the process."""
+    """Returns the device's primary context, retained to the end of the process."""
     number, primary = ctypes.c_int(), ctypes.c_void_p()
     call("cuInit", ctypes.c_uint(0))
     call("cuDeviceGet", ctypes.byref(number), ctypes.c_int(device))
@@ -56,7 +56,7 @@ class _Handle(ctypes.Structure):
 
 
 def allocation_of(device: int, address: int) -> tuple[int, int]:
-    """Where the allocation begins that an address is in, and its bytes."""
+    """Returns the start and the size in bytes of the allocation that contains an address."""
     start, size = ctypes.c_uint64(), ctypes.c_size_t()
     with context(device):
         call("cuMemGetAddressRange_v2", ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(address))
@@ -64,7 +64,8 @@ def allocation_of(device: int, address: int) -> tuple[int, int]:
 
 
 def export_memory(device: int, address: int) -> bytes:
-    """The handle of the allocation that an address is in, for other processes. Raises DriverError."""
+    """Returns a handle of the allocation that contains an address, for other processes. Raises
+    DriverError."""
     handle = _Handle()
     with context(device):
         call("cuIpcGetMemHandle", ctypes.byref(handle), ctypes.c_uint64(address))
@@ -72,8 +73,8 @@ def export_memory(device: int, address: int) -> bytes:
 
 
 def open_memory(device: int, handle: bytes) -> int:
-    """Where another process's allocation begins in this one. The driver counts how often it was opened.
-    Raises DriverError."""
+    """Maps another process's allocation and returns its address here. The driver counts how often it was
+    opened. Raises DriverError."""
     start = ctypes.c_uint64()
     given = _Handle.from_buffer_copy(handle)
     with context(device):

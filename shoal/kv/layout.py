@@ -1,5 +1,5 @@
-"""What a KV cache looks like in memory: layouts, byte arithmetic, whether two caches go together, and which
-rank of one has the heads of which rank of another. Without torch."""
+"""Layouts of a KV cache in memory: byte arithmetic, compatibility of two caches, and the heads that ranks of
+two caches share. Without torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class LayoutError(UserError):
 
 
 class Layout(StrEnum):
-    """The order of a layer's axes, and how layers lie beside each other. Heads are those of one rank."""
+    """The order of a layer's axes, and the order of layers in memory. Heads are one rank's."""
 
     KV_FIRST = "kv_first"  # [2, blocks, block_size, heads, head_dim], layer after layer
     BLOCK_FIRST = "block_first"  # [blocks, 2, block_size, heads, head_dim], layer after layer
@@ -67,12 +67,12 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def __post_init__(self) -> None:
         for name in ("num_layers", "num_heads", "head_dim", "block_size", "num_blocks", "tp_size"):
             if getattr(self, name) < 1:
-                raise LayoutError(f"{name} is {getattr(self, name)}, but must be 1 or more")
+                raise LayoutError(f"{name} must be 1 or more, got {getattr(self, name)}")
         if not isinstance(self.layout, Layout):
             layouts = ", ".join(f"Layout.{layout.name}" for layout in Layout)
-            raise LayoutError(f"layout {self.layout!r} is none of {layouts}")
+            raise LayoutError(f"layout must be one of {layouts}, got {self.layout!r}")
         if self.dtype not in ITEM_BYTES:
-            raise LayoutError(f"dtype {self.dtype!r} is none of {', '.join(ITEM_BYTES)}")
+            raise LayoutError(f"dtype must be one of {', '.join(ITEM_BYTES)}, got {self.dtype!r}")
         if not 0 <= self.tp_rank < self.tp_size:
             raise LayoutError(
                 f"tp_rank is {self.tp_rank}, but with tp_size {self.tp_size} ranks go from 0 to "
@@ -142,7 +142,7 @@ class CacheSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return strides
 
     def layer_offset(self, layer: int) -> int:
-        """Where a layer begins, in bytes, if the cache is one piece of `num_bytes`."""
+        """The byte offset of a layer in a cache of `num_bytes` consecutive bytes."""
         if self.layout is Layout.WHOLE_BLOCKS:
             return layer * self.block_layer_bytes
         return layer * self.block_layer_bytes * self.num_blocks
@@ -183,7 +183,7 @@ def shared_heads(srcs: Sequence[CacheSpec], dsts: Sequence[CacheSpec]) -> list[S
         _check_ranks(specs)
     if reason := srcs[0].mismatch(dsts[0]):
         raise LayoutError(f"these blocks do not go together: {reason}")
-    together = math.gcd(srcs[0].heads, dsts[0].heads)  # so many heads always have the same source
+    together = math.gcd(srcs[0].heads, dsts[0].heads)  # heads that always share one source
     found = []
     for dst in dsts:
         for i in range(0, dst.heads, together):

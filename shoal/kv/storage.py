@@ -1,8 +1,7 @@
-"""Storages: memory or a file where the bytes of KV blocks lie, and how long it stays.
+"""Storages: memory for the bytes of KV blocks, and its lifetime. Files: kv/library/files.py.
 
 A storage knows the views over it (view.py) and the copies in flight (copy.py), and refuses to be closed under
-them. Tensors and arrays that were taken out of a storage keep its memory by themselves, also when it has been
-closed.
+them. Tensors and arrays made from a storage keep its memory by themselves, even when it has been closed.
 """
 
 from __future__ import annotations
@@ -28,13 +27,13 @@ from shoal.memory.slab import PORTABLE_AND_MAPPED, forget_last_error
 
 logger = logging.getLogger(__name__)
 
-ALIGNMENT = 4096  # of direct I/O: offsets, sizes and addresses
+ALIGNMENT = 4096  # direct I/O needs it for offsets, sizes and addresses
 KEY_BYTES = 16  # by which other processes know that shared memory is the one they mean
 F_SEAL_FUTURE_WRITE = 0x0010  # Python 3.11's fcntl has no name for it
 
 
 class StorageError(UserError):
-    """There is no such storage, or it can't be used in this way."""
+    """A storage that can't exist, or can't be used in this way."""
 
 
 class NotEnoughMemoryError(StorageError):
@@ -65,7 +64,7 @@ class Storage(ABC):
         self.closed = False
         self.users: weakref.WeakSet[object] = weakref.WeakSet()  # views
         self.shared: SharedPages | None = None  # how other processes map it, if they can
-        self.is_far = False  # whether `device`, a GPU, reaches it over a link to another one
+        self.is_far = False  # True: `device`, a GPU, reaches it over a link to another GPU
 
     @property
     @abstractmethod
@@ -85,20 +84,20 @@ class Storage(ABC):
         """Writes `data`, which is contiguous uint8, and returns when that is done. Raises StorageError."""
 
     @abstractmethod
-    def _let_go(self) -> None: ...
+    def _free(self) -> None: ...
 
     def close(self) -> None:
         """Does nothing if the storage is closed already. Raises StorageInUseError."""
         if self.closed:
             return
-        in_flight.settle()
+        in_flight.release_done()
         if self.users:
             raise StorageInUseError(
                 f"a storage of {self.num_bytes} bytes ({self.kind}) cannot be closed: {len(self.users)} "
-                "views over it live, or copies in flight hold them; let go of them first"
+                "views over it live, or copies in flight hold them; drop those first"
             )
         self.closed = True
-        self._let_go()
+        self._free()
 
     def __enter__(self) -> Storage:
         return self
@@ -117,7 +116,7 @@ class Storage(ABC):
 
 
 class Memory(Storage):
-    """A storage that has addresses. Its memory is that of a tensor."""
+    """A storage that has addresses: a tensor's memory."""
 
     def __init__(self, kind: Kind, tensor: torch.Tensor) -> None:
         super().__init__(kind, tensor.shape[0], tensor.device)
@@ -140,7 +139,7 @@ class Memory(Storage):
         self.check(offset, data.nbytes)
         self.tensor()[offset : offset + data.nbytes].copy_(torch.from_numpy(data))
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         self._tensor = None
 
 
@@ -230,21 +229,22 @@ def memory_of(tensor: torch.Tensor) -> Memory:
 
 
 class InFlight:
-    """Keeps alive what copies use as long as a device has not done them."""
+    """Keeps alive what copies use until a device has finished them."""
 
     def __init__(self) -> None:
         self._kept: deque[tuple[torch.cuda.Event, tuple[object, ...]]] = deque()
-        self._lock = threading.RLock()  # letting go of one thing may end in asking for the rest
+        self._lock = threading.RLock()  # a release may end in another call
 
     def keep(self, event: torch.cuda.Event, *used: object) -> None:
-        """Keeps what a copy uses until its event has come, and some time longer unless `settle` is called."""
+        """Keeps what a copy uses until its event has completed, and some time longer unless `release_done`
+        is called."""
         with self._lock:
             while self._kept and self._kept[0][0].query():
                 self._kept.popleft()
             self._kept.append((event, used))
 
-    def settle(self) -> None:
-        """Lets go of all whose event has come."""
+    def release_done(self) -> None:
+        """Releases everything whose event has completed."""
         with self._lock:
             self._kept = deque(entry for entry in self._kept if not entry[0].query())
 
@@ -254,7 +254,7 @@ in_flight = InFlight()
 
 def check_size(num_bytes: int) -> None:
     if num_bytes < 1:
-        raise StorageError(f"a storage of {num_bytes} bytes cannot be: it takes 1 or more")
+        raise StorageError(f"num_bytes must be 1 or more, got {num_bytes}")
 
 
 def _check_free(num_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""How much host memory can be had. This file needs no torch, because the server asks as well."""
+"""The free host memory of this process. Without torch, because the server uses it as well."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def total_bytes() -> int:
 
 
 def _limits() -> Iterator[tuple[int, str, str]]:
-    """Yields each limit of this process's control group, in bytes, with the two files that tell what is used
-    of it: how much is in use, and how much of that is page cache."""
+    """Yields each limit of this process's control group, in bytes, with the names of two files: the memory in
+    use, and the page cache in it."""
     for limit, used, stat in FILES:
         if (CGROUP / limit).exists() and (text := (CGROUP / limit).read_text().strip()).isdigit():
             yield int(text), used, stat
 
 
 def _field(path: Path, name: str) -> int:
-    """Returns the number behind `name` in a file of such lines, and 0 if there is none."""
+    """Returns the number behind `name` in a file of such lines, and 0 if the name is missing."""
     for line in path.read_text().splitlines():
         if line.startswith(name):
             return int(line.split()[1])

@@ -75,8 +75,8 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """Returns the library. It is compiled on first use. Where that fails, the one that the package's
-    installation built is taken. Raises ConfigError if there is none."""
+    """Returns the library, compiled on first use. Where that fails, the one built when the package was
+    installed. Raises ConfigError without either."""
     try:
         path = c_library.build(FOLDER, SOURCES, HEADERS, FLAGS, ("-ldl",))
     except c_library.BuildError as error:

@@ -73,7 +73,7 @@ class TorchPools:
 
     def device_usage(self, device: int) -> tuple[int, int]:
         """Returns how many bytes of the device are in use, by any process, and how many PyTorch has reserved
-        in this process, those of paused regions included."""
+        in this process, paused regions included."""
         free, total = self.device.mem_get_info(device)
         return total - free, self.device.memory_reserved(device)
 

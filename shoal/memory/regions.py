@@ -298,7 +298,7 @@ class Regions:
         else:
             wrong = None
         if wrong:
-            there = f"there are {', '.join(sorted(known))}" if known else "there is none"
+            there = f"there are {', '.join(sorted(known))}" if known else "no region exists yet"
             raise ConfigError(f"tags {tags!r:.80}: {wrong}; {there}", field="tags")
         return [region for region in self._regions.values() if tags is None or region.tag in tags]
 
@@ -334,7 +334,7 @@ class Regions:
         return moved
 
     def _is_paused(self, region: _Region) -> bool:
-        """The library knows: an interrupt may come between its work and any note of ours."""
+        """Asks the library, as an interrupt may come between its work and a note kept here."""
         return bool(self._usage(region).paused)
 
     def _usage(self, region: _Region) -> RegionUsage:

@@ -1,5 +1,5 @@
-"""A big host buffer of equal rows that becomes usable piece by piece: its first chunk at once, the rest while
-threads touch and pin it in the background and the engine runs."""
+"""A big host buffer of equal rows that becomes usable chunk by chunk: the first one at once, the rest while
+threads touch and pin them in the background and the engine runs."""
 
 from __future__ import annotations
 
@@ -59,10 +59,12 @@ class HostSlab:
         step = mmap.PAGESIZE // math.gcd(mmap.PAGESIZE, row_bytes)
         step *= max(1, CHUNK_BYTES // (step * row_bytes))
         self._todo.extend((start, min(start + step, num_rows)) for start in range(0, num_rows, step))
-        # torch looks at the first byte to tell whether the whole buffer is pinned.
+        # torch looks at the first byte alone to see if the whole buffer is pinned.
         if self._todo and not self._pin(*self._todo.popleft()):
             forget_last_error()
-            raise MemoryError("none of it could be pinned (a limit on locked memory? see ulimit -l)")
+            raise MemoryError(
+                "host memory for KV blocks could not be pinned (a limit on locked memory? see ulimit -l)"
+            )
 
     def pin_rest(self) -> None:
         """Begins to pin what lies behind the first chunk. Meanwhile the driver holds locks that other calls
@@ -80,7 +82,7 @@ class HostSlab:
         return taken
 
     def close(self) -> None:
-        """Gives the memory back. No copy may be under way, and the rows cannot be used afterwards."""
+        """Gives the memory back. No copy may be in flight, and the rows cannot be used afterwards."""
         self._closing = True
         for thread in self._threads:
             thread.join()

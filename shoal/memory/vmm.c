@@ -275,7 +275,8 @@ int64_t shoal_region_close(Region *region)
 
 int shoal_region_slot(Region *region) { return region->slot; }
 
-// Tells why the last failed allocation failed. `status` is OK if none has failed since the last call.
+// Returns the error of the last failed allocation. `status` is OK if no allocation has failed since the last
+// call.
 void shoal_region_failure(Region *region, Status *status)
 {
     pthread_mutex_lock(&region->lock);

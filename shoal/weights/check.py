@@ -1,5 +1,5 @@
-"""The option `check_weights`: it proves that a checkpoint's files are those that the hub gave, and that its
-weights are numbers that a model may have.
+"""The option `check_weights`: checks that a checkpoint's files are as the hub published them, and that its
+weights are finite numbers of a plausible size.
 
 Every byte is read, which takes about as long as loading a second time. Noise that looks like weights is
 noticed by checksums alone.
@@ -24,8 +24,8 @@ from shoal.weights.source import CheckpointFiles
 logger = logging.getLogger(__name__)
 
 LARGEST = 65504.0  # float16's largest number; the weights of published models are far below it
-CHUNK_BYTES = 1 << 24  # of a file, read at a time
-CHUNK_WEIGHTS = 1 << 22  # looked at at a time
+CHUNK_BYTES = 1 << 24  # read from a file at a time
+CHUNK_WEIGHTS = 1 << 22  # checked at a time
 # a sha256 or a sha1, as the hub's cache names files
 BLOB = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 
@@ -47,7 +47,7 @@ def verify_weights(files: CheckpointFiles) -> None:
 
 
 def _verify(path: Path) -> bool:
-    """Whether a checksum of this file is known. Raises CheckpointError if the file has another one.
+    """Returns True if a checksum of this file is known and right. Raises CheckpointError if it is wrong.
 
     The hub's cache names what a snapshot links to by its hash: large files (LFS) by their sha256, small ones
     by git's hash."""
@@ -82,7 +82,7 @@ def _check_numbers(name: str, tensor: torch.Tensor | QuantizedTensor, files: Che
             bad = chunk.flatten()[~(chunk.flatten().abs() <= LARGEST)]
             raise CheckpointError(
                 f"{where} holds {bad[0].item()!r} among its weights ({len(bad)} of "
-                f"{chunk.numel()} looked at are no numbers from -{LARGEST:g} to "
+                f"{chunk.numel()} checked are not from -{LARGEST:g} to "
                 f"{LARGEST:g}); the file is damaged, fetch it again"
             )
 

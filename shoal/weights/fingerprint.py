@@ -1,6 +1,6 @@
-"""16 bytes that name a model by what it computes: cached KV of another one must never be found, and weights
-of another one must never be lent. A path or a config can't tell fine-tunes apart, so the weights' content
-does; where the checkpoint came from plays no part. No torch.
+"""Fingerprints: 16 bytes that name a model by its computation. Cached KV of another model must never be
+found, and its weights must never be exported to a reader. A path or a config can't distinguish fine-tunes, so
+the weights' content counts; the checkpoint's origin does not. No torch.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from shoal.weights.quantized import EVERY_DTYPE
 from shoal.weights.safetensors import shards, tensor_spans
 from shoal.weights.source import CheckpointFiles
 
-# These fields say nothing about what is computed. Tensors are converted to the engine's dtype, and the engine
+# These fields do not affect the computation. Tensors are converted to the engine's dtype, and the engine
 # has its own length and stop ids.
 FREE_FIELDS = {"dtype", "max_position_embeddings", "bos_token_id", "eos_token_ids"}
-SAMPLES = 16384  # of a file, or of all tensors
-MOST_SAMPLES = 32  # of a tensor
+SAMPLES = 16384  # in a file, or in all tensors
+MOST_SAMPLES = 32  # in a tensor
 SAMPLE_BYTES = 256
-WHOLE_BYTES = 1 << 16  # What has at most so many is hashed whole.
+WHOLE_BYTES = 1 << 16  # files and tensors up to this size are hashed whole
 
 
 def weights_fingerprint(checksums: Sequence[Mapping[str, str]], config: ModelConfig) -> bytes:
-    """`checksums`: of each rank's tensors (weights/update.py), in rank order, as they lie in memory: sharded,
-    merged, packed. So it differs between tensor-parallel sizes, dtypes, kinds of device, and an engine that
-    keeps quantized weights packed and one that does not: blocks of theirs have other shapes, or other
-    rounding."""
+    """Returns the fingerprint of weights in memory. `checksums` are each rank's (weights/update.py), in rank
+    order, of its sharded, merged and packed tensors. So the fingerprint differs between tensor-parallel
+    sizes, dtypes and kinds of device, and if an engine keeps quantized weights packed: their blocks have
+    other shapes, or other rounding."""
     return xxhash.xxh3_128_digest(
         msgspec.msgpack.encode((_fields(config), [sorted(own.items()) for own in checksums]))
     )
 
 
 def checkpoint_fingerprint(files: CheckpointFiles, is_packed: bool) -> bytes:
-    """The same for all engines that have read these files of weights, whatever their tensor-parallel size.
-    Their blocks differ by rounding alone. `is_packed`: the weights stay as the files have them.
+    """Returns a fingerprint that is equal for all engines with these files, at any tensor-parallel size.
+    Their blocks differ by rounding alone. `is_packed`: the weights stay quantized as in the files.
 
     The files are read at evenly spaced places, because whole ones take long. A checkpoint that differs in a
     few small tensors alone may go unnoticed. Raises CheckpointError and OSError."""
@@ -54,9 +54,9 @@ def checkpoint_fingerprint(files: CheckpointFiles, is_packed: bool) -> bytes:
 
 
 def tensors_fingerprint(files: CheckpointFiles) -> bytes:
-    """Names the weights of a folder, which two workers may have in common, in little time: headers are read
-    and some bytes of each tensor, as the files may be on a slow disk. Checkpoints that differ in a few rows
-    of large matrices alone may have one name. Raises CheckpointError, OSError."""
+    """Returns a fingerprint of a folder's weights quickly: it reads headers and some bytes of each tensor, as
+    the files may be on a slow disk. Checkpoints that differ in a few rows of large matrices alone may have
+    the same one. Raises CheckpointError, OSError."""
     hasher = xxhash.xxh3_128(msgspec.msgpack.encode(_fields(files.config)))
     spans = {path: tensor_spans(path, EVERY_DTYPE) for path in weight_files(files)}
     samples = min(MOST_SAMPLES, max(2, SAMPLES // sum(map(len, spans.values()))))
@@ -69,8 +69,8 @@ def tensors_fingerprint(files: CheckpointFiles) -> bytes:
 
 
 def _sample(hasher: xxhash.xxh3_128, file: FileIO, start: int, end: int, samples: int) -> None:
-    """Hashes the bytes from start to end of a file: all of them, or if they are many, so many pieces at
-    evenly spaced places, the first and the last among them."""
+    """Hashes the bytes from start to end of a file: all of them, or if they are many, `samples` ranges at
+    evenly spaced positions, the first and the last among them."""
     if end - start <= max(WHOLE_BYTES, samples * SAMPLE_BYTES):
         hasher.update(os.pread(file.fileno(), end - start, start))
         return
@@ -80,10 +80,10 @@ def _sample(hasher: xxhash.xxh3_128, file: FileIO, start: int, end: int, samples
 
 
 def weight_files(files: CheckpointFiles) -> list[Path]:
-    """The files that hold weights. Raises CheckpointError if one that should be there is not."""
+    """Returns the files that hold weights. Raises CheckpointError if a file is missing."""
     return [files.file] if files.file is not None else sorted(shards(files.folder))
 
 
 def _fields(config: ModelConfig) -> list[tuple[str, object]]:
-    """The config, but for FREE_FIELDS."""
+    """Returns the config without FREE_FIELDS."""
     return sorted((name, value) for name, value in asdict(config).items() if name not in FREE_FIELDS)

@@ -1,8 +1,8 @@
-"""The head of a GGUF file: its metadata, and where each tensor lies. No torch, so that the tokenizer may
+"""The head of a GGUF file: its metadata, and the position of each tensor. No torch, so that the tokenizer may
 start from it.
 
-This is a reader of our own, as that of the `gguf` package makes a numpy array of each token of a vocabulary,
-which takes seconds. Everything is checked against the file's size, so that a damaged file is an error here
+The reader of the `gguf` package makes a numpy array of each token of a vocabulary, which takes seconds, so
+this file has its own. Everything is checked against the file's size, so that a damaged file is an error here
 and not a crash later.
 """
 
@@ -24,12 +24,12 @@ STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 # a tensor of numbers by which rotary frequencies are divided (Llama 3's scaling)
 ROPE_FACTORS = "rope_freqs.weight"
-# The bounds of what lies before the tensors' data. The largest published vocabularies take 10 MiB and a
+# The bounds of the header before the tensors' data. The largest published vocabularies take 10 MiB and a
 # million values.
 MAX_HEADER_BYTES = 256 << 20
 MAX_VALUES = 4 << 20
 MAX_DIMS = 4  # GGML_MAX_DIMS
-MAX_NESTING = 4  # of arrays in arrays
+MAX_NESTING = 4  # arrays in arrays
 MAX_ALIGNMENT = 1 << 20
 MAX_ROPE_FACTORS = 1 << 12
 
@@ -39,7 +39,7 @@ class TensorInfo:
     name: str
     kind: str  # a name in kernels/quant/ggml_types.py
     shape: tuple[int, ...]  # the slowest dimension first, as torch has it (the file has it last)
-    offset: int  # of its first byte in the file
+    offset: int  # its first byte in the file
     num_bytes: int
 
 
@@ -55,7 +55,7 @@ class GGUFHeader:
 
 
 def read_header(path: Path) -> GGUFHeader:
-    """Raises CheckpointError naming the file, and the tensor where there is one."""
+    """Reads a file's header. Raises CheckpointError naming the file, and the tensor if it concerns one."""
     try:
         if not path.is_file():  # a pipe would never answer
             raise FileNotFoundError("no such file")
@@ -68,8 +68,8 @@ def read_header(path: Path) -> GGUFHeader:
 
 
 def read_rope_factors(header: GGUFHeader) -> tuple[float, ...]:
-    """What each rotary frequency is divided by; () if the file does not say it. Raises CheckpointError for
-    anything but a row of positive numbers."""
+    """Returns the divisor of each rotary frequency; () if the file has no such tensor. Raises CheckpointError
+    for anything but a row of positive numbers."""
     info = header.tensors.get(ROPE_FACTORS)
     if info is None:
         return ()
@@ -82,7 +82,9 @@ def read_rope_factors(header: GGUFHeader) -> tuple[float, ...]:
         file.seek(info.offset)
         factors = struct.unpack(f"<{info.shape[0]}f", file.read(info.num_bytes))
     if not all(0 < factor < math.inf for factor in factors):
-        raise CheckpointError(f"{header.path}: the tensor {info.name} holds what is no positive number")
+        raise CheckpointError(
+            f"{header.path}: the tensor {info.name} must hold positive numbers; fetch the file again"
+        )
     return factors
 
 
@@ -151,7 +153,8 @@ def _locate(
     offset: int,
     alignment: int,
 ) -> TensorInfo:
-    """Where a tensor lies in the file. `offset` counts from `start`, the first byte behind the header."""
+    """Returns a tensor's position in the file. `offset` counts from `start`, the first byte after the
+    header."""
     if number not in TYPES:
         supported = ", ".join(kind for kind, *_ in TYPES.values())
         raise CheckpointError(

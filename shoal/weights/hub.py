@@ -1,8 +1,8 @@
-"""Models on the Hugging Face hub: which files of a repository are a model, and how they get into the cache of
-huggingface_hub. hub_names.py has what names mean.
+"""Models on the Hugging Face hub: chooses a repository's model files, and downloads them into the cache of
+huggingface_hub. hub_names.py parses names.
 
-The hub is asked for the list of files first, and for config.json: what Shoal cannot run is refused before its
-weights come. All files are of the commit that the list was of.
+It asks the hub for the list of files first, and for config.json: a model that Shoal cannot run is refused
+before its weights are downloaded. All files come from the commit of the list.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 HUB_DUPLICATES = ["*/*", "consolidated*"]  # the same weights in their authors' own layout
-LIST_S = 10.0  # for the hub to answer with a list of files
-# The GGUF file that is taken where no tag says otherwise: four bits are the usual compromise.
+LIST_S = 10.0  # timeout of the hub's list of files
+# The order in which a GGUF file is chosen without a tag: four bits are the usual compromise.
 USUAL = (
     *("Q4_K_M", "Q4_K_S", "Q4_0", "Q4_1", "Q5_K_M", "Q5_K_S", "Q5_0", "Q5_1", "Q6_K", "Q8_0"),
     *("BF16", "F16", "F32"),
@@ -41,12 +41,13 @@ QUANT = re.compile(
 )
 QUANT_FAMILY = re.compile(r"(?:I?Q|TQ|MXFP|B?F)\d+")
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$")
-NO_MODELS = ("mmproj", "imatrix")  # what else is called .gguf
+NO_MODELS = ("mmproj", "imatrix")  # other files with the suffix .gguf
 
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    """A repository at one commit. `gguf_architecture`: what the hub has read of its GGUF files, if it has."""
+    """A repository at one commit. `gguf_architecture`: the architecture of its GGUF files, if the hub knows
+    it."""
 
     commit: str
     sizes: Mapping[str, int]
@@ -54,7 +55,7 @@ class _Listing:
 
 
 def is_model_file(name: str) -> bool:
-    """Whether a file of a model's folder is one that Shoal reads."""
+    """Says if Shoal reads a file of a model's folder."""
     is_duplicate = any(fnmatch(name, pattern) for pattern in HUB_DUPLICATES)
     return not is_duplicate and any(fnmatch(name, pattern) for pattern in HUB_FILES)
 
@@ -67,9 +68,9 @@ def download(
     *,
     is_checked: bool = True,
 ) -> Path:
-    """Returns its folder in the cache, or its .gguf file. Where the hub cannot be asked, a model that is in
-    the cache is taken from there, with a warning. `is_checked`: what Shoal cannot run is refused, by its
-    config.json with `overrides` in it. Raises CheckpointError."""
+    """Returns a model's folder in the cache, or its .gguf file. If the hub cannot be reached, a cached model
+    is used, with a warning. `is_checked`: a model that Shoal cannot run is refused, by its config.json with
+    `overrides` in it. Raises CheckpointError."""
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import OfflineModeIsEnabled
 
@@ -100,15 +101,15 @@ def download(
 
 
 def cached(model: HubModel, download_dir: str | None) -> Path | None:
-    """Returns its folder or .gguf file as the cache has it; None if it is not there, or not whole. Nothing is
-    downloaded. Raises CheckpointError for a name that the hub does not allow."""
+    """Returns a model's folder or .gguf file in the cache; None if it is missing or incomplete. Downloads
+    nothing. Raises CheckpointError for a name that the hub does not allow."""
     with _asking(model, None, download_dir):
         return _cached(model, None, download_dir)
 
 
 def bytes_to_download(model: HubModel, download_dir: str | None) -> int:
-    """How many bytes a download would bring, without the files that an earlier one brought. Raises
-    CheckpointError if the hub does not have it, or cannot be asked."""
+    """Returns the bytes that a download would transfer, without the files that are already cached. Raises
+    CheckpointError if the hub does not have the model, or cannot be reached."""
     from huggingface_hub import try_to_load_from_cache
 
     with _asking(model, None, download_dir):
@@ -162,8 +163,8 @@ def _cached(model: HubModel, revision: str | None, download_dir: str | None) -> 
 
 
 def _keep_ref(model: HubModel, revision: str | None, commit: str, download_dir: str | None) -> None:
-    """Notes in the cache which commit a branch or tag was, as huggingface_hub does where it is not given the
-    commit: it looks there when the hub cannot be asked."""
+    """Notes in the cache the commit of a branch or tag, as huggingface_hub does when it resolves one itself:
+    it reads the note when the hub cannot be reached."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -182,8 +183,8 @@ def _keep_ref(model: HubModel, revision: str | None, commit: str, download_dir: 
 
 
 def _gguf_of(model: HubModel, names: Sequence[str]) -> str | None:
-    """The one GGUF file that is wanted of a repository with these files; None: its safetensors. Raises
-    CheckpointError that says what there is."""
+    """Returns the GGUF file to use from a repository with these files; None: its safetensors. Raises
+    CheckpointError that lists the choices."""
     files = [name for name in names if name.endswith(".gguf") and not _is_no_model(name)]
     if model.tag is None and (
         not files or any(is_model_file(n) and n.endswith(".safetensors") for n in names)
@@ -226,20 +227,21 @@ def _is_no_model(name: str) -> bool:
 
 
 def _quant(name: str) -> str:
-    """The quantization that a file's name tells, in capitals; "" if it tells none."""
+    """Returns the quantization in a file's name, in capitals; "" without one."""
     found = QUANT.findall(PurePosixPath(PART.sub("", name)).name.removesuffix(".gguf"))
     return found[-1].upper().replace("FP", "F") if found else ""
 
 
 def _is_read(quant: str) -> bool:
-    """Whether Shoal reads files of this quantization. A file's tensors are of several types, whose names
-    begin alike."""
+    """Says if Shoal reads files of this quantization. A file's tensors have several types, whose names begin
+    with the same letters."""
     family = QUANT_FAMILY.search(quant)
     return family is None or any(kind.name.startswith(family[0]) for kind in TYPES.values())
 
 
 def _tags(files: Sequence[str]) -> list[str]:
-    """What can be written behind the colon: of whole files that Shoal reads, the usual ones first."""
+    """Returns the possible tags after the colon, for undivided files that Shoal reads, the usual ones
+    first."""
     quants = {_quant(file) for file in files if not PART.search(file)} - {""}
     return sorted(filter(_is_read, quants), key=lambda quant: (_rank(quant), quant))
 
@@ -249,7 +251,7 @@ def _rank(quant: str) -> int:
 
 
 def _usual(files: Sequence[str]) -> list[str]:
-    """The files of the most usual quantization: whole ones that Shoal reads, if there are some."""
+    """Returns the files of the most usual quantization: undivided ones that Shoal reads, if any."""
     whole = [file for file in files if not PART.search(file) and _is_read(_quant(file))]
     if not whole:
         return list(files[:1])
@@ -258,7 +260,8 @@ def _usual(files: Sequence[str]) -> list[str]:
 
 
 def _tagged(files: Sequence[str], tag: str) -> list[str]:
-    """The files that are called so, or else those of this quantization; a file in parts is its first one."""
+    """Returns the files with this name, or else with this quantization; a divided file counts by its first
+    part."""
     files = [file for file in files if not PART.search(file) or "-00001-of-" in file]
     quant = tag.upper().replace("FP", "F")
     return (
@@ -276,7 +279,7 @@ def _check_architecture(
     overrides: Mapping[str, Any],
 ) -> None:
     """Raises CheckpointError for a model that Shoal cannot run, before its weights are downloaded. Its
-    config.json goes into a folder of its own, so that nothing is left of such a model."""
+    config.json goes into a temporary folder, so that nothing of such a model stays."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     if file is not None and listing.gguf_architecture is not None:
@@ -287,7 +290,7 @@ def _check_architecture(
             )
         return
     if "config.json" not in listing.sizes:
-        return  # a GGUF file's own header tells
+        return  # the GGUF file's own header is checked later
     path = try_to_load_from_cache(model.repo, "config.json", download_dir, listing.commit)
     with tempfile.TemporaryDirectory(prefix="shoal-config-") as folder:
         if not isinstance(path, str):
@@ -304,7 +307,7 @@ def _check_architecture(
 
 @contextlib.contextmanager
 def _asking(model: HubModel, revision: str | None, download_dir: str | None) -> Iterator[None]:
-    """Raises CheckpointError for whatever huggingface_hub raises inside. Its errors have no common base: the
+    """Turns every error of huggingface_hub into a CheckpointError. Its errors have no common base: the
     errors of its HTTP client are OSErrors (requests, in older releases) or are not (httpx), and the package
     that brings the weights, hf_xet, raises RuntimeError."""
     try:

@@ -1,5 +1,5 @@
-"""What a model's name means on the Hugging Face hub: org/name, org/name:Q4_K_M, hf.co/org/name, and names of
-Ollama's library, which are repositories of GGUF files there. hub.py asks the hub."""
+"""Names of models on the Hugging Face hub: org/name, org/name:Q4_K_M, hf.co/org/name, and names of Ollama's
+library, which stand for repositories of GGUF files there. hub.py asks the hub."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ LIBRARY = {
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A repository, and which of its GGUF files is meant: `tag` is a quantization or the name of a file.
-    None: its safetensors, or the usual one of its GGUF files."""
+    """A repository and a choice among its GGUF files: `tag` is a quantization or the name of a file. None:
+    its safetensors, or the usual one of its GGUF files."""
 
     repo: str
     tag: str | None = None
@@ -76,8 +76,8 @@ class HubModel:
 
 
 def hub_model(name: str) -> HubModel | None:
-    """What `name` means on the hub; None for names that mean nothing there. Paths from here, from a home
-    folder and to a file have one slash as well."""
+    """Parses the name of a model on the hub; None for any other name. Relative paths, paths from a home
+    folder and paths to a file have one slash as well."""
     match = NAME.fullmatch(name)
     if match is None:
         return _of_library(name)
@@ -102,8 +102,8 @@ def _of_library(name: str) -> HubModel | None:
 
 
 def library_hint(name: str) -> str | None:
-    """What to type in place of `name`, which may be meant as a name of Ollama's library or as the default
-    model; None for a path."""
+    """Returns the end of an error about `name`, which may be a misspelt name of Ollama's library or of the
+    default model; None for a path."""
     match = LIBRARY_NAME.fullmatch(name.lower())
     if match is None or name.endswith(".gguf"):
         return None

@@ -1,9 +1,8 @@
-"""The scales of an fp8 KV cache that a checkpoint gives: a number of the cache times its scale is the key or
-value that is meant.
+"""A checkpoint's scales of an fp8 KV cache: a stored number times its scale is the key or value.
 
-Names are those of compressed-tensors (`self_attn.k_scale`) and of ModelOpt (`self_attn.k_proj.k_scale`). A
-scale is one number for a layer, or one for each of its kv heads. They are no weights: no layer loads them,
-and an engine without an fp8 cache leaves them alone.
+Names follow compressed-tensors (`self_attn.k_scale`) or ModelOpt (`self_attn.k_proj.k_scale`). A scale is one
+number for a layer, or one for each of its kv heads. No layer loads scales, and an engine without an fp8 cache
+ignores them.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ def is_kv_scale(name: str) -> bool:
 
 
 def kv_scales(files: CheckpointFiles) -> torch.Tensor | None:
-    """float32 [layers, 2, kv heads], keys' scales before values'. None: the checkpoint gives none. Raises
-    CheckpointError if one of them is missing, has another shape, or is no positive number."""
+    """Returns float32 [layers, 2, kv heads], keys' scales before values'. None: the checkpoint has no scales.
+    Raises CheckpointError if a scale is missing, has another shape, or is not positive."""
     if files.file is not None:  # GGUF has no such tensors
         return None
     config = files.config
@@ -64,5 +63,5 @@ def kv_scales(files: CheckpointFiles) -> torch.Tensor | None:
 
 
 def name_of(scales: torch.Tensor) -> str:
-    """A name for these scales. Caches whose scales have another one hold other numbers."""
+    """Returns a name for these scales. Caches with other scales hold other numbers."""
     return xxhash.xxh3_64_hexdigest(scales.contiguous().numpy().tobytes())

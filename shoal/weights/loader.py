@@ -1,5 +1,5 @@
-"""Streams a checkpoint into a model, tensor by tensor. Each layer cuts and converts what it gets; nothing
-here holds more than one tensor."""
+"""Streams a checkpoint into a model, tensor by tensor. Each layer shards and converts its tensors; at most
+one tensor is held at a time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shoal.weights.source import CheckpointFiles
 
 
 class Loadable(Protocol):
-    """How a model takes weights."""
+    """A model that loads weights."""
 
     def begin_loading(self) -> None: ...
     def load_weight(self, name: str, tensor: torch.Tensor | QuantizedTensor) -> None: ...
@@ -56,9 +56,8 @@ def load_weights(
 
 
 def load_hollow_weights(model: Loadable, files: CheckpointFiles, device: torch.device) -> None:
-    """Gives `model`, which is on this device, the memory of all weights as the checkpoint's headers say. It
-    holds zeros, and the numbers come from elsewhere. The checkpoint is one that `lies_by_shape`. Raises
-    CheckpointError."""
+    """Allocates all weights of `model` on this device by the checkpoint's headers, filled with zeros; the
+    numbers come from another worker. `lies_by_shape(files)` must be True. Raises CheckpointError."""
     assert lies_by_shape(files)
     quantization = files.config.quantization
     zero = torch.zeros((), device=device)
@@ -80,8 +79,8 @@ def load_hollow_weights(model: Loadable, files: CheckpointFiles, device: torch.d
 
 
 def lies_by_shape(files: CheckpointFiles) -> bool:
-    """Whether shapes alone decide how the checkpoint's weights lie in an engine's memory. Of a GGUF file and
-    of most layouts in 4 bits, the numbers have a say, too."""
+    """Says if shapes alone decide the layout of the checkpoint's weights in an engine's memory. In a GGUF
+    file and in most 4-bit layouts the numbers matter, too."""
     quantization = files.config.quantization
     return files.file is None and (quantization is None or BY_NAME[quantization.layout].zeros is not None)
 
@@ -100,7 +99,7 @@ def check_shapes(files: CheckpointFiles) -> None:
         for name, shape in checkpoint_shapes(files.config):
             if name not in found:
                 raise CheckpointError(
-                    f"the checkpoint lacks the tensor {name}, for which its config asks; is a shard missing?"
+                    f"the checkpoint lacks the tensor {name}, which its config needs; is a shard missing?"
                 )
             if found[name] != shape:
                 raise CheckpointError(
@@ -124,7 +123,7 @@ def _named(error: Exception, files: CheckpointFiles) -> CheckpointError:
 
 
 def checkpoint_tensors(files: CheckpointFiles) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
-    """Every tensor under its Hugging Face name. Raises CheckpointError."""
+    """Yields every tensor with its Hugging Face name. Raises CheckpointError."""
     if files.file is None:
         if files.config.quantization is not None:
             return quantized_tensors(files.folder, files.config.quantization)
@@ -133,10 +132,10 @@ def checkpoint_tensors(files: CheckpointFiles) -> Iterator[tuple[str, torch.Tens
 
 
 def _is_weight(name: str, config: ModelConfig) -> bool:
-    """Whether a layer loads it."""
+    """Says if a layer loads this tensor."""
     return not is_derived(name, config) and not is_kv_scale(name)
 
 
 def is_derived(name: str, config: ModelConfig) -> bool:
-    """Whether a tensor follows from others. Old checkpoints hold such tensors too."""
+    """Says if a tensor follows from others. Old checkpoints hold such tensors too."""
     return name.endswith(".rotary_emb.inv_freq") or (config.tie_word_embeddings and name == "lm_head.weight")

@@ -101,7 +101,7 @@ def _write_folder(
 
 
 def quantization_config(to: str, group_size: int) -> dict[str, Any]:
-    """What config.json says of a checkpoint that was quantized so."""
+    """Returns the `quantization_config` of config.json for this quantization."""
     activations: dict[str, Any] | None = None
     if to == "fp8":
         weights: dict[str, Any] = dict(
@@ -128,8 +128,8 @@ def _fp8(weight: torch.Tensor) -> Tensors:
 
 
 def _int4(weight: torch.Tensor, group_size: int) -> Tensors:
-    """A group's smallest and largest weight, and 0, are among the 16 values. Nothing is cut off, because the
-    few large weights matter more than the squared error says."""
+    """Quantizes so that a group's smallest and largest weight, and 0, are among the 16 values. Nothing is
+    clipped, because the few large weights matter more than the squared error says."""
     groups = weight.float().unflatten(1, (-1, group_size))
     low, high = groups.amin(2, keepdim=True).clamp(max=0), groups.amax(2, keepdim=True).clamp(min=0)
     scales = ((high - low) / LARGEST_INT4).clamp(min=1e-12).to(_scale_dtype(weight.dtype))
@@ -144,7 +144,7 @@ def _int4(weight: torch.Tensor, group_size: int) -> Tensors:
 
 
 def _words(numbers: torch.Tensor) -> torch.Tensor:
-    """Eight 4-bit numbers of a row in an int32, the first one in its low bits."""
+    """Packs eight 4-bit numbers of a row into an int32, the first one in its low bits."""
     eights = F.pad(numbers, (0, -numbers.shape[1] % 8)).to(torch.int32).unflatten(1, (-1, 8))
     words = torch.zeros_like(eights[:, :, 0])
     for i in range(8):
@@ -153,8 +153,8 @@ def _words(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The type in which scales are stored: bfloat16 for such weights, else float32, as float16 has no room
-    for small ones."""
+    """Returns the dtype of stored scales: bfloat16 for bfloat16 weights, else float32, as float16 can't hold
+    small ones."""
     return torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
 
 
@@ -163,7 +163,7 @@ def _write(
 ) -> tuple[list[str], int]:
     """Writes one file. Returns the names of its tensors, and their bytes.
 
-    What a matrix becomes is known from its shape alone, so that the header is written first."""
+    A matrix's output shapes follow from its own shape, so the header is written first."""
     described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, header in headers.items():
@@ -189,12 +189,12 @@ def _write(
 def _become(
     name: str, tensor: torch.Tensor, rounding: Callable[[torch.Tensor], Tensors]
 ) -> list[tuple[str, torch.Tensor]]:
-    """What is written in place of a tensor."""
+    """Returns the tensors to write in place of one."""
     if not is_projection(name):
         return [(name, tensor)]
     if not tensor.is_meta and not tensor.isfinite().all():
         raise CheckpointError(
-            f"{name} holds weights that are no numbers; the file is damaged, fetch it again"
+            f"{name} holds weights that are not finite; the file is damaged, fetch it again"
         )
     module = name.removesuffix(".weight")
     return [(f"{module}.{suffix}", part) for suffix, part in rounding(tensor).items()]

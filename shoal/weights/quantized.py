@@ -1,5 +1,5 @@
-"""The tensors of a folder whose matrices are quantized: those that a layout stores for one matrix come as one
-QuantizedTensor under the matrix's own name, `<module>.weight`. Only the tensors need torch."""
+"""Tensors of a folder with quantized matrices: all tensors of one matrix come as one QuantizedTensor under
+the matrix's own name, `<module>.weight`. Only the tensors need torch."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ EVERY_DTYPE = DTYPES | PACKED_DTYPES
 
 
 def tensor_headers(folder: Path, quantization: Quantization | None) -> dict[str, TensorHeader]:
-    """Every tensor of the folder, from the files' headers alone. A quantized matrix is one, with its layout's
-    name for a dtype. Raises CheckpointError for a matrix whose tensors are not all there, or have other
-    shapes or types than its layout says."""
+    """Returns every tensor of the folder, from the files' headers alone. A quantized matrix counts as one,
+    with its layout's name for a dtype. Raises CheckpointError for a matrix with missing tensors, or with
+    other shapes or types than its layout."""
     if quantization is None:
         return _headers(folder, DTYPES)
     headers = _headers(folder, EVERY_DTYPE)
@@ -40,9 +40,9 @@ def tensor_headers(folder: Path, quantization: Quantization | None) -> dict[str,
     for name, header in found.items():
         if header.dtype in PACKED_DTYPES:
             raise CheckpointError(
-                f"the tensor {name} has dtype {header.dtype}, and is no part of a matrix in the "
-                f"layout {quantization.layout}, in which the config says that matrices are; its scales are "
-                "missing, or the config is another checkpoint's"
+                f"the tensor {name} has dtype {header.dtype}, but does not belong to a matrix in the "
+                f"config's layout {quantization.layout}; its scales are missing, or the "
+                "config is another checkpoint's"
             )
     layout = BY_NAME[quantization.layout]
     for module, parts in matrices.items():
@@ -56,8 +56,8 @@ def tensor_headers(folder: Path, quantization: Quantization | None) -> dict[str,
 def quantized_tensors(
     folder: Path, quantization: Quantization
 ) -> Iterator[tuple[str, torch.Tensor | QuantizedTensor]]:
-    """Every matrix and every other tensor. A matrix comes when the last of its tensors has been read; the
-    others are views of the mapped files until then."""
+    """Yields every matrix and every other tensor. A matrix comes when the last of its tensors has been read;
+    until then its tensors are views of the mapped files."""
     matrices = _matrices(_headers(folder, EVERY_DTYPE), quantization)
     module_of = {
         name: (module, suffix) for module, parts in matrices.items() for suffix, name in parts.items()
@@ -102,7 +102,8 @@ def _matrices(headers: Mapping[str, TensorHeader], quantization: Quantization) -
             stored = layout.tensors(*layout.matrix_shape(shapes), quantization)
         except (KeyError, ValueError):
             raise CheckpointError(
-                f"{module}: its tensors {sorted(shapes)} are no matrix in the layout {quantization.layout}"
+                f"{module}: its tensors {sorted(shapes)} do not form a matrix in the layout "
+                f"{quantization.layout}"
             ) from None
         except CheckpointError as error:
             raise CheckpointError(f"{module}.weight: {error}") from None

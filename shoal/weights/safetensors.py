@@ -1,7 +1,7 @@
 """The tensors of a Hugging Face folder's safetensors files, one by one, as views of the memory-mapped files.
 
-Headers are read here, so that what a stranger's file says is bounded and checked, and named in errors, before
-the library maps its tensors. Only the tensors need torch.
+Headers are read here, so that a stranger's file is bounded and checked, and named in errors, before the
+library maps its tensors. Only the tensors need torch.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ PACKED_DTYPES = {"F8_E4M3": 1, "U8": 1, "I32": 4, "I64": 8}
 
 
 class TensorHeader(NamedTuple):
-    """What the header of a file says about a tensor."""
+    """A tensor's entry in the header of a file."""
 
-    dtype: str  # a name in DTYPES or PACKED_DTYPES; a layout's name, of a matrix that it stores
+    dtype: str  # a name in DTYPES or PACKED_DTYPES; for a quantized matrix its layout's name
     shape: tuple[int, ...]
 
 
 def safetensors_tensors(
     folder: Path, dtypes: Mapping[str, int] = DTYPES
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor with its name. Raises CheckpointError that names the file, and the tensor where there is
-    one, also for a tensor of another dtype than these."""
+    """Yields every tensor with its name. Raises CheckpointError that names the file, and the tensor if it
+    concerns one, also for a tensor of another dtype than these."""
     for path, tensors in safetensors_headers(folder, dtypes):
         with _reading(path), safetensors.safe_open(path, framework="pt", device="cpu") as file:
-            stored = {full_name(name): name for name in file.keys()}  # noqa: SIM118  the file is no dict
+            stored = {full_name(name): name for name in file.keys()}  # noqa: SIM118  the file is not a dict
             for name in tensors:
                 yield name, file.get_tensor(stored[name])
 
@@ -64,8 +64,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def shards(folder: Path) -> dict[Path, list[str]]:
-    """Each file with the names of the tensors to take from it; an empty list means all of them. The index
-    decides, if there is one. A file may be a link to another place, as in the hub's cache, but the index
+    """Returns each file with the names of the tensors to take from it; an empty list means all of them. The
+    index decides, if it exists. A file may be a link to another folder, as in the hub's cache, but the index
     names it without a path. Raises CheckpointError."""
     index = folder / INDEX
     if not index.exists():
@@ -76,14 +76,14 @@ def shards(folder: Path) -> dict[Path, list[str]]:
     file_of = read_object(index).get("weight_map")
     if not isinstance(file_of, dict) or not file_of:
         raise CheckpointError(
-            f"{index} is no index of tensors: its weight_map is {file_of!r:.80}; fetch it again"
+            f"{index} must be an index of tensors, but its weight_map is {file_of!r:.80}; fetch it again"
         )
     result: dict[Path, list[str]] = {}
     for name, file in file_of.items():
         if not isinstance(file, str) or not SHARD.fullmatch(file):
             raise CheckpointError(
-                f"{index}: the weight_map has {name!r:.80} in {file!r:.80}, which is no "
-                "name of a .safetensors file beside it"
+                f"{index}: the weight_map has {name!r:.80} in {file!r:.80}; it must name a "
+                ".safetensors file beside it"
             )
         result.setdefault(folder / file, []).append(name)
     for path, names in result.items():
@@ -97,7 +97,7 @@ def shards(folder: Path) -> dict[Path, list[str]]:
 def safetensors_headers(
     folder: Path, dtypes: Mapping[str, int] = DTYPES
 ) -> Iterator[tuple[Path, dict[str, TensorHeader]]]:
-    """Each file with the headers of the tensors to take from it. Raises CheckpointError."""
+    """Yields each file with the headers of the tensors to take from it. Raises CheckpointError."""
     taken: set[str] = set()
     for path, names in shards(folder).items():
         held, _ = _read_header(path, dtypes)
@@ -155,15 +155,15 @@ def _mapped(path: Path, start: int, end: int) -> Iterator[memoryview]:
 
 
 def tensor_spans(path: Path, dtypes: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Where each tensor of a file begins and ends in it, in order. Raises CheckpointError."""
+    """Returns the start and the end of each tensor in a file, in order. Raises CheckpointError."""
     return sorted(_read_header(path, dtypes)[1].values())
 
 
 def _read_header(
     path: Path, dtypes: Mapping[str, int]
 ) -> tuple[dict[str, TensorHeader], dict[str, tuple[int, int]]]:
-    """What the file says about each tensor, and where in it each begins and ends. Raises CheckpointError
-    unless all of them lie in the file, one after the other, as their shapes say."""
+    """Returns each tensor's header, and its start and end in the file. Raises CheckpointError unless the
+    tensors fill the file without gaps, as their shapes say."""
     try:
         if not path.is_file():  # a pipe would never end
             raise FileNotFoundError("no such file")
@@ -201,7 +201,7 @@ def _read_header(
 
 
 def _parse_tensor(info: Any, where: str, dtypes: Mapping[str, int]) -> tuple[TensorHeader, int, int]:
-    """One entry of a header: the tensor, its first byte in the data, and its end."""
+    """Parses one entry of a header: the tensor, its first byte in the data, and its end."""
     fields = info if isinstance(info, dict) else {}
     dtype, shape, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in dtypes:
@@ -213,7 +213,7 @@ def _parse_tensor(info: Any, where: str, dtypes: Mapping[str, int]) -> tuple[Ten
             f"{where} has shape {shape!r:.80}, which is not 1 to {MAX_DIMS} positive integers"
         )
     if not _are_counts(offsets, least=0) or len(offsets) != 2:
-        raise CheckpointError(f"{where} has data_offsets {offsets!r:.80}, which are no first byte and end")
+        raise CheckpointError(f"{where} has data_offsets {offsets!r:.80}; they must be a start and an end")
     if offsets[1] - offsets[0] != math.prod(shape) * dtypes[dtype]:
         raise CheckpointError(
             f"{where} of dtype {dtype} and shape {shape} takes "
@@ -238,7 +238,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 
 def _other_formats(folder: Path) -> str:
-    """What the error about a folder without safetensors goes on with."""
+    """Returns the end of the error about a folder without safetensors."""
     other = sorted(p.name for p in folder.iterdir() if p.suffix in (".bin", ".pt", ".pth", ".gguf"))
     if other:
         return f" but {other[0]}: convert to safetensors, or name a .gguf file itself"

@@ -1,8 +1,7 @@
-"""Where a model comes from: a folder, a .gguf file, the default model, the Hugging Face hub, or a store; and
-what lies beside its weights.
+"""CheckpointFiles: a model from a folder, a .gguf file, the default model, the Hugging Face hub, or a store,
+with the files beside its weights.
 
-This file decides what a name means, and reads configs. Tensors are read by safetensors.py and gguf.py. No
-torch.
+This file resolves names and reads configs. safetensors.py and gguf.py read tensors. No torch.
 """
 
 from __future__ import annotations
@@ -41,12 +40,12 @@ IGNORE = ", or ignore the file with the option generation_config 'vllm'"
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """A checkpoint that exists. Its parts are read when they are asked for, which raises CheckpointError for
-    what is damaged or not supported."""
+    """A checkpoint that exists. Its parts are read on first use, which raises CheckpointError for damaged or
+    unsupported ones."""
 
     folder: Path
     file: Path | None = None  # the GGUF file, if it is one
-    revision: str | None = None  # of a model from a store, which may have another one by now
+    revision: str | None = None  # a store's model: its version, which may be outdated there
     overrides: dict[str, Any] = field(default_factory=dict, compare=False)  # fields of config.json
 
     @property
@@ -65,7 +64,7 @@ class CheckpointFiles:
             gguf = sorted(self.folder.glob("*.gguf"))
             way_out = f"name its file {gguf[0]}" if gguf else "name one, a .gguf file or a hub id"
             raise CheckpointError(
-                f"{self.folder} holds no config.json, so it is no Hugging Face model; {way_out}"
+                f"{self.folder} holds no config.json, so it can't be a Hugging Face model; {way_out}"
             )
         _ = self.config
         return self
@@ -84,7 +83,7 @@ class CheckpointFiles:
 
     @cached_property
     def header(self) -> GGUFHeader:
-        """There is one of a GGUF file only."""
+        """The header of a GGUF file; folders have no such header."""
         assert self.file is not None
         return read_header(self.file)
 
@@ -99,7 +98,7 @@ class CheckpointFiles:
             config = config_from_json(fields, str(self.folder / "config.json"))
             if self._unties(config):
                 return replace(config, tie_word_embeddings=False)
-            # Where there is no head, the embedding stands in for it, and nobody sees what it says.
+            # Without a head, the embedding replaces it, and its logits are never used.
             return (
                 replace(config, tie_word_embeddings=True, has_head=False)
                 if self._lacks_head(config)
@@ -110,7 +109,7 @@ class CheckpointFiles:
         )
 
     def _lacks_head(self, config: ModelConfig) -> bool:
-        """Whether the files hold no output head although the config does not tie it to the embedding, as
+        """Says if the files lack an output head although the config does not tie it to the embedding, as
         models for embeddings are stored."""
         if config.tie_word_embeddings or not has_weights(self.folder):
             return False
@@ -123,8 +122,8 @@ class CheckpointFiles:
         return lacks_head
 
     def _unties(self, config: ModelConfig) -> bool:
-        """Whether the files hold an output head beside an embedding that the config wants in its place, as
-        after a fine-tune or a resize. It is used, as in transformers 5."""
+        """Says if the files hold an output head that differs from the embedding although the config ties
+        them, as after a fine-tune or a resize. The head is used, as in transformers 5."""
         if not config.tie_word_embeddings or not has_weights(self.folder):
             return False
         try:
@@ -145,8 +144,8 @@ class CheckpointFiles:
 
     @property
     def quantized_bytes(self) -> int | None:
-        """How many bytes the tensors take in the files, of a GGUF file or where the config says that they are
-        quantized; else None. Of a folder without weights, it is as many as their quants would take."""
+        """The bytes of the tensors in a GGUF file, or in a folder whose config says that they are quantized;
+        else None. In a folder without weights, the bytes that their quants would take."""
         if self.file is not None:
             return sum(info.num_bytes for info in self.header.tensors.values())
         if self.config.quantization is None:
@@ -168,7 +167,7 @@ class CheckpointFiles:
 
     @cached_property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a text, by any of the files that say so. Llama 3 has several."""
+        """The ids that end a text, from all files that name some. Llama 3 has several."""
         ids = set(self.config.eos_token_ids)
         if self.file is None:
             named = self._read_json("generation_config.json").get("eos_token_id")
@@ -188,11 +187,11 @@ def resolve(
     overrides: dict[str, Any] | None = None,
     with_weights: bool = True,
 ) -> CheckpointFiles:
-    """Finds a checkpoint. The default model, models of the hub and URLs of stores are downloaded, of the last
-    without their .safetensors files if these are not wanted; what exists on this machine is not looked for
-    elsewhere. `revision`: of a model of the hub, or the version of a model in a store. `overrides`:
-    fields in the place of config.json's, for the check of a model of the hub before its download; without
-    weights it is not checked. Raises CheckpointError, and ConfigError for a revision of the default model."""
+    """Finds a checkpoint. Downloads the default model, models of the hub and URLs of stores, the last without
+    .safetensors files unless `with_weights`; a path that exists on this machine is used as it is. `revision`:
+    of a model of the hub, or the version of a model in a store. `overrides`: fields in place of
+    config.json's, for the check of a model of the hub before its download; without weights it is not checked.
+    Raises CheckpointError, and ConfigError for a revision of the default model."""
     if not model:
         raise CheckpointError(f"the model's name is empty; {WAYS}")
     on_hub = hub_model(model)
@@ -206,7 +205,7 @@ def resolve(
         if path.exists():
             return _gguf_file(path)
     except (OSError, RuntimeError) as error:  # RuntimeError: ~user of a user that does not exist
-        raise CheckpointError(f"the model path {model!r:.200} cannot be looked at: {error!s:.200}") from None
+        raise CheckpointError(f"the model path {model!r:.200} cannot be read: {error!s:.200}") from None
     if model == DEFAULT_MODEL:
         if revision is not None:
             raise ConfigError(f"revision {revision!r}: {model} has one version; leave --revision out")
@@ -219,7 +218,7 @@ def resolve(
 
 
 def is_model_here(text: str) -> bool:
-    """Whether a text names the default model, a .gguf file or a path that exists."""
+    """Says if a text names the default model, a .gguf file or a path that exists."""
     if text == DEFAULT_MODEL or text.endswith(".gguf"):
         return True
     try:
@@ -229,8 +228,8 @@ def is_model_here(text: str) -> bool:
 
 
 def is_model_name(text: str) -> bool:
-    """Whether a text may be meant as a model: one that is here, one of the hub, what looks like a path, or a
-    URL with a path (an origin has none)."""
+    """Says if a text may name a model: a local one, a model of the hub, something like a path, or a URL with
+    a path (an origin has none)."""
     if is_model_here(text) or hub_model(text) is not None or text.startswith(("/", ".", "~")):
         return True
     try:
@@ -242,21 +241,21 @@ def is_model_name(text: str) -> bool:
 def _gguf_file(path: Path) -> CheckpointFiles:
     try:
         if not path.is_file():  # reading from a pipe would never end
-            raise FileNotFoundError("it is no file")
+            raise FileNotFoundError("not a regular file")
         with path.open("rb") as file:
             magic = file.read(len(MAGIC))
     except OSError as error:
         raise CheckpointError(f"cannot read {path}: {error}") from None
     if magic != MAGIC:
         raise CheckpointError(
-            f"{path} is not a GGUF file; of a Hugging Face model, name the folder that holds its config.json"
+            f"{path} is not a GGUF file; for a Hugging Face model, name the folder that holds its config.json"
         )
     return CheckpointFiles(path.parent, path)
 
 
 def local_snapshot(model: HubModel, download_dir: str | None = None) -> CheckpointFiles | None:
-    """The files of a model of the hub as they lie in the cache; None if they do not. Nothing is downloaded.
-    Raises CheckpointError for a name that the hub does not allow."""
+    """Returns the cached files of a model of the hub; None if they are missing. Downloads nothing. Raises
+    CheckpointError for a name that the hub does not allow."""
     path = hub.cached(model, download_dir)
     return None if path is None else _found(path)
 
@@ -266,7 +265,7 @@ def _found(path: Path) -> CheckpointFiles:
 
 
 def check_defaults(generation_config: dict[str, Any], where: str) -> None:
-    """Raises CheckpointError for defaults with which no request could be sampled."""
+    """Raises CheckpointError for defaults that would make every request fail."""
     defaults = sampling_defaults(generation_config)
     large = [name for name, value in defaults.items() if isinstance(value, int) and abs(value) >= 1 << 31]
     if large:
@@ -278,7 +277,7 @@ def check_defaults(generation_config: dict[str, Any], where: str) -> None:
 
 
 def _eos_of_tokenizer(config: dict[str, Any]) -> list[int]:
-    """The id of tokenizer_config.json's eos_token, where that file lists its added tokens."""
+    """Returns the id of tokenizer_config.json's eos_token, if that file lists its added tokens."""
     token = config.get("eos_token")
     text = token.get("content") if isinstance(token, dict) else token
     added = config.get("added_tokens_decoder")

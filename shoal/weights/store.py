@@ -1,13 +1,14 @@
-"""Models that lie in an object store, or on any file system that fsspec opens: each is copied to this
-machine's disk once.
+"""Models in an object store, or on any file system that fsspec opens. Each is downloaded to this machine's
+disk once.
 
-    models / NAME-URL-VERSION/         a copy that is whole, and shoal-store.json, which says from where
-    models / NAME-URL-VERSION.part/    one on its way; a later try goes on with its whole files
+    models / NAME-URL-VERSION/         a complete local copy, and shoal-store.json with its URL
+    models / NAME-URL-VERSION.part/    an unfinished download; the next try keeps its complete files
 
-VERSION is a hash of what lies there: names, sizes, and what the store tells of their versions. So a model
-that changes gets another folder, and engines that run keep theirs: the first process of an engine learns the
-version, and all others of it ask for this one. A large file comes in ranges over many connections, as one
-connection to a store has a small part of the network's speed.
+A remote model is the files in the store now (`_RemoteModel`); a local copy is a folder of one version
+(`ModelCopy`). VERSION is a hash of the files' names, sizes and the versions that the store reports. So a
+model that changes gets another folder, and running engines keep theirs: the first process of an engine learns
+the version, and its other processes ask for this one. A large file comes in ranges over many connections, as
+one connection to a store has a small part of the network's speed.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ logger = logging.getLogger(__name__)
 RECEIPT = "shoal-store.json"
 THREADS = 16
 RANGE_BYTES = 16 << 20
-RANGE_TRIES, AGAIN_S = 3, 1.0  # of one range, and the pause before the next try
-MAX_TRIES = 3  # of a copy whose original changes meanwhile
+RANGE_TRIES, AGAIN_S = 3, 1.0  # tries for one range, and the pause between them
+MAX_TRIES = 3  # downloads of a model that changes meanwhile
 NAME_CHARS = 80
 PART = ".part"
 PASSWORD = re.compile(r"//[^/@:]*:[^/@]*@")
-# Under these names stores tell what changes with a file's content, or at least with its writing.
+# Stores report under these names a value that changes with a file's content, or at least with each write.
 VERSIONS = (
     *("ETag", "etag", "md5Hash", "content_md5", "Content-MD5", "Digest"),
     *("mtime", "LastModified", "last_modified", "Last-Modified", "created"),
@@ -62,14 +63,14 @@ class _File:
 
 @dataclass(frozen=True, slots=True)
 class ModelCopy:
-    """A copy, whole or on its way."""
+    """A folder with one version of a model, complete or unfinished."""
 
     url: str
     folder: Path
 
     @property
     def path(self) -> Path:
-        """Its folder, or its .gguf file."""
+        """The folder, or its .gguf file."""
         return self.folder / _name(self.url) if self.url.endswith(".gguf") else self.folder
 
     @property
@@ -81,7 +82,7 @@ class ModelCopy:
         return self.folder.suffix != PART and self.folder.is_dir()
 
     def remove(self) -> None:
-        """What is left of a removal that breaks off is no whole copy. Raises OSError."""
+        """Removes the copy. An interrupted removal leaves an unfinished copy. Raises OSError."""
         going = self.folder.with_name(f"{self.folder.name}-removed{PART}")
         self.folder.rename(going)
         shutil.rmtree(going)
@@ -99,11 +100,11 @@ def download(
     *,
     with_weights: bool = True,
 ) -> ModelCopy:
-    """A model on this machine, which is copied unless this version of it is here. `version`: the one that is
-    wanted; None: what the store has now, or the copy that was used last where the store can't be looked at,
-    with a warning. `is_wanted` says by its name whether a file of a folder belongs to the model.
-    `with_weights`: False leaves .safetensors files out, in a copy of its own. What a file:// URL names is
-    read where it lies. Raises CheckpointError."""
+    """Returns a local copy of a model, and downloads it unless this version is here. `version` None: the
+    store's current one, or the copy used last if the store can't be reached, with a warning.
+    `is_wanted(name)` says if a file of the folder belongs to the model. `with_weights` False leaves
+    .safetensors files out, in a separate copy. A file:// URL is used in place, without a copy. Raises
+    CheckpointError."""
     remote = _open(url, is_wanted, download_dir, with_weights)
     if isinstance(remote, ModelCopy):
         return remote
@@ -117,7 +118,9 @@ def download(
         old = None if version is not None or _is_refusal(error) else remote.last_used_copy()
         if old is None:
             raise _unusable(remote, error) from None
-        logger.warning("the model %s can't be looked at (%s); its copy %s is used", url, error, old.folder)
+        logger.warning(
+            "the store of the model %s can't be reached (%s); its copy %s is used", url, error, old.folder
+        )
         return old
     _check_version(url, version, remote.version_of(files))
     try:
@@ -133,8 +136,8 @@ def download(
 def find_local(
     url: str, is_wanted: Callable[[str], bool], download_dir: str | None = None
 ) -> tuple[Path | None, int]:
-    """Where the model is on this machine, and how many bytes would have to be copied if it is not, but for
-    those of a copy that broke off. Nothing is copied. Raises CheckpointError."""
+    """Returns the model's path on this machine, or None with the bytes that a download would transfer beyond
+    an unfinished copy's files. Downloads nothing. Raises CheckpointError."""
     remote = _open(url, is_wanted, download_dir)
     if isinstance(remote, ModelCopy):
         return remote.path, 0
@@ -156,11 +159,11 @@ def find_local(
 def _open(
     url: str, is_wanted: Callable[[str], bool], download_dir: str | None, with_weights: bool = True
 ) -> _RemoteModel | ModelCopy:
-    """Raises CheckpointError."""
+    """Opens the model of a URL; a file:// URL is a local copy already. Raises CheckpointError."""
     if PASSWORD.search(url):
         raise CheckpointError(
-            f"the model's URL {shown(url)} has a password, which would show wherever the model is named; "
-            "leave it out, and give it as the store's package for fsspec reads it from the environment"
+            f"the model's URL {shown(url)} has a password, which would appear wherever the model is named; "
+            "leave it out, and set it in the environment as the store's package for fsspec reads it"
         )
     try:
         store = ObjectStore(url, "model")
@@ -181,7 +184,7 @@ def _check_version(url: str, wanted: str | None, found: str) -> None:
 
 
 def _is_refusal(error: Exception) -> bool:
-    """Whether a store is there, and says no."""
+    """Says if the store answered with a refusal."""
     return isinstance(error, FileNotFoundError | PermissionError) or getattr(error, "status", 0) in (401, 403)
 
 
@@ -194,8 +197,7 @@ def _unusable(remote: _RemoteModel, error: Exception) -> CheckpointError:
 
 
 def models_folder(download_dir: str | None) -> Path:
-    """Raises CheckpointError for a home folder of
-    nobody."""
+    """Returns the folder of local copies. Raises CheckpointError for an unknown user's home folder."""
     try:
         return cache_folder() / "models" if download_dir is None else Path(download_dir).expanduser()
     except RuntimeError as error:
@@ -203,21 +205,21 @@ def models_folder(download_dir: str | None) -> Path:
 
 
 def local_copies(download_dir: str | None = None) -> list[ModelCopy]:
-    """All copies, also those that broke off: by URL, and then by their last use."""
+    """Returns all copies, unfinished ones included, by URL and then by last use."""
     return _copies(models_folder(download_dir))
 
 
 def _copies(root: Path) -> list[ModelCopy]:
     found = []
     for receipt in root.glob(f"*/{RECEIPT}"):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # it is none of ours
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # another program's file
             copy = ModelCopy(str(json.loads(receipt.read_bytes())["url"]), receipt.parent)
             found.append((copy.url, copy.folder.stat().st_mtime, copy))
     return [copy for _, _, copy in sorted(found, key=lambda entry: entry[:2])]
 
 
 class _RemoteModel:
-    """A model in a store, and what this machine has of it. Methods raise what the backend raises."""
+    """A model in a store. Methods raise the backend's errors."""
 
     def __init__(
         self, url: str, store: ObjectStore, is_wanted: Callable[[str], bool], root: Path, with_weights: bool
@@ -228,7 +230,7 @@ class _RemoteModel:
         self._stem = f"{_name(self.url)[:NAME_CHARS]}-{digest}"
 
     def files(self) -> list[_File]:
-        """What there is of it in the store, by name. Raises CheckpointError for what is no model."""
+        """Lists the model's files in the store, by name. Raises CheckpointError if they are not a model."""
         fs, is_file = self._store.fs, self.url.endswith(".gguf")
         if is_file:
             entries = [fs.info(self._store.root)]
@@ -242,10 +244,13 @@ class _RemoteModel:
                 continue
             if name.endswith(".safetensors") and not self._with_weights:
                 continue
-            if entry.get("size") is None:  # a web server tells a file's size when it is asked for that file
+            if entry.get("size") is None:  # a web server reports a size for a single file only
                 entry = {**entry, **fs.info(entry["name"])}
             if entry.get("size") is None:
-                raise CheckpointError(f"the model {self.url}: its store does not tell how large {name} is")
+                raise CheckpointError(
+                    f"the model {self.url}: its store does not report the size of {name}; copy the model "
+                    "by hand"
+                )
             version = json.dumps([str(entry[key]) for key in VERSIONS if key in entry])
             found.append(_File(name, entry["name"], int(entry["size"]), version))
         return sorted(found, key=lambda file: file.name)
@@ -255,23 +260,25 @@ class _RemoteModel:
             return
         gguf = sorted(name for name in names if name.endswith(".gguf"))
         way_out = f"name its file {self.url}/{gguf[0]}" if gguf else "name one, or a .gguf file"
-        raise CheckpointError(f"{self.url} holds no config.json, so it is no Hugging Face model; {way_out}")
+        raise CheckpointError(
+            f"{self.url} holds no config.json, so it can't be a Hugging Face model; {way_out}"
+        )
 
     def version_of(self, files: Sequence[_File]) -> str:
         return _digest(json.dumps([(file.name, file.num_bytes, file.version) for file in files]))
 
     def local_copy(self, version: str) -> ModelCopy:
-        """Where the copy of this version lies, or would."""
+        """Returns the local copy of this version, which may not exist yet."""
         return ModelCopy(self.url, self.root / f"{self._stem}-{version}")
 
     def download(self, files: list[_File]) -> ModelCopy:
-        """A copy of these files, which the store has now. Raises CheckpointError if there is no room, or no
-        end of changes."""
+        """Returns a local copy of these files, which the store has now, and downloads what is missing. Raises
+        CheckpointError if the disk is full, or if the files keep changing."""
         for _ in range(MAX_TRIES):
             copy = self.local_copy(self.version_of(files))
             if not copy.is_whole:
                 with self._lock():
-                    if not copy.is_whole:  # nobody has copied it meanwhile
+                    if not copy.is_whole:  # no other process has copied it meanwhile
                         part = _part_of(copy)
                         self._clear(part)
                         _download_files(self._store, self.url, files, part)
@@ -279,26 +286,26 @@ class _RemoteModel:
                         if files != listed:
                             continue
                         part.rename(copy.folder)
-            with contextlib.suppress(OSError):  # nobody may write into an image
+            with contextlib.suppress(OSError):  # a container image may be read-only
                 os.utime(copy.folder)
             return copy
         raise CheckpointError(f"the model {self.url} changes while it is copied; wait until it is written")
 
     def _clear(self, part: Path) -> None:
-        """Removes other partial copies: their versions are gone."""
+        """Removes other unfinished copies: their versions are outdated."""
         for path in self.root.glob(f"{glob.escape(self._stem)}-*{PART}"):
             if path != part:
                 shutil.rmtree(path, ignore_errors=True)
 
     def last_used_copy(self) -> ModelCopy | None:
-        """The one that was used last, of whatever version."""
+        """Returns the complete copy used last, of any version."""
         copies = [copy for copy in _copies(self.root) if copy.folder.name.startswith(f"{self._stem}-")]
         own = [copy for copy in copies if copy.is_whole]
         return own[-1] if own else None
 
     @contextlib.contextmanager
     def _lock(self) -> Iterator[None]:
-        """One process at a time has it, and loses it when it ends, however it ends."""
+        """Holds a lock between processes, which ends with its process in any case."""
         self.root.mkdir(parents=True, exist_ok=True)
         with (self.root / f"{self._stem}.lock").open("w") as file:
             try:
@@ -310,13 +317,13 @@ class _RemoteModel:
 
 
 def _part_of(copy: ModelCopy) -> Path:
-    """Where a copy lies until it is whole."""
+    """Returns the folder of a copy until it is complete."""
     return copy.folder.with_name(f"{copy.folder.name}{PART}")
 
 
 def _download_files(store: ObjectStore, url: str, files: Sequence[_File], folder: Path) -> None:
-    """Brings the files into the folder, but for those that are there. Raises CheckpointError if there is no
-    room, and what the backend raises."""
+    """Downloads the files that the folder lacks. Raises CheckpointError if the disk is full, and the
+    backend's errors."""
     folder.mkdir(parents=True, exist_ok=True)
     sizes = {file.name: file.num_bytes for file in files}
     for path in folder.iterdir():
@@ -335,7 +342,7 @@ def _download_files(store: ObjectStore, url: str, files: Sequence[_File], folder
     errors: list[Exception] = []
     jobs = [(file, range_) for file in missing for range_ in _ranges(file)]
     if large := next((job for job in jobs if len(job[1]) < job[0].num_bytes), None):
-        _read_range(store, *large)  # a server without ranges is found out before all threads ask it
+        _read_range(store, *large)  # notices a server without ranges before all threads ask it
     threads = IoThreads("model-store", THREADS, len(jobs))
     try:
         with tqdm(total=num_bytes, unit="B", unit_scale=True, leave=False, disable=None) as bar:
@@ -373,10 +380,11 @@ def _prepared(folder: Path, file: _File) -> Path:
 def _download_range(
     store: ObjectStore, file: _File, range_: range, target: Path, errors: list[Exception]
 ) -> bool:
-    """It is on the disk when this returns, so that a power cut leaves no whole name over half a file."""
+    """Downloads one range and syncs it to the disk, so that a power failure never leaves half a file under
+    its final name."""
     for number in range(1, RANGE_TRIES + 1):
         if errors:
-            return False  # the copy is given up
+            return False  # the download has failed
         try:
             data = _read_range(store, file, range_)
             with target.open("r+b") as opened:

@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 ALIGNMENT = 64
 TIMEOUT_S = 600.0
-# torch keeps the same limit itself; ours comes later, so that torch's error is the one that is seen
+# torch has the same timeout; this one is longer, so that torch's error is reported
 MEET_GRACE_S = 5.0
-Handle = dict[str, Any]  # one tensor: "name", "dtype", "shape", and where it lies
+Handle = dict[str, Any]  # one tensor: "name", "dtype", "shape", and its address
 Listed = tuple[str, str, Sequence[int]]  # name, dtype, shape
 
 
 def checkpoint_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The same tensors under the names that checkpoints have. transformers 5 holds the experts of a layer in
+    """Returns the same tensors under the names of checkpoints. transformers 5 holds the experts of a layer in
     two tensors, gate_up_proj [E, 2F, D] and down_proj [E, D, F]. In a checkpoint each expert has three, which
     are views here. Raises CheckpointError for an odd number of rows in gate_up_proj."""
     found: dict[str, torch.Tensor] = {}
@@ -55,7 +55,7 @@ def checkpoint_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.T
 class SharedTensors:
     """The sender's side. Keep it, and the tensors unchanged, until the receiver has answered; then close it.
 
-    CPU tensors are copied into anonymous shared memory. CUDA tensors are shared as they lie, by CUDA IPC: the
+    CPU tensors are copied into anonymous shared memory. CUDA tensors are shared in place, by CUDA IPC: the
     receiver must be another process on the host of the same GPU, and a tensor must come from torch's own
     allocator."""
 
@@ -113,20 +113,20 @@ class SharedTensors:
 
 
 def open_tensor(handle: Handle) -> torch.Tensor:
-    """The receiver's side: the sender's tensor, which is to be read and let go. Raises CheckpointError if it
+    """Opens the sender's tensor on the receiver's side. Read it and drop it. Raises CheckpointError if it
     cannot be opened."""
     try:
         name, dtype, shape = handle["name"], getattr(torch, handle["dtype"]), tuple(handle["shape"])
         if "cuda" in handle:
             if not torch.cuda.is_available():
-                raise ValueError("it lies on a GPU, and there is none here")
+                raise ValueError("it is on a GPU, and this process has no GPU")
             torch.cuda.init()
             storage = torch.UntypedStorage._new_shared_cuda(*handle["cuda"])
             return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, handle["offset"], shape)  # type: ignore[call-overload]
         count = int(torch.Size(shape).numel())
         pid, number = int(handle["pid"]), int(handle["fd"])
         # The flags keep the opening without side effects, whatever the file is. Then it must be memory that
-        # its sender cannot take away, as reading what is gone would end this process.
+        # its sender cannot shrink, as a read of missing pages would end this process.
         fd = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
@@ -161,9 +161,9 @@ class WeightsGroup:
         device: torch.device,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        """Returns when all ranks have come. Raises ConfigError for an unknown backend, and RuntimeError or
-        TimeoutError if they don't come in time. All of them are trusted: a message of another size than was
-        said makes Gloo end the process."""
+        """Returns when all ranks have joined. Raises ConfigError for an unknown backend, and RuntimeError or
+        TimeoutError if they don't join in time. All ranks are trusted: a message of an unexpected size makes
+        Gloo end the process."""
         check_group(address, port, rank, world_size, backend, device)
         limit = timedelta(seconds=timeout_s)
         self.device, self.world_size = device, world_size
@@ -189,8 +189,8 @@ class WeightsGroup:
         return tensor
 
     def send(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """The trainer's side of `update_weights_from_distributed`. The tensors come in the order of the names
-        that the engine was given, which are those of checkpoints (`checkpoint_tensors`)."""
+        """The trainer's side of `update_weights_from_distributed`. The tensors are sent in the order of the
+        names that the engine was given, which are the checkpoint's names (`checkpoint_tensors`)."""
         for tensor in tensors.values():
             self.broadcast(tensor.detach().to(self.device).contiguous())
 
@@ -201,8 +201,8 @@ class WeightsGroup:
 
 
 def _within(seconds: float, work: Callable[[], T]) -> T:
-    """Returns `work()`. Raises TimeoutError if that takes longer, and leaves the thread that waits to itself:
-    a TCPStore waits for ever on a peer that takes the connection and says nothing."""
+    """Returns `work()`. Raises TimeoutError if that takes longer, and abandons the waiting thread: a TCPStore
+    waits for ever on a peer that accepts the connection and sends nothing."""
     results: list[T] = []
     errors: list[BaseException] = []
 
@@ -218,23 +218,23 @@ def _within(seconds: float, work: Callable[[], T]) -> T:
     if errors:
         raise errors[0]
     if not results:
-        raise TimeoutError(f"nothing was heard of the other ranks for {seconds:g} s")
+        raise TimeoutError(f"the other ranks did not answer for {seconds:g} s")
     return results[0]
 
 
 def check_group(
     address: str, port: int, rank: int, world_size: int, backend: str, device: torch.device
 ) -> None:
-    """Raises ConfigError for values of which no process group can be made."""
+    """Raises ConfigError for values that can't form a process group."""
     if backend not in ("nccl", "gloo"):
-        raise ConfigError(f"backend {backend!r} is not one of nccl, gloo")
+        raise ConfigError(f"backend must be nccl or gloo, got {backend!r}; choose one")
     if backend == "nccl" and device.type != "cuda":
         raise ConfigError(
             f"backend 'nccl' moves tensors between GPUs, but this engine runs on the {device.type}; use "
             "'gloo'"
         )
     if not isinstance(port, int) or not 0 < port < 65536:
-        raise ConfigError(f"master_port {port!r} is not a port from 1 to 65535")
+        raise ConfigError(f"master_port must be from 1 to 65535, got {port!r}; give the trainer's port")
     if not 0 <= rank < world_size:
         raise ConfigError(
             f"rank {rank} is outside the group's world_size {world_size}; rank_offset is the first rank of "
@@ -245,8 +245,8 @@ def check_group(
 def parse_tensors(
     names: Sequence[str], dtypes: Sequence[str | torch.dtype], shapes: Sequence[Sequence[int]]
 ) -> list[Listed]:
-    """The lists of update_weights_from_distributed as one list of (name, dtype, shape). Raises ConfigError
-    unless they have the same length and dtypes are torch's."""
+    """Returns the lists of update_weights_from_distributed as one list of (name, dtype, shape). Raises
+    ConfigError unless they have the same length and dtypes are torch's."""
     if not len(names) == len(dtypes) == len(shapes):
         raise ConfigError(
             f"{len(names)} names, {len(dtypes)} dtypes and {len(shapes)} shapes; give one of each a tensor"
@@ -254,5 +254,5 @@ def parse_tensors(
     kinds = [str(dtype).removeprefix("torch.") for dtype in dtypes]
     for kind in kinds:
         if not isinstance(getattr(torch, kind, None), torch.dtype):
-            raise ConfigError(f"dtype {kind!r} is not one of torch's; give 'bfloat16', 'float32', ...")
+            raise ConfigError(f"dtype must be a torch dtype, got {kind!r}; give 'bfloat16', 'float32', ...")
     return [(str(name), kind, [int(n) for n in shape]) for name, kind, shape in zip(names, kinds, shapes)]

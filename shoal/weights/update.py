@@ -1,5 +1,5 @@
-"""New weights for a model that runs already: which checkpoints fit it, which tensors lie in it, and their
-checksums."""
+"""Updates of a running model's weights: checks that a checkpoint fits, lists the model's tensors, and
+computes their checksums."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal.weights.source import CheckpointFiles
 
 
 def difference(ours: ModelConfig, theirs: ModelConfig) -> str | None:
-    """What makes another model of theirs, the first such field. None: weights of one fit the other."""
+    """Returns the first field that makes `theirs` another model. None: weights of one fit the other."""
     for field in fields(ModelConfig):
         mine, its = getattr(ours, field.name), getattr(theirs, field.name)
         if field.name not in FREE_FIELDS and mine != its:
@@ -28,10 +28,10 @@ def difference(ours: ModelConfig, theirs: ModelConfig) -> str | None:
 
 
 def packing_difference(ours: CheckpointFiles, files: CheckpointFiles) -> str | None:
-    """For an engine whose weights stay quantized, as `ours` has them: the first tensor of the other files
-    that is packed otherwise. None: all are packed alike."""
+    """Returns the first tensor of `files` that is packed in another way than in `ours`, for an engine whose
+    weights stay quantized. None: all are packed in the same way."""
     if (files.file is None) != (ours.file is None):
-        return f"it is packed otherwise than {ours.path}, from which the engine's weights are"
+        return f"it is packed in another way than {ours.path}, the engine's checkpoint"
     kinds = _kinds(ours)
     for name, kind in _kinds(files).items():
         if kinds.get(name, kind) != kind:
@@ -40,7 +40,7 @@ def packing_difference(ours: CheckpointFiles, files: CheckpointFiles) -> str | N
 
 
 def _kinds(files: CheckpointFiles) -> dict[str, str]:
-    """The type of each tensor in the files, by name. A matrix of several tensors has one."""
+    """Returns the type of each tensor in the files, by name. A matrix of several tensors has one."""
     if files.file is not None:
         return {name: info.kind for name, info in files.header.tensors.items()}
     headers = tensor_headers(files.folder, files.config.quantization)
@@ -50,8 +50,8 @@ def _kinds(files: CheckpointFiles) -> dict[str, str]:
 def check_tensor(
     name: str, expected: tuple[int, ...] | None, shape: tuple[int, ...], dtype: torch.dtype | None = None
 ) -> None:
-    """Raises CheckpointError if the model has no such tensor, or one of another shape, or this one holds no
-    real numbers."""
+    """Raises CheckpointError if the model has no such tensor, if shapes differ, or if the tensor is not
+    floating-point."""
     if expected is None:
         raise CheckpointError(
             f"{name} is a tensor that the engine's model does not have; drop it or build a new engine"
@@ -67,8 +67,8 @@ def check_tensor(
 
 
 def fingerprint(files: CheckpointFiles) -> list[tuple[str, int, int]]:
-    """(path, bytes, nanosecond of the last change) of each file that holds weights. Raises CheckpointError if
-    one is gone."""
+    """Returns (path, bytes, nanosecond of the last change) of each file that holds weights. Raises
+    CheckpointError if a file is gone."""
     paths = weight_files(files)
     try:
         return [(str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
@@ -77,7 +77,7 @@ def fingerprint(files: CheckpointFiles) -> list[tuple[str, int, int]]:
 
 
 def weight_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors that hold weights: parameters, and the memory of packed matrices."""
+    """Yields all tensors that hold weights: parameters, and the memory of packed matrices."""
     yield from model.named_parameters()
     for path, layer in model.named_modules():
         if isinstance(layer, MatrixLayer):
@@ -87,9 +87,9 @@ def weight_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 @torch.no_grad()
 def checksums(model: nn.Module) -> dict[str, str]:
-    """The checksum of each tensor's bytes in 16 hex digits, computed where the tensor lies. Equal weights
-    have equal checksums on devices of one kind. A difference goes unnoticed with a chance of 2^-64, unless
-    somebody has made it to go unnoticed."""
+    """Returns the checksum of each tensor's bytes in 16 hex digits, computed on the tensor's device. Equal
+    weights have equal checksums on devices of one kind. A difference goes unnoticed with a chance of 2^-64,
+    unless it was constructed to."""
     tensors = dict(weight_tensors(model))
     if next(iter(tensors.values())).device.type == "cpu":
         return {name: f"{xxhash.xxh3_64_intdigest(_bytes(tensor)):016x}" for name, tensor in tensors.items()}

@@ -224,7 +224,7 @@ def test_an_endpoint_that_is_taken_is_refused_at_start(start, ends, root):
     start()
     with pytest.raises(
         ConfigError,
-        match=r"kv_events_config.endpoint 'ipc://.*events' cannot be had: another process listens there",
+        match=r"kv_events_config.endpoint 'ipc://.*events' cannot be opened: another process listens there",
     ):
         start()
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Where KV events are offered: addresses, the limits of sockets that strangers may reach, and keys (CURVE)
+"""Endpoints of KV events: addresses, the limits of sockets that strangers may reach, and keys (CURVE)
 that keep them out."""
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from shoal.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-# A frame that comes in is a subscription or a number. Libzmq closes connections that announce more.
+# An incoming frame is a subscription or a number. Libzmq closes connections that announce more.
 MAX_FRAME_BYTES = 1024
-# A TCP peer that takes nothing for so long is disconnected, and what waits for it is freed.
+# A TCP peer that reads nothing for this long is disconnected, and its queued messages are freed.
 DEAF_MS = 30_000
 LOOPBACK = ("lo", "localhost", "[::1]")
 
 
 class Keys:
-    """The server's key pair, and whose public keys are let in. One for each context, as ZAP, libzmq's
+    """The server's key pair, and the public keys of its clients. One for each context, as ZAP, libzmq's
     protocol of authentication, asks for: a thread answers it. Raises ConfigError for files that hold no
     keys."""
 
@@ -87,8 +87,8 @@ def open_socket(
     listens: bool,
     **options: int,
 ) -> zmq.Socket[bytes]:
-    """Bound if `listens`, else connected. Raises ConfigError if the endpoint cannot be had; `name` is the
-    option that gave it."""
+    """Opens a socket, bound if `listens`, else connected. Raises ConfigError if the endpoint cannot be
+    opened; `name` is its option."""
     opened = context.socket(kind)
     try:
         opened.maxmsgsize = MAX_FRAME_BYTES
@@ -101,7 +101,7 @@ def open_socket(
             keys.protect(opened)
         elif leaves_the_host(endpoint):
             logger.warning(
-                "kv_events_config.%s %s tells every prompt, answer and cache_salt to whoever "
+                "kv_events_config.%s %s sends every prompt, answer and cache_salt to any peer that "
                 "can reach it; keep it on loopback, or give keys (curve_secret_key_file and "
                 "curve_client_keys_dir)",
                 name,
@@ -115,7 +115,7 @@ def open_socket(
 
 
 def is_ours(endpoint: str) -> bool:
-    """Whether it is an address to bind to: vLLM's rule, and names of network interfaces ("lo"), which libzmq
+    """Says if the endpoint is bound here: vLLM's rule, and names of network interfaces ("lo"), which libzmq
     knows too."""
     if "*" in endpoint or "::" in endpoint or not endpoint.startswith("tcp://"):
         return True
@@ -128,7 +128,7 @@ def leaves_the_host(endpoint: str) -> bool:
 
 
 def with_rank(endpoint: str, data_parallel_rank: int) -> str:
-    """Each rank of a data-parallel group has its own: TCP ports count up, other addresses get an ending."""
+    """Returns a data-parallel rank's own endpoint: TCP ports count up, other addresses get a suffix."""
     if data_parallel_rank == 0:
         return endpoint
     if not endpoint.startswith("tcp://"):
@@ -151,5 +151,6 @@ def _attach(name: str, endpoint: str, attach: Callable[[str], Any]) -> None:
         attach(endpoint)
     except (OSError, zmq.ZMQError) as error:
         raise ConfigError(
-            f"kv_events_config.{name} {endpoint!r} cannot be had: {error}; choose another, or end who has it"
+            f"kv_events_config.{name} {endpoint!r} cannot be opened: {error}; choose another, or end "
+            "the process that has it"
         ) from None

@@ -1,9 +1,8 @@
-"""What the engine tells of its KV blocks: a book of what is cached where, and the thread that publishes its
-changes as vLLM does.
+"""KV events: an index of the cached blocks by tier, and the thread that publishes its changes as vLLM does.
 
-The engine's thread notes what happens and hands it over once a step. All else is done by one other thread:
-the book, encoding, sending, the last `buffer_steps` batches, and answers to listeners that have missed some:
-those batches, or, if they are gone, a snapshot. The wire format is in shoal/kv_events.py.
+The engine's thread notes changes and hands them over once a step. One other thread does the rest: the index,
+encoding, sending, the last `buffer_steps` batches, and answers to listeners that have missed batches: those
+batches, or, if they are gone, a snapshot. The wire format is in shoal/kv_events.py.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from shoal.config import KVEventsConfig
 from shoal.errors import UnavailableError
 from shoal.hashing import block_name
 from shoal.kv.events.endpoints import Keys, is_ours, load_keys, open_socket, with_rank
-from shoal.kv.events.replay import WINDOW, Replay
+from shoal.kv.events.replay import HIGH_WATER_MARK, Replay
 from shoal.kv_events import GPU, AllBlocksCleared, BlockRemoved, BlockStored, EventBatch, KVEvent
 
 logger = logging.getLogger(__name__)
 
-REPLAY_POLL_S = 0.1  # at most so long a request for a replay waits
-REPLAY_TURN_S = 0.001  # between turns of an answer that its client takes
-REPLAY_STALL_S = 0.02  # and of answers that nobody takes
-LAST_WORDS_MS = 1000  # for batches that are still to be sent when the engine ends
+REPLAY_POLL_S = 0.1  # longest wait of a request for a replay
+REPLAY_TURN_S = 0.001  # between turns while a client reads its answer
+REPLAY_STALL_S = 0.02  # and while no client reads
+LAST_WORDS_MS = 1000  # for batches still unsent when the engine ends
 
 
 class Stored(NamedTuple):
@@ -60,27 +59,27 @@ Change = Stored | Removed | Cleared
 
 
 class _Block(msgspec.Struct, gc=False):
-    """A Struct, as there are many, and neither making nor keeping them may take the interpreter from the
-    engine's thread for long."""
+    """One block, in a Struct without GC: there are many, and neither making nor keeping them may hold the
+    interpreter lock for long."""
 
     key: bytes
     parent: int | None
     token_ids: bytes  # uint32
     adapter: str | None
-    cache_salt: str | None  # of a sequence's first block
+    cache_salt: str | None  # set in a sequence's first block
 
 
-class Book:
-    """The blocks that have been told of and are there, by tier: name -> block. Two contents of one name
-    (2^-64) are told as the first."""
+class BlockIndex:
+    """The published blocks that are still cached, by tier: name -> block. If two contents have one name
+    (2^-64), the first is published."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.tiers: dict[str, dict[int, _Block]] = {}
 
     def apply(self, changes: Sequence[Change]) -> list[KVEvent]:
-        """The events that tell of these changes, in their order. What is no news makes none: blocks stored
-        that were there, or removed that were not."""
+        """Returns the events of these changes, in their order. Changes without effect make no event:
+        storing a block that was there, or removing one that was not."""
         events: list[KVEvent] = []
         for change in changes:
             if isinstance(change, Stored):
@@ -96,7 +95,8 @@ class Book:
         return events
 
     def snapshot(self) -> list[KVEvent]:
-        """Events that make anyone's view this book: all cleared, then what is there, parents first."""
+        """Returns events that bring any listener to this state: all cleared, then all blocks, parents
+        first."""
         events: list[KVEvent] = [AllBlocksCleared()]
         for tier, blocks in self.tiers.items():
             run: list[tuple[int, _Block]] = []
@@ -129,7 +129,7 @@ class Book:
             yield self._event(run, stored.tier)
 
     def _clear(self, events: list[KVEvent], tier: str) -> None:
-        """vLLM's event means every tier."""
+        """Clears a tier. vLLM's event clears every tier, so it is sent only if all are empty."""
         gone = self.tiers.pop(tier, {})
         if not any(self.tiers.values()):
             events.append(AllBlocksCleared())
@@ -167,33 +167,33 @@ def _remove(events: list[KVEvent], name: int, tier: str) -> None:
 
 
 def _parents_first(blocks: dict[int, _Block]) -> Iterator[tuple[int, _Block]]:
-    """In the order stored, but that a parent which came back after its children is brought forward."""
-    told: set[int] = set()
+    """Yields blocks in the order stored, except that a parent stored after its children comes before them."""
+    found: set[int] = set()
     for name in blocks:
         chain: list[int] = []
         at: int | None = name
-        while at is not None and at in blocks and at not in told:
+        while at is not None and at in blocks and at not in found:
             chain.append(at)
-            told.add(at)
+            found.add(at)
             at = blocks[at].parent
-        for found in reversed(chain):
-            yield found, blocks[found]
+        for ancestor in reversed(chain):
+            yield ancestor, blocks[ancestor]
 
 
 class KvEvents:
-    """The engine's events. The first methods are the engine thread's alone; the others may be called from
-    any.
+    """The engine's events. The first methods are the engine thread's alone; any thread may call the others.
 
-    Raises ConfigError if an endpoint cannot be had. A batch is numbered when it is published, and none is
-    dropped: when `max_queue_size` wait, which no listener can cause, the engine's thread waits.
+    Raises ConfigError if an endpoint cannot be opened. A batch is numbered when it is published, and no
+    batch is dropped: when `max_queue_size` batches wait, which no listener can cause, the engine's thread
+    waits.
     """
 
     def __init__(self, config: KVEventsConfig, block_size: int, data_parallel_rank: int = 0) -> None:
         self.config, self.data_parallel_rank = config, data_parallel_rank
         self._changes: list[Change] = []
         self._queue: SimpleQueue[tuple[float, list[Change]] | Callable[[], None] | None] = SimpleQueue()
-        self._book = Book(block_size)
-        self._ring: deque[bytes] = deque(maxlen=config.buffer_steps)
+        self._index = BlockIndex(block_size)
+        self._recent: deque[bytes] = deque(maxlen=config.buffer_steps)
         self._next = 0  # the number of the next batch
         self._drained = 0  # batches up to here were drained
         self._topic = config.topic.encode()
@@ -222,8 +222,8 @@ class KvEvents:
         cache_salt: str | None = None,
         tier: str = GPU,
     ) -> None:
-        """A run of consecutive blocks and all their tokens. `parent`: the key of the block before; None at
-        the start of a sequence."""
+        """Notes a run of consecutive blocks with all their tokens. `parent`: the key of the block before;
+        None at the start of a sequence."""
         self._changes.append(Stored(keys, parent, token_ids, adapter, cache_salt, tier))
 
     def removed(self, key: bytes, block: int) -> None:
@@ -236,23 +236,23 @@ class KvEvents:
         self._changes.append(Cleared(tier))
 
     def flush(self) -> None:
-        """Publishes what has happened since the last call as one batch."""
+        """Publishes the changes since the last call as one batch."""
         if not self._changes:
             return
         changes, self._changes = self._changes, []
         while self._queue.qsize() >= self.config.max_queue_size and self._thread.is_alive():
             time.sleep(0.001)
-        if self._thread.is_alive():  # else nobody would take them away
+        if self._thread.is_alive():  # otherwise the queue has no reader
             self._queue.put((time.time(), changes))
 
     def check(self, keys: Sequence[bytes]) -> None:
-        """Proves that listeners are told of these blocks, and of no others, as being on the device."""
+        """Checks that exactly these blocks are published as being on the device."""
         self.flush()
-        told = self._ask(lambda: {block.key for block in self._book.tiers.get(GPU, {}).values()})
-        assert told == set(keys), f"{len(told)} blocks are told of, {len(keys)} are cached"
+        published = self._ask(lambda: {block.key for block in self._index.tiers.get(GPU, {}).values()})
+        assert published == set(keys), f"{len(published)} blocks are published, {len(keys)} are cached"
 
     def close(self) -> None:
-        """Publishes what is left. Safe to call twice."""
+        """Publishes the remaining changes and stops. Safe to call twice."""
         self.flush()
         self._queue.put(None)
         self._thread.join()
@@ -260,29 +260,30 @@ class KvEvents:
     # Any thread
 
     def drain(self) -> list[EventBatch]:
-        """The batches published since the last call. If more than `buffer_steps` have been, a snapshot: one
-        batch that clears all and stores what is there."""
+        """Returns the batches published since the last call. If there were more than `buffer_steps`, a
+        snapshot: one batch that clears all and stores every cached block."""
 
         def drain() -> list[bytes]:
             start, self._drained = self._drained, self._next
-            if start < self._next - len(self._ring):
+            if start < self._next - len(self._recent):
                 return [self._encode_snapshot()]
-            return list(islice(self._ring, start - self._next + len(self._ring), None))
+            return list(islice(self._recent, start - self._next + len(self._recent), None))
 
         return [kv_events.decode(payload) for payload in self._ask(drain)]
 
     def snapshot(self) -> EventBatch:
-        """All that is cached, as one batch: it clears all and stores what is there."""
-        return self._ask(lambda: EventBatch(time.time(), self._book.snapshot(), self.data_parallel_rank))
+        """Returns one batch that clears all and stores every cached block."""
+        return self._ask(lambda: EventBatch(time.time(), self._index.snapshot(), self.data_parallel_rank))
 
     def _ask(self, function: Callable[[], Any]) -> Any:
-        """What the thread answers when it has published everything flushed so far."""
+        """Runs `function` in the thread after it has published everything flushed so far, and returns the
+        result."""
         answer: Future[Any] = Future()
 
         def work() -> None:
             try:
                 answer.set_result(function())
-            except BaseException as error:  # noqa: BLE001 - it is raised where it was asked for
+            except BaseException as error:  # noqa: BLE001 - the caller raises it
                 answer.set_exception(error)
 
         self._queue.put(work)
@@ -298,7 +299,7 @@ class KvEvents:
     # The publisher's thread
 
     def _run(self) -> None:
-        moved = False  # whether the last turn of answers got on
+        moved = False  # True: the last turn of answers made progress
         try:
             while True:
                 try:
@@ -311,16 +312,16 @@ class KvEvents:
                         item()
                 except Empty:
                     pass
-                # What is to be published goes first, however many ask.
+                # Batches to publish go first, however many clients ask.
                 if self._replay is not None and self._queue.empty():
                     moved = self._replay.turn()
         except Exception:
-            logger.exception("KV events end here: what listeners know grows old")
+            logger.exception("KV events have ended; listeners keep an old state")
         finally:
             self._close_sockets()
 
     def _patience_s(self, moved: bool) -> float | None:
-        """How long to wait for what is to be published, before answers are looked after."""
+        """Returns how long to wait for a batch to publish before the next turn of answers."""
         if self._replay is None:
             return None
         if not self._replay.is_busy:
@@ -328,21 +329,21 @@ class KvEvents:
         return REPLAY_TURN_S if moved else REPLAY_STALL_S
 
     def _publish(self, ts: float, changes: list[Change]) -> None:
-        events = self._book.apply(changes)
+        events = self._index.apply(changes)
         if not events:
             return
         payload = kv_events.encode(EventBatch(ts, events, self.data_parallel_rank))
-        self._ring.append(payload)
+        self._recent.append(payload)
         if self._pub is not None:
             self._pub.send_multipart((self._topic, self._next.to_bytes(8, "big"), payload))
         self._next += 1
 
     def _batch(self, number: int) -> bytes | None:
-        index = number - self._next + len(self._ring)
-        return self._ring[index] if 0 <= index < len(self._ring) else None
+        index = number - self._next + len(self._recent)
+        return self._recent[index] if 0 <= index < len(self._recent) else None
 
     def _encode_snapshot(self) -> bytes:
-        return kv_events.encode(EventBatch(time.time(), self._book.snapshot(), self.data_parallel_rank))
+        return kv_events.encode(EventBatch(time.time(), self._index.snapshot(), self.data_parallel_rank))
 
     # Sockets
 
@@ -361,8 +362,8 @@ class KvEvents:
                 with_rank(config.replay_endpoint, rank),
                 self._keys,
                 True,
-                sndhwm=WINDOW,
-                rcvhwm=WINDOW,
+                sndhwm=HIGH_WATER_MARK,
+                rcvhwm=HIGH_WATER_MARK,
             )
             self._replay = Replay(router, self._topic, self._batch, lambda: self._next, self._encode_snapshot)
 

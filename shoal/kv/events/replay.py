@@ -1,8 +1,9 @@
-"""Answers to listeners that have missed batches, in bounded memory, whoever asks and whoever does not read.
+"""Answers to listeners that have missed batches, in bounded memory for any number of clients, slow ones
+included.
 
-An answer is a place in the numbers of batches, not a copy of them. It goes on as its client takes what comes.
-What libzmq has been given and has not sent yet is counted: each message tells when its memory is free again.
-One client has WINDOW messages at most, and all together MAX_HELD_BYTES, or one message if that is more.
+An answer is a position in the numbers of batches, not a copy of them. It continues as its client reads.
+Messages that libzmq has not sent yet are counted: each reports when its memory is free again. One client has
+HIGH_WATER_MARK messages at most, and all together MAX_HELD_BYTES, or one message if that is more.
 """
 
 from __future__ import annotations
@@ -19,32 +20,32 @@ from shoal.kv_events import END
 
 logger = logging.getLogger(__name__)
 
-WINDOW = 4  # messages to one client that libzmq holds: its high-water mark
-MAX_HELD_BYTES = 256 << 20  # of all clients
-MAX_ANSWERS = 1024  # under way; who asks beyond them is not heard
-MESSAGE_BYTES = 512  # what libzmq and pyzmq take for a message beside its payload
-TURN_MESSAGES, TURN_REQUESTS = 256, 64  # of a turn, after which new batches are published first
-PATIENCE_S = 10.0  # without a message that a client takes, its answer ends
-SNAPSHOT_SHARE = 0.1  # of the thread's time goes to snapshots
+HIGH_WATER_MARK = 4  # messages to one client that libzmq holds
+MAX_HELD_BYTES = 256 << 20  # sum over all clients
+MAX_ANSWERS = 1024  # in progress; further requests are ignored
+MESSAGE_BYTES = 512  # overhead of libzmq and pyzmq for a message
+TURN_MESSAGES, TURN_REQUESTS = 256, 64  # limits of a turn; then new batches are published first
+PATIENCE_S = 10.0  # an answer ends if its client reads no message for this long
+SNAPSHOT_SHARE = 0.1  # share of the thread's time for snapshots
 
 
 @dataclass(slots=True)
 class Answer:
-    next: int  # the number of the batch to be sent next
+    next: int  # number of the next batch to send
     moved_at: float
 
 
 @dataclass(slots=True)
 class Snapshot:
-    number: int  # it stands for all batches up to this one
+    number: int  # replaces all batches up to this one
     payload: bytes
     again_at: float  # the earliest time for the next
 
 
 class Replay:
-    """The ROUTER socket. All calls are the publisher's thread's, which lends its batches: `batch(n)` is the
-    payload of number n, None if it is gone or has not been; `num_batches()` how many have been published;
-    `snapshot()` the payload of all that is there."""
+    """The ROUTER socket, for the publisher's thread alone. `batch(n)` returns the payload of number n, None
+    if it is gone or not published yet; `num_batches()` the number of published batches; `snapshot()` the
+    payload of all cached blocks."""
 
     def __init__(
         self,
@@ -60,12 +61,12 @@ class Replay:
         self._held: list[tuple[zmq.MessageTracker, int]] = []  # given to libzmq, with its bytes
         self._snapshot: Snapshot | None = None
         self.num_held_bytes = 0
-        router.router_mandatory = True  # who is gone or takes nothing is an error, not a loss
-        router.copy_threshold = 0  # every payload is shared, and tells when libzmq is done with it
+        router.router_mandatory = True  # a client that is gone or full is an error, not a silent loss
+        router.copy_threshold = 0  # every payload is shared, with a tracker of its end
 
     def turn(self) -> bool:
-        """Takes what was asked and goes on with the answers. Whether there was anything to do, so that
-        another turn is worth while."""
+        """Accepts requests and continues the answers. Returns True if there was anything to do, so that
+        another turn is worthwhile."""
         asked = self._take_requests()
         self._held = [held for held in self._held if not held[0].done]
         self.num_held_bytes = sum(size for _, size in self._held)
@@ -77,7 +78,7 @@ class Replay:
             if left < before:
                 answer.moved_at, moved = time.monotonic(), True
             elif time.monotonic() - answer.moved_at > PATIENCE_S:
-                logger.debug("a listener takes nothing of its replay: it ends")
+                logger.debug("a listener does not read its replay, which ends")
                 self._answers.pop(client, None)
         if not self._answers:
             self._snapshot = None
@@ -88,22 +89,21 @@ class Replay:
         return bool(self._answers)
 
     def _take_requests(self) -> bool:
-        """Clients take turns in the order in which they asked. A new request of a client ends the one
-        before."""
+        """Queues requests in the order of arrival. A new request of a client replaces the one before."""
         count = 0
         while count < TURN_REQUESTS and self.router.poll(0):
             frames = self.router.recv_multipart()
             count += 1
             if len(frames) != 3 or len(frames[2]) != 8:
-                logger.debug("no request for a replay: %d frames", len(frames))
+                logger.debug("not a request for a replay: %d frames", len(frames))
             elif frames[0] not in self._answers and len(self._answers) >= MAX_ANSWERS:
-                logger.debug("a request for a replay is not heard: %d are under way", MAX_ANSWERS)
+                logger.debug("a request for a replay is ignored: %d are in progress", MAX_ANSWERS)
             else:
                 self._answers[frames[0]] = Answer(int.from_bytes(frames[2], "big"), time.monotonic())
         return count > 0
 
     def _advance(self, client: bytes, answer: Answer) -> bool:
-        """Sends its next message. False: it, or its client, has to wait, or it is at its end."""
+        """Sends an answer's next message. False: it must wait, or it has ended."""
         end = self._num_batches()
         if answer.next == end or not end:
             if self._send(client, b"", END, b""):
@@ -125,7 +125,7 @@ class Replay:
     def _send(self, client: bytes, topic: bytes, number: bytes, payload: bytes) -> bool:
         try:
             self.router.send_multipart((client, b"", topic, number), zmq.DONTWAIT | zmq.SNDMORE, copy=True)
-        except zmq.Again:  # its window is full
+        except zmq.Again:  # its high-water mark is reached
             return False
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
@@ -139,7 +139,7 @@ class Replay:
         return True
 
     def _recent_snapshot(self, number: int) -> Snapshot | None:
-        """The one under this number; None if it has to wait, as others have been made lately."""
+        """Returns the snapshot with this number; None if it must wait because of other recent snapshots."""
         start = time.monotonic()
         if self._snapshot is not None and self._snapshot.number == number:
             return self._snapshot

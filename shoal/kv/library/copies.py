@@ -16,8 +16,8 @@ class NoFreeCopyStreamError(UnavailableError):
 
 
 class CopyStreams:
-    """A pool of `size` streams. A `CopyStream` that is dropped gives its stream back; whoever has it next is
-    queued behind its copies."""
+    """A pool of `size` streams. A `CopyStream` that is dropped returns its stream; the next owner's copies
+    are queued behind the earlier ones."""
 
     def __init__(self, device: torch.device | str, size: int) -> None:
         self.device = torch.device(device)

@@ -86,7 +86,7 @@ class DirectFile(Storage):
                 "off?"
             )
 
-    def _let_go(self) -> None:
+    def _free(self) -> None:
         with self._lock:
             self._close_fd()
 

@@ -104,9 +104,8 @@ class TensorView(LayerView):
         on_host = self if on_device is dst else dst
         if on_device.storage.kind is not Kind.DEVICE or on_host.storage.kind in (Kind.DEVICE, Kind.DIRECT):
             raise ViewError(
-                f"from {self.storage.kind} to {dst.storage.kind} storage is no such copy: one side is a "
-                "device's, the other "
-                "host memory"
+                f"from {self.storage.kind} to {dst.storage.kind} storage: one side must be a device, "
+                "the other host memory"
             )
         event = torch.cuda.Event()
         with torch.cuda.stream(stream or torch.cuda.current_stream(on_device.storage.device)):
@@ -124,7 +123,7 @@ class TensorView(LayerView):
         """Returns an array over the same memory. Raises ViewError if numpy has no such dtype, and
         StorageError if the memory is not on the host."""
         if self.storage.kind is Kind.DEVICE:
-            raise StorageError("device memory is no numpy array: copy it to the host first (`d2h`)")
+            raise StorageError("device memory can't be a numpy array: copy it to the host first (`d2h`)")
         try:
             array = self._tensor(False).numpy()
         except TypeError:
@@ -172,7 +171,8 @@ class TensorView(LayerView):
 
 
 def layer_of(cache: BlockView, i: int, mutable: bool = False) -> TensorView:
-    """Returns the view of a layer, read-only unless `mutable`."""
+    """Returns the view of a layer, read-only unless
+    `mutable`."""
     layer = cache.layer(i, mutable)
     return TensorView(layer.storage, layer.shape, layer.dtype, layer.strides, layer.offset, layer.mutable)
 

@@ -1,9 +1,9 @@
-"""A KV block outside of the device: what it is (BlockMeta), and the file that holds it (BlockFormat). How its
-bytes are meant is a CacheSpec.
+"""A KV block outside of the device: its identity (BlockMeta), and the file that holds it (BlockFormat). A
+CacheSpec has the layout of its bytes.
 
 A file: magic with the version (8 bytes), xxh3-128 of all that follows (16), length of the header (4,
-little-endian), header (msgpack), zeros up to a whole page, data. Who reads a file knows which block it wants,
-so it builds the header itself and compares bytes: version, fingerprint, spec, key, parent, tokens and extra
+little-endian), header (msgpack), zeros up to a whole page, data. A reader knows which block it wants, so it
+builds the header itself and compares bytes: version, fingerprint, spec, key, parent, tokens and extra
 keys at once. Functions of bytes: no I/O, no torch.
 """
 
@@ -22,14 +22,13 @@ from shoal.kv.layout import CacheSpec
 
 MAGIC = b"SHOALKV2"
 HEADER_AT = len(MAGIC) + 16  # its length and itself; before them the checksum
-PAGE = 4096  # file systems give space, and direct I/O wants places in files and memory, in such pieces
+PAGE = 4096  # unit of file systems' space, and alignment that direct I/O needs in files and memory
 Buffer = bytes | bytearray | memoryview
 
 
 @dataclass(frozen=True, slots=True)
 class BlockMeta:
-    """What a full block is. `key` alone is enough to find it; the rest proves that it is the one that is
-    meant."""
+    """The identity of a full block. `key` alone finds it; the other fields prove that it is the right one."""
 
     key: bytes
     parent: bytes | None  # key of the block before it; None for a first one
@@ -47,12 +46,12 @@ class BlockMeta:
 
 
 PlainMeta = tuple[bytes, bytes | None, bytes, str | None, str | None]
-Event = BlockMeta | bytes  # of a tier: a block was stored, or the one of this key was removed
+Event = BlockMeta | bytes  # a tier stored this block, or removed the block with this key
 
 
 def identity(spec: CacheSpec) -> list[str | int]:
-    """How the bytes of a rank's blocks are meant, as plain values. Blocks of different ones are of no use to
-    each other. How many blocks the rank has does not matter."""
+    """Returns the layout of a rank's blocks as plain values. Blocks of different layouts can't replace each
+    other. The number of blocks does not matter."""
     scales = [spec.scales] if spec.scales else []
     return [
         *scales,
@@ -68,7 +67,7 @@ def identity(spec: CacheSpec) -> list[str | int]:
 
 
 def spec_name(spec: CacheSpec) -> str:
-    """A name that the ranks of an engine share, and nobody with blocks of another kind."""
+    """Returns a name that the ranks of an engine share, and that differs for any other layout."""
     kind = repr(identity(spec)[:-1])
     return f"{spec.dtype}-{spec.block_size}-tp{spec.tp_size}-{xxhash.xxh3_64_hexdigest(kind.encode())}"
 
@@ -81,7 +80,7 @@ class BlockFormat:
         self._identity = [fingerprint, *identity(spec)]
 
     def seal(self, meta: BlockMeta, data: Buffer) -> bytes:
-        """The front: all that stands before the data, in whole pages."""
+        """Returns the front: everything before the data, in whole pages."""
         header = self._header(meta)
         return MAGIC + _checksum(header, data) + header
 
@@ -90,11 +89,11 @@ class BlockFormat:
 
     @property
     def least_bytes(self) -> int:
-        """No file is shorter."""
+        """The size of the shortest file."""
         return PAGE + self.spec.block_bytes
 
     def problem(self, meta: BlockMeta, front: Buffer, data: Buffer) -> str | None:
-        """What is wrong with a file: "damaged", "foreign" (another model's, layout's or version's),
+        """Returns the reason to reject a file: "damaged", "foreign" (another model's, layout's or version's),
         "different" (another block's). None: it is this block. Nothing in it is trusted."""
         front = bytes(front)
         if front[: len(MAGIC)] != MAGIC:
@@ -122,7 +121,7 @@ class BlockFormat:
 
 
 def in_pages(num_bytes: int) -> int:
-    """What a file of so many bytes takes on a disk."""
+    """Returns `num_bytes` rounded up to whole pages, as a file takes them on a disk."""
     return -(-num_bytes // PAGE) * PAGE
 
 

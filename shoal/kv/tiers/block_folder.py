@@ -1,11 +1,11 @@
-"""The folder in which a rank keeps blocks as files, and what others have left beside it. Raises OSError; the
-books are disk.py's.
+"""A rank's folder of block files, and the leftovers of other processes beside it. Raises OSError; the index
+is disk.py's.
 
-    path / fingerprint / group of the spec / rank / first byte of the key / key.kv
+    path / fingerprint / name of the spec / rank / first byte of the key / key.kv
 
-A file is written in a folder of its writer's and renamed when it is whole. Locks on folders tell whose owner
-lives: a lock ends with its process, whatever ends that. Where the file system has no locks, nobody is thought
-dead, and leftovers stay.
+A file is written in its writer's own folder and renamed when it is complete. A lock on a folder shows that
+its owner lives: the lock ends with the process, however that ends. Where the file system has no locks, every
+owner counts as alive, and leftovers stay.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SUBFOLDER = re.compile(r"[0-9a-f]{2}")
 RANK = re.compile(r"rank(\d+)")
 FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 WRITING = "writing-"
-# folders that others took away, never made, or keep to themselves
+# errors of folders that others removed, never made, or protect
 NOT_OURS = (FileNotFoundError, NotADirectoryError, PermissionError)
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -42,7 +42,7 @@ class BlockFolder:
         self.spec_folder = os.path.join(path, fingerprint.hex(), spec_name(spec))
         self.root = os.path.join(self.spec_folder, f"rank{spec.tp_rank}")
         self.direct = hasattr(os, "O_DIRECT")
-        self._unfinished = ""  # the folder of files that we are writing
+        self._unfinished = ""  # the folder of files being written
         self._locks: list[int] = []  # descriptors
         self._made: set[str] = set()  # subfolders that are there
 
@@ -53,8 +53,8 @@ class BlockFolder:
     # Life
 
     def enter(self) -> None:
-        """Makes the folders, and says by locks that they are in use: the group's shared, that of unfinished
-        files our own."""
+        """Makes the folders and locks them: a shared lock on the spec's folder, an exclusive one on the
+        folder of unfinished files."""
         for attempt in range(3):
             self.leave()
             try:
@@ -87,7 +87,7 @@ class BlockFolder:
 
     @property
     def is_open_to_others(self) -> bool:
-        """Whether anybody but its owner may list or enter the folder, or its owner is somebody else. Raises
+        """Says if others than its owner may list or enter the folder, or if another user owns it. Raises
         OSError."""
         status = os.stat(self.path)
         return bool(status.st_mode & 0o077) or status.st_uid != os.geteuid()
@@ -128,7 +128,8 @@ class BlockFolder:
             raise
 
     def load(self, key: bytes, front_bytes: int, into: memoryview) -> bytearray | None:
-        """The file's first bytes; the rest is in `into`. None: it has another length, or is no file."""
+        """Returns the file's first bytes; the rest is in `into`. None: it has another length, or is not a
+        regular file."""
         # Not blocking: somebody might have put a pipe there.
         fd = os.open(self.file(key), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
@@ -147,15 +148,15 @@ class BlockFolder:
     # What is there
 
     def blocks(self) -> Iterator[tuple[str, bytes | None, os.stat_result]]:
-        """Our own files with the key that they are named for (None: not a block's name), and what they are.
+        """Yields this rank's files with the key in their name (None: not a block's name) and their status.
         Nothing is opened."""
         for path, status in self._files(self.root):
             match = FILE_NAME.fullmatch(os.path.basename(path))
             yield path, None if match is None else bytes.fromhex(match[1]), status
 
     def abandoned(self) -> Iterator[tuple[str, os.stat_result]]:
-        """The files of models, layouts and sizes that no living process works with; a rank's share of them,
-        so that ranks don't compete."""
+        """Yields the files of models, layouts and sizes that no living process uses; a rank's share of
+        them, so that ranks don't compete."""
         for fingerprint in names(self.path, FINGERPRINT):
             for spec in names(os.path.join(self.path, fingerprint)):
                 folder = os.path.join(self.path, fingerprint, spec)
@@ -176,7 +177,7 @@ class BlockFolder:
                 os.rmdir(path)
 
     def _files(self, rank_folder: str) -> Iterator[tuple[str, os.stat_result]]:
-        """In the subfolders. What dead writers left unfinished is deleted."""
+        """Yields the files in the subfolders. Deletes the unfinished files of dead writers."""
         for name in names(rank_folder):
             folder = os.path.join(rank_folder, name)
             if name.startswith(WRITING) and is_abandoned(folder):
@@ -231,13 +232,13 @@ def is_abandoned(folder: str) -> bool:
 
 
 def delete(path: str) -> None:
-    """What is no file there is somebody else's and stays."""
+    """Deletes a file. A folder at this path belongs to somebody else and stays."""
     with contextlib.suppress(FileNotFoundError, IsADirectoryError, NotADirectoryError):
         os.unlink(path)
 
 
 def names(folder: str, pattern: re.Pattern[str] | None = None) -> list[str]:
-    """Empty if it is no folder, or not for us."""
+    """Lists a folder. Empty if it is not a folder, or not readable."""
     try:
         return [name for name in os.listdir(folder) if pattern is None or pattern.fullmatch(name)]
     except NOT_OURS:
@@ -254,7 +255,7 @@ def write_file(path: str, buffers: list[memoryview], flags: int) -> None:
 
 
 def read_all(fd: int, buffers: list[memoryview]) -> bool:
-    """Fills them from the start of the file. False: it ended before."""
+    """Fills the buffers from the start of the file. False: the file is shorter."""
     offset = 0
     while buffers:
         count = os.preadv(fd, buffers, offset)
@@ -266,7 +267,7 @@ def read_all(fd: int, buffers: list[memoryview]) -> bool:
 
 
 def advance(buffers: list[memoryview], count: int) -> None:
-    """Drops so many first bytes."""
+    """Drops the first `count` bytes."""
     while buffers and count >= len(buffers[0]):
         count -= len(buffers.pop(0))
     if count:

@@ -1,10 +1,10 @@
-"""The disk tier: one file a block, found again after a restart. Nothing wrong is ever served, nothing that
-fails is ever raised.
+"""The disk tier: one file a block, found again after a restart. It never serves a wrong block and never
+raises an error of the disk.
 
-There is no fsync: what a power failure tears is noticed by its length or checksum. Several engines may use
-one path: names say what files hold, so one may overwrite or evict another's file and that only costs a miss;
-each counts the files that it found at its start or wrote itself, so the bound holds for each of them, not for
-their sum.
+There is no fsync: a file that a power failure tears is noticed by its length or checksum. Several engines may
+use one path: names say what files hold, so one may overwrite or evict another's file and that only costs a
+miss; each counts the files that it found at its start or wrote itself, so the bound holds for each of them,
+not for their sum.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shoal.kv.tiers.tier import TierStats
 logger = logging.getLogger(__name__)
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-OF_ONE_FILE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)  # others can be written
+OF_ONE_FILE = (errno.EISDIR, errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY)  # other files can be written
 # Errors of this process, which say nothing of the files
 OF_OURSELVES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
 
@@ -40,7 +40,7 @@ OF_OURSELVES = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EI
 class DiskTier:
     """A Tier (kv/tiers/tier.py) in the folder `path`, of at most `max_bytes`. Raises ConfigError, from its
     constructor alone, if the folder can't be used or `max_bytes` is less than one file. With `record_events`
-    somebody must call take_events.
+    the caller must call take_events.
     """
 
     must_be_asked = False
@@ -62,12 +62,12 @@ class DiskTier:
         self._max_blocks = max_bytes // least
         if not self._max_blocks:
             raise ConfigError(
-                f"kv_disk_bytes {max_bytes} is less than the {least} bytes of one block's file; raise it"
+                f"kv_disk_bytes must be at least {least} a rank, one block's file, got {max_bytes}; raise it"
             )
         self._folder = BlockFolder(path, fingerprint, spec)
         self._order = EvictionOrder(policy)
         self._bytes: dict[bytes, int] = {}  # findable blocks, and what their files take
-        self._verified: set[bytes] = set()  # of those, the ones that were written or read since the start
+        self._verified: set[bytes] = set()  # findable blocks that were written or read since the start
         # Files to delete before any other (forgotten blocks, abandoned models), with their bytes
         self._doomed: dict[str, int] = {}
         self._stuck = 0  # bytes of files that can't be deleted
@@ -78,8 +78,8 @@ class DiskTier:
         self._counts: Counter[str] = Counter()
         self._problems: Counter[str] = Counter()
         self._breaker = Breaker(failures=1)
-        self._lock = threading.Lock()  # of the fields above; never held during I/O
-        # Held over each deletion and each rename, together with its part of the books
+        self._lock = threading.Lock()  # guards the fields above; never held during I/O
+        # Held over each deletion and each rename, together with the update of the index
         self._names = threading.RLock()
         self._reads = IoThreads("kv-disk-read", threads, 16 * max_pending)
         self._writes = IoThreads("kv-disk-write", threads, max_pending)
@@ -87,8 +87,8 @@ class DiskTier:
             self._folder.enter()
             if self._folder.is_open_to_others:
                 logger.warning(
-                    "kv_disk_path %s is open to others than this process's user; what users "
-                    "wrote can be read from blocks: chmod 700 it",
+                    "kv_disk_path %s is open to others than this process's user, and users' texts "
+                    "can be recovered from blocks: chmod 700 it",
                     path,
                 )
             self._scan()
@@ -104,7 +104,7 @@ class DiskTier:
         return key in self._bytes
 
     def match(self, keys: Iterable[bytes]) -> int:
-        """How many of the first keys are there, as far as known: no I/O."""
+        """Returns how many of the first keys are there, as far as known. No I/O."""
         return sum(1 for _ in takewhile(self.contains, keys))
 
     def look_up(self, keys: Sequence[bytes]) -> Future[int]:
@@ -113,7 +113,8 @@ class DiskTier:
     # Blocks in and out
 
     def write(self, meta: BlockMeta, data: memoryview) -> Future[bool]:
-        """Whether the block is on disk. A block that is there already is not written again."""
+        """Writes a block; the result says if it is on disk. A block that is there already is not written
+        again."""
         assert data.nbytes == self.spec.block_bytes
         with self._lock:
             if meta.key in self._bytes:
@@ -130,8 +131,8 @@ class DiskTier:
             return future
 
     def read(self, meta: BlockMeta, into: memoryview) -> Future[bool]:
-        """Whether the block is in `into` now, every byte verified; a use of it. If not, `into` holds
-        anything, and the block is not there any more unless the cause will pass."""
+        """Reads a block and counts a use; the result says if it is in `into`, every byte verified. If not,
+        `into` has undefined content, and the block is forgotten unless the cause is temporary."""
         assert into.nbytes == self.spec.block_bytes and not into.readonly
         with self._lock:
             if meta.key not in self._bytes:
@@ -140,23 +141,23 @@ class DiskTier:
         return self._reads.submit(partial(self._read, meta, into)) or done(False)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """These blocks can't be found any more. Their files are deleted in the background."""
+        """Forgets these blocks. Their files are deleted in the background."""
         with self._lock:
             self._forget(list(keys))
 
     def reset(self) -> None:
-        """No block can be found any more. The files are deleted in the background."""
+        """Forgets all blocks. Their files are deleted in the background."""
         with self._lock:
             self._forget([*self._bytes, *self._writing])
 
     # Life
 
     def flush(self, timeout_s: float) -> int:
-        """Waits for the writes under way, no longer than this. Returns how many are left."""
+        """Waits for the writes in progress, up to `timeout_s`. Returns how many are left."""
         return self._writes.wait(timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Drops what waits (flush first), lets what runs come to its end, within the time."""
+        """Drops waiting jobs (call flush first) and waits for running ones, up to `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         close_all((self._writes, self._reads), timeout_s)
         with self._lock:
@@ -165,8 +166,8 @@ class DiskTier:
         self._folder.leave()
 
     def take_events(self) -> list[Event]:
-        """What was stored (written, or read for the first time since the start) and removed since the last
-        call, in order."""
+        """Returns the blocks stored (written, or read for the first time since the start) and removed since
+        the last call, in order."""
         with self._lock:
             events, self._events = self._events or [], None if self._events is None else []
             return events
@@ -188,7 +189,7 @@ class DiskTier:
             )
 
     def check(self) -> None:
-        """Proves the books, when nothing is pending."""
+        """Checks that order, index and byte counts agree, when nothing is pending."""
         with self._lock:
             assert self._order.keys() == self._bytes.keys(), "the order has other keys than the index"
             self._order.check()
@@ -234,7 +235,7 @@ class DiskTier:
         with self._names:
             self._folder.finish(meta.key, unfinished)
             with self._lock:
-                self._used -= self._doomed.pop(path, 0)  # what it has replaced
+                self._used -= self._doomed.pop(path, 0)  # the file that this one replaced
                 self._bytes[meta.key] = num_bytes
                 self._order.use(meta.key)
                 self._counts["written"] += 1
@@ -247,8 +248,8 @@ class DiskTier:
                 self._delete_all([path])
 
     def _mend(self, error: OSError) -> bool:
-        """Whether the cause is gone: a folder that has vanished comes back, a full disk is a bound like our
-        own."""
+        """Says if the cause is gone: makes a vanished folder again, and evicts a block if the disk is
+        full."""
         if error.errno == errno.ENOENT:
             with self._names:
                 if not self._folder.is_there:
@@ -285,8 +286,8 @@ class DiskTier:
     # Room
 
     def _make_room(self, num_bytes: int) -> bool:
-        """Counts them as used, once enough files are deleted. False: there are not enough. Raises OSError if
-        one can't be deleted."""
+        """Reserves `num_bytes` after deleting enough files. False: there are not enough. Raises OSError if
+        a file can't be deleted."""
         while True:
             with self._names:
                 with self._lock:
@@ -298,7 +299,8 @@ class DiskTier:
                     return False
 
     def _delete_one(self) -> bool:
-        """A doomed file, else the coldest block's. False: there is none. Raises OSError."""
+        """Deletes a doomed file, else the coldest block's. False: nothing was left to delete. Raises
+        OSError."""
         with self._names:
             with self._lock:
                 path = next(iter(self._doomed), None)
@@ -310,8 +312,8 @@ class DiskTier:
             return path is not None
 
     def _delete(self, path: str) -> None:
-        """A doomed file, unless it has been replaced meanwhile. Raises OSError; then it stays, and counts,
-        until the next start."""
+        """Deletes a doomed file, unless it has been replaced meanwhile. Raises OSError; then the file
+        stays, and counts, until the next start."""
         with self._names:
             if path not in self._doomed:
                 return
@@ -335,8 +337,8 @@ class DiskTier:
         return True
 
     def _scan(self) -> None:
-        """Takes the index from names and sizes, ages from the times of last use. Nothing is opened: who reads
-        a file verifies it."""
+        """Builds the index from names and sizes, ages from the times of last use. Nothing is opened: each
+        read verifies its file."""
         start = time.perf_counter()
         found = []
         for path, key, status in self._folder.blocks():
@@ -374,8 +376,7 @@ class DiskTier:
         self._writes.submit(partial(self._delete_all, paths))
 
     def _doom(self, key: bytes) -> str:
-        """A block can't be found any more. Returns the file that is to be deleted, whose bytes still
-        count."""
+        """Forgets a block. Returns its file, which must be deleted and whose bytes still count."""
         path = self._folder.file(key)
         self._doomed[path] = self._doomed.get(path, 0) + self._bytes.pop(key)
         self._order.discard(key)
@@ -386,7 +387,7 @@ class DiskTier:
         return path
 
     def _verify(self, meta: BlockMeta) -> None:
-        """From now on it is known what the file holds."""
+        """Records that the file holds this block."""
         if meta.key in self._bytes and meta.key not in self._verified:
             self._verified.add(meta.key)
             if meta.parent is not None:
@@ -397,7 +398,7 @@ class DiskTier:
     # Without it
 
     def _problem(self, kind: str, what: bytes | str | None) -> None:
-        """Counts it; the first of its kind is logged."""
+        """Counts a problem; logs the first of its kind."""
         with self._lock:
             self._problems[kind] += 1
             first = self._problems[kind] == 1

@@ -1,5 +1,5 @@
-"""Which block goes first, and which is worth keeping at all. Bookkeeping is bounded; keys are hashes, 16
-uniformly random bytes."""
+"""The order of eviction (EvictionOrder), and how often a key was used lately (FrequencySketch). Memory is
+bounded; keys are hashes, 16 uniformly random bytes."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ from heapq import heapify, heappop, heappush
 
 from shoal.errors import ConfigError
 
-MAX_USES = 15  # that are told apart: 4 bits, as in TinyLFU
+MAX_USES = 15  # counts saturate here: 4 bits, as in TinyLFU
 
 
 def check_policy(policy: str) -> None:
     """Raises ConfigError for a policy that does not exist."""
     if policy not in ("lru", "lfu"):
-        raise ConfigError(f"eviction policy {policy!r} does not exist; choose lru or lfu")
+        raise ConfigError(f"kv_eviction_policy must be lru or lfu, got {policy!r}; choose one")
 
 
 class EvictionOrder:
-    """Which key goes next. Of those that are not known to be followed by another (without its parent a block
-    is of no use) the least recently used ("lru"), or the least frequently used, of equals the least recently
-    ("lfu": uses while it is here, up to MAX_USES, halved after 10 uses a key, so that old fame fades). Raises
-    ConfigError for another policy."""
+    """Chooses the next key to evict: leaves only (a block is useless without its parent), least recently used
+    first ("lru"), or least frequently used first, ties by recency ("lfu": uses while the key is here, up to
+    MAX_USES, halved after 10 uses a key, so that old popularity fades). Raises ConfigError for another
+    policy."""
 
     def __init__(self, policy: str) -> None:
         check_policy(policy)
         self._counts = policy == "lfu"
         self._ranks: dict[bytes, tuple[int, int]] = {}  # uses that count, time of the last
         self._parents: dict[bytes, bytes] = {}  # as far as known
-        self._num_children: Counter[bytes] = Counter()  # of any key, here or not
+        self._num_children: Counter[bytes] = Counter()  # also for parents that are not here
         # The keys without children, and some entries that are out of date
         self._heap: list[tuple[tuple[int, int], bytes]] = []
         self._clock = self._since_halving = 0
 
     def use(self, key: bytes) -> None:
-        """It came, or was wanted again."""
+        """Adds the key, or counts another use of it."""
         self._clock += 1
         uses, _ = self._ranks.get(key, (0, 0))
         self._ranks[key] = (min(uses + 1, MAX_USES) if self._counts else 0, self._clock)
@@ -65,7 +65,7 @@ class EvictionOrder:
         self._trim()
 
     def coldest(self) -> bytes | None:
-        """Stays where it is; who takes it away discards it."""
+        """Returns the next key to evict and leaves it in place; the caller discards it."""
         while self._heap:
             rank, key = self._heap[0]
             if self._ranks.get(key) == rank and key not in self._num_children:
@@ -77,7 +77,7 @@ class EvictionOrder:
         return set(self._ranks)
 
     def check(self) -> None:
-        """Proves the books."""
+        """Checks that the heap, the ranks and the children agree."""
         assert (
             self._parents.keys() <= self._ranks.keys()
             and Counter(self._parents.values()) == self._num_children

@@ -1,9 +1,9 @@
-"""The books of host memory: which place of the pinned slab holds which KV block, which places are in use, and
-which is given away next.
+"""The host tier's index: which slot of the pinned slab holds which KV block, which slots are in use, and
+which one is reused next.
 
-A *host block* is the place of one block in the slab, counted from 0. Whoever copies into or out of a host
-block, or writes it to a file, holds it meanwhile: a held one is never given away. The slab itself is
-memory/slab.py, the copies are kv/copy.py. For one thread.
+A *host block* is a slot of the slab, counted from 0. A copy into or out of a host block, or a write of it
+to a file, holds a reference meanwhile: a held block is never reused. The slab itself is memory/slab.py, the
+copies are kv/copy.py. For one thread.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from shoal.kv.tiers.eviction import MAX_USES, check_policy
 
 
 class HostTier:
-    """`capacity` host blocks. Of those that nobody holds, the least recently used one is given away first
+    """`capacity` host blocks. Of the blocks without a reference, the least recently used one is reused first
     ("lru"), or the least frequently used one ("lfu": uses while the content is here, up to MAX_USES, halved
-    after 10 uses for each host block). With `record_events` somebody must call take_events. Raises
+    after 10 uses for each host block). With `record_events` the caller must call take_events. Raises
     ConfigError for another policy."""
 
     def __init__(self, capacity: int, policy: str = "lru", record_events: bool = False) -> None:
@@ -32,7 +32,7 @@ class HostTier:
 
     @property
     def num_free(self) -> int:
-        """Host blocks that take() could give, those with content included."""
+        """Host blocks that take() could return, with or without content."""
         return self._pool.num_free
 
     @property
@@ -74,7 +74,7 @@ class HostTier:
             self._used([key for key in map(self._pool.key_of, host_blocks) if key is not None])
 
     def release(self, host_blocks: Sequence[int], coldest: bool = False) -> None:
-        """Gives back a reference on each. They are in the order of a sequence, whose tail is given away
+        """Gives back a reference on each. They are in the order of a sequence, whose tail is reused
         before its head. With `coldest` they are in the order of coldest(), and return to where they were."""
         self._pool.release(host_blocks, coldest)
 
@@ -84,8 +84,8 @@ class HostTier:
         self._pool.reset(keys)
 
     def coldest(self, num_blocks: int) -> list[tuple[int, BlockMeta]]:
-        """Up to so many host blocks that nobody holds, with their content, in the order in which they will be
-        given away."""
+        """Returns up to `num_blocks` host blocks without a reference, with their content, in the order in
+        which they will be reused."""
         found = []
         for host_block in self._pool.coldest(num_blocks):
             key = self._pool.key_of(host_block)
@@ -94,12 +94,13 @@ class HostTier:
         return found
 
     def take_events(self) -> list[Event]:
-        """What was stored and removed since the last call, in order."""
+        """Returns the blocks stored and removed since the last call, in order."""
         events, self._events = self._events or [], None if self._events is None else []
         return events
 
     def check(self, held: Iterable[int]) -> None:
-        """Proves the books. `held` names every reference that exists: a host block once for each holder."""
+        """Checks that pool, metadata and uses agree. `held` names every reference that exists: a host block
+        once for each holder."""
         self._pool.check(held)
         assert self._metas.keys() == set(self._pool.cached_keys()), (
             "metadata of other blocks than the findable ones"

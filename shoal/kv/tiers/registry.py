@@ -1,4 +1,4 @@
-"""The tiers that there are, in the order in which they are asked for a block, and how each is opened.
+"""All tiers, in the order in which they are asked for a block, and how each is opened.
 
 Nothing else in the engine names a tier: a new one is an entry here, its options in config.py, and its file.
 """
@@ -17,17 +17,17 @@ from shoal.kv.tiers.tier import Tier
 
 @dataclass(frozen=True, slots=True)
 class TierPlace:
-    """Where a rank's tier belongs: the model that computed its blocks, and how their bytes are meant."""
+    """The identity of a rank's blocks: the model that computed them, and the layout of their bytes."""
 
     fingerprint: bytes  # 16 bytes, of the weights' content
     spec: CacheSpec
-    record_events: bool  # somebody will call take_events
+    record_events: bool  # the caller must call take_events
 
 
 @dataclass(frozen=True, slots=True)
 class TierKind:
-    """`first_bytes_per_s` is what a rank is taken to read until something was read: so much that the tier is
-    tried. `open` raises ConfigError."""
+    """`first_bytes_per_s` is the assumed read speed of a rank before the first read, high enough that the
+    tier is tried. `open` raises ConfigError."""
 
     name: str  # in logs, stats and metrics
     is_on: Callable[[EngineConfig], bool]
@@ -59,7 +59,8 @@ TIERS = (
 
 
 def open_tiers(config: EngineConfig, place: TierPlace) -> dict[str, Tier]:
-    """The tiers that the options ask for, by name, in order. Raises ConfigError; then none is left open."""
+    """Opens the tiers that the options ask for, by name, in order. Raises ConfigError and leaves no tier
+    open."""
     tiers: dict[str, Tier] = {}
     try:
         for kind in TIERS:
@@ -73,11 +74,11 @@ def open_tiers(config: EngineConfig, place: TierPlace) -> dict[str, Tier]:
 
 
 def has_tiers(config: EngineConfig) -> bool:
-    """Whether the options ask for one of them."""
+    """Says if the options ask for a tier."""
     return any(kind.is_on(config) for kind in TIERS)
 
 
 def first_read_s(name: str, num_bytes: int) -> float:
-    """Seconds that reading so many bytes of one rank is taken to last until something was read."""
+    """Returns the assumed seconds to read `num_bytes` of one rank before the first read."""
     [kind] = [kind for kind in TIERS if kind.name == name]
     return num_bytes / kind.first_bytes_per_s

@@ -1,11 +1,11 @@
 """The shared tier: blocks as files or objects under an fsspec URL, for many engines on many machines at once.
 
-    url / fingerprint / group of the spec / rank / first byte of the key / key.kv
+    url / fingerprint / name of the spec / rank / first byte of the key / key.kv
 
 Names say what objects hold and readers verify every byte, so writers need no locks. A store may be slow or
-dead: what is known of it is remembered for a while, every call ends in time with "no", and after a few
-failures in a row none are made until a trial succeeds. Nothing is evicted here; that is the store's own
-business (an object store's lifecycle rules).
+dead: its answers are remembered for a while, every call ends in time with "no", and after a few failures in a
+row no calls are made until a trial succeeds. Nothing is evicted here; the store does that itself (an object
+store's lifecycle rules).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from shoal.kv.tiers.tier import TierStats
 logger = logging.getLogger(__name__)
 T = TypeVar("T", bool, int)
 
-PRESENT_S, ABSENT_S = 300.0, 10.0  # how long an answer is believed
-MAX_KNOWN = 1 << 18  # answers that are remembered: about 40 MiB
+PRESENT_S, ABSENT_S = 300.0, 10.0  # how long an answer is valid
+MAX_KNOWN = 1 << 18  # remembered answers: about 40 MiB
 
 
 class Call(Generic[T]):
-    """An answer that is given once: by the job, or with "no" by the clock. From then on the job must leave
-    its caller's buffer alone."""
+    """An answer that is given once: by the job, or with "no" by the clock. Afterwards the job must not
+    touch its caller's buffer."""
 
     def __init__(self, no: T, deadline: float) -> None:
         self.no: T = no
@@ -47,7 +47,8 @@ class Call(Generic[T]):
         self._lock = threading.Lock()
 
     def answer(self, result: T, before: Callable[[], None] | None = None) -> bool:
-        """Whether it was in time. `before` is what is still to be done to the buffer."""
+        """Gives the answer, and says if it was in time. `before` runs first, for the last write to the
+        buffer."""
         with self._lock:
             if self.future.done():
                 return False
@@ -57,17 +58,15 @@ class Call(Generic[T]):
             return True
 
     def taken(self, take: Callable[[], bytes]) -> bytes | None:
-        """What the job needs of the buffer, if there still is time."""
+        """Returns `take()`, a copy from the buffer, if there still is time."""
         with self._lock:
             return None if self.future.done() else take()
 
 
 class StoreTier:
     """A Tier (kv/tiers/tier.py) under an fsspec URL. Raises ConfigError, from its constructor alone, if
-    fsspec or
-    the URL's backend is missing or nothing can be written there. Futures are done after `timeout_s` seconds
-    at the latest.
-    """
+    fsspec or the URL's backend is missing or nothing can be written there. Futures are done after
+    `timeout_s` seconds at the latest."""
 
     must_be_asked = True
 
@@ -85,12 +84,12 @@ class StoreTier:
         self._objects = ObjectStore(url, "kv_store")
         self._fs = self._objects.fs
         self._root = f"{self._objects.root}/{fingerprint.hex()}/{spec_name(spec)}/rank{spec.tp_rank}"
-        # For each key: whether the block is there, and until when that is believed
+        # For each key: True if the block is there, and until when that is valid
         self._known: OrderedDict[bytes, tuple[bool, float]] = OrderedDict()
         self._counts: Counter[str] = Counter()
         self._problems: Counter[str] = Counter()
         self._breaker = Breaker(failures=3)
-        self._lock = threading.Lock()  # of the fields above
+        self._lock = threading.Lock()  # guards the fields above
         self._reads = IoThreads("kv-store-read", threads, 16 * max_pending)
         self._writes = IoThreads("kv-store-write", threads, max_pending)
         self._calls: deque[Call[Any]] = deque()  # in the order of their deadlines
@@ -103,17 +102,17 @@ class StoreTier:
     # What is there
 
     def contains(self, key: bytes) -> bool:
-        """Whether the block is there, as far as known. No I/O."""
+        """Says if the block is there, as far as known. No I/O."""
         answer = self._known.get(key)
         return answer is not None and answer[0] and time.monotonic() < answer[1]
 
     def match(self, keys: Sequence[bytes]) -> int:
-        """How many of the first keys are there, as far as known: no I/O."""
+        """Returns how many of the first keys are there, as far as known. No I/O."""
         return sum(1 for _ in takewhile(self.contains, keys))
 
     def look_up(self, keys: Sequence[bytes]) -> Future[int]:
-        """The same, once the store was asked. Engines write prefixes from their start, so a few questions are
-        enough (binary search); a hole in the middle is found when it is read."""
+        """Asks the store, then returns the same as `match`. Engines write prefixes from their start, so a few
+        questions are enough (binary search); a hole in the middle is noticed when it is read."""
         keys = list(keys)
         known = self.match(keys)
         answer = self._known.get(keys[known]) if known < len(keys) else None
@@ -124,46 +123,47 @@ class StoreTier:
     # Blocks in and out
 
     def write(self, meta: BlockMeta, data: memoryview) -> Future[bool]:
-        """Whether the block is in the store."""
+        """Writes a block; the result says if it is in the store."""
         assert data.nbytes == self.spec.block_bytes
         if self.contains(meta.key):
             return done(True)
         return self._submit(self._writes, False, partial(self._write, meta, data))
 
     def read(self, meta: BlockMeta, into: memoryview) -> Future[bool]:
-        """Whether the block is in `into` now, every byte verified. If not, `into` holds anything."""
+        """Reads a block; the result says if it is in `into`, every byte verified. If not, `into` has
+        undefined content."""
         assert into.nbytes == self.spec.block_bytes and not into.readonly
         return self._submit(self._reads, False, partial(self._read, meta, into))
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """For a while they count as absent; in the store they stay."""
+        """Counts these blocks as absent for a while; they stay in the store."""
         self._remember(keys, False)
 
     def reset(self) -> None:
         """Does nothing: other engines use the store too."""
 
     def take_events(self) -> list[Event]:
-        """None: what the store has is nothing that one engine could tell of."""
+        """Returns no events: other engines change the store's content too."""
         return []
 
     # Life
 
     def flush(self, timeout_s: float) -> int:
-        """Waits for the writes under way, no longer than this. Returns how many are left."""
+        """Waits for the writes in progress, up to `timeout_s`. Returns how many are left."""
         return self._writes.wait(timeout_s)
 
     def close(self, timeout_s: float = 5.0) -> None:
-        """Drops what waits (flush first), lets what runs come to its end, within the time."""
+        """Drops waiting jobs (call flush first) and waits for running ones, up to `timeout_s`."""
         close_all((self._writes, self._reads), timeout_s)
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         self._clock.join()
-        for call in self._calls:  # of jobs that hang
+        for call in self._calls:  # their jobs hang
             call.answer(call.no)
 
     def stats(self) -> TierStats:
-        """`blocks` and `num_bytes` are what was written here, as nobody knows what all have."""
+        """Returns the state; `blocks` and `num_bytes` count this engine's writes, as the total is unknown."""
         with self._lock:
             counts, pending = self._counts, self._writes.pending + self._reads.pending
             return TierStats(
@@ -220,7 +220,7 @@ class StoreTier:
         if problem is not None:
             self._lost(meta.key, problem)
             try:
-                self._fs.rm_file(path)  # first, as whoever gets the answer may write the block anew
+                self._fs.rm_file(path)  # first, as the caller may write the block anew once it has the answer
             finally:
                 call.answer(False)
         elif call.answer(True, before=partial(into.cast("B").__setitem__, slice(None), value[front_bytes:])):
@@ -261,7 +261,7 @@ class StoreTier:
             if call.answer(call.no):
                 self._failed(type(error).__name__, error)
             return False
-        if time.monotonic() < call.deadline:  # an answer that comes too late is no sign of health
+        if time.monotonic() < call.deadline:  # a late answer does not count as a success
             with self._lock:
                 self._breaker.succeeded()
         return True
@@ -317,7 +317,8 @@ class StoreTier:
         return f"{self._root}/{name[:2]}/{name}.kv"
 
     def _probe(self) -> None:
-        """Whether anything can be written: a wrong URL or lacking rights are noticed now."""
+        """Writes and removes a small object, so that a wrong URL or missing rights are noticed at the
+        start."""
 
         def put(call: Call[bool]) -> None:
             path = f"{self._root}/probe-{secrets.token_hex(8)}"

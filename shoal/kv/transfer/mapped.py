@@ -1,5 +1,5 @@
-"""What transports have in common that see the owner's memory at addresses of their own: a pull is a copy
-between two caches (kv/copy.py)."""
+"""The base of transports that map the owner's memory into this process: a pull is a copy between two caches
+(kv/copy.py)."""
 
 from __future__ import annotations
 
@@ -35,23 +35,23 @@ def boot_id() -> str:
 
 
 def one_piece(view: BlockView) -> tuple[int, int]:
-    """The address and the bytes of a cache that lies as `BlockView.over` says. Raises TransportError for any
-    other."""
+    """Returns the address and the bytes of a contiguous cache, as `BlockView.over` makes it. Raises
+    TransportError for any other."""
     expected = BlockView.over(
         view.spec, RemoteMemory(view.storage.kind, view.spec.num_bytes, view.storage.device, 0)
     )
     address = int(view.addresses[0])
     if view.strides != expected.strides or (view.addresses - address != expected.addresses).any():
         raise TransportError(
-            f"a cache of shape {view.spec.shape} does not lie in one piece, so it can't be read by others; "
-            "allocate it as one"
+            f"a cache of shape {view.spec.shape} is not contiguous, so others can't read it; "
+            "allocate it as one tensor"
         )
     return address, view.spec.num_bytes
 
 
 def check_fit(specs: Sequence[CacheSpec], into: CacheSpec) -> list[SharedHeads]:
-    """Which rank has which heads of `into`. Raises TransferError unless these ranks' blocks can become blocks
-    of `into`."""
+    """Returns which rank has which heads of `into`. Raises TransferError unless these ranks' blocks
+    can become blocks of `into`."""
     try:
         return shared_heads(specs, [into])
     except LayoutError as error:
@@ -62,19 +62,19 @@ def check_fit(specs: Sequence[CacheSpec], into: CacheSpec) -> list[SharedHeads]:
 
 
 def some_layers(view: BlockView, layers: range) -> BlockView:
-    """The same blocks with these layers alone."""
+    """Returns the same blocks with these layers only."""
     spec = replace(view.spec, num_layers=len(layers))
     return BlockView(spec, [view.layer(i, mutable=True) for i in layers])
 
 
 class RemoteMemory(Storage):
-    """Memory of another process, seen at an address here. It is read by copies alone, and whoever makes it
-    keeps it mapped."""
+    """Memory of another process, mapped at an address here. Only copies read it, and its creator keeps it
+    mapped."""
 
     def __init__(
         self, kind: Kind, num_bytes: int, device: torch.device, address: int, is_far: bool = False
     ) -> None:
-        """`device` is the one that reads it, and `is_far` says whether it has to cross a link for that."""
+        """`device` reads the memory; `is_far`: over a link to another device."""
         super().__init__(kind, num_bytes, device)
         self._address, self.is_far = address, is_far
 
@@ -83,7 +83,7 @@ class RemoteMemory(Storage):
         return self._address
 
     def tensor(self) -> torch.Tensor:
-        raise StorageError("another process's memory is no tensor here: copy blocks out of it")
+        raise StorageError("another process's memory can't be a tensor here: copy blocks out of it")
 
     def read(self, offset: int, into: np.ndarray) -> None:
         raise StorageError("another process's memory is read by copies of blocks alone")
@@ -91,12 +91,12 @@ class RemoteMemory(Storage):
     def write(self, offset: int, data: np.ndarray) -> None:
         raise StorageError("another process's memory is only read")
 
-    def _let_go(self) -> None: ...
+    def _free(self) -> None: ...
 
 
 def remote_view(export: ExportAddress, memory: RemoteMemory, offset: int) -> BlockView:
-    """The cache of an export, which begins at an offset in this memory. Raises TransferError if it cannot be
-    there: the address is another process's word."""
+    """Returns the cache of an export, at an offset in this memory. Raises TransferError if it does not fit:
+    the address comes from another process and is not trusted."""
     try:
         return BlockView.over(export.spec, memory, offset)
     except ViewError as error:
@@ -106,17 +106,15 @@ def remote_view(export: ExportAddress, memory: RemoteMemory, offset: int) -> Blo
 
 
 def decode(export: ExportAddress, kind: type[T]) -> T:
-    """A transport's own part of an address. Raises TransferError for anything else."""
+    """Decodes a transport's own part of an address. Raises TransferError for anything else."""
     try:
         return msgspec.msgpack.decode(export.memory, type=kind)
     except NO_MESSAGE as error:
-        raise TransferError(
-            Failure.DAMAGED, f"no address of an export of {export.transport}: {error}"
-        ) from None
+        raise TransferError(Failure.DAMAGED, f"not an address of {export.transport}: {error}") from None
 
 
 class CopyPull:
-    """A pull that is a copy: over when it is made, on the host, or when its events have come."""
+    """A pull that is a copy: done at once on the host, or when its events have completed."""
 
     def __init__(self, num_bytes: int, events: Sequence[torch.cuda.Event]) -> None:
         self.num_bytes = num_bytes
@@ -126,13 +124,13 @@ class CopyPull:
         return all(event.query() for event in self._events)
 
     def cancel(self) -> None:
-        """A copy that is queued can't be called back, so this waits for it."""
+        """Waits for the copy: once it is queued it can't be cancelled."""
         for event in self._events:
             event.synchronize()
 
 
 class MappedPeer:
-    """Copies out of `views`, each of one rank of the owner. `release` lets go of their memory."""
+    """Copies out of `views`, one for each rank of the owner. `release` unmaps their memory."""
 
     def __init__(self, views: Sequence[BlockView], into: BlockView, release: Callable[[], None]) -> None:
         self._views, self._into, self._release = list(views), into, release
@@ -164,7 +162,7 @@ class MappedPeer:
                     share = slice(i, None, len(self._streams))
                     copy = CopyStream(self._device, stream).stage(self._map, src_ids[share], dst_ids[share])
                     events.append(copy.trigger_all_layers())
-            except BaseException:  # The caller gives the blocks back, and nobody else knows of these copies.
+            except BaseException:  # The caller releases the blocks, and nothing else waits for these copies.
                 for event in events:
                     if event is not None:
                         event.synchronize()

@@ -1,5 +1,5 @@
 """KV blocks between any two processes, also of two hosts, by NIXL over UCX: the reader's network card, or its
-GPU, reads the owner's registered memory, and the owner's program does nothing for it.
+GPU, reads the owner's registered memory, and the owner's process does nothing for it.
 
 Needs the `nixl` package (the extra `nixl`), which is imported when the first export or peer is opened.
 """
@@ -28,7 +28,7 @@ from shoal.kv.view import BlockView
 # Each export of a peer gets a range of made-up addresses of its own, as exports of two processes may lie at
 # equal addresses. The number of the export stands above these bits.
 RANGE_BITS = 44
-CANCEL_S = 10.0  # for an owner to finish what is under way
+CANCEL_S = 10.0  # timeout of reads in flight when a pull is cancelled
 POLL_S = 0.0005
 
 
@@ -41,7 +41,7 @@ class _NixlAddress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Registered:
-    """Memory that an agent has registered: one piece, as NIXL names it."""
+    """A contiguous cache, registered with an agent."""
 
     def __init__(self, agent: Any, view: BlockView) -> None:
         self.address, self.num_bytes = one_piece(view)
@@ -55,7 +55,7 @@ class _Registered:
 
 
 class NixlExport:
-    """An agent of its own, so that closing the export takes back all that its address gave away."""
+    """An export with an agent of its own, so that closing it revokes all access by its address."""
 
     def __init__(self, nixl: NixlAgents, view: BlockView) -> None:
         self._nixl = nixl
@@ -84,7 +84,7 @@ class NixlExport:
 class NixlPull:
     def __init__(self, peer: NixlPeer, num_bytes: int) -> None:
         self._peer, self.num_bytes = peer, num_bytes
-        self.handles: list[Any] = []  # of reads whose end is not known yet; under NIXL's lock
+        self.handles: list[Any] = []  # unfinished reads; under NIXL's lock
 
     def done(self) -> bool:
         peer = self._peer
@@ -104,8 +104,8 @@ class NixlPull:
         return True
 
     def cancel(self) -> None:
-        """NIXL lets go of a read that is under way, but UCX goes on and writes what comes, however late. So
-        this waits for the end, and if the owner takes too long for that, ends the agent."""
+        """Waits for the end of the read, because UCX goes on writing after NIXL has released it. If the
+        owner takes longer than CANCEL_S, ends the agent."""
         until = time.monotonic() + CANCEL_S
         try:
             while not self.done():
@@ -118,7 +118,7 @@ class NixlPull:
 
 
 class NixlPeer:
-    """An agent of its own, because UCX stops writing for certain only when the agent ends."""
+    """A peer with an agent of its own, because UCX stops writing for certain only when the agent ends."""
 
     def __init__(self, nixl: NixlAgents, exports: Sequence[ExportAddress], into: BlockView) -> None:
         if into.storage.kind is Kind.DIRECT:
@@ -183,8 +183,8 @@ class NixlPeer:
                 raise self.lost(state)
 
     def lost(self, why: object) -> TransferError:
-        """Ends the agent, and with it all pulls of this peer: after an error it is not known what still
-        comes. With the lock held."""
+        """Ends the agent, and with it all pulls of this peer: after an error it is unknown which bytes
+        still come. With the lock held."""
         for pull in self._pulls:
             pull.handles.clear()
         self.agent = None
@@ -226,9 +226,9 @@ class Nixl:
 def _decode(export: ExportAddress) -> _NixlAddress:
     address = decode(export, _NixlAddress)
     if not (0 <= address.address < 1 << 62 and 0 <= address.device < 1 << 16):
-        raise TransferError(Failure.DAMAGED, f"no address of NIXL's: {address.address}")
+        raise TransferError(Failure.DAMAGED, f"not an address of NIXL: {address.address}")
     if address.segment not in ("DRAM", "VRAM") or export.spec.num_bytes >= 1 << RANGE_BITS:
         raise TransferError(
-            Failure.DAMAGED, f"no address of NIXL's: {export.spec.num_bytes} bytes of {address.segment}"
+            Failure.DAMAGED, f"not an address of NIXL: {export.spec.num_bytes} bytes of {address.segment}"
         )
     return address

@@ -30,17 +30,17 @@ class NixlAgents:
     def load(self) -> None:
         """Raises ImportError."""
         if self._api is None:
-            os.environ.setdefault("UCX_LOG_FILE", "stderr")  # it writes to stdout else
+            os.environ.setdefault("UCX_LOG_FILE", "stderr")  # its default is stdout
             import nixl._api as api
             import nixl._bindings as bindings
 
             found = [getattr(bindings, name) for name in dir(bindings) if name.endswith("Error")]
             self.errors = (*(kind for kind in found if isinstance(kind, type)), RuntimeError, ValueError)
-            logging.getLogger("nixl").setLevel(logging.WARNING)  # it tells of each agent on stdout
+            logging.getLogger("nixl").setLevel(logging.WARNING)  # it logs each agent to stdout
             self._api = api
 
     def new_agent(self) -> tuple[str, Any]:
-        """Its name is random, and nobody learns it but by an address."""
+        """Returns a name and an agent. The name is random; only an export's address contains it."""
         name = secrets.token_hex(16)
         return name, self._api.nixl_agent(name, self._api.nixl_agent_config(backends=["UCX"]))
 
@@ -51,7 +51,8 @@ def in_context(segment: str, device: int) -> AbstractContextManager[None]:
 
 
 def descriptors(addresses: np.ndarray, run: int | np.ndarray, device: int) -> np.ndarray:
-    """As NIXL wants them: [descriptors, 3] of address, bytes (`run`, of each or of all), device."""
+    """Returns NIXL's descriptors: [descriptors, 3] of address, bytes (`run`, one for each or for all),
+    device."""
     rows = np.empty((len(addresses), 3), np.uint64)
     rows[:, 0], rows[:, 1], rows[:, 2] = addresses, run, device
     return rows

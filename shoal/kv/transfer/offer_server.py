@@ -1,6 +1,6 @@
 """Answers readers of offered KV blocks (kv/transfer/offers.py): a thread with a TCP port. Without torch.
 
-What comes in is bounded: the number of connections, a frame's size, and the time that a connection may be
+Input is bounded: the number of connections, a frame's size, and the time that a connection may be
 silent before it shows a ticket. A connection that sends anything but messages of its protocol is closed.
 """
 
@@ -37,13 +37,13 @@ from shoal.kv.transfer.ticket import NO_MESSAGE, TransferError
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 1024
-SILENT_S = 10.0  # a connection without a ticket
+SILENT_S = 10.0  # timeout of a connection that has shown no ticket
 _decoder = msgspec.msgpack.Decoder(FromReader)
 
 
 class _Connection:
-    """One reader. While it waits for news, `watch` is what it asked and `until` when it is answered
-    anyway."""
+    """One reader. While it waits for progress, `watch` is its request and `until` the time of the answer at
+    the latest."""
 
     def __init__(self, opened: socket.socket, until: float) -> None:
         self.socket, self.until = opened, until
@@ -54,7 +54,7 @@ class _Connection:
 
 class OfferServer:
     """Serves from the start until `close`. `host` is the address to listen at, and the one that tickets name:
-    loopback, unless readers come from other hosts. Raises ConfigError if it can't be had."""
+    loopback, unless readers come from other hosts. Raises ConfigError if it can't listen there."""
 
     def __init__(self, offers: Offers, host: str = "127.0.0.1", port: int = 0) -> None:
         self._offers = offers
@@ -123,11 +123,11 @@ class OfferServer:
     def _accept(self) -> None:
         try:
             opened, _ = self._listener.accept()
-        except OSError:  # it left before it was let in, or no descriptor is free, and that may last
+        except OSError:  # the client has left, or no descriptor is free, which may last
             time.sleep(0.01)
             return
         if len(self._connections) >= MAX_CONNECTIONS:
-            logger.warning("a reader of KV blocks was turned away: %d are connected", MAX_CONNECTIONS)
+            logger.warning("a reader of KV blocks was refused: %d are connected", MAX_CONNECTIONS)
             opened.close()
             return
         opened.setblocking(False)
@@ -137,7 +137,7 @@ class OfferServer:
         self._selector.register(opened, selectors.EVENT_READ, connection)
 
     def _read(self, connection: _Connection) -> None:
-        """Takes in what has come, and answers each whole message."""
+        """Reads from the socket, and answers each complete message."""
         try:
             some = connection.socket.recv(MAX_FRAME_BYTES)
         except BlockingIOError:
@@ -161,7 +161,7 @@ class OfferServer:
             self._drop(connection)
 
     def _take(self, connection: _Connection, body: bytes) -> bool:
-        """Whether the connection stays."""
+        """Answers a message. Returns False if the connection must be closed."""
         try:
             message = _decoder.decode(body)
             answer = self._answer(connection, message)
@@ -173,7 +173,8 @@ class OfferServer:
         return answer is None or self._send(connection, answer)
 
     def _answer(self, connection: _Connection, message: FromReader) -> Message | None:
-        """The answer, if there is one now. Raises TransferError, which is the answer then."""
+        """Returns the answer, or None if it comes later or never. Raises TransferError, which is then the
+        answer."""
         offers, ticket_id = self._offers, connection.ticket_id
         if isinstance(message, Open):
             if ticket_id is not None:
@@ -210,7 +211,8 @@ class OfferServer:
                 self._drop(connection)
 
     def _send(self, connection: _Connection, message: Message) -> bool:
-        """Whether it was sent. A reader has one question open at a time, so its socket always has room."""
+        """Sends a message, and says if it was sent. A reader has one question open at a time, so its socket
+        always has room."""
         try:
             data = frame(message)
             return connection.socket.send(data) == len(data)
@@ -226,4 +228,4 @@ class OfferServer:
 
 
 class _OutOfTurnError(Exception):
-    """A message that may not come now."""
+    """A message that the protocol does not allow now."""

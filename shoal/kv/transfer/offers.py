@@ -1,10 +1,9 @@
-"""The owner's books of the KV blocks that other workers may read: who may, how much is there, and for how
-long the blocks are held. No I/O, and no torch.
+"""Offers: the KV blocks that other workers may read, with their readers, progress and leases. No I/O, and no
+torch.
 
-An offer begins with a ticket (kv/transfer/ticket.py). It ends when a reader is done, when all its readers
-have left,
-when nobody renewed it in time, or when the owner takes it back. The blocks must be held for it from the
-beginning until `take_ended` tells of its end. Readers' calls come from other threads
+An offer begins with a ticket (kv/transfer/ticket.py). It ends when a reader releases it, when all its readers
+have left, when its lease expires, or when the owner withdraws it. The owner holds the blocks from the
+beginning until `take_ended` returns the offer. Readers' calls come from other threads
 (kv/transfer/offer_server.py).
 """
 
@@ -28,12 +27,12 @@ from shoal.kv.transfer.ticket import (
 )
 
 LEASE_S = 30.0
-REMEMBERED = 4096  # ended offers, so that a late reader is told why
+REMEMBERED = 4096  # ended offers, so that a late reader gets the reason
 
 
 @dataclass(frozen=True, slots=True)
 class EndedOffer:
-    """Its blocks need not be held any more. `failure` is None if a reader was done with them."""
+    """An offer whose blocks may be released. Without a `failure`, a reader released it."""
 
     id: bytes
     blocks: tuple[int, ...]
@@ -77,15 +76,15 @@ class Offers:
         self._past: OrderedDict[bytes, TransferError] = OrderedDict()
 
     def call_on_change(self, on_change: Callable[[], None]) -> None:
-        """It is called after each change that a waiting reader may want to know of, in any thread and with a
-        lock held, so it must only wake somebody. Nobody calls the one before any more."""
+        """Replaces the callback for changes that a waiting reader may need. It runs in any thread and with
+        a lock held, so it must only wake another thread."""
         with self._lock:
             self._on_change = on_change
 
     # The owner's calls
 
     def offer(self, blocks: Sequence[int], whole: int = 0, keys: Sequence[bytes] = ()) -> bytes:
-        """A ticket for these blocks, sealed, of which the first `whole` have all their bytes already. They
+        """Returns a sealed ticket for these blocks; the first `whole` have all their bytes already. They
         are in the order of a sequence, with the keys of their content, and the caller holds them."""
         offered = tuple(blocks)
         ticket = Ticket(
@@ -111,8 +110,8 @@ class Offers:
         return sealed
 
     def advance(self, ticket_id: bytes, num_blocks: int, num_layers: int) -> None:
-        """The first `num_blocks` blocks have their first `num_layers` layers now. Blocks that were whole stay
-        so. A step's blocks come layer after layer, before those of the next step. Nothing happens if the
+        """Records that the first `num_blocks` blocks have their first `num_layers` layers. Whole blocks
+        stay whole. A step's blocks come layer by layer, before the next step's blocks. Does nothing if the
         offer has ended."""
         with self._lock:
             offer = self._offers.get(ticket_id)
@@ -134,20 +133,20 @@ class Offers:
                     self._end(known, Failure.ENDED, message)
 
     def expire(self) -> None:
-        """Ends what nobody renewed in time. To be called now and then."""
+        """Ends offers whose lease has expired. Must be called from time to time."""
         with self._lock:
             for ticket_id, offer in list(self._offers.items()):
                 if offer.deadline <= self._now():
                     self._end_late(ticket_id)
 
     def take_ended(self) -> list[EndedOffer]:
-        """What has ended since the last call; the caller lets go of the blocks."""
+        """Returns the offers that ended since the last call; the caller releases their blocks."""
         with self._lock:
             ended, self._ended = self._ended, []
             return ended
 
     def held(self) -> list[int]:
-        """Every block that is held for an offer, once for each; those of `take_ended` included."""
+        """Returns every block held for an offer, once for each offer; ended ones count until `take_ended`."""
         with self._lock:
             blocks = [block for offer in self._offers.values() for block in offer.blocks]
             return blocks + [block for ended in self._ended for block in ended.blocks]
@@ -160,7 +159,7 @@ class Offers:
     # The readers' calls. `reader` is an object that stands for one connection. All raise TransferError.
 
     def open(self, ticket_id: bytes, digest: bytes, reader: object) -> Progress:
-        """A reader has come with a ticket, which must be the one that was given out."""
+        """Adds a reader that shows a ticket, which must be the one that was given out."""
         with self._lock:
             offer = self._live(ticket_id)
             if not secrets.compare_digest(offer.digest, digest):
@@ -171,7 +170,7 @@ class Offers:
             return offer.progress
 
     def progress(self, ticket_id: bytes) -> Progress:
-        """How much is there. It does not renew the lease."""
+        """Returns the progress. Does not renew the lease."""
         with self._lock:
             return self._live(ticket_id).progress
 
@@ -180,21 +179,21 @@ class Offers:
             self._renew(self._live(ticket_id))
 
     def verify(self, ticket_id: bytes) -> None:
-        """Whether what was read before this call was what the ticket means. A reader asks when all its bytes
-        have come: a block that was given to something else meanwhile has another generation by now."""
+        """Raises STALE unless all bytes read before this call match the ticket. A reader calls it when all
+        its bytes have arrived: a block that was reused meanwhile has another generation by now."""
         with self._lock:
             offer = self._live(ticket_id)
             self._check_blocks(offer)
             self._renew(offer)
 
     def release(self, ticket_id: bytes) -> None:
-        """The reader has all it wants."""
+        """Ends the offer: the reader has all it needs."""
         with self._lock:
             self._live(ticket_id)
             self._end(ticket_id, None, "a reader was done with it")
 
     def leave(self, ticket_id: bytes, reader: object) -> None:
-        """A reader's connection has ended. With the last one the offer ends, too."""
+        """Removes a reader whose connection has ended. The offer ends with its last reader."""
         with self._lock:
             offer = self._offers.get(ticket_id)
             if offer is None or reader not in offer.readers:
@@ -230,8 +229,8 @@ class Offers:
     def _end(self, ticket_id: bytes, failure: Failure | None, message: str) -> None:
         offer = self._offers.pop(ticket_id)
         self._ended.append(EndedOffer(ticket_id, offer.blocks, failure, message))
-        told = f"the ticket has ended: {message}"
-        self._past[ticket_id] = TransferError(failure or Failure.ENDED, told)
+        reason = f"the ticket has ended: {message}"
+        self._past[ticket_id] = TransferError(failure or Failure.ENDED, reason)
         if len(self._past) > REMEMBERED:
             self._past.popitem(last=False)
         self._on_change()

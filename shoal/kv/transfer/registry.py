@@ -1,4 +1,4 @@
-"""The transports that there are, in the order in which readers try them, and the choice among them.
+"""All transports, in the order in which readers try them, and the choice among them.
 
 Nothing else names a transport: a new one is an entry here, and its file.
 """
@@ -21,15 +21,15 @@ TRANSPORTS: tuple[Callable[[], Transport], ...] = (InProcess, CudaIpc, SharedMem
 
 
 class Exports:
-    """A cache's exports, one for each transport that can read it. `reasons` says why the others can't, by
-    name."""
+    """A cache's exports, one for each transport that can read it. `reasons` has the other transports'
+    errors by name."""
 
     def __init__(self, exports: Sequence[Export], reasons: dict[str, str]) -> None:
         self._exports, self.reasons = exports, reasons
         self.addresses: tuple[ExportAddress, ...] = tuple(export.address for export in exports)
 
     def close(self) -> None:
-        """Nobody can connect any more. Safe to call twice."""
+        """Ends all exports: no reader can connect any more. Safe to call twice."""
         for export in self._exports:
             export.close()
 
@@ -41,8 +41,8 @@ class Transports:
         self._transports = [make() for make in kinds]
 
     def export_cache(self, view: BlockView, reach: Reach = Reach.HOST) -> Exports:
-        """Opens an export over a cache for each transport that can read it. Raises TransportError, with each
-        transport's reason, unless one of them reaches as far as `reach`."""
+        """Exports a cache by each transport that can read it. Raises TransportError, with each transport's
+        reason, unless one of them reaches as far as `reach`."""
         exports: list[Export] = []
         reasons: dict[str, str] = {}
         reached = 0
@@ -55,8 +55,8 @@ class Transports:
         if reached < reach:
             for export in exports:
                 export.close()
-            told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-            raise TransportError(f"no worker {WHERE[reach]} could read this cache's blocks: {told}")
+            causes = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+            raise TransportError(f"no worker {WHERE[reach]} could read this cache's blocks: {causes}")
         return Exports(exports, reasons)
 
     def connect(self, ranks: Sequence[Sequence[ExportAddress]], into: BlockView) -> tuple[str, Peer]:
@@ -72,7 +72,7 @@ class Transports:
                 continue
             try:
                 return transport.name, transport.connect(exports, into)
-            except TransportError as error:  # the cache here is of no kind that this transport can fill
+            except TransportError as error:  # this transport can't write into the cache here
                 reasons.append(f"{transport.name}: {error}")
             except TransferError as error:
                 if error.failure is not Failure.UNREACHABLE:
@@ -86,6 +86,6 @@ class Transports:
 def _with_heads_of(
     ranks: Sequence[Sequence[ExportAddress]], into: BlockView
 ) -> list[Sequence[ExportAddress]]:
-    """Those ranks whose heads a cache needs."""
+    """Returns the ranks whose heads a cache needs."""
     shares = check_fit([rank[0].spec for rank in ranks], into.spec)
     return [ranks[rank] for rank in sorted({share.src_rank for share in shares})]

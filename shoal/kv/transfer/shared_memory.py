@@ -2,8 +2,8 @@
 
 The cache lies in anonymous memory (`shared_memory` in kv/storage.py) that has no name in any folder, so
 nothing is left behind however its owner ends. A reader opens it through /proc/<pid>/fd, which the kernel
-allows to processes of the same user, and maps it read-only. A random key behind the blocks tells that it is
-the export meant, and not another process's memory under the same number."""
+allows to processes of the same user, and maps it read-only. A random key behind the blocks proves that it
+is the right export, and not another process's memory under the same number."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _SharedMemoryAddress(msgspec.Struct, frozen=True, array_like=True):
     host: str
     pid: int
     fd: int
-    offset: int  # of the cache, in bytes
+    offset: int  # the cache's, in bytes
     key_offset: int
     key: bytes
 
@@ -84,7 +84,7 @@ class SharedMemory:
 
 
 def _map(export: ExportAddress) -> tuple[mmap.mmap, _SharedMemoryAddress]:
-    """The owner's memory, and its address, whose key is the one that lies there."""
+    """Maps the owner's memory, and checks the key in it."""
     address = decode(export, _SharedMemoryAddress)
     if address.host != boot_id():
         raise TransferError(Failure.UNREACHABLE, "the blocks are in another host's memory")
@@ -93,7 +93,7 @@ def _map(export: ExportAddress) -> tuple[mmap.mmap, _SharedMemoryAddress]:
         flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
         fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", flags)
         try:
-            # It must be memory that its owner cannot take away: reading what is gone would end this process.
+            # It must be memory that its owner cannot shrink: a read of missing pages would end this process.
             if not fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
                 raise OSError("it is not sealed against shrinking")
             memory = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
@@ -107,5 +107,5 @@ def _map(export: ExportAddress) -> tuple[mmap.mmap, _SharedMemoryAddress]:
         ) from None
     key = memory[address.key_offset : address.key_offset + KEY_BYTES] if address.key_offset >= 0 else b""
     if not any(key) or not hmac.compare_digest(key, address.key):
-        raise TransferError(Failure.UNREACHABLE, "the export over the blocks was closed, or is another one")
+        raise TransferError(Failure.UNREACHABLE, "the export of the blocks was closed or replaced")
     return memory, address

@@ -1,10 +1,9 @@
-"""How one worker reads the KV blocks of another: the protocol of all ways there are.
+"""The protocol of transports: how one worker reads the KV blocks of another.
 
-The owner opens an export over its cache and gives out the export's address, in tickets
-(kv/transfer/ticket.py). A
-reader connects its own cache to exports of the owner, and pulls blocks, layer by layer if it likes. Readers
-pull and owners never push, so whoever has memory is the only one who writes it (docs/decisions/fleet.md).
-Which ways there are, and in which order they are tried, says kv/transfer/registry.py."""
+The owner exports its cache and gives out the export's address, in tickets (kv/transfer/ticket.py). A reader
+connects its own cache to the owner's exports, and pulls blocks, layer by layer or all layers at once. Readers
+pull and owners never push, so each worker alone writes its own memory (docs/decisions/fleet.md). The
+transports and their order are in kv/transfer/registry.py."""
 
 from __future__ import annotations
 
@@ -18,12 +17,11 @@ from shoal.kv.view import BlockView
 
 
 class TransportError(UserError):
-    """Memory that no other worker can read as things are: of the wrong kind, or something is not
-    installed."""
+    """This memory can't be exported: it is of the wrong kind, or a package is missing."""
 
 
 class Reach(IntEnum):
-    """How far away a reader may be."""
+    """The distance of a reader."""
 
     PROCESS = 1
     HOST = 2
@@ -31,30 +29,30 @@ class Reach(IntEnum):
 
 
 class Export(Protocol):
-    """A cache that others may read."""
+    """An exported cache, which others may read."""
 
     @property
     def address(self) -> ExportAddress:
-        """Plain data. It has what is needed to read the memory, so it is given to readers alone."""
+        """Plain data that grants access to the memory, so it is given to readers alone."""
         ...
 
     def close(self) -> None:
-        """Nobody can connect any more. Readers that did connect may read on, and their reads fail or are
-        found out to be stale. Safe to call twice."""
+        """Ends the export: no reader can connect any more. Connected readers may read on, and their reads
+        fail or turn out stale. Safe to call twice."""
         ...
 
 
 class Pull(Protocol):
-    """Blocks on their way. Until it is done or cancelled, the destination's blocks must be held."""
+    """A read in flight. The destination's blocks must be held until it is done or cancelled."""
 
     num_bytes: int
 
     def done(self) -> bool:
-        """Whether all bytes are there. Does not wait. Raises TransferError if they will not come."""
+        """Says if all bytes are there. Does not wait. Raises TransferError if they will not come."""
         ...
 
     def cancel(self) -> None:
-        """When it returns, this pull writes nothing any more. Does nothing to one that is done."""
+        """Ends the pull: it writes nothing after this call. Does nothing if it is done."""
         ...
 
 
@@ -68,23 +66,23 @@ class Peer(Protocol):
         ...
 
     def close(self) -> None:
-        """Lets go of the other worker's memory. All pulls are done or cancelled. Safe to call twice."""
+        """Releases the other worker's memory. All pulls must be done or cancelled. Safe to call twice."""
         ...
 
 
 class Transport(Protocol):
-    """One way. Thread-safe."""
+    """One way to read another worker's memory. Thread-safe."""
 
     name: str
     reach: Reach
 
     def export(self, view: BlockView) -> Export:
-        """Raises TransportError if this memory can't be read by this way, with what would have to be
-        different."""
+        """Exports a cache. Raises TransportError, with the way out, if this transport can't read its
+        memory."""
         ...
 
     def connect(self, exports: Sequence[ExportAddress], into: BlockView) -> Peer:
         """`exports` are addresses of this transport, one for each of the owner's ranks that has heads of
-        `into`. Raises TransferError, UNREACHABLE if this way does not lead from here to there, and
-        TransportError if `into` can't be filled by this way."""
+        `into`. Raises TransferError, UNREACHABLE if this transport does not reach the owner, and
+        TransportError if it can't write into `into`."""
         ...

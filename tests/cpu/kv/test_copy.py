@@ -93,7 +93,7 @@ def test_layers_in_storages_of_their_own(tmp_path):
     [
         ([0, 1], [0], "2 source blocks and 1 destination"),
         ([3], [0], "source block 3 does not exist: ids go from 0 to 2"),
-        ([0.7], [0], "source blocks .0.7. are no list of integers"),
+        ([0.7], [0], "source blocks .0.7. must be a list of integers"),
         ([0], [[1]], "destination blocks"),
         ([2**64], [0], "source blocks"),
         ([0], [-1], "destination block -1"),

@@ -611,7 +611,7 @@ def test_a_folder_that_is_there_keeps_its_rights_and_open_ones_are_told(make, tm
 
 
 def test_less_than_a_file_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=f"kv_disk_bytes 8191 is less than the {FILE} bytes"):
+    with pytest.raises(ConfigError, match=f"kv_disk_bytes must be at least {FILE} .* got 8191"):
         DiskTier(str(tmp_path / "kv"), FILE - 1, MODEL, SPEC)
 
 

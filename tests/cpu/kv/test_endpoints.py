@@ -54,14 +54,14 @@ def test_the_default_is_loopback(start, caplog):
     port = free_port()
     start(endpoint=KVEventsConfig().endpoint.replace("5557", str(port)))
     assert KVEventsConfig().endpoint.endswith(":5557") and ("127.0.0.1", port) in listening()
-    assert "tells every prompt" not in caplog.text
+    assert "sends every prompt" not in caplog.text
 
 
 def test_every_interface_is_had_with_a_warning(start, caplog):
     port = free_port()
     start(endpoint=f"tcp://*:{port}")
     assert any(address[1] == port and address[0] in ("0.0.0.0", "::") for address in listening())
-    assert f"endpoint tcp://*:{port} tells every prompt, answer and cache_salt to whoever" in caplog.text
+    assert f"endpoint tcp://*:{port} sends every prompt, answer and cache_salt to any peer" in caplog.text
 
 
 @pytest.mark.parametrize(

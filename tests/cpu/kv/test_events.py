@@ -20,7 +20,7 @@ from shoal.engine.scheduling.scheduler import Scheduler
 from shoal.errors import ConfigError, UnavailableError
 from shoal.hashing import block_name, extend_keys, root_key
 from shoal.kv.events.endpoints import with_rank
-from shoal.kv.events.publisher import Book, Cleared, KvEvents, Removed, Stored
+from shoal.kv.events.publisher import BlockIndex, Cleared, KvEvents, Removed, Stored
 from shoal.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, EventBatch
 from shoal.sampling_params import SamplingParams
 from tests.kv_listener import Listener, View
@@ -45,43 +45,43 @@ def payload(events):
     return kv_events.encode(EventBatch(0.5, events, 0))
 
 
-# The book
+# The index
 
 
 def test_a_run_of_blocks_is_one_event_with_all_its_tokens():
     keys, tokens = chain(*range(12))
-    [event] = Book(SIZE).apply([Stored(keys, None, tokens, None, None, "GPU")])
+    [event] = BlockIndex(SIZE).apply([Stored(keys, None, tokens, None, None, "GPU")])
     assert event == BlockStored(names(keys), None, tokens, SIZE, None, "GPU", None)
-    book = Book(SIZE)
-    book.apply([Stored(keys[:1], None, tokens[:4], None, None, "GPU")])
-    assert book.apply([Stored(keys[1:], keys[0], tokens[4:], None, None, "GPU")]) == [
+    index = BlockIndex(SIZE)
+    index.apply([Stored(keys[:1], None, tokens[:4], None, None, "GPU")])
+    assert index.apply([Stored(keys[1:], keys[0], tokens[4:], None, None, "GPU")]) == [
         BlockStored(names(keys[1:]), block_name(keys[0]), tokens[4:], SIZE, None, "GPU", None)
     ]
 
 
 def test_what_is_no_news_is_not_told():
     keys, tokens = chain(*range(20))
-    book = Book(SIZE)
-    book.apply(
+    index = BlockIndex(SIZE)
+    index.apply(
         [
             Stored(keys[1:2], keys[0], tokens[4:8], None, None, "GPU"),
             Stored(keys[3:4], keys[2], tokens[12:16], None, None, "GPU"),
         ]
     )
-    stored = book.apply([Stored(keys, None, tokens, None, None, "GPU")])
+    stored = index.apply([Stored(keys, None, tokens, None, None, "GPU")])
     assert [e.block_hashes for e in stored] == [names(keys[:1]), names(keys[2:3]), names(keys[4:])]
     assert [e.parent_block_hash for e in stored] == [None, *names((keys[1], keys[3]))]
     assert [e.token_ids for e in stored] == [tokens[:4], tokens[8:12], tokens[16:]]
-    assert book.apply([Removed(b"x" * 16, "GPU"), Removed(keys[0], "CPU")]) == []
+    assert index.apply([Removed(b"x" * 16, "GPU"), Removed(keys[0], "CPU")]) == []
 
 
 def test_removals_in_a_row_are_one_event_and_a_block_stored_anew_is_told_again():
     keys, tokens = chain(*range(8))
     store = Stored(keys, None, tokens, None, None, "GPU")
-    book = Book(SIZE)
-    book.apply([store])
+    index = BlockIndex(SIZE)
+    index.apply([store])
     removed = [Removed(key, "GPU") for key in reversed(keys)]
-    assert book.apply([*removed, store, removed[0]]) == [
+    assert index.apply([*removed, store, removed[0]]) == [
         BlockRemoved(names(keys)[::-1], "GPU"),
         BlockStored(names(keys), None, tokens, SIZE, None, "GPU", None),
         BlockRemoved(names(keys[1:]), "GPU"),
@@ -90,8 +90,8 @@ def test_removals_in_a_row_are_one_event_and_a_block_stored_anew_is_told_again()
 
 def test_tiers_are_told_apart_and_cleared_means_all_of_them():
     keys, tokens = chain(*range(8))
-    book = Book(SIZE)
-    told = book.apply(
+    index = BlockIndex(SIZE)
+    told = index.apply(
         [
             Stored(keys, None, tokens, None, None, "GPU"),
             Stored(keys[1:], keys[0], tokens[4:], None, None, "CPU"),
@@ -102,38 +102,40 @@ def test_tiers_are_told_apart_and_cleared_means_all_of_them():
     )
     assert [type(event) for event in told] == [BlockStored, BlockStored, BlockRemoved, AllBlocksCleared]
     assert told[1].medium == "CPU" and told[2] == BlockRemoved(names(keys), "GPU")
-    assert book.apply([Cleared("GPU")]) == [AllBlocksCleared()], "who knew nothing of it may have an old view"
+    assert index.apply([Cleared("GPU")]) == [AllBlocksCleared()], (
+        "who knew nothing of it may have an old view"
+    )
 
 
 def test_adapter_and_salt_are_told():
     keys, tokens = chain(*range(8), adapter="a", cache_salt="s")
-    book = Book(SIZE)
-    [event] = book.apply([Stored(keys, None, tokens, "a", "s", "GPU")])
+    index = BlockIndex(SIZE)
+    [event] = index.apply([Stored(keys, None, tokens, "a", "s", "GPU")])
     assert event.lora_name == "a" and event.cache_salt == "s"
     lora = {"type": "lora", "name": "a"}
     assert event.extra_keys == [[lora, {"type": "cache_salt", "salt": "s"}], [lora]]
-    assert kv_events.decode(payload(book.snapshot())).events[1:] == [event]
-    payload(book.apply([Stored([b"\1" * 16], None, [1, 2, 3, 4], None, "half a pair: \ud800", "GPU")]))
+    assert kv_events.decode(payload(index.snapshot())).events[1:] == [event]
+    payload(index.apply([Stored([b"\1" * 16], None, [1, 2, 3, 4], None, "half a pair: \ud800", "GPU")]))
     keys, tokens = chain(*range(8), cache_salt="s")
-    assert book.apply([Stored(keys, None, tokens, None, "s", "GPU")])[0].extra_keys == [
+    assert index.apply([Stored(keys, None, tokens, None, "s", "GPU")])[0].extra_keys == [
         [{"type": "cache_salt", "salt": "s"}],
         None,
     ]
 
 
 def test_two_contents_of_one_name_are_told_as_the_first():
-    book, a, b = Book(SIZE), b"\1" * 8 + b"name" * 2, b"\2" * 8 + b"name" * 2
+    index, a, b = BlockIndex(SIZE), b"\1" * 8 + b"name" * 2, b"\2" * 8 + b"name" * 2
     store = [Stored([key], None, [1, 2, 3, key[0]], None, None, "GPU") for key in (a, b)]
-    assert [event.token_ids for event in book.apply(store)] == [[1, 2, 3, 1]]
-    assert book.apply([Removed(b, "GPU")]) == []
-    assert len(book.apply([Removed(a, "GPU")])) == 1
+    assert [event.token_ids for event in index.apply(store)] == [[1, 2, 3, 1]]
+    assert index.apply([Removed(b, "GPU")]) == []
+    assert len(index.apply([Removed(a, "GPU")])) == 1
 
 
 @pytest.mark.parametrize("seed", range(10))
 def test_a_snapshot_equals_what_the_events_gave_with_parents_first(seed):
     print(f"seed {seed}")
     r = random.Random(seed)
-    book, view = Book(SIZE), View(SIZE, reachable=False)
+    index, view = BlockIndex(SIZE), View(SIZE, reachable=False)
     chains = [chain(*(r.randrange(3) for _ in range(SIZE * r.randint(1, 6)))) for _ in range(12)]
     for _ in range(200):
         changes = []
@@ -157,15 +159,15 @@ def test_a_snapshot_equals_what_the_events_gave_with_parents_first(seed):
                     )
                 )
             )
-        if events := book.apply(changes):
+        if events := index.apply(changes):
             view.apply(payload(events))
         assert view.blocks == {
             (tier, name): (block.parent, struct.unpack(f"{SIZE}I", block.token_ids))
-            for tier, blocks in book.tiers.items()
+            for tier, blocks in index.tiers.items()
             for name, block in blocks.items()
         }
         seen = set()
-        for event in book.snapshot()[1:]:
+        for event in index.snapshot()[1:]:
             for i, name in enumerate(event.block_hashes):
                 parent = event.block_hashes[i - 1] if i else event.parent_block_hash
                 assert (
@@ -174,7 +176,7 @@ def test_a_snapshot_equals_what_the_events_gave_with_parents_first(seed):
                     or (event.medium, parent) not in view.blocks
                 )
                 seen.add((event.medium, name))
-        assert View(SIZE, reachable=False).apply(payload(book.snapshot())).blocks == view.blocks
+        assert View(SIZE, reachable=False).apply(payload(index.snapshot())).blocks == view.blocks
 
 
 # What the scheduler tells
@@ -416,7 +418,7 @@ def test_when_the_thread_has_broken_off_nothing_is_kept_for_it(caplog):
     events._thread.join(10)
     for i in range(5):
         store(events, i, i, i, i)
-    assert events._queue.empty() and "KV events end here" in caplog.text
+    assert events._queue.empty() and "KV events have ended" in caplog.text
     with pytest.raises(UnavailableError):
         events.drain()
     events.close()
@@ -433,7 +435,9 @@ def test_an_endpoint_that_cannot_be_had_is_a_config_error(tmp_path):
             dict(endpoint=f"ipc://{tmp_path}/no/folder"),
             dict(endpoint="tcp://no such host::5:1"),
         ):
-            with pytest.raises(ConfigError, match=r"kv_events_config\.(replay_)?endpoint .* cannot be had"):
+            with pytest.raises(
+                ConfigError, match=r"kv_events_config\.(replay_)?endpoint .* cannot be opened"
+            ):
                 KvEvents(KVEventsConfig(enable_kv_cache_events=True, **options), SIZE)
     config = KVEventsConfig(enable_kv_cache_events=True, endpoint=f"ipc://{tmp_path}/a")
     first = KvEvents(config, SIZE)
@@ -663,7 +667,7 @@ def test_damaged_batches_are_refused_or_read_and_nothing_else():
     r = random.Random(seed)
     keys, tokens = chain(*range(12), adapter="a", cache_salt="s")
     good = payload(
-        Book(SIZE).apply(
+        BlockIndex(SIZE).apply(
             [Stored(keys, None, tokens, "a", "s", "GPU"), Removed(keys[2], "GPU"), Cleared("GPU")]
         )
     )

@@ -257,7 +257,7 @@ def test_the_first_transport_that_leads_there_is_taken(into):
     assert name == "shared_memory"
     peer.close()
     exports.close()
-    with pytest.raises(TransferError, match="shared_memory: the export over the blocks was closed") as caught:
+    with pytest.raises(TransferError, match="shared_memory: the export of the blocks was closed") as caught:
         transports.connect(owner.ranks, into)
     assert caught.value.failure is Failure.UNREACHABLE and "in_process: " in str(caught.value)
     with pytest.raises(TransferError, match="nixl: the owner has no such export"):

@@ -148,14 +148,15 @@ def test_without_recording_there_are_no_events():
 
 
 def test_an_unknown_policy_is_named():
-    with pytest.raises(ConfigError, match=r"'fifo'.*lru or lfu"):
+    with pytest.raises(ConfigError, match=r"kv_eviction_policy must be lru or lfu, got 'fifo'"):
         HostTier(2, "fifo")
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu"])
 @pytest.mark.parametrize("seed", range(6))
 def test_random_operations_never_lose_or_mix_blocks(seed, policy):
-    """A slab of plain Python beside it: what a host block that is found holds must be the block it is found for."""
+    """A slab of plain Python beside it: what a host block that is found holds must be the block it is found
+    for."""
     print(f"seed {seed}")
     r = random.Random(seed)
     tier = HostTier(r.randint(1, 12), policy, record_events=True)

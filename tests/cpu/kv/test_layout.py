@@ -90,17 +90,17 @@ def test_contiguous_strides():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (dict(num_layers=0), "num_layers is 0"),
-        (dict(head_dim=-1), "head_dim is -1"),
-        (dict(block_size=0), "block_size is 0"),
+        (dict(num_layers=0), "num_layers must be 1 or more, got 0"),
+        (dict(head_dim=-1), "head_dim must be 1 or more, got -1"),
+        (dict(block_size=0), "block_size must be 1 or more, got 0"),
         (dict(dtype="float12"), "float12"),
-        (dict(num_blocks=0), "num_blocks is 0"),
+        (dict(num_blocks=0), "num_blocks must be 1 or more, got 0"),
         (dict(tp_size=3), "tp_size 3 neither divides 8 KV heads nor is a multiple of them"),
         (dict(tp_size=12), "tp_size 12 neither divides 8 KV heads"),
         (dict(tp_size=2, tp_rank=2), "ranks go from 0 to 1"),
         (dict(tp_rank=-1), "tp_rank is -1"),
-        (dict(tp_size=0), "tp_size is 0"),
-        (dict(layout="kv_first"), "'kv_first' is none of Layout.KV_FIRST"),
+        (dict(tp_size=0), "tp_size must be 1 or more, got 0"),
+        (dict(layout="kv_first"), "layout must be one of Layout.KV_FIRST.*got 'kv_first'"),
     ],
     ids=str,
 )

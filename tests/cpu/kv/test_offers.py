@@ -1,4 +1,5 @@
-"""The books of offered blocks: who may read what, and when blocks are let go of, on a clock of the test's own."""
+"""The books of offered blocks: who may read what, and when blocks are let go of, on a clock of the test's
+own."""
 
 import random
 

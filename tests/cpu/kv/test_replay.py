@@ -100,14 +100,14 @@ def test_clients_that_never_read_cost_bounded_memory_and_hold_nobody_up(start, a
     for i in range(250):
         store(events, i, 8000)
     events.snapshot()  # when it is there, all is published
-    all_bytes, before = sum(map(len, events._ring)), resident_mib()
+    all_bytes, before = sum(map(len, events._recent)), resident_mib()
     assert all_bytes > 5 << 20
     deaf = [ask() for _ in range(150)]
     until(lambda: len(events._replay._answers) == 150)
     honest = Listener(f"ipc://{tmp_path}/e", f"ipc://{tmp_path}/r", b"t")
     try:
         time.sleep(1.0)
-        assert events._replay.num_held_bytes <= 150 * replay.WINDOW * 50_000
+        assert events._replay.num_held_bytes <= 150 * replay.HIGH_WATER_MARK * 50_000
         assert resident_mib() - before < 120, "150 answers are 1 GB and more"
         assert [number for number, _ in honest.replay(0)] == list(range(250))
         store(events, 250)
@@ -150,7 +150,7 @@ def test_a_client_that_reads_slowly_gets_everything(start, ask):
 
 
 def test_batches_that_are_gone_in_the_middle_of_an_answer_are_told_by_a_snapshot(start, ask, monkeypatch):
-    monkeypatch.setattr(replay, "WINDOW", 1)
+    monkeypatch.setattr(replay, "HIGH_WATER_MARK", 1)
     events, is_open = start(buffer_steps=200), threading.Event()
     advance = events._replay._advance
     # It stands after four batches, until those behind them are gone.
@@ -206,8 +206,8 @@ def test_snapshots_are_made_once_for_all_who_ask_and_take_a_share_of_the_time(st
         store(events, i)
     events.snapshot()
     made = []
-    snapshot = events._book.snapshot
-    monkeypatch.setattr(events._book, "snapshot", lambda: made.append(time.sleep(0.02)) or snapshot())
+    snapshot = events._index.snapshot
+    monkeypatch.setattr(events._index, "snapshot", lambda: made.append(time.sleep(0.02)) or snapshot())
     gate = [ask() for _ in range(40)]
     assert all(read(client) == [49] for client in gate)
     assert len(made) <= 20, "one for those who have asked by then"

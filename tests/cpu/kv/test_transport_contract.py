@@ -1,5 +1,5 @@
-"""What every transport does, whatever is behind it (kv/transfer/transport.py). A transport that is registered and has
-no entry in MEMORY fails here. Those that need a GPU: tests/gpu/test_transport_gpu.py."""
+"""What every transport does, whatever is behind it (kv/transfer/transport.py). A transport that is registered
+and has no entry in MEMORY fails here. Those that need a GPU: tests/gpu/test_transport_gpu.py."""
 
 import ast
 import itertools
@@ -59,7 +59,8 @@ def test_blocks_go_to_files_too(name, tmp_path):
 
 
 def test_no_transport_is_named_or_imported_outside_of_its_file_and_the_registry():
-    """Else a new transport would have to be known in many places. One package is called as its transport is."""
+    """Else a new transport would have to be known in many places. One package is called as its transport
+    is."""
     modules = {kind.__module__ for kind in TRANSPORTS}
     package = Path(shoal.__file__).parent
     own = {f"{module.removeprefix('shoal.').replace('.', '/')}.py" for module in modules}

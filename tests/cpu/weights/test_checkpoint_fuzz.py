@@ -254,7 +254,7 @@ def test_an_index_that_leads_out_of_the_folder_is_refused(root, tmp_path, name):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {NORM: name}}))
     with pytest.raises(
         CheckpointError,
-        match=r"index\.json.*model\.norm\.weight.*no name of a \.safetensors "
+        match=r"index\.json.*model\.norm\.weight.*must name a \.safetensors "
         r"file beside it",
     ):
         check_shapes(resolve(str(folder)))

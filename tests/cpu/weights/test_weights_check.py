@@ -1,4 +1,4 @@
-"""check_weights: files that are not what the hub gave, and weights that are no numbers, are refused before
+"""check_weights: files that differ from the hub's, and weights that are not finite, are refused before
 anything is loaded."""
 
 from __future__ import annotations
