@@ -585,7 +585,7 @@ def test_the_oldest_conversations_make_room(open_page, served):
     assert "shoal.chat.old0" not in kept and "shoal.chat.old1" in kept
 
 
-def test_a_full_storage_is_told_and_the_page_goes_on(open_page, served):
+def test_a_full_storage_is_reported_and_the_page_goes_on(open_page, served):
     served.say("Still here.")
     page = open_page()
     page.evaluate("""for (let size = 1 << 22; size; size >>= 1)

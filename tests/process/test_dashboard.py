@@ -202,7 +202,7 @@ def test_a_time_line_has_an_address(open_dashboard):
     expect(page.locator("#line .token")).to_have_count(40)
 
 
-def test_a_request_that_is_forgotten_is_told(open_dashboard):
+def test_a_request_that_is_forgotten_is_reported(open_dashboard):
     page = open_dashboard(path="/dashboard#request=other", requests=[])
     expect(page.locator("#line")).to_contain_text("it is forgotten (404, NotFoundError)")
     with page.expect_response("**/requests/other"):
@@ -307,7 +307,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(open_dashboard):
         expect(page.locator("#workers tbody tr")).to_have_count(1)
 
 
-def test_a_server_that_is_gone_is_told_and_comes_back_by_itself(open_dashboard):
+def test_a_server_that_is_gone_is_reported_and_comes_back_by_itself(open_dashboard):
     port = free_port()
     with FakeServer(port=port) as server:
         page = open_dashboard(server=server, requests=[])

@@ -175,7 +175,7 @@ def test_a_trace_leads_from_the_client_through_the_router_to_the_worker(fleet, c
     assert collector.paths == {("/v1/traces", "application/x-protobuf")}
 
 
-def test_a_move_to_another_worker_is_told_with_its_reason(fleet):
+def test_a_move_to_another_worker_is_logged_with_its_reason(fleet):
     """Last: it kills a worker."""
     streams = [
         fleet.stream(
