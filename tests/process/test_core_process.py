@@ -273,7 +273,7 @@ async def test_sleep_in_its_three_modes(llm):
     sleeping = asyncio.create_task(llm.sleep(1, mode="wait"))
     await asyncio.sleep(0)
     await llm.wake_up()
-    with pytest.raises(UnavailableError, match="wake_up came before"):
+    with pytest.raises(UnavailableError, match="wake_up was called before"):
         await sleeping
     assert not (await llm.sleep_state()).is_sleeping and len((await run(llm, request("new")))[0]) == 8
     assert await running == (whole, FinishReason.LENGTH)
