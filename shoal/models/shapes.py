@@ -21,7 +21,15 @@ from shoal.model_config import ModelConfig
 from shoal.models.decoder import Decoder, checkpoint_tensors
 from shoal.models.layer import build_layer
 
-NEVER_RUN: Any = None  # the ops and the backend of a module that only tells its shapes
+
+class _NeverRun:
+    """Ops and backend of a module that only reports its shapes."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AssertionError(f"{name} was read from a module that only reports its shapes")
+
+
+NEVER_RUN: Any = _NeverRun()
 
 
 def checkpoint_shapes(config: ModelConfig) -> Iterator[tuple[str, tuple[int, ...]]]:

@@ -33,6 +33,16 @@ def test_the_page_can_be_read_in_one_sitting():
     assert len(re.findall(r"^\| (?!---|term)", glossary, re.MULTILINE)) <= 30
 
 
+def test_a_class_name_stands_for_one_thing_in_its_room():
+    files: dict[tuple[str, str], list[str]] = {}
+    for path in MODULES:
+        room = path.relative_to(PACKAGE).parts[0]
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                files.setdefault((room, node.name), []).append(str(path.relative_to(PACKAGE)))
+    assert not {key: names for key, names in files.items() if len(names) > 1}
+
+
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
 def test_a_file_says_first_what_it_owns(path):
     words = ast.get_docstring(ast.parse(path.read_text()))

@@ -47,7 +47,7 @@ class Overlap(msgspec.Struct, frozen=True, gc=False):
         return self.device + self.host + self.disk
 
 
-class _Worker:
+class _IndexedWorker:
     """The blocks of one rank of one worker."""
 
     __slots__ = ("block_size", "doubles", "names", "number")
@@ -81,7 +81,7 @@ class KvIndexer:
         self.block_size = block_size
         self.max_blocks = max_blocks
         self._tree = PrefixTree()
-        self._workers: dict[WorkerRank, _Worker] = {}
+        self._workers: dict[WorkerRank, _IndexedWorker] = {}
         self._ranks: dict[int, WorkerRank] = {}  # by number
         self._free_numbers: list[int] = []
         self._num_blocks = 0
@@ -200,14 +200,14 @@ class KvIndexer:
 
     # Inside
 
-    def _worker(self, rank: WorkerRank, block_size: int | None) -> _Worker:
+    def _worker(self, rank: WorkerRank, block_size: int | None) -> _IndexedWorker:
         worker = self._workers.get(rank)
         if worker is not None and block_size not in (None, worker.block_size):
             self.remove_worker(rank)  # another worker under the same name
             worker = None
         if worker is None:
             number = self._free_numbers.pop() if self._free_numbers else len(self._ranks)
-            worker = self._workers[rank] = _Worker(number, block_size or self.block_size)
+            worker = self._workers[rank] = _IndexedWorker(number, block_size or self.block_size)
             self._has_other_sizes |= worker.block_size != self.block_size
             self._ranks[number] = rank
         return worker
@@ -231,7 +231,7 @@ class KvIndexer:
 
     def _store(
         self,
-        worker: _Worker,
+        worker: _IndexedWorker,
         tier: int,
         names: Sequence[int],
         hashes: Sequence[int],
@@ -250,7 +250,7 @@ class KvIndexer:
             self._forget_oldest()
 
     def _place(
-        self, worker: _Worker, tier: int, name: int, chain: int, before: Node | None, seed: int
+        self, worker: _IndexedWorker, tier: int, name: int, chain: int, before: Node | None, seed: int
     ) -> Node:
         names = worker.names[tier]
         old = names.pop(name, None)
@@ -268,7 +268,7 @@ class KvIndexer:
             self._drop(worker, tier, old)
         return node
 
-    def _drop(self, worker: _Worker, tier: int, node: Node) -> None:
+    def _drop(self, worker: _IndexedWorker, tier: int, node: Node) -> None:
         """Drops one name of a block in a tier, and the block with its last name."""
         self._num_blocks -= 1
         others = worker.doubles.get((tier, node), 0)

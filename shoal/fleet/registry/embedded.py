@@ -28,13 +28,13 @@ from shoal.errors import ConfigError
 from shoal.fleet.clock import Clock
 from shoal.fleet.key import FleetKey, is_loopback
 from shoal.fleet.registry.hub import (
+    Announce,
     Answered,
     Ask,
     Asked,
     Bye,
     Delivery,
     FromHub,
-    Hello,
     Hub,
     HubMessage,
     Members,
@@ -413,8 +413,8 @@ class EmbeddedRegistry(Registry):
             if not future.done():
                 future.set_exception(was_away())
 
-    def _say_hello(self) -> None:
-        self._connection.try_send(encode(Hello(self.lease_s, list(self._registered))))
+    def _announce(self) -> None:
+        self._connection.try_send(encode(Announce(self.lease_s, list(self._registered))))
 
     def _rejoin(self) -> None:
         self._is_joined = True
@@ -441,7 +441,7 @@ class EmbeddedRegistry(Registry):
             await self._has_out.wait()
 
     async def _renew(self) -> None:
-        """Renews the lease three times in its time, or says Hello until the hub answers."""
+        """Renews the lease three times in its time, or announces itself until the hub answers."""
         warns_at = self.clock.now() + self.lease_s
         while True:
             if not self._was_joined.is_set() and self.clock.now() >= warns_at:
@@ -453,7 +453,7 @@ class EmbeddedRegistry(Registry):
             if self._is_joined:
                 self._post(Renew(self._version))
             else:
-                self._say_hello()
+                self._announce()
             await self.clock.sleep(self.lease_s / 3 if self._is_joined else TICK_S)
 
     async def _read(self) -> None:
@@ -477,7 +477,7 @@ class EmbeddedRegistry(Registry):
             case WhoAreYou():
                 if self._is_joined:
                     self._lose_hub()
-                    self._say_hello()
+                    self._announce()
             case Members():
                 self._version = message.version
                 for member_id in list(self._known_before):

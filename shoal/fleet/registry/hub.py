@@ -1,8 +1,8 @@
 """The state of the embedded registry: members and subscribers. It has no sockets and no clock.
 
 `Hub.take` gets a message of a process, `Hub.tick` the time; outgoing messages wait in `Hub.out`. A process
-says Hello, repeats what it had registered and subscribed, and renews its lease at intervals. The hub answers
-WhoAreYou to a process that it does not know, so that both agree again after a restart of either side.
+announces itself, repeats what it had registered and subscribed, and renews its lease at intervals. The hub
+answers WhoAreYou to a process that it does not know, so that both agree again after a restart of either side.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HubMessage(msgspec.Struct, array_like=True, tag=True, frozen=True):
 # To the hub
 
 
-class Hello(HubMessage, frozen=True):
+class Announce(HubMessage, frozen=True):
     """Announces a process, and which members it still has. Its subscriptions follow."""
 
     lease_s: float
@@ -83,7 +83,7 @@ class Respond(HubMessage, frozen=True):
     answer: Answer | None
 
 
-ToHub = Hello | Renew | Bye | Register | Unregister | Subscribe | Unsubscribe | Publish | Ask | Respond
+ToHub = Announce | Renew | Bye | Register | Unregister | Subscribe | Unsubscribe | Publish | Ask | Respond
 
 
 # From the hub
@@ -164,8 +164,8 @@ class Hub:
         """Handles a message of the process `name`."""
         self._now = now
         message: HubMessage | None = self.reader.read("a process", payload, ToHub)  # type: ignore[arg-type]
-        if isinstance(message, Hello):
-            self._hello(name, message)
+        if isinstance(message, Announce):
+            self._admit(name, message)
         elif message is not None:
             peer = self._peers.get(name)
             if peer is None:
@@ -220,7 +220,7 @@ class Hub:
 
     # Processes
 
-    def _hello(self, name: str, message: Hello) -> None:
+    def _admit(self, name: str, message: Announce) -> None:
         known = self._peers.get(name)
         self._peers[name] = _Peer(name, message.lease_s, self._now)
         if known:

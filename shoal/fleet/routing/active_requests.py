@@ -70,7 +70,7 @@ class _Request:
 
 
 @dataclass(slots=True)
-class _Worker:
+class _WorkerLoad:
     requests: dict[str, _Request] = field(default_factory=dict)
     blocks: Counter[int] = field(default_factory=Counter)  # chain hash -> requests that hold it
     prefill_tokens: int = 0
@@ -87,7 +87,7 @@ class ActiveRequests:
         """`clock`: monotonic seconds."""
         self.on_change: Callable[[AnyChange], None] | None = None
         self._clock = clock
-        self._workers: dict[WorkerRank, _Worker] = {}
+        self._workers: dict[WorkerRank, _WorkerLoad] = {}
         self._ranks: dict[str, WorkerRank] = {}  # by request
 
     def begin(
@@ -104,7 +104,7 @@ class ActiveRequests:
         """Adds a request of `num_tokens` tokens at a worker that presumably has `cached_tokens` of them. An
         active request moves there. `is_own`: this router has sent it."""
         self.end(request_id)
-        now, worker = self._clock(), self._workers.setdefault(rank, _Worker())
+        now, worker = self._clock(), self._workers.setdefault(rank, _WorkerLoad())
         prefill = max(0, num_tokens - cached_tokens)
         tail = num_tokens - len(chain) * block_size
         request = _Request(rank, prefill, chain, block_size, tail, now, num_tokens, is_own)
@@ -251,11 +251,11 @@ class ActiveRequests:
             self.end(request_id)
         return lost
 
-    def _add_recent(self, worker: _Worker, num_tokens: int) -> None:
+    def _add_recent(self, worker: _WorkerLoad, num_tokens: int) -> None:
         now = self._clock()
         worker.recent_tokens, worker.recent_at = max(0.0, _decayed(worker, now) + num_tokens), now
 
-    def _find(self, request_id: str) -> tuple[_Worker, _Request] | None:
+    def _find(self, request_id: str) -> tuple[_WorkerLoad, _Request] | None:
         rank = self._ranks.get(request_id)
         if rank is None:
             return None
@@ -278,5 +278,5 @@ def _begun(request_id: str, request: _Request) -> Begun:
     )
 
 
-def _decayed(worker: _Worker, now: float) -> float:
+def _decayed(worker: _WorkerLoad, now: float) -> float:
     return worker.recent_tokens * 0.5 ** ((now - worker.recent_at) / RECENT_HALF_LIFE_S)

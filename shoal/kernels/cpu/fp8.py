@@ -19,7 +19,7 @@ LIBRARY = cpu_build.load()
 
 
 @dataclass(frozen=True, slots=True)
-class Fp8Weight:
+class CpuFp8Weight:
     """A matrix of weights, [O, I]."""
 
     tensor: Fp8Tensor
@@ -71,7 +71,7 @@ class Fp8Weight:
         return {"packed": self.tensor.data.view(torch.uint8), "scales": self.tensor.scales}
 
 
-def pack(tensors: Sequence[Fp8Tensor], replaced: Fp8Weight | None = None) -> Fp8Weight:
+def pack(tensors: Sequence[Fp8Tensor], replaced: CpuFp8Weight | None = None) -> CpuFp8Weight:
     """Makes one weight of all the tensors' rows, in order. The memory of the weight `replaced` is used
     again."""
     outs, inputs = sum(t.shape[0] for t in tensors), tensors[0].shape[1]
@@ -81,7 +81,7 @@ def pack(tensors: Sequence[Fp8Tensor], replaced: Fp8Weight | None = None) -> Fp8
     else:
         data = torch.empty(outs, inputs, dtype=torch.float8_e4m3fn)
         whole = Fp8Tensor((outs, inputs), data, torch.empty(outs, groups), tensors[0].size)
-    weight, row = Fp8Weight(whole, LIBRARY), 0
+    weight, row = CpuFp8Weight(whole, LIBRARY), 0
     for tensor in tensors:
         assert tensor.shape[1] == inputs and tensor.size == whole.size
         weight.write(row, tensor)

@@ -38,7 +38,7 @@ class Fetched:
 
 
 @dataclass(slots=True)
-class _Connection:
+class _OwnerConnection:
     """A connection to one peer. `peer` is None until it is connected, which happens under `lock`."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -60,7 +60,9 @@ class BlockReader:
         self.model = model
         self._transports, self._into, self._now = transports, into, now
         self._lock = threading.Lock()
-        self._connections: OrderedDict[tuple[tuple[ExportAddress, ...], ...], _Connection] = OrderedDict()
+        self._connections: OrderedDict[tuple[tuple[ExportAddress, ...], ...], _OwnerConnection] = (
+            OrderedDict()
+        )
 
     def fetch(
         self,
@@ -181,7 +183,7 @@ class BlockReader:
     @contextmanager
     def _connected(self, ranks: tuple[tuple[ExportAddress, ...], ...]) -> Iterator[tuple[str, Peer]]:
         with self._lock:
-            connection = self._connections.setdefault(ranks, _Connection())
+            connection = self._connections.setdefault(ranks, _OwnerConnection())
             connection.users += 1
         try:
             with connection.lock:

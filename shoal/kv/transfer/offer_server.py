@@ -41,7 +41,7 @@ SILENT_S = 10.0  # timeout of a connection that has shown no ticket
 _decoder = msgspec.msgpack.Decoder(FromReader)
 
 
-class _Connection:
+class _ReaderConnection:
     """One reader. While it waits for progress, `watch` is its request and `until` the time of the answer at
     the latest."""
 
@@ -70,7 +70,7 @@ class OfferServer:
         self.address = f"{shown}:{self._listener.getsockname()[1]}"
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._closing = False
-        self._connections: set[_Connection] = set()
+        self._connections: set[_ReaderConnection] = set()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._selector.register(self._wake_fd, selectors.EVENT_READ)
@@ -117,7 +117,7 @@ class OfferServer:
             elif connection.ticket_id is None and connection.until <= now:
                 self._drop(connection)
 
-    def _waits(self, connection: _Connection) -> bool:
+    def _waits(self, connection: _ReaderConnection) -> bool:
         return connection.watch is not None or connection.ticket_id is None
 
     def _accept(self) -> None:
@@ -132,11 +132,11 @@ class OfferServer:
             return
         opened.setblocking(False)
         opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection = _Connection(opened, time.monotonic() + SILENT_S)
+        connection = _ReaderConnection(opened, time.monotonic() + SILENT_S)
         self._connections.add(connection)
         self._selector.register(opened, selectors.EVENT_READ, connection)
 
-    def _read(self, connection: _Connection) -> None:
+    def _read(self, connection: _ReaderConnection) -> None:
         """Reads from the socket, and answers each complete message."""
         try:
             some = connection.socket.recv(MAX_FRAME_BYTES)
@@ -160,7 +160,7 @@ class OfferServer:
         if not keep:
             self._drop(connection)
 
-    def _take(self, connection: _Connection, body: bytes) -> bool:
+    def _take(self, connection: _ReaderConnection, body: bytes) -> bool:
         """Answers a message. Returns False if the connection must be closed."""
         try:
             message = _decoder.decode(body)
@@ -172,7 +172,7 @@ class OfferServer:
             return False
         return answer is None or self._send(connection, answer)
 
-    def _answer(self, connection: _Connection, message: FromReader) -> Message | None:
+    def _answer(self, connection: _ReaderConnection, message: FromReader) -> Message | None:
         """Returns the answer, or None if it comes later or never. Raises TransferError, which is then the
         answer."""
         offers, ticket_id = self._offers, connection.ticket_id
@@ -197,7 +197,7 @@ class OfferServer:
                 offers.release(ticket_id)
         return None
 
-    def _answer_watch(self, connection: _Connection, now: float) -> None:
+    def _answer_watch(self, connection: _ReaderConnection, now: float) -> None:
         assert connection.watch is not None and connection.ticket_id is not None
         try:
             progress = self._offers.progress(connection.ticket_id)
@@ -210,7 +210,7 @@ class OfferServer:
             if not self._send(connection, Current(progress)):
                 self._drop(connection)
 
-    def _send(self, connection: _Connection, message: Message) -> bool:
+    def _send(self, connection: _ReaderConnection, message: Message) -> bool:
         """Sends a message, and says if it was sent. A reader has one question open at a time, so its socket
         always has room."""
         try:
@@ -219,7 +219,7 @@ class OfferServer:
         except OSError:
             return False
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: _ReaderConnection) -> None:
         self._connections.remove(connection)
         self._selector.unregister(connection.socket)
         connection.socket.close()

@@ -10,7 +10,7 @@ import pytest
 from shoal.fleet.clock import LoopClock, run_virtual
 from shoal.fleet.registry import embedded
 from shoal.fleet.registry.embedded import EmbeddedRegistry, Host
-from shoal.fleet.registry.hub import Hello, Hub, Members, Register, Renew
+from shoal.fleet.registry.hub import Announce, Hub, Members, Register, Renew
 from shoal.fleet.registry.registry import Member
 
 LEASE_S = 6.0
@@ -116,9 +116,9 @@ def test_the_time_in_which_a_hub_stood_still_ends_no_lease():
     """A suspended process, or a clock that jumped: the messages of that time are not read yet."""
     hub = Hub(now=0.0, lease_s=LEASE_S)
     encode = msgspec.msgpack.encode
-    hub.take("w", encode(Hello(LEASE_S, [])), 0.0)
+    hub.take("w", encode(Announce(LEASE_S, [])), 0.0)
     hub.take("w", encode(Register(1, member("w"))), 0.0)
-    hub.take("v", encode(Hello(LEASE_S, [])), 0.0)
+    hub.take("v", encode(Announce(LEASE_S, [])), 0.0)
     hub.tick(0.1)
     list(hub.sends())
     hub.tick(1000.0)
