@@ -103,7 +103,7 @@ class Owner:
         return time.monotonic() + self.skipped_s
 
     def skip(self, seconds: float) -> None:
-        """The owner's clock goes on by so much."""
+        """Advances the owner's clock."""
         self.skipped_s += seconds
 
     def offer(self, num_blocks: int, whole: int) -> tuple[bytes, list[int]]:
@@ -112,7 +112,7 @@ class Owner:
         assert blocks is not None
         return self.offers.offer(blocks, whole), blocks
 
-    def let_go(self) -> list[tuple[str | None, int]]:
+    def release_ended(self) -> list[tuple[str | None, int]]:
         """Does a worker's work between steps. Returns why offers ended, and how many blocks they had."""
         self.offers.expire()
         ended = self.offers.take_ended()
@@ -122,7 +122,7 @@ class Owner:
         return [(one.failure and one.failure.value, len(one.blocks)) for one in ended]
 
     def reuse(self, seed: int) -> None:
-        """Every free block is taken by somebody else, and overwritten."""
+        """Takes every free block and overwrites it."""
         num_free = self.pool.num_free
         taken = self.pool.try_allocate(num_free)
         self.content = logical(self.views[0].spec, seed)

@@ -1,5 +1,5 @@
 // libcuda and libascendcl for tests, in host memory. Physical memory is a sparse file, so unmapped addresses fault and contents are real.
-// Copies are done when they are waited for, at the latest. Keeps books; what a driver would not forgive is a violation.
+// Copies are done when they are waited for, at the latest. Counts all resources; misuse that a driver would punish is a violation.
 #define _GNU_SOURCE
 #include <fcntl.h>
 #include <pthread.h>
@@ -36,7 +36,7 @@ int64_t fake_capacity = 1ll << 32;
 char fake_failed[64];
 
 const char *fake_violation(void) { return violation; }
-void fake_books(int64_t *out)      // reserved, physical, mapped, streams, events, pinned, bytes
+void fake_counts(int64_t *out)      // reserved, physical, mapped, streams, events, pinned, bytes
 {
     memset(out, 0, 7 * sizeof *out);
     for (int i = 0; i < 64; i++) out[0] += !!reserved[i].size;

@@ -23,7 +23,7 @@ def build_fake():
 
 
 class Fake:
-    """The fake library's books and switches."""
+    """The fake library's counts of resources, and switches."""
 
     def __init__(self, path):
         self.path = path
@@ -31,9 +31,9 @@ class Fake:
         self.library.fake_violation.restype = c_char_p
         self.library.fake_reset()
 
-    def books(self):
+    def counts(self):
         found = (c_int64 * 7)()
-        self.library.fake_books(found)
+        self.library.fake_counts(found)
         return dict(zip(("reserved", "physical", "mapped", "streams", "events", "pinned", "bytes"), found))
 
     def get(self, name):
@@ -55,12 +55,12 @@ class Fake:
 
 @contextlib.contextmanager
 def checked_fake():
-    """A Fake. At the end nothing may be left in its books that was not there before."""
+    """A Fake. At the end its counts must be as at the start."""
     found = Fake(build_fake())
-    before = found.books()
+    before = found.counts()
     yield found
     found.check()
-    assert found.books() == before, "something was left behind"
+    assert found.counts() == before, "something was left behind"
 
 
 class Pools:
@@ -96,10 +96,10 @@ class Pools:
         return sorted(pool["live"].items())
 
     def device_usage(self, device):
-        books = (c_int64 * 7)()
-        ctypes.CDLL(self.driver_path).fake_books(books)
+        counts = (c_int64 * 7)()
+        ctypes.CDLL(self.driver_path).fake_counts(counts)
         in_regions = sum(sum(pool["live"].values()) for pool in self.opened)
-        return books[6] + self.others + self.elsewhere, in_regions + self.elsewhere
+        return counts[6] + self.others + self.elsewhere, in_regions + self.elsewhere
 
     def release_cache(self):
         pass

@@ -24,7 +24,7 @@ Free = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ct
 
 
 class _CustomAllocator:
-    """What `_npu_customAllocator` makes of two addresses of functions."""
+    """The allocator that `_npu_customAllocator` makes from two addresses of functions."""
 
     def __init__(self, alloc_fn, free_fn):
         self.malloc, self.free = Malloc(alloc_fn), Free(free_fn)
@@ -206,10 +206,10 @@ def make_torch_npu(driver_path):
         cache.runtime.aclrtSetDevice(device_index(device))
 
     def mem_get_info(device=None):
-        books = (ctypes.c_int64 * 7)()
-        cache.runtime.fake_books(books)
+        counts = (ctypes.c_int64 * 7)()
+        cache.runtime.fake_counts(counts)
         total = 1 << 32
-        return total - books[6], total
+        return total - counts[6], total
 
     def device_index(device):
         return device if isinstance(device, int) else torch.device(device).index

@@ -387,7 +387,7 @@ def test_an_api_that_refuses_or_is_not_there_is_named(tmp_path, monkeypatch):
         finally:
             await connector.close(1.0)
 
-    # The kubeconfig is still that of the server, which has ended.
+    # The kubeconfig still names the server, which has ended.
     with pytest.raises(UnavailableError, match="the Kubernetes API does not answer"):
         asyncio.run(starting())
     use(monkeypatch, tmp_path / "none")

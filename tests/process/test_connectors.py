@@ -229,7 +229,7 @@ def kinds(names):
 @pytest.fixture(params=kinds(WORLDS))
 def run(request, tmp_path, monkeypatch):
     """Runs `test(world)` with two components of the model "m": one worker that does both roles, and no prefill
-    worker, or those that are given."""
+    worker, or the given ones."""
     monkeypatch.setattr(restarts, "FIRST_DELAY_S", 0.01)
     if request.param == "ray":
         request.getfixturevalue("ray_nodes")
@@ -612,7 +612,7 @@ def test_a_folder_with_too_long_a_name_for_the_sockets_of_circus_is_refused(tmp_
     assert not list(folder.iterdir())
 
 
-# Workers that a person adds, drains or removes, and those that never start
+# Workers that a person adds, drains or removes, and workers that never start
 
 
 def by_hand(tmp_path, monkeypatch, test, *components, name="process"):

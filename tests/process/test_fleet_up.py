@@ -1,4 +1,5 @@
-"""`shoal fleet up` as a user runs it: real workers with the default model on the CPU, in processes of their own."""
+"""`shoal fleet up` as a user runs it: real workers with the default model on the CPU, in processes of their
+own."""
 
 import concurrent.futures
 import contextlib
@@ -175,7 +176,8 @@ def test_a_second_ctrl_c_ends_all_at_once(fleet_of_one):
 
 
 def test_workers_take_leave_before_the_fleet_ends(tmp_path, folder):
-    """They ended after their plane, waited for it for a lease, and warned that it does not answer."""
+    """Regression: workers ended after their plane, waited for it for a lease, and warned that it does not
+    answer."""
     options = "{ dtype = 'float32', max_model_len = 256, kv_cache_memory_bytes = 8_000_000 }"
     with Fleet(tmp_path, f"[[workers]]\nmodel = '{folder}'\noptions = {options}\n") as fleet:
         fleet.ready(1)

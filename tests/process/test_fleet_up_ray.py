@@ -91,7 +91,7 @@ class Fleet:
         return sum(float(value) for value in re.findall(line, self.get("/metrics"), re.MULTILINE))
 
     def workers(self):
-        """By id, those that are ready; {} before the router listens."""
+        """Returns the ready workers by id; {} before the router listens."""
         assert self.process.poll() is None, self.text()
         try:
             found = json.loads(self.get("/fleet"))["workers"]
@@ -103,7 +103,7 @@ class Fleet:
         return wait_for(lambda: len(found := self.workers()) >= count and found, self.text)
 
     def node_of_router(self, cluster):
-        """That of the last one."""
+        """Returns the node of the last router."""
         return ray_cluster.node_of(cluster, int(re.findall(r"\(router pid=(\d+)", self.text())[-1]))
 
     def stream(self, first_token, max_tokens):

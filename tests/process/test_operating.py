@@ -51,7 +51,7 @@ def script(ports):
 
 
 class Clients(threading.Thread):
-    """Asks one answer after the other, until `stop` is set; `failures` are those that were not whole."""
+    """Asks one answer after the other, until `stop` is set; `failures` has the incomplete ones."""
 
     def __init__(self, port):
         super().__init__(daemon=True)

@@ -43,13 +43,13 @@ def peers_of(name, into):
     return BlockReader(MODEL, Transports([KINDS[name]]), into)
 
 
-def let_go(owner, timeout_s=20):
-    """Waits until the owner has let go of something."""
+def release_ended(owner, timeout_s=20):
+    """Waits until an offer has ended, and releases its blocks."""
     until = time.monotonic() + timeout_s
-    while not (told := owner.let_go()):
+    while not (found := owner.release_ended()):
         assert time.monotonic() < until, "the owner still holds its blocks"
         time.sleep(0.01)
-    return told
+    return found
 
 
 @NAMES
@@ -79,7 +79,7 @@ def test_blocks_travel_layer_by_layer_between_tensor_parallel_sizes(name):
             assert done.transport == name and done.num_bytes == 3 * rank.block_bytes
             peers.close()
         leases[0].release()
-        assert let_go(owner) == [(None, 6)]
+        assert release_ended(owner) == [(None, 6)]
         assert owner.num_free() == SPEC.num_blocks
         for lease in leases:
             lease.close()
@@ -95,7 +95,7 @@ def test_a_fetch_that_comes_too_late_fails(name):
     with Lease(sealed) as lease:
         assert peers.fetch(lease, [0], [0]).num_bytes == SPEC.block_bytes
         owner.skip(31)
-        assert let_go(owner) == [("expired", 4)]
+        assert release_ended(owner) == [("expired", 4)]
         owner.reuse(7)
         with pytest.raises(TransferError) as caught:
             peers.fetch(lease, [0], [0])
@@ -131,7 +131,7 @@ def test_blocks_of_a_killed_reader_are_given_back_at_once(name):
     time.sleep(random.random() / 20)
     reader.kill()
     reader.join()
-    assert let_go(owner) == [("lost", 400)]
+    assert release_ended(owner) == [("lost", 400)]
     assert owner.num_free() == BIG.num_blocks
     sealed, _ = owner.offer(4, 4)
     into = empty(BIG, host_memory)
@@ -183,7 +183,7 @@ def test_an_owner_that_stands_still_is_given_up(name):
         finally:
             owner.signal(signal.SIGCONT)
         peers.close()
-    assert let_go(owner) == [("lost", 4)]
+    assert release_ended(owner) == [("lost", 4)]
 
 
 @pytest.mark.slow
@@ -208,13 +208,13 @@ def test_random_kills_leak_nothing(name, seed):
             reader, _ = readers.pop(rng.randrange(3))
             reader.kill()
             reader.join()
-        owner.let_go()
+        owner.release_ended()
     owner.withdraw("the end")
     for reader, _ in readers:
         reader.join(60)
         assert reader.exitcode == 1  # with a TransferError
     until = time.monotonic() + 20
     while owner.num_free() < BIG.num_blocks:
-        owner.let_go()
+        owner.release_ended()
         assert time.monotonic() < until
         time.sleep(0.05)

@@ -40,7 +40,7 @@ def serve(tmp_path):
 
 
 def load(server, count, **more):
-    """Returns threads and result futures of `count` streams, each of which has begun."""
+    """Returns threads and result futures of `count` streams that have begun."""
     began = []
 
     def one(_):

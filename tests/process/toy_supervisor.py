@@ -1,5 +1,5 @@
 """A supervisor of a fleet of small programs, for test_connectors.py: toy_supervisor.py CONNECTOR FOLDER MODEL... It adds one
-worker of each MODEL to those that the components count, says "ready", and lives until it is killed."""
+worker of each MODEL to the workers that the components count, says "ready", and lives until it is killed."""
 
 import asyncio
 import sys

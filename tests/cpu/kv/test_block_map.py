@@ -1,5 +1,5 @@
-"""What a block map connects: shards of any tensor-parallel sizes, against indexing and against reshape and
-permute; what it refuses."""
+"""Block maps between shards of any tensor-parallel sizes, against indexing and against reshape and permute;
+maps that are refused."""
 
 import itertools
 

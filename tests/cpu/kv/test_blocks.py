@@ -1,4 +1,4 @@
-"""The block pool: order of re-use, what is found, what is safe from eviction, and books that balance."""
+"""The block pool: order of re-use, what is found, what is safe from eviction, and counts that add up."""
 
 import random
 from collections import Counter
@@ -200,7 +200,7 @@ def test_the_lowest_priority_is_used_first_and_of_equal_ones_the_oldest():
     assert order(pool) == [3, 1, 7, 5], "priorities come first, ages stay"
     assert order(tokens(0, 0, 1, 1)) == [3, 1, 7, 5]
     pool.set_priority([key(1)], 1)
-    pool.set_priority([key(3), key(9), 0], -1)  # nobody has key 9, and block 0 is that of key 1
+    pool.set_priority([key(3), key(9), 0], -1)  # no block has key 9, and block 0 has key 1
     assert order(pool) == [3, 1, 7, 5]
     pool.set_priority(pool.cached_keys(), 0)
     assert order(pool) == [7, 5, 3, 1] == [int(pool.key_of(b)) for b in pool.coldest(2)] + [3, 1]
@@ -365,7 +365,7 @@ def test_releasing_more_than_is_held_is_caught():
 
 
 class NaivePool:
-    """What the pool must do, with lists and without cleverness."""
+    """A reference pool that uses lists alone."""
 
     def __init__(self, num_blocks):
         # free blocks: without key in order, with key by age

@@ -25,12 +25,12 @@ from shoal.kv.tiers.block_file import HEADER_AT, MAGIC, PAGE, BlockFormat, in_pa
 from shoal.kv.tiers.disk import DiskTier
 from tests.made_blocks import BYTES, MODEL, OTHER_MODEL, SPEC, chain, content, keys_of
 
-FILE = in_pages(PAGE + BYTES)  # what a block takes
+FILE = in_pages(PAGE + BYTES)  # a block's bytes on disk
 
 
 @pytest.fixture
 def make(tmp_path):
-    """Builds tiers on one path. After the test their books are proven, and they are closed."""
+    """Builds tiers on one path. After the test they are checked and closed."""
     tiers = []
 
     def build(max_blocks=100, fingerprint=MODEL, spec=SPEC, path=tmp_path / "kv", **options):
@@ -740,11 +740,11 @@ def test_events_tell_what_is_verified_and_what_goes(make, tmp_path):
     write(first, metas[:3])
     first.close()
     tier = make(max_blocks=3, record_events=True)
-    assert tier.take_events() == [], "a start tells nothing"
+    assert tier.take_events() == [], "a start makes no event"
     assert all_right(tier, metas[1:3]) and tier.take_events() == metas[1:3] and all_right(tier, metas[1:3])
     tier.forget(keys_of(metas[:1]))
     write(tier, metas[3:])
-    assert tier.take_events() == metas[3:], "what was never told stored is not told removed"
+    assert tier.take_events() == metas[3:], "a block without a stored event has no removed event"
     flipped(-1)(files(tmp_path)[metas[2].key.hex()])
     read(tier, metas[2])
     tier.reset()

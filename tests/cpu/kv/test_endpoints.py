@@ -1,5 +1,5 @@
 """The sockets of KV events: loopback by default, frames that are too long end a connection, and without a key
-nothing is told."""
+nothing is sent."""
 
 from __future__ import annotations
 

@@ -179,7 +179,7 @@ def test_a_snapshot_equals_what_the_events_gave_with_parents_first(seed):
         assert View(SIZE, reachable=False).apply(payload(index.snapshot())).blocks == view.blocks
 
 
-# What the scheduler tells
+# The scheduler's events
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -614,7 +614,7 @@ def stored(**fields):
                 ),
             ],
         ),
-        # of a time to come
+        # from a later version
         (
             [
                 {"type": "BlockMoved", "from": 1},

@@ -46,16 +46,16 @@ def peers(into):
 
 def ended(owner, timeout_s=10):
     until = time.monotonic() + timeout_s
-    while not (told := owner.let_go()):
+    while not (found := owner.release_ended()):
         assert time.monotonic() < until, "no offer has ended"
         time.sleep(0.002)
-    return told
+    return found
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_layers_are_read_as_they_come(owner, into, peers, seed):
-    """The owner computes chunk after chunk, layer after layer. Each layer's bytes are right only once they
-    are told of."""
+    """The owner computes chunk after chunk, layer after layer. Each layer's bytes are right only once it
+    is reported."""
     print(f"seed {seed}")
     rng = random.Random(seed)
     sealed, blocks = owner.offer(9, whole := rng.randint(0, 3))

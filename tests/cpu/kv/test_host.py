@@ -1,4 +1,4 @@
-"""The host tier's books: who may be evicted, in which order, and what is never given away."""
+"""The host tier's index: eviction, its order, and held blocks that are never reused."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What a cache looks like, why two of them do not go together, and which rank has whose heads."""
+"""Layouts of a cache, reasons why two caches do not fit, and heads that ranks share."""
 
 import msgspec
 import pytest

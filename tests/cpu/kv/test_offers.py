@@ -1,5 +1,4 @@
-"""The books of offered blocks: who may read what, and when blocks are let go of, on a clock of the test's
-own."""
+"""Offers: the readers of each, and when blocks are released, on a fake clock."""
 
 import random
 
@@ -25,7 +24,7 @@ class Owner:
         sealed = self.offers.offer(blocks, whole)
         return sealed, unseal(sealed).id, blocks
 
-    def let_go(self):
+    def release_ended(self):
         ended = self.offers.take_ended()
         for one in ended:
             self.pool.release(one.blocks)
@@ -77,10 +76,10 @@ def test_a_lease_ends_unless_it_is_renewed():
         owner.now += 29
         call(ticket_id)
     owner.offers.expire()
-    assert owner.let_go() == []
+    assert owner.release_ended() == []
     owner.now += 30
     assert owner.failure(owner.offers.renew, ticket_id) is Failure.EXPIRED
-    assert owner.let_go() == [Failure.EXPIRED] and owner.pool.num_free == 32
+    assert owner.release_ended() == [Failure.EXPIRED] and owner.pool.num_free == 32
 
 
 def test_a_ticket_that_nobody_used_expires():
@@ -88,7 +87,7 @@ def test_a_ticket_that_nobody_used_expires():
     sealed, ticket_id, _ = owner.offer(4)
     owner.now += 5
     owner.offers.expire()
-    assert owner.let_go() == [Failure.EXPIRED]
+    assert owner.release_ended() == [Failure.EXPIRED]
     assert owner.failure(owner.offers.open, ticket_id, digest_of(sealed), "r") is Failure.EXPIRED
 
 
@@ -99,9 +98,9 @@ def test_blocks_are_held_until_the_last_reader_has_left():
         owner.offers.open(ticket_id, digest_of(sealed), reader)
     owner.offers.leave(ticket_id, "rank 1")
     owner.offers.leave(ticket_id, "rank 1")
-    assert owner.let_go() == []
+    assert owner.release_ended() == []
     owner.offers.leave(ticket_id, "rank 0")
-    assert owner.let_go() == [Failure.LOST]
+    assert owner.release_ended() == [Failure.LOST]
 
 
 def test_a_release_ends_the_offer_for_all():
@@ -110,7 +109,7 @@ def test_a_release_ends_the_offer_for_all():
     owner.offers.open(ticket_id, digest_of(sealed), "r")
     owner.offers.release(ticket_id)
     owner.offers.leave(ticket_id, "r")
-    assert owner.let_go() == [None]
+    assert owner.release_ended() == [None]
     assert owner.failure(owner.offers.verify, ticket_id) is Failure.ENDED
 
 
@@ -118,11 +117,11 @@ def test_the_owner_takes_one_offer_back_or_all():
     owner = Owner()
     first, second, third = (owner.offer(2)[1] for _ in range(3))
     owner.offers.withdraw("the request was aborted", second)
-    assert owner.let_go() == [Failure.ENDED]
+    assert owner.release_ended() == [Failure.ENDED]
     with pytest.raises(TransferError, match="the request was aborted"):
         owner.offers.verify(second)
     owner.offers.withdraw("new weights")
-    assert owner.let_go() == [Failure.ENDED] * 2
+    assert owner.release_ended() == [Failure.ENDED] * 2
     assert {owner.failure(owner.offers.progress, one) for one in (first, third)} == {Failure.ENDED}
 
 
@@ -166,7 +165,7 @@ def test_what_is_remembered_of_ended_offers_has_a_bound(monkeypatch):
     for _ in range(5):
         ids.append(owner.offer(1)[1])
         owner.offers.withdraw("over")
-        owner.let_go()
+        owner.release_ended()
     assert [owner.failure(owner.offers.progress, one) for one in ids] == [
         *[Failure.UNKNOWN] * 2,
         *[Failure.ENDED] * 3,
@@ -175,8 +174,8 @@ def test_what_is_remembered_of_ended_offers_has_a_bound(monkeypatch):
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_traces_lose_no_block(seed):
-    """Requests share prefixes, are offered, read, left, renewed and forgotten; the pool's books agree after
-    each step, and a verify says no exactly when the offer has ended."""
+    """Requests share prefixes, are offered, read, left, renewed and forgotten; the pool's counts agree after
+    each step, and a verify fails exactly when the offer has ended."""
     print(f"seed {seed}")
     rng, owner = random.Random(seed), Owner(num_blocks=24, lease_s=10)
     live, readers = {}, {}
@@ -214,8 +213,8 @@ def test_random_traces_lose_no_block(seed):
         for ticket_id in gone:
             assert owner.failure(owner.offers.verify, ticket_id) is not Failure.UNKNOWN
             del live[ticket_id]
-        owner.let_go()
+        owner.release_ended()
     owner.now += 10
     owner.offers.expire()
-    owner.let_go()
+    owner.release_ended()
     assert owner.pool.num_free == 24 and owner.offers.held() == []

@@ -1,4 +1,5 @@
-"""Replays of KV events: whoever asks, and whoever does not read, costs bounded memory and holds nobody up."""
+"""Replays of KV events: any number of requests, and clients that do not read, take bounded memory and delay
+no other client."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_any_damage_is_noticed(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_garbage_under_a_right_digest_is_no_ticket(seed):
-    """Whoever makes a ticket up can make its digest, too. Then the types and the limits still hold."""
+    """A forger of a ticket can compute its digest, too. The types and the limits still hold."""
     print(f"seed {seed}")
     rng = random.Random(seed)
     plain = msgspec.to_builtins(TICKET, builtin_types=(bytes,))

@@ -1,5 +1,5 @@
-"""What every tier below host memory does, whatever is behind it (kv/tiers/tier.py). A tier that is registered
-and has no entry in OPTIONS fails here."""
+"""The contract of every tier below host memory (kv/tiers/tier.py). A registered tier without an entry in
+OPTIONS fails here."""
 
 import random
 from dataclasses import replace

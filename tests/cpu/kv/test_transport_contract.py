@@ -1,5 +1,5 @@
-"""What every transport does, whatever is behind it (kv/transfer/transport.py). A transport that is registered
-and has no entry in MEMORY fails here. Those that need a GPU: tests/gpu/test_transport_gpu.py."""
+"""The contract of every transport (kv/transfer/transport.py). A registered transport without an entry in
+MEMORY fails here. Transports that need a GPU: tests/gpu/test_transport_gpu.py."""
 
 import ast
 import itertools

@@ -65,10 +65,10 @@ def test_kept_content_comes_back_at_the_same_address_and_dropped_memory_is_free_
         weights = [Tensor(npu, size, seed=size) for size in (700, 3 * MIB, 5 * GRAIN + 512)]
     with regions.region("cache", offload=False):
         cache = Tensor(npu, 4 * MIB)
-    mapped = fake.books()["bytes"]
+    mapped = fake.counts()["bytes"]
     for _ in range(2):
         report = regions.pause()
-        assert report.freed_bytes == mapped and fake.books()["bytes"] == 0
+        assert report.freed_bytes == mapped and fake.counts()["bytes"] == 0
         assert regions.resume().taken_bytes == mapped
         assert all(tensor.is_intact() for tensor in weights)
     cache.bytes()[:] = 1
@@ -158,9 +158,9 @@ def test_a_tensor_that_outlives_its_regions_is_freed_through_the_same_library(fa
     with regions.region("weights"):
         tensor = Tensor(npu, 2 * MIB, seed=1)
     regions.close()
-    assert tensor.is_intact() and fake.books()["bytes"] > 0
+    assert tensor.is_intact() and fake.counts()["bytes"] > 0
     tensor.free()
-    assert fake.books()["bytes"] == 0
+    assert fake.counts()["bytes"] == 0
 
 
 def test_expandable_segments_of_torch_npu_are_refused(npu, monkeypatch):

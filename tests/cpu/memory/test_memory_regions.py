@@ -49,14 +49,14 @@ def test_what_is_kept_comes_back_at_the_same_address_and_the_rest_gives_its_memo
         for size in (GRAIN, 5 * GRAIN + 512, 33 * GRAIN, 700)
     ]
     cache = regions.make(100 * GRAIN, tag="cache", offload=False)
-    mapped = fake.books()["bytes"]
+    mapped = fake.counts()["bytes"]
     for _ in range(3):
         report = regions.pause()
-        assert fake.books()["bytes"] == 0 and report.freed_bytes == mapped
+        assert fake.counts()["bytes"] == 0 and report.freed_bytes == mapped
         assert report.in_use_bytes == report.region_bytes == 0
         assert report.host_bytes == sum(w.size for w in weights)
         report = regions.resume()
-        assert fake.books()["bytes"] == mapped == report.taken_bytes == report.region_bytes
+        assert fake.counts()["bytes"] == mapped == report.taken_bytes == report.region_bytes
         assert report.host_bytes == 0
         assert all(w.holds(w.size) for w in weights)
     cache.bytes[:] = 1
@@ -153,7 +153,7 @@ def test_inner_regions_count(regions, fake):
     assert (usage["outer"]["reserved_bytes"], usage["inner"]["reserved_bytes"]) == (8 * GRAIN, 4 * GRAIN)
     for tensor in (a, b, c):
         tensor.free()
-    assert fake.books()["bytes"] == 0
+    assert fake.counts()["bytes"] == 0
 
 
 def test_dead_bytes_are_not_copied(regions, fake):
@@ -171,17 +171,17 @@ def test_memory_freed_while_paused_is_not_taken_again(regions, fake):
     regions.pause()
     tensors[1].free()
     regions.resume()
-    assert fake.books()["bytes"] == 16 * GRAIN
+    assert fake.counts()["bytes"] == 16 * GRAIN
     assert tensors[0].holds(0) and tensors[2].holds(2)
 
 
 def test_requests_share_pieces_and_a_piece_goes_with_its_last_tenant(regions, fake):
     a, b = regions.make(512), regions.make(100)
-    assert fake.books()["physical"] == 1 and b.address - a.address == 512
+    assert fake.counts()["physical"] == 1 and b.address - a.address == 512
     a.free()
-    assert fake.books()["physical"] == 1
+    assert fake.counts()["physical"] == 1
     b.free()
-    assert fake.books()["physical"] == 0
+    assert fake.counts()["physical"] == 0
 
 
 def test_a_free_waits_for_the_device_when_a_piece_goes_and_only_then(regions, fake):
@@ -190,12 +190,12 @@ def test_a_free_waits_for_the_device_when_a_piece_goes_and_only_then(regions, fa
     a.free()
     assert fake.get("syncs") == before
     b.free()
-    assert fake.get("syncs") == before + 1 and fake.books()["physical"] == 0
+    assert fake.get("syncs") == before + 1 and fake.counts()["physical"] == 0
 
 
 def test_large_requests_come_in_few_pieces(regions, fake):
     regions.make(80 * GRAIN)
-    assert fake.books()["physical"] == 10
+    assert fake.counts()["physical"] == 10
 
 
 def test_a_failed_allocation_is_pytorchs_error_with_the_reason_and_leaves_nothing(regions, fake):
@@ -203,7 +203,7 @@ def test_a_failed_allocation_is_pytorchs_error_with_the_reason_and_leaves_nothin
     with pytest.raises(torch.OutOfMemoryError) as error, regions.region("big"):
         regions._pools.empty(40 * GRAIN)
     assert "no physical memory" in error.value.__notes__[0] and "'big'" in error.value.__notes__[0]
-    assert fake.books()["bytes"] == 0
+    assert fake.counts()["bytes"] == 0
     regions.make(20 * GRAIN, tag="big")  # the error poisons nothing
 
 
@@ -214,7 +214,7 @@ def test_a_resume_that_finds_no_memory_changes_nothing_and_can_be_tried_again(re
     for _ in range(2):
         with pytest.raises(torch.OutOfMemoryError):
             regions.resume()
-        assert fake.books()["bytes"] == 0 and regions.paused() == set("abc")
+        assert fake.counts()["bytes"] == 0 and regions.paused() == set("abc")
     fake.set("capacity", 1 << 30)
     regions.resume()
     assert all(tensor.holds(i) for i, tensor in enumerate(tensors))
@@ -253,12 +253,12 @@ def test_a_pause_without_host_memory_fails_before_anything_is_unmapped(regions, 
 def test_host_buffers_are_pinned_once_and_used_again(regions, fake):
     tensor = regions.make(30 * GRAIN, seed=1, offload=True)
     regions.prepare_host(wait=True)
-    pinned = fake.books()["pinned"]
+    pinned = fake.counts()["pinned"]
     assert pinned == 10 and regions.host_usage()["ready"] == 30 * GRAIN
     for _ in range(100):
         regions.pause()
         regions.resume()
-    assert fake.books()["pinned"] == pinned and tensor.holds(1)
+    assert fake.counts()["pinned"] == pinned and tensor.holds(1)
     assert regions.host_usage()["used"] == 0
 
 
@@ -287,7 +287,7 @@ def test_content_from_a_file_is_read_again(regions, fake):
     regions.pause()
     with pytest.raises(OSError):
         regions.resume()
-    assert regions.paused() == {"weights"} and fake.books()["bytes"] == 0
+    assert regions.paused() == {"weights"} and fake.counts()["bytes"] == 0
     with pytest.raises(ConfigError, match="reread"), regions.region("x", offload="file"):
         pass
 
@@ -320,7 +320,7 @@ def test_host_buffers_go_back_when_what_they_keep_is_dropped(regions, fake):
     regions.pause()
     assert regions.host_usage()["bytes"] == 36 * GRAIN
     regions.pause(["a"], keep=[])
-    assert regions.host_usage()["bytes"] == 6 * GRAIN and fake.books()["pinned"] == 2
+    assert regions.host_usage()["bytes"] == 6 * GRAIN and fake.counts()["pinned"] == 2
     regions.resume()
     assert b.holds(1)
 
@@ -341,7 +341,7 @@ def test_devices_have_regions_of_their_own(regions, fake):
         regions._pools.device = device
         tensors.append(regions.make(5 * GRAIN, seed=device, offload=True))
     regions.pause()
-    assert fake.books()["bytes"] == 0
+    assert fake.counts()["bytes"] == 0
     regions.resume()
     assert all(tensor.holds(i) for i, tensor in enumerate(tensors))
 
@@ -353,7 +353,7 @@ def test_two_sets_are_independent(fake):
     assert tensors[1].holds(1) and not sets[1].paused()
     sets[1].pause()
     sets[0].resume()
-    assert tensors[0].holds(0) and fake.books()["mapped"] == fake.books()["physical"] > 0
+    assert tensors[0].holds(0) and fake.counts()["mapped"] == fake.counts()["physical"] > 0
     sets[1].resume()
     for tensor, each in zip(tensors, sets):
         tensor.free()
@@ -402,8 +402,8 @@ def test_failure_at_every_call_of_the_driver(fake, kind):
         hit = bool(fake.failed())
         fake.library.fake_reset()
         assert all(tensor.holds(size) for tensor, size in zip(kept, (3, 9, 5)))
-        books = fake.books()
-        assert books["mapped"] == books["physical"] and not books["streams"] and not books["events"]
+        counts = fake.counts()
+        assert counts["mapped"] == counts["physical"] and not counts["streams"] and not counts["events"]
         for tensor in tensors:
             tensor.free()
         regions.close()
@@ -423,7 +423,7 @@ def test_failure_at_every_call_of_an_allocation(fake, kind):
             regions = make_regions(fake.path, kind)
             tensor = make(regions, [], 20 * GRAIN)
         except RuntimeError:  # OutOfMemoryError is one
-            assert fake.books()["bytes"] == 0
+            assert fake.counts()["bytes"] == 0
         hit = bool(fake.failed())
         fake.library.fake_reset()
         if hit:
@@ -459,7 +459,9 @@ def test_malloc_free_pause_and_resume_against_a_model(fake):
         elif action < 0.88 and regions.usage():
             regions.pause(rng.choice([None, list(regions.usage())[:1]]))
         elif regions.usage():
-            fake.set("capacity", rng.choice([1 << 32, fake.books()["bytes"] + rng.randrange(1, 100) * GRAIN]))
+            fake.set(
+                "capacity", rng.choice([1 << 32, fake.counts()["bytes"] + rng.randrange(1, 100) * GRAIN])
+            )
             try:
                 regions.resume()
             except torch.OutOfMemoryError:
@@ -468,13 +470,13 @@ def test_malloc_free_pause_and_resume_against_a_model(fake):
         for name, tensors in alive.items():
             if name not in regions.paused():
                 assert all(tensor.holds(number) for tensor, number in tensors)
-        books = fake.books()
-        assert books["mapped"] == books["physical"] and not books["streams"] and not books["events"]
+        counts = fake.counts()
+        assert counts["mapped"] == counts["physical"] and not counts["streams"] and not counts["events"]
         fake.check()
     for tensors in alive.values():
         for tensor, _ in tensors:
             tensor.free()
-    assert fake.books()["bytes"] == 0
+    assert fake.counts()["bytes"] == 0
     regions.close()
 
 

@@ -30,7 +30,7 @@ from tests import tiny
 from tests.checkpoint_fuzz import KINDS, Gguf, open_checkpoint, parse, write_case, write_whole
 
 ROOT = Path(__file__).parents[3]
-MAX_GROWTH_MIB = 300  # of a process that tries checkpoints of a tenth of a megabyte
+MAX_GROWTH_MIB = 300  # for a process that opens checkpoints of a tenth of a megabyte
 
 
 @pytest.fixture(scope="module")

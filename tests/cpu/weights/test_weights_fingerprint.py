@@ -1,5 +1,4 @@
-"""What names a model: equal for equal weights wherever they came from, different for everything that changes
-the KV of a token."""
+"""Fingerprints: equal for equal weights from any source, different for every change of a token's KV."""
 
 import shutil
 from dataclasses import replace

@@ -50,8 +50,7 @@ PERMUTED = ("llama", "granite")
 
 
 def permute(weight: np.ndarray, num_heads: int) -> np.ndarray:
-    """What llama.cpp's converter of Llama does to q and k: the two halves of each head's rows are
-    interleaved."""
+    """Interleaves the two halves of each head's rows, as llama.cpp's converter of Llama does with q and k."""
     return weight.reshape(num_heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
 
 

@@ -1,4 +1,4 @@
-"""load_weights: what reaches the model, what is left out, and how errors are told."""
+"""load_weights: tensors that reach the model, tensors that are left out, and errors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CONFIG = dict(
 
 
 class Recorder:
-    """Takes every tensor but "bad"; misses one at the end if it is told to."""
+    """Takes every tensor but "bad"; misses one at the end if `incomplete`."""
 
     def __init__(self, incomplete: bool = False) -> None:
         self.names: list[str] = []

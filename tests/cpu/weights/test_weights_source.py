@@ -1,5 +1,5 @@
-"""What a model name means, what lies beside the weights, and how the default model gets into the cache. The
-network is faked."""
+"""Names of models, the files beside the weights, and the download of the default model. The network is
+faked."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def config(**values):
 
 
 def gguf(name):
-    """The content of a file that is told apart from others."""
+    """Returns a file content that differs by name."""
     return b"GGUF " + name.encode()
 
 
@@ -318,7 +318,7 @@ def test_a_hub_that_cannot_be_reached_is_told_from_one_that_refuses(hub, monkeyp
 
 
 class ConnectError(Exception):
-    """As that of httpx, which is no OSError."""
+    """An error like httpx's, which does not derive from OSError."""
 
 
 @pytest.mark.parametrize(

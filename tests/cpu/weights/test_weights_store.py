@@ -1,5 +1,5 @@
-"""Models under a URL of fsspec, copied to this machine. The store is fsspec's own memory, or a web server; another
-machine is another cache folder."""
+"""Models under a URL of fsspec, copied to this machine. The store is fsspec's own memory, or a web server;
+another machine is another cache folder."""
 
 import asyncio
 import contextlib
@@ -55,7 +55,7 @@ def contents(folder):
 
 
 def failing(monkeypatch, method, error, after=0):
-    """The store's method raises, behind so many calls that do not."""
+    """Makes the store's method raise after `after` calls that succeed."""
     real, calls = getattr(MemoryFileSystem, method), []
 
     def fail(self, *args, **options):
@@ -209,7 +209,7 @@ def test_a_router_copies_what_it_reads_and_no_weights(memory, monkeypatch):
     text = resolve(URL, with_weights=False).folder
     assert contents(text) == {name: data for name, data in CONTENT.items() if name != "model.safetensors"}
     failing(monkeypatch, "ls", ConnectionError("away"))
-    with pytest.raises(CheckpointError, match="away"):  # it is no copy of the model
+    with pytest.raises(CheckpointError, match="away"):  # the copy without weights does not count
         resolve(URL)
 
 
@@ -263,8 +263,8 @@ def test_a_disk_without_room_is_named_before_anything_is_copied(memory, monkeypa
 def test_a_url_that_cannot_be_used_is_named(memory, url, says):
     with pytest.raises(CheckpointError, match=says) as failed:
         resolve(url)
-    [told] = fleet_file.models(asked_of(url))
-    assert "secret" not in f"{failed.value} {told}" and told.found == str(failed.value)
+    [finding] = fleet_file.models(asked_of(url))
+    assert "secret" not in f"{failed.value} {finding}" and finding.found == str(failed.value)
 
 
 def test_a_folder_of_nobody_is_named(memory):
@@ -306,7 +306,7 @@ def test_models_lists_and_removes_copies(memory, capsys):
 
 
 def asked_of(url):
-    """What the doctor is asked where a fleet has this model."""
+    """Returns the doctor's question about a fleet with this model."""
     group = types.SimpleNamespace(model=url, options={})
     return types.SimpleNamespace(is_given=lambda name: True, own=[group])
 
