@@ -39,7 +39,7 @@ class Fetched:
 
 @dataclass(slots=True)
 class _OwnerConnection:
-    """A connection to one peer. `peer` is None until it is connected, which happens under `lock`."""
+    """A connection to one peer. It connects under `lock`, and has no `peer` before."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     transport: str = ""
