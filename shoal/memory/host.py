@@ -25,15 +25,15 @@ class HostBuffers:
         self._warned = False
 
     def prepare(self, num_bytes: int) -> None:
-        """Has chunks for `num_bytes` made ready, and returns at once. `settle` waits for them. Raises
+        """Starts to prepare chunks for `num_bytes`, and returns at once. `wait` waits for them. Raises
         MemoryError if the system has no memory or no threads for that."""
         status = Status()
         if self._library.shoal_host_prepare(self.handle, num_bytes, status):
             raise error_of(status)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until every chunk is ready or has failed."""
-        self._library.shoal_host_settle(self.handle)
+        self._library.shoal_host_wait(self.handle)
         self.warn_of_plain()
 
     def usage(self) -> dict[str, int]:

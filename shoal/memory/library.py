@@ -64,7 +64,7 @@ SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "shoal_free": (None, (c_void_p, c_int64, c_int, c_void_p)),
     "shoal_host_open": (c_void_p, (c_void_p, c_int, c_int64, c_int)),
     "shoal_host_prepare": (c_int, (c_void_p, c_int64, POINTER(Status))),
-    "shoal_host_settle": (None, (c_void_p,)),
+    "shoal_host_wait": (None, (c_void_p,)),
     "shoal_host_usage": (None, (c_void_p, POINTER(HostUsage))),
     "shoal_host_trim": (None, (c_void_p,)),
     "shoal_host_close": (None, (c_void_p,)),

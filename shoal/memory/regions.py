@@ -250,7 +250,7 @@ class Regions:
                 )
             buffers.prepare(num_bytes)
         if wait:
-            buffers.settle()
+            buffers.wait()
 
     def host_usage(self) -> dict[str, int]:
         """Returns the bytes of the host buffers by state, as HostBuffers.usage does."""

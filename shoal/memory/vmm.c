@@ -1,4 +1,4 @@
-// Regions are ranges of addresses from which PyTorch's segments are cut. Pieces of physical memory back them.
+// Regions are ranges of addresses that hold PyTorch's segments. Pieces of physical memory back them.
 #define _GNU_SOURCE
 #include <stdarg.h>
 #include <stdio.h>
@@ -115,7 +115,7 @@ static void count_live(Region *region, int64_t offset, int64_t size, int change)
             last->live += change;
 }
 
-// Returns the offset of the gap that needs the fewest new pieces. Among equals the smallest gap is taken.
+// Returns the offset of the gap that needs the fewest new pieces; of several such gaps, the smallest.
 static int64_t find_gap(Region *region, int64_t size, int64_t alignment, int64_t *index)
 {
     int64_t best = -1, best_missing = INT64_MAX, best_gap = INT64_MAX, begin = 0;
@@ -301,7 +301,7 @@ void shoal_region_usage(Region *region, RegionUsage *usage)
     pthread_mutex_unlock(&region->lock);
 }
 
-// Fills in `allocated` and `mapped` of all regions of this process on a device, also of closed regions that
+// Fills in `allocated` and `mapped` for all regions of this process on a device, including closed regions that
 // tensors still use.
 void shoal_process_usage(Driver *driver, int device, RegionUsage *usage)
 {
@@ -333,7 +333,7 @@ void *shoal_region_malloc(Region *region, int64_t size, Status *status)
     return (void *)address;
 }
 
-// PyTorch's calls of an allocator name no region. So each region has a function of its own to allocate,
+// PyTorch calls an allocator without naming a region. So each region has its own function to allocate,
 // shoal_malloc_<slot>. All share shoal_free.
 static void *slot_malloc(int slot, int64_t size, int device)
 {

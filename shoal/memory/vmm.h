@@ -1,4 +1,4 @@
-// Regions of device memory whose physical pieces can be given back and taken again at the same addresses.
+// Regions of device memory whose physical pieces can be freed and mapped again at the same addresses.
 // Building this needs neither CUDA nor CANN: drivers are opened at run time, behind one table of functions.
 #pragma once
 #include <pthread.h>
@@ -6,7 +6,7 @@
 #include <stdint.h>
 #include <stddef.h>
 
-// What went wrong in a call. The caller owns it, so that no call sees the failure of another.
+// The error of a call. The caller owns it, so that no call sees the failure of another.
 enum { OK, DEVICE_MEMORY, HOST_MEMORY, DRIVER_ERROR, WRONG_STATE };
 typedef struct Status { int32_t kind, code; int64_t bytes; char text[240]; } Status;
 
@@ -49,7 +49,7 @@ int acl_open(Driver *, const char *path, Status *);
 int plain_alloc(size_t bytes, void **data);      // aligned to 2 MiB, pages touched; returns 0 or errno
 void plain_free(void *data, size_t bytes);
 
-// Host memory in chunks. Threads of their own make them ready. They are kept and used again.
+// Host memory in chunks. Background threads prepare them, and later pauses reuse them.
 enum { EMPTY, BUSY, READY, FAILED };
 typedef struct Chunk { void *data; int state; bool pinned, used; } Chunk;
 typedef struct Host {

@@ -1,5 +1,5 @@
-// Ascend's runtime (CANN's libascendcl). The declarations are our own: they repeat the part of acl_rt.h that
-// is used here. This has never run on a device.
+// Ascend's runtime (CANN's libascendcl). The declarations repeat the part of acl_rt.h that is used here, so that no
+// header is needed. This has never run on a device.
 #include <dlfcn.h>
 #include <stdlib.h>
 #include "vmm.h"

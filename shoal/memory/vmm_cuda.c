@@ -1,5 +1,5 @@
-// The CUDA driver. The declarations are our own: they repeat the part of cuda.h that is used here, which
-// belongs to CUDA's stable ABI.
+// The CUDA driver. The declarations repeat the part of cuda.h that is used here, which belongs to CUDA's stable
+// ABI, so that no header is needed.
 #include <dlfcn.h>
 #include <errno.h>
 #include <stdlib.h>
@@ -49,7 +49,7 @@ static Properties properties(int device)
     return (Properties){.type = PINNED, .location = {ON_DEVICE, device}};
 }
 
-// Enters the primary context, which is PyTorch's. It is kept for the process's life, as PyTorch keeps it.
+// Enters the primary context, which PyTorch uses too. It is retained for the life of the process.
 static int enter(Driver *driver, int device)
 {
     Cuda *cuda = of(driver);

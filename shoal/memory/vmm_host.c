@@ -1,5 +1,5 @@
-// Host memory for the content of paused regions. Threads of its own pin it in chunks before it is needed.
-// Chunks are kept and used again.
+// Host memory for the content of paused regions. Background threads pin it in chunks before it is needed.
+// Later pauses reuse the chunks.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <stdlib.h>
@@ -66,8 +66,7 @@ static void *worker(void *argument)
     return NULL;
 }
 
-// Makes sure that there are at least `count` chunks, and starts threads to make them ready. Chunks that
-// failed are tried again. The caller holds the lock.
+// Allocates chunks up to `count`, and starts threads to prepare them. Chunks that failed are tried again. The caller holds the lock.
 static int grow(Host *host, int64_t count)
 {
     if (count > host->count) {
@@ -113,7 +112,7 @@ int shoal_host_prepare(Host *host, int64_t bytes, Status *status)
 }
 
 // Waits until every chunk is ready or has failed.
-void shoal_host_settle(Host *host)
+void shoal_host_wait(Host *host)
 {
     pthread_mutex_lock(&host->lock);
     while (host->running)
@@ -145,7 +144,7 @@ static void empty_chunk(Host *host, Chunk *chunk)
     free(chunk);
 }
 
-// Gives unused chunks back to the system.
+// Returns unused chunks to the system.
 void shoal_host_trim(Host *host)
 {
     bool entered = !host->driver->enter(host->driver, host->device);
@@ -164,7 +163,7 @@ void shoal_host_trim(Host *host)
         host->driver->leave(host->driver);
 }
 
-// Frees everything. Nobody may use a chunk any more.
+// Frees everything. No chunk may be in use.
 void shoal_host_close(Host *host)
 {
     pthread_mutex_lock(&host->lock);

@@ -142,8 +142,8 @@ static int streams_close(Streams *streams, Status *status)      // It waits for 
     return bad ? driver_failed(streams->region, bad, "copying", status) : 0;
 }
 
-// Lists the copies of what is kept. They are cut where pieces and chunks end, and packed into chunks one
-// after the other.
+// Lists the copies of kept content, split at the ends of pieces and chunks, and placed in chunks one after
+// the other.
 static int plan(Job *job, Host *host, Status *status)
 {
     Region *region = job->region;
@@ -178,7 +178,7 @@ static int plan(Job *job, Host *host, Status *status)
     return 0;
 }
 
-// Lists the pieces of the regions. Those with copies come first, or last.
+// Lists the pieces of the regions. Pieces with copies come first, or last.
 static Unit *list_units(Job *jobs, int n, bool copies_first, int64_t *count)
 {
     int64_t most = 1;
@@ -324,10 +324,10 @@ static void lock_all(Job *jobs, int n, bool lock)
 }
 
 // Pauses all of the regions or none. A region that is paused already loses its kept content, unless its job
-// says keep.
+// has `keep`.
 //
-// First the copies of all kept content are queued, into host memory that is there. Only then are pieces
-// unmapped, those with copies as soon as their copies have ended. If the driver fails in between, the
+// First the copies of all kept content are queued, into host memory that is ready. Only then are pieces
+// unmapped, pieces with copies as soon as their copies have ended. If the driver fails in between, the
 // unmapped pieces are mapped again, with their content. If that fails too, the region counts as paused, and
 // `resume` can be tried.
 int shoal_pause(Job *jobs, int n, Host *host, int num_threads, int num_streams, Moved *moved, Status *status)
@@ -399,8 +399,8 @@ int shoal_pause(Job *jobs, int n, Host *host, int num_threads, int num_streams, 
     return bad;
 }
 
-// Takes memory for all of the regions again, or for none, at the same addresses. Kept content is there again,
-// and the rest is undefined. A call that failed can be repeated.
+// Maps memory for all of the regions again, or for none, at the same addresses. Kept content is restored, the
+// rest is undefined. A failed call can be repeated.
 int shoal_resume(Job *jobs, int n, int num_threads, int num_streams, Moved *moved, Status *status)
 {
     Job *coming = calloc(n, sizeof *coming);
