@@ -184,7 +184,7 @@ def test_windows(window: int) -> None:
     case.check(case.attend(window), window)
 
 
-def test_splits_answer_the_same_bits_whoever_comes_last() -> None:
+def test_splits_answer_the_same_bits_in_any_order_of_arrival() -> None:
     case = Case(decodes([4096, 10_000, 333]), num_decodes=3)
     first = case.attend()
     for _ in range(300):

@@ -218,7 +218,7 @@ def test_freed_memory_goes_back_once_the_region_closes(regions):
     assert used() - before < 64 * MIB and y == GIB
 
 
-def test_a_set_that_is_let_go_of_gives_its_memory_back():
+def test_a_dropped_set_frees_its_memory():
     gc.collect()
     torch.cuda.empty_cache()
     before = used()

@@ -14,7 +14,7 @@ SPEC = CacheSpec(Layout.WHOLE_BLOCKS, 3, 4, 8, "bfloat16", 4, num_blocks=32)
 
 
 class Event(threading.Event):
-    """As of a device: it comes, or the device fails."""
+    """A fake device event, which completes or fails."""
 
     error = None
 
@@ -29,7 +29,7 @@ def offers():
     return Offers(b"m", [[ExportAddress("in_process", SPEC, b"")]], lambda block: 0, time.monotonic)
 
 
-def test_a_layer_is_told_when_its_event_has_come(offers):
+def test_a_layer_is_reported_when_its_event_has_completed(offers):
     first, second = (unseal(offers.offer(blocks)).id for blocks in (range(4), range(4, 9)))
     advancer, events = Advancer(offers), [Event() for _ in range(3)]
     for layer, event in enumerate(events):

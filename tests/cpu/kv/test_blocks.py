@@ -26,8 +26,8 @@ def keys(n, name="k"):
     return [key(f"{name}{i}") for i in range(n)]
 
 
-class Told:
-    """A listener's memory."""
+class Listener:
+    """A listener that records its calls."""
 
     def __init__(self):
         self.events = []
@@ -143,8 +143,8 @@ def test_of_two_blocks_with_equal_content_the_first_stays_findable():
 
 
 def test_a_copy_that_is_still_held_takes_over_when_the_first_is_free():
-    told = Told()
-    pool = BlockPool(4, listener=told)
+    listener = Listener()
+    pool = BlockPool(4, listener=listener)
     first, second, third = keyed(pool, 1), keyed(pool, 1), keyed(pool, 1)
     pool.check([0, 1, 2])
     pool.release(first)
@@ -153,7 +153,7 @@ def test_a_copy_that_is_still_held_takes_over_when_the_first_is_free():
     assert pool.match(keys(1)) == third
     pool.release(third)
     assert pool.match(keys(1)) == third and pool.free_blocks() == [1, 0, 3, 2]
-    assert not told.events, "the content was there all the time"
+    assert not listener.events, "the content was there all the time"
     pool.check([])
 
 
@@ -229,17 +229,17 @@ def test_an_impossible_priority_is_refused(priority):
 
 
 def test_a_listener_hears_of_evictions_and_resets_only():
-    told = Told()
-    pool = BlockPool(3, listener=told)
+    listener = Listener()
+    pool = BlockPool(3, listener=listener)
     blocks = keyed(pool, 3)
     pool.release(blocks)
     pool.release(pool.try_allocate(0, shared=pool.match(keys(3))))
-    assert told.events == []
+    assert listener.events == []
     pool.release(pool.try_allocate(2))
-    assert told.events == [key("k2"), key("k1")]
-    assert pool.reset([key("k0"), key("k1")]) and told.events[2:] == [key("k0")]
+    assert listener.events == [key("k2"), key("k1")]
+    assert pool.reset([key("k0"), key("k1")]) and listener.events[2:] == [key("k0")]
     pool.reset()
-    assert told.events[3:] == ["cleared"]
+    assert listener.events[3:] == ["cleared"]
 
 
 def test_some_keys_can_be_reset():
@@ -371,7 +371,7 @@ class NaivePool:
         # free blocks: without key in order, with key by age
         self.without, self.cached = list(range(num_blocks)), []
         # contents: of held copies, too
-        self.contents, self.priorities, self.refs, self.told = {}, Counter(), Counter(), []
+        self.contents, self.priorities, self.refs, self.reported = {}, Counter(), Counter(), []
         self.findable = {}
 
     @property
@@ -402,7 +402,7 @@ class NaivePool:
         k = self.contents.pop(block, None)
         if k is not None and self.findable[k] == block:
             del self.findable[k]
-            self.told.append(k)
+            self.reported.append(k)
 
     def register(self, block, k):
         self.contents[block] = k
@@ -442,7 +442,7 @@ class NaivePool:
         if wanted is None:
             self.without, self.cached = self.free, []
             self.contents, self.findable, self.priorities = {}, {}, Counter()
-            self.told.append("cleared")
+            self.reported.append("cleared")
             return not +self.refs
         idle = True
         for k in wanted:
@@ -462,8 +462,8 @@ class NaivePool:
 def test_random_operations_agree_with_a_naive_pool(seed):
     print(f"seed {seed}")
     r = random.Random(seed)
-    num_blocks, told = r.randint(1, 12), Told()
-    pool, naive = BlockPool(num_blocks, listener=told), NaivePool(num_blocks)
+    num_blocks, listener = r.randint(1, 12), Listener()
+    pool, naive = BlockPool(num_blocks, listener=listener), NaivePool(num_blocks)
     held: list[list[int]] = []
     for _ in range(1000):
         action = r.random()
@@ -509,4 +509,4 @@ def test_random_operations_agree_with_a_naive_pool(seed):
             pool.free_blocks() == naive.free
             and pool.coldest(3) == [b for b in naive.free if b in naive.findable.values()][:3]
         )
-        assert pool._key_to_block == naive.findable and told.events == naive.told
+        assert pool._key_to_block == naive.findable and listener.events == naive.reported

@@ -37,7 +37,7 @@ def by_kernel(pieces, src_ids, dst_ids):
 
 
 def by_runs(pieces, src_ids, dst_ids):
-    """As the copy engines do it."""
+    """Copies runs, as the copy engines do."""
     for src, dst in zip(*(addresses.tolist() for addresses in block_copy.runs(pieces, src_ids, dst_ids))):
         ctypes.memmove(dst, src, pieces.run)
 
@@ -68,7 +68,7 @@ def test_random_copies_between_kinds_equal_indexing(tmp_path, monkeypatch):
 
 
 def test_layers_in_storages_of_their_own(tmp_path):
-    """As other engines have them; two files may then have equal offsets."""
+    """Other engines allocate each layer by itself; two files may then have equal offsets."""
     spec = replace(SPEC, layout=Layout.BLOCK_FIRST, num_blocks=3)
     rng = random.Random(4)
 

@@ -49,7 +49,7 @@ def write(tier, metas):
 
 
 def read(tier, meta):
-    """The block, or None."""
+    """Returns the block, or None."""
     into = bytearray(os.urandom(tier.spec.block_bytes))
     return bytes(into) if tier.read(meta, memoryview(into)).result(10) else None
 
@@ -63,7 +63,7 @@ def files(tmp_path):
 
 
 def fail(monkeypatch, name, code, when=lambda *args: True):
-    """os.<name> raises this error."""
+    """Makes os.<name> raise this error."""
     real = getattr(os, name)
 
     def failing(*args, **options):
@@ -277,7 +277,7 @@ def another_layouts(path):
 
 
 def a_lie(**changes):
-    """A whole file whose header says something else about the block than its name."""
+    """Returns a complete file whose header contradicts its name."""
 
     def damage(path):
         meta = replace(chain(1)[0], **changes)
@@ -543,7 +543,7 @@ def test_a_real_limit_on_file_sizes(tmp_path):
     assert not files(tmp_path) and not list((tmp_path / "kv").rglob("writing-*/*"))
 
 
-def test_a_write_that_breaks_off_leaves_the_books_right(make, monkeypatch):
+def test_an_interrupted_write_leaves_the_counts_right(make, monkeypatch):
     tier, metas = make(), chain(2)
     with monkeypatch.context() as broken:
         broken.setattr(tier._folder, "prepare", lambda *args: [][1])  # a bug
@@ -602,7 +602,9 @@ def test_what_is_made_is_for_its_owner_alone(make, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("mode, warns", [(0o700, False), (0o500 | 0o040, True), (0o711, True)])
-def test_a_folder_that_is_there_keeps_its_rights_and_open_ones_are_told(make, tmp_path, caplog, mode, warns):
+def test_a_folder_that_exists_keeps_its_rights_and_open_ones_are_reported(
+    make, tmp_path, caplog, mode, warns
+):
     (tmp_path / "kv").mkdir()
     (tmp_path / "kv").chmod(mode | 0o200)
     make()
@@ -735,7 +737,7 @@ def test_forgotten_blocks_are_not_found_and_their_files_go(make, tmp_path):
     assert all(write(tier, metas)) and all_right(tier, metas)
 
 
-def test_events_tell_what_is_verified_and_what_goes(make, tmp_path):
+def test_events_report_verified_and_removed_blocks(make, tmp_path):
     first, metas = make(), chain(4)
     write(first, metas[:3])
     first.close()
@@ -921,7 +923,7 @@ class Faults:
 
 
 def vandalize(r, path):
-    """Something happens to a file behind the tier's back."""
+    """Damages, removes or replaces a file without the tier."""
     action = r.randrange(6)
     if action == 0:
         path.unlink()
@@ -954,7 +956,7 @@ def test_random_operations_with_failures_return_the_right_bytes_or_none(tmp_path
         faults.rate = rate
         return tier
 
-    tier, told = build(), set()
+    tier, reported = build(), set()
     for step in range(700):
         if step % 100 == 0:
             faults.rate = r.choice([0.0, 0.0, 0.02, 0.2])
@@ -985,16 +987,16 @@ def test_random_operations_with_failures_return_the_right_bytes_or_none(tmp_path
                 for meta in r.sample(metas, 3):
                     other.write(meta, memoryview(content(meta))).result(20)
                 other.close()
-            tier, told = build(), set()
+            tier, reported = build(), set()
         tier.flush(20)
         for event in tier.take_events():
             if isinstance(event, bytes):
-                told.remove(event)
+                reported.remove(event)
             else:
-                told.add(event.key)
+                reported.add(event.key)
         tier._reads.wait(20)
         tier.check()
-        assert told == tier._verified
+        assert reported == tier._verified
         assert sum(in_pages(path.stat().st_size) for path in files(tmp_path).values()) <= max_blocks * FILE
     faults.rate = 0.0
     tier.close()

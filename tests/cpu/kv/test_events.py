@@ -59,7 +59,7 @@ def test_a_run_of_blocks_is_one_event_with_all_its_tokens():
     ]
 
 
-def test_what_is_no_news_is_not_told():
+def test_changes_without_effect_make_no_event():
     keys, tokens = chain(*range(20))
     index = BlockIndex(SIZE)
     index.apply(
@@ -75,7 +75,7 @@ def test_what_is_no_news_is_not_told():
     assert index.apply([Removed(b"x" * 16, "GPU"), Removed(keys[0], "CPU")]) == []
 
 
-def test_removals_in_a_row_are_one_event_and_a_block_stored_anew_is_told_again():
+def test_removals_in_a_row_are_one_event_and_a_block_stored_anew_makes_an_event():
     keys, tokens = chain(*range(8))
     store = Stored(keys, None, tokens, None, None, "GPU")
     index = BlockIndex(SIZE)
@@ -88,10 +88,10 @@ def test_removals_in_a_row_are_one_event_and_a_block_stored_anew_is_told_again()
     ]
 
 
-def test_tiers_are_told_apart_and_cleared_means_all_of_them():
+def test_tiers_have_events_of_their_own_and_cleared_means_all():
     keys, tokens = chain(*range(8))
     index = BlockIndex(SIZE)
-    told = index.apply(
+    reported = index.apply(
         [
             Stored(keys, None, tokens, None, None, "GPU"),
             Stored(keys[1:], keys[0], tokens[4:], None, None, "CPU"),
@@ -100,14 +100,14 @@ def test_tiers_are_told_apart_and_cleared_means_all_of_them():
             Cleared("CPU"),
         ]
     )
-    assert [type(event) for event in told] == [BlockStored, BlockStored, BlockRemoved, AllBlocksCleared]
-    assert told[1].medium == "CPU" and told[2] == BlockRemoved(names(keys), "GPU")
+    assert [type(event) for event in reported] == [BlockStored, BlockStored, BlockRemoved, AllBlocksCleared]
+    assert reported[1].medium == "CPU" and reported[2] == BlockRemoved(names(keys), "GPU")
     assert index.apply([Cleared("GPU")]) == [AllBlocksCleared()], (
         "who knew nothing of it may have an old view"
     )
 
 
-def test_adapter_and_salt_are_told():
+def test_events_have_adapter_and_salt():
     keys, tokens = chain(*range(8), adapter="a", cache_salt="s")
     index = BlockIndex(SIZE)
     [event] = index.apply([Stored(keys, None, tokens, "a", "s", "GPU")])
@@ -123,7 +123,7 @@ def test_adapter_and_salt_are_told():
     ]
 
 
-def test_two_contents_of_one_name_are_told_as_the_first():
+def test_of_two_contents_with_one_name_the_first_is_published():
     index, a, b = BlockIndex(SIZE), b"\1" * 8 + b"name" * 2, b"\2" * 8 + b"name" * 2
     store = [Stored([key], None, [1, 2, 3, key[0]], None, None, "GPU") for key in (a, b)]
     assert [event.token_ids for event in index.apply(store)] == [[1, 2, 3, 1]]
@@ -183,7 +183,7 @@ def test_a_snapshot_equals_what_the_events_gave_with_parents_first(seed):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_any_load_tells_exactly_what_the_pool_holds(seed):
+def test_events_of_any_load_match_the_pool(seed):
     print(f"seed {seed}")
     r = random.Random(seed)
     events = KvEvents(

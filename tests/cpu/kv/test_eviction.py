@@ -14,7 +14,7 @@ def key(i):
 
 
 def drain(order):
-    """All keys in the order in which they go."""
+    """Returns all keys in the order of eviction."""
     found = []
     while (coldest := order.coldest()) is not None:
         found.append(coldest)
@@ -123,7 +123,7 @@ def test_the_sketch_is_never_too_low_and_rarely_too_high(seed):
     assert sum(sketch.count(key(f"new {i}")) > 0 for i in range(1000)) < 200
 
 
-def test_the_sketch_tells_who_was_seen_twice():
+def test_the_sketch_finds_keys_seen_twice():
     sketch = FrequencySketch(100)
     assert [sketch.add(key(i)) >= 2 for i in (1, 2, 1, 3, 2, 4)] == [False, False, True, False, True, False]
 

@@ -101,7 +101,7 @@ def test_a_fetch_of_nothing_asks_the_owner_all_the_same(owner, peers):
 
 
 def test_a_late_read_fails_instead_of_giving_wrong_blocks(owner, into, peers):
-    """The owner gives the blocks to somebody else while they are being read."""
+    """The owner reuses the blocks while they are being read."""
     sealed, blocks = owner.offer(4, 4)
     with Lease(sealed) as lease:
         owner.pool.release(blocks)
@@ -195,7 +195,7 @@ def test_more_than_can_be_is_nonsense(owner, peers, progress):
 
 
 def test_blocks_of_another_model_are_refused(owner, into):
-    """They may look the same: other weights, say."""
+    """Blocks of other weights may have the same layout."""
     peers = BlockReader(b"other weights", Transports([InProcess]), into)
     with Lease(owner.offer(1, 1)[0]) as lease, pytest.raises(TransferError, match="other weights") as caught:
         peers.fetch(lease, [0], [0])
@@ -265,7 +265,7 @@ def test_the_first_transport_that_leads_there_is_taken(into):
     owner.close()
 
 
-def test_a_cache_that_nobody_could_read_is_told_at_the_start():
+def test_a_cache_that_no_transport_can_read_is_refused_at_the_start():
     view = BlockView.over(SPEC, host_memory(SPEC.num_bytes))
     transports = Transports([kind for kind in TRANSPORTS if kind.name != "nixl"])
     with pytest.raises(
@@ -288,7 +288,7 @@ def test_without_nixl_other_hosts_are_refused_with_the_way_out(monkeypatch):
     exports.close()
 
 
-def test_what_is_new_is_told_once():
+def test_each_layer_is_reported_once():
     """Against counting block by block, for steps of random sizes that are looked at now and then."""
     rng, num_layers = random.Random(3), 4
     for _ in range(200):
@@ -299,11 +299,11 @@ def test_what_is_new_is_told_once():
             for layers in range(num_layers + 1)
         ]
         positions = sorted(rng.sample(range(12), rng.randint(0, 12)))
-        seen, told = Progress(), []
+        seen, reported = Progress(), []
         for current in steps:
             if rng.random() < 0.4 or current is steps[-1]:
                 for which, new in news(positions, seen, current, num_layers):
-                    told += [(position, layer) for position in positions[which] for layer in new]
+                    reported += [(position, layer) for position in positions[which] for layer in new]
                 there = {(p, i) for p in positions for i in range(current.layers_of(p, num_layers))}
-                assert sorted(told) == sorted(there)
+                assert sorted(reported) == sorted(there)
                 seen = current

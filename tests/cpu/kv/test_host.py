@@ -11,7 +11,7 @@ from tests.made_blocks import chain, keys_of
 
 
 def store(tier, metas):
-    """As the end of a copy from the device does it."""
+    """Stores blocks, as the end of a copy from the device does."""
     host_blocks = tier.take(len(metas))
     assert host_blocks is not None
     for host_block, meta in zip(host_blocks, metas):
@@ -164,7 +164,7 @@ def test_random_operations_never_lose_or_mix_blocks(seed, policy):
     slab: list[object] = [None] * tier.capacity
     copies: list[tuple[list[int], list]] = []  # host_blocks that are being filled, and with what
     readers: list[list[int]] = []
-    told = set()
+    reported = set()
     for _ in range(1500):
         action = r.random()
         if action < 0.3:
@@ -197,10 +197,10 @@ def test_random_operations_never_lose_or_mix_blocks(seed, policy):
             tier.forget(None if r.random() < 0.3 else keys_of(r.sample(metas, 4)))
         for event in tier.take_events():
             if isinstance(event, bytes):
-                told.remove(event)
+                reported.remove(event)
             else:
-                told.add(event.key)
+                reported.add(event.key)
         held = Counter(s for c, _ in copies for s in c) + Counter(s for c in readers for s in c)
         tier.check(held.elements())
         found = {meta.key: host_block for meta in metas if (host_block := tier.find(meta.key)) is not None}
-        assert told == found.keys() and all(slab[host_block] == key for key, host_block in found.items())
+        assert reported == found.keys() and all(slab[host_block] == key for key, host_block in found.items())

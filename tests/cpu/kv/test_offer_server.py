@@ -88,7 +88,7 @@ def test_a_reader_sees_progress_verifies_and_releases(owner):
         assert owner.ended() == [None]
 
 
-def test_who_watches_is_told_at_once(owner):
+def test_a_watching_reader_is_notified_at_once(owner):
     sealed, ticket_id = owner.offer()
     with Lease(sealed) as lease:
         timer = threading.Timer(0.1, owner.offers.advance, (ticket_id, 2, 3))
@@ -99,7 +99,7 @@ def test_who_watches_is_told_at_once(owner):
         timer.join()
 
 
-def test_who_watches_is_told_of_the_end(owner):
+def test_a_watching_reader_is_notified_of_the_end(owner):
     sealed, _ = owner.offer()
     with Lease(sealed) as lease:
         timer = threading.Timer(0.05, owner.offers.withdraw, ("the request was aborted",))
@@ -222,13 +222,13 @@ def test_the_number_of_connections_has_a_bound(owner, monkeypatch):
         assert failure(Lease, sealed) is Failure.LOST
 
 
-def test_an_address_that_can_not_be_had_is_told(owner):
+def test_an_address_that_is_in_use_is_refused(owner):
     with pytest.raises(ConfigError, match=r"203\.0\.113\.1"):
         OfferServer(owner.offers, "203.0.113.1")
 
 
 class FalseOwner:
-    """Answers each connection with bytes of its own, whatever is asked."""
+    """An owner that answers each connection with fixed bytes."""
 
     def __init__(self, *answers, then_close=True):
         self.listener = socket.create_server(("127.0.0.1", 0))
@@ -267,7 +267,7 @@ def false_ticket(owner, false):
         len(b"\x92\xa6Opened\x93\xff\x00\x00").to_bytes(4, "little") + b"\x92\xa6Opened\x93\xff\x00\x00",
     ],
 )
-def test_an_owner_that_answers_nonsense_is_told_so(owner, answer):
+def test_an_invalid_answer_of_the_owner_is_reported(owner, answer):
     false = FalseOwner(answer)
     with pytest.raises(TransferError, match=false.address) as caught:
         Lease(false_ticket(owner, false))

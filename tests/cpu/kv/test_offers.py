@@ -126,7 +126,7 @@ def test_the_owner_takes_one_offer_back_or_all():
 
 
 def test_blocks_that_hold_something_else_are_stale():
-    """As after a mistake of the owner's, who gave blocks away that he had offered."""
+    """The owner released offered blocks by mistake, and they were reused."""
     owner = Owner(num_blocks=4)
     sealed, ticket_id, blocks = owner.offer(4)
     owner.offers.open(ticket_id, digest_of(sealed), "r")
@@ -140,7 +140,7 @@ def test_blocks_that_hold_something_else_are_stale():
 
 @pytest.mark.parametrize("keys", [None, [b"k"]])
 def test_a_reset_of_the_cache_makes_offers_stale(keys):
-    """New weights, say: the bytes of held blocks stay, but are of no use any more."""
+    """After new weights the bytes of held blocks stay, but belong to the old weights."""
     owner = Owner()
     _, ticket_id, blocks = owner.offer(2)
     owner.pool.register(blocks[1], b"k")

@@ -74,7 +74,7 @@ def store(events, seed, num_tokens=SIZE):
 
 
 def read(client, seconds=20.0):
-    """The numbers that it is sent up to the end."""
+    """Returns the numbers of all batches up to the end."""
     numbers = []
     while client.poll(int(seconds * 1000)):
         _, _, number, _ = client.recv_multipart()
@@ -150,7 +150,7 @@ def test_a_client_that_reads_slowly_gets_everything(start, ask):
     assert read(client) == list(range(300))
 
 
-def test_batches_that_are_gone_in_the_middle_of_an_answer_are_told_by_a_snapshot(start, ask, monkeypatch):
+def test_a_snapshot_replaces_batches_that_are_gone_during_an_answer(start, ask, monkeypatch):
     monkeypatch.setattr(replay, "HIGH_WATER_MARK", 1)
     events, is_open = start(buffer_steps=200), threading.Event()
     advance = events._replay._advance

@@ -29,7 +29,7 @@ FILE = PAGE + BYTES
 
 
 class Shaky(MemoryFileSystem):
-    """An object store with moods: `trouble` is called before every request and may raise or wait."""
+    """An unreliable object store: `trouble` is called before every request and may raise or wait."""
 
     protocol = "shaky"
     store: dict = {}
@@ -233,7 +233,7 @@ def test_a_wrong_object_is_not_served_is_counted_and_makes_way_for_a_good_one(ma
 
 
 def test_a_wrong_object_is_gone_before_its_reader_hears_of_it(make, url, monkeypatch):
-    """Otherwise a good one that the reader then writes could be removed in its place."""
+    """Otherwise the removal could hit a good object that the reader writes next."""
     tier, [meta] = make(url), chain(1)
     write(tier, [meta])
     tier._fs.pipe_file(tier._path(meta.key), b"wrong")

@@ -49,7 +49,7 @@ def write(tier, metas):
 
 
 def read(tier, meta):
-    """The block, None if the tier says that it has not got it."""
+    """Returns the block, or None if the tier lacks it."""
     into = bytearray(BYTES)
     return bytes(into) if tier.read(meta, memoryview(into)).result(20) else None
 

@@ -37,7 +37,7 @@ def test_what_every_transport_does(name, case):
 
 @pytest.mark.parametrize("offset", [1, -4, 1 << 40])
 def test_an_address_of_shared_memory_where_no_cache_can_be_is_refused(offset):
-    """All but the offset is right, the key too."""
+    """Everything but the offset is right, the key too."""
     with transport_cases.owner_of("shared_memory", [transport_cases.SPEC]) as owner:
         [[address]] = owner.addresses()
         place = msgspec.msgpack.decode(address.memory)
@@ -51,7 +51,7 @@ def test_an_address_of_shared_memory_where_no_cache_can_be_is_refused(offset):
 
 @pytest.mark.parametrize("name", ["in_process", "shared_memory"])
 def test_blocks_go_to_files_too(name, tmp_path):
-    """By way of memory in between, as no processor has a direct-I/O file at hand."""
+    """Through a staging buffer, as no processor can access a direct-I/O file."""
     count = itertools.count()
     transport_cases.check_blocks_come_as_they_are(
         name, lambda num_bytes: DirectFile(tmp_path / str(next(count)), num_bytes), seed=3

@@ -1,5 +1,5 @@
-"""Regions on Ascend from end to end: our C library on a fake ACL driver, below the stand-in of torch_npu. Nothing of
-ours is replaced."""
+"""Regions on Ascend from end to end: our C library on a fake ACL driver, below the stand-in of torch_npu.
+Nothing of ours is replaced."""
 
 import ctypes
 import gc
@@ -27,7 +27,7 @@ def fake():
 
 @pytest.fixture
 def npu(fake, monkeypatch):
-    """The stand-in of `torch.npu`, on device 0."""
+    """The fake of `torch.npu`, on device 0."""
     found = fake_torch_npu.install(monkeypatch, fake.path)
     found.set_device(0)
     return found
@@ -87,7 +87,7 @@ def test_what_torch_npu_has_cached_is_not_copied(regions, npu):
 
 
 def test_a_torch_npu_whose_pools_have_no_snapshot_keeps_every_byte(regions, npu, monkeypatch):
-    """Versions before `MemPool.snapshot` are such."""
+    """Versions before `MemPool.snapshot` have no such call."""
     monkeypatch.delattr(npu.MemPool, "snapshot")
     with regions.region("weights", offload=True):
         freed, kept = Tensor(npu, 4 * MIB), Tensor(npu, 6 * MIB, seed=1)
@@ -135,7 +135,7 @@ def test_memory_that_runs_out_is_torch_npus_error_with_the_drivers_reason(region
     gc.collect()  # the error's traceback kept the pool alive
 
 
-def test_memory_in_use_is_told_from_what_torch_npu_says(regions, npu):
+def test_memory_in_use_is_computed_from_torch_npu(regions, npu):
     with regions.region("a", offload=False):
         tensor = Tensor(npu, 6 * MIB)
     assert regions.in_use() == {"in_use_bytes": 6 * MIB, "region_bytes": 6 * MIB, "process_bytes": 0}

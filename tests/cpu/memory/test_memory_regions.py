@@ -63,7 +63,7 @@ def test_what_is_kept_comes_back_at_the_same_address_and_the_rest_gives_its_memo
 
 
 def test_content_is_kept_unless_it_is_said_that_it_may_go(regions, fake):
-    """As vLLM's allocator keeps what was allocated without a tag."""
+    """vLLM's allocator keeps memory without a tag, too."""
     default, other = regions.make(4 * GRAIN, seed=1), regions.make(2 * GRAIN, tag="other", seed=2)
     scratch = regions.make(6 * GRAIN, tag="scratch", seed=3, offload=False)
     regions.graph_pool("graphs")
@@ -76,8 +76,9 @@ def test_content_is_kept_unless_it_is_said_that_it_may_go(regions, fake):
     assert regions.pause().host_bytes == 14 * GRAIN
 
 
-def test_what_is_in_use_is_told_apart(fake):
-    """Regions of the set; other memory of the process, another set's regions too; and what others hold."""
+def test_memory_in_use_is_reported_by_owner(fake):
+    """Regions of the set; other memory of the process, other sets' regions included; and other processes'
+    memory."""
     regions, trainer = make_regions(fake.path), make_regions(fake.path)
     ours, theirs = make(regions, [], 32 * GRAIN, offload=False), make(trainer, [], 8 * GRAIN, offload=False)
     pools = regions._pools
@@ -221,7 +222,7 @@ def test_a_resume_that_finds_no_memory_changes_nothing_and_can_be_tried_again(re
 
 
 def test_an_interrupt_behind_the_librarys_work_hides_nothing(regions, monkeypatch):
-    """The memory has gone, or has come, when an interrupt keeps the call from ending as it should."""
+    """The memory is already freed, or mapped, when an interrupt ends the call early."""
     tensor = regions.make(10 * GRAIN, seed=1, offload=True)
     call = regions._call
 
@@ -325,7 +326,7 @@ def test_host_buffers_go_back_when_what_they_keep_is_dropped(regions, fake):
     assert b.holds(1)
 
 
-def test_a_set_that_is_let_go_of_leaves_nothing(fake):
+def test_a_dropped_set_leaves_nothing(fake):
     regions = make_regions(fake.path)
     tensor = make(regions, [], 5 * GRAIN, seed=3, offload=True)
     regions.prepare_host(wait=True)
@@ -378,7 +379,8 @@ def test_a_set_may_be_closed_while_it_sleeps(fake):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_failure_at_every_call_of_the_driver(fake, kind):
-    """Whatever fails: what comes back is right, a failure is reported, and another try mends it."""
+    """After a failure at any call, restored content is right, the failure is reported, and another try
+    succeeds."""
     seen = set()
     for k in range(1, 400):
         regions = make_regions(fake.path, kind, map_threads=2)

@@ -72,7 +72,7 @@ def test_the_dtype_of_the_weights_counts(build, folder):
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-def test_packed_weights_are_told_apart(build, root, folder, kind):
+def test_packed_weights_have_fingerprints_of_their_own(build, root, folder, kind):
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         write_gguf(root / f"{name}-{kind}.gguf", "qwen3", kind, seed)
     found = [of(build(f"{name}-{kind}.gguf", dtype="auto", tokenizer=str(folder))) for name in "abc"]

