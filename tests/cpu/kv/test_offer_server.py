@@ -222,7 +222,7 @@ def test_the_number_of_connections_has_a_bound(owner, monkeypatch):
         assert failure(Lease, sealed) is Failure.LOST
 
 
-def test_an_address_that_is_in_use_is_refused(owner):
+def test_an_address_of_another_host_is_refused(owner):
     with pytest.raises(ConfigError, match=r"203\.0\.113\.1"):
         OfferServer(owner.offers, "203.0.113.1")
 

@@ -1,5 +1,5 @@
-"""Regions on Ascend from end to end: our C library on a fake ACL driver, below the stand-in of torch_npu.
-Nothing of ours is replaced."""
+"""Regions on Ascend from end to end: our C library on a fake ACL driver, below the fake of torch_npu.
+Nothing else is replaced."""
 
 import ctypes
 import gc
