@@ -104,12 +104,12 @@ def _microseconds(shape: Shape, rows: int, chosen: Matmul, prefetches: bool) -> 
             return left if left is None else residual.add_(left)
         return linear.linear(x, weights[i], None)
 
-    chooses, looks = linear.choose, linear.products.gpu_of
-    linear.choose, linear.products.gpu_of = lambda *_: chosen, lambda _: on  # type: ignore[assignment]
+    chooses, looks = linear.choose, linear.dispatch.gpu_of
+    linear.choose, linear.dispatch.gpu_of = lambda *_: chosen, lambda _: on  # type: ignore[assignment]
     try:
         return microseconds_of(run, len(weights))
     finally:
-        linear.choose, linear.products.gpu_of = chooses, looks
+        linear.choose, linear.dispatch.gpu_of = chooses, looks
 
 
 def measure(shape: Shape, rows: int, chosen: Matmul, limits: Limits) -> float:

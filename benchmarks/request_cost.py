@@ -113,7 +113,7 @@ class Site:
             )
             link, wire = RemoteEngine(about, card, "tcp://127.0.0.1:1", None), Wire()
             link._socket, link._is_connected = wire, True  # type: ignore[assignment]
-            link._reader.look = lambda: None  # type: ignore[method-assign]
+            link._reader.poll = lambda: None  # type: ignore[method-assign]
             worker = Worker(about, link, clock.now)
             worker.has_events = True
             worker.reached()
