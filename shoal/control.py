@@ -136,11 +136,10 @@ class Control(Protocol):
 
     async def sleep(self, level: int = 1, tags: list[str] | None = None, mode: str = "abort") -> MemoryReport:
         """Puts the engine to sleep. Level 0 only pauses scheduling, 1 keeps the weights in host memory and
-         drops the KV cache, 2 drops both. `tags` restricts it to some regions. `mode`, for running requests:
-         "wait" for their end, "abort" them, or "keep" them for after the wake-up. Raises ConfigError for
-        unknown
-         levels, tags and modes, and for levels 1 and 2 without sleep mode; UnavailableError if the host lacks
-         memory for the weights, or if wake_up is called meanwhile."""
+        drops the KV cache, 2 drops both. `tags` restricts it to some regions. `mode`, for running requests:
+        "wait" for their end, "abort" them, or "keep" them for after the wake-up. Raises ConfigError for
+        unknown levels, tags and modes, and for levels 1 and 2 without sleep mode; UnavailableError if the
+        host lacks memory for the weights, or if wake_up is called meanwhile."""
         return await self.control(Sleep(level, tags, mode))
 
     async def wake_up(self, tags: list[str] | None = None) -> MemoryReport:

@@ -289,7 +289,7 @@ def _checked(messages: Any) -> Sequence[Any]:
     if not isinstance(messages, (list, tuple)) or not messages:
         raise RequestError(
             f"messages must be a list of messages, got {messages!r:.80}; give [{{'role': 'user', 'content': "
-            "'text'}}]",
+            "'text'}]",
             field="messages",
         )
     return messages

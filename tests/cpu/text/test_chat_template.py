@@ -247,7 +247,7 @@ def test_without_a_template_the_error_says_how_to_give_one(tmp_path):
 @pytest.mark.parametrize(
     "messages, said",
     [
-        ([], "messages must be a list of messages, got"),
+        ([], r"messages must be a list of messages, got \[\]; give \[{'role': 'user', 'content': 'text'}\]$"),
         ("hi", "messages must be a list of messages, got"),
         ({"role": "user"}, "messages must be a list of messages, got"),
         ([["x"]], "role"),
