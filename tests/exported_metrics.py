@@ -41,7 +41,7 @@ def of_a_router():
     async def collected():
         fleet = Fleet(FleetConfig(), LoopClock())
         fleet._all.append(ModelPool("m", True, FleetConfig(), fleet.clock))
-        fleet.shared = _NoPeers()
+        fleet.replica_sync = _NoPeers()
         return list(fleet.metrics())
 
     return run_virtual(collected())

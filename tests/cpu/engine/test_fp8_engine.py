@@ -123,14 +123,14 @@ def test_a_gpus_kernels_compute_what_the_cpus_compute(kind, tmp_path, gpu_kernel
     expected_tokens, expected = answer(tmp_path)
     assert tokens == expected_tokens
     torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
-    linear = cpu_fp8.Fp8Weight.linear
+    linear = cpu_fp8.CpuFp8Weight.linear
 
     def of_rounded(self, x_TI, bias_O):
         size = self.tensor.size
         group = 0 if size == self.tensor.shape[1] else size
         return linear(self, quantize_rows(x_TI, group).dequantize() if len(x_TI) > 8 else x_TI, bias_O)
 
-    monkeypatch.setattr(cpu_fp8.Fp8Weight, "linear", of_rounded)
+    monkeypatch.setattr(cpu_fp8.CpuFp8Weight, "linear", of_rounded)
     _, expected_of_rounded = answer(tmp_path)
     drift = (expected_of_rounded - expected).abs().mean()
     assert (ours_of_rounded - expected_of_rounded).abs().mean() < 0.1 * drift
