@@ -1,9 +1,9 @@
-"""Prefills by flash-attn or FlashInfer, for those who have installed one of them and ask for it with
-`attention_backend`.
+"""Prefills by flash-attn or FlashInfer, the documented values `flash_attn` and `flashinfer` of
+`attention_backend`. vLLM's values of that option map to them (vllm_options.py); "auto" never chooses them.
 
 Decodes stay with our Triton kernel, because they run in CUDA graphs with lengths that live on the device, and
 both libraries plan decodes on the host. Neither package is a dependency. Building an engine raises
-ConfigError if the one that is asked for is missing. Shapes: T tokens, S sequences, H query heads, G kv heads,
+ConfigError if the chosen package is missing. Shapes: T tokens, S sequences, H query heads, G kv heads,
 N head size, M blocks a sequence.
 """
 

@@ -219,7 +219,7 @@ class AttentionBackend(Protocol):
 
     def begin(self, step: StepInput) -> None:
         """Plans what the layers of the step have in common. It is called once before the layers of an eager
-        step, and once before those of a step that is captured, but not before a replay."""
+        step, and once before the layers of a step that is captured, but not before a replay."""
 
     def reads_k(self, window: int | None) -> bool:
         """Says if `attend` may read this step's k as it is passed, not from the cache alone."""
@@ -240,7 +240,7 @@ class AttentionBackend(Protocol):
         for fresh prefills. With `selected`, nobody reads the results of other tokens than
         step.host.selected_tokens.
 
-        `scales_2G`: the cache has fp8 numbers (kernels/reference.py: `to_fp8`), those of kv head g to be
+        `scales_2G`: the cache has fp8 numbers (kernels/reference.py: `to_fp8`), kv head g's to be
         multiplied by scales_2G[0, g] (keys) and scales_2G[1, g] (values). Then this step's keys and values
         are read from the cache alone, so that a token sees the same ones in whatever step it is computed."""
         ...

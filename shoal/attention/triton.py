@@ -39,14 +39,14 @@ WAVES = 3
 LARGE = 1.4
 CUT = 8  # except for this many of the longest sequences, if the others would wait for them:
 CUT_SPLITS = 4  # those are cut into this many splits.
-CAPTURED_WAVES = 4  # waves of decode programs in a captured mixed step, most of which leave at once
+CAPTURED_WAVES = 4  # waves of decode programs in a captured mixed step; most leave at once
 MIN_SPLIT = 64  # the fewest keys that are worth a program of their own
 # The longest sequence gives each program at least this many keys: many programs for few keys cost more than
 # they bring.
 FULL_SPLIT = 160
 SHARE_FROM = 9  # the fewest decodes for which a shared prefix is worth one more launch a layer
 PREFIX_PROGRAMS_PER_SM = 2
-MAX_PARTS = 16  # the most parts of a shared prefix, each of which is one more result to weigh
+MAX_PARTS = 16  # the most parts of a shared prefix; each is one more result to weigh
 MIN_PREFILL_SPLIT = 512  # the fewest keys that are worth a program of their own beside a tile's others
 # From this many prefill tokens on Hopper's own kernel gets them. It takes the host longer to launch.
 HOPPER_FROM = 512
@@ -169,8 +169,8 @@ class TritonBackend:
             self.work = on_device.view(work.shape)
 
     def plan_blocks(self, step: StepInput, host: HostView) -> UnpackedBlocks | None:
-        """The blocks that the prefills read. None: they would take more memory as plain numbers than those of
-        any step that the engine rehearses."""
+        """Returns the blocks that the prefills read. None: as plain numbers they would take more memory than
+        in any step that the engine rehearses."""
         lens = np.array(host.kv_lens)
         lens[: step.num_decodes] = 0
         if lens.sum() > max(step.max_prefill_tokens, self.max_model_len):

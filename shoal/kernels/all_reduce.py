@@ -23,7 +23,7 @@ are compared by their difference.
 A rank that is gone would leave the others waiting for ever. The process that notices raises this rank's flags
 far ahead (`release_waits`), which ends all waits; the results mean nothing then.
 
-T rows · D columns · R ranks. The oracle of the sums is torch, that of the norm reference.py.
+T rows · D columns · R ranks. Oracles: torch for the sums, reference.py for the norm.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _read_flag(ptr):
 def _exchange(
     addresses_ptr, own, block, turn, most_polls, stage: tl.constexpr, RANK: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Tells the others that this program has written its part, and waits until they have written theirs."""
+    """Signals that this program has written its part, and waits for the other ranks' parts."""
     tl.debug_barrier()  # The writes of all threads come before the flag.
     for away in tl.static_range(1, SIZE):
         address = tl.load(addresses_ptr + (RANK + away) % SIZE)
@@ -189,7 +189,7 @@ def _one_shot(
     SIZE: tl.constexpr,
     REGION: tl.constexpr,
 ):
-    """The sum of the ranks' x, float32. Block positions `at`, of which `inside` are of the message."""
+    """The sum of the ranks' x, float32. Block positions `at`; only those `inside` belong to the message."""
     part: tl.constexpr = REGION // SIZE // (x.dtype.primitive_bitwidth // 8)  # elements of a rank in a region
     for away in tl.static_range(1, SIZE):
         address = tl.load(addresses_ptr + (RANK + away) % SIZE)
@@ -226,8 +226,8 @@ def _two_shot(
     PIECE_BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """The same of the elements from x_ptr on, of which `num_left` are of the message. Rank r sums the
-    positions [r * PIECE, (r + 1) * PIECE). What it sums beyond the message is nobody's."""
+    """The same for the elements from x_ptr on; `num_left` belong to the message. Rank r sums the
+    positions [r * PIECE, (r + 1) * PIECE). Sums beyond the message are not read."""
     i = tl.arange(0, PIECE_BLOCK)
     for rank in tl.static_range(SIZE):
         address = tl.load(addresses_ptr + rank)

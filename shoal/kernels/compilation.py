@@ -2,7 +2,7 @@
 
 A kernel takes up to two seconds, and a first start meets dozens of them one after the other. Threads help,
 because Triton holds Python's lock for only a small part of that time: the rest are passes of LLVM, and ptxas,
-which is a process.
+which is a process. engine/runner/runner.py compiles so before the first step of an engine.
 """
 
 from __future__ import annotations

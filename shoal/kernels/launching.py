@@ -3,6 +3,7 @@
 `repeated_launches` is for captures, which launch the same few kernels thousands of times, once a layer and
 graph. Triton asks anew each time which of its compiled variants the arguments need, and that question is most
 of what a launch takes. So it is answered once for all calls whose arguments are of the same kinds.
+engine/runner/runner.py uses it where it captures CUDA graphs; compilation.py replaces launches with it too.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def launches_replaced(replace: Callable[[Callable[..., Any]], Callable[..., Any]
 
 @contextmanager
 def repeated_launches() -> Iterator[None]:
-    """While this context lasts, a launch of this thread whose arguments are of the same kinds as those of an
+    """While this context lasts, a launch of this thread whose arguments have the same kinds as an
     earlier one takes the compiled kernel of that one. Of the same kind are tensors with equal types and
     alignments, descriptors with equal tiles, and any other values if they are equal.
 
@@ -82,6 +83,6 @@ def _kind(argument: Any) -> Any:
         return argument.__class__, argument
     if isinstance(argument, torch.Tensor):
         return argument.dtype, argument.data_ptr() % 16
-    if hasattr(argument, "block_shape"):  # a descriptor, of which each kernel takes one class alone
+    if hasattr(argument, "block_shape"):  # a descriptor; each kernel takes one class of them
         return argument.base.dtype, *argument.block_shape, argument.layout
     return argument.__class__, argument

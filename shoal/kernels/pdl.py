@@ -1,7 +1,7 @@
 """Programmatic dependent launch (PDL): on Hopper a kernel may start while the one before it still runs, and
 wait for it by itself.
 
-A decode step is a chain of small kernels, each of which needs what the one before it wrote. With PDL the
+A decode step is a chain of small kernels; each needs what the one before it wrote. With PDL the
 launch of a kernel, and whatever it can do without its inputs (a matmul loads weights), hide behind its
 predecessor. A kernel that takes part (`pdl_options`) keeps three rules:
 

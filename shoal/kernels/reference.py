@@ -104,7 +104,7 @@ def qk_norm_rope_store(
 
     cos_sin is [max_position, N]: cosines, then sines. Nothing is stored for padding (row or position -1), and
     its qkv is undefined afterwards. Without `keep_k` nobody reads k in qkv, and it may be undefined there,
-    too. With `scales_2G` (those of keys, then of values) the cache gets fp8 numbers.
+    too. With `scales_2G` (keys', then values') the cache gets fp8 numbers.
     """
     head_dim = cos_sin.shape[1]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
@@ -164,7 +164,7 @@ def begin_decode(
 def keep_bits(logits_SV: torch.Tensor, rows_G: torch.Tensor, masks_GW: torch.Tensor) -> None:
     """In row rows_G[g] only those tokens stay possible whose bits in masks_GW[g] are set.
 
-    G counts the rows under grammars, each of which comes once. W counts the int32 words of a mask, which hold
+    G counts the rows under grammars; each comes once. W counts the int32 words of a mask, which hold
     at least V bits, the lowest bit of a word first.
     """
     bit = 1 << torch.arange(8, dtype=torch.uint8, device=logits_SV.device)

@@ -87,8 +87,8 @@ class Attention(nn.Module):
         select_S: torch.Tensor | None,
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
         """Turns the output of the q, k, v matmul, [T, (H + 2G) * N], into the input of the output matmul,
-        [T, H * N], and returns it with the residual. `select_S` restricts both to the selected tokens; if it
-        is empty the first result is None."""
+        [T, H * N], and returns it with the residual. `select_S` restricts both to the selected tokens. If it
+        selects nothing, the first result is None."""
         h, g, n = self.num_heads, self.num_kv_heads, self.head_dim
         q_norm, k_norm = self.head_norms()
         self.ops.qk_norm_rope_store(

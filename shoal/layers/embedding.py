@@ -16,7 +16,7 @@ from shoal.layers.parallel import TensorParallel
 
 
 class Vocabulary(MatrixLayer):
-    """A [V, D] matrix of which each rank holds V / size rows, from `first` on. Where V does not divide, the
+    """A [V, D] matrix; each rank holds V / size of its rows, from `first` on. Where V does not divide, the
     last rank's surplus rows are zero."""
 
     def __init__(self, vocab_size: int, hidden_size: int, tp: TensorParallel, ops: Ops) -> None:

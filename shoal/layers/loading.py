@@ -2,7 +2,7 @@
 copies its shard of each.
 
 A checkpoint's names and shapes are said here and nowhere else: each layer lists its own tensors, whole, and a
-model's list is that of its layers.
+model's list joins its layers' lists.
 """
 
 from __future__ import annotations

@@ -20,10 +20,10 @@ Holding = Callable[[], AbstractContextManager[None]]  # makes a context in which
 
 
 class MatrixLayer(LoadingLayer):
-    """A layer with one matrix, [O, I] on this rank, that is merged of parts with `parts[i]` rows each.
+    """One [O, I] weight on this rank, made of stacked parts of `parts[i]` rows.
 
     A subclass cuts its shard out of each part that comes (`_load_part`), and multiplies by `format`. Parts
-    that come quantized stay so where the layer is told to keep them (`keep`). A merge of quantized and plain
+    that come quantized stay so after `keep`. A merge of quantized and plain
     parts becomes plain.
     """
 
@@ -38,9 +38,9 @@ class MatrixLayer(LoadingLayer):
         self._pieces: dict[int, QuantizedTensor] = {}
 
     def keep(self, device: torch.device, quantizes: bool = False, holding: Holding = nullcontext) -> None:
-        """Keeps quantized what comes so. With `quantizes`, plain matrices of attention, MLPs and experts
-        become fp8 first. The matrix gets memory on `device`, inside of `holding`, when it is known which of
-        the two it becomes: there may be no room for a model in plain numbers."""
+        """Keeps quantized checkpoint tensors quantized. With `quantizes`, plain matrices of attention,
+        MLPs and experts become fp8 first. The matrix gets memory on `device`, inside of `holding`, when it is
+        known which of the two it becomes: there may be no room for a model in plain numbers."""
         self.keep_quantized, self.quantizes, self.device, self.holding = True, quantizes, device, holding
         self.weight, self.format = None, WeightFormat(self.ops)
 

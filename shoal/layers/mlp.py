@@ -61,7 +61,7 @@ class MLP(nn.Module):
 
 
 class ExpertMatrix(MatrixLayer):
-    """Matrices of some experts, the rows of one expert after those of another: either gate and up, whose
+    """Matrices of some experts, one expert's rows after another's: either gate and up, whose
     outputs are divided over the ranks, or down, whose inputs are. `stacked`: each is multiplied out of the
     rows of all."""
 
@@ -74,7 +74,7 @@ class ExpertMatrix(MatrixLayer):
         ops: Ops,
         stacked: bool,
     ) -> None:
-        """`names`: the matrices that an expert has here. `shape`: that of each in the checkpoint."""
+        """`names`: the matrices that an expert has here. `shape`: each one's in the checkpoint."""
         self.split = 0 if len(names) == 2 else 1
         own = [size // tp.size if dim == self.split else size for dim, size in enumerate(shape)]
         super().__init__([own[0]] * (len(names) * len(experts)), own[1], ops)
@@ -116,8 +116,8 @@ class ExpertGroup(nn.Module):
 
 
 class Experts(nn.Module):
-    """All experts of a layer. They are one group, whose matrices one kernel multiplies, unless the layer is
-    told to `divide` them."""
+    """All experts of a layer. They are one group, whose matrices one kernel multiplies, until `divide`
+    splits it."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, ops: Ops) -> None:
         super().__init__()

@@ -89,7 +89,7 @@ class FusedMatrix(PackedMatrix, Protocol):
 
 
 class WeightFormat:
-    """A rank's [O, I] matrix. The matmuls that a format has no kernel for are made of those that it has.
+    """A rank's [O, I] matrix. Matmuls without a kernel for the format are composed from its other matmuls.
 
     T tokens · I inputs · O outputs (F of a gated matmul, whose matrix has 2F rows)."""
 

@@ -41,8 +41,8 @@ def keep(config: ModelConfig, fields: ConfigFields) -> ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture. The checkpoint's names and shapes are not listed here: they are those of its
-    modules."""
+    """One architecture. The checkpoint's names and shapes are not listed here, as its modules
+    have them."""
 
     name: str  # `transformers`' model_type, and ModelConfig.architecture
     hf_class: str  # what "architectures" of config.json says: "Qwen3ForCausalLM"

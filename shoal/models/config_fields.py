@@ -94,6 +94,6 @@ def token_ids(value: Any, where: str) -> tuple[int, ...]:
 
 
 def sliding_window(fields: ConfigFields, num_layers: int) -> tuple[int | None, ...]:
-    """ModelConfig.windows where sliding_window, if it is there, is that of every layer."""
+    """ModelConfig.windows where sliding_window, if set, holds for every layer."""
     window = None if fields.get("sliding_window") is None else fields.count("sliding_window")
     return (window,) * num_layers

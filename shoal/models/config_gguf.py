@@ -1,4 +1,4 @@
-"""From the metadata of a GGUF file to a ModelConfig: llama.cpp's keys become those of a config.json, and what
+"""From the metadata of a GGUF file to a ModelConfig: llama.cpp's keys become a config.json's, and what
 a file's tensors show is read off them. No torch."""
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def config_from_gguf(
     where: str,
     rope_factors: tuple[float, ...] = (),
 ) -> ModelConfig:
-    """`shapes` are those of the file's tensors, which tell the vocabulary, a tied head and biases; `where`
+    """`shapes` belong to the file's tensors; vocabulary, tied head and biases follow from them. `where`
     names the file in errors. Raises CheckpointError for what is missing, impossible or not supported."""
     name = metadata.get("general.architecture")
     architecture = BY_GGUF.get(name) if isinstance(name, str) else None

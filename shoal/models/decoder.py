@@ -59,7 +59,7 @@ class Decoder(nn.Module):
     """Takes the token ids of a step and returns final hidden states; `logits` maps those to the vocabulary.
 
     It is built under the device and the default dtype of the engine. `max_position` sizes the rope table; 0
-    is for a model that tells its shapes and never runs. With `keep_quantized` weights that arrive quantized
+    is for a model that reports its shapes and never runs. With `keep_quantized` weights that arrive quantized
     stay so, and matrices get memory, inside of `holding`, when they arrive. With `quantizes` too, plain ones
     become fp8. Raises ConfigError if the model can't be divided over the ranks.
     """
@@ -213,8 +213,8 @@ class Decoder(nn.Module):
 
 
 def checkpoint_tensors(module: nn.Module, prefix: str = "model.") -> Iterator[CheckpointTensor]:
-    """Returns the checkpoint's tensors for the layers in `module`. Their names in it are those that they
-    have here, behind `prefix`; the output head alone has none."""
+    """Returns the checkpoint's tensors for the layers in `module`. A name is the
+    module's path here, behind `prefix`; the output head's has no prefix."""
     for path, layer in module.named_modules():
         if isinstance(layer, LoadingLayer):
             yield from layer.checkpoint_tensors(path if path == "lm_head" else f"{prefix}{path}")

@@ -59,7 +59,7 @@ class DecoderLayer(nn.Module):
         """Takes what the layer before left to add to the residual (None: nothing), and the residual, which it
         may change in place. Returns the same two for the next layer.
 
-        With `select_S` the result is that of these tokens alone. Keys and values of all tokens are written to
+        With `select_S` only these tokens' results are returned. Keys and values of all tokens are written to
         the cache; the rest of the layer runs for the selected ones.
         """
         x, residual = self.self_attn(

@@ -37,7 +37,7 @@ def layer_class() -> type[nn.Module]:
     from shoal.layers.parallel import TensorParallel
 
     class WidthNorm(RMSNorm):
-        """RMSNorm over all heads of q or of k together, of which this rank holds the weights of its own
+        """RMSNorm over all heads of q or of k together; this rank holds the weights of its own
         heads. `replicas` ranks hold the same heads."""
 
         def __init__(self, width: int, replicas: int, eps: float, tp: TensorParallel, ops: Ops) -> None:

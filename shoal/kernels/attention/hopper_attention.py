@@ -269,7 +269,7 @@ def _tiles(
     scores_layout: gl.constexpr,
     weights_layout: gl.constexpr,
 ):
-    """Works on the key tiles [begin, end) of an item of `tiles`. `weights` are those of tile begin - 1, whose
+    """Works on the key tiles [begin, end) of an item of `tiles`. `weights` belong to tile begin - 1, whose
     values are still to be added."""
     k_ready, k_free, v_ready, v_free = kv_bars
     for tile in range(begin, end):

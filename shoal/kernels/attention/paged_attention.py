@@ -7,7 +7,7 @@ and owns their workspace. prefix_attention.py works on keys that several decodes
 Numbers of an fp8 cache (FP8) become fp16 in registers, or fp32 for such queries. The way from e4m3 to bf16
 goes through fp16 and takes four times as many instructions, which held decodes up more than memory did. So
 queries and weights become fp16, too; queries beyond its 65,504 occur in no model. The scale of a head's
-keys is multiplied into that of its scores, and the scale of its values into the sum of values, once at the
+keys is multiplied into its scores' scale, and the scale of its values into the sum of values, once at the
 end.
 
 Shapes: T tokens, S sequences, R state rows, M blocks of a sequence, H query heads, G kv heads, N head size;
@@ -127,7 +127,7 @@ def _combine_splits(
     N_PAD: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Combines the partial results of one (sequence, kv head): those of its `active` splits, then `parts` of
+    """Combines the partial results of one (sequence, kv head): its `active` splits, then `parts` of
     a shared prefix, which lie behind the room for all `splits`. The order is fixed, so no bit depends on
     which program came last."""
     rows = tl.arange(0, ROWS)
@@ -209,7 +209,7 @@ def decode_kernel(
 
     The grid is fixed when a graph is captured, and lengths are read here. Programs beyond a length leave at
     once. A sequence that needs one program writes its output directly. Otherwise each program leaves a
-    normalised result and its log-sum-exp in the workspace. The last program to arrive, which a counter tells,
+    normalised result and its log-sum-exp in the workspace. The last program to arrive, found by a counter,
     combines them and sets the counter back to 0, so there is no second launch.
 
     Lengths and block tables are constants of the step (pdl.py). They are read before the wait for the
@@ -476,7 +476,7 @@ class DecodeWorkspace:
         holding: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> DecodeWorkspace:
         """`num_partials` is the number of partial results, over all sequences, query heads, splits and parts.
-        `num_tasks` is the number of sequences times that of kv heads. holding: the region of memory for
+        `num_tasks` is the number of sequences times kv heads. holding: the region of memory for
         partial results."""
         with holding():
             partial = torch.empty(num_partials * head_dim, dtype=torch.float32, device=device)
@@ -552,7 +552,7 @@ def _find_tile(starts_ptr, first_seq, num_seqs, tile, BLOCK_Q: tl.constexpr):
 
     The tiles of sequence i begin at start_i // BLOCK_Q + i, where start_i is counted from the first prefill's
     start. So each sequence has room for at least ceil(length / BLOCK_Q) tiles, and a program finds its
-    sequence by counting those that begin at or before its tile.
+    sequence by counting sequences that begin at or before its tile.
     """
     base = tl.load(starts_ptr + first_seq)
     before = 0

@@ -74,7 +74,7 @@ def copy_by_kernel(pieces: Pieces, addresses: torch.Tensor, ids: torch.Tensor) -
     """Copies blocks on the current stream.
 
     `addresses` [2 * pieces] holds `pieces.src`, then `pieces.dst`. `ids` [2 * pairs] holds the blocks of the
-    source, then those of the destination. Both are int64 on the device. Host memory must be pinned.
+    source, then of the destination. Both are int64 on the device. Host memory must be pinned.
     """
     word = min(8, pieces.word)
     run, rows = pieces.run // word, math.prod(pieces.sizes)

@@ -12,7 +12,7 @@ from shoal.kernels.rounding import cdiv
 
 BLOCK = 2048  # words of 8 bytes: with 4 warps each thread has 16, in accesses of 16 bytes
 PROGRAMS = 4096  # the most programs that share a tensor
-# Odd 64-bit multipliers: that of the golden ratio, and the first of splitmix64's two (Steele, Lea and Flood
+# Odd 64-bit multipliers: the golden ratio's, and the first of splitmix64's two (Steele, Lea and Flood
 # 2014).
 PLACE = tl.constexpr(-7046029254386353131)
 MIX = tl.constexpr(-4658895280553007687)

@@ -26,7 +26,7 @@ typedef struct {
 } Packed;
 
 // One layer's paged cache. Strides are in elements, which are floats or, if there are scales, e4m3 numbers:
-// those of kv head g are to be multiplied by scales[g] (keys) and scales[num_kv_heads + g] (values).
+// numbers of kv head g are to be multiplied by scales[g] (keys) and scales[num_kv_heads + g] (values).
 typedef struct {
     void *data;
     const float *scales;
@@ -50,7 +50,7 @@ void shoal_qk_norm_rope_store(const Cache *c, float *qkv, int tokens, const int3
 int shoal_attention(const Cache *c, const Sequences *s, const float *q, int64_t q_stride, int window, float scale, float *out);
 
 // e^x for x <= 88, with a relative error of 2e-7. It is 2^n times a polynomial on [-ln2 / 2, ln2 / 2], whose
-// coefficients are those of Cephes. Below -87 it stays at e^-87.
+// coefficients are from Cephes. Below -87 it stays at e^-87.
 static inline float fast_exp(float x) {
     x = x < -87.0f ? -87.0f : x;
     float n = rintf(x * 1.44269504f), r = x - n * 0.693359375f + n * 2.12194440e-4f;

@@ -10,7 +10,7 @@ typedef struct {
     int64_t window;
 } Layer;
 
-// The step's tokens. positions and rows are [tokens]; eps is that of all norms.
+// The step's tokens. positions and rows are [tokens]; All norms share eps.
 typedef struct {
     const int32_t *positions, *rows;
     const float *cos_sin;

@@ -165,7 +165,7 @@ INLINE void tile(const int bits, const int rows, const uint8_t *w, const Activat
         for (int j = 0; j < num_words; j++, q_word += 4) {
             vi word[REGISTERS];
             for (int k = 0; k < REGISTERS; k++) word[k] = load(words + j * WORDS + k * 4 * WIDTH);
-            // Even and odd columns of the low nibbles come first, then those of the high ones.
+            // Even and odd columns of the low nibbles come first, then even and odd columns of the high ones.
             for (int half = 0; half < (bits == 4 ? 4 : 2); half++) {
                 vi pair[REGISTERS];
                 for (int k = 0; k < REGISTERS; k++)

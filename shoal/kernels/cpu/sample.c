@@ -43,8 +43,8 @@ static int descending(const void *a, const void *b) {
 }
 
 // How top_k and top_p cut: going down from the most probable token, the token at which the summed weights
-// reach the target is the last one kept. Bins by distance from the largest logit tell in which bin it is, and
-// only the tokens of that bin are sorted.
+// reach the target is the last one kept. Logits are counted in bins by their distance from the largest, and
+// only the tokens of the bin with that token are sorted.
 typedef struct {
     int count[NUM_BINS];
     double weight[NUM_BINS];

@@ -2,7 +2,7 @@
 
 `choose` is pure: it knows the matmul's shape, its rows, the numbers' type and what a GPU is. Kernels say
 what they can do; here is which of them is fastest. `Limits` are the numbers in the rules that were measured,
-on an H200 in bf16 (benchmarks/results/products.md). Those that count programs follow the number of SMs on
+on an H200 in bf16 (benchmarks/results/products.md). Limits that count programs follow the number of SMs on
 other GPUs; `benchmarks/products.py` measures all of them for a GPU, and prints its line for `MEASURED`.
 """
 
@@ -77,7 +77,7 @@ MEASURED = {"NVIDIA H200": Limits()}
 
 
 def derived_limits(sms: int) -> Limits:
-    """Limits for a GPU that nobody has measured: those that count programs follow the number of SMs."""
+    """Limits for a GPU that was not measured: numbers of programs follow the number of SMs."""
     reference = MEASURED["NVIDIA H200"]
     return replace(
         reference,
@@ -414,7 +414,7 @@ def _choose_fp8(shape: Shape, rows: int, gpu: GPU) -> Matmul:
         tiles = [Fp8Tiles(tall, wide, columns, warps, 4) for tall, wide, warps in FP8_TILES]
         busy = (t for t in tiles if cdiv(rows, t.rows) * cdiv(shape.outs, t.outs) >= gpu.sms)
         whole = shape.inputs % (shape.group or 16) == shape.outs % 16 == 0
-        # With scales of groups cuBLAS adds no bias, and wants those of four rows aligned.
+        # With scales of groups cuBLAS adds no bias, and wants the scales of four rows aligned.
         takes_groups = shape.group == 128 and not shape.bias and rows % 4 == 0
         by_torch = gpu.hopper and whole and (shape.group == 0 or takes_groups)
         kernel = Kernel.FP8_TORCH if by_torch else Kernel.FP8_MANY

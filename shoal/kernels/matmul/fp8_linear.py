@@ -1,14 +1,14 @@
 """Matmuls with a weight in fp8 (e4m3), in Triton, for GPUs that know the type.
 
 Few rows take the time of reading the weight. There activations stay as they are and each weight is widened in
-registers, which e4m3 allows without rounding in bf16, float16 and float32: the results are those of the
-unpacked matrix, without its bytes. One row is multiplied elementwise in float32; more go to tensor cores with
-the weight as left operand. The inputs are split, so that all SMs read: the last program of a tile to arrive
-adds the parts in a fixed order.
+registers, which e4m3 allows without rounding in bf16, float16 and float32: the results equal the
+unpacked matrix's, without its bytes. One row is multiplied elementwise in float32; more go to tensor cores
+with the weight as left operand. The inputs are split, so that all SMs read: the last program of a tile to
+arrive adds the parts in a fixed order.
 
 Many rows are bound by arithmetic. They come in fp8 (fp8_quantize.py), and tensor cores multiply fp8 with fp8,
 whose sums are promoted to float32 every 128 inputs. Scales of rows and outputs are applied to the sums at the
-end, those of groups of inputs to the sum of each group. torch has this matmul for Hopper and bf16; the
+end, scales of groups of inputs to the sum of each group. torch has this matmul for Hopper and bf16; the
 kernel here is for other cards, types and sizes.
 
 GATED: the weight is gate over up, and silu(gate) * up leaves the kernel. ADD: the matmul, rounded as one of
@@ -139,7 +139,7 @@ def operand(low_ptrs, high_ptrs, DTYPE: tl.constexpr):
 @triton.jit
 def operand_order(x):
     """Rows in the same order, [64, T]. A lane, 4 g + c, has outputs g and g + 8 and feeds inputs
-    8 u + 2 c + e of each 16. It has read inputs 16 c to 16 c + 15, of which 4 are of each word."""
+    8 u + 2 c + e of each 16. It has read inputs 16 c to 16 c + 15, 4 from each word."""
     ROWS: tl.constexpr = x.shape[0]
     x = tl.permute(tl.reshape(x, (ROWS, 4, 4, 2, 2)), (0, 2, 3, 1, 4))  # row, word, u, c, e
     return tl.trans(tl.reshape(x, (ROWS, 64)))
@@ -356,7 +356,7 @@ def fp8_linear(
     residual_TO: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x W^T + bias in x's dtype. It is added to `residual_TO` in place, if there is one, which is then
-    returned. Rows in fp8 are those that `fp8_group` asked for."""
+    returned. Rows in fp8 have the groups that `fp8_group` returned."""
     outs, inputs = matrix.data.shape
     shape = Shape(
         outs,

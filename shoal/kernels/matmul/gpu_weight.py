@@ -38,7 +38,7 @@ TILE = 16  # outputs
 FILLED = 128  # The outputs are filled up to a multiple of it: the most that a program computes.
 GROUPS = (128, 64, 32, 16)  # sizes of groups that the kernel knows
 CHUNK = 1 << 22  # As many weights are packed at a time, so that a region of memory keeps little of it.
-# Bits taken as a number of the type are too small by 2^this: those of a quant, and those of e2m1
+# Bits taken as a number of the type are too small by 2^this: bits of a quant, and of e2m1
 # (packed_linear.py).
 QUANT_SHIFT = {torch.bfloat16: 133, torch.float16: 24}
 E2M1_SHIFT = {torch.bfloat16: 126, torch.float16: 14}
@@ -171,13 +171,13 @@ def pack(
         return weights[0] if alike else GpuWeights(tuple(weights))
     before = replaced.parts if isinstance(replaced, GpuWeights) else (replaced,)
     if len(before) != len(merged):
-        raise CheckpointError(f"{MISFIT}: their inputs are ordered otherwise; build a new engine")
+        raise CheckpointError(f"{MISMATCH}: their inputs are ordered otherwise; build a new engine")
     for old, (some, order) in zip(before, merged):
         _overwrite(old, _pack(some, order, old.minima is not None, device, dtype))
     return replaced
 
 
-MISFIT = "its quantized weights do not fit into the memory of the engine's"
+MISMATCH = "its quantized weights do not fit into the memory of the engine's"
 
 
 def _overwrite(old: GpuWeight, new: GpuWeight) -> None:
@@ -186,7 +186,7 @@ def _overwrite(old: GpuWeight, new: GpuWeight) -> None:
         if isinstance(mine, torch.Tensor) and isinstance(its, torch.Tensor) and mine.shape == its.shape:
             mine.copy_(its)
         elif isinstance(mine, torch.Tensor) or isinstance(its, torch.Tensor) or mine != its:
-            raise CheckpointError(f"{MISFIT}, whose {field.name} differ; build a new engine")
+            raise CheckpointError(f"{MISMATCH}, whose {field.name} differ; build a new engine")
 
 
 def _order(tensor: QuantizedTensor) -> torch.Tensor | None:

@@ -101,8 +101,8 @@ def put_row(x, x_smem):
     """Puts a row, [parts, 128] in float32, into shared memory as high and low in fp8, [2 parts, 128]. Returns
     the row times a power of two, as high and low stand for it, and what makes up for that power."""
     largest = gl.max(gl.max(gl.abs(x), axis=1), axis=0)
-    # Powers of two are made of float32's bits. That of a row with an infinite number is NaN, as its products
-    # are.
+    # Powers of two are made of float32's bits. The scale of a row with an infinite number is NaN, as its
+    # products are.
     exponent = gl.maximum(largest.to(gl.int32, bitcast=True) >> 23, 8)
     larger = ((254 + LARGEST_SHIFT - exponent) << 23).to(gl.float32, bitcast=True)
     smaller = ((exponent - LARGEST_SHIFT) << 23).to(gl.float32, bitcast=True)
@@ -121,7 +121,7 @@ def put_row(x, x_smem):
 @gluon.jit
 def outputs(sums, layout: gl.constexpr, mma: gl.constexpr, BY_SLICE: gl.constexpr):
     """The sums of a group's outputs: what each slice has with its own inputs, high and low. BY_SLICE: the
-    rows of a slice follow each other, otherwise those of an output."""
+    rows of a slice follow each other, otherwise the rows of an output."""
     SLICES: gl.constexpr = sums.shape[1] // 2
     row = gl.arange(0, OUTS * SLICES, gl.SliceLayout(1, mma))[:, None]
     column = gl.arange(0, 2 * SLICES, gl.SliceLayout(0, mma))[None, :]

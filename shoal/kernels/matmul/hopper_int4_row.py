@@ -3,7 +3,7 @@ weights that lie as gpu_weight.py lays them.
 
 A quant of 4 bits, taken as it is, is a small number of fp8. The lanes of a warp have just the weights that
 they have to feed to the tensor cores, so a mask makes operands: the low halves of a word's bytes are weights
-of one output, the high halves those of another. The row lies in shared memory in the order that these have.
+of one output, the high halves of another. The row lies in shared memory in the order that these have.
 
 A ring of tiles is on its way from before the row is there. A tile is 16 outputs by 4 slices of 256 inputs,
 one a warp, with the scales of each slice's two groups. What quants are too large by (8, or the zero point) is
@@ -36,7 +36,7 @@ GROUPS: gl.constexpr = gl.constexpr(8)  # groups of a tile's inputs
 # Tiles of 8 KB in the ring. A gated matmul has half as many places, each for a tile of gate and one of up.
 STAGES: gl.constexpr = gl.constexpr(6)
 EARLY: gl.constexpr = gl.constexpr(2)  # tiles requested before the row is there, as in hopper_fp8_row.py
-# From the scales and minima of gpu_weight.py in bf16 to those of quants that are numbers of fp8.
+# From gpu_weight.py's scales and minima in bf16 to scales and minima of quants in fp8.
 SCALE: gl.constexpr = gl.constexpr(2.0**-108)
 MINIMUM: gl.constexpr = gl.constexpr(2.0**16)
 ZERO: gl.constexpr = gl.constexpr(-8 * 2.0**-9)  # the zero of a symmetric quant, in those scales
@@ -68,7 +68,7 @@ def _ask(stage, group, piece, pred, memory, to_up, pieces, GATED: gl.constexpr, 
 
 @gluon.jit
 def _in_order(x):
-    """Puts the inputs of each part, which come in the row's order, in that of the weights. A thread has whole
+    """Puts the inputs of each part, which come in the row's order, in the weights' order. A thread has whole
     sixteens of them, so that none goes to another one."""
     PARTS: gl.constexpr = x.shape[0]
     return x.reshape((PARTS, PART // 16, 2, 4, 2)).permute((0, 1, 3, 4, 2)).reshape((PARTS, PART))
@@ -160,7 +160,7 @@ def _tile(
     MINIMA: gl.constexpr,
     mma: gl.constexpr,
 ):
-    """Adds the matmul of a tile to the sums, and that of its minima to those of outputs g and of g + 8."""
+    """Adds a tile's matmul to the sums, and its minima's to the sums of outputs g and g + 8."""
     words_layout: gl.constexpr = gl.BlockedLayout([4, 1, 4], [1, 32, 1], [SLICES, 1, 1], [2, 1, 0])
     dot: gl.constexpr = gl.DotOperandLayout(0, mma, 4)
     pairs: gl.constexpr = lowest.type.layout

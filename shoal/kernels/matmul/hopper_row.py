@@ -56,7 +56,7 @@ def _ask(i, weight_ptr, weight_smem, up_smem, O, I, pieces, tiles, GATED: gl.con
 
 @gluon.jit
 def finish(result, up, bias_ptr, out, O, dtype: gl.constexpr, GATED: gl.constexpr):
-    """Returns the matmul's outputs: its sums with the bias, or silu of them times those of up, rounded."""
+    """Returns the matmul's outputs: its sums with the bias, or silu of them times the sums of up, rounded."""
     if bias_ptr is not None:
         result += gl.load(bias_ptr + out, mask=out < O, other=0.0).to(gl.float32)
         if GATED:

@@ -1,8 +1,8 @@
-"""Matmuls of few rows with a weight matrix, in Triton. Their time is that of reading the weights.
+"""Matmuls of few rows with a weight matrix, in Triton. Reading the weights takes all of their time.
 
 Which matmuls come here, and which go to cuBLAS or to one of Hopper's kernels, is said in matmuls.py.
 
-A few rows are multiplied elementwise in float32 with tiles of the weight, the first of which is loaded before
+A few rows are multiplied elementwise in float32 with tiles of the weight; the first is loaded before
 the rows are there (pdl.py). More rows go to tensor cores. The weight is the left operand there, so that rows
 are padded to 16 only. No sum is split over programs, so each result is one sum in a fixed order.
 
@@ -206,7 +206,7 @@ def _exact_sums(num_outs: int) -> Iterator[None]:
     """Inside this context cuBLAS adds the parts of a split sum in float32.
 
     PyTorch lets it round each part to 16 bits. cuBLAS does so where outputs are not aligned to 16 bytes, and
-    the error is then three times that of one rounding. Other matmuls are left alone: they have exact sums
+    the error is then three times one rounding's. Other matmuls are left alone: they have exact sums
     anyway, and the switch is the process's.
     """
     if num_outs % 8 == 0:

@@ -5,7 +5,7 @@ bf16 or fp16 in registers. Each thread gets just the weights that it has to feed
 they lie in the order of their left operand, so nothing moves between threads.
 
 Two numbers of 16 bits share a register, and no conversion is needed: the bits of a quant q of up to 8 bits,
-taken as they are, are the number q * 2^-133 in bf16 (2^-24 in fp16), most of which are subnormal. So a pair
+taken as they are, are the number q * 2^-133 in bf16 (2^-24 in fp16), mostly subnormal. So a pair
 of weights costs a mask and a multiplication by a scale that makes up for it, with its minimum added in the
 same instruction. That scale would be beyond the type's range if weights were not too small by a power of two
 (SMALLER), which the sums make good.
@@ -114,9 +114,9 @@ def _weights(
     DTYPE: tl.constexpr,
 ):
     """From the words of TILES tiles, [TILES, 32, 4], to weights, [16 TILES, 256 / BITS]. `scales` and
-    `minima`, of the same shape, are those of outputs g and g + 8 in one int32."""
-    # A lane, 4 g + c, has outputs g + 8 h. Of each 16 inputs it has those numbered 8 u + 2 c + e. The halves
-    # of an int32 are e.
+    `minima`, of the same shape, hold outputs g and g + 8 in one int32."""
+    # A lane, 4 g + c, has outputs g + 8 h. Of each 16 inputs it has numbers 8 u + 2 c + e; e counts
+    # the halves of each int32.
     if E2M1:
         low, high = tl.join(words, words >> 8), tl.join(words >> 4, words >> 12)  # u is the last dimension.
         pairs = tl.join(_e2m1(low, DTYPE), _e2m1(high, DTYPE))
@@ -131,7 +131,7 @@ def _weights(
         lowest = _twice(minima)
     elif E2M1:
         lowest = nothing
-    else:  # less the quant that stands for 0: 8, of which the high one lies 4 bits higher, or 128
+    else:  # less the quant that stands for 0: 8 (the high one lies 4 bits higher) or 128
         zeros = tl.full(words.shape, -0x7FF77FF8 if BITS == 4 else -0x7F7F7F80, tl.int32)
         lowest = _fma(scales, tl.join(zeros, tl.full(words.shape, -0x7F7F7F80, tl.int32)), nothing, DTYPE)
     if BITS == 4:
@@ -320,7 +320,7 @@ def _unpack_kernel(
     GROUP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Unpacks some inputs of one output: that of an id, or of the program's number and `first`."""
+    """Unpacks some inputs of one output, given by an id, or by the program's number and `first`."""
     COLUMNS: tl.constexpr = 256 // BITS
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     if ids_ptr is None:
@@ -487,7 +487,7 @@ def product(
 
 
 def unpack_rows(weight: TiledWeight, start: int, stop: int, ids: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows [start, stop) of the matrix, or those of `ids`, in its own dtype and order of inputs."""
+    """Rows [start, stop) of the matrix, or rows `ids`, in its own dtype and order of inputs."""
     rows, inputs = stop - start if ids is None else len(ids), weight.shape[1]
     out = torch.empty((rows, inputs), dtype=weight.dtype, device=weight.words.device)
     block = 1024

@@ -147,8 +147,8 @@ def _fp8_kernel(
     BLOCK_O: tl.constexpr,
     BLOCK_I: tl.constexpr,
 ):
-    """Weights in fp8. The scales of outputs are applied to the sums at the end, those of groups to the sum of
-    each group. TILED: weights are read as `operand` says, for which all tiles of 16 outputs and BLOCK_I
+    """Weights in fp8. The scales of outputs are applied to the sums at the end, scales of groups to each
+    group's sum. TILED: weights are read as `operand` says, for which all tiles of 16 outputs and BLOCK_I
     inputs are whole and `weight_ptr` is of int32."""
     expert = tl.load(tiles_ptr + tl.program_id(1) * 3).to(tl.int64)
     if expert < 0:

@@ -29,5 +29,5 @@ TYPES = {
 }
 # name -> (weights, bytes) of a group, for the types that have groups
 GROUPS = {kind.name: (kind.group_size, kind.group_bytes) for kind in TYPES.values() if kind.group_size > 1}
-# Those of which a weight is one of 16 multiples of a scale.
+# Types whose weight is one of 16 multiples of a scale.
 FOUR_BITS = ("Q4_0", "Q4_1", "Q4_K")

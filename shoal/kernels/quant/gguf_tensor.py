@@ -1,6 +1,6 @@
 """GGUFTensor: a GGUF matrix as its file holds it, in rows of packed groups; and what those groups mean.
 
-The formulas are ggml's, as tensor code that runs on any device. The order of operations is that of the `gguf`
+The formulas are ggml's, as tensor code that runs on any device. The order of operations follows the `gguf`
 package, so that results are equal to the bit.
 """
 

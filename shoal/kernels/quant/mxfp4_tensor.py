@@ -1,4 +1,4 @@
-"""Mxfp4Tensor: a matrix of 4-bit floating-point weights (e2m1), 32 of which share a power of two (OCP's
+"""Mxfp4Tensor: a matrix of 4-bit floating-point weights (e2m1); each 32 share a power of two (OCP's
 Microscaling Formats, MXFP4)."""
 
 from __future__ import annotations

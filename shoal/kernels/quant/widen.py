@@ -3,7 +3,7 @@
 Every e4m3 number is a number of either type, so nothing is rounded. The compiler's own conversion goes
 through fp16 and float32. Here two numbers at a time are put where 16 bits have sign, exponent and mantissa.
 They are too small by a power of two then, and the smallest ones are subnormal, so one multiplication makes up
-for both. The way is that of the Marlin kernels (Frantar et al., 2024).
+for both. The method comes from the Marlin kernels (Frantar et al., 2024).
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ top_k <= PARTS  The largest values of a rank, as many as hold top_k tokens: of e
                 and top_p look at such a row's top_k tokens alone, so they change nothing.
 
 Other rows (top_p or min_p over the whole vocabulary, or a large top_k) may need any number of tokens.
-`needs_whole_row` tells them by their parameters, so that the host knows before a step which way it goes.
+`needs_whole_row` finds them by their parameters, so that the host knows before a step which way it goes.
 
 S sampled sequences · V columns of this rank · R ranks · P parts. Plain PyTorch, for any device; the kernels
 are in split_draw_triton.py.
@@ -58,7 +58,7 @@ def sample_parts(
     logits_SV: torch.Tensor, first: int, rows_S: torch.Tensor, positions_S: torch.Tensor, table: torch.Tensor
 ) -> torch.Tensor:
     """The parts of these columns, whose first token is `first`: int32 [S, P, len(Part)]. Rows and positions
-    are those of `sample`; a sample with row -1 has no parts."""
+    are the same as `sample`'s; a sample with row -1 has no parts."""
     parts = torch.full((len(rows_S), PARTS, len(Part)), -1, dtype=torch.int32, device=logits_SV.device)
     rows, logits_SV = _Rows(rows_S, positions_S, table), logits_SV.float()
     if rows.greedy:

@@ -293,7 +293,7 @@ def _load_parts(parts_ptr, s, i, num_seqs, RANKS: tl.constexpr, OF_RANK: tl.cons
 
 @triton.jit
 def _smallest_kept(keys, weights, target, largest, SHIFT: tl.constexpr):
-    """The largest key that leaves a weight of at least `target`, or that of nothing."""
+    """The largest key that leaves a weight of at least `target`, or the key of nothing."""
     low, high = KEY_OF_NOTHING >> SHIFT, _order_key(largest, SHIFT) + 1
     while low + 1 < high:
         middle = _middle(low, high)

@@ -47,7 +47,7 @@ def _weights(fields: ConfigFields, format: str) -> ConfigFields | None:
     schemes: list[Any] = [group.get("weights") for group in groups.values()]
     if any(scheme != schemes[0] for scheme in schemes) or not isinstance(schemes[0], dict):
         raise CheckpointError(
-            f"{fields.where}: config_groups quantizes weights in {len(schemes)} ways, of which one is "
+            f"{fields.where}: config_groups quantizes weights in {len(schemes)} ways, and one is "
             f"supported: {schemes!r:.200}"
         )
     for name, group in groups.items():

@@ -237,9 +237,9 @@ def test_new_weights_lie_where_the_old_ones_lay() -> None:
     new = gpu_weight.pack([none], old, CPU, FP16)
     assert new is old and [t.data_ptr() for t in new.tensors().values()] == places
     assert torch.equal(new.linear(x, None), _pack(none).linear(x, None))
-    for misfit in ([_int4(37, 256, 64)], [_int4(38, 256, 128)], [_int4(37, 256, 128, shuffled=True)]):
+    for other in ([_int4(37, 256, 64)], [_int4(38, 256, 128)], [_int4(37, 256, 128, shuffled=True)]):
         with pytest.raises(CheckpointError, match="build a new engine"):
-            gpu_weight.pack(misfit, old, CPU, FP16)
+            gpu_weight.pack(other, old, CPU, FP16)
     with pytest.raises(CheckpointError, match="minima"):
         gpu_weight.pack([zeros], _pack(none), CPU, FP16)
 

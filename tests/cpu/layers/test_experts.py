@@ -75,7 +75,7 @@ def plain(outs: int, inputs: int) -> torch.Tensor:
 
 
 def check(experts: Experts, tensors: Tensors) -> None:
-    """The mixture is that of the tensors, unpacked."""
+    """The mixture equals the unpacked tensors' mixture."""
     unpacked = {n: t.dequantize() if isinstance(t, QuantizedTensor) else t for n, t in tensors.items()}
     gate, up, down = (
         torch.stack([unpacked[f"mlp.experts.{e}.{name}.weight"] for e in range(EXPERTS)])

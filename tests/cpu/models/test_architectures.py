@@ -1,4 +1,4 @@
-"""Every registered architecture: it is tried and documented, its shapes are those of its checkpoints, and what it
+"""Every registered architecture: it is tried and documented, its shapes match its checkpoints, and what it
 computes is what transformers computes, however the engine runs and wherever its weights come from."""
 
 from __future__ import annotations

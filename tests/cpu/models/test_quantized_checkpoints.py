@@ -458,7 +458,7 @@ def test_groups_that_a_shard_cuts_and_scales_beyond_float16_have_no_product_on_a
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dummy_weights_lie_as_the_config_says_without_a_file(kind, tmp_path):
-    """Each layer's matrices are packed ones of finite numbers, as those of such a checkpoint are."""
+    """Each layer's matrices are packed and finite, as in such a checkpoint."""
     quantized.write(tmp_path, kind)
     with LLM(str(tmp_path), device="cpu", max_model_len=64, kv_cache_memory_bytes=16 << 20) as llm:
         lies = {name.partition("/")[0] for name in llm.check_weights()}
