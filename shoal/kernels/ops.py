@@ -1,4 +1,4 @@
-"""The functions that a model's layers and the runner call. Each of reference.py, triton_ops.py and cpu_ops.py
+"""The functions that a model's layers and the runner call. Each of reference.py, triton_ops.py and cpu/ops.py
 has them all, and an engine chooses one of these modules. reference.py describes what each function does.
 
 T tokens · S sampled sequences · B decode batch · H query heads · G kv heads · N head size · D hidden · F

@@ -35,7 +35,7 @@ class MatrixLayer(LoadingLayer):
         self.device, self.dtype = self.weight.device, self.weight.dtype
         self.keep_quantized = self.quantizes = False
         self.holding: Holding = nullcontext
-        self._pieces: dict[int, QuantizedTensor] = {}
+        self._quantized_parts: dict[int, QuantizedTensor] = {}
 
     def keep(self, device: torch.device, quantizes: bool = False, holding: Holding = nullcontext) -> None:
         """Keeps quantized checkpoint tensors quantized. With `quantizes`, plain matrices of attention,
@@ -79,8 +79,8 @@ class MatrixLayer(LoadingLayer):
             and whole
             and is_multiplied(shard, self.device)
         ):
-            self._pieces[part] = shard
-            if len(self._pieces) == len(self.parts):
+            self._quantized_parts[part] = shard
+            if len(self._quantized_parts) == len(self.parts):
                 self._pack()
         else:
             target = self._part_of(self.plain_weight(), part)
@@ -92,15 +92,15 @@ class MatrixLayer(LoadingLayer):
         return parameter[sum(self.parts[:part]) :][: self.parts[part]]
 
     def _pack(self) -> None:
-        pieces = [self._pieces[i] for i in range(len(self.parts))]
+        pieces = [self._quantized_parts[i] for i in range(len(self.parts))]
         with self.holding():
             self.format = pack(pieces, self.ops, self.format, self.device, self.dtype)
-        self.weight, self._pieces = None, {}
+        self.weight, self._quantized_parts = None, {}
 
     def finish(self) -> None:
-        for part, piece in self._pieces.items():
+        for part, piece in self._quantized_parts.items():
             if isinstance(self.format, PackedWeight):  # Some parts of a merge came again.
                 self.format.write(sum(self.parts[:part]), piece)
             else:
                 copy_into(self._part_of(self.weight, part), piece, "weight")
-        self._pieces = {}
+        self._quantized_parts = {}

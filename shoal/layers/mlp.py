@@ -61,9 +61,9 @@ class MLP(nn.Module):
 
 
 class ExpertMatrix(MatrixLayer):
-    """Matrices of some experts, one expert's rows after another's: either gate and up, whose
-    outputs are divided over the ranks, or down, whose inputs are. `stacked`: each is multiplied out of the
-    rows of all."""
+    """Matrices of some experts, one expert's rows after another's: either gate and up, whose outputs are
+    divided over the ranks, or down, whose inputs are. `stacked`: all experts share one matrix; an expert is a
+    range of its rows."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class ExpertMatrix(MatrixLayer):
 
     def _pack(self) -> None:
         if self.stacked:
-            check_stack(self._pieces.values())
+            check_stack(self._quantized_parts.values())
         super()._pack()
 
     def stack(self) -> torch.Tensor | PackedExperts:

@@ -15,8 +15,7 @@ import torch
 
 from shoal.errors import CheckpointError
 from shoal.kernels.ops import Ops
-from shoal.kernels.quant.fp8_rows import Fp8Rows
-from shoal.kernels.quant.fp8_tensor import Fp8Tensor
+from shoal.kernels.quant.fp8_tensor import Fp8Rows, Fp8Tensor
 from shoal.kernels.quant.gguf_tensor import GGUFTensor
 from shoal.kernels.quant.int4_tensor import Int4Tensor
 from shoal.kernels.quant.mxfp4_tensor import Mxfp4Tensor

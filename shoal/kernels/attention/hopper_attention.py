@@ -11,7 +11,8 @@ and takes item after item from a counter. Its producer fetches for the next item
 cache block of 16 tokens of one head lies in one piece, so that TMA fetches 64 dims of it with one
 instruction.
 
-Figures are in benchmarks/results/kernels.md. The oracle is attention_reference.py. Shapes as in attention.py.
+Figures are in benchmarks/results/kernels.md. The oracle is reference.py beside it. Shapes as in
+paged_attention.py.
 A line is one token's N numbers of K or V of one head in the cache.
 """
 

@@ -1,7 +1,7 @@
 """Triton attention over the paged KV cache: one kernel for decode steps, one for (chunked) prefills.
 
 Both put the query heads of one kv head into one tile, so that K and V are read once for all of them. Offsets
-into the cache have 64 bits. The oracle is attention_reference.py. attention/triton.py launches these kernels
+into the cache have 64 bits. The oracle is reference.py beside it. attention/triton.py launches these kernels
 and owns their workspace. prefix_attention.py works on keys that several decodes share.
 
 Numbers of an fp8 cache (FP8) become fp16 in registers, or fp32 for such queries. The way from e4m3 to bf16

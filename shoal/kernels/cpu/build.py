@@ -77,7 +77,7 @@ class Sequences(ctypes.Structure):
 
 
 class Layer(ctypes.Structure):
-    """The struct of this name in cpu_layers.c, as is the next one."""
+    """The struct of this name in layers.c, as is the next one."""
 
     _fields_ = _fields(
         {

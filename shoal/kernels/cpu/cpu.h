@@ -1,4 +1,4 @@
-// Declarations that the C kernels share. cpu_build.py repeats the structs for ctypes.
+// Declarations that the C kernels share. build.py repeats the structs for ctypes.
 
 #pragma once
 #include <math.h>
@@ -19,7 +19,7 @@ typedef void (*Work)(void *shared, int unit, int thread);
 void parallel(Work work, void *shared, int units);
 int max_threads(void);
 
-// A matrix of weights, [outs, cols], in the layout of cpu_linear.c.
+// A matrix of weights, [outs, cols], in the layout of linear.c.
 typedef struct {
     uint8_t *data;
     int32_t outs, cols, bits;

@@ -1,4 +1,4 @@
-"""Matmuls with 4-bit weights of checkpoints (Int4Tensor) on the CPU, by the C kernel of cpu_linear.py.
+"""Matmuls with 4-bit weights of checkpoints (Int4Tensor) on the CPU, by the C kernel of linear.py.
 
 The matrix is packed as Q4_1: each 32 inputs get their group's scale and minimum, -zero * scale, in float16.
 Scales that are float16 lose nothing; a minimum is rounded to 11 bits, and is exact where zero points are 8.
@@ -75,7 +75,7 @@ def _q4_1(tensor: Int4Tensor, order: torch.Tensor | None) -> GGUFTensor:
     if of_32 is None or bool((of_32 != of_32[:, :1]).any()):
         raise CheckpointError(
             f"a matrix of shape {[outs, inputs]} in 4 bits has groups that are not multiples of {GROUP} "
-            "inputs on this rank, for which there is no product on a CPU; name a dtype, to which its "
+            "inputs on this rank, for which there is no matmul on a CPU; name a dtype, to which its "
             "weights are unpacked, or lower tensor_parallel_size"
         )
     quants = tensor.unpacked() if order is None else tensor.unpacked()[:, order]

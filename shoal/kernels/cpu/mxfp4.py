@@ -1,4 +1,4 @@
-"""Matmuls with MXFP4 weights on the CPU, by the C kernel of cpu_linear.py. The matrix is packed as Q8_0,
+"""Matmuls with MXFP4 weights on the CPU, by the C kernel of linear.py. The matrix is packed as Q8_0,
 whose groups have 32 inputs too: twice an e2m1 number is an integer, and half a scale is a float16."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _q8_0(tensor: Mxfp4Tensor) -> GGUFTensor:
     if not scales.isfinite().all():
         raise CheckpointError(
             f"a matrix of shape {list(tensor.shape)} in mxfp4 has scales beyond float16, for which there is "
-            "no product on a CPU; name a dtype, to which its weights are unpacked"
+            "no matmul on a CPU; name a dtype, to which its weights are unpacked"
         )
     doubled = (2 * torch.tensor(VALUES)).to(torch.int8)[tensor.unpacked().int()]
     quants = doubled.unflatten(1, (-1, GROUP)).view(torch.uint8)

@@ -12,7 +12,7 @@ end, scales of groups of inputs to the sum of each group. torch has this matmul 
 kernel here is for other cards, types and sizes.
 
 GATED: the weight is gate over up, and silu(gate) * up leaves the kernel. ADD: the matmul, rounded as one of
-its own, is added to what the output holds, the residual. Which kernel is taken is said in matmuls.py.
+its own, is added to what the output holds, the residual. dispatch.py chooses the kernel.
 
 T rows · I inputs · O outputs (F of a gated matmul, whose weight has 2F rows) · G groups of inputs. The
 oracle is the matmul with the unpacked matrix, and of rows in fp8 with what they stand for.
@@ -33,7 +33,7 @@ from shoal.kernels.matmul.dispatch import After, Before, Fp8Tiles, Kernel, Shape
 from shoal.kernels.matmul.linear import finish, fitting_stages
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
 from shoal.kernels.quant.fp8_quantize import quantize, silu_mul_fp8
-from shoal.kernels.quant.fp8_rows import Fp8Rows
+from shoal.kernels.quant.fp8_tensor import Fp8Rows
 from shoal.kernels.quant.widen import widened_words
 from shoal.kernels.rounding import cdiv
 
@@ -41,7 +41,7 @@ if HAS_GLUON:
     from shoal.kernels.matmul import hopper_fp8_row
 
 ROWS_ARE_FP8 = (Kernel.FP8_MANY, Kernel.FP8_TORCH)
-MAX_SPLIT_TILES = 4096  # tiles of a launch whose inputs are split; matmuls.py stays below
+MAX_SPLIT_TILES = 4096  # tiles of a launch whose inputs are split; dispatch.py stays below
 
 
 class Fp8Matrix(NamedTuple):

@@ -18,8 +18,7 @@ from shoal.kernels.matmul.fp8_linear import (
 )
 from shoal.kernels.norm import add_rms_norm, rms_norm
 from shoal.kernels.quant.fp8_quantize import rms_norm_fp8
-from shoal.kernels.quant.fp8_rows import Fp8Rows
-from shoal.kernels.quant.fp8_tensor import SMALLEST_CUT, Fp8Tensor
+from shoal.kernels.quant.fp8_tensor import SMALLEST_CUT, Fp8Rows, Fp8Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ def pack(
     group = 0 if groups == 1 else size
     if group and (group < SMALLEST_CUT or group & (group - 1)):
         raise CheckpointError(
-            f"blocks of {group} inputs share a scale, but products in fp8 on a GPU want a power of two from "
+            f"blocks of {group} inputs share a scale, but matmuls in fp8 on a GPU want a power of two from "
             f"{SMALLEST_CUT} on; name a dtype ('bfloat16'), to which the weights are unpacked"
         )
     weight = replaced

@@ -160,8 +160,7 @@ def pack(
     scales that the dtype does not hold, and for what does not fit into that memory."""
     if dtype not in SMALLER:
         raise CheckpointError(
-            f"products with weights in fewer bits are not made in {dtype} on a GPU; choose bfloat16 or "
-            "float16"
+            f"matmuls with weights in fewer bits are not made in {dtype} on a GPU; choose bfloat16 or float16"
         )
     orders = [_order(tensor) for tensor in tensors]
     alike = all(_equal(order, orders[0]) for order in orders)
@@ -230,7 +229,7 @@ def _pack(
     if not group:
         raise CheckpointError(
             f"a matrix of shape {[outs, inputs]} in fewer bits has groups that are not multiples of 16 "
-            "inputs on this rank, for which there is no product on a GPU; name a dtype, to which its weights "
+            "inputs on this rank, for which there is no matmul on a GPU; name a dtype, to which its weights "
             "are unpacked, or lower tensor_parallel_size"
         )
     e2m1 = isinstance(tensors[0], Mxfp4Tensor)
@@ -274,7 +273,7 @@ def _pack(
         halves = numbers.to(dtype)
         if not halves.isfinite().all():
             raise CheckpointError(
-                f"a matrix of shape {[outs, inputs]} in fewer bits has scales that products in {dtype} do "
+                f"a matrix of shape {[outs, inputs]} in fewer bits has scales that matmuls in {dtype} do "
                 "not hold; name a dtype, to which its weights are unpacked"
             )
         for target, of_groups in zip((scales, minima), halves):

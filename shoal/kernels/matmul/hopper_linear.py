@@ -33,7 +33,7 @@ from shoal.kernels.matmul.dispatch import HopperTiles
 from shoal.kernels.pdl import pdl_options
 from shoal.kernels.rounding import cdiv
 
-MAX_TILES = 1024  # tiles of a launch whose inputs are split; matmuls.py stays far below
+MAX_TILES = 1024  # tiles of a launch whose inputs are split; dispatch.py stays far below
 DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
 
 

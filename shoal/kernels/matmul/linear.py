@@ -1,6 +1,6 @@
 """Matmuls of few rows with a weight matrix, in Triton. Reading the weights takes all of their time.
 
-Which matmuls come here, and which go to cuBLAS or to one of Hopper's kernels, is said in matmuls.py.
+dispatch.py chooses between these kernels, cuBLAS and Hopper's kernels.
 
 A few rows are multiplied elementwise in float32 with tiles of the weight; the first is loaded before
 the rows are there (pdl.py). More rows go to tensor cores. The weight is the left operand there, so that rows

@@ -3,7 +3,7 @@ after SiLU(gate) * up. What neither of them makes, attention's output, has a pas
 
 A row's scale is known when all of it is, so one program has a whole row in its registers; scales of groups of
 128 columns need no more than these. Numbers are rounded to the activations' type first, as the kernels that
-write those round them. T rows · I, D columns · F intermediate. The oracle is fp8_rows.py.
+write those round them. T rows · I, D columns · F intermediate. The oracle is fp8_tensor.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ import triton.language as tl
 
 from shoal.kernels.activation import silu
 from shoal.kernels.pdl import pdl_options, wait_for_inputs
-from shoal.kernels.quant.fp8_rows import SMALLEST, Fp8Rows
-from shoal.kernels.quant.fp8_tensor import LARGEST
+from shoal.kernels.quant.fp8_tensor import LARGEST, SMALLEST, Fp8Rows
 from shoal.kernels.rounding import cdiv, next_power_of_2
 
 BLOCK = 1024  # columns of a program where groups are smaller than rows

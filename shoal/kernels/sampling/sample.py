@@ -120,7 +120,7 @@ def _measure_tiles(
     OFFSET: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """OFFSET tokens of the first tile lie before the row's first column (split_draw_triton.py)."""
+    """OFFSET tokens of the first tile lie before the row's first column (split_sample_triton.py)."""
     start_next(PDL)
     s = tl.program_id(1).to(tl.int64)
     tile = tl.program_id(0) * TILES + tl.arange(0, TILES)

@@ -17,7 +17,7 @@ Other rows (top_p or min_p over the whole vocabulary, or a large top_k) may need
 `needs_whole_row` finds them by their parameters, so that the host knows before a step which way it goes.
 
 S sampled sequences · V columns of this rank · R ranks · P parts. Plain PyTorch, for any device; the kernels
-are in split_draw_triton.py.
+are in split_sample_triton.py.
 """
 
 from __future__ import annotations

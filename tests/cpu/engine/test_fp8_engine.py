@@ -20,8 +20,7 @@ from shoal.kernels.cpu import fp8 as cpu_fp8
 from shoal.kernels.cpu import ops as cpu_ops
 from shoal.kernels.matmul import fp8_linear
 from shoal.kernels.matmul.dispatch import GPU, Limits
-from shoal.kernels.quant.fp8_rows import quantize_rows
-from shoal.kernels.quant.fp8_tensor import Fp8Tensor
+from shoal.kernels.quant.fp8_tensor import Fp8Tensor, quantize_rows
 from shoal.layers.mlp import MLP, Experts
 from shoal.layers.norm import RMSNorm
 from shoal.layers.parallel import TensorParallel

@@ -23,8 +23,7 @@ from shoal.kernels.matmul import fp8_linear, gpu_fp8
 from shoal.kernels.matmul.dispatch import GPU, After, Fp8Tiles, Kernel, Shape, choose
 from shoal.kernels.matmul.fp8_linear import Fp8Matrix
 from shoal.kernels.quant.fp8_quantize import quantize, rms_norm_fp8, silu_mul_fp8
-from shoal.kernels.quant.fp8_rows import Fp8Rows, quantize_rows
-from shoal.kernels.quant.fp8_tensor import Fp8Tensor
+from shoal.kernels.quant.fp8_tensor import Fp8Rows, Fp8Tensor, quantize_rows
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 FP8 = torch.float8_e4m3fn

@@ -1,4 +1,4 @@
-"""Tile sizes of Hopper's matmuls (test_products.py says which they are), and that they compile for sm_90 without spills.
+"""Tile sizes of Hopper's matmuls (test_dispatch.py says which they are), and that they compile for sm_90 without spills.
 Gluon has no interpreter: results are compared in tests/gpu/test_linear_gpu.py."""
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ for case in (
     LAUNCHES[f"sample {case}"] = lambda case=case: _sample(*case)
 
 
-def _split_draw(num_seqs: int, first: int, own: int, ranks: int, dtype: torch.dtype) -> None:
+def _split_sample(num_seqs: int, first: int, own: int, ranks: int, dtype: torch.dtype) -> None:
     layout = StateLayout(num_seqs, 20)
     table, rows = layout.table(_ints(layout.size)), _ints(num_seqs)
     parts = triton_ops.sample_parts(torch.zeros(num_seqs, own, dtype=dtype), first, rows, rows, table)
@@ -116,7 +116,7 @@ for case in (
     (64, 3 * 37984, 37984, 4, BF16),
     (4, 7 * 4000, 4000, 8, torch.float32),
 ):
-    LAUNCHES[f"split draw {case}"] = lambda case=case: _split_draw(*case)
+    LAUNCHES[f"split sample {case}"] = lambda case=case: _split_sample(*case)
 
 
 def _all_reduce(rows: int, hidden: int, rank: int, size: int, way: Way, dtype: torch.dtype) -> None:

@@ -30,7 +30,7 @@ SPLIT = [
 ]
 
 
-def split_draw(ops, logits_SV, size, rows, positions, table):
+def split_sample(ops, logits_SV, size, rows, positions, table):
     """Tokens and state rows, when `size` ranks have the columns."""
     shard = -(-logits_SV.shape[1] // size)
     parts = [
@@ -64,7 +64,8 @@ def test_ranks_draw_the_token_of_one_rank(ops, dtype, size, vocab_size):
         logits[:, 1] = -math.inf
         positions = torch.randint(0, 5000, (len(SPLIT),), dtype=torch.int32)
         for found, expected in zip(
-            split_draw(ops, logits, size, rows, positions, table), whole_draw(logits, rows, positions, table)
+            split_sample(ops, logits, size, rows, positions, table),
+            whole_draw(logits, rows, positions, table),
         ):
             assert torch.equal(found, expected)
 
@@ -74,18 +75,18 @@ def test_padding_rows_draw_nothing(ops):
     table = make_table([GREEDY, PLAIN, PLAIN], [1, 2, 3])
     rows, positions = torch.tensor([2, -1, 0], dtype=torch.int32), torch.tensor([4, -1, 9], dtype=torch.int32)
     logits = torch.randn(3, 50)
-    tokens, state = split_draw(ops, logits, 2, rows, positions, table)
+    tokens, state = split_sample(ops, logits, 2, rows, positions, table)
     assert tokens[1] == -7 and tokens[2] == logits[2].argmax()
     assert state[:3, Field.POSITION].tolist() == [10, 0, 5]
 
 
 @pytest.mark.parametrize("params", [PLAIN, (0.7, 6, 0.8, 0.0), (1.5, 10, 0.9, 0.05)])
-def test_split_draws_follow_the_exact_distribution(params):
+def test_split_samples_follow_the_exact_distribution(params):
     torch.manual_seed(4)
     logits, count = torch.randn(40) * 1.5, 2000
     logits[10] = logits[33]  # equal logits on two ranks
     rows, positions = torch.zeros(count, dtype=torch.int32), torch.arange(count, dtype=torch.int32)
-    tokens, _ = split_draw(cpu_ops, logits.expand(count, -1), 3, rows, positions, make_table([params], [7]))
+    tokens, _ = split_sample(cpu_ops, logits.expand(count, -1), 3, rows, positions, make_table([params], [7]))
     expected = exact_distribution(logits, *params) * count
     observed = torch.bincount(tokens, minlength=40)
     assert not observed[expected == 0].any()

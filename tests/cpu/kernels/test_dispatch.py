@@ -1,4 +1,4 @@
-"""Which product multiplies: the table of the H200, and what other GPUs make of it."""
+"""The choice of a matmul kernel: the table of the H200, and what other GPUs make of it."""
 
 from __future__ import annotations
 
