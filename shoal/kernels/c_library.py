@@ -10,6 +10,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,6 +63,8 @@ def build(
                 name,
                 kernels,
             )
+        if sys.stderr.isatty():  # a person waits; a log needs no line
+            print("compiling C kernels for this processor (once, some seconds)", file=sys.stderr, flush=True)
         try:
             with tempfile.TemporaryDirectory(dir=kernels) as work:
                 os.replace(_compile(compiler, folder, sources, flags, libraries, Path(work)), target)
