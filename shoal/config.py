@@ -283,7 +283,7 @@ class EngineConfig:
     dtype: str = option(
         "auto",
         'data type of weights and activations; "auto": on a GPU float16 if the checkpoint has it, else '
-        "bfloat16; on the CPU bfloat16 if the processor supports it, else float32",
+        "bfloat16; on the CPU float32, or bfloat16 if float32 lacks memory and the processor supports it",
         common=True,
         choices=DTYPES,
     )

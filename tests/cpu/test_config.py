@@ -10,6 +10,7 @@ import torch
 from shoal import LLM, EngineArgs, SamplingParams
 from shoal.cli import option_tables
 from shoal.config import EngineConfig, KVEventsConfig, ResolvedConfig, ServerConfig, StructuredOutputsConfig
+from shoal.engine import resolve as resolve_module
 from shoal.engine.resolve import resolve_config
 from shoal.errors import ConfigError
 from shoal.models.config_json import config_from_json
@@ -87,6 +88,18 @@ def test_a_value_outside_its_limits_is_named_with_them(config, name, bad, limit)
 def test_values_at_their_limits_are_possible(config, options):
     built = config(**options)
     assert {name: getattr(built, name) for name in options} == options
+
+
+@pytest.mark.parametrize(
+    ("supported", "free_bytes", "dtype"),
+    [(True, 1 << 40, "float32"), (True, 1 << 20, "bfloat16"), (False, 1 << 40, "float32")],
+    ids=["room", "little memory", "unsupported"],
+)
+def test_a_cpu_computes_in_float32_unless_only_bfloat16_fits(monkeypatch, supported, free_bytes, dtype):
+    """Regression: bfloat16 was chosen on each processor that supports it, where one stream takes 6 times as long."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
+    monkeypatch.setattr(resolve_module, "available_bytes", lambda: free_bytes)
+    assert resolve().dtype == dtype
 
 
 def test_a_resolved_config_has_decided_what_depends_on_model_and_machine():
