@@ -185,7 +185,7 @@ def _cublas(x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int) -
 def _product(
     tiles: dispatch.Tiles, x: torch.Tensor, weights: list[torch.Tensor], gated: bool, i: int
 ) -> torch.Tensor:
-    return linear.product(tiles, x, weights[i], None, gated)
+    return linear.matmul(tiles, x, weights[i], None, gated)
 
 
 def _hopper(

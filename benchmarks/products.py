@@ -333,7 +333,7 @@ def _fastest_tiles(packed_linear: Any, weights: list[Any], x: torch.Tensor, gate
     ]
 
     def run(tiles: PackedTiles, i: int) -> object:
-        return packed_linear.product(tiles, x, weights[i], None, gated)
+        return packed_linear.matmul(tiles, x, weights[i], None, gated)
 
     return _fastest(run, every, len(weights))
 

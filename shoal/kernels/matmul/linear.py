@@ -274,12 +274,12 @@ def add_norm_linear(
         ), residual_TD
     assert chosen.tiles is not None
     if x_TD is None:
-        return product(
+        return matmul(
             chosen.tiles, residual_TD, weight, bias, gated, norm=(norm_weight_D, None, None), eps=eps
         ), residual_TD
     assert residual_TD.is_contiguous()
     sum_TD = torch.empty_like(residual_TD)
-    return product(
+    return matmul(
         chosen.tiles, x_TD, weight, bias, gated, norm=(norm_weight_D, residual_TD, sum_TD), eps=eps
     ), sum_TD
 
@@ -314,7 +314,7 @@ def _run(
     if chosen.hopper_tiles is not None:
         return hopper_linear.hopper_matmul(chosen.hopper_tiles, x_TI, weight, bias, gated, residual_TO)
     if chosen.tiles is not None:
-        return product(chosen.tiles, x_TI, weight, bias, gated, residual_TO)
+        return matmul(chosen.tiles, x_TI, weight, bias, gated, residual_TO)
     if gated:
         return silu_mul(F.linear(x_TI, weight, bias))
     with _exact_sums(weight.shape[0]):
@@ -323,7 +323,7 @@ def _run(
         return residual_TO.addmm_(x_TI, weight.t())
 
 
-def product(
+def matmul(
     tiles: Tiles,
     x_TI: torch.Tensor,
     weight: torch.Tensor,

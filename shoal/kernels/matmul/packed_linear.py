@@ -372,7 +372,7 @@ def packed_matmul(
     if chosen.kernel is Kernel.HOPPER_INT4_ROW:
         return _ring(x_TI, weight, bias, gated, residual_TO)
     if chosen.packed_tiles is not None:
-        return product(chosen.packed_tiles, x_TI, weight, bias, gated, residual_TO)
+        return matmul(chosen.packed_tiles, x_TI, weight, bias, gated, residual_TO)
     if gated:
         return silu_mul(packed_matmul(x_TI, weight, bias, False))
     out_TO = x_TI.new_empty((x_TI.shape[0], outs)) if residual_TO is None else residual_TO
@@ -434,7 +434,7 @@ def _ring(
     return out_1O
 
 
-def product(
+def matmul(
     tiles: PackedTiles,
     x_TI: torch.Tensor,
     weight: TiledWeight,

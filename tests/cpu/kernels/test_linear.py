@@ -85,14 +85,14 @@ def test_sum_norm_and_product_equal_exact_ones(rows: int, outs: int, columns: in
 def test_any_tiles_give_the_product(tiles: Tiles) -> None:
     x, weight, bias = operands(21, 45, 100, True, True)
     torch.testing.assert_close(
-        linear.product(tiles, x, weight, bias, True).float(),
+        linear.matmul(tiles, x, weight, bias, True).float(),
         exact(x, weight, bias, True),
         rtol=2e-3,
         atol=1e-3,
     )
     residual = torch.randn(21, 90).to(FP16)
-    expected = residual + linear.product(tiles, x, weight, bias, False)
-    assert linear.product(tiles, x, weight, bias, False, residual) is residual and torch.equal(
+    expected = residual + linear.matmul(tiles, x, weight, bias, False)
+    assert linear.matmul(tiles, x, weight, bias, False, residual) is residual and torch.equal(
         residual, expected
     )
 

@@ -156,7 +156,7 @@ def test_any_tiles_and_splits_give_the_product(tiles: PackedTiles, gated: bool) 
     y = F.linear(x.float(), tensor.dequantize(), bias.float())
     want = F.silu(y[:, :80]) * y[:, 80:] if gated else y
     for _ in range(2):  # The first launch leaves the counters of parts as they were.
-        _close(packed_linear.product(tiles, x, weight, bias, gated), want)
+        _close(packed_linear.matmul(tiles, x, weight, bias, gated), want)
 
 
 def test_nothing_is_written_beyond_the_output() -> None:
