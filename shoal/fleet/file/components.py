@@ -1,4 +1,4 @@
-"""What a fleet's file says of workers, as components: their command lines, GPUs and cores."""
+"""Converts the workers of a fleet's file to components: command lines, GPUs and cores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal.fleet.file.fleet_file import ExternalWorkers, NativeWorkers
 from shoal.fleet.registry.open import NATS
 
 GPU = re.compile(r"nvidia\d+")
-WSL = "/dev/dxg"  # the way to GPUs of Windows, which have no files of their own
+WSL = "/dev/dxg"  # device of all GPUs under Windows
 Group = NativeWorkers | ExternalWorkers
 
 
@@ -34,9 +34,9 @@ def components_of(
     prefix: str = "",
     may_grow: bool = False,
 ) -> list[Component]:
-    """A component for each group. `more_words` and `environment` are for each of our workers; `prefix` begins
-    all names. `may_grow`: groups that name no GPUs share all that are left, so that any of them may get more
-    workers. Raises ConfigError if this machine has too few GPUs for the groups that name none."""
+    """Returns a component for each group. `more_words` and `environment`: for each native worker; `prefix`:
+    of all names. `may_grow`: groups without `devices` share all remaining GPUs, so that each of them may get
+    more workers. Raises ConfigError if this machine has too few GPUs for the groups without `devices`."""
     gpus = _gpus()
     free = iter(gpus)
     shared = {**(environment or {}), **_cores(groups, bool(gpus))}
@@ -66,7 +66,7 @@ def components_of(
                 devices=tuple(devices or ()),
                 devices_per_worker=group.devices_per_worker,
                 shares_devices=may_grow and group.devices is None,
-                # Another engine may have processes that it must end itself.
+                # An external engine may have children that it must end itself.
                 death_signal=signal.SIGKILL if isinstance(group, NativeWorkers) else signal.SIGTERM,
             )
         )
@@ -74,8 +74,8 @@ def components_of(
 
 
 def check_gpus(groups: Sequence[Group], components: Sequence[Component]) -> None:
-    """Raises ConfigError if this machine has not the GPUs that workers of ours are to have. Those of other
-    engines are not looked at. `components`: of these groups."""
+    """Raises ConfigError if this machine lacks the GPUs of native workers. GPUs of external workers are not
+    checked. `components`: the components of these groups."""
     if os.path.exists(WSL):
         return
     num_gpus, free = _num_gpus(), iter(_gpus())
@@ -89,21 +89,21 @@ def check_gpus(groups: Sequence[Group], components: Sequence[Component]) -> None
             continue
         if not component.devices:
             raise ConfigError(
-                f'[[workers]] {number} has device = "cuda" in its options, and there is no GPU here for this '
-                'process (CUDA_VISIBLE_DEVICES); take "cpu", or a machine with GPUs'
+                f'[[workers]] {number} has device = "cuda" in its options, and this process has no GPU '
+                '(CUDA_VISIBLE_DEVICES); take "cpu", or a machine with GPUs'
             )
         lacking = [name for name in component.devices if name.isdigit() and int(name) >= num_gpus]
         if lacking:
             raise ConfigError(
-                f"[[workers]] {number} is to have GPU {', '.join(dict.fromkeys(lacking))}, and this machine "
+                f"[[workers]] {number} has devices {', '.join(dict.fromkeys(lacking))}, and this machine "
                 f"has {num_gpus} GPUs, counted from 0; name others (devices), or take options = "
                 '{ device = "cpu" }'
             )
 
 
 def components_of_pods(groups: Sequence[Group], plane_url: str | None) -> list[Component]:
-    """Components that a cluster runs: its manifests have their commands. Raises ConfigError for what cannot
-    run there."""
+    """Returns components for Kubernetes, whose manifests have the commands. Raises ConfigError for components
+    that cannot run there."""
     if plane_url is None or not plane_url.startswith(NATS):
         raise ConfigError(
             "connector 'kubernetes' has its workers on other hosts, which an embedded plane does not reach; "
@@ -113,7 +113,7 @@ def components_of_pods(groups: Sequence[Group], plane_url: str | None) -> list[C
     for name, group in zip(names_of(groups), groups, strict=True):
         if isinstance(group, ExternalWorkers):
             raise ConfigError(
-                f"component {name!r} has a command, and pods of another engine are named by the router's "
+                f"component {name!r} has a command, and pods of external workers belong into the router's "
                 "`worker` option; leave it out of [[workers]]"
             )
         components.append(
@@ -125,7 +125,7 @@ def components_of_pods(groups: Sequence[Group], plane_url: str | None) -> list[C
 
 
 def names_of(groups: Sequence[Group], prefix: str = "") -> list[str]:
-    """A name for each group, which no other has: short, and fit for ids, as "Qwen3-8B" and
+    """Returns a unique, short name for each group, valid in ids, such as "Qwen3-8B" and
     "Qwen3-8B-prefill"."""
     names: list[str] = []
     for number, group in enumerate(groups, 1):
@@ -139,7 +139,7 @@ def names_of(groups: Sequence[Group], prefix: str = "") -> list[str]:
 
 
 def serve_words(group: NativeWorkers, plane_url: str, port: str = "0") -> list[str]:
-    """The words of `shoal` that serve as a worker of this group; `{id}` among them stands for its id."""
+    """Returns the arguments of `shoal` for a worker of this group; `{id}` stands for its id."""
     words = ["serve", group.model, "--port", port, "--plane", plane_url]
     words += ["--role", group.role, "--worker-id", "{id}"]
     if group.name is not None:
@@ -152,7 +152,7 @@ def serve_words(group: NativeWorkers, plane_url: str, port: str = "0") -> list[s
 
 
 def _flag(name: str, value: Any) -> list[str]:
-    """An option as words of the command line."""
+    """Returns an option as words of the command line."""
     if isinstance(value, bool):
         return [flag_of(name) if value else flag_of(f"no_{name}")]
     if isinstance(value, list):
@@ -161,7 +161,7 @@ def _flag(name: str, value: Any) -> list[str]:
 
 
 def _gpus() -> list[str]:
-    """The GPUs of this machine that this process may use, as CUDA names them."""
+    """Returns CUDA's names of the GPUs that this process may use."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         return [name for name in visible.split(",") if name.strip() not in ("", "-1")]
@@ -176,7 +176,7 @@ def _take(free: Iterator[str], wanted: int, number: int, num_gpus: int) -> list[
     found = list(itertools.islice(free, wanted))
     if len(found) < wanted:
         raise ConfigError(
-            f"[[workers]] {number} needs {wanted} GPUs, and of the {num_gpus} here {len(found)} are left; "
+            f"[[workers]] {number} needs {wanted} GPUs, and {len(found)} of the {num_gpus} here are left; "
             "lower count, name devices (a GPU may be named twice, with a smaller gpu_memory_utilization), or "
             'take options = { device = "cpu" }'
         )
@@ -184,7 +184,7 @@ def _take(free: Iterator[str], wanted: int, number: int, num_gpus: int) -> list[
 
 
 def _cores(groups: Sequence[Group], has_gpus: bool) -> dict[str, str]:
-    """Workers that compute on the CPU share its cores, as each would take all of them."""
+    """Divides the cores among the workers that compute on the CPU, as each would take all of them."""
     on_cpu = 0
     for group in groups:
         if isinstance(group, NativeWorkers) and (not has_gpus or group.options.get("device") == "cpu"):

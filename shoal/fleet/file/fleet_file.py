@@ -1,9 +1,9 @@
 """fleet.toml: a whole fleet in one file, which `shoal fleet up` starts.
 
-model = "smollm2"             # of all workers that name none
+model = "smollm2"             # for workers without a model
 port = 8000                   # and other options of the server, with underscores
 
-[[workers]]                   # so many equal workers; there may be several such tables
+[[workers]]                   # a group of equal workers; the table may be repeated
 count = 2
 options = { max_model_len = 4096 }
 
@@ -11,12 +11,12 @@ options = { max_model_len = 4096 }
 policy = "kv"
 
 [plane]
-url = "nats://10.0.0.1:4222"  # without it an embedded one, for this host alone
+url = "nats://10.0.0.1:4222"  # default: an embedded one, for this host only
 
 [planner]                     # adds and removes workers as the load changes
 enabled = true
 
-All mistakes are found before any process starts.
+All errors are found before any process starts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from shoal.fleet.worker_spec import parse_worker
 from shoal.vllm_options import ALL_OPTIONS, translate
 
 MAX_COUNT = 4096
-# Options of `shoal serve` that the fleet gives to its workers itself.
+# Options of `shoal serve` that the fleet sets for its workers.
 GIVEN_OPTIONS = frozenset(
     {
         "model",
@@ -69,10 +69,10 @@ TOP_KEYS = SERVER_OPTIONS | {"model", "workers", "router", "plane", "planner", "
 
 @dataclass(frozen=True, slots=True)
 class NativeWorkers:
-    """Equal workers of ours. `name`: what clients call the model; None: as it is loaded. `devices`: the
-    numbers of their GPUs, each worker takes its share of them in order; None: whatever is free. `options`:
-    those of `shoal serve`. `resources`: what Ray reserves for each beside its GPUs, as {"CPU": 4}; one host
-    reserves nothing. Raises ConfigError."""
+    """A group of equal native workers. `name`: the model's name for clients; None: the loaded name.
+    `devices`: numbers of their GPUs, which are divided in order; None: free GPUs. `options`: options of
+    `shoal serve`. `resources`: Ray's reservation for each worker in addition to its GPUs, such as {"CPU": 4};
+    unused on one host. Raises ConfigError."""
 
     model: str
     name: str | None = None
@@ -84,11 +84,13 @@ class NativeWorkers:
 
     def __post_init__(self) -> None:
         if not self.model.strip():
-            raise ConfigError("model is empty; give a folder, .gguf file, hub id or URL, or leave it out")
+            raise ConfigError(
+                "model must not be empty; give a folder, .gguf file, hub id or URL, or leave it out"
+            )
         _check_name(self.name)
         if self.role not in ROLES:
-            raise ConfigError(f"role {self.role!r} is none of {', '.join(ROLES)}")
-        # vLLM's options reach the workers as they are, whose logs say what has no effect.
+            raise ConfigError(f"role must be one of {', '.join(ROLES)}, got {self.role!r}")
+        # vLLM's options are passed to the workers, whose logs report the ones without an effect.
         options, _ = translate(self.options, ALL_OPTIONS, str)
         check_keys(options, WORKER_OPTIONS, "options of [[workers]]")
         engine_names = keys_of(EngineConfig)
@@ -97,7 +99,7 @@ class NativeWorkers:
         if "kv_transfer_config" in engine:  # otherwise it follows from the role
             check_lends(self.role, config)
         server = {name: value for name, value in options.items() if name not in engine_names}
-        build(ServerConfig, {**server, "plane": "the fleet's"})  # it is told when it starts
+        build(ServerConfig, {**server, "plane": "the fleet's"})  # set at its start
         _check_count(self.count, self.devices, self.devices_per_worker)
         _check_resources(self.resources)
 
@@ -112,10 +114,10 @@ class NativeWorkers:
 
 @dataclass(frozen=True, slots=True)
 class ExternalWorkers:
-    """Equal workers of another engine. `command`: the command line that starts one. `name`: what clients call
-    its model, for a planner to know what it sizes. `worker`: how the router reaches it, in the form of
-    --worker without an id. In command and worker `{port}`, `{events_port}` and `{replay_port}` stand for free
-    ports. Raises ConfigError."""
+    """A group of equal external workers. `command`: the command line of one. `name`: the model's name for
+    clients, which the planner needs. `worker`: the address for the router, in the form of --worker without an
+    id. In command and worker `{port}`, `{events_port}` and `{replay_port}` stand for free ports. Raises
+    ConfigError."""
 
     command: str
     name: str | None = None
@@ -126,7 +128,7 @@ class ExternalWorkers:
 
     def __post_init__(self) -> None:
         if not self.words:
-            raise ConfigError("command is empty; give the words that start a worker")
+            raise ConfigError("command must not be empty; give the command line of a worker")
         _check_name(self.name)
         trial = self.worker
         for name in PORTS:
@@ -139,7 +141,9 @@ class ExternalWorkers:
             trial = trial.replace(place, "1")
         parse_worker(trial)
         if ",id=" in self.worker:
-            raise ConfigError(f"worker {self.worker!r:.200} has an id; the fleet numbers its workers itself")
+            raise ConfigError(
+                f"worker must not have an id, got {self.worker!r:.200}; remove it: the fleet numbers workers"
+            )
         if self.count > 1 and "{port}" not in self.worker:
             raise ConfigError(
                 f"worker {self.worker!r:.200}: {self.count} workers cannot share a port; write {{port}} "
@@ -157,27 +161,29 @@ class ExternalWorkers:
 
 def _check_name(name: str | None) -> None:
     if name is not None and not name.strip():
-        raise ConfigError("name is empty; give what clients call the model, or leave it out")
+        raise ConfigError("name must not be empty; give the model's name for clients, or leave it out")
 
 
 def _check_resources(resources: Mapping[str, float]) -> None:
     if "GPU" in resources:
-        raise ConfigError("resources has GPU; a worker's GPUs are the tensor_parallel_size of its options")
+        raise ConfigError("resources must not have GPU; set tensor_parallel_size in the worker's options")
     for name, amount in resources.items():
         if not 0 <= amount < math.inf:
-            raise ConfigError(f"resources: {name} = {amount:g} is no amount; give one, as {{ CPU = 4 }}")
+            raise ConfigError(
+                f"resources {name} must be above 0, got {amount:g}; give an amount, as {{ CPU = 4 }}"
+            )
 
 
 def _check_count(count: int, devices: list[int] | None, devices_per_worker: int) -> None:
     if not 0 <= count <= MAX_COUNT:
-        raise ConfigError(f"count {count} is not from 0 to {MAX_COUNT}")
+        raise ConfigError(f"count must be from 0 to {MAX_COUNT}, got {count}; give another count")
     if devices is None:
         return
     if any(device < 0 for device in devices):
-        raise ConfigError(f"devices {devices} has a number below 0; 0 is the first GPU")
+        raise ConfigError(f"devices must be at least 0, got {devices}; 0 is the first GPU")
     if len(devices) < count * devices_per_worker:
         raise ConfigError(
-            f"devices {devices} are {len(devices)}, and {count} workers need {devices_per_worker} each; name "
+            f"devices must name {devices_per_worker} GPUs for each of {count} workers, got {devices}; name "
             "more (a GPU may be named twice), or lower count"
         )
     if devices_per_worker > 1 and len(set(devices)) < len(devices):
@@ -189,8 +195,9 @@ def _check_count(count: int, devices: list[int] | None, devices_per_worker: int)
 
 @dataclass(frozen=True, slots=True)
 class FleetFile:
-    """`server`: options of the router's ports. `router`: those of routing; its plane is None where the file
-    names none. `may_grow`: the file has options of a planner, in this process or beside it."""
+    """The content of a fleet's file. `server`: options of the router's ports. `router`: routing options;
+    without [plane], `plane` stays None. `may_grow`: the file has options of a planner, in this process or another
+    one."""
 
     workers: list[NativeWorkers | ExternalWorkers]
     server: ServerConfig
@@ -203,7 +210,7 @@ class FleetFile:
             self.check_planner()
 
     def _check_role_changes(self) -> None:
-        """A worker that takes another role should be as those that were started for it."""
+        """Checks that workers which change their role have the same options as the workers of that role."""
         first: dict[str, NativeWorkers] = {}
         for number, group in enumerate(self.workers, 1):
             if isinstance(group, ExternalWorkers):
@@ -226,7 +233,7 @@ class FleetFile:
                 )
 
     def check_planner(self) -> None:
-        """Raises ConfigError for workers that the planner could not size."""
+        """Raises ConfigError for workers that the planner cannot size."""
         seen: set[tuple[str, str]] = set()
         for number, group in enumerate(self.workers, 1):
             cannot_sleep = isinstance(group, NativeWorkers) and not group.options.get("enable_sleep_mode")
@@ -261,24 +268,24 @@ class FleetFile:
         self.read_profiles()
 
     def read_profiles(self) -> dict[str, EngineProfile]:
-        """Those that the planner needs, by model. Raises ConfigError."""
+        """Returns the planner's profiles by model. Raises ConfigError."""
         names = (_sized(group)[0] for group in self.workers)
         return read_profiles(self.planner, dict.fromkeys(name for name in names if name is not None))
 
 
 def _exchanges(group: NativeWorkers) -> bool:
-    """Whether its workers can lend and read KV blocks, and so do each role."""
+    """Returns True if its workers can lend and read KV blocks, as each role must."""
     transfer = KVTransferConfig.of(group.options.get("kv_transfer_config"))
     return group.role == "decode" if transfer is None else transfer.lends and transfer.reads
 
 
 def _sized(group: NativeWorkers | ExternalWorkers) -> tuple[str | None, str]:
-    """The model and the role of its workers."""
+    """Returns model and role of the group's workers."""
     return (group.name, "both") if isinstance(group, ExternalWorkers) else (group.served_name, group.role)
 
 
 def read_fleet_file(path: str | Path) -> FleetFile:
-    """Raises ConfigError that names the file, the key, and what is possible."""
+    """Reads a fleet's file. Raises ConfigError with the file, the key, and its possible values."""
     document = read_document(path)
     try:
         return _fleet_of(document)
@@ -305,7 +312,7 @@ def _fleet_of(document: Mapping[str, Any]) -> FleetFile:
     options = table(document, "planner")
     check_keys(options, keys_of(PlannerConfig), "[planner]")
     planner = build(PlannerConfig, options)
-    if config.plane is None or not config.plane.startswith(NATS):  # else partners may be on other hosts
+    if config.plane is None or not config.plane.startswith(NATS):  # otherwise partners may be on other hosts
         _check_roles(groups, planner)
     server = {name: document[name] for name in SERVER_OPTIONS if name in document}
     return FleetFile(groups, build(ServerConfig, server), config, planner, "planner" in document)
@@ -320,7 +327,7 @@ def _group_of(entry: Mapping[str, Any], model: Any) -> NativeWorkers | ExternalW
 
 
 def _check_names(groups: Sequence[NativeWorkers | ExternalWorkers]) -> None:
-    """A name that clients use means one model."""
+    """Raises ConfigError for a name of several models."""
     models: dict[str, str] = {}
     for group in groups:
         if (
@@ -328,14 +335,14 @@ def _check_names(groups: Sequence[NativeWorkers | ExternalWorkers]) -> None:
             and models.setdefault(group.served_name, group.model) != group.model
         ):
             raise ConfigError(
-                f"name {group.served_name!r} is of two models, {models[group.served_name]!r} and "
+                f"name {group.served_name!r} must be for one model, got {models[group.served_name]!r} and "
                 f"{group.model!r}; give each its own"
             )
 
 
 def _check_roles(groups: Sequence[NativeWorkers | ExternalWorkers], planner: PlannerConfig) -> None:
-    """Prefill workers compute prompts for workers that read KV blocks. Where there are none of these at
-    first, a planner has to add one unasked: while nobody generates, requests are refused and none waits."""
+    """Raises ConfigError for prefill workers without workers that read KV blocks. If these have count = 0, a
+    planner must add one without a load: without decode workers requests are refused, so no queue forms."""
     own = [group for group in groups if isinstance(group, NativeWorkers)]
     partners = [group for group in own if group.role == "decode" or _reads(group)]
     adds = planner.enabled and not planner.no_operation
@@ -359,6 +366,6 @@ def _check_roles(groups: Sequence[NativeWorkers | ExternalWorkers], planner: Pla
 
 
 def _reads(group: NativeWorkers) -> bool:
-    """Whether workers of the role `both` were told to read KV blocks of others."""
+    """Returns True if workers of the role `both` are configured to read KV blocks of others."""
     transfer = KVTransferConfig.of(group.options.get("kv_transfer_config"))
     return group.role == "both" and transfer is not None and transfer.reads

@@ -1,8 +1,8 @@
-"""What a fleet's file says of workers, for a Ray cluster: their command lines, what Ray reserves for each,
-and whether the cluster can ever have a place for it.
+"""Converts the workers of a fleet's file to components for a Ray cluster: command lines, Ray's reservations,
+and checks that the cluster can run them.
 
-A worker's ranks are processes of one host, which its launcher starts there and joins over the loopback. So
-what it reserves is one bundle, which Ray keeps on one node. A `Node` is what `ray.nodes()` says of one.
+A worker's ranks are processes of one host, which their launcher connects over the loopback. So each worker
+reserves one bundle, which Ray keeps on one node. A `Node` is an entry of `ray.nodes()`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def ray_components(
     environment: Mapping[str, str] | None = None,
     prefix: str = "",
 ) -> list[Component]:
-    """A component for each group. `more_words` and `environment` are for each worker; `prefix` begins all
-    names. Workers get GPUs if the cluster has any, and their options do not say otherwise. Raises ConfigError
-    for what Ray does not start, and for a worker with more GPUs than any node has."""
+    """Returns a component for each group. `more_words` and `environment`: for each worker; `prefix`: of all
+    names. Workers get GPUs if the cluster has any, unless their options differ. Raises ConfigError for
+    workers that Ray does not start, and for a worker with more GPUs than any node has."""
     most_gpus = max((gpus_of(node) for node in nodes), default=0)
     components = []
     for number, (group, name) in enumerate(zip(groups, names_of(groups, prefix)), 1):
@@ -44,7 +44,7 @@ def ray_components(
         words = serve_words(group, plane_url, port="{http_port}")
         words += ["--fleet-key-file", "{fleet_key_file}"]
         if plane_url.startswith(NATS) and "fleet_host" not in group.options:
-            words += ["--fleet-host", "{host}"]  # other nodes may join later, though there is one host now
+            words += ["--fleet-host", "{host}"]  # other nodes may join a single host later
         components.append(
             Component(
                 name=name,
@@ -61,8 +61,8 @@ def ray_components(
 
 
 def bundle_of(group: Group, most_gpus: int) -> dict[str, float]:
-    """What Ray reserves for one worker, on one node. `most_gpus`: of the cluster's largest node; 0: it has
-    none yet. Raises ConfigError as ray_components does."""
+    """Returns Ray's reservation for one worker, on one node. `most_gpus`: GPUs of the cluster's largest node;
+    0 without GPUs so far. Raises ConfigError as ray_components does."""
     if isinstance(group, ExternalWorkers):
         raise ConfigError(
             "a command is started on one host alone, not on Ray; start these servers otherwise, and name "
@@ -70,7 +70,7 @@ def bundle_of(group: Group, most_gpus: int) -> dict[str, float]:
         )
     if group.devices is not None:
         raise ConfigError(
-            f"devices {group.devices} number one host's GPUs, and Ray chooses them; leave it out"
+            f"devices must be left out on Ray, which chooses the GPUs, got {group.devices}; remove it"
         )
     device = group.options.get("device", "auto")
     if device == "cpu" or (device == "auto" and most_gpus == 0):
@@ -90,12 +90,13 @@ def gpus_of(node: Node) -> int:
 
 
 def hosts_of(nodes: Iterable[Node]) -> set[str]:
-    """The addresses of the machines; several nodes may share one."""
+    """Returns the addresses of the machines; several nodes may share one."""
     return {node["NodeManagerAddress"] for node in nodes}
 
 
 def check_reach(plane_url: str | None, hosts: set[str]) -> None:
-    """Raises ConfigError for a plane that some of these hosts cannot reach. None: an embedded one."""
+    """Raises ConfigError for a plane that some of these hosts cannot reach. `plane_url`: None: an embedded
+    one."""
     if len(hosts) < 2:
         return
     if plane_url is None or not plane_url.startswith(NATS):

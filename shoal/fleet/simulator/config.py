@@ -1,4 +1,4 @@
-"""What is simulated: read from a fleet's TOML file with a table `[sim]`, or made in Python.
+"""`SimConfig`: a simulated fleet, from a fleet's TOML file with a table `[sim]`, or made in Python.
 
 model = "qwen3-8b"
 
@@ -46,8 +46,8 @@ SIM_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class SimWorkers:
-    """A group of equal workers: the options of `shoal serve` that count here, with its defaults on a GPU.
-    Raises ConfigError."""
+    """A group of equal workers: the simulated options of `shoal serve`, with its defaults on a GPU. Raises
+    ConfigError."""
 
     count: int = 1
     max_num_seqs: int = 1024
@@ -55,35 +55,37 @@ class SimWorkers:
     gpu_memory_utilization: float = 0.9
     kv_host_bytes: int = 0
     role: str = "both"
-    model: str | None = None  # None: that of the file
-    name: str | None = None  # what the trace calls it; None: as the model
+    model: str | None = None  # None: the file's model
+    name: str | None = None  # its name in the trace; None: the model
 
     def __post_init__(self) -> None:
         if self.role not in ROLES:
-            raise ConfigError(f"role {self.role!r} is none of {', '.join(ROLES)}")
+            raise ConfigError(f"role must be one of {', '.join(ROLES)}, got {self.role!r}")
         if self.kv_host_bytes < 0:
-            raise ConfigError(f"kv_host_bytes {self.kv_host_bytes} is below 0; 0 is no host tier")
+            raise ConfigError(
+                f"kv_host_bytes must be at least 0, got {self.kv_host_bytes} (0: without a host tier)"
+            )
         if self.count < 0:
-            raise ConfigError(f"count {self.count} of workers is below 0; give 1 or more")
+            raise ConfigError(f"count must be at least 0, got {self.count}; give 1 or more")
         if not 1 <= self.max_num_seqs <= self.max_num_batched_tokens:
             raise ConfigError(
-                f"max_num_seqs {self.max_num_seqs} is not from 1 to max_num_batched_tokens "
-                f"({self.max_num_batched_tokens}); each sequence that decodes takes a token of a step"
+                f"max_num_seqs must be from 1 to max_num_batched_tokens ({self.max_num_batched_tokens}), got "
+                f"{self.max_num_seqs}; each decoding sequence takes one token of a step"
             )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ConfigError(
-                f"gpu_memory_utilization {self.gpu_memory_utilization} is not a share of the memory; 0.9 is "
-                "the default"
+                f"gpu_memory_utilization must be a share of memory, got {self.gpu_memory_utilization}; 0.9 "
+                "is the default"
             )
 
 
 @dataclass(frozen=True, slots=True)
 class SimConfig:
-    """`profile`: a file of `shoal plan --profile`, by which all workers take their time, in place of `gpu`
-    and a published model. `cache_tokens`: the room of a worker's KV cache, if it is not what the GPU's memory
-    leaves, or the profile says. `event_delay_ms`: until the router's index hears of a block. `block_size`:
-    tokens of a block of the trace. `worker_start_s`: until a worker that the planner adds serves; its GPU
-    counts meanwhile. `transfer_GB_s`: from a prefill worker to one that decodes. Raises ConfigError."""
+    """`profile`: a file of `shoal plan --profile` with all workers' times, in place of `gpu` and a published
+    model. `cache_tokens`: size of a worker's KV cache; None: from the GPU's memory or the profile.
+    `event_delay_ms`: delay of KV events to the router's index. `block_size`: tokens of a block in the trace.
+    `worker_start_s`: start-up time of an added worker, during which its GPU counts. `transfer_GB_s`: speed
+    from a prefill to a decode worker. Raises ConfigError."""
 
     model: str
     gpu: str = "h200"
@@ -110,24 +112,24 @@ class SimConfig:
         check_policy(self.policy)
         if self.block_size < PAGE or self.block_size % PAGE:
             raise ConfigError(
-                f"block_size {self.block_size} is no multiple of {PAGE} tokens; Mooncake's is 512"
+                f"block_size must be a multiple of {PAGE} tokens, got {self.block_size}; Mooncake's is 512"
             )
         if self.cache_tokens is not None and self.cache_tokens < self.block_size:
             raise ConfigError(
-                f"cache_tokens {self.cache_tokens} has no room for one block of {self.block_size} tokens; "
+                f"cache_tokens must hold one block of {self.block_size} tokens, got {self.cache_tokens}; "
                 "give more"
             )
         if not 0 <= self.event_delay_ms < math.inf:
-            raise ConfigError(f"event_delay_ms {self.event_delay_ms} is no length of time; 0 is none")
+            raise ConfigError(f"event_delay_ms must be >= 0, got {self.event_delay_ms} (0 = no delay)")
         if not 0 <= self.worker_start_s < math.inf:
-            raise ConfigError(f"worker_start_s {self.worker_start_s} is no length of time; 30 is the default")
+            raise ConfigError(f"worker_start_s must be >= 0, got {self.worker_start_s}; 30 is the default")
         if not 0 < self.transfer_GB_s < math.inf:
-            raise ConfigError(f"transfer_GB_s {self.transfer_GB_s} is no speed; 50 is the default")
+            raise ConfigError(f"transfer_GB_s must be above 0, got {self.transfer_GB_s}; 50 is the default")
         groups = [(self.name_of(group), group.role) for group in self.workers]
         if self.planner.enabled and len(set(groups)) < len(groups):
             raise ConfigError(
-                f"the planner needs to know which workers to add: there are {len(groups)} [[workers]] "
-                "tables, two of them of one model and role; write one"
+                f"[[workers]] must have one table per model and role for the planner, got {len(groups)} "
+                "tables, two of them with the same model and role; write one"
             )
         if self.planner.enabled:
             self._check_planner()
@@ -139,13 +141,13 @@ class SimConfig:
                 )
             if role == "both" and (name, "decode") in groups:
                 raise ConfigError(
-                    f"{name!r} has workers for both and decode workers, which is not simulated; choose one"
+                    f"{name!r} has workers with the roles both and decode, which is not simulated; choose one"
                 )
         for name in {name for name, _ in groups}:
             own = [group for group in self.workers if self.name_of(group) == name]
             if not any(group.count for group in own if group.role != "prefill"):
                 raise ConfigError(
-                    f"there is no worker of {name!r}; give [[workers]] a count of 1 or more, or --workers"
+                    f"{name!r} must have a worker; give [[workers]] a count of 1 or more, or --workers"
                 )
 
     def _check_planner(self) -> None:
@@ -162,16 +164,18 @@ class SimConfig:
 
     @property
     def gpus_per_worker(self) -> int:
-        """Those of the worker that was measured; the simulated times are of one GPU."""
+        """GPUs of the measured worker; without a profile the times are for one GPU."""
         return 1 if self.profile is None else read_profile(self.profile).data.num_gpus
 
     def _check_profile(self, profile: str) -> None:
         read_profile(profile)
         if len({self.name_of(group) for group in self.workers}) > 1:
-            raise ConfigError(f"profile {profile!r} is of one model, and there are several; leave it out")
+            raise ConfigError(
+                f"profile needs a fleet with one model, got several; leave profile {profile!r} out"
+            )
         if any(group.role != "both" or group.kv_host_bytes for group in self.workers):
             raise ConfigError(
-                f"profile {profile!r} says nothing of how long KV blocks take from memory or from another "
+                f"profile {profile!r} has no times of KV blocks from host memory or from another "
                 'worker; take role = "both" and no kv_host_bytes, or leave it out'
             )
 
@@ -187,8 +191,8 @@ def read_sim_config(
     seed: int | None = None,
     planner: Mapping[str, Any] | None = None,
 ) -> SimConfig:
-    """From a file; what is given here goes before what the file says. `num_workers` is of a fleet whose
-    workers are all alike. `planner`: keys of [planner]. Raises ConfigError."""
+    """Reads a file; the arguments override it. `num_workers`: for a fleet with a single [[workers]] table.
+    `planner`: keys of [planner]. Raises ConfigError."""
     document = read_document(path)
     try:
         return _config_of(document, policy, num_workers, seed, planner or {})
@@ -203,7 +207,7 @@ def _config_of(
     seed: int | None,
     planner: Mapping[str, Any],
 ) -> SimConfig:
-    # Much of a fleet's file changes nothing here: ports, keys, the plane.
+    # Many keys of a fleet's file have no effect here: ports, keys, the plane.
     check_keys(document, TOP_KEYS, "the file")
     if "model" not in document:
         raise ConfigError('"model" is missing; give the name of a published shape, such as "qwen3-8b"')
@@ -229,7 +233,7 @@ def _config_of(
         size = table(entry, "options").get("tensor_parallel_size", config.gpus_per_worker)
         if size != config.gpus_per_worker:
             raise ConfigError(
-                f"tensor_parallel_size {size!r} is not simulated: the times are those of a worker with "
+                f"tensor_parallel_size {size!r} is not simulated: the times are for a worker with "
                 f"{config.gpus_per_worker} GPUs; give the profile of such a worker ([sim] profile), or leave "
                 "it out"
             )
@@ -248,7 +252,7 @@ def _workers_of(document: Mapping[str, Any], num_workers: int | None) -> list[Si
     if num_workers is not None:
         if len(groups) != 1:
             raise ConfigError(
-                f"--workers {num_workers} is not clear: there are {len(groups)} [[workers]] tables"
+                f"--workers needs a file with one [[workers]] table, got {len(groups)}; set count in the file"
             )
         groups = [dataclasses.replace(groups[0], count=num_workers)]
     return groups

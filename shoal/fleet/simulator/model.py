@@ -1,5 +1,5 @@
-"""One model of a simulated fleet: its workers by role, the router that chooses among them, and the prompts
-that wait for a prefill worker."""
+"""`SimModel`: one model of a simulated fleet, with its workers by role, its router, and the prompts that wait
+for a prefill worker."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from shoal.fleet.simulator.worker import Links, Progress, SimRequest, SimWorker
 from shoal.fleet.traffic import Traffic
 from shoal.hashing import sequence_hashes
 
-TRANSFER_LATENCY_S = 0.001  # from the first token to the first block's arrival, beside the bytes
+TRANSFER_LATENCY_S = 0.001  # from the first token to the first block's arrival, without the transfer of bytes
 
 
 @dataclass(slots=True)
 class Role:
-    """The workers of one role. Those in `leaving` finish what they have; `ready` are the others, which get
-    requests."""
+    """The workers of one role. Workers in `leaving` finish their requests; workers in `ready` get new
+    ones."""
 
     group: SimWorkers
     workers: dict[WorkerRank, SimWorker] = field(default_factory=dict)
@@ -38,12 +38,12 @@ class Role:
 
     @property
     def num_workers(self) -> int:
-        """All whose GPUs are taken."""
+        """All workers that hold GPUs."""
         return len(self.workers) + self.num_starting
 
 
 class SimModel:
-    """`name`: as the trace has it. `number_of` numbers the workers of the whole fleet."""
+    """`name`: in the trace. `number_of`: numbers the workers of the whole fleet."""
 
     def __init__(
         self,
@@ -55,13 +55,15 @@ class SimModel:
     ) -> None:
         self.name, self.traffic = name, Traffic()
         self.roles: dict[str, Role] = {}
-        self.num_remote = 0  # prompts that a prefill worker has computed
+        self.num_remote = 0  # prompts computed by a prefill worker
         self._config, self._block_size, self._clock, self._number_of = config, block_size, clock, number_of
         self._timings: dict[str, Timing] = {}
         self._measured = None if config.profile is None else ProfileTiming(read_profile(config.profile))
-        # Those that wait for a prefill worker, and where they decode.
+        # Requests that wait for a prefill worker, with their decode workers.
         self._waiting: deque[tuple[SimRequest, WorkerRank]] = deque()
-        self._decoding_at: dict[str, tuple[SimRequest, WorkerRank]] = {}  # while the prompt is computed
+        self._decoding_at: dict[
+            str, tuple[SimRequest, WorkerRank]
+        ] = {}  # while a prefill worker computes the prompt
         groups = [group for group in config.workers if config.name_of(group) == name]
         for group in groups:
             role = self.roles.setdefault(group.role, Role(group))
@@ -93,7 +95,7 @@ class SimModel:
             return self._measured.data.max_kv_tokens
         return self.timing_of(group).cache_tokens(group.gpu_memory_utilization)
 
-    # Workers come and go
+    # Changes of workers
 
     def _make(self, role: Role, group: SimWorkers) -> WorkerRank:
         timing: StepTiming
@@ -121,38 +123,38 @@ class SimModel:
         return rank
 
     def started(self, name: str) -> None:
-        """A worker of this role serves from now on."""
+        """Makes a new worker of this role serve."""
         role = self.roles[name]
         role.num_starting -= 1
         self.router.add_worker(self._make(role, role.group))
 
     def dismiss(self, name: str) -> WorkerRank | None:
-        """The idlest worker of this role gets nothing more. Returns it if it has nothing to finish."""
+        """Drains the least loaded worker of this role. Returns it if it is already idle."""
         role = self.roles[name]
-        idlest = self._idlest(role)
-        role.ready.remove(idlest)
-        role.leaving.add(idlest)
-        return idlest if self.may_leave(idlest) else None
+        least_loaded = self._least_loaded(role)
+        role.ready.remove(least_loaded)
+        role.leaving.add(least_loaded)
+        return least_loaded if self.may_leave(least_loaded) else None
 
     def change_role(self, name: str, to: str) -> None:
-        """The idlest worker of the role `name` has the role `to` from now on. What it has goes on."""
+        """Changes the role of the least loaded worker from `name` to `to`. Its requests continue."""
         role, new = self.roles[name], self.roles[to]
-        idlest = self._idlest(role)
-        role.ready.remove(idlest)
-        new.workers[idlest] = role.workers.pop(idlest)
-        new.ready.append(idlest)
+        least_loaded = self._least_loaded(role)
+        role.ready.remove(least_loaded)
+        new.workers[least_loaded] = role.workers.pop(least_loaded)
+        new.ready.append(least_loaded)
 
     def leavers(self) -> list[WorkerRank]:
-        """Those that drain and have nothing left to do."""
+        """Returns the idle draining workers."""
         leaving = [rank for role in self.roles.values() for rank in role.leaving]
         return [rank for rank in sorted(leaving) if self.may_leave(rank)]
 
     def may_leave(self, rank: WorkerRank) -> bool:
-        """Whether it drains and has nothing left to do."""
+        """Returns True if the worker drains and is idle."""
         role = self._role_of(rank)
         if rank not in role.leaving or not role.workers[rank].is_idle:
             return False
-        # The requests whose prompts are computed elsewhere are its own already.
+        # Requests whose prompts are computed elsewhere already belong to the worker.
         return not self.router.active_requests.load(rank).active_requests
 
     def leave(self, rank: WorkerRank) -> None:
@@ -161,7 +163,7 @@ class SimModel:
         del role.workers[rank]
         self.router.remove_worker(rank)
 
-    def _idlest(self, role: Role) -> WorkerRank:
+    def _least_loaded(self, role: Role) -> WorkerRank:
         return min(role.ready, key=lambda rank: (role.workers[rank].kv_usage, rank))
 
     def _role_of(self, rank: WorkerRank) -> Role:
@@ -174,7 +176,7 @@ class SimModel:
         return None
 
     def observe(self) -> Observation:
-        """For the planner."""
+        """Returns the planner's observation."""
         decode, prefill = self.roles[self.decode_role], self.roles.get("prefill")
         return Observation(
             at=self._clock(),
@@ -189,7 +191,7 @@ class SimModel:
             traffic=copy.copy(self.traffic),
         )
 
-    # Requests. What is returned are workers that have got one.
+    # Requests. Methods return the workers that have received one.
 
     def arrive(self, name: str, asked: TraceRequest) -> list[WorkerRank]:
         chain = sequence_hashes(asked.hash_ids)
@@ -225,8 +227,8 @@ class SimModel:
         )
 
     def send_prompts(self) -> list[WorkerRank]:
-        """As many prompts as prefill workers may begin go to them. Where there are no prefill workers any
-        more, all go to where they decode."""
+        """Sends waiting prompts to prefill workers, up to their limits. Without prefill workers, the decode
+        workers compute them."""
         got = []
         while self._waiting:
             if not self.roles["prefill"].ready:
@@ -255,10 +257,10 @@ class SimModel:
         assert worker is not None
         worker.add(request)
 
-    # What a run has done
+    # Results of a run
 
     def keep_books(self, progress: Progress) -> tuple[list[SimRequest], list[WorkerRank]]:
-        """Returns the requests that have ended, and workers that have got something."""
+        """Returns the finished requests, and the workers with new requests."""
         active_requests = self.router.active_requests
         ended, got = [], []
         for request in progress.first:
@@ -281,7 +283,7 @@ class SimModel:
         return ended, got
 
     def _prefilled(self, prompt: SimRequest) -> tuple[SimRequest, WorkerRank]:
-        """The prompt's request has its first token, and goes on where it decodes."""
+        """Continues a request at its decode worker after its prompt and first token."""
         request, rank = self._decoding_at.pop(prompt.id)
         self.num_remote += 1
         request.first_token_s = request.last_token_s = prompt.end_s
@@ -300,7 +302,7 @@ class SimModel:
         self.router.published(rank, worker.kv_usage, len(worker.waiting))
 
     def tell(self, rank: WorkerRank, progress: Progress) -> None:
-        """KV events of a run; `kv_approx` is a router without them."""
+        """Applies the KV events of a run, unless the policy is `kv_approx`, which has none."""
         if self._config.policy == "kv_approx" or self.worker(rank) is None:
             return
         index = self.router.indexer

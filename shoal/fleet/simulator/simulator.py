@@ -1,8 +1,8 @@
-"""A fleet on a virtual clock: the router's and the planner's own code over simulated workers, an hour of a
-trace in seconds.
+"""`Simulator`: a fleet on virtual time, with the router's and the planner's own code over simulated workers.
+It runs an hour of a trace in seconds.
 
-Everything that happens is an event with a time, taken from a heap. Events of one time happen in the order in
-which they were made, so equal input and seed give equal results, and no clock on the wall has a part in them.
+Events are taken from a heap by time, and at equal times in the order of their creation. So equal input and
+seed give equal results, independent of the wall clock.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from shoal.fleet.simulator.timing import profile_of
 from shoal.fleet.simulator.trace import Trace, TraceRequest
 from shoal.fleet.simulator.worker import Run, SimRequest, SimWorker
 
-GAP_CLASS = math.log(1.01)  # gaps between tokens are counted in classes of one per cent
+GAP_CLASS = math.log(1.01)  # gaps between tokens are counted in classes of 1 %
 
 
 @dataclass(frozen=True, slots=True)
 class SimResult:
-    """Times are in seconds of the simulation. `throughput`: output tokens a second, from time 0 to the last
-    token. `ttft`: from a request's time to its first token. `itl`: between two tokens of a request, within
-    one per cent. `goodput`: requests a second that hold the planner's targets, ttft and itl (the mean of a
-    request's own gaps); `good_share`: their share. `hit_rate`: the share of prompt tokens that were found in
-    a cache, and `host_hit_rate` in host memory of these. `remote_share`: prompts that a prefill worker
-    computed. `workers`: how many there were in the mean."""
+    """Results of a run. Times are in seconds of the simulation. `throughput`: output tokens per second, from
+    time 0 to the last token. `ttft`: from a request's arrival to its first token. `itl`: between two tokens
+    of a request, within 1 %. `goodput`: requests per second that meet the planner's targets ttft and itl (the
+    mean of a request's gaps); `good_share`: their share. `hit_rate`: share of prompt tokens found in a cache;
+    `host_hit_rate`: share of these found in host memory. `remote_share`: share of prompts computed by a
+    prefill worker. `workers`: mean number of workers."""
 
     requests: int
     completed: int
@@ -55,7 +55,7 @@ class SimResult:
     workers: float
 
     def table(self) -> str:
-        """For a reader."""
+        """Returns a table for people."""
         rows = [
             ("requests", f"{self.requests:,}, {self.completed:,} completed"),
             ("throughput", f"{self.throughput:,.1f} output tokens/s"),
@@ -74,9 +74,9 @@ class SimResult:
 
 
 class Simulation:
-    """One run of a trace. `finished`: the requests, in the order of their ends. `decisions`: those of the
-    planner. `sizes`: at first and after each change, the time and all workers by model and role, with those
-    that start or leave."""
+    """One run of a trace. `finished`: the requests, in the order of their ends. `decisions`: the planner's
+    decisions. `sizes`: at the start and after each change, the time and the numbers of workers by model and
+    role, including starting and draining ones."""
 
     def __init__(self, config: SimConfig, trace: Trace) -> None:
         self.now = 0.0
@@ -90,23 +90,23 @@ class Simulation:
             for name in dict.fromkeys(map(config.name_of, config.workers))
         }
         self._first_model = next(iter(self.models.values()))
-        self._worker_s = 0.0  # of all workers, from their starts, up to _counted_until
+        self._worker_s = 0.0  # summed time of all workers, up to _counted_until
         self._counted_until = 0.0
         self._planner = Planner(config.planner, self._find_profiles())
         self._num_judged = 0
         self._arrivals = iter(enumerate(trace.requests))
-        self._gaps: Counter[int] = Counter()  # class -> how many
+        self._gaps: Counter[int] = Counter()  # class -> number of gaps
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._numbers = itertools.count()
 
     @property
     def router(self) -> KvRouter:
-        """That of the first model."""
+        """The router of the first model."""
         return self._first_model.router
 
     @property
     def workers(self) -> dict[WorkerRank, SimWorker]:
-        """All that serve."""
+        """All serving workers."""
         return {
             rank: worker
             for model in self.models.values()
@@ -115,8 +115,8 @@ class Simulation:
         }
 
     def _find_profiles(self) -> dict[str, EngineProfile]:
-        """The profiles of the workers that generate: from the planner's files, else made of the simulated
-        times."""
+        """Returns the profiles of the generating workers: from the planner's files, or computed from the
+        simulated times."""
         planner = self.config.planner
         if planner.mode != "sla" or planner.profile is not None:
             return read_profiles(planner, self.models)
@@ -136,8 +136,8 @@ class Simulation:
         return found
 
     def run(self) -> SimResult:
-        """Until every request has been answered. Raises ConfigError for a request that a worker's whole cache
-        has no room for, and for a model that is not there."""
+        """Runs until every request is finished. Raises ConfigError for a request that exceeds a worker's
+        whole cache, and for an unknown model."""
         self._await_arrival()
         self._note_sizes()
         if self.config.planner.enabled:
@@ -156,7 +156,7 @@ class Simulation:
     def _is_done(self) -> bool:
         return len(self.finished) == len(self._trace.requests)
 
-    # Workers come and go
+    # Changes of workers
 
     def _started(self, model: SimModel, role: str) -> None:
         self._count_workers()
@@ -164,7 +164,7 @@ class Simulation:
         self._got(model, model.send_prompts())
 
     def _leave(self, model: SimModel, rank: WorkerRank) -> None:
-        """A worker that drains has nothing left to do."""
+        """Removes a draining worker that is idle."""
         self._count_workers()
         model.leave(rank)
         self._note_sizes()
@@ -229,13 +229,13 @@ class Simulation:
         model = self._first_model if asked.model is None else self.models.get(asked.model)
         if model is None:
             raise ConfigError(
-                f"request {number} is for the model {asked.model!r}; there are {', '.join(self.models)}"
+                f"request {number} must be for one of {', '.join(self.models)}, got model {asked.model!r}"
             )
         self._got(model, model.arrive(str(number), asked))
 
     def _got(self, model: SimModel, ranks: Sequence[WorkerRank]) -> None:
-        """These workers have got a request each time that they are named. Where others waited already, there
-        is no room before the run's end."""
+        """Starts runs of workers with new requests; a worker is listed once per request. If other requests
+        are already waiting at it, a new one cannot start before the run's end."""
         for rank, count in Counter(ranks).items():
             worker = model.worker(rank)
             assert worker is not None
@@ -254,13 +254,13 @@ class Simulation:
             self._at(worker.fetched_s, self._wake, model, rank, worker)
 
     def _wake(self, model: SimModel, rank: WorkerRank, worker: SimWorker) -> None:
-        """What an idle worker waited for has come."""
+        """Starts a run of an idle worker whose fetch has ended."""
         if worker.run is None:
             self._begin(model, rank, worker)
 
     def _end(self, model: SimModel, rank: WorkerRank, worker: SimWorker, run: Run) -> None:
         if worker.run is not run or run.end_s != self.now:
-            return  # the run was shortened, and has ended before or ends earlier
+            return  # the run was shortened and has another end
         progress = worker.complete()
         ended, got = model.keep_books(progress)
         for gap, count in progress.gaps:
@@ -309,7 +309,7 @@ class Simulation:
 
 
 def is_good(request: SimRequest, ttft_s: float, itl_s: float) -> bool:
-    """Whether a request that has ended held these targets."""
+    """Returns True if a finished request met these targets."""
     gaps = max(1, request.num_generated - 1)
     return (
         request.first_token_s - request.arrival_s <= ttft_s
@@ -318,7 +318,7 @@ def is_good(request: SimRequest, ttft_s: float, itl_s: float) -> bool:
 
 
 def _percentile(ordered: Sequence[float], share: float) -> float:
-    """The least value that is not exceeded by this share of them."""
+    """Returns the least value that this share of the values does not exceed."""
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 

@@ -1,9 +1,10 @@
-"""How long a simulated GPU takes for a step, and how many tokens its KV cache has room for.
+"""Step times and KV cache size of a simulated worker, computed from published figures (`Timing`) or from a
+measured profile (`ProfileTiming`).
 
-A step reads the weights once, or computes its tokens' products where that takes longer. It reads the keys and
-values of the sequences that decode, and computes the attention of the prompts' chunks. To that come the
-launches of every layer and the host's work for every sequence. The constants of a GPU are fitted to measured
-runs of Shoal; docs/simulator.md has the measured times beside those of the simulator.
+A step takes the longer of reading the weights and computing its tokens' matmuls. In addition it reads the
+keys and values of the decoding sequences, computes the attention of the prompts' chunks, launches the kernels
+of every layer, and does the host's work for every sequence. The constants of a GPU are fitted to measured
+runs of Shoal; docs/simulator.md compares measured and simulated times.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from shoal.fleet.planner.engine_profile import (
 )
 
 DTYPE_BYTES = 2  # bf16, for weights and for the KV cache
-# From so many decodes on, a prefix that several of them share is read once a step (attention/triton.py).
+# Number of decodes from which a shared prefix is read once per step (attention/triton.py).
 SHARE_FROM = 9
 
 
@@ -42,7 +43,7 @@ class Shape:
 
     @property
     def layer_weights(self) -> int:
-        """The weights of all layers that a token passes, without embedding and head."""
+        """Weights of all layers for a token, without embedding and head."""
         attention = self.hidden_size * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
@@ -52,7 +53,7 @@ class Shape:
 
     @property
     def weight_bytes(self) -> int:
-        """What the weights take of the GPU's memory."""
+        """GPU memory of the weights."""
         tables = 1 if self.tie_word_embeddings else 2
         return DTYPE_BYTES * (self.layer_weights + tables * self.head_weights)
 
@@ -69,19 +70,19 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU's memory in bytes, what it reaches in bytes and in floating-point operations a second, and the
-    overheads of a step in seconds."""
+    """A GPU's memory in bytes, its achieved bytes and floating-point operations per second, and the overheads
+    of a step in seconds."""
 
     memory_bytes: float
-    reserved_bytes: float  # of the memory that may be used: for graphs, activations and workspaces
+    reserved_bytes: float  # part of the usable memory for graphs, activations and workspaces
     weight_bytes_per_s: float
     kv_bytes_per_s: float
-    product_flops: float  # of the large products of a prefill
-    attention_flops: float  # of a prefill's attention
-    layer_s: float  # a layer of a step: launches, norms, writes into the cache
-    decode_s: float  # a sequence that decodes in a step: sampling, and the host's work
-    chunk_s: float  # a chunk of a prompt in a step
-    host_bytes_per_s: float  # from host memory, and to it
+    product_flops: float  # for the large matmuls of a prefill
+    attention_flops: float  # for a prefill's attention
+    layer_s: float  # per layer of a step: launches, norms, writes into the cache
+    decode_s: float  # per decoding sequence of a step: sampling, and the host's work
+    chunk_s: float  # per chunk of a prompt in a step
+    host_bytes_per_s: float  # from and to host memory
 
 
 SHAPES = {
@@ -107,20 +108,20 @@ GPUS = {
 
 @dataclass(frozen=True, slots=True)
 class StepTime:
-    """The seconds of one step, and by how much each later step is longer while all that it does is decode."""
+    """Seconds of one step, and the growth of each following step that only decodes."""
 
     first_s: float
     growth_s: float
 
     def of_steps(self, num_steps: int) -> float:
-        """The seconds of so many steps, one after the other."""
+        """Returns the seconds of `num_steps` consecutive steps."""
         return num_steps * self.first_s + self.growth_s * (num_steps * (num_steps - 1) // 2)
 
 
 class StepWork(NamedTuple):
-    """What a step computes: `num_decodes` sequences decode, with contexts of `context_tokens` together, of
-    which `distinct_tokens` differ; and `num_chunks` chunks of prompts, with `chunk_tokens` tokens and
-    `chunk_pairs` pairs of a query and a key together, of which `num_first` are the last of their prompts."""
+    """The work of a step: `num_decodes` decoding sequences with `context_tokens` context tokens in total,
+    `distinct_tokens` without repeated prefixes; and `num_chunks` chunks of prompts with `chunk_tokens` tokens
+    and `chunk_pairs` query-key pairs in total, `num_first` of them the last chunks of their prompts."""
 
     num_decodes: int = 0
     context_tokens: int = 0
@@ -132,7 +133,7 @@ class StepWork(NamedTuple):
 
 
 class StepTiming(Protocol):
-    """How long a worker's steps take."""
+    """Step times of a worker."""
 
     def step(self, work: StepWork) -> StepTime: ...
 
@@ -157,17 +158,18 @@ class Timing:
 
     @property
     def host_token_s(self) -> float:
-        """How long a token's keys and values take from host memory."""
+        """Seconds for a token's keys and values from host memory."""
         return self._shape.kv_bytes / self._gpu.host_bytes_per_s
 
     def cache_tokens(self, gpu_memory_utilization: float) -> int:
-        """How many tokens the KV cache has room for. Raises ConfigError if there is no room."""
+        """Returns the size of the KV cache in tokens. Raises ConfigError without room for a cache."""
         gpu, shape = self._gpu, self._shape
         free = gpu.memory_bytes * gpu_memory_utilization - gpu.reserved_bytes - shape.weight_bytes
         if free < shape.kv_bytes:
             raise ConfigError(
-                f"gpu_memory_utilization {gpu_memory_utilization} leaves no room for a KV cache beside "
-                f"{shape.weight_bytes / 1e9:.1f} GB of weights in {gpu.memory_bytes / 1e9:.1f} GB; give more"
+                f"gpu_memory_utilization must leave room for a KV cache in addition to "
+                f"{shape.weight_bytes / 1e9:.1f} GB of weights in {gpu.memory_bytes / 1e9:.1f} GB, got "
+                f"{gpu_memory_utilization}; give more"
             )
         return int(free // shape.kv_bytes)
 
@@ -188,7 +190,8 @@ class Timing:
         return StepTime(seconds, num_decodes * self._kv_token_s)
 
     def prompt_s(self, num_tokens: int, max_num_batched_tokens: int) -> float:
-        """Seconds until an idle worker has computed a prompt, in steps of so many tokens at most."""
+        """Returns the time of a prompt on an idle worker, in steps of at most `max_num_batched_tokens`
+        tokens."""
         seconds, done = 0.0, 0
         while done < num_tokens:
             count = min(max_num_batched_tokens, num_tokens - done)
@@ -202,8 +205,10 @@ class Timing:
 
 
 class ProfileTiming:
-    """A StepTiming. A step takes what the profile says of its decodes, and for each prompt in it what its
-    first token takes beyond an idle worker's step. `data.max_kv_tokens` is the room of the cache."""
+    """A StepTiming from a measured profile (`shoal plan --profile`), for any model and machine, so that a
+    simulation can be compared with the real fleet. A step takes the profile's time of its decodes, and for
+    each prompt in it the time to its first token beyond an idle worker's step. `data.max_kv_tokens` is the
+    size of the cache."""
 
     def __init__(self, profile: EngineProfile) -> None:
         self.data = profile.data
@@ -211,20 +216,22 @@ class ProfileTiming:
         self._shortest = min(point.input_length for point in self.data.prefill)
 
     def step(self, work: StepWork) -> StepTime:
-        """Chunks count as so many of their mean size and place in their prompts."""
+        """Returns the time of a step. All chunks count with their mean size and position in their prompts."""
         num_decodes, context = work.num_decodes, work.context_tokens
         decode_s = self._decode_s(num_decodes, context)
         if not work.num_chunks:
             return StepTime(decode_s, self._decode_s(num_decodes, context + num_decodes) - decode_s)
         size = work.chunk_tokens / work.num_chunks
-        before = max(0.0, work.chunk_pairs / work.chunk_tokens - (size + 1) / 2)  # of the prompt, in the mean
+        before = max(
+            0.0, work.chunk_pairs / work.chunk_tokens - (size + 1) / 2
+        )  # mean number of earlier prompt tokens
         idle_s = self._decode_s(1, size)
         chunk_s = max(0.0, self._begun_s(before + size, idle_s) - self._begun_s(before, idle_s))
         return StepTime((decode_s if num_decodes else idle_s) + work.num_chunks * chunk_s, 0.0)
 
     def _begun_s(self, num_tokens: float, idle_s: float) -> float:
-        """How long an idle worker, whose step takes `idle_s`, computes at so many tokens of a prompt. Below
-        the shortest that was measured there is a line to a step without any."""
+        """Returns the time of the first `num_tokens` tokens of a prompt on an idle worker, whose step takes
+        `idle_s`. Below the shortest measured prompt it interpolates to a step without prompt tokens."""
         found = self._profile.ttft_s(num_tokens)
         share = min(1.0, num_tokens / self._shortest)
         return idle_s + share * (found - idle_s)
@@ -246,8 +253,8 @@ def profile_of(
     context_lengths: Sequence[int] = PROFILE_LENGTHS,
     kv_usages: Sequence[float] = PROFILE_USAGES,
 ) -> ProfileData:
-    """What `shoal plan --profile` would measure of such a worker. Raises ConfigError for a GPU or a model
-    that has no figures."""
+    """Returns the profile that `shoal plan --profile` would measure for such a worker. Raises ConfigError for
+    a GPU or a model without figures."""
     timing = find_timing(gpu, model)
     prefill = [
         PrefillPoint(length, timing.prompt_s(length, max_num_batched_tokens)) for length in input_lengths
@@ -262,7 +269,7 @@ def profile_of(
 
 
 def find_timing(gpu: str, model: str) -> Timing:
-    """Raises ConfigError for a GPU or a model that has no figures."""
+    """Raises ConfigError for a GPU or a model without figures."""
     if gpu not in GPUS:
         raise ConfigError(f"cannot simulate gpu {gpu!r}; supported: {', '.join(GPUS)}")
     if model not in SHAPES:

@@ -1,12 +1,12 @@
-"""What a simulated fleet is asked: requests with their times, lengths and prefixes, read from a file or made.
+"""`Trace`: requests of a simulation with their times, lengths and prefixes, read from a file or generated.
 
-A file has a JSON object a line, in the Mooncake project's format:
+A file has one JSON object per line, in the Mooncake project's format:
 
     {"timestamp": ms, "input_length": n, "output_length": m, "hash_ids": [0, 1, 2],
      "session": "optional", "model": "optional"}
 
-A hash id names a block of tokens and all before it, so equal ids mean equal prefixes. The last block of a
-prompt may be cut off; then nothing can share it.
+A hash id identifies a block of tokens and all tokens before it, so equal ids mean equal prefixes. The last
+block of a prompt may be partial; such a block is never shared.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from typing import Any
 
 from shoal.errors import ConfigError
 
-TRACE_BLOCK_SIZE = 512  # tokens, in Mooncake's traces
+TRACE_BLOCK_SIZE = 512  # tokens of a block in Mooncake's traces
 
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """`hash_ids`: of the prompt's full blocks; `session`: who asks, for affinity."""
+    """`hash_ids`: ids of the prompt's full blocks; `session`: the client's session, for affinity."""
 
     timestamp_s: float
     input_length: int
     output_length: int
     hash_ids: Sequence[int]
     session: str | None = None
-    model: str | None = None  # None: the first that the fleet has
+    model: str | None = None  # None: the fleet's first model
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Trace:
 
     @property
     def ideal_hit_rate(self) -> float:
-        """The share of prompt tokens that one cache without end would have had."""
+        """Returns the share of prompt tokens that a single unlimited cache would find."""
         seen: set[int] = set()
         hits = total = 0
         for request in self.requests:
@@ -57,11 +57,11 @@ class Trace:
 
 
 def read_trace(path: str | Path, block_size: int = TRACE_BLOCK_SIZE) -> Trace:
-    """Times count from the first request, wherever a trace's clock begins. Raises ConfigError, which names
-    file and line, for what is no trace."""
+    """Reads a trace; times count from its first request. Raises ConfigError with file and line for a
+    malformed trace."""
     requests = []
     try:
-        with open(path, encoding="utf-8-sig") as file:  # programs of Windows write a byte order mark
+        with open(path, encoding="utf-8-sig") as file:  # Windows programs write a byte order mark
             for number, line in enumerate(file, 1):
                 if line.strip():
                     try:
@@ -71,7 +71,7 @@ def read_trace(path: str | Path, block_size: int = TRACE_BLOCK_SIZE) -> Trace:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"trace {str(path)!r} cannot be read: {error}") from None
     if not requests:
-        raise ConfigError(f"trace {str(path)!r} has no requests")
+        raise ConfigError(f"trace {str(path)!r} must have a request, got an empty file")
     begin_s = min(request.timestamp_s for request in requests)
     requests = [dataclasses.replace(each, timestamp_s=each.timestamp_s - begin_s) for each in requests]
     return Trace(sorted(requests, key=lambda request: request.timestamp_s), block_size)
@@ -88,10 +88,10 @@ def make_customers(
     seed: int = 0,
     block_size: int = 240,
 ) -> Trace:
-    """Each request is one customer's context with a fresh question behind it; customers and times are drawn
-    at random (Poisson). Raises ValueError if context or question are no whole blocks."""
+    """Generates requests that each append a new question to one customer's context; customers and times are
+    random (Poisson). Raises ValueError unless context and question are whole blocks."""
     if context_tokens % block_size or question_tokens % block_size:
-        raise ValueError(f"context and question have to be multiples of block_size {block_size}")
+        raise ValueError(f"context and question must be multiples of block_size {block_size}")
     rng = Random(seed)
     num_context, num_question = context_tokens // block_size, question_tokens // block_size
     fresh = num_customers * num_context
@@ -119,7 +119,7 @@ def make_random(
     seed: int = 0,
     block_size: int = TRACE_BLOCK_SIZE,
 ) -> Trace:
-    """Requests that share nothing, with lengths drawn evenly from two ranges, ends included."""
+    """Generates requests without shared prefixes, with lengths drawn uniformly from two inclusive ranges."""
     rng = Random(seed)
     now, fresh, requests = 0.0, 0, []
     for _ in range(num_requests):
@@ -143,8 +143,8 @@ def make_sine(
     block_size: int = TRACE_BLOCK_SIZE,
     model: str | None = None,
 ) -> Trace:
-    """Requests that share nothing, whose rate (Poisson) goes up and down, beginning at the least: the load of
-    NVIDIA Dynamo's planner benchmark (sin_synth.py)."""
+    """Generates requests without shared prefixes, with a sinusoidal rate (Poisson) that starts at its
+    minimum: the load of NVIDIA Dynamo's planner benchmark (sin_synth.py)."""
     rng = Random(seed)
     now, fresh, requests = 0.0, 0, []
     while (now := now + rng.expovariate(high_rate)) < seconds:
@@ -157,7 +157,7 @@ def make_sine(
 
 
 def merge_traces(*traces: Trace) -> Trace:
-    """All their requests in the order of their times. Blocks of different traces are different."""
+    """Merges the traces by time. Blocks of different traces stay different."""
     requests: list[TraceRequest] = []
     first = 0
     for trace in traces:
@@ -169,7 +169,7 @@ def merge_traces(*traces: Trace) -> Trace:
 
 
 def write_trace(path: str | Path, requests: Iterable[TraceRequest]) -> None:
-    """As `read_trace` reads it."""
+    """Writes a file for `read_trace`."""
     with open(path, "w", encoding="utf-8") as file:
         for request in requests:
             line = {
@@ -186,28 +186,28 @@ def write_trace(path: str | Path, requests: Iterable[TraceRequest]) -> None:
 
 def _parse(line: Any, block_size: int) -> TraceRequest:
     if not isinstance(line, dict):
-        raise ValueError(f"{str(line)[:60]!r} is no JSON object; a line is one request")
+        raise ValueError(f"a line must be one request as a JSON object, got {str(line)[:60]!r}")
     for name in ("timestamp", "input_length", "output_length", "hash_ids"):
         if name not in line:
             raise ValueError(f"{name!r} is missing")
     timestamp, ids = line["timestamp"], line["hash_ids"]
     if isinstance(timestamp, bool) or not isinstance(timestamp, int | float) or not 0 <= timestamp < 1e15:
-        raise ValueError(f"timestamp {timestamp!r} is no number of milliseconds from 0 to 1e15")
+        raise ValueError(f"timestamp must be milliseconds from 0 to 1e15, got {timestamp!r}")
     for name in ("input_length", "output_length"):
         value = line[name]
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name} {value!r} is no positive number of tokens")
+            raise ValueError(f"{name} must be a positive number of tokens, got {value!r}")
     if not isinstance(ids, list) or not all(type(block) is int and 0 <= block < 1 << 64 for block in ids):
-        raise ValueError("hash_ids is no list of integers from 0 to 2**64 - 1")
+        raise ValueError("hash_ids must be a list of integers from 0 to 2**64 - 1")
     num_full, num_ids = line["input_length"] // block_size, -(-line["input_length"] // block_size)
     if not num_full <= len(ids) <= num_ids:
         raise ValueError(
-            f"{len(ids)} hash_ids do not go with input_length {line['input_length']}: blocks of {block_size} "
-            f"tokens are {num_ids}; [sim] block_size may be another"
+            f"input_length {line['input_length']} must have {num_ids} hash_ids with blocks of {block_size} "
+            f"tokens, got {len(ids)}; check [sim] block_size"
         )
     for name in ("session", "model"):
         if not isinstance(line.get(name), str | None):
-            raise ValueError(f"{name} {line[name]!r} is no text")
+            raise ValueError(f"{name} must be text, got {line[name]!r}")
     return TraceRequest(
         timestamp / 1000,
         line["input_length"],

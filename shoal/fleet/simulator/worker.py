@@ -1,16 +1,16 @@
 """A simulated worker: continuous batching with chunked prefill over a KV cache that shares prefixes.
 
-It has no clock. Whoever runs it calls `begin` when no run is under way, and `complete` when the run has
-ended. A run is one step, or several decode steps that nothing changes: these cost as much to simulate as one.
-`shorten` ends a run with the step that is under way, so that a request that came can begin.
+It has no clock. The simulator calls `begin` when the worker is idle, and `complete` at the end of the run. A
+run is one step, or several decode steps without a change, which cost as much to simulate as one. `shorten`
+ends a run after its present step, so that a new request can begin.
 
-Blocks have names, which stand for their tokens and all tokens before them. A block that is full can be found
-until it is evicted, the least recently freed first. What is generated has no names here, since a trace does
-not say which later prompt repeats it; its room is free again at its request's end.
+A block's name stands for its tokens and all tokens before them. A full block is in the cache until it is
+evicted, the least recently freed first. Generated tokens have no names, since a trace does not contain which
+later prompt repeats them; their pages are freed at the request's end.
 
-What is evicted goes to host memory, where there is room for it, and is fetched where that is quicker than
-computing it. A prompt that another worker has computed is fetched from there. Who waits for a fetch has its
-room already, and the others go on meanwhile.
+Evicted blocks move to host memory, if it has room, and are fetched if that is faster than computing them. A
+prompt that another worker has computed is fetched from there. A request that waits for a fetch already holds
+its pages, and the other requests continue.
 """
 
 from __future__ import annotations
@@ -22,61 +22,61 @@ from dataclasses import dataclass, field
 from shoal.errors import ConfigError
 from shoal.fleet.simulator.timing import StepTime, StepTiming, StepWork
 
-PAGE = 16  # tokens: the unit of the cache's room, as block_size of `shoal serve`
-MAX_RUN_STEPS = 32  # after so many decode steps the router hears of what was generated
+PAGE = 16  # tokens per page of the cache, as block_size of `shoal serve`
+MAX_RUN_STEPS = 32  # decode steps until the router receives the generated tokens
 
 
 @dataclass(slots=True, eq=False)
 class SimRequest:
-    """A request, and how far the worker has come with it. Times are in seconds of the simulation."""
+    """A request and its progress. Times are in seconds of the simulation."""
 
     id: str
     arrival_s: float
-    num_tokens: int  # of the prompt
+    num_tokens: int  # prompt length
     output_length: int
     chain: Sequence[int]  # names of the prompt's full blocks
-    own_hashes: Sequence[int] = ()  # of these blocks without what is before them; for events
+    own_hashes: Sequence[int] = ()  # hashes of these blocks without their prefixes; for events
     session: str | None = None
-    cached_tokens: int = -1  # found in the cache when it was first admitted; -1: not yet
+    cached_tokens: int = -1  # found in the cache at the first admission; -1: not admitted yet
     num_computed: int = 0  # tokens whose keys and values are in the cache
     num_generated: int = 0
     first_token_s: float = -1.0
     last_token_s: float = -1.0
     end_s: float = -1.0
     num_preemptions: int = 0
-    is_decoding: bool = False  # it needs one token computed for the next one
-    num_named: int = 0  # blocks of the chain that it holds under their names
-    own_pages: int = 0  # which it does not share
-    host_tokens: int = 0  # of cached_tokens, those that came from host memory
-    is_remote: bool = False  # its prompt's keys and values are to be read from a prefill worker
-    ready_s: float = 0.0  # when a fetch ends
-    num_fetched: int = 0  # tokens that are in the cache then
+    is_decoding: bool = False  # each step computes one token
+    num_named: int = 0  # named blocks of the chain that it holds
+    own_pages: int = 0  # pages that it does not share
+    host_tokens: int = 0  # part of cached_tokens from host memory
+    is_remote: bool = False  # its prompt's keys and values come from a prefill worker
+    ready_s: float = 0.0  # end of its fetch
+    num_fetched: int = 0  # tokens in the cache after the fetch
 
     @property
     def num_known(self) -> int:
-        """Prompt and generated tokens: what has to be computed before the next one."""
+        """Prompt and generated tokens, which must be computed before the next token."""
         return self.num_tokens + self.num_generated
 
 
 class SimCache:
-    """The room of a KV cache in pages, and which blocks of prompts are in it."""
+    """A KV cache in pages, and the prompt blocks in it."""
 
     def __init__(self, num_pages: int, block_pages: int) -> None:
         self.num_pages = num_pages
-        self.removed: list[int] = []  # evicted blocks, until the worker has told of them
+        self.removed: list[int] = []  # evicted blocks that are not reported yet
         self._block_pages = block_pages
-        self._held: dict[int, int] = {}  # block -> requests that hold it
-        self._free: OrderedDict[int, None] = OrderedDict()  # blocks that can be found, the coldest first
-        self.own_pages = 0  # of requests, beside the blocks that they hold
+        self._held: dict[int, int] = {}  # block -> number of requests that hold it
+        self._free: OrderedDict[int, None] = OrderedDict()  # unheld cached blocks, the coldest first
+        self.own_pages = 0  # pages of requests in addition to their blocks
 
     @property
     def used_pages(self) -> int:
-        """Pages of requests; those of blocks that nobody holds are free for other use."""
+        """Pages in use by requests; pages of unheld blocks are free."""
         return self.own_pages + len(self._held) * self._block_pages
 
     @property
     def cached_pages(self) -> int:
-        """Pages of blocks that can be found."""
+        """Pages of cached blocks."""
         return (len(self._held) + len(self._free)) * self._block_pages
 
     @property
@@ -84,19 +84,19 @@ class SimCache:
         return len(self._held)
 
     def blocks(self) -> set[int]:
-        """Those that can be found."""
+        """The cached blocks."""
         return {*self._held, *self._free}
 
     def match(self, chain: Sequence[int]) -> int:
-        """How many blocks can be found, from the first without a gap."""
+        """Returns the number of cached blocks from the first, without a gap."""
         for number, block in enumerate(chain):
             if block not in self._held and block not in self._free:
                 return number
         return len(chain)
 
     def try_begin(self, chain: Sequence[int], num_matched: int, own_pages: int) -> bool:
-        """Holds the first `num_matched` blocks of the chain and so many pages beside them, or changes
-        nothing if there is no room."""
+        """Holds the first `num_matched` blocks of the chain and `num_pages` additional pages, or changes
+        nothing if the room is too small."""
         num_revived = sum(1 for block in chain[:num_matched] if block not in self._held)
         if self.used_pages + num_revived * self._block_pages + own_pages > self.num_pages:
             return False
@@ -108,7 +108,7 @@ class SimCache:
         return True
 
     def try_grow(self, num_pages: int) -> bool:
-        """Takes so many pages, or none if there is no room."""
+        """Takes `num_pages` pages, or nothing if the room is too small."""
         if self.used_pages + num_pages > self.num_pages:
             return False
         self.own_pages += num_pages
@@ -116,8 +116,8 @@ class SimCache:
         return True
 
     def try_name(self, block: int) -> bool:
-        """A request has computed a block in pages of its own, which are the block's from now on. False if the
-        block is there already: then they stay what they were."""
+        """Turns a request's own pages into a named block. Returns False without a change if the block is
+        already cached."""
         if block in self._held or block in self._free:
             return False
         self.own_pages -= self._block_pages
@@ -125,7 +125,7 @@ class SimCache:
         return True
 
     def release(self, blocks: Sequence[int], own_pages: int) -> None:
-        """A request lets go of its blocks, the last of its chain first, and of its own pages."""
+        """Releases a request's blocks, the last of its chain first, and its own pages."""
         self.own_pages -= own_pages
         for block in reversed(blocks):
             self._held[block] -= 1
@@ -141,9 +141,8 @@ class SimCache:
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """What a worker's cache is connected with: how many tokens host memory has room for, the seconds that a
-    token of it takes to the device, and those of a token from a prefill worker, with what comes before the
-    first one."""
+    """Links of a worker's cache: tokens in host memory, seconds per token from there, seconds per token from
+    a prefill worker, and the latency before its first token."""
 
     host_tokens: int = 0
     host_token_s: float = 0.0
@@ -156,22 +155,22 @@ class HostTier:
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
-        self.stored: list[tuple[int, int, int | None]] = []  # block, own hash, parent; until they were told
+        self.stored: list[tuple[int, int, int | None]] = []  # block, own hash, parent; not reported yet
         self.removed: list[int] = []
         self._blocks: OrderedDict[int, None] = OrderedDict()
-        self._facts: dict[int, tuple[int, int | None]] = {}  # own hash and parent, of blocks on the device
+        self._facts: dict[int, tuple[int, int | None]] = {}  # own hash and parent of blocks on the device
 
     def blocks(self) -> set[int]:
         return set(self._blocks)
 
     def note(self, request: SimRequest, start: int, end: int) -> None:
-        """These blocks of the request's chain are on the device now."""
+        """Records blocks of the request's chain as being on the device."""
         chain = request.chain
         for number in range(start, end):
             self._facts[chain[number]] = (request.own_hashes[number], chain[number - 1] if number else None)
 
     def take(self, blocks: Sequence[int]) -> None:
-        """These have left the device."""
+        """Stores blocks that were evicted from the device."""
         for block in blocks:
             own_hash, parent = self._facts.pop(block)
             if block not in self._blocks:
@@ -182,7 +181,7 @@ class HostTier:
             self.removed.append(self._blocks.popitem(last=False)[0])
 
     def match(self, chain: Sequence[int], start: int, end: int) -> int:
-        """How many blocks are here from this one on, without a gap."""
+        """Returns the number of stored blocks from this one on, without a gap."""
         number = start
         while number < end and chain[number] in self._blocks:
             self._blocks.move_to_end(chain[number])
@@ -192,14 +191,16 @@ class HostTier:
 
 @dataclass(slots=True)
 class Run:
-    """Steps that are under way."""
+    """Running steps."""
 
     start_s: float
     step: StepTime
     num_steps: int
     decodes: list[SimRequest]
     chunks: list[tuple[SimRequest, int]] = field(default_factory=list)  # request, tokens
-    stored: list[tuple[SimRequest, int, int]] = field(default_factory=list)  # blocks from, to of its chain
+    stored: list[tuple[SimRequest, int, int]] = field(
+        default_factory=list
+    )  # first and last block in its chain
 
     @property
     def end_s(self) -> float:
@@ -208,9 +209,9 @@ class Run:
 
 @dataclass(slots=True)
 class Progress:
-    """What a run has changed. `decoded`: requests with `num_steps` more tokens; `first`: those with their
-    first token; `gaps`: seconds between tokens, and how many there were; `stored` and `removed`: blocks that
-    the cache has since (a request, and from where to where in its chain) or has no longer."""
+    """Results of a run. `decoded`: requests with `num_steps` more tokens; `first`: requests with their first
+    token; `gaps`: seconds between tokens, and their number; `stored` and `removed`: blocks that were added to
+    the cache (a request and a range of its chain) or evicted."""
 
     num_steps: int
     decoded: list[SimRequest]
@@ -224,7 +225,7 @@ class Progress:
 
 
 class SimWorker:
-    """`block_size`: tokens of a block with a name, a multiple of PAGE."""
+    """`block_size`: tokens of a named block, a multiple of PAGE."""
 
     def __init__(
         self,
@@ -237,16 +238,16 @@ class SimWorker:
     ) -> None:
         self.cache = SimCache(cache_tokens // PAGE, block_size // PAGE)
         self.waiting: deque[SimRequest] = deque()
-        self.running: list[SimRequest] = []  # the first admitted first
-        self.fetching: list[SimRequest] = []  # those that wait for keys and values on their way
+        self.running: list[SimRequest] = []  # in the order of admission
+        self.fetching: list[SimRequest] = []  # requests that wait for a fetch
         self.run: Run | None = None
         self._timing, self._block_size = timing, block_size
         self._max_num_seqs, self._max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self._links = links or Links()
-        self._host_free_s = self._peer_free_s = 0.0  # when the links have done what was asked of them
+        self._host_free_s = self._peer_free_s = 0.0  # end of the links' last transfer
         host_blocks = self._links.host_tokens // block_size
         self.host = HostTier(host_blocks) if host_blocks else None
-        self._untold: list[tuple[SimRequest, int, int]] = []  # blocks that came by fetches, until a run ends
+        self._untold: list[tuple[SimRequest, int, int]] = []  # fetched blocks that are not reported yet
 
     @property
     def kv_usage(self) -> float:
@@ -258,21 +259,21 @@ class SimWorker:
 
     @property
     def fetched_s(self) -> float | None:
-        """When the next fetch ends."""
+        """Returns the end of the next fetch."""
         return min((request.ready_s for request in self.fetching), default=None)
 
     def add(self, request: SimRequest) -> None:
-        """Raises ConfigError for a request that the whole cache has no room for."""
+        """Raises ConfigError for a request that exceeds the whole cache."""
         needed = _pages(request.num_tokens + request.output_length)
         if needed > self.cache.num_pages:
             raise ConfigError(
                 f"request {request.id} needs {needed * PAGE} tokens of KV cache, and a worker has "
-                f"{self.cache.num_pages * PAGE}; give it more (cache_tokens), or take the request out"
+                f"{self.cache.num_pages * PAGE}; raise cache_tokens, or remove the request"
             )
         self.waiting.append(request)
 
     def shorten(self, now: float) -> None:
-        """Ends the run that is under way with the step that is."""
+        """Ends the present run after its present step."""
         run = self.run
         assert run is not None
         num_steps = 1
@@ -281,8 +282,8 @@ class SimWorker:
         run.num_steps = num_steps
 
     def begin(self, now: float) -> Run | None:
-        """What is done next; None if there is nothing to do. Requests that decode come first, then prompts
-        that have been begun, then those that wait, as far as the budget of tokens goes."""
+        """Returns the next run, or None if the worker is idle. Decoding requests come first, then begun
+        prompts, then waiting ones, up to the token budget."""
         stored = self._end_fetches(now)
         decodes, has_room = self._continue_decodes()
         run = Run(now, StepTime(0.0, 0.0), 1, decodes, stored=stored)
@@ -313,14 +314,14 @@ class SimWorker:
         if not run.chunks:
             run.num_steps = self._num_decode_steps(decodes)
         run.step = self._step_time(run)
-        if self.fetching and run.num_steps > 1:  # who has been fetched begins with the next step
+        if self.fetching and run.num_steps > 1:  # a fetched request begins with the next step
             self.run = run
             self.shorten(min(request.ready_s for request in self.fetching))
         self.run = run
         return run
 
     def complete(self) -> Progress:
-        """The run has ended."""
+        """Applies a finished run."""
         run = self.run
         assert run is not None
         self.run = None
@@ -339,7 +340,7 @@ class SimWorker:
                 request.last_token_s = now
         num_gaps = len(run.decodes) * run.num_steps
         for request in run.decodes:
-            if request.is_remote:  # its second token waited for the first one's worker
+            if request.is_remote:  # its second token waited for the prefill worker
                 request.is_remote = False
                 done.gaps.append((run.start_s + run.step.first_s - request.last_token_s, 1))
                 num_gaps -= 1
@@ -357,7 +358,7 @@ class SimWorker:
         done.removed, self.cache.removed = self.cache.removed, []
         if self.host is not None:
             host = self.host
-            host.take(done.removed)  # before what has come back in the same run
+            host.take(done.removed)  # before blocks that were fetched back in the same run
             for request, start, end in run.stored:
                 host.note(request, start, end)
             done.host_stored, host.stored = host.stored, []
@@ -365,7 +366,7 @@ class SimWorker:
         return done
 
     def _end_fetches(self, now: float) -> list[tuple[SimRequest, int, int]]:
-        """Who has been fetched runs. Returns the blocks that can be found since."""
+        """Moves fetched requests to the running ones. Returns the newly cached blocks."""
         stored = []
         for request in [each for each in self.fetching if each.ready_s <= now]:
             self.fetching.remove(request)
@@ -379,8 +380,8 @@ class SimWorker:
         return stored
 
     def _try_admit(self, request: SimRequest, now: float) -> bool:
-        """Gives the request its blocks and pages, unless there is no room. Its last token is computed in any
-        case, as its logits are needed."""
+        """Gives the request its blocks and pages, if there is room. Its last token is always computed, as its
+        logits are needed."""
         matched = min(self.cache.match(request.chain), (request.num_known - 1) // self._block_size)
         own_pages = _pages(request.num_known - matched * self._block_size)
         if not self.cache.try_begin(request.chain, matched, own_pages):
@@ -394,8 +395,8 @@ class SimWorker:
         return True
 
     def _fetch(self, request: SimRequest, num_matched: int, now: float) -> int:
-        """Asks for what others have of the request, behind the blocks that the cache has. Returns how many
-        tokens come; the fetches of a link come one after the other."""
+        """Starts the fetch of the request's blocks that follow the cached ones, from host memory or another
+        worker. Returns the number of fetched tokens; a link transfers one fetch after the other."""
         links, known = self._links, num_matched * self._block_size
         if request.is_remote:
             num_tokens = request.num_tokens - known
@@ -419,8 +420,8 @@ class SimWorker:
         return num_tokens
 
     def _name(self, request: SimRequest, num_tokens: int = 0) -> None:
-        """The blocks that are full with these further tokens can be found from now on. Where another request
-        has the same block already, this one keeps its own from there on."""
+        """Caches the blocks that these further tokens fill. If another request has cached a block already,
+        this one keeps its own pages from there on."""
         full = min(len(request.chain), (request.num_computed + num_tokens) // self._block_size)
         while request.num_named < full and self.cache.try_name(request.chain[request.num_named]):
             request.num_named += 1
@@ -428,7 +429,7 @@ class SimWorker:
 
     def _take_chunk(self, request: SimRequest, budget: int, run: Run) -> int:
         """Gives the request as much of the step's budget as it can use, and returns that. Blocks that the
-        chunk fills can be found from now on: whoever shares them computes later, or in the same step behind
+        chunk fills are cached at once: requests that share them compute later, or in the same step after
         them."""
         count = min(budget, request.num_known - request.num_computed)
         run.chunks.append((request, count))
@@ -439,8 +440,8 @@ class SimWorker:
         return count
 
     def _continue_decodes(self) -> tuple[list[SimRequest], bool]:
-        """The requests that decode, with pages for one more token each, and whether there was room for all
-        that run. Where there is none, the request that was admitted last waits again."""
+        """Returns the decoding requests, with pages for one more token each, and whether all running requests
+        had room. Without room, the request that was admitted last is preempted."""
         has_room = True
         while True:
             decodes = [request for request in self.running if request.is_decoding]
@@ -454,7 +455,8 @@ class SimWorker:
             self.waiting.appendleft(last)
 
     def _num_decode_steps(self, decodes: list[SimRequest]) -> int:
-        """For how many steps nothing changes but that each has a token more, as long as nobody comes."""
+        """Returns the number of steps in which each request only gets one more token, without new
+        requests."""
         left = min(request.output_length - request.num_generated for request in decodes)
         num_steps = min(MAX_RUN_STEPS, left)
         while num_steps > 1 and not self._try_grow(decodes, num_steps):
@@ -470,7 +472,7 @@ class SimWorker:
         return True
 
     def _pages_after(self, request: SimRequest, num_steps: int) -> int:
-        """A run that was shortened has left pages over; they are not given back."""
+        """Keeps the surplus pages of a shortened run."""
         own_tokens = request.num_computed + num_steps - request.num_named * self._block_size
         return max(request.own_pages, _pages(own_tokens))
 

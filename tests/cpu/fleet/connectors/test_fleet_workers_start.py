@@ -95,11 +95,11 @@ CUDA, CPU, AUTO = (f"device = '{name}'" for name in ("cuda", "cpu", "auto"))
 @pytest.mark.parametrize(
     ("num_gpus", "options", "more", "wrong"),
     [
-        (0, CUDA, "", r'1 has device = "cuda" in its options, and there is no GPU here'),
-        (0, CUDA, "count = 2", r'1 has device = "cuda" in its options, and there is no GPU here'),
-        (0, AUTO, "count = 2\ndevices = [0, 0]", "1 is to have GPU 0, and this machine has 0 GPUs"),
-        (2, AUTO, "count = 3\ndevices = [1, 2, 3]", "1 is to have GPU 2, 3, and this machine has 2 GPUs"),
-        (2, AUTO, "count = 3\n[planner]", "1 needs 3 GPUs, and of the 2 here 2 are left"),
+        (0, CUDA, "", r'1 has device = "cuda" in its options, and this process has no GPU'),
+        (0, CUDA, "count = 2", r'1 has device = "cuda" in its options, and this process has no GPU'),
+        (0, AUTO, "count = 2\ndevices = [0, 0]", "1 has devices 0, and this machine has 0 GPUs"),
+        (2, AUTO, "count = 3\ndevices = [1, 2, 3]", "1 has devices 2, 3, and this machine has 2 GPUs"),
+        (2, AUTO, "count = 3\n[planner]", "1 needs 3 GPUs, and 2 of the 2 here are left"),
     ],
 )
 def test_a_gpu_too_few_is_told_before_the_router_starts(folder, up, gpus, num_gpus, options, more, wrong):
@@ -111,7 +111,7 @@ def test_a_gpu_too_few_is_told_before_the_router_starts(folder, up, gpus, num_gp
 
 def test_a_gpu_that_cuda_visible_devices_names_has_to_be_there(folder, up, gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(ConfigError, match="is to have GPU 3, and this machine has 0 GPUs"):
+    with pytest.raises(ConfigError, match="has devices 3, and this machine has 0 GPUs"):
         up(own(folder, CUDA))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8932f937-d72c-4106-c12f-20bd9faed9f6")
     assert up(own(folder, CUDA))[0].devices == ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6",)

@@ -125,9 +125,9 @@ def test_a_file_of_nothing_but_a_worker_serves_the_default_model(read):
             "unknown key 'max_model_length' in [[workers]]; choose one of command, ",
         ),
         (WORKERS + "options = { max_model_length = 2 }", "[[workers]]; did you mean 'max_model_len'?"),
-        (WORKERS + WORKERS.replace("1", "-1"), "[[workers]] 2: count -1 is not from 0"),
+        (WORKERS + WORKERS.replace("1", "-1"), "[[workers]] 2: count must be from 0 to 4096, got -1"),
         (WORKERS.replace("1", "'1'"), "count must be of the type int, got '1'"),
-        (WORKERS.replace("both", "juggler"), "role 'juggler' is none of both, prefill, decode"),
+        (WORKERS.replace("both", "juggler"), "role must be one of both, prefill, decode, got 'juggler'"),
         ("model = 3\n" + WORKERS, "model must be of the type str, got 3"),
         (WORKERS + "options = 3", "options must be of the type "),
         (WORKERS + "options = { blok_size = 16 }", "unknown key 'blok_size' in options of [[workers]]"),
@@ -144,36 +144,42 @@ def test_a_file_of_nothing_but_a_worker_serves_the_default_model(read):
             WORKERS + "options = { shutdown_timeout = -1 }",
             "shutdown_timeout must be a finite number in [0, inf), got -1",
         ),
-        (WORKERS.replace("1", "3") + "devices = [0, 1]", "devices [0, 1] are 2, and 3 workers need 1 each"),
-        (WORKERS + "devices = [0]\noptions = { tensor_parallel_size = 2 }", "1 workers need 2 each"),
-        (WORKERS + "devices = [-1]", "devices [-1] has a number below 0"),
+        (
+            WORKERS.replace("1", "3") + "devices = [0, 1]",
+            "devices must name 1 GPUs for each of 3 workers, got [0, 1]",
+        ),
+        (
+            WORKERS + "devices = [0]\noptions = { tensor_parallel_size = 2 }",
+            "must name 2 GPUs for each of 1 workers",
+        ),
+        (WORKERS + "devices = [-1]", "devices must be at least 0, got [-1]"),
         (
             WORKERS + "devices = [0, 1, 0]\noptions = { tensor_parallel_size = 2 }",
             "devices [0, 1, 0] names a GPU twice, and each of these workers takes 2 that differ",
         ),
-        ("model = ''\n" + WORKERS, "[[workers]] 1: model is empty; give a folder"),
-        (WORKERS + "model = ' '", "[[workers]] 1: model is empty; give a folder"),
-        (WORKERS + "name = ''", "[[workers]] 1: name is empty; give what clients call the model"),
-        (EXTERNAL + "name = ''", "[[workers]] 1: name is empty; give what clients call the model"),
+        ("model = ''\n" + WORKERS, "[[workers]] 1: model must not be empty; give a folder"),
+        (WORKERS + "model = ' '", "[[workers]] 1: model must not be empty; give a folder"),
+        (WORKERS + "name = ''", "[[workers]] 1: name must not be empty; give the model's name for clients"),
+        (EXTERNAL + "name = ''", "[[workers]] 1: name must not be empty; give the model's name for clients"),
         (WORKERS + "devices = 'all'", "devices must be of the type list[int], got 'all'"),
         (WORKERS + "worker = 'http://127.0.0.1:9'", "unknown key 'worker' in [[workers]]"),
         (
             "[[workers]]\nname = 'x'\nmodel = 'a'\n[[workers]]\nname = 'x'\nmodel = 'b'\n",
-            "name 'x' is of two models, 'a' and 'b'",
+            "name 'x' must be for one model, got 'a' and 'b'",
         ),
         (
             EXTERNAL + "model = 'm'",
             "unknown key 'model' in [[workers]] with a command; choose one of command, ",
         ),
         (EXTERNAL.replace("serve", '"serve'), "cannot be split into words: No closing quotation"),
-        ("[[workers]]\ncommand = ''", "command is empty"),
+        ("[[workers]]\ncommand = ''", "command must not be empty"),
         (EXTERNAL.replace("{port}", "8000"), "has {port}, and command 'vllm serve m --port 8000' has not"),
         (EXTERNAL + "worker = 'http://127.0.0.1:8000'\ncount = 2", "2 workers cannot share a port"),
         (
             EXTERNAL + "worker = 'http://127.0.0.1:{port},colour=red'",
             "unknown key 'colour' in worker 'http://",
         ),
-        (EXTERNAL + "worker = 'http://127.0.0.1:{port},id=x'", "has an id; the fleet numbers"),
+        (EXTERNAL + "worker = 'http://127.0.0.1:{port},id=x'", "worker must not have an id"),
         ("workers = 3", "workers must be a list of tables; write [[workers]]"),
         ("router = 3", "router must be a table, got 3; write [router]"),
         ("[router]\npolciy = 'kv'", "unknown key 'polciy' in [router]"),
@@ -258,7 +264,7 @@ def test_gpus_are_taken_in_order_where_the_file_names_none(read, gpus):
     text = "[[workers]]\n[[workers]]\ncount = 1\noptions = { tensor_parallel_size = 2 }\n[[workers]]\n"
     found = components_of(read(text).workers, "ipc:///p")
     assert [component.devices for component in found] == [("4",), ("5", "6"), ("7",)]
-    with pytest.raises(ConfigError, match=r"\[\[workers\]\] 4 needs 1 GPUs, and of the 4 here 0 are left"):
+    with pytest.raises(ConfigError, match=r"\[\[workers\]\] 4 needs 1 GPUs, and 0 of the 4 here are left"):
         components_of(read(text + "[[workers]]").workers, "ipc:///p")
     named = components_of(read("[[workers]]\ndevices = [10, 9]").workers, "ipc:///p")
     assert named[0].devices == ("9", "10")

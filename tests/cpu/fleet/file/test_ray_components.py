@@ -47,7 +47,7 @@ def test_more_gpus_than_a_node_has_are_refused_with_the_limit():
 @pytest.mark.parametrize(
     "group, said",
     [
-        (own(devices=[0]), "Ray chooses them; leave it out"),
+        (own(devices=[0]), "must be left out on Ray"),
         (ExternalWorkers("vllm serve m --port {port}"), r"name them in \[router\]"),
     ],
 )
@@ -104,8 +104,8 @@ def test_several_hosts_need_a_plane_that_all_reach(url, said):
     "resources, said",
     [
         ("{ GPU = 2 }", "tensor_parallel_size"),
-        ("{ CPU = -1 }", "CPU = -1 is no amount"),
-        ("{ CPU = inf }", "no amount"),
+        ("{ CPU = -1 }", "resources CPU must be above 0, got -1"),
+        ("{ CPU = inf }", "resources CPU must be above 0, got inf"),
         ("{ CPU = 'x' }", "dict"),
     ],
 )
