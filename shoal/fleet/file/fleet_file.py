@@ -196,8 +196,8 @@ def _check_count(count: int, devices: list[int] | None, devices_per_worker: int)
 @dataclass(frozen=True, slots=True)
 class FleetFile:
     """The content of a fleet's file. `server`: options of the router's ports. `router`: routing options;
-    without [plane], `plane` stays None. `may_grow`: the file has options of a planner, in this process or another
-    one."""
+    without [plane], `plane` stays None. `may_grow`: the file has options of a planner, in this process or
+    another one."""
 
     workers: list[NativeWorkers | ExternalWorkers]
     server: ServerConfig
