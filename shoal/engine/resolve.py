@@ -29,7 +29,7 @@ LARGE_CARD_BYTES = 70 << 30  # A card that is sold with 80 GB has a little less.
 # MANY_SEQS are the default only where the cache has room for as many tokens of each.
 TOKENS_OF_SHORT_SEQ = 256
 PENALTY_BYTES = 5  # a sequence with a penalty keeps a flag and a count for each token of the vocabulary
-FLOAT32_SHARE = 0.6  # of the available host memory; the rest is for the KV cache and others
+FLOAT32_SHARE = 0.6  # largest share of the available host memory; the rest is for the KV cache and others
 FP8_CAPABILITY = (8, 9)  # the first GPUs that convert fp8, and whose tensor cores multiply it
 ALIASES = {"half": "float16", "float": "float32"}
 

@@ -91,14 +91,15 @@ def test_values_at_their_limits_are_possible(config, options):
 
 
 @pytest.mark.parametrize(
-    ("supported", "free_bytes", "dtype"),
-    [(True, 1 << 40, "float32"), (True, 1 << 10, "bfloat16"), (False, 1 << 40, "float32")],
+    ("supported", "weights", "dtype"),
+    [(True, 1 << 20, "float32"), (True, 1 << 50, "bfloat16"), (False, 1 << 50, "float32")],
     ids=["room", "little memory", "unsupported"],
 )
-def test_a_cpu_computes_in_float32_unless_only_bfloat16_fits(monkeypatch, supported, free_bytes, dtype):
-    """Regression: bfloat16 was chosen on each processor that supports it, where one stream takes 6 times as long."""
+def test_a_cpu_computes_in_float32_unless_only_bfloat16_fits(monkeypatch, supported, weights, dtype):
+    """Regression: bfloat16 was chosen on each processor that supports it, where one stream takes 6 times as
+    long."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
-    monkeypatch.setattr(resolve_module, "available_bytes", lambda: free_bytes)
+    monkeypatch.setattr(resolve_module, "num_weights", lambda _: weights)
     assert resolve().dtype == dtype
 
 
