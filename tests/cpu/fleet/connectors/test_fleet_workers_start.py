@@ -1,4 +1,4 @@
-"""What `shoal fleet up` runs beside its router, when it cannot begin."""
+"""Workers of `shoal fleet up` that cannot start."""
 
 import asyncio
 from types import SimpleNamespace
@@ -75,7 +75,7 @@ def test_a_record_that_cannot_be_written_is_told_before_the_router_starts(tmp_pa
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Gives the machine so many GPUs."""
+    """Sets the machine's number of GPUs."""
 
     def give(count):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)

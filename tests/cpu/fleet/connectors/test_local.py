@@ -162,7 +162,7 @@ async def give_up(slow, connector, *names):
 
 
 def test_the_next_worker_takes_the_place_of_one_that_was_given_up(tmp_path):
-    """It had kept its GPU for ever, so that a planner could add nobody."""
+    """Regression: a crash-looping worker kept its GPU, so the planner could not add one."""
 
     async def test(slow, connector):
         await give_up(slow, connector, "m-1")
@@ -188,7 +188,7 @@ def test_workers_that_are_added_at_once_take_no_place_of_one_that_was_given_up_t
 
 @pytest.mark.parametrize("is_back", [False, True])
 def test_a_worker_that_has_not_served_for_too_long_ends_before_another_takes_its_place(is_back, tmp_path):
-    """It kept its process and its GPU beside its successor, beyond the planner's budget."""
+    """Regression: a failed worker kept its GPU in addition to its successor, beyond the planner's budget."""
 
     async def test(slow, connector):
         assert connector.pending("m") == 0
@@ -300,7 +300,7 @@ EXTERNAL = Component("m", ("run", "{port}"), "m", worker="http://127.0.0.1:{port
 
 @pytest.mark.parametrize("busy_s", [0.0, 70.0, 590.0])
 def test_a_worker_of_another_engine_ends_when_its_requests_have(tmp_path, busy_s, caplog):
-    """They were broken after a minute, as most of them can go on nowhere else."""
+    """Regression: the requests were broken after a minute."""
 
     async def test(slow, connector):
         slow.busy_s = busy_s

@@ -39,7 +39,7 @@ MESSAGES = [{"role": "user", "content": "Which fish swim together?"}]
 
 
 def line(headers=()):
-    """headers: those of a client, whose trace context goes on."""
+    """headers: the client's, whose trace context is forwarded."""
     found = Timeline("request", "tiny", "/v1/completions", time.perf_counter())
     found.trace_headers = {
         name: headers[name.encode()].decode() for name in TRACE_HEADERS if name.encode() in headers

@@ -1,4 +1,4 @@
-"""What a router finds out about an external worker: its models, its load, whether it is well."""
+"""ExternalLink: models, load and health of an external worker."""
 
 import asyncio
 import logging

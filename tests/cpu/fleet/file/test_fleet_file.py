@@ -37,7 +37,7 @@ def read(tmp_path):
 
 @pytest.fixture
 def gpus(monkeypatch):
-    """Gives the machine so many GPUs."""
+    """Sets the machine's number of GPUs."""
 
     def give(names):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", names)
@@ -291,7 +291,7 @@ def test_prefill_workers_need_partners_that_are_there_at_first_or_that_a_planner
         for planner in ("", "[planner]\nmax_gpu_budget = 4\n", f"{enabled}no_operation = true\n"):
             with pytest.raises(ConfigError, match=r"'smollm2' has prefill workers, .* count = 0; .* enabled"):
                 read(PREFILL + partner + planner)
-        for least in (0, 1):  # of those that answer, one is always there
+        for least in (0, 1):  # at least one decode worker stays
             assert read(f"{PREFILL}{partner}{enabled}min_endpoint = {least}\n").planner.enabled
         assert read(PREFILL + "count = 0\n" + partner).workers, "nobody computes prompts for nobody"
         assert read(PREFILL + partner + "[plane]\nurl = 'nats://10.0.0.1:4222'\n").workers, "on other hosts"
@@ -397,7 +397,7 @@ def test_workers_that_change_their_role_are_alike_and_exchange_blocks(read):
     ],
 )
 def test_a_planner_that_counts_too_few_gpus_for_a_worker_is_refused(read, table, option):
-    """It would exceed its budget."""
+    """The fleet would exceed its budget."""
     text = f"[[workers]]\n{table}\n[planner]\nenabled = true\n"
     with pytest.raises(ConfigError, match=f"each of these takes 2 GPUs, and .* counts 1 .*{option} = 2"):
         read(text)
@@ -446,7 +446,7 @@ def test_traces_are_asked_for_at_the_top_and_for_each_worker(read):
 
 
 def test_a_budget_that_is_too_small_for_the_workers_of_the_file_is_named(read):
-    """It had been exceeded from the start, or the least numbers could never be reached."""
+    """Regression: a fleet exceeded its budget from the start, or could never reach its least numbers."""
     apart = '[[workers]]\nrole = "prefill"\ncount = 2\n[[workers]]\nrole = "decode"\n'
     planner = "[planner]\nenabled = true\n"
     with pytest.raises(ConfigError, match="at first have 3 GPUs, and max_gpu_budget is 2"):

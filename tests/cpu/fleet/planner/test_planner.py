@@ -173,7 +173,7 @@ def test_nothing_is_decided_while_workers_come_or_go_or_are_missing(pending):
 
 
 def test_nothing_is_decided_while_an_operator_has_workers_rest():
-    """Who pauses a fleet changes its weights, say, and would find a worker that serves the old ones."""
+    """A fleet may be paused for new weights, and a new worker would serve the old ones."""
     config = PlannerConfig(max_gpu_budget=4)
     decision, _ = decide(config, PlannerState(), [seen(0.99, queue=1, paused=1)])
     assert decision.changes == [] and "paused" in decision.reason
@@ -206,7 +206,7 @@ def test_a_worker_for_both_follows_the_rules_of_decode():
 
 
 def test_without_any_worker_no_average_is_made_and_the_least_number_is_started():
-    """The reference's mean of nothing is no number, and no comparison with it is true."""
+    """In the reference the mean of an empty list is NaN, for which all comparisons are false."""
     assert changes(seen(prefill=0, role="both")) == [CountChange("both", 1)]
     assert changes(seen(prefill=0, queue=0)) == [GROW, CountChange("prefill", 1)]
 
@@ -224,7 +224,7 @@ def test_prefill_comes_back_from_zero_when_prompts_wait_at_those_that_decode():
     config = PlannerConfig(min_endpoint=0)
     assert changes(seen(0.6, prefill=0, waiting=9), config=config) == [CountChange("prefill", 1)]
     assert changes(seen(0.6, prefill=0, waiting=2), config=config) == []
-    last_gpu = PlannerConfig(min_endpoint=0, max_gpu_budget=2)  # of which those that decode need both
+    last_gpu = PlannerConfig(min_endpoint=0, max_gpu_budget=2)  # the decode workers need both
     assert changes(seen(0.97, prefill=0, waiting=9), config=last_gpu) == [GROW]
 
 
@@ -310,7 +310,7 @@ def test_a_change_of_role_waits_for_itself_alone():
     ],
 )
 def test_the_decision_says_what_keeps_a_fleet_as_it_is(observation, grace, config, why):
-    """It had said each time that the load is between the thresholds."""
+    """Regression: the reason was always that the load is between the thresholds."""
     decision, _ = decide(config, PlannerState(grace), [observation])
     assert decision.changes == [] and why in decision.reason
 
@@ -395,7 +395,7 @@ def a_record(*, begins=True):
 def test_half_a_line_at_the_end_of_a_record_or_before_another_planner_is_passed_over_and_named(
     caplog, length
 ):
-    """It had ended the replay with an error."""
+    """Regression: the replay ended with an error."""
     whole = a_record()
     half = whole[1][:length]
     assert len(list(replay(None, [*whole, half]))) == 1

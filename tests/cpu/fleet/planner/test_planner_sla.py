@@ -81,7 +81,7 @@ class Clients:
         self.decisions, self.lines, self.other_gpus = [], [], 0
 
     def ask(self, seconds, rate=0.0, tokens=1000, generated=100, ttft=0.15, itl=0.02):
-        """So many requests a second come and are answered at once. Decisions are followed at once."""
+        """A fleet that answers `rate` requests per second at once, and follows decisions at once."""
         interval = []
         for _ in range(int(seconds)):
             self.now += 1.0
@@ -485,7 +485,7 @@ def test_a_budget_that_is_too_small_is_shared_in_proportion_and_named():
 
 
 def test_a_budget_that_another_models_changes_take_for_a_while_costs_no_worker():
-    """What is under way counts as the largest it can become."""
+    """Changes in flight count with the larger number of GPUs."""
     clients = Clients(workers=5, settings=config(max_gpu_budget=8))
     clients.other_gpus = 3
     assert clients.ask(60, rate=30.0) == {"both": 5}

@@ -31,7 +31,7 @@ CONFIG = PlannerConfig(
 
 
 class Counting(FakeConnector):
-    """Models with so many workers of one role. `load` is the KV load of all workers of a model together."""
+    """Models with workers of one role. `load`: KV load of all workers of a model together."""
 
     def __init__(self, start_s=20.0, **counts):
         super().__init__([Component(name, (), name, count=count) for name, count in counts.items()], start_s)
@@ -54,7 +54,7 @@ class Counting(FakeConnector):
 
 
 def plan(connector, seconds, config=CONFIG, record=None, meanwhile=None):
-    """What the planner shows in the end."""
+    """Returns the planner's last view."""
 
     async def run():
         for component in connector.components:
@@ -114,7 +114,7 @@ def test_a_disk_that_fails_for_a_while_ends_no_planner():
 
 
 class Interrupted(Counting):
-    """It is not seen between these seconds of the test."""
+    """A fleet that cannot be observed between these seconds of the test."""
 
     def __init__(self, begin_s, end_s, **counts):
         super().__init__(**counts)
@@ -136,7 +136,7 @@ def test_after_a_gap_a_whole_interval_is_seen_before_anything_is_decided():
 
 
 def test_a_record_with_a_gap_gives_the_same_decisions_again():
-    """What was seen before the gap is in the record, and was not judged."""
+    """Observations before the gap are in the record, and were not judged."""
     connector, record = Interrupted(14.5, 20.5, a=1), io.BytesIO()
     connector.load["a"] = 2.8
 

@@ -189,7 +189,7 @@ def test_the_least_recently_used_blocks_go_first_and_ends_of_chains_before_begin
 
 
 def test_in_a_storm_of_requests_the_cache_keeps_its_bounds_and_tells_of_every_block():
-    """What was told as stored and not as removed is exactly what can be found."""
+    """Blocks reported as stored and not as removed are exactly the cached ones."""
     rng = random.Random(3)
     w = worker(cache_tokens=40 * BLOCK, max_num_batched_tokens=300)
     known, ended, now = set(), [], 0.0

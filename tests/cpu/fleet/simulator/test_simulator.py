@@ -88,7 +88,7 @@ def test_another_seed_draws_otherwise():
 
 
 def test_the_order_of_hashes_and_dictionaries_has_no_part_in_the_result(tmp_path):
-    """Python draws the order of sets of texts anew in each process, unless it is told a seed."""
+    """Python draws the order of sets of texts anew in each process, unless it has a seed."""
     write_trace(tmp_path / "trace.jsonl", make_customers(150, 20.0, block_size=240).requests)
     (tmp_path / "sim.toml").write_text(FILE + "block_size = 240\n")
     command = [sys.executable, "-m", "shoal", "sim", "sim.toml", "--trace", "trace.jsonl", "--json"]
@@ -232,7 +232,7 @@ def test_a_trace_out_of_order_is_put_into_order(tmp_path):
 
 
 def test_times_count_from_the_first_request_of_a_trace(tmp_path):
-    """With those of a clock a planner looked at an idle fleet for fifty years first."""
+    """Regression: with times of a clock, a planner first observed an idle fleet for fifty years."""
     for name, begin in (("early", 0), ("late", 1_700_000_000_000)):
         lines = [json.dumps(LINE | {"timestamp": begin + time}) for time in (2000, 0, 500)]
         (tmp_path / name).write_text("\n".join(lines))
