@@ -91,15 +91,18 @@ def test_values_at_their_limits_are_possible(config, options):
 
 
 @pytest.mark.parametrize(
-    ("supported", "weights", "dtype"),
-    [(True, 1 << 20, "float32"), (True, 1 << 50, "bfloat16"), (False, 1 << 50, "float32")],
+    ("supported", "share", "dtype"),
+    [(True, 0.1, "float32"), (True, 0.9, "bfloat16"), (False, 0.9, "float32")],
     ids=["room", "little memory", "unsupported"],
 )
-def test_a_cpu_computes_in_float32_unless_only_bfloat16_fits(monkeypatch, supported, weights, dtype):
+def test_a_cpu_computes_in_float32_unless_only_bfloat16_fits(monkeypatch, supported, share, dtype):
     """Regression: bfloat16 was chosen on each processor that supports it, where one stream takes 6 times as
     long."""
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: supported)
-    monkeypatch.setattr(resolve_module, "num_weights", lambda _: weights)
+    free = 1 << 33  # `share` of it in float32
+    monkeypatch.setattr(resolve_module, "available_bytes", lambda: free)
+    monkeypatch.setattr(resolve_module, "total_bytes", lambda: 2 * free)
+    monkeypatch.setattr(resolve_module, "num_weights", lambda _: int(share * free / 4))
     assert resolve().dtype == dtype
 
 
