@@ -33,7 +33,7 @@ INSTALL_TORCH = "Install it: pip install torch (for CPUs: --index-url https://do
 
 
 def driver(asked: CheckTarget) -> Findings:
-    """The kernel's driver, as nvidia-smi tells of it."""
+    """Checks the driver with nvidia-smi."""
     is_asked = asked.needs_gpu
     devices = gpu_devices()
     if shutil.which("nvidia-smi") is None:

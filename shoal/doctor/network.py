@@ -165,7 +165,7 @@ def _in_folder(about: str, path: Path) -> Finding:
     """Checks that this host's router can make its plane there: a socket, and a lock file beside it."""
     means = "No router can make it, so no process joins the fleet."
     if (length := len(os.fsencode(path))) > zmq.IPC_PATH_MAX_LEN:
-        found = f"its path has {length} bytes, and that of a socket has {zmq.IPC_PATH_MAX_LEN} at most"
+        found = f"its path has {length} bytes, and a socket's path at most {zmq.IPC_PATH_MAX_LEN}"
         return fails(about, found, means, "Name a shorter path.")
     try:
         with tempfile.TemporaryFile(dir=path.parent):

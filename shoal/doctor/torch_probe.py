@@ -1,7 +1,7 @@
 """Facts that torch reports about itself and the GPUs, as JSON lines: run as a process of its own, so that a
 torch that crashes, hangs or cannot be imported is a finding.
 
-A line is said as soon as it is known, so whatever comes before a crash is told.
+Each line is printed at once, so that the lines before a crash are reported.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """The checks of `shoal doctor` on machines that are not here: GPUs, their driver and torch's word on them are
-made up, in the form in which nvidia-smi and doctor/torch_probe.py tell of them."""
+made up, in the form in which nvidia-smi and doctor/torch_probe.py print them."""
 
 import inspect
 import json
@@ -100,7 +100,7 @@ def test_a_program_that_does_not_end_is_ended():
     assert "no_such_module" in python_failure("import no_such_module", 20)
 
 
-# How it is told
+# Output
 
 
 def test_a_finding_fits_80_columns_and_says_what_it_means_and_what_to_do():
@@ -196,7 +196,7 @@ def test_a_machine_without_a_gpu_is_a_limit_unless_one_was_asked_for(monkeypatch
     assert verdicts(gpu.driver(ON_GPU)) == {"NVIDIA driver": FAILS}
 
 
-# What torch says, as torch_probe.py tells it
+# Facts about torch, as torch_probe.py prints them
 
 BASE = {"torch": "2.11.0+cu130", "cuda": "13.0", "path": "/lib/torch/__init__.py", "driver": 13000}
 ARCHS = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"]
@@ -311,7 +311,7 @@ def test_a_disk_tier_needs_as_much_room_as_it_may_take(tmp_path):
 
 
 def test_without_a_folder_for_temporary_files_nothing_is_served_and_the_others_are_looked_at(monkeypatch):
-    """The check broke there, and what it broke with was told as asked for by nobody."""
+    """Regression: the check broke there, and its failure counted as not needed by the target."""
 
     def gettempdir():
         raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")

@@ -1,4 +1,4 @@
-"""What a fleet's file means on a Ray cluster: bundles, command lines, and mistakes that are told before anything
+"""A fleet's file on a Ray cluster: bundles, command lines, and errors that are reported before anything
 starts. No Ray is needed here."""
 
 import sys
