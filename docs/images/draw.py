@@ -145,7 +145,15 @@ def rooms() -> str:
         box(290, 450, 390, 44, "layers", "linear, norm, attention, mlp"),
         box(290, 508, 390, 44, "attention", "backends"),
         box(290, 566, 390, 44, "kernels", "Triton, C, and the plain PyTorch of each"),
-        box(40, 642, 640, 44, "text · telemetry · files", "tokenizer, formats, grammars; metrics; stores", "base"),
+        box(
+            40,
+            642,
+            640,
+            44,
+            "text · telemetry · files",
+            "tokenizer, formats, grammars; metrics; stores",
+            "base",
+        ),
         box(40, 704, 640, 44, "shoal/*.py", "requests, engines, options, errors, messages", "base"),
     ]
     for x, start, end in [
