@@ -162,7 +162,7 @@ def test_an_error_of_a_change_reaches_the_planner():
             with pytest.raises(ConfigError, match="role 'prefill'"):
                 await remote.add("m", "prefill")
             assert await remote.remove("m", "both") == "m-1"
-            with pytest.raises(UnavailableError, match="no both worker of m"):
+            with pytest.raises(UnavailableError, match="m has no worker of the role 'both'"):
                 await remote.remove("m", "both")
 
     run(test)
@@ -174,7 +174,7 @@ def test_a_worker_has_its_new_role_when_the_change_is_reported():
             _, remote = await planner(world)
             assert await remote.change_role("m", "both", "prefill") == "m-1"
             assert world.router.roles == {"m-1": "prefill"}
-            with pytest.raises(UnavailableError, match="no both worker of m"):
+            with pytest.raises(UnavailableError, match="m has no worker of the role 'both'"):
                 await remote.change_role("m", "both", "prefill")
 
     run(test)

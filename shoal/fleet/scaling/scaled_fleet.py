@@ -106,7 +106,7 @@ class OwnFleet:
         with self._changes[model].one_more():
             worker_id = self._fleet.least_loaded(model, role)
             if worker_id is None:
-                raise UnavailableError(f"{model} has no {role} worker that could change its role")
+                raise UnavailableError(f"{model} has no worker of the role {role!r} that could change it")
             try:
                 async with asyncio.timeout(ROLE_S):
                     await self._fleet.change_role(worker_id, to)
