@@ -1,13 +1,13 @@
-"""Sleep mode: puts regions of an engine's memory to sleep and wakes them. The memory itself is released and
-taken by engine/runner/rank_memory.py on each rank.
+"""`Sleeper`: sleep mode: puts regions of an engine's memory to sleep and wakes them, as vLLM's levels 1 and
+2. engine/runner/rank_memory.py releases and takes the memory on each rank.
 
 Level 0 pauses scheduling and needs no sleep mode. Level 1 drops the KV cache and keeps the weights: in host
 memory, or (sleep_offload="file") in the checkpoint they were read from. Level 2 drops both; an update has to
 bring the weights back before anything runs. `tags` restricts a sleep or a wake-up to some regions. The engine
 sleeps until every region is awake.
 
-Who sleeps can sleep deeper: level 2 after level 1 drops the copy on the host as well. To sleep again at the
-same level changes nothing. Level 1 after level 2 changes nothing either, as what was dropped is gone.
+A sleeping engine can sleep deeper: level 2 after level 1 drops the copy on the host as well. To sleep again
+at the same level changes nothing. Level 1 after level 2 changes nothing either, as what was dropped is gone.
 """
 
 from __future__ import annotations

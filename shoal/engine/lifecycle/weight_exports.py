@@ -1,10 +1,10 @@
-"""Exports of an engine's weights to workers that start with the same weights and would otherwise read them
-from a disk. `shoal serve` in a fleet uses them (weights_from_peers), so that a new worker starts in seconds;
-they are not built on kv/transfer's transports, whose unit is a KV block.
+"""`WeightExports`: exports an engine's weights to workers that start with the same weights and would
+otherwise read them from a disk. engine/runner/rank_export.py copies them.
 
-The ranks open their memory for the first reader and close it after the last one. An export whose reader died
-ends after EXPORT_S seconds. Neither side waits for the other (engine/runner/rank_export.py says why that is
-safe).
+`shoal serve` in a fleet uses them (weights_from_peers), so that a new worker starts in seconds; they are not
+built on kv/transfer's transports, whose unit is a KV block. The ranks open their memory for the first reader
+and close it after the last one. An export whose reader died ends after EXPORT_S seconds. Neither side waits
+for the other (engine/runner/rank_export.py says why that is safe).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The weights of a running engine: their source, their version, whether they are complete, and
-how new ones come in.
+"""`Weights`: the weights of a running engine: their source, version, completeness, and updates.
+engine/runner/rank_weights.py loads them on each rank; a checkpoint of another model is engine/core.py's.
 
 New weights are written into the old ones' memory, so that captured graphs stay valid. What does not fit is
-refused before anything changes; a checkpoint of another model is engine/core.py's. An update that breaks off
-in the middle leaves an engine that refuses to generate until a good one.
+refused before anything changes. An update that breaks off in the middle leaves an engine that refuses to
+generate until a good one.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Costs of a block: seconds to compute it, to fetch it from a tier, and to store it there. All figures are
-measured while the engine works, and decide which blocks are worth fetching.
+"""`Costs`: measured seconds to compute a block, fetch it from a tier and store it there; they decide what is
+worth fetching. tiers.py, fetch.py and writer.py report the figures. Pure: no clock, no I/O.
 
 One bad figure must not switch a tier off for long. A rate is therefore the median of its latest figures, and
-a tier that looks too slow is tried on a few blocks of a real request now and then. Pure: no clock, no I/O.
+a tier that looks too slow is tried on a few blocks of a real request now and then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The way up: fetches blocks that a sequence waits for from lower tiers to the device.
+"""`Fetcher`: the way up: brings blocks that a sequence waits for from lower tiers to the device. offloader.py
+decides which blocks; transfers.py moves them.
 
     disk or store  --read-->  host block  --copy in-->  device block
 

@@ -1,4 +1,5 @@
-"""The shared state of the offloader's parts: host blocks, transfers under way, costs and counts.
+"""`Ledger`: the shared state of the offloader's parts: host blocks, transfers under way, costs and counts. It
+moves nothing: transfers.py does.
 
 The parts are the Offloader itself (device to host), the Fetcher (all tiers to device) and the Writer (host to
 persistent tiers). All of them run in rank 0's main thread, between steps.

@@ -1,5 +1,5 @@
-"""The tiers below the device, as rank 0 runs them: which blocks leave the device's cache ahead of their
-eviction, and which blocks below are worth fetching.
+"""`Offloader`: which KV blocks leave the device ahead of their eviction, and which ones below are worth
+fetching. fetch.py is the way up, writer.py the second half of the way down; transfers.py moves the blocks.
 
     device block  --copy out-->  host block  --write-->  disk or store        the way down
     device block  <--copy in---  host block  <--read---                       the way up
@@ -10,9 +10,8 @@ blocks in lower tiers, waits for the fetches that it begins, and the pool report
 beside the steps and are polled between them. A step that rewrites a block waits, on the device, for the copy
 that still reads the block.
 
-The Offloader itself handles device blocks. It has a Fetcher for the way up (engine/offload/fetch.py) and
-a Writer for the second half of the way down (engine/offload/writer.py). Whether a fetch pays is decided in
-engine/offload/costs.py, which host block is given away next in kv/tiers/host.py.
+The Offloader itself handles device blocks. Whether a fetch pays is decided in engine/offload/costs.py, which
+host block is given away next in kv/tiers/host.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The tiers below the device of one engine, over its whole life: opened from the engine's options, measured,
-kept in step with sleep and new weights, written to the lowest at the end. Also what listeners hear of them.
+"""`KvTiers`: the tiers below the device over one engine's life: opened from its options, measured, kept in
+step with sleep and new weights, written to the lowest at the end. offloader.py decides which block goes where
+and when.
 
-Which block goes where and when is decided in engine/offload/offloader.py. The tiers below host memory are
-reached through kv/tiers/tier.py alone, and no name of a tier occurs here.
+It also publishes the KV events of the tiers. The tiers below host memory are reached through
+kv/tiers/tier.py alone, and no name of a tier occurs here.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Transfers of blocks, which run concurrently with the steps: the offloader's requests, carried out on all
-ranks.
+"""`Transfers`: copies, writes and reads of KV blocks beside the steps, commanded on all ranks. offloader.py
+asks for them; engine/runner/rank_kv.py does the work of each rank.
 
     device block  --copy out-->  host block of the slab  --write-->  file on disk, object in a store
     device block  <--copy in---  host block              <--read---
 
-A transfer begins with a ticket, a number that counts up, and ends some time later: `poll` reports it. The
-work of each rank is in engine/runner/rank_kv.py.
+A transfer begins with a ticket, a number that counts up, and ends some time later: `poll` reports it.
 """
 
 from __future__ import annotations

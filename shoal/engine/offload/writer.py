@@ -1,4 +1,5 @@
-"""The second half of the way down: host blocks that are written to the persistent tiers.
+"""`Writer`: the second half of the way down: writes host blocks to the persistent tiers. offloader.py brings
+blocks to the host; transfers.py writes them.
 
 Two kinds of host blocks come here. Blocks of the host tier are queued by key and stay findable there; those
 that are evicted before their turn are lost. Blocks of a staging area, where there is no host tier, are held

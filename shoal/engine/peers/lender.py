@@ -1,5 +1,5 @@
-"""Lends the KV blocks of prompts to other workers: holds them, issues tickets for them, notifies readers of
-each computed layer, and releases them when they have been read or are no longer needed."""
+"""`KvLender`: lends the KV blocks of prompts to other workers: holds them, issues tickets, notifies readers
+of each computed layer, and releases the blocks. kv/transfer serves the tickets; peers.py calls it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _Prompt:
 
 
 class KvLender:
-    """All calls are made between steps, in the engine's thread."""
+    """The offers of one engine's KV blocks. All calls are made between steps, in the engine's thread."""
 
     def __init__(
         self,

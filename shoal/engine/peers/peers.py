@@ -1,5 +1,6 @@
-"""The exchange of KV blocks with other workers over one engine's life: opened from the engine's options, kept
-in step with its weights, closed at its end."""
+"""`KvPeers`: KV transfer with other workers over one engine's life (vLLM's KV connector): opened, kept in
+step with the weights, closed. lender.py gives blocks, reader.py gets them; engine/runner/rank_peers.py copies
+them."""
 
 from __future__ import annotations
 

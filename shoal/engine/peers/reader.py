@@ -1,5 +1,5 @@
-"""Blocks of prompts that other workers hold for requests of this engine: a source of blocks in addition to
-the tiers below the device.
+"""`KvReader`: fetches blocks of prompts that other workers hold: a `Source` in addition to the tiers below
+the device. The scheduler begins the fetches; engine/runner/rank_peers.py copies the blocks.
 
 A request brings a ticket. From then on its blocks are held at their owner by a lease, which is renewed until
 the request has started and has got what it lacks, or has ended. What can't be had is computed here.
@@ -70,7 +70,8 @@ class _Job:
 
 
 class KvReader:
-    """The scheduler's `peers`. All calls are made between steps, in the engine's thread."""
+    """The scheduler's `peers`: tickets, leases and fetches of one engine. All calls are made between
+    steps, in the engine's thread."""
 
     def __init__(
         self, scheduler: Scheduler, ranks: Ranks, clock: Callable[[], float] = time.monotonic

@@ -1,4 +1,5 @@
-"""AsyncLLM: an engine in a process of its own, as an asyncio Engine with its Control. Torch-free."""
+"""`AsyncLLM`: an engine in a process of its own, as an asyncio Engine with its Control. core_process.py is
+the process, watchdog.py judges whether it hangs. Torch-free."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The core's process: `python -m shoal.engine.process.core_main FOLDER LOG_LEVEL LOG_STYLE`, run by
-core_process.py.
+"""The core's process: `python -m shoal.engine.process.core_main FOLDER LOG_LEVEL LOG_STYLE`. core_process.py,
+in the parent, starts it; engine/core.py is the engine that it steps.
 
 The main thread steps the engine, and one thread decodes incoming messages, so that a big one never waits for
 a step, nor a step for it. Each thread sends its own messages: a thread for them would get Python's lock only

@@ -1,9 +1,9 @@
-"""The core's process as its parent sees it: started, talked to, watched, ended. Torch-free; used in one
-asyncio loop.
+"""`CoreProcess`: the core's process as its parent starts, watches and ends it. core_main.py runs in the
+child; async_llm.py gives the messages their meaning. Torch-free; used in one asyncio loop.
 
 Messages go through two ZMQ sockets in a private temporary folder. The folder is removed as soon as both are
 connected, so nothing is left behind, whichever process dies when. The child ends when its standard input
-closes. Its output is passed on to our stderr. When it dies, the end of its output is a note of the
+closes. Its output is passed on to the parent's stderr. When it dies, the end of its output is a note of the
 EngineDeadError.
 """
 

@@ -1,5 +1,5 @@
-"""Many models on one device: one is awake, the others sleep, and requests wake the models that they need.
-Torch-free.
+"""`Swapper`: many models on one device: one is awake, the others sleep, and requests wake the models that
+they need. Each model is an AsyncLLM (async_llm.py), which sleeps and wakes by Control. Torch-free.
 
 - Turns decides which requests may run, and when another model has its turn, without clock and engine.
 - Swapper applies the decisions: it waits for the running requests, puts the awake model to sleep, and

@@ -1,4 +1,5 @@
-"""Judges by an engine core's beats whether it hangs. Pure: time is an argument."""
+"""`Watchdog`: judges by an engine core's beats whether it hangs. Pure: time is an argument. async_llm.py
+passes the beats on, and ends a core that hangs."""
 
 from __future__ import annotations
 

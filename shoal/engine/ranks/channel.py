@@ -1,10 +1,9 @@
-"""Messages between processes without pickle, and the shared-memory ring that carries commands from rank 0 to
-every other rank.
+"""`ChannelWriter`, `ChannelReader`: the shared-memory ring that carries commands from rank 0 to all others,
+without pickle. workers.py says which side sends what, and what happens when a side dies.
 
 A message is plain data with numpy arrays and CPU tensors anywhere in it. Plain data is what msgpack knows:
 None, bool, int, float, str, bytes, lists, dicts; tuples arrive as lists. Arrays travel as raw bytes behind
-the msgpack head, with one copy in and one copy out. engine/ranks/workers.py says which side sends what, and
-what happens when a side dies.
+the msgpack head, with one copy in and one copy out.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Sums over the GPUs of one host by kernels that write into each other's memory (kernels/all_reduce.py): who
-opens that memory, and whether the sums are right here.
+"""`CudaPeerSums`: small all-reduces over the GPUs of one host, in memory that the ranks map by CUDA IPC.
+kernels/all_reduce.py has the kernels; where they do not work, layers/parallel.py uses NCCL alone.
 
 Each rank allocates a buffer with cudaMalloc, as torch's allocator may use memory that can't be shared, and
 maps the others' by CUDA IPC. The kernels are used only after they have given the sums of NCCL on all ranks;

@@ -1,8 +1,8 @@
-"""Finds a rank that hangs, from outside: by the commands that it has run, by the kernel's figures of its
-process, and by whether rank 0 waits for it.
+"""`Progress`: finds a rank that hangs, from outside: by its count of commands, by the kernel's figures of its
+process, and by whether rank 0 waits for it. workers.py looks at it, and ends a rank that hangs.
 
-A rank counts the commands that it has run in a word of shared memory that is its own. Nothing else is asked
-of it, as one that hangs can say nothing.
+A rank counts its commands in a word of shared memory that is its own. Nothing else is asked of it, as one
+that hangs can say nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The ranks of one engine as one object: rank 0, whose ModelRunner is in this process, and the others behind
-a WorkerProcesses.
+"""`Ranks`: the ranks of one engine as one object: rank 0's ModelRunner in this process, and the others.
+workers.py runs the others' processes, and engine/runner/commands.py has the commands.
 
-Every rank runs the same commands (engine/runner/commands.py) in the same order. Rank 0 does its own part
-while the others do theirs.
+Every rank runs the same commands in the same order. Rank 0 does its own part while the others do theirs.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""The process of a rank other than 0: `python -m shoal.engine.ranks.worker_main`, started by
-engine/ranks/workers.py with inherited file descriptors.
+"""The process of a rank other than 0: `python -m shoal.engine.ranks.worker_main`. workers.py starts it with
+inherited file descriptors; the table of commands that it serves is made in ranks.py.
 
 It calls the factory that rank 0 names, which returns a table of commands: a name and the function it runs.
 Then it runs the commands in the order in which rank 0 gives them. It ends, whatever it is doing, when the

@@ -1,4 +1,5 @@
-"""WorkerProcesses: how rank 0, the user's process, starts, commands, watches and ends the other ranks.
+"""`WorkerProcesses`: starts, commands, watches and ends the ranks other than 0, for rank 0, the user's
+process. worker_main.py runs in each, channel.py carries commands, progress.py finds a rank that hangs.
 
 A rank is a fresh Python process (engine/ranks/worker_main.py) that inherits file descriptors and nothing
 else. Commands go to all ranks through the ring of engine/ranks/channel.py. Replies come back through a socket

@@ -1,10 +1,9 @@
-"""Packs a StepPlan into the one int32 buffer that a step sends to the device (and, with tensor parallelism,
-to every rank).
+"""`BatchBuilder`: packs a StepPlan into the one int32 buffer that a step sends to the device (and to every
+rank). scheduler.py makes the plan, steps.py reads the buffer, kernels/state.py says what its addresses mean.
 
 The batch state lives on the device, in rows that stay put while a sequence runs. `BatchBuilder` keeps the
 host's mirror of what the device holds, and sends differences: (address, value) pairs for the flat state. If
-any sequence computes its prompt, the step's tokens follow. kernels/state.py says what the addresses mean;
-steps.py reads the buffer. There is no torch here.
+any sequence computes its prompt, the step's tokens follow. There is no torch here.
 """
 
 from __future__ import annotations

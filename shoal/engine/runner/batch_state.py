@@ -1,5 +1,5 @@
-"""The batch state on one rank's device. Its layout is in kernels/state.py, the host's mirror of it in
-batch.py."""
+"""`BatchState`: the batch state on one rank's device: block tables, positions, last tokens, sampling fields.
+Its layout is in kernels/state.py, the host's mirror of it in batch.py."""
 
 from __future__ import annotations
 

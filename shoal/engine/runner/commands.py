@@ -1,8 +1,9 @@
-"""The table of commands: everything that rank 0 may ask of the ranks, and nothing else.
+"""The table of commands: every method of a rank that rank 0 may call, with its types, and nothing else.
+engine/ranks/ranks.py gives the commands; ModelRunner (runner.py) and its parts run them.
 
 A command is a method of each rank's ModelRunner, or of one of its parts. Between processes it travels as its
-name and its arguments, and each rank looks the name up in this table. `Ranks` (engine/ranks/ranks.py) gives
-the commands. Each entry carries its method's types, so mypy checks the arguments where a command is given.
+name and its arguments, and each rank looks the name up in this table. Each entry carries its method's types,
+so mypy checks the arguments where a command is given.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""CUDA graphs of decode steps, at a ladder of batch sizes, and of small mixed steps, at a ladder of token
-counts.
+"""`StepGraphs`: CUDA graphs of decode steps, at a ladder of batch sizes, and of small mixed steps, at a
+ladder of token counts. A captured step's content is in steps.py; runner.py has them captured at the start.
 
 Before any step is captured, each runs once with one layer of each kind. So kernels are compiled and loaded,
 and workspaces grow, outside of a capture. Graphs are captured from large to small in one memory pool, so that
-the smaller ones live in the memory of the largest, their outputs included. What a captured step computes is
-in steps.py.
+the smaller ones live in the memory of the largest, their outputs included.
 """
 
 from __future__ import annotations

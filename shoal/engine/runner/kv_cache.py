@@ -1,5 +1,5 @@
-"""The KV cache of one rank: the tensor that steps write and attention reads, and that block transfers copy
-from and to."""
+"""`KvCache`: one rank's KV cache, the tensor that steps write and attention reads. Block ids are
+kv/blocks.py's; rank_kv.py and rank_peers.py copy blocks from and to it."""
 
 from __future__ import annotations
 

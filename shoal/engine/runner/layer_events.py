@@ -1,5 +1,5 @@
-"""Events at the end of each layer of a step, so that its keys and values can leave the device while later
-layers are computed."""
+"""`LayerEvents`: CUDA events at the end of each layer of a step, so that its keys and values can leave the
+device while later layers are computed. engine/peers/lender.py listens; steps.py records the events."""
 
 from __future__ import annotations
 

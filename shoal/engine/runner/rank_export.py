@@ -1,5 +1,5 @@
-"""Exports one rank's weights to the same rank of a worker that starts with the same weights, and reads such
-an export. engine/lifecycle/weight_exports.py commands the owner's side.
+"""`RankExporter`, `read_export`: one rank's weights, read by the same rank of a worker that starts with the
+same weights. engine/lifecycle/weight_exports.py commands the owner's side.
 
 Weights travel like KV blocks (kv/transfer/transport.py), but as tensors of any size: by shared memory or CUDA
 IPC on one host, by NIXL between hosts. The reader pulls whole tensors as they lie in the owner's memory

@@ -1,5 +1,5 @@
-"""One rank's part in moving KV blocks between its device, its host slab, and the tiers below.
-engine/offload/transfers.py commands it.
+"""`RankKv`: one rank's copies of KV blocks between its device and its host slab, and its I/O to the tiers
+below. engine/offload/transfers.py commands it; engine/offload/offloader.py decides which blocks move.
 
 Copies out and copies in have a stream each, which waits for steps in flight where these may use the same
 blocks. Threads of the tiers read and write files. Ended transfers are reported when rank 0 polls.

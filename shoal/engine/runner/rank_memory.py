@@ -1,8 +1,9 @@
-"""Memory of one rank's weights and KV cache that can be released and taken again at the same addresses, for
-sleep. On the CPU, too: tests and laptops use sleep mode without a GPU.
+"""`RankMemory`: one rank's memory of weights and KV cache, released for sleep and taken again at the same
+addresses. engine/lifecycle/sleep.py commands it.
 
 There are two regions, named by the tags "weights" and "kv_cache". On a GPU they are regions of shoal/memory,
-and the graphs' own memory lies with the cache. On the CPU they are ordinary memory, whose pages are dropped.
+and the graphs' own memory lies with the cache. On the CPU they are ordinary memory, whose pages are dropped:
+tests and laptops use sleep mode without a GPU.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""One rank's part in exchanging KV blocks with other workers: it lets them read its cache, and reads theirs
-into it. engine/peers commands it."""
+"""`RankPeers`: one rank's KV transfer with other workers: they read its cache, and it reads theirs into it.
+engine/peers commands it; kv/transfer has the transports."""
 
 from __future__ import annotations
 

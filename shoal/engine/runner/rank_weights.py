@@ -1,4 +1,5 @@
-"""One rank's part in new weights and checksums. engine/lifecycle/weight_updates.py decides what is loaded."""
+"""`RankWeights`: one rank's part in new weights and checksums. engine/lifecycle/weight_updates.py decides
+what is loaded; weights/loader.py reads checkpoints."""
 
 from __future__ import annotations
 

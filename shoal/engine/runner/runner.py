@@ -1,5 +1,5 @@
-"""One rank of an engine: its model, its KV cache, its batch state and its steps. How a step runs is in
-steps.py. What a rank does beside steps is in its parts `kv`, `memory`, `weights` and `profile`.
+"""`ModelRunner`: one rank of an engine: its model, its KV cache, its batch state and its steps. steps.py runs
+a step; the parts `kv`, `memory`, `weights`, `peers` and `profile` do the rest (rank_*.py).
 
 Every rank gets the same commands in the same order.
 """

@@ -1,5 +1,5 @@
-"""Samples a step's tokens, and changes logits on rank 0 for the rare requests that need more than plain
-sampling.
+"""`Sampler`: samples a step's tokens; `LogitShaper`: changes logits on rank 0 for the rare requests that need
+it. kernels/sampling has the ops; engine/scheduling/grammar.py computes the grammars' masks.
 
 Plain sampling (temperature, top-k, top-p, min-p, seed) is one op at the end of every step, captured with it.
 If a request of the step asks for more (penalties, bias, allowed or banned ids, a grammar), the logits are

@@ -1,4 +1,5 @@
-"""The pinned host memory through which a step's inputs and its tokens travel."""
+"""`StepBuffers`: the pinned host memory through which a step's inputs go to the device, and its tokens come
+back. batch.py fills the inputs; steps.py launches the step."""
 
 from __future__ import annotations
 

@@ -1,5 +1,8 @@
-"""The four ways in which a step runs the model. All of them end with the sampled tokens in the batch state,
-so that the next decode needs nothing from the host.
+"""`Steps`: the four ways in which a step runs the model: decode, mixed, captured mixed and rehearsal.
+batch.py packs the inputs, graphs.py holds the captures, sampling.py samples.
+
+All of them end with the sampled tokens in the batch state, so that the next decode needs nothing from the
+host.
 
 decode          Every sequence decodes, and the batch state holds every input. Graphs have captured it for a
                 ladder of batch sizes; without a graph that fits it runs eagerly.
@@ -7,7 +10,7 @@ mixed           Prompts are computed, perhaps beside decodes. The inputs come wi
 captured mixed  The same as a graph: inputs are copied into a static buffer, padded to the shape of the graph.
                 It runs eagerly if its layers have listeners and its graph does not record their events.
 rehearsal       Made-up prompts, whose keys and values are not stored. It loads kernels, and measures the
-memory and time of a step.
+                memory and time of a step.
 
 A step arrives as one packed buffer of int32s (batch.py). Every rank gets the same ones in the same order.
 """
@@ -96,7 +99,7 @@ class Outcome:
 
 
 class Steps:
-    """A running engine calls `launch` alone. The rest is for its start."""
+    """The steps of one rank. A running engine calls `launch` alone. The rest is for its start."""
 
     def __init__(
         self,

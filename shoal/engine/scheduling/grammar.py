@@ -1,9 +1,9 @@
-"""Compiles grammars in the background for the model's tokens, and computes a mask of the allowed next tokens
-for each row of a step that has a grammar.
+"""`Grammars`: compiles grammars in the background (llguidance) and computes a step's bitmasks of allowed
+tokens. `GrammarAdmission` keeps a sequence waiting until its grammar is ready; engine/runner/sampling.py
+applies the masks.
 
 A matcher knows a sequence's output tokens and nothing else of it, so it outlives preemption. A sequence under
-a grammar is in lockstep: its next mask needs its last token. What a grammar is: structured.py. How masks
-reach the logits: engine/runner/sampling.py.
+a grammar is in lockstep: its next mask needs its last token. What a grammar is: text/grammar/structured.py.
 
 Most masks are computed within a step, in much less time than the step takes. An unusual grammar may need much
 longer, and a client of a server can send one. A sequence whose masks are slow gets them from one background

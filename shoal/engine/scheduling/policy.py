@@ -1,8 +1,8 @@
-"""The scheduling policy: the order of sequences, the choice of a victim, and the prompt tokens of one step.
+"""Scheduling policy: the order of sequences, the preemption victim, and the prompt tokens of one step. Pure
+functions; scheduler.py calls them and holds the queues, step_costs.py learns what steps cost.
 
-Everything here is a function of its arguments: no clock, no state that outlives a step. The scheduler
-(scheduler.py) calls it and holds the queues; what steps cost is learned in step_costs.py. How to change the
-policy or add one: docs/howto/scheduling-policy.md.
+No clock, and no state that outlives a step (a PromptBudget is spent within one). How to change the policy or
+add one: docs/howto/scheduling-policy.md.
 """
 
 from __future__ import annotations

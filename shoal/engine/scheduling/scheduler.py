@@ -1,4 +1,6 @@
-"""The scheduler: chooses the sequences and tokens of each step, and applies the sampled tokens.
+"""`Scheduler`: chooses the sequences and tokens of each step (a `StepPlan`), and applies the sampled tokens.
+Order, preemption victim and prompt budget are policy.py's, KV blocks are kv/blocks.py's; engine/step_loop.py
+runs the plans.
 
 Each sequence has num_tokens tokens, and the KV of num_computed of them is in the cache. A step brings some
 sequences nearer to num_computed == num_tokens. First come the decodes: a decode has one token left to
@@ -9,8 +11,7 @@ waits owns nothing.
 `schedule` makes a plan and counts it as done at once: the caller must run every plan, in order. It may be
 called again before `update` has brought the tokens that earlier plans sample. A decode can be planned
 nevertheless: the scheduler only needs to know that there will be a token, and the device has the token
-itself. The order of sequences, the choice of a victim and the length of a step: policy.py. The content of
-blocks: kv/blocks.py. What is sent to the device: engine/runner/batch.py.
+itself. What a plan sends to the device: engine/runner/batch.py.
 """
 
 from __future__ import annotations
@@ -96,8 +97,11 @@ class TokenResult:
 
 
 class Scheduler:
-    """Both queues, `waiting` and `running`, are sorted by the turn that the policy gives a request. A
-    sequence that is preempted goes from `running` to its place in `waiting`.
+    """The sequences of one engine and their KV blocks. Call `add`, `schedule` and `update`; `finish` ends a
+    request from outside.
+
+    Both queues, `waiting` and `running`, are sorted by the turn that the policy gives a request. A sequence
+    that is preempted goes from `running` to its place in `waiting`.
 
     target_itl_s: target duration of a step while sequences decode, in seconds, which bounds its prompt
     tokens; None: no target. step_sizes: the token counts, ascending, for which the runner has captured steps;

@@ -1,12 +1,12 @@
-"""A sequence: one request on its way through the engine.
+"""`Sequence`: the engine's state of one request; `Fetch` and `Source`: KV blocks on their way to the device.
+scheduler.py writes the fields, unless a field's comment names another writer.
 
-    token_ids    [ prompt | outputs that the host has seen ][ pending ]
-    positions    0 ............ num_computed ............... num_tokens
+    num_tokens   [ prompt | outputs that the host has seen | pending ]
+    token_ids    [ prompt | outputs that the host has seen ]
+    positions    0 ............ num_computed ............ num_tokens
 
 A pending token is sampled by a step that is planned, and the host has not seen it yet. So num_tokens counts
 it, and token_ids lacks it. A computed token's KV is in the cache once all planned steps have run.
-
-The scheduler writes the fields, unless a field's comment names another writer.
 """
 
 from __future__ import annotations

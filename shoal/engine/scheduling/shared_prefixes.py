@@ -1,9 +1,10 @@
-"""Shared prefixes: which running sequences share their first KV blocks, so that attention reads these blocks
-once for a group of sequences and not once for each.
+"""`PrefixTree`: forms groups of running sequences that share their first KV blocks, as for vLLM's cascade
+attention. engine/runner/batch.py asks for the groups and sends them to the device; the scheduler does not use
+them.
 
-This file forms the groups and estimates what a group saves. A sequence is in one group at most. In a tree
-of prefixes (a system prompt, documents below it) the groups that save the most reads are formed. Pure Python.
-engine/runner/batch.py sends the groups to the device, and kernels/attention/prefix_attention.py uses them.
+Attention reads the shared blocks once for a group and not once for each sequence
+(kernels/attention/prefix_attention.py). A sequence is in one group at most. In a tree of prefixes (a system
+prompt, documents below it) the groups that save the most reads are formed. Pure Python.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Costs of the parts of a step, in seconds, learned from completed steps.
+"""`StepCosts`: seconds per step, sequence, prompt token and attention pair, learned from completed steps.
+policy.py computes the budget of prompt tokens from them; engine/step_loop.py reports each step's content and
+duration.
 
-The scheduler reads these figures to choose how many prompt tokens a step takes (policy.py). This class reads
-no clock: the step loop reports the content and the duration of each step.
+This class reads no clock. The figures have an effect only with a target for the time between tokens.
 """
 
 from __future__ import annotations

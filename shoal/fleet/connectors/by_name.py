@@ -1,4 +1,5 @@
-"""Chooses the connector that `[planner] connector` names."""
+"""`connector_named`: chooses the connector that `[planner] connector` names, and checks that its package is
+there. connector.py has the protocol; a fleet on Ray (ray.py) is chosen by `--on ray` instead."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Workers under Circus (https://circus.readthedocs.io), whose arbiter, a separate process, is their parent.
+"""`CircusProcesses`: a Supervisor of workers under Circus (https://circus.readthedocs.io), whose arbiter, a
+separate process, is their parent. Their numbers, GPUs and ports are assigned in local.py.
 
 Workers outlive a killed `shoal fleet up`, and its next start takes them over. They die with the arbiter. Each
 worker is a Circus watcher with the worker's id; `circusctl --endpoint ipc://FOLDER/circus` shows them.

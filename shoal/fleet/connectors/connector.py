@@ -1,6 +1,7 @@
-"""The `Connector` protocol: starts and ends a fleet's workers, for `shoal fleet up` and the planner.
+"""`Connector`: the protocol that starts and ends a fleet's workers, for `shoal fleet up` and the planner.
+Each kind has a file here; by_name.py chooses one.
 
-Each kind has a file here; by_name.py chooses one. All fulfil one contract (tests/process/test_connectors.py).
+All kinds fulfil one contract (tests/process/test_connectors.py).
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Workers as pods of a Kubernetes cluster. Each component is a Deployment, whose replicas the connector
-patches.
+"""`KubernetesConnector`: workers as pods: each Component is a Deployment, whose replicas the connector
+patches. Kubernetes starts pods, restarts them with a back-off, and finds nodes for them.
 
-Kubernetes starts pods, restarts them with a back-off, and finds nodes for them. A pod's name is the worker's
-id (`--worker-id=$(POD_NAME)`). A Deployment has the component's name in lower case, which is also its pods'
-label `app.kubernetes.io/component`. deploy/kubernetes/ has the manifests.
+A pod's name is the worker's id (`--worker-id=$(POD_NAME)`). A Deployment has the component's name in lower
+case, which is also its pods' label `app.kubernetes.io/component`. deploy/kubernetes/ has the manifests.
 
 Kubernetes owns the counts of Deployments, so `start` and `close` leave them unchanged.
 """

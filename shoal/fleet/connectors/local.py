@@ -1,8 +1,6 @@
-"""`LocalConnector`: a connector that records its workers' places in a file of this host (state_file.py).
-
-A Supervisor keeps the workers running: this process (processes.py), Circus (circus.py) or the actors of a Ray
-cluster (ray.py).
-"""
+"""`LocalConnector`: a Connector that assigns numbers, GPUs and ports to workers, and records them
+(state_file.py). A Supervisor runs them: child processes (processes.py), Circus (circus.py) or actors of a Ray
+cluster (ray.py)."""
 
 from __future__ import annotations
 

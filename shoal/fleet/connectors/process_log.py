@@ -1,4 +1,5 @@
-"""`ProcessLog`: one log for many processes. Each line is written whole, after its process's name."""
+"""`ProcessLog`: one log for many processes; each line is written whole, after its process's name.
+processes.py pipes the output of workers into it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Workers as processes of this host: starts them, restarts them when they die, and ends them.
+"""`Processes`: a Supervisor of workers that are child processes: starts them, restarts dead ones, and ends
+them. local.py assigns their GPUs and ports; restarts.py computes the delay before a restart.
 
     processes = Processes(log)
     await processes.start(placement)

@@ -1,4 +1,5 @@
-"""Workers on a Ray cluster. Each has an actor (fleet/connectors/ray_worker.py) in its own placement group.
+"""`RayActors`: a Supervisor of workers on a Ray cluster, each with an actor in its own placement group.
+ray_worker.py runs in the actor; local.py records the workers.
 
 The group reserves the worker's resources on one node, keeps them while the worker restarts, moves to another
 node when its node is lost, and reports missing resources to Ray's autoscaler. Actors and groups end with the

@@ -1,4 +1,5 @@
-"""Publishes a worker's metrics among Ray's own: reads its /metrics and hands them to its node's Ray agent.
+"""`RayMetrics`: publishes a worker's metrics among Ray's own, from its /metrics to its node's Ray agent.
+ray_worker.py starts it beside the worker.
 
 Users of Ray find them at each node's metrics port, which Prometheus finds by Ray's service discovery. A
 metric's name gets Ray's prefix and an underscore for the colon, which Ray does not accept:

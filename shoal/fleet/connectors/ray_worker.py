@@ -1,4 +1,5 @@
-"""`RayWorkerActor`: the Ray actor of one worker. It runs `shoal serve` in its own process group.
+"""`RayWorkerActor`: the Ray actor of one worker, which runs `shoal serve` in its own process group. ray.py
+makes the actor, and restarts the worker.
 
 Ray reserves resources for the actor. Both end together: when the process ends, `run` returns and the
 connector ends the actor; when the actor is killed or its connector dies, the kernel and Ray end the process.

@@ -1,4 +1,5 @@
-"""`Restarts`: restarts a dead worker after 1, 2, 4 and 8 seconds; then it counts as crash-looping."""
+"""`Restarts`: restarts a dead worker after 1, 2, 4 and 8 seconds; then it counts as crash-looping. The
+supervisors (processes.py, circus.py, ray.py) start the process again."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The state of a fleet on this host, in a file that people can read: components, and the numbers, GPUs, ports
-and processes of their workers.
+"""`StateFile`: a fleet's state on this host as readable JSON: components, and workers' numbers, GPUs, ports
+and processes. local.py decides when a place is taken and freed; a Supervisor runs the processes.
 
     with StateFile(folder).changing() as state:       # written when the block is left
         placement = state.place(component)

@@ -1,5 +1,5 @@
-"""Workers that another orchestrator starts and ends. The connector writes the desired counts and waits for
-their confirmation, as the VirtualConnector of NVIDIA Dynamo does:
+"""`VirtualConnector`: writes desired counts for another orchestrator, which starts and ends the workers, and
+waits for its confirmation, as the VirtualConnector of NVIDIA Dynamo does:
 
     decision.json    written here: {"decision_id": 7, "workers": {"m": {"decode": 3, "prefill": 1}}, ...}
     scaled.json      written by the orchestrator after scaling: {"scaled_decision_id": 7}

@@ -1,4 +1,5 @@
-"""`ExternalForwarder`: sends a client's request to one external worker, and to another if that one fails.
+"""`ExternalForwarder`: sends a client's request to one external worker, and to another if that one fails. The
+dispatcher assigns the worker; link.py is its HTTP, request.py builds bodies, stream.py joins the answers.
 
 A failure before the first token is retried, unseen by the client. After it, a stream of completions or chats
 continues on another worker (stream.py), and any other answer ends with an error.

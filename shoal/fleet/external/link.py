@@ -1,5 +1,5 @@
-"""`ExternalLink`: HTTP to an external worker: vLLM, SGLang, llama.cpp, Ollama, or another server with the
-endpoints of OpenAI."""
+"""`ExternalLink`: the HTTP client of one external worker: vLLM, SGLang, llama.cpp, Ollama, or another server
+with OpenAI's endpoints. Retries are in forwarder.py; KV events are read by index/event_listener.py."""
 
 from __future__ import annotations
 

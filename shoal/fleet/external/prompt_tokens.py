@@ -1,5 +1,5 @@
-"""`PromptTokens`: tokens of prompts for external workers, for the choice of the worker; they are never
-sent."""
+"""`PromptTokens`: tokens of prompts for external workers, for the choice of the worker; they are never sent.
+The dispatcher hashes them; forwarder.py forwards the client's own body."""
 
 from __future__ import annotations
 

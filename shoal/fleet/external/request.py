@@ -1,5 +1,5 @@
-"""`ExternalRequest`: a client's request for external workers, first unchanged, and after a break with the
-tokens generated so far."""
+"""`ExternalRequest`: a client's request as external workers get it: first unchanged, and after a break with
+the tokens generated so far. forwarder.py sends it; stream.py has these tokens."""
 
 from __future__ import annotations
 

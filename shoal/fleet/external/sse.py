@@ -1,5 +1,5 @@
-"""`SseReader`: reads a stream of server-sent events. A line may have megabytes, as vLLM's first one repeats
-the prompt's tokens."""
+"""`SseReader`: splits a worker's bytes into server-sent events, which forwarder.py passes to stream.py. A
+line may have megabytes, as vLLM's first one repeats the prompt's tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""`ExternalStream`: joins the streams of several workers into one stream of chunks for a client.
+"""`ExternalStream`: joins the streams of several workers into one stream of chunks for a client. forwarder.py
+decides when a stream continues on another worker, and brings each worker's events (sse.py).
 
 The first worker gets the client's request, and its chunks are passed on without the fields that only the
 router requested. If its stream breaks, another worker gets the prompt and the tokens sent so far as a

@@ -1,9 +1,10 @@
-"""`EventFeed`: applies one publisher's numbered batches of KV events to the index.
+"""`EventFeed`: puts one publisher's numbered batches of KV events in order, and applies them to the index.
+Pure: sockets are event_listener.py's (external workers) and RemoteEngine's (native/remote_engine.py).
 
-It is pure logic, without sockets and clocks; event_listener.py and RemoteEngine feed it. Lost batches are
-replayed, and duplicates change nothing. A feed begins with a replay of everything, so that a router that
-starts late learns the cached blocks. Live batches wait during a replay. A gap that no replay can fill is not
-guessed: all blocks of the worker are forgotten, and the index learns again from the following batches.
+Lost batches are replayed, and duplicates change nothing. A feed begins with a replay of everything, so that a
+router that starts late learns the cached blocks. Live batches wait during a replay. A gap that no replay can
+fill is not guessed: all blocks of the worker are forgotten, and the index learns again from the following
+batches.
 
 A publisher that restarts counts from 0, with an empty cache. So a replay begins with the last known batch: if
 the publisher has another batch under its number, or none, it is a new publisher.

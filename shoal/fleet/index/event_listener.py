@@ -1,4 +1,5 @@
-"""Reads a worker's KV events from its PUB and ROUTER sockets (vLLM's wire, docs/kv.md) into an EventFeed."""
+"""`listen`: reads an external worker's KV events from its PUB and ROUTER sockets (vLLM's wire, docs/kv.md).
+EventFeed (event_feed.py) puts them in order and applies them."""
 
 from __future__ import annotations
 

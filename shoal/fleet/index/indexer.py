@@ -1,4 +1,5 @@
-"""`KvIndexer`: how much of a prefix each worker has, and in which tier, from the KV events of all workers.
+"""`KvIndexer`: each worker's cached part of a prefix, and its tier, from the KV events of all workers
+(Dynamo's KvIndexer). prefix_tree.py stores and searches the blocks; event_feed.py brings the events.
 
 A worker's block hash is an opaque name: blocks are found by Shoal's hash of the tokens in events, and removed
 by the worker's name. Blocks stored after a parent that the worker never published cannot be placed, and are

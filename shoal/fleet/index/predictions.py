@@ -1,4 +1,5 @@
-"""`Predictions`: blocks that workers will have cached, since requests with them were sent there."""
+"""`Predictions`: blocks that workers will have cached, since requests with them were sent there. KvRouter
+(routing/kv_router.py) adds and drops them; blocks that events confirm are in indexer.py."""
 
 from __future__ import annotations
 

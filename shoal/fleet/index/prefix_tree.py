@@ -1,4 +1,5 @@
-"""`PrefixTree`: the blocks of all prefixes and the workers that hold them, searched by bisection.
+"""`PrefixTree`: the blocks of all prefixes and the workers that hold them, searched by bisection. indexer.py
+converts the workers' own block hashes and KV events.
 
 A block is known by its chain hash, which identifies its content and all before it (shoal/hashing.py), so one
 dictionary from chain hashes to bit masks of workers holds all prefixes of all workers. There is one such

@@ -1,4 +1,5 @@
-"""KV events as JSON lines in NVIDIA Dynamo's shape: an EventPublisher, a Recorder, and functions that replay.
+"""`Recorder`: writes KV events as JSON lines in NVIDIA Dynamo's shape; `EventPublisher` makes them for any
+engine, and `apply_router_event` replays them into an index (indexer.py).
 
     {"timestamp": ms, "event": {"worker_id": 1, "event": {"event_id": 7, "data": {"stored": {
         "parent_hash": null, "blocks": [{"block_hash": 5, "tokens_hash": 9}]}}}}}

@@ -1,4 +1,5 @@
-"""Disaggregated prefill: a prefill worker computes the prompt, and a decode worker continues.
+"""`PrefillPool`: disaggregated prefill: a prefill worker computes the prompt, and a decode worker continues.
+routing/remote_prefill.py has the threshold; fleet_engine.py calls it and sends the rest to the decode worker.
 
 The decode worker is chosen first, since its cache decides how much there is to compute. A prefill worker then
 returns a ticket when it begins with the prompt, and the first token at its end. With the ticket the decode

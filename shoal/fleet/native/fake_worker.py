@@ -1,4 +1,5 @@
-"""`FakeWorker`: a worker in this process, for tests. It serves like a RemoteEngine, and fails on demand."""
+"""`FakeWorker`: a native worker in this process, for tests; it fails on demand. It has the methods of a
+RemoteEngine (remote_engine.py), and a FakeEngine (fake_engine.py) computes its tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""FleetEngine: the native workers of one model as one Engine.
+"""`FleetEngine`: the native workers of one model as one Engine, with retry and migration of requests.
+Dispatcher (routing/dispatcher.py) assigns the worker, RemoteEngine (remote_engine.py) sends, disagg.py does
+remote prefill.
 
 The dispatcher assigns a request to a worker. If that worker fails before the first token, another one gets
 the request anew. After the first token the request migrates: another worker gets it with the tokens so far as

@@ -1,5 +1,6 @@
-"""KV transfers between workers: a request's blocks go to the worker that continues it, if that is faster than
-computing them.
+"""`KvTransfers`: KV transfer between workers: leases a request's blocks for the worker that continues it, if
+reading is faster than computing. fleet_engine.py sends the ticket along; the workers copy the blocks
+(engine/peers).
 
 The worker with the blocks leases them: it gives the router a ticket, as a prefill worker does, with which the
 other worker reads them. The blocks of a request that moves in mid-stream are at the worker that it leaves, if

@@ -1,4 +1,5 @@
-"""Native workers in the registry: the member of a worker, and how a router follows the members."""
+"""Native workers in the registry: a worker's `Member`, and `watch_workers`, by which a router follows them.
+The connection to a worker is remote_engine.py's; leases are the registry's (registry/registry.py)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""RemoteEngine: a native worker, as its router uses it. An Engine with its Control, and a Link.
+"""`RemoteEngine`: a router's client of one native worker: an Engine with its Control, and a Link. The other
+end is WorkerServer (worker_server.py); the messages are in worker_wire.py.
 
-It connects to the worker's WorkerServer (worker_server.py) and reconnects by itself. Requests in flight when
-the connection breaks end with WorkerFailedError: another worker may continue them.
+It connects, and reconnects, by itself. Requests in flight when the connection breaks end with
+WorkerFailedError: another worker may continue them.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ class RemoteStream:
 
 
 class RemoteEngine(Control):
-    """`info` and `card` describe the worker. Must be used in the event loop that it was built in.
+    """A native worker as an Engine. `info` and `card` describe it. Must be used in the event loop that it was
+    built in.
 
     `report` is the worker's last report. `on_report` is called with each report, `on_outputs` when tokens
     arrive, and `on_lost` when the connection breaks.

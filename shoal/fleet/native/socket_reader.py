@@ -1,5 +1,5 @@
 """`SocketReader`: reads a ZMQ socket in an asyncio loop, at less cost per message than pyzmq's asyncio
-sockets."""
+sockets. remote_engine.py and worker_server.py decode the frames and send."""
 
 from __future__ import annotations
 

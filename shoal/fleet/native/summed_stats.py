@@ -1,4 +1,5 @@
-"""`SummedStats`: the stats of a fleet's workers as the stats of one engine, for `/metrics` above all.
+"""`SummedStats`: the stats of a model's workers as the stats of one engine, for `/metrics` above all.
+FleetEngine (fleet_engine.py) passes the workers' last reports.
 
 A counter never falls, and Prometheus takes a fall for a restart at 0: it would add the counts of all other
 workers once more. So the counts of a worker that left stay in the sums.

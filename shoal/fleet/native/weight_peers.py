@@ -1,4 +1,5 @@
-"""Finds a worker of the fleet that lends its weights to this process, which is about to become a worker."""
+"""`borrowed_weights`: finds a worker of the fleet that exports its weights to this process, which is about to
+become a worker. The copy of the weights is engine/runner/rank_export.py's."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`WorkerServer`: the token-level port of a worker, where routers send requests and get outputs, KV events
-and reports.
+"""`WorkerServer`: a native worker's port for routers: requests in; outputs, KV events and reports out. The
+other end is RemoteEngine (remote_engine.py); the messages are in worker_wire.py.
 
 It is one ZMQ socket. Tokens do not pass through the registry: they would cross its hub or server, and each
 would be a message there. Here all outputs of one step go to a router in one message. A router that is gone

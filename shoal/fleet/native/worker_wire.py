@@ -1,4 +1,5 @@
-"""The messages between a router and a native worker: msgpack by msgspec, one message per ZMQ frame.
+"""The messages between a router (remote_engine.py) and a native worker (worker_server.py): msgpack by
+msgspec, one message per ZMQ frame.
 
 Requests and outputs travel as they do between `shoal serve` and its engine's core (shoal/wire.py).
 """

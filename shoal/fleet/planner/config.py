@@ -1,4 +1,5 @@
-"""The options of the planner: `[planner]` of a fleet's file."""
+"""`PlannerConfig`: the options of the planner, `[planner]` of a fleet's file. file/fleet_file.py reads the
+file; planner.py, scaling/loop.py and the simulator use the options."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Measured performance of one worker: the time to the first token by prompt length, and the time between
-tokens by KV cache usage and context length.
+"""`EngineProfile`: measured TTFT of one worker by prompt length, and ITL by KV cache usage and context
+length. bench/worker_profile.py measures it, and sla_sizing.py extends it to many workers.
 
 A profile is a JSON file, which `shoal plan --profile MODEL` writes:
 

@@ -1,5 +1,5 @@
-"""The planner's rules by load: at most one worker of a role is added or removed in an interval, depending on
-queues and KV cache usage.
+"""`decide_by_load`: the planner's rules by load, from queues and KV cache usage; at most one worker of a role
+is added or removed in an interval. planner.py calls it in mode load; mode sla is sla_rules.py.
 
 The rules, names and defaults are from the code of NVIDIA Dynamo's first planner (its documents give other
 numbers for the interval and for both thresholds of the queue). Intended differences: the grace after an added

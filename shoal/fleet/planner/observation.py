@@ -1,4 +1,5 @@
-"""`Observation` of a model's workers, and the planner's `Decision`."""
+"""`Observation`: a model's workers at a moment, the planner's input; `Decision`: its output. pool/fleet.py
+and the simulator observe; planner.py decides by load_rules.py or sla_rules.py."""
 
 from __future__ import annotations
 

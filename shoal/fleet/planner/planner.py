@@ -1,8 +1,9 @@
-"""The numbers of workers of each role, as a pure function of configuration, state and observations.
+"""`decide`: the number of workers of each role, as a pure function of configuration, state and observations.
+load_rules.py and sla_rules.py have the rules; scaling/loop.py observes the fleet and carries decisions out.
 
-`decide` is that function, for one model; it reads no clock and starts nothing. A `Planner` keeps the states
-of all models that share a budget; the planner's loop and the simulator each have one. Observations and
-decisions form a record, from which `replay` decides again.
+`decide` is for one model; it reads no clock and starts nothing. A `Planner` keeps the states of all models
+that share a budget; the planner's loop and the simulator each have one. Observations and decisions form a
+record, from which `replay` decides again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Forecasts of a series of numbers, such as the requests of each interval.
+"""`predict`: forecasts a series of numbers, such as the requests of each interval. Pure. sla_rules.py keeps
+the series and decides how far ahead to forecast.
 
 Each predictor is a function of the series alone, so that a planner's record replays. Two need statsmodels,
 from the extra `planner`.

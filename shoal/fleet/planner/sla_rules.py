@@ -1,5 +1,5 @@
-"""The planner's rules for latency: the fewest workers that meet the targets for the time to the first token
-and the time between tokens.
+"""`decide_by_latency`: the planner's rules by latency: the fewest workers that meet the targets for TTFT and
+ITL. predictors.py forecasts the load, and sla_sizing.py computes the workers for it.
 
 Two loops share one state. The slow loop (adjustment_interval) records the load, forecasts it until a worker
 that is started now has served for an interval, and sizes the fleet for the forecast by the profile of its

@@ -1,5 +1,5 @@
-"""The numbers of workers that meet targets for latency: extends a profile of one worker to many by queueing
-theory.
+"""`sizes_for`: the least numbers of workers that meet targets for TTFT and ITL at a load, by queueing theory.
+One worker's times are engine_profile.py's; the load and its forecast are sla_rules.py's.
 
 NVIDIA Dynamo's planner divides tokens by throughput, so that its target for the first token does not affect
 the number of prefill workers. Here the latency of each number of workers is computed, and the least number

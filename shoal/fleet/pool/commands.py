@@ -1,4 +1,5 @@
-"""One command for many workers: sleep, wake_up, update_weights and the rest of `shoal.control`.
+"""`command_workers`: runs one command of `shoal.control` (sleep, wake_up, update_weights ...) on many
+workers. Fleet (fleet.py) selects the workers; each worker's link carries the command out.
 
 At once, all workers run it at the same time. Rolling, one worker after the other runs it without requests:
 the worker gets no new ones, ends its present ones, runs the command, and returns. The first failure ends the

@@ -1,5 +1,6 @@
-"""`Fleet`: all workers of a router, by model: joining, leaving, health, KV events, and the operator's
-view."""
+"""`Fleet`: all workers of one router, by model: joining, leaving, KV event feeds, and the operator's view.
+Queue and choice are in each model's model_pool.py, probes in health.py; native/membership.py reports who
+joins."""
 
 from __future__ import annotations
 
@@ -63,7 +64,8 @@ Listening = Callable[[EventFeed], Coroutine[Any, Any, None]]
 
 
 class Fleet:
-    """`changed` is set when a model appeared or disappeared. Not thread-safe."""
+    """The workers of one router and its models. `changed` is set when a model appeared or disappeared. Not
+    thread-safe."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Health checks: whether workers answer, and whether they work.
+"""`HealthChecks`: probes each worker for whether it answers (a check) and computes (a canary). The results go
+to `Worker` (fleet/worker.py), which holds the worker's state and circuit breaker.
 
 Each worker is checked at an interval. A worker that has delivered no token for a while gets a probe of one
 token (a canary), so that a worker that answers and computes nothing is found within `hang_timeout` seconds of
@@ -32,7 +33,8 @@ SUSPECT_S = 1.0  # a token younger than this clears a suspect; also the time bet
 
 
 class HealthChecks:
-    """`checked` gets a worker's WorkerInfo before the worker counts as reached; `loaded` gets its load."""
+    """The health checks of one router's workers. `checked` gets a worker's WorkerInfo before the worker
+    counts as reached; `loaded` gets its load."""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""A router's metrics: its choices, its queues, its workers and its planner.
+"""Metrics of a router, in Prometheus' form: its choices, its queues, its workers and its planner. The counts
+are kept by the dispatcher, the workers and the planner; fleet.py asks for the page.
 
 Names are vLLM's where one exists, else NVIDIA Dynamo's, else Shoal's own.
 """

@@ -1,4 +1,5 @@
-"""`ModelPool`: the workers of one model, with their index, the choice among them, and their queue."""
+"""`ModelPool`: the workers of one model with their KvIndexer, KvRouter, Dispatcher and prefill workers.
+fleet.py adds and removes workers; `sender` (FleetEngine or ExternalForwarder) sends the requests."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ class RequestSender(Protocol):
 
 
 class ModelPool:
-    """`name`: the first name of the model. Its workers are all native, or all external (`is_external`).
-    `dispatcher` has the workers that generate, `prefills` the workers that compute prompts for them; a worker
-    of the role `both` is in both if others may read its KV blocks."""
+    """One model of a router. `name`: its first name. Its workers are all native, or all external
+    (`is_external`). `dispatcher` has the workers that generate, `prefills` the workers that compute
+    prompts for them; a worker of the role `both` is in both if others may read its KV blocks."""
 
     def __init__(self, name: str, is_external: bool, config: FleetConfig, clock: Clock) -> None:
         self.name, self.is_external = name, is_external

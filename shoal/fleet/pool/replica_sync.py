@@ -1,4 +1,5 @@
-"""Replica sync: routers side by side share their active requests, so that each knows the load of all.
+"""`ReplicaSync`: replicas of the router share their active requests, so that each knows the load of all.
+ActiveRequests (routing/active_requests.py) has the requests, and the registry broadcasts their changes.
 
 Best effort: a change arrives at most once. A router's requests are dropped by the others when it reports
 their end, when it leaves the registry or dies, and at the latest when its next full list lacks them. A router

@@ -1,4 +1,5 @@
-"""The registry of one host, without a server: ZMQ, inside one of its processes (the router's).
+"""`EmbeddedRegistry`: the registry of one host over ZMQ, without a server: one of its processes, the
+router's, hosts it. `Host` has the sockets and the clock; the state, members and subscribers, is in hub.py.
 
 The first process that may host it binds the address and holds the state (`hub`); all others connect,
 and join again when it comes back. It takes loopback addresses and Unix sockets alone, and with the fleet key

@@ -1,8 +1,10 @@
-"""The state of the embedded registry: members and subscribers. It has no sockets and no clock.
+"""`Hub`: the state of the embedded registry, members and subscribers, as a state machine without sockets and
+clock. `Host` (embedded.py) passes it messages (`take`) and the time (`tick`), and sends what it puts into
+`out`.
 
-`Hub.take` gets a message of a process, `Hub.tick` the time; outgoing messages wait in `Hub.out`. A process
-announces itself, repeats what it had registered and subscribed, and renews its lease at intervals. The hub
-answers WhoAreYou to a process that it does not know, so that both agree again after a restart of either side.
+A process announces itself, repeats what it had registered and subscribed, and renews its lease at intervals.
+The hub answers WhoAreYou to a process that it does not know, so that both agree again after a restart of
+either side.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The registry of many hosts, on a NATS server: core NATS for broadcast and requests, and a key-value bucket
-of JetStream for members.
+"""`NatsRegistry`: the registry of many hosts on a NATS server: core NATS for broadcast and requests, a
+key-value bucket of JetStream for members. Encoding, replies and views of members are shared with embedded.py,
+in registry.py.
 
 A member is a key that its process writes three times a lease. Watchers see each write as a message, and a
 member whose key is not written for its lease is gone. nats-py is imported here alone.

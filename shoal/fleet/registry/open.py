@@ -1,4 +1,5 @@
-"""Opens the registry that a URL names."""
+"""`open_registry`: opens the registry that a `--plane` URL names, after `check_plane` has checked it. tcp://
+and ipc:// open an EmbeddedRegistry (embedded.py), nats:// and tls:// a NatsRegistry (nats.py)."""
 
 from __future__ import annotations
 

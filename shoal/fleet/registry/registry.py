@@ -1,12 +1,15 @@
-"""The registry of a fleet: what its processes must know of each other, as one small interface.
+"""`Registry`: discovery and messages between a fleet's processes, as etcd and NATS are for Dynamo: one
+interface. embedded.py implements it for one host, nats.py for many; native workers' tokens and KV events
+bypass it (native/worker_server.py).
 
     members     `register` with a lease, `members`, `watch`
     broadcast   `publish` and `subscribe`: at most once, in order for each publisher
     requests    `request` and `serving`: one message to the process of a member, and one reply
 
-`embedded` implements it for one host, without a server, and `nats` for many hosts. Users call it
-the plane (`--plane URL`). While it is away (it restarts, say), published messages are lost, calls wait for
-it, no lease runs out, and members and subscriptions come back with it. Messages are msgspec structs.
+Members are routers, workers, supervisors and planners. Router replicas broadcast their active requests, and
+planners send requests. Options and errors call it the plane (`--plane URL`). While it is away (it restarts,
+say), published messages are lost, calls wait for it, no lease runs out, and members and subscriptions come
+back with it. Messages are msgspec structs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Messages of the registry as they are read: typed and bounded; garbage is counted and skipped."""
+"""`Subscription`: the messages of one subject, in a bounded buffer, decoded as they are read by `async for`.
+`Reader` decodes payloads, and counts and skips malformed ones; registry.py fills a subscription."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""`ActiveRequests`: the requests in flight at each worker, and the load that they make.
+"""`ActiveRequests`: the requests in flight at each worker and the load that they make, as Dynamo's
+ActiveSequences. KvRouter (kv_router.py) adds a request; the dispatcher (dispatcher.py) reports its tokens and
+its end.
 
 A request is added when its worker is chosen, so that a burst of requests sees the choices before it. Its
 prefill is removed at the first token, the rest at its end. A block that several active requests of one worker
 share counts once. Recent prefill work counts for a while after it is done: otherwise requests that arrive one
-after the other, with nothing in flight, would all see equal loads. NVIDIA Dynamo's ActiveSequences does the
-same, without recent work.
+after the other, with nothing in flight, would all see equal loads. Dynamo's has no recent work.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class _WorkerLoad:
 
 
 class ActiveRequests:
-    """`on_change` is called with each change by this router's own requests."""
+    """The active requests of one model at all workers, of this router and of its replicas. `on_change` is
+    called with each change by this router's own requests."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock`: monotonic seconds."""

@@ -1,8 +1,10 @@
-"""The queue of one model's requests, and their assignments to workers.
+"""`Dispatcher`: the queue of one model's requests, and their assignments to workers that have room. KvRouter
+(kv_router.py) chooses the worker; the caller (native/fleet_engine.py, external/forwarder.py) sends the
+request there.
 
-    async with dispatcher.place(wanted) as place:  # waits while every worker is full
-        async for output in place.worker.link.generate(request):
-            place.generated(len(output.token_ids))
+    async with dispatcher.assign(routing) as assignment:  # a RoutingRequest; waits while every worker is full
+        async for output in assignment.worker.link.generate(request):
+            assignment.generated(len(output.token_ids))
 
 Leaving the block releases the assignment. A WorkerFailedError that leaves the block counts against the
 worker, and a BusyError marks the worker as full. Both reach the caller, which asks for another assignment, or
@@ -221,7 +223,8 @@ class Assignment(Generic[L]):
 
 
 class Dispatcher(Generic[L]):
-    """`workers` are sorted by id, so that a seed gives the same choices in whatever order workers join."""
+    """The workers of one model that take requests, and the requests that wait for one. `workers` are
+    sorted by id, so that a seed gives the same choices in whatever order workers join."""
 
     def __init__(self, router: KvRouter, *, max_queued: int, clock: Clock) -> None:
         self.router, self.max_queued = router, max_queued

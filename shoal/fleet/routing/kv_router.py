@@ -1,5 +1,6 @@
-"""`KvRouter`: chooses the worker for a request, as a library. The index knows which worker has the prefix,
-ActiveRequests which one is busy, a policy chooses, and the choice is recorded as an active request.
+"""`KvRouter`: chooses a worker for a prompt by cached prefix and load, and records the choice as an active
+request. KvIndexer (fleet/index) has the prefixes, active_requests.py the load, policy.py the costs; requests
+wait in dispatcher.py.
 
     index = KvIndexer(block_size=16)
     router = KvRouter(index, workers=["a", "b"])
@@ -7,7 +8,8 @@ ActiveRequests which one is busy, a policy chooses, and the choice is recorded a
     router.active_requests.first_token("1")
     router.active_requests.end("1")
 
-It has no socket, and its clock is passed in, so the simulator and the served router run the same code.
+It has no socket, and its clock is passed in, so the simulator, the served router and other programs run the
+same code.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Routing policies: pure functions of request, workers and random numbers that give each worker a cost.
+"""Routing policies: pure functions of request, candidates and random numbers that return each worker's cost.
+`choose` samples a worker from the costs; KvRouter (kv_router.py) collects the overlap and load of each
+candidate.
 
 `kv` is NVIDIA Dynamo's cost, in blocks, lower is better:
 

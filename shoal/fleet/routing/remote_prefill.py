@@ -1,4 +1,6 @@
-"""The rule by which the router and the simulator send a prompt to a prefill worker."""
+"""`is_remote`: decides whether a prefill worker computes a prompt, by its uncached tokens and the queue.
+Pure. native/disagg.py and the simulator apply it and send the prompt; the prefill workers' dispatcher chooses
+one."""
 
 from __future__ import annotations
 

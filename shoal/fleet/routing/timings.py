@@ -1,4 +1,5 @@
-"""Histograms of the time that the choice of a worker takes, by part."""
+"""`RouteTimes`: one model's histograms of routing: hashing, index look-up, choice, queue wait, expected
+overlap. The dispatcher (dispatcher.py) fills them, and pool/metrics.py exports them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`PlannerCounts`: the planner's counters, a part of its view, which the router exports for Prometheus even
-if the planner is another process."""
+"""`PlannerCounts`: the planner's counters, a part of its view. loop.py counts; pool/metrics.py exports them
+for Prometheus, even if the planner is another process."""
 
 from __future__ import annotations
 

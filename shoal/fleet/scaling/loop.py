@@ -1,4 +1,5 @@
-"""`PlannerLoop`: observes a fleet, decides (fleet/planner/planner.py), and has workers added and removed.
+"""`PlannerLoop`: observes a fleet, decides (planner/planner.py), and has workers added and removed.
+scaled_fleet.py is the fleet that it changes, in this process or in another.
 
 Observations and decisions can be recorded as JSON lines, from which `shoal plan --replay` decides again.
 """

@@ -1,8 +1,8 @@
-"""`Parking`: a connector that puts workers to sleep instead of ending them. A worker wakes within a second or
-two, while a start takes a minute.
+"""`Parking`: a Connector that puts workers to sleep instead of ending them; a worker wakes within a second or
+two, while a start takes a minute. It wraps LocalConnector (connectors/local.py), which starts and ends them.
 
-It wraps the connector of this host. A sleeping worker keeps its process and its GPUs, so it counts in the
-budget; it ends when a worker of another kind needs its GPUs.
+A sleeping worker keeps its process and its GPUs, so it counts in the budget; it ends when a worker of another
+kind needs its GPUs.
 
 A worker is recorded as parked before it sleeps, until after it woke, for the next fleet if this one is
 killed. A sleeping worker without a record would hold GPUs that no fleet uses or frees.

@@ -1,4 +1,5 @@
-"""A fleet as its planner sees and changes it.
+"""`PlannedFleet`: a fleet as its planner sees and changes it, for PlannerLoop (loop.py). Workers are started
+and ended by a Connector, and observed by Fleet (pool/fleet.py).
 
     OwnFleet       the planner is in the process that runs the fleet
     RemoteFleet    the planner is a process of its own (`shoal plan`), which sends requests by the registry
