@@ -1,9 +1,8 @@
 """Attention on the CPU.
 
-In float32, one call of our C kernel answers all sequences of the step, decodes and prefills alike, also over
-a cache of fp8 numbers. Other
-dtypes, and machines without a compiler, get PyTorch: one padded call for all decodes, and one call for each
-prefill.
+In float32, one call of the C kernel answers all sequences of the step, decodes and prefills alike, also over
+a cache of fp8 numbers. Other dtypes, and machines without a compiler, get PyTorch: one padded call for all
+decodes, and one call for each prefill.
 """
 
 from __future__ import annotations

@@ -2,15 +2,13 @@
 sorts the vocabulary. reference.py describes what is sampled.
 
 1. `_measure_tiles` has a program for each row and each few tiles of the vocabulary. It finds each tile's
-largest
-   logit and its mass. For a row with filters (top_k, top_p, min_p) it also finds the largest logit of each
-   GROUP of tokens.
-2. `_pick` has a program for each row. It draws a tile by its mass, then a token of that tile, so that noise
-is
-   made for one tile's tokens only. For a row with filters it first finds the smallest logit that they keep,
-   by bisection over the bits of logits. All logits above the best of the other groups lie in the BEST_GROUPS
-   best groups. If the filters keep no others, which is so for nearly every draw with top_k 20 or top_p 0.95,
-   it looks at those groups only. Otherwise it makes passes over the row, which is much slower.
+   largest logit and its mass. For a row with filters (top_k, top_p, min_p) it also finds the largest logit of
+   each GROUP of tokens.
+2. `_pick` has a program for each row. It samples a tile by its mass, then a token of that tile, so that
+   noise is made for one tile's tokens only. For a row with filters it first finds the smallest logit that
+   they keep, by bisection over the bits of logits. All logits above the best of the other groups lie in the
+   BEST_GROUPS best groups. If the filters keep no others, which is so for nearly every draw with top_k 20 or
+   top_p 0.95, it looks at those groups only. Otherwise it makes passes over the row, which is much slower.
 """
 
 from __future__ import annotations

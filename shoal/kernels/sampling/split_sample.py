@@ -1,4 +1,4 @@
-"""Draws from rows of logits that lie split over ranks. Each rank looks at its own columns and finds a few
+"""Samples from rows of logits that are split over ranks. Each rank looks at its own columns and finds a few
 parts of each row, the ranks exchange these, and each joins them to the token that `sample` draws from the
 whole row.
 
@@ -6,8 +6,7 @@ This is exact for three kinds of rows, as the noise of a token, or of a tile, is
 
 greedy          The first of the largest logits of each rank.
 no filters      Of each tile that is sampled from: its mass, and the token that would be sampled from it. A
-rank
-                sends its first and its last tile, which it may share with its neighbours, and of those
+                rank sends its first and its last tile, which it may share with its neighbours, and of those
                 between them the one that would be sampled.
 top_k <= PARTS  The largest values of a rank, as many as hold top_k tokens: of each value how many tokens have
                 it, and the one that would be sampled. Tokens that tie count as `sample` counts them. min_p
