@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from shoal import SamplingParams
+from shoal.engine.runner import decode_groups
 from shoal.engine.runner.steps import Steps
-from shoal.engine.scheduling import shared_prefixes as prefixes
 from tests import tiny
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -122,14 +122,14 @@ def test_captured_steps_equal_eager_ones_in_bf16(build):
     ids=str,
 )
 def test_shared_prefixes_change_no_token(options, build, monkeypatch):
-    monkeypatch.setattr(prefixes, "MIN_SAVED", 256)
+    monkeypatch.setattr(decode_groups, "MIN_SAVED", 256)
     shared = [random.Random(i).choices(range(256), k=150) for i in range(2)]
     prompts = [shared[i % 2] + random.Random(100 + i).choices(range(256), k=i) for i in range(16)]
     params = [greedy(max_tokens=10 + 3 * i) for i in range(16)]
     expected = ids_of(build("qwen3", disable_cascade_attn=True).generate(prompts, params))
-    placed, place = [], prefixes.PrefixTree.place
+    placed, place = [], decode_groups.DecodeGroups.place
     monkeypatch.setattr(
-        prefixes.PrefixTree, "place", lambda self, *args: placed.append(1) or place(self, *args)
+        decode_groups.DecodeGroups, "place", lambda self, *args: placed.append(1) or place(self, *args)
     )
     assert ids_of(build("qwen3", **options).generate(prompts, params)) == expected
     assert placed, "nobody looked for shared prefixes"

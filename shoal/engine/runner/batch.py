@@ -15,9 +15,9 @@ from enum import IntEnum
 
 import numpy as np
 
+from shoal.engine.runner.decode_groups import DecodeGroups
 from shoal.engine.scheduling.scheduler import ScheduledSeq, StepPlan
 from shoal.engine.scheduling.sequence import GrammarRow, Sequence
-from shoal.engine.scheduling.shared_prefixes import PrefixTree
 from shoal.kernels.sampling.split_sample import needs_whole_row
 from shoal.kernels.state import (
     FIELDS,
@@ -254,7 +254,7 @@ class BatchBuilder:
         self.splits_sampling = splits_sampling
         self.mixed_shapes = mixed_shapes
         self.layout, self.block_size, self.share_from = layout, block_size, share_from or 0
-        self.tree = PrefixTree(block_size, MAX_GROUPS) if share_from is not None else None
+        self.decode_groups = DecodeGroups(block_size, MAX_GROUPS) if share_from is not None else None
         # rows of the last step's decodes; -1 where a row has a new owner
         self.decode_rows = np.zeros(0, np.int32)
         self.num_groups = 0  # the groups among them
@@ -295,8 +295,8 @@ class BatchBuilder:
         decode_rows = np.array([entry.row for entry in plan.scheduled[: plan.num_decodes]], np.int32)
         if decode_only:
             self._update_active(decode_rows, graph_size or plan.num_decodes, addresses, values)
-        if self.tree is not None and not np.array_equal(decode_rows, self.decode_rows):
-            self._update_prefixes(self.tree, decode_rows, addresses, values)
+        if self.decode_groups is not None and not np.array_equal(decode_rows, self.decode_rows):
+            self._update_prefixes(self.decode_groups, decode_rows, addresses, values)
         header = np.zeros(HEADER_SIZE, np.int32)
         header[Header.NUM_UPDATES] = len(addresses)
         header[Header.NUM_SEQS] = len(plan.scheduled)
@@ -339,8 +339,8 @@ class BatchBuilder:
         if self.owner[row] != (seq, seq.num_admissions):
             self.owner[row] = (seq, seq.num_admissions)
             self.num_sent[row] = 0
-            if self.tree is not None:
-                self.tree.place(row, seq.block_ids)
+            if self.decode_groups is not None:
+                self.decode_groups.place(row, seq.block_ids)
                 # It may decode in the step after the row's previous owner's last one, whose groups do not
                 # know it.
                 self.decode_rows = np.where(self.decode_rows == row, -1, self.decode_rows)
@@ -384,12 +384,12 @@ class BatchBuilder:
         values.extend(wanted[changed].tolist())
 
     def _update_prefixes(
-        self, tree: PrefixTree, decode_rows: np.ndarray, addresses: list[int], values: list[int]
+        self, decode_groups: DecodeGroups, decode_rows: np.ndarray, addresses: list[int], values: list[int]
     ) -> None:
         """Sends the groups again, because other sequences decode than in the last step."""
         self.decode_rows = decode_rows
         rows = decode_rows.tolist()
-        groups = tree.groups(rows) if len(rows) >= self.share_from else []
+        groups = decode_groups.groups(rows) if len(rows) >= self.share_from else []
         if not groups and not self.num_groups:
             return
         self.num_groups = len(groups)

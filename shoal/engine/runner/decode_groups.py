@@ -1,6 +1,6 @@
-"""`PrefixTree`: forms groups of running sequences that share their first KV blocks, as for vLLM's cascade
-attention. engine/runner/batch.py asks for the groups and sends them to the device; the scheduler does not use
-them.
+"""`DecodeGroups`: forms groups of running sequences that share their first KV blocks, as for vLLM's cascade
+attention. batch.py asks for the groups and sends them to the device; the scheduler does not
+use them.
 
 Attention reads the shared blocks once for a group and not once for each sequence
 (kernels/attention/prefix_attention.py). A sequence is in one group at most. In a tree of prefixes (a system
@@ -21,14 +21,14 @@ MIN_SAVED = 8192  # tokens whose keys a step need not read again
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class DecodeGroup:
     """Sequences, by their state rows, whose first `num_blocks` KV blocks are the same."""
 
     rows: list[int]
     num_blocks: int
 
 
-class PrefixTree:
+class DecodeGroups:
     """The state rows, sorted by their lists of block ids, and how many first blocks each has in common with
     the next. Rows that share a prefix are neighbours.
 
@@ -63,7 +63,7 @@ class PrefixTree:
             self._common[i - 1] = min(self._common[i - 1], self._common[i])
         del self._sorted[i], self._common[i]
 
-    def groups(self, rows: Iterable[int]) -> list[Group]:
+    def groups(self, rows: Iterable[int]) -> list[DecodeGroup]:
         """The groups among these rows that are worth it, at most `max_groups` of them. The rows must have
         been placed."""
         if not any(self._common):
@@ -83,7 +83,7 @@ class PrefixTree:
         found = best_runs(common, self._worth)
         if len(found) > self._max_groups:
             found = sorted(found, key=lambda run: self._worth(run[1] - run[0], run[2]))[-self._max_groups :]
-        return [Group(order[start:end], num_blocks) for start, end, num_blocks in found]
+        return [DecodeGroup(order[start:end], num_blocks) for start, end, num_blocks in found]
 
     def _worth(self, num_members: int, num_blocks: int) -> int:
         """Returns how many tokens' keys a step saves reading with a group of `num_members`; 0 if the group

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from shoal.api import Request
+from shoal.engine.runner import decode_groups
 from shoal.engine.runner.batch import HEADER_SIZE, BatchBuilder, Header, section_spans
-from shoal.engine.scheduling import shared_prefixes as prefixes
+from shoal.engine.runner.decode_groups import DecodeGroups, best_runs, num_common
 from shoal.engine.scheduling.scheduler import Scheduler
-from shoal.engine.scheduling.shared_prefixes import PrefixTree, best_runs, num_common
 from shoal.kernels.state import FIELDS, MAX_GROUPS, GroupField, StateLayout
 from shoal.sampling_params import SamplingParams
 
@@ -19,15 +19,15 @@ from shoal.sampling_params import SamplingParams
 def cheap_groups(monkeypatch):
     """Any two sequences that share two tokens are worth a group."""
     for name, value in (("MIN_MEMBERS", 2), ("MIN_SHARED", 2), ("MIN_SAVED", 2)):
-        monkeypatch.setattr(prefixes, name, value)
+        monkeypatch.setattr(decode_groups, name, value)
 
 
 def saved(groups):
     return sum((len(group.rows) - 1) * group.num_blocks for group in groups)
 
 
-def tree_of(paths):
-    tree = PrefixTree(16, MAX_GROUPS)
+def groups_of(paths):
+    tree = DecodeGroups(16, MAX_GROUPS)
     for row, path in enumerate(paths):
         tree.place(row, [*path, -row - 2])  # the last block is never shared
     return tree
@@ -45,7 +45,7 @@ def test_common_prefixes_of_any_length():
 
 def test_four_system_prompts_make_four_groups():
     prompts = [list(range(start, start + 32)) for start in (0, 100, 200, 300)]
-    tree = tree_of([prompts[i % 4] + [1000 + i] for i in range(256)])
+    tree = groups_of([prompts[i % 4] + [1000 + i] for i in range(256)])
     groups = tree.groups(range(256))
     assert sorted(len(group.rows) for group in groups) == [64] * 4 and all(
         group.num_blocks == 32 for group in groups
@@ -59,23 +59,23 @@ def test_four_system_prompts_make_four_groups():
 def test_a_tree_is_cut_where_most_is_saved(system, document, expected):
     first = list(range(system))
     documents = [[1000 * d + i for i in range(document)] for d in (1, 2)]
-    groups = tree_of([first + documents[i % 2] + [9000 + i] for i in range(16)]).groups(range(16))
+    groups = groups_of([first + documents[i % 2] + [9000 + i] for i in range(16)]).groups(range(16))
     assert sorted(len(group.rows) for group in groups) == expected
 
 
 def test_few_or_short_or_single_are_no_group():
     long = list(range(1000))
-    assert tree_of([long] * 3).groups(range(3)) == []
-    assert tree_of([long[:7]] * 200).groups(range(200)) == []
-    assert tree_of([[i] for i in range(50)]).groups(range(50)) == []
-    four = tree_of([long] * 4)
+    assert groups_of([long] * 3).groups(range(3)) == []
+    assert groups_of([long[:7]] * 200).groups(range(200)) == []
+    assert groups_of([[i] for i in range(50)]).groups(range(50)) == []
+    four = groups_of([long] * 4)
     assert len(four.groups(range(4))) == 1
     assert four.groups([0]) == [] == four.groups([])
 
 
 def test_no_more_groups_than_the_device_has_room_for(cheap_groups):
     paths = [[1000 * group + i for i in range(2 + group)] for group in range(90) for _ in range(2)]
-    groups = tree_of(paths).groups(range(180))
+    groups = groups_of(paths).groups(range(180))
     assert sorted(group.num_blocks for group in groups) == list(range(92 - MAX_GROUPS, 92))  # the longest
 
 
@@ -99,7 +99,7 @@ def test_random_trees_are_cut_as_well_as_can_be(cheap_groups):
     print(f"seed {seed}")
     rng = random.Random(seed)
     for _ in range(150):
-        tree, paths = PrefixTree(16, MAX_GROUPS), {}
+        tree, paths = DecodeGroups(16, MAX_GROUPS), {}
         for step in range(rng.randint(1, 40)):  # rows change hands, so that entries leave the tree as well
             row = rng.randrange(12)
             path, node = [], 0
