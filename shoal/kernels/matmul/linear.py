@@ -17,6 +17,7 @@ T rows · I inputs · O outputs (F of a gated matmul, whose weight has 2F rows).
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -37,6 +38,7 @@ if HAS_GLUON:
     from shoal.kernels.matmul import hopper_gated, hopper_linear, hopper_row
 
 PIECE = tl.constexpr(2048)  # bytes that a thread prefetches
+FLAGS_LOCK = threading.Lock()  # for PyTorch's flags of matmuls, which engines in several threads share
 
 
 @triton.jit
@@ -207,18 +209,21 @@ def _exact_sums(num_outs: int) -> Iterator[None]:
 
     PyTorch lets it round each part to 16 bits. cuBLAS does so where outputs are not aligned to 16 bytes, and
     the error is then three times one rounding's. Other matmuls are left alone: they have exact sums
-    anyway, and the switch is the process's.
+    anyway. The two flags are the process's, so one thread at a time sets and restores them.
     """
     if num_outs % 8 == 0:
         yield
         return
     flags = torch.backends.cuda.matmul
-    before = flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction
-    flags.allow_bf16_reduced_precision_reduction = flags.allow_fp16_reduced_precision_reduction = False
-    try:
-        yield
-    finally:
-        flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction = before
+    with FLAGS_LOCK:
+        before = flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction
+        flags.allow_bf16_reduced_precision_reduction = flags.allow_fp16_reduced_precision_reduction = False
+        try:
+            yield
+        finally:
+            flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction = (
+                before
+            )
 
 
 def linear(x_TI: torch.Tensor, weight_OI: torch.Tensor, bias_O: torch.Tensor | None) -> torch.Tensor:

@@ -7,6 +7,7 @@ rounding is 2**-11 relative, a gated result has three.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -128,6 +129,32 @@ def test_a_product_of_many_rows_and_inputs_is_left_to_the_next_norm() -> None:
         linear.linear_add(x[:, :4096].contiguous(), weight[:, :4096].contiguous(), None, residual) is None
         and residual.any()
     )
+
+
+def test_matmuls_of_two_threads_leave_torchs_flags_as_they_were() -> None:
+    """Regression: the thread that began second saved the flags that the first had switched off, and the last
+    one to restore its own left them off for the whole process."""
+    flags = torch.backends.cuda.matmul
+    before = flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction
+    began, may_end = threading.Event(), threading.Event()
+
+    def second() -> None:
+        with linear._exact_sums(num_outs=9):
+            began.set()
+            may_end.wait()
+
+    thread = threading.Thread(target=second)
+    try:
+        with linear._exact_sums(num_outs=9):
+            thread.start()
+            began.wait(0.2)
+        may_end.set()
+        thread.join()
+        after = flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction
+        assert after == before
+    finally:
+        may_end.set()
+        flags.allow_bf16_reduced_precision_reduction, flags.allow_fp16_reduced_precision_reduction = before
 
 
 def test_nothing_is_written_beyond_the_output(monkeypatch: pytest.MonkeyPatch) -> None:
