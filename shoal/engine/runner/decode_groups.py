@@ -1,6 +1,5 @@
 """`DecodeGroups`: forms groups of running sequences that share their first KV blocks, as for vLLM's cascade
-attention. batch.py asks for the groups and sends them to the device; the scheduler does not
-use them.
+attention. batch.py asks for the groups and sends them to the device; the scheduler does not use them.
 
 Attention reads the shared blocks once for a group and not once for each sequence
 (kernels/attention/prefix_attention.py). A sequence is in one group at most. In a tree of prefixes (a system
