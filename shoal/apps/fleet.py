@@ -39,9 +39,9 @@ from shoal.fleet.registry.registry import Registry
 from shoal.fleet.scaling.loop import PlannerLoop
 from shoal.fleet.scaling.parking import Parking
 from shoal.fleet.scaling.scaled_fleet import OwnFleet, PlannerPort, become_planner
-from shoal.fleet.tasks import stop
 from shoal.server.http.keys import key_environment
 from shoal.server.run import heeding_signals, open_ports
+from shoal.tasks import stop
 from shoal.telemetry import logs
 
 logger = logging.getLogger(__name__)

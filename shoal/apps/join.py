@@ -29,8 +29,8 @@ from shoal.fleet.native.weight_peers import borrowed_weights
 from shoal.fleet.native.worker_server import EventEndpoints, WorkerServer, check_host
 from shoal.fleet.registry.open import check_plane, open_registry
 from shoal.fleet.registry.registry import ROLES, Member, Registry, check_name
-from shoal.fleet.tasks import start
 from shoal.server.served.model import ServedModel
+from shoal.tasks import start
 from shoal.telemetry.tracing import Tracing
 from shoal.weights.fingerprint import tensors_fingerprint
 from shoal.weights.source import CheckpointFiles

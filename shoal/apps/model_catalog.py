@@ -16,11 +16,11 @@ from shoal.fleet.external.prompt_tokens import PromptTokens
 from shoal.fleet.native.fleet_engine import FleetEngine
 from shoal.fleet.pool.fleet import Fleet
 from shoal.fleet.pool.model_pool import ModelPool
-from shoal.fleet.tasks import start, stop
 from shoal.model_card import ModelCard
 from shoal.server.served.catalog import Catalog
 from shoal.server.served.external_model import UNBOUNDED, ExternalModel
 from shoal.server.served.model import ServedModel, served_model
+from shoal.tasks import start, stop
 from shoal.text.tokenizer import Tokenizer, load_tokenizer
 from shoal.weights.source import resolve
 from shoal.weights.store import is_url

@@ -22,8 +22,8 @@ from shoal.fleet.registry.open import open_registry
 from shoal.fleet.registry.registry import Registry
 from shoal.fleet.scaling.loop import PlannerLoop
 from shoal.fleet.scaling.scaled_fleet import RemoteFleet, become_planner, find_fleet
-from shoal.fleet.tasks import stop
 from shoal.server.run import heeding_signals
+from shoal.tasks import stop
 from shoal.telemetry import logs
 
 logger = logging.getLogger(__name__)

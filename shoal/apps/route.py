@@ -23,7 +23,6 @@ from shoal.fleet.native.membership import watch_workers
 from shoal.fleet.native.remote_engine import RemoteEngine
 from shoal.fleet.pool.fleet import Fleet
 from shoal.fleet.registry.open import check_plane, open_registry
-from shoal.fleet.tasks import start, stop
 from shoal.fleet.worker import Worker
 from shoal.server.app import Server
 from shoal.server.http.keys import check_admin_port
@@ -34,6 +33,7 @@ from shoal.server.routes import PUBLIC_ROUTES, described
 from shoal.server.run import check_tls, heeding_signals, open_ports, serve_until, url_of, warn_of_open_port
 from shoal.server.served.catalog import Catalog
 from shoal.server.served.monitoring import Monitor
+from shoal.tasks import start, stop
 from shoal.telemetry.tracing import check_tracing, opened_tracing
 
 logger = logging.getLogger(__name__)

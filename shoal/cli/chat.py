@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from shoal import __version__
 from shoal.argument_parser import CLOSE, SAMPLING
 from shoal.cli.keyboard import FENCE, Keyboard
 from shoal.cli.speakers import ContextFullError, Message, Piece, Settings, Speaker
@@ -19,7 +20,6 @@ from shoal.cli.terminal import Raw, Wrapped, Writer, is_dumb, note
 from shoal.config import DEFAULT_MODEL
 from shoal.errors import RequestError, ShoalError
 from shoal.sampling_params import SamplingParams
-from shoal.version import __version__
 
 LEAVE = ("bye", "quit", "exit")
 BROKEN_OFF = ("abort", "error", "content_filter")  # finish reasons that neither the model nor the user caused

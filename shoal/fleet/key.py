@@ -11,7 +11,6 @@ from __future__ import annotations
 import codecs
 import hashlib
 import hmac
-import ipaddress
 from pathlib import Path
 from typing import Any
 
@@ -105,11 +104,3 @@ class _KeyCheck:
 
 def _derive(secret: bytes, purpose: bytes) -> bytes:
     return hashlib.blake2b(secret, digest_size=32, person=b"shoal-" + purpose).digest()
-
-
-def is_loopback(host: str) -> bool:
-    """Returns whether only this machine can reach the host. An IPv6 address may be in brackets."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -21,11 +21,13 @@ import uvicorn
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError
 from shoal.files.open_files import connections_for
+from shoal.hosts import is_loopback
 from shoal.server.app import Server
 from shoal.server.http.connection import Connection, Connections
-from shoal.server.http.keys import is_loopback, read_keys
+from shoal.server.http.keys import read_keys
 from shoal.server.http.request_log import RefusalLog
 from shoal.server.served.throughput import report_throughput
+from shoal.tasks import first_of
 
 logger = logging.getLogger(__name__)
 
@@ -127,21 +129,21 @@ async def serve_until(
         monitor = app.context.monitor
         for report in (monitor.run(), report_throughput(app.context.models, monitor)):
             reports.append(asyncio.create_task(report))
-            reports[-1].add_done_callback(_tell_failure)
+            reports[-1].add_done_callback(_log_failure)
         if ready is not None:
             numbers = [0 if port.family == socket.AF_UNIX else port.getsockname()[1] for port in ports]
             ready(numbers[0], numbers[1] if admin is not None else None)
-        await _first(drain.wait(), force.wait(), *tasks)
+        await first_of(drain.wait(), force.wait(), *tasks)
         if drain.is_set():
             num_active = sum(admission.active for admission in app.context.models.admissions)
             waits = f": requests that run get up to {config.shutdown_timeout:g} s" if num_active else ""
             logger.info("stopping%s", waits)
         # The ports stay open meanwhile: a new client gets a 503 with Retry-After, which is more than a closed
         # port would say.
-        await _first(app.drain(config.shutdown_timeout), force.wait())
+        await first_of(app.drain(config.shutdown_timeout), force.wait())
         for server in servers:
             server.should_exit = True
-        await _first(asyncio.wait(tasks), force.wait())
+        await first_of(asyncio.wait(tasks), force.wait())
         if force.is_set():
             for one, _ in listeners:
                 one.stop("the server ends at once")
@@ -311,21 +313,7 @@ def _settings(app: Server, config: ServerConfig, all_connections: Connections) -
     )
 
 
-async def _first(*awaitables: Any) -> None:
-    """Waits until one of them ends, and raises its exception if it failed. Tasks among the others go on;
-    the rest is cancelled."""
-    futures = [asyncio.ensure_future(a) for a in awaitables]
-    try:
-        done, _ = await asyncio.wait(futures, return_when=asyncio.FIRST_COMPLETED)
-        for future in done:
-            future.result()
-    finally:
-        for future, given in zip(futures, awaitables):
-            if future is not given:
-                future.cancel()
-
-
-def _tell_failure(report: asyncio.Task[None]) -> None:
+def _log_failure(report: asyncio.Task[None]) -> None:
     """Logs the failure of a monitoring task. Requests do not need it, so the server continues."""
     if not report.cancelled() and (error := report.exception()) is not None:
         logger.error("a bug in monitoring: rates and history are not updated any more", exc_info=error)

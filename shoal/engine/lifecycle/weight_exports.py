@@ -16,12 +16,12 @@ from collections.abc import Callable
 
 import torch
 
+from shoal import __version__
 from shoal.config import ResolvedConfig
 from shoal.engine.ranks.ranks import Ranks
 from shoal.engine.runner import commands
 from shoal.engine.runner.rank_export import WeightsExport, decode, encode
 from shoal.errors import CheckpointError, UnavailableError
-from shoal.version import __version__
 from shoal.weights.fingerprint import tensors_fingerprint
 from shoal.weights.loader import lies_by_shape
 from shoal.weights.source import CheckpointFiles

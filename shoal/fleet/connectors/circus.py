@@ -28,7 +28,7 @@ from shoal.fleet.connectors.local import LocalConnector, Running
 from shoal.fleet.connectors.processes import dying_with, kill_group
 from shoal.fleet.connectors.restarts import Restarts
 from shoal.fleet.connectors.state_file import Placement, ProcessId, StateFile, socket_in
-from shoal.fleet.tasks import start, stop
+from shoal.tasks import start, stop
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,8 @@ from kubernetes_asyncio.client.exceptions import ApiException
 
 from shoal.errors import ConfigError, UnavailableError
 from shoal.fleet.connectors.connector import Component, ConnectorContext, InFlight, component_of, is_missing
-from shoal.fleet.tasks import start
 from shoal.fleet_views import WorkerState
+from shoal.tasks import start
 
 logger = logging.getLogger(__name__)
 

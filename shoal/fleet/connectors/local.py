@@ -23,8 +23,8 @@ from shoal.fleet.connectors.connector import (
     poll_until,
 )
 from shoal.fleet.connectors.state_file import Placement, ProcessId, State, StateFile
-from shoal.fleet.tasks import start, stop
 from shoal.fleet_views import WorkerState
+from shoal.tasks import start, stop
 
 logger = logging.getLogger(__name__)
 

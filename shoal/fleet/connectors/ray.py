@@ -30,7 +30,7 @@ from shoal.fleet.connectors.local import LocalConnector, Running, WorkersById
 from shoal.fleet.connectors.ray_worker import Launch, Place, RayWorkerActor
 from shoal.fleet.connectors.restarts import Restarts
 from shoal.fleet.connectors.state_file import Placement, ProcessId
-from shoal.fleet.tasks import start
+from shoal.tasks import start
 
 logger = logging.getLogger(__name__)
 

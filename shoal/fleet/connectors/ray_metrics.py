@@ -17,7 +17,7 @@ import aiohttp
 from prometheus_client.parser import text_string_to_metric_families
 from ray.util.metrics import Gauge
 
-from shoal.fleet.tasks import start, stop
+from shoal.tasks import start, stop
 
 INTERVAL_S = 5.0  # the reporting interval of Ray's agents
 OF_WORKERS = ("vllm:", "shoal:")  # metrics of the process are in Ray's own already

@@ -18,9 +18,9 @@ import aiohttp
 import msgspec
 
 from shoal.errors import BusyError, ShoalError, WorkerFailedError
-from shoal.fleet.key import is_loopback
 from shoal.fleet.worker import WorkerInfo, WorkerLoad
 from shoal.fleet.worker_spec import WorkerSpec
+from shoal.hosts import is_loopback
 
 logger = logging.getLogger(__name__)
 

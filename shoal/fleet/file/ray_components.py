@@ -15,8 +15,8 @@ from shoal.errors import ConfigError
 from shoal.fleet.connectors.connector import Component
 from shoal.fleet.file.components import Group, names_of, serve_words
 from shoal.fleet.file.fleet_file import ExternalWorkers, NativeWorkers
-from shoal.fleet.key import is_loopback
 from shoal.fleet.registry.open import NATS
+from shoal.hosts import is_loopback
 
 Node = Mapping[str, Any]
 

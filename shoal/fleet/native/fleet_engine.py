@@ -27,10 +27,10 @@ from shoal.fleet.native.kv_transfers import KvLease, KvTransfers
 from shoal.fleet.native.remote_engine import RemoteEngine, RemoteStream
 from shoal.fleet.native.summed_stats import SummedStats
 from shoal.fleet.routing.dispatcher import Assignment, Dispatcher, RoutingRequest
-from shoal.fleet.tasks import start
 from shoal.fleet.worker import MovedError, RefusedError, at_worker, errors_of
 from shoal.sampling_params import SamplingParams
 from shoal.stats import SleepState, Stats
+from shoal.tasks import start
 from shoal.telemetry.logs import about
 from shoal.text.request_builder import copy_params
 

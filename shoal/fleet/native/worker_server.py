@@ -29,7 +29,7 @@ from shoal.collector import merge
 from shoal.control import Command, ServedEngine, UpdateWeights
 from shoal.errors import ConfigError, ShoalError, UnavailableError, UserError
 from shoal.fleet.clock import Clock
-from shoal.fleet.key import FleetKey, is_loopback
+from shoal.fleet.key import FleetKey
 from shoal.fleet.native.socket_reader import SocketReader
 from shoal.fleet.native.worker_wire import (
     HEARTBEAT_MS,
@@ -45,6 +45,7 @@ from shoal.fleet.native.worker_wire import (
     decode_to_worker,
     encode,
 )
+from shoal.hosts import is_loopback
 from shoal.kv_events import END
 from shoal.stats import SleepState, Stats
 from shoal.telemetry.logs import Event, about

@@ -33,12 +33,12 @@ from shoal.fleet.pool.replica_sync import ReplicaSync
 from shoal.fleet.registry.registry import Registry
 from shoal.fleet.routing.dispatcher import RoutingRequest
 from shoal.fleet.routing.kv_router import KvRouter
-from shoal.fleet.tasks import start, stop
 from shoal.fleet.worker import Link, Worker, WorkerInfo, WorkerLoad
 from shoal.fleet.worker_spec import WorkerSpec, check_distinct, parse_worker
 from shoal.fleet_api import CommandResults
 from shoal.fleet_views import FleetView, PlannerView, QueueView, Selected, TierView, WorkerState, WorkerView
 from shoal.kv_events import BlockStored, KVEvent
+from shoal.tasks import start, stop
 from shoal.telemetry.served import ServedTotals
 
 logger = logging.getLogger(__name__)

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from shoal.errors import BusyError, ShoalError, WorkerFailedError
 from shoal.fleet.clock import Clock
-from shoal.fleet.tasks import first_of, start, stop
 from shoal.fleet.worker import Worker, WorkerInfo, WorkerLoad
+from shoal.tasks import first_of, start, stop
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from shoal.errors import ShoalError
 from shoal.fleet.pool.model_pool import ModelPool
 from shoal.fleet.registry.registry import Member, Registry
 from shoal.fleet.routing.active_requests import AnyChange, Begun, Ended
-from shoal.fleet.tasks import start, stop
+from shoal.tasks import start, stop
 
 logger = logging.getLogger(__name__)
 

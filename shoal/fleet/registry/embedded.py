@@ -27,7 +27,7 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from shoal.errors import ConfigError
 from shoal.fleet.clock import Clock
-from shoal.fleet.key import FleetKey, is_loopback
+from shoal.fleet.key import FleetKey
 from shoal.fleet.registry.hub import (
     Announce,
     Answered,
@@ -63,7 +63,8 @@ from shoal.fleet.registry.registry import (
     was_away,
 )
 from shoal.fleet.registry.subscription import encode
-from shoal.fleet.tasks import start, stop
+from shoal.hosts import is_loopback
+from shoal.tasks import start, stop
 
 logger = logging.getLogger(__name__)
 

@@ -43,7 +43,7 @@ from shoal.fleet.registry.registry import (
     was_away,
 )
 from shoal.fleet.registry.subscription import encode
-from shoal.fleet.tasks import start, stop
+from shoal.tasks import start, stop
 
 logger = logging.getLogger(__name__)
 

@@ -9,9 +9,10 @@ from urllib.parse import urlsplit
 
 from shoal.errors import ConfigError
 from shoal.fleet.clock import Clock, LoopClock
-from shoal.fleet.key import FleetKey, is_loopback
+from shoal.fleet.key import FleetKey
 from shoal.fleet.registry.embedded import EmbeddedRegistry, check_address
 from shoal.fleet.registry.registry import LEASE_S, Registry
+from shoal.hosts import is_loopback
 
 EMBEDDED = ("tcp://", "ipc://")
 NATS = ("nats://", "tls://")

@@ -28,7 +28,7 @@ import msgspec
 from shoal.errors import ConfigError, ShoalError, UnavailableError
 from shoal.fleet.clock import Clock
 from shoal.fleet.registry.subscription import Reader, Subscription, encode
-from shoal.fleet.tasks import start, stop
+from shoal.tasks import start, stop
 from shoal.wire import Failure
 
 logger = logging.getLogger(__name__)

@@ -23,8 +23,8 @@ from shoal.fleet.planner.observation import Decision, Failure
 from shoal.fleet.planner.planner import Planner, Recorded
 from shoal.fleet.scaling.counts import PlannerCounts
 from shoal.fleet.scaling.scaled_fleet import PlannedFleet
-from shoal.fleet.tasks import start
 from shoal.fleet_views import DecisionView, PlannerView
+from shoal.tasks import start
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import urllib.parse
 
 from shoal.config import ServerConfig
+from shoal.hosts import is_address
 from shoal.server.errors import ApiError
 from shoal.server.http.cors import Cors
 from shoal.server.http.exchange import Exchange
-from shoal.server.http.keys import Keys, is_address
+from shoal.server.http.keys import Keys
 
 
 class Access:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-import ipaddress
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 from shoal.config import ServerConfig
 from shoal.errors import ConfigError
+from shoal.hosts import is_loopback
 
 VARIABLE = "SHOAL_API_KEY"
 VLLM_VARIABLE = "VLLM_API_KEY"
@@ -57,18 +57,6 @@ def key_environment(config: ServerConfig) -> dict[str, str]:
     # VLLM_API_KEY may hold a comma, so it does not go into the list.
     whole = "" if config.api_key else os.environ.get(VLLM_VARIABLE, "").strip()
     return {VARIABLE: ",".join(key for key in keys if key != whole), VLLM_VARIABLE: whole}
-
-
-def is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
-
-
-def is_loopback(host: str) -> bool:
-    return host == "localhost" or (is_address(host) and ipaddress.ip_address(host).is_loopback)
 
 
 def read_keys(config: ServerConfig) -> list[str]:

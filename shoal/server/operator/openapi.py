@@ -9,9 +9,9 @@ from typing import Any
 
 import msgspec
 
+from shoal import __version__
 from shoal.server.http.exchange import Exchange
 from shoal.server.http.route import Handler, Route
-from shoal.version import __version__
 
 ERRORS = {
     400: "The request is malformed or impossible",

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from prometheus_client.core import Metric
 
+from shoal import __version__
 from shoal.errors import EngineDeadError
 from shoal.server.errors import ApiError
 from shoal.server.http.exchange import Exchange
@@ -13,7 +14,6 @@ from shoal.server.operator.web_page import vendored, web_page
 from shoal.server.served.model import ServedModel
 from shoal.stats import SleepState, Stats
 from shoal.telemetry.metrics import exposition
-from shoal.version import __version__
 
 METRICS_TYPE = b"text/plain; version=1.0.0; charset=utf-8"
 

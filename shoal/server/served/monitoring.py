@@ -13,13 +13,13 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from shoal import __version__
 from shoal.errors import ShoalError
 from shoal.fleet_api import FleetControl
 from shoal.fleet_views import FleetView, ModelView, Point, QueueView, WorkerState, WorkerView
 from shoal.server.served.catalog import Catalog
 from shoal.server.served.model import ServedModel
 from shoal.telemetry.served import RecentRates, ServedTotals, recent_rates, sum_totals, totals_of
-from shoal.version import __version__
 
 INTERVAL_S = 2.0
 RATES_S = 10.0  # over which tokens a second are counted
