@@ -36,18 +36,18 @@ def start(events: KvEvents | None) -> Scheduler:
         prompt = [r.randrange(50_000) for _ in range(200 + i % 16)]
         scheduler.add(Request(str(i), prompt, SamplingParams(max_tokens=7000, ignore_eos=True)))
     while any(seq.num_computed < seq.num_prompt_tokens for seq in (*scheduler.waiting, *scheduler.running)):
-        step(scheduler)
+        step(scheduler, events)
     return scheduler
 
 
-def step(scheduler: Scheduler) -> float:
+def step(scheduler: Scheduler, events: KvEvents | None) -> float:
     """Returns its CPU seconds."""
     begin = time.thread_time()
     plan = scheduler.schedule()
     assert plan is not None
     scheduler.update(plan, [1] * len(plan.scheduled))
-    if scheduler.events is not None:
-        scheduler.events.flush()
+    if events is not None:
+        events.flush()
     return time.thread_time() - begin
 
 
@@ -63,7 +63,7 @@ def main() -> None:
     seconds: dict[str, list[float]] = {name: [] for name in schedulers}
     for _ in range(arguments.steps):
         for name, scheduler in schedulers.items():
-            seconds[name].append(step(scheduler))
+            seconds[name].append(step(scheduler, events if name == "published" else None))
             time.sleep(arguments.pause)
     events.close()
     for name, measured in seconds.items():

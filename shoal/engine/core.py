@@ -487,7 +487,7 @@ class EngineCore:
         if self.tiers is not None:
             self.tiers.check()
         if self.events is not None and self.error is None:
-            self.events.check(self.scheduler.pool.cached_keys())
+            self.events.check(self.scheduler.blocks.pool.cached_keys())
 
     def flush_kv(self) -> None:
         """Writes KV blocks to disk or store, as far as kv_flush_timeout allows."""

@@ -292,7 +292,7 @@ class StepLoop:
                 self.tiers.start_anew()
             except TimeoutError:  # a disk that hangs
                 return
-        for fetch in list(self.scheduler.fetches):
+        for fetch in list(self.scheduler.blocks.fetches):
             self.scheduler.fetched(fetch, 0)
         if self._events is not None:
             self._events.flush()

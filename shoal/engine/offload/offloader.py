@@ -89,7 +89,7 @@ class Offloader:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.scheduler = scheduler
-        self.pool = scheduler.pool
+        self.pool = scheduler.blocks.pool
         self.host = host
         self.transfers = transfers
         self.persistent = persistent

@@ -80,7 +80,7 @@ class KvTiers:
         below = [tier.stats().capacity_blocks for tier in self.persistent.values()]
         self.policy = _policy(
             config,
-            scheduler.pool.num_blocks,
+            scheduler.blocks.pool.num_blocks,
             num_host_blocks,
             min(filter(None, below), default=0),
             rank_block_bytes,
@@ -127,13 +127,13 @@ class KvTiers:
 
     def _attach(self) -> None:
         """From now on the scheduler and its pool know of the tiers."""
-        self.scheduler.tiers = self.offloader
-        self.scheduler.pool.listeners.append(self.offloader)
+        self.scheduler.blocks.tiers = self.offloader
+        self.scheduler.blocks.pool.listeners.append(self.offloader)
 
     def _detach(self) -> None:
         """The opposite of `_attach`."""
-        self.scheduler.tiers = None
-        self.scheduler.pool.listeners.remove(self.offloader)
+        self.scheduler.blocks.tiers = None
+        self.scheduler.blocks.pool.listeners.remove(self.offloader)
 
     @property
     def is_pinned(self) -> bool:
@@ -152,7 +152,9 @@ class KvTiers:
         block_size = self.config.block_size
         extend_keys(seq.keys, seq.root, seq.token_ids, block_size)
         keys = seq.keys[: (seq.num_tokens - 1) // block_size]
-        if any(self.scheduler.pool.find(key) is None and self.offloader.where(key) is None for key in keys):
+        if any(
+            self.scheduler.blocks.pool.find(key) is None and self.offloader.where(key) is None for key in keys
+        ):
             seq.num_lookups += 1
             self._look_ups.append(_LookUp(seq, [tier.look_up(keys) for tier in asked]))
 
@@ -279,7 +281,7 @@ class KvTiers:
         been aborted. Raises TimeoutError if a transfer under way does not end."""
         self.transfers.abandon()
         self._detach()
-        for fetch in list(self.scheduler.fetches):
+        for fetch in list(self.scheduler.blocks.fetches):
             self.scheduler.fetched(fetch, 0)
         self.offloader = self._new_offloader(self.offloader)
         self._attach()

@@ -11,8 +11,9 @@ import torch
 
 from shoal.api import FinishReason
 from shoal.engine.runner.layer_events import LayerEvents
-from shoal.engine.scheduling.scheduler import Scheduler, StepPlan
+from shoal.engine.scheduling.scheduler import StepPlan
 from shoal.engine.scheduling.sequence import Sequence, SequenceStatus
+from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
 from shoal.hashing import extend_keys, keys_with_tail
 from shoal.kv.transfer.advance import Advancer
 from shoal.kv.transfer.offer_server import OfferServer
@@ -46,7 +47,7 @@ class KvLender:
 
     def __init__(
         self,
-        scheduler: Scheduler,
+        blocks: SequenceBlocks,
         layer_events: LayerEvents,
         exports: abc.Sequence[abc.Sequence[ExportAddress]],
         block_size: int,
@@ -56,14 +57,14 @@ class KvLender:
     ) -> None:
         """`exports` are the addresses of each rank's cache. Readers ask at `host` and `port`. Raises
         ConfigError if that address cannot be used."""
-        self._scheduler, self._block_size = scheduler, block_size
+        self._blocks, self._block_size = blocks, block_size
         self._layer_events, self._num_ranks = layer_events, len(exports)
         self._num_layers = exports[0][0].spec.num_layers
         self._prompts: dict[str, _Prompt] = {}  # by request id
         # tickets whose readers have not been notified of the last layer
         self._late: list[tuple[bytes, int]] = []
         self._block_bytes = sum(rank[0].spec.block_bytes for rank in exports)
-        self.offers = Offers(b"", exports, scheduler.pool.generation, time.monotonic, lease_s)
+        self.offers = Offers(b"", exports, blocks.pool.generation, time.monotonic, lease_s)
         self._server = OfferServer(self.offers, host, port)
         self._advancer = Advancer(self.offers)
         self._ended = Counter[str]()
@@ -96,7 +97,7 @@ class KvLender:
         extend_keys(seq.keys, seq.root, seq.token_ids, self._block_size)
         keys = keys_with_tail(seq.keys, seq.root, seq.token_ids, self._block_size)
         blocks = seq.block_ids[: len(keys)]
-        self._scheduler.lend(blocks)
+        self._blocks.lend(blocks)
         ticket = self.offers.offer(blocks, keys=keys)
         self._prompts[seq.request.request_id] = _Prompt(seq, unseal(ticket).id, len(keys))
         return ticket
@@ -132,10 +133,10 @@ class KvLender:
         the first key is derived from. No step may be in flight, which might still compute some of them."""
         keys: list[bytes] = []
         extend_keys(keys, root, token_ids, self._block_size)
-        blocks = self._scheduler.pool.match(keys)
+        blocks = self._blocks.pool.match(keys)
         if not blocks:
             return None
-        self._scheduler.lend(blocks)
+        self._blocks.lend(blocks)
         return self.offers.offer(blocks, len(blocks), keys[: len(blocks)])
 
     def withdraw(self, ticket: bytes, why: str) -> None:
@@ -157,7 +158,7 @@ class KvLender:
                 self.offers.withdraw("its prompt was abandoned", prompt.ticket_id)
         self.offers.expire()
         for ended in self.offers.take_ended():
-            self._scheduler.take_back(ended.blocks)
+            self._blocks.take_back(ended.blocks)
             self._ended[ended.failure or DONE] += 1
             if ended.failure is None:
                 self._blocks_out += len(ended.blocks)

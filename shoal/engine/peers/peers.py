@@ -50,7 +50,7 @@ class KvPeers:
             reach = Reach.HOST if options.is_local else Reach.NETWORK
             exports = ranks.call(commands.PEERS_EXPORT_CACHE, int(reach))
             self.lender = KvLender(
-                scheduler,
+                scheduler.blocks,
                 ranks.runner.layer_events,
                 [[decode_address(address) for address in rank] for rank in exports],
                 config.block_size,
@@ -59,7 +59,7 @@ class KvPeers:
                 options.lease_s,
             )
         if options.reads:
-            self.reader = scheduler.peers = KvReader(scheduler, ranks)
+            self.reader = scheduler.blocks.peers = KvReader(scheduler, ranks)
 
     # Requests and steps
 
@@ -174,14 +174,14 @@ class KvPeers:
         if self.lender is not None:
             self.lender.settle()
         held = [] if self.lender is None else self.lender.offers.held()
-        self._scheduler.check_lent(held)
+        self._scheduler.blocks.check_lent(held)
         if self.reader is not None:
             self.reader.check()
 
     def close(self) -> None:
         """Ends all offers and leases. The ranks still live."""
         if self.reader is not None:
-            self._scheduler.peers = None
+            self._scheduler.blocks.peers = None
             self.reader.close()
         if self.lender is not None:
             self.lender.close()

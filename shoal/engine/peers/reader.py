@@ -276,7 +276,7 @@ class KvReader:
     def check(self) -> None:
         """Checks its state by assertions."""
         fetches = [job.fetch for job in (*self._begun, *self._jobs.values())]
-        assert all(fetch in self._scheduler.fetches for fetch in fetches), (
+        assert all(fetch in self._scheduler.blocks.fetches for fetch in fetches), (
             "a fetch that the scheduler does not know"
         )
         jobs = Counter(id(job.opened) for job in (*self._begun, *self._jobs.values()))

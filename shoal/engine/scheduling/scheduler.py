@@ -1,6 +1,6 @@
 """`Scheduler`: chooses the sequences and tokens of each step (a `StepPlan`), and applies the sampled tokens.
-Order, preemption victim and prompt budget are policy.py's, KV blocks are kv/blocks.py's; engine/step_loop.py
-runs the plans.
+Order, preemption victim and prompt budget are policy.py's; which KV blocks a sequence has is
+sequence_blocks.py's; engine/step_loop.py runs the plans.
 
 Each sequence has num_tokens tokens, and the KV of num_computed of them is in the cache. A step brings some
 sequences nearer to num_computed == num_tokens. First come the decodes: a decode has one token left to
@@ -17,9 +17,8 @@ itself. What a plan sends to the device: engine/runner/batch.py.
 from __future__ import annotations
 
 import heapq
-import sys
 from bisect import bisect_left, insort
-from collections import Counter, abc
+from collections import abc
 from dataclasses import dataclass
 from itertools import pairwise
 from operator import attrgetter
@@ -28,11 +27,10 @@ from typing import TYPE_CHECKING
 from shoal.api import FinishReason, Request
 from shoal.engine.scheduling import policy
 from shoal.engine.scheduling.policy import PromptBudget
-from shoal.engine.scheduling.sequence import Fetch, Sequence, SequenceStatus, Source, Tiers
+from shoal.engine.scheduling.sequence import Fetch, Sequence, SequenceStatus
+from shoal.engine.scheduling.sequence_blocks import SequenceBlocks
 from shoal.engine.scheduling.step_costs import StepCosts
 from shoal.errors import RequestError
-from shoal.hashing import common_length, extend_keys, keys_with_tail
-from shoal.kv.blocks import BlockPool
 from shoal.stats import STEP_TOKENS, Stats
 
 if TYPE_CHECKING:
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
 
 WAITING, FETCHING, PREFILL = SequenceStatus.WAITING, SequenceStatus.FETCHING, SequenceStatus.PREFILL
 HOLDING, DECODE, FINISHED = SequenceStatus.HOLDING, SequenceStatus.DECODE, SequenceStatus.FINISHED
-NEVER = sys.maxsize  # `register_at` of a sequence whose blocks must stay out of the prefix cache
 
 
 @dataclass(slots=True)  # frozen would triple the cost of making one, and a step makes hundreds
@@ -123,19 +120,11 @@ class Scheduler:
         step_sizes: abc.Sequence[int] = (),
         events: KvEvents | None = None,
     ) -> None:
-        self.pool = BlockPool(num_blocks, enable_prefix_caching, events)
-        self.events = events
+        self.blocks = SequenceBlocks(num_blocks, block_size, enable_prefix_caching, events)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._sequences: dict[str, Sequence] = {}
         self._prefetches: dict[str, Sequence] = {}  # prefetch requests by request id
-        self.tiers: Tiers | None = None
-        self.peers: Source | None = None  # other workers that have blocks of prompts
-        self._lent = Counter[int]()  # how often each block is held for readers in other workers
-        self.fetches: list[Fetch] = []  # all that are under way, also for sequences that have left meanwhile
-        self._arriving: set[bytes] = set()  # keys of the blocks that fetches will make findable
-        # key of a block -> how many of the sequences that compute prompts now will make it findable
-        self._promised: dict[bytes, int] = {}
         self.finished_outside: list[Sequence] = []  # what take_finished_outside returns next
         # A heap: the lowest row is given first, so that the rows in use stay dense.
         self._free_rows = list(range(max_num_seqs))
@@ -147,14 +136,8 @@ class Scheduler:
         self._long_prefill_token_threshold = long_prefill_token_threshold
         self._target_itl_s = target_itl_s
         self._step_sizes = step_sizes
-        # the prompt that was looked up last: its root, tokens and keys
-        self._last_looked_up: tuple[bytes, list[int], list[bytes]] = b"", [], []
         self._num_added = 0
         self._num_preemptions = 0
-        self._prefix_cache_queries = 0
-        self._prefix_cache_hits = 0
-        self._external_queries = 0
-        self._external_hits = 0
         self._step_tokens = 0
         self._steps_by_tokens = [0] * (len(STEP_TOKENS) + 1)
 
@@ -170,7 +153,7 @@ class Scheduler:
                 "has ended"
             )
         if num_tokens + (not request.embed) > limit:
-            cache = f"the whole KV cache ({self.pool.num_blocks} blocks of {self._block_size})"
+            cache = f"the whole KV cache ({self.blocks.pool.num_blocks} blocks of {self._block_size})"
             what = "max_model_len" if limit == self._max_model_len else cache
             raise RequestError(
                 f"the prompt has {num_tokens} tokens, and {what} {limit} must hold it"
@@ -285,7 +268,7 @@ class Scheduler:
             # A block becomes findable when all its tokens are computed, and known, as its key is made of
             # them.
             if seq.num_computed >= seq.register_at and len(known) >= seq.register_at:
-                self._register(seq)
+                self.blocks.computed(seq)
             reason = None
             if grammar is not None and grammar.ended:
                 reason = FinishReason.STOP
@@ -305,45 +288,12 @@ class Scheduler:
     def fetched(self, fetch: Fetch, num_blocks: int) -> None:
         """Ends a fetch whose first `num_blocks` blocks have arrived intact. The sequence computes the
         others."""
-        self.fetches.remove(fetch)
-        num_full = min(num_blocks, fetch.num_full)
-        if fetch.findable:
-            self._arriving.difference_update(fetch.keys[: fetch.num_full])
-            self._make_findable(fetch.seq, fetch.start, fetch.blocks[:num_full])
         seq = fetch.seq
-        is_wanted = seq.fetch is fetch  # otherwise the sequence has ended or was preempted meanwhile
-        if is_wanted:
-            seq.fetch, seq.status = None, PREFILL
-            # A block that is not full has the tokens up to the last, which is always computed.
-            end = min((fetch.start + num_blocks) * self._block_size, seq.num_tokens - 1)
-            num_tokens = end - seq.num_computed
-            seq.num_computed = end
-            if seq.register_at != NEVER:
-                # The full blocks that have arrived are findable already.
-                seq.register_at += num_full * self._block_size
-            if seq.num_admissions == 1:
-                seq.num_cached_tokens += num_tokens
-                self._external_hits += num_tokens
-        self._release(fetch.held_blocks)
-        if is_wanted and fetch.findable:
-            self._fetch(seq, fetch.start + num_blocks, fetch.next_sources)
-        if seq.status is PREFILL and seq.request.fetches_only:
-            self._hold(seq)
-
-    # Blocks for readers in other workers
-
-    def lend(self, blocks: abc.Sequence[int]) -> None:
-        """Holds blocks of a sequence, or findable blocks, until `take_back`."""
-        self.pool.hold(blocks)
-        self._lent.update(blocks)
-
-    def take_back(self, blocks: abc.Sequence[int]) -> None:
-        self._lent.subtract(blocks)
-        self._release(blocks)
-
-    def check_lent(self, lent: abc.Sequence[int]) -> None:
-        """Checks that these are the lent blocks, once for each reader."""
-        assert Counter(lent) == +self._lent, "blocks that are lent without a reader, or not held"
+        self.blocks.arrived(fetch, num_blocks)
+        if seq.status is FETCHING and seq.fetch is None:
+            seq.status = PREFILL
+            if seq.request.fetches_only:
+                self._hold(seq)
 
     # Everything else
 
@@ -362,52 +312,26 @@ class Scheduler:
         return sum(seq.status is DECODE for seq in self.running)
 
     def stats(self) -> Stats:
-        return Stats(
+        stats = Stats(
             num_running=len(self.running),
             num_waiting=len(self.waiting),
             num_deferred=sum(seq.waits_for_grammar or seq.num_lookups > 0 for seq in self.waiting),
-            num_blocks=self.pool.num_blocks,
-            num_free_blocks=self.pool.num_free,
             num_preemptions=self._num_preemptions,
-            prefix_cache_queries=self._prefix_cache_queries,
-            prefix_cache_hits=self._prefix_cache_hits,
-            external_prefix_cache_queries=self._external_queries,
-            external_prefix_cache_hits=self._external_hits,
             step_tokens=self._step_tokens,
             steps_by_tokens=list(self._steps_by_tokens),
         )
+        self.blocks.fill_in(stats)
+        return stats
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached blocks. Returns False if some are in use: running sequences continue, but no
         other sequence will find their KV."""
-        for seq in self.running:
-            self._drop_promises(seq)
-            seq.register_at = NEVER
-        for fetch in self.fetches:
-            fetch.findable = False
-        self._arriving.clear()
-        idle = self.pool.reset()
-        if self.events is not None:
-            self.events.flush()  # the next step, which would do it, may be far away
-        return idle
+        return self.blocks.reset(self.running)
 
     def check(self) -> None:
         """Checks blocks, references, rows and queues. Raises AssertionError."""
         size = self._block_size
-        self.pool.check(
-            [
-                block
-                for blocks in (
-                    self._lent.elements(),
-                    *(seq.block_ids for seq in self.running),
-                    *(fetch.held_blocks for fetch in self.fetches),
-                )
-                for block in blocks
-            ]
-        )
-        assert self._promised == Counter(key for seq in self.running for key in seq.promised), (
-            "promises without a sequence"
-        )
+        self.blocks.check(self.running)
         rows = [seq.row for seq in self.running]
         assert sorted(rows + self._free_rows) == list(range(self._max_num_seqs)), "rows lost or given twice"
         for queue in (self.waiting, self.running):
@@ -424,12 +348,8 @@ class Scheduler:
                 len(seq.token_ids) <= seq.num_tokens <= seq.max_num_tokens
                 and seq.num_computed < seq.num_tokens
             ), "tokens miscounted"
-            assert (seq.status is FETCHING) == (seq.fetch in self.fetches), (
-                "fetches and waiting sequences differ"
-            )
-            assert not seq.promised or (seq.status in (FETCHING, PREFILL) and seq.register_at != NEVER), (
-                "a promise that is not kept"
-            )
+            assert (seq.status is FETCHING) == (seq.fetch is not None), "a fetch that no sequence waits for"
+            assert not seq.promised or seq.status in (FETCHING, PREFILL), "a promise that is not kept"
             if seq.status in (FETCHING, PREFILL, HOLDING):
                 assert seq.num_pending == 0 and len(seq.block_ids) == -(-seq.num_tokens // size), (
                     "a prefill without all its blocks"
@@ -467,14 +387,13 @@ class Scheduler:
     def _grow(self, seq: Sequence) -> bool:
         """Gives the sequence one block more. Where none is free, sequences are preempted until one is.
         Returns False if `seq` itself was preempted."""
-        while (blocks := self.pool.try_allocate(1)) is None:
+        while not self.blocks.grow(seq):
             # Those before it in turn may be part of the step already.
             candidates = self.running[bisect_left(self.running, seq.turn, key=_turn) :]
             chosen = candidates[policy.victim(candidates)]
             self._preempt(chosen)
             if chosen is seq:
                 return False
-        seq.block_ids += blocks
         return True
 
     def _preempt(self, seq: Sequence) -> None:
@@ -530,12 +449,9 @@ class Scheduler:
         budget.spend(start, num_tokens)
         seq.num_computed += num_tokens
         samples = seq.num_computed == seq.num_tokens
-        if seq.num_computed >= seq.register_at:
-            # The blocks may be found from now on, before they are written: they are read only later in this
-            # step, or in a later one.
-            self._register(seq)
+        self.blocks.computed(seq)
         if samples:
-            self._drop_promises(seq)
+            self.blocks.prompt_ends(seq)
             seq.status = DECODE
             seq.num_tokens += 1
         scheduled.append(ScheduledSeq(seq, seq.row, start, num_tokens, samples))
@@ -561,8 +477,8 @@ class Scheduler:
                 continue
             if seq.num_pending:
                 break  # it was preempted while a step in flight samples its token, which it needs to start
-            hits = self._find_prefix(seq)
-            if self._is_being_computed(seq, len(hits)):
+            hits = self.blocks.find(seq)
+            if self.blocks.is_coming(seq, len(hits)):
                 index += 1
                 continue
             num_cached = len(hits) * self._block_size
@@ -571,8 +487,10 @@ class Scheduler:
                 break
             if not self._start(seq, hits, num_cached):
                 break
-            if self._fetch_first(seq, len(hits)):
+            seq.status = FETCHING  # a source's lookup must not count it as a prompt that is computed
+            if self.blocks.fetch(seq):
                 continue
+            seq.status = PREFILL
             if seq.request.fetches_only:
                 self._hold(seq)
             else:
@@ -594,163 +512,27 @@ class Scheduler:
             seq.completed_fetches = prefetch.completed_fetches
             inherited = prefetch.block_ids
             self.finish(prefetch.request.request_id, FinishReason.LENGTH)
-            blocks = self._find_prefix(seq)
-            num_cached = len(blocks) * self._block_size
-            if self._has_same_tail(seq, prefetch, len(blocks)):
-                # No other sequence has this block, and none can take it before this one does.
-                blocks, num_cached = [*blocks, inherited[len(blocks)]], start
+            found, num_cached = self.blocks.inherited(seq, prefetch, inherited, prefetch.num_computed)
             num_tokens = budget.fit(num_cached, seq.num_tokens - num_cached)
-            if num_tokens and self._start(seq, blocks, num_cached):
+            if num_tokens and self._start(seq, found, num_cached):
                 self._schedule_chunk(scheduled, seq, num_tokens, budget)
-
-    def _has_same_tail(self, seq: Sequence, prefetch: Sequence, num_full: int) -> bool:
-        """True if the last block of a prefetch request has the tail after the first `num_full` blocks of its
-        continuation. The pool has no key for a tail, so a reset is recognized by `register_at`."""
-        end, size = prefetch.num_computed, self._block_size
-        if end % size == 0 or end // size != num_full:
-            return False
-        if prefetch.register_at == NEVER or not self._looks_up(seq):
-            return False
-        both = [keys_with_tail(one.keys, one.root, one.token_ids[:end], size) for one in (seq, prefetch)]
-        return both[0] == both[1]
 
     def _hold(self, seq: Sequence) -> None:
         """Ends the fetches of a prefetch request: it has all the blocks it can get, and holds them for its
         continuation."""
         seq.status = HOLDING
-        self._drop_promises(seq)
-
-    def _fetch_first(self, seq: Sequence, start: int) -> bool:
-        """Starts a fetch of the sequence's missing blocks from the first source that has them. Returns
-        whether the sequence waits for it. `start`: the number of blocks that it has already."""
-        sources = [source for source in (self.tiers, self.peers) if source is not None]
-        if not sources or not self._looks_up(seq):
-            return False
-        if seq.num_admissions == 1:
-            self._external_queries += seq.num_tokens - seq.num_computed
-        return self._fetch(seq, start, sources)
-
-    def _fetch(self, seq: Sequence, start: int, sources: abc.Sequence[Source]) -> bool:
-        """Starts a fetch from the first of these sources that has the next block. When it ends, the sources
-        after that one are asked for blocks still missing."""
-        # before `lookup`, whose num_to_prefill must leave this sequence out
-        seq.status = FETCHING
-        num_tokens, size = seq.num_tokens - 1, self._block_size
-        keys = keys_with_tail(seq.keys, seq.root, seq.token_ids[:num_tokens], size)
-        for i, source in enumerate(sources):
-            num_blocks = source.lookup(keys, start)
-            if num_blocks:
-                end = start + num_blocks
-                num_full = min(end, num_tokens // size) - start
-                fetch = Fetch(seq, start, keys[start:end], num_full, seq.block_ids[:end], sources[i + 1 :])
-                seq.fetch = fetch
-                self.pool.hold(fetch.held_blocks)
-                self.fetches.append(fetch)
-                self._arriving.update(fetch.keys[:num_full])
-                source.begin(fetch)
-                return True
-        seq.status = PREFILL
-        return False
+        self.blocks.prompt_ends(seq)
 
     def _start(self, seq: Sequence, found: list[int], num_cached: int) -> bool:
         """Moves a waiting sequence to the running ones. Its first blocks are `found`, with the KV of
         `num_cached` tokens. Returns False, with nothing changed, if there is no room for its other blocks."""
-        num_full, size = num_cached // self._block_size, self._block_size
-        blocks = self.pool.try_allocate(-(-seq.num_tokens // size) - len(found), shared=found)
-        if blocks is None:
+        if not self.blocks.start(seq, found, num_cached):
             return False
         _remove(self.waiting, seq)
         seq.status = PREFILL
         seq.row = heapq.heappop(self._free_rows)
-        seq.block_ids = blocks
-        seq.num_computed = num_cached
-        seq.register_at = (num_full + 1) * size if self.pool.enable_caching else NEVER
-        seq.num_admissions += 1
-        if seq.register_at != NEVER:
-            extend_keys(seq.keys, seq.root, seq.token_ids, size)
-            seq.promised = seq.keys[num_full:]
-            for key in seq.promised:
-                self._promised[key] = self._promised.get(key, 0) + 1
         insort(self.running, seq, key=_turn)
-        # A preempted sequence mostly finds its own blocks again, which do not count as hits.
-        if seq.num_admissions == 1 and self._looks_up(seq):
-            seq.num_cached_tokens = seq.num_computed
-            if not seq.request.continues:  # otherwise its prefetch request was counted
-                self._prefix_cache_queries += seq.num_tokens
-                self._prefix_cache_hits += seq.num_computed
         return True
-
-    def _looks_up(self, seq: Sequence) -> bool:
-        """True if the sequence may use cached blocks. Prompt logprobs need every prompt token computed."""
-        params = seq.request.params
-        return (
-            self.pool.enable_caching
-            and params.prompt_logprobs is None
-            and not params.skip_reading_prefix_cache
-        )
-
-    def _find_prefix(self, seq: Sequence) -> list[int]:
-        """Returns the cached blocks of the sequence's longest prefix, without the last token: that one is
-        always computed, because its logits are needed to sample the next."""
-        if not self._looks_up(seq):
-            return []
-        root, token_ids, keys = self._last_looked_up
-        if not seq.keys and root == seq.root:  # comparing tokens is many times as fast as hashing them
-            seq.keys = keys[: common_length(seq.token_ids, token_ids) // self._block_size]
-        self._last_looked_up = seq.root, seq.token_ids, seq.keys
-        extend_keys(seq.keys, seq.root, seq.token_ids, self._block_size)
-        return self.pool.match(seq.keys[: (seq.num_tokens - 1) // self._block_size])
-
-    def _is_being_computed(self, seq: Sequence, index: int) -> bool:
-        """True if another sequence computes or fetches the block `index` of this one, which will then be
-        found in the cache. A block's key covers all tokens before it, so equal keys mean equal positions."""
-        if not self._looks_up(seq) or index >= (seq.num_tokens - 1) // self._block_size:
-            return False
-        key = seq.keys[index]
-        return key in self._arriving or key in self._promised
-
-    def _drop_promises(self, seq: Sequence) -> None:
-        """Drops the sequence's promises of blocks: its prompt has been computed, or will not be."""
-        for key in seq.promised:
-            self._promised[key] -= 1
-            if not self._promised[key]:
-                del self._promised[key]
-        seq.promised = []
-
-    def _register(self, seq: Sequence) -> None:
-        """Makes the sequence's full blocks findable, as far as its tokens are known and a step that computes
-        them is planned."""
-        size = self._block_size
-        num_full = min(seq.num_computed, len(seq.token_ids)) // size
-        extend_keys(seq.keys, seq.root, seq.token_ids, size)
-        start = seq.register_at // size - 1
-        self._make_findable(seq, start, seq.block_ids[start:num_full])
-        seq.register_at = (num_full + 1) * size
-
-    def _make_findable(self, seq: Sequence, start: int, blocks: list[int]) -> None:
-        """Enters the sequence's full blocks from `start` on into the prefix cache. A block whose content is
-        findable already, in another block, stays with the sequence as a private copy."""
-        for block, key in zip(blocks, seq.keys[start:]):
-            self.pool.register(block, key)
-        if self.tiers is not None:
-            self.tiers.registered(seq, start, start + len(blocks))
-        if self.events is None:
-            return
-        # An event has a run of adjacent findable blocks: a block that stays a copy ends the run, which began
-        # at `run`.
-        size, end, run = self._block_size, start + len(blocks), start
-        for i in range(start, end + 1):
-            if i < end and self.pool.key_of(blocks[i - start]) is not None:
-                continue
-            if run < i:
-                self.events.stored(
-                    seq.keys[run:i],
-                    seq.keys[run - 1] if run else None,
-                    seq.token_ids[run * size : i * size],
-                    seq.request.adapter,
-                    seq.request.cache_salt,
-                )
-            run = i + 1
 
     def _finish(
         self,
@@ -774,21 +556,13 @@ class Scheduler:
     def _vacate(self, seq: Sequence) -> None:
         """Releases the sequence's row and blocks. Steps in flight may still write there, but the next owner
         writes later."""
-        self._drop_promises(seq)
-        self._release(seq.block_ids)
+        self.blocks.release(seq)
         heapq.heappush(self._free_rows, seq.row)
-        seq.block_ids, seq.row, seq.fetch = [], -1, None
-
-    def _release(self, blocks: abc.Sequence[int]) -> None:
-        """Releases references on these blocks. The tiers are notified before another sequence can get the
-        blocks."""
-        if self.tiers is not None:
-            self.tiers.released(list(blocks))
-        self.pool.release(blocks)
+        seq.row = -1
 
     @property
     def _max_num_tokens(self) -> int:
-        return min(self._max_model_len, self.pool.num_blocks * self._block_size)
+        return min(self._max_model_len, self.blocks.room)
 
 
 def _turn(seq: Sequence) -> policy.Turn:

@@ -159,9 +159,9 @@ class Fetch:
 
         block_ids    [ held before `start` ][ start ... start + len(keys): on their way ][ others ]
 
-    The fetch has its own references on the blocks on their way and on all blocks before them (`held_blocks`),
-    from `Scheduler._fetch` to `Scheduler.fetched`. So no other sequence can get these blocks meanwhile, even
-    if this sequence ends or is preempted."""
+    From its begin to its end the fetch has its own references on the blocks on their way and on all blocks
+    before them (`held_blocks`). So no other sequence can get these blocks meanwhile, even if this sequence
+    ends or is preempted."""
 
     seq: Sequence
     start: int  # the first block on its way, counted in the sequence's blocks

@@ -193,7 +193,9 @@ def test_listeners_hear_that_all_blocks_are_gone_and_then_of_the_new_models(buil
     assert not any(output.num_cached_tokens for output in outputs)
     events = [event for batch in llm.drain_kv_events() for event in batch.events]
     assert events and all(isinstance(event, BlockStored) for event in events)
-    assert sum(len(event.block_hashes) for event in events) == len(llm.core.scheduler.pool.cached_keys())
+    assert sum(len(event.block_hashes) for event in events) == len(
+        llm.core.scheduler.blocks.pool.cached_keys()
+    )
 
 
 def test_tiers_below_begin_anew_and_a_disk_keeps_each_models_blocks(build, folder, other, tmp_path):

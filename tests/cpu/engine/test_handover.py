@@ -334,7 +334,7 @@ def test_a_ticket_that_is_not_the_owners_means_computing(trio, caplog, spoil, ki
 def test_blocks_that_hold_something_else_by_now_are_computed(trio):
     [expected] = run(trio.one, request("one"))
     first = prefill(trio.lender)
-    trio.lender.scheduler.pool.reset()  # without notifying the offers
+    trio.lender.scheduler.blocks.pool.reset()  # without notifying the offers
     assert first.tokens + decode(trio.reader, first).tokens == expected.tokens
     assert failures(trio.reader) == {"stale": 1} and blocks_in(trio.reader) == 0
     trio.lender.peers.withdraw_all("the test ends")
@@ -775,7 +775,7 @@ def test_what_the_tiers_lack_is_asked_of_other_workers(num_arrived):
     scheduler = Scheduler(
         num_blocks=20, block_size=4, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=64
     )
-    tiers, peers = scheduler.tiers, scheduler.peers = FakeSource(2), FakeSource(5)
+    tiers, peers = scheduler.blocks.tiers, scheduler.blocks.peers = FakeSource(2), FakeSource(5)
     seq = scheduler.add(request("a", list(range(22))))
     assert scheduler.schedule() is None
     assert (tiers.begun[0].start, len(tiers.begun[0].keys)) == (0, 2) and not peers.begun
@@ -797,14 +797,14 @@ def test_blocks_that_are_lent_are_nobody_elses_until_they_are_taken_back():
     seq = scheduler.add(request("a", list(range(16)), max_tokens=1))
     plan = scheduler.schedule()
     lent = seq.block_ids[:4]
-    scheduler.lend(lent)
+    scheduler.blocks.lend(lent)
     scheduler.update(plan, [7])
     scheduler.check()
-    scheduler.check_lent(lent)
+    scheduler.blocks.check_lent(lent)
     scheduler.add(request("b", list(range(100, 116)), max_tokens=1))
     assert scheduler.schedule() is None, "two blocks are free, and it needs four"
-    scheduler.take_back(lent)
-    scheduler.check_lent([])
+    scheduler.blocks.take_back(lent)
+    scheduler.blocks.check_lent([])
     assert scheduler.schedule() is not None
     scheduler.check()
 

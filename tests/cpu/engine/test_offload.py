@@ -472,8 +472,8 @@ def test_a_host_tier_whose_first_measurement_was_bad_is_used_after_one_request()
     policy = offload_policy(watermark=20, max_leaving=99, copy_blocks=99)
     transfers = Recorded(200, block_s=0.002)
     costs = Costs(2, 0.01, {"host": 0.05})
-    offloader = scheduler.tiers = Offloader(scheduler, HostTier(200), transfers, {}, policy, costs)
-    scheduler.pool.listeners.append(offloader)
+    offloader = scheduler.blocks.tiers = Offloader(scheduler, HostTier(200), transfers, {}, policy, costs)
+    scheduler.blocks.pool.listeners.append(offloader)
 
     def turn(conversation):
         """Returns how many of its 18 blocks come from host memory."""
@@ -506,10 +506,10 @@ class Small:
         )
         policy = offload_policy(watermark=3, always_fetch=True)
         self.transfers = Recorded(8)
-        self.offloader = scheduler.tiers = Offloader(
+        self.offloader = scheduler.blocks.tiers = Offloader(
             scheduler, HostTier(8), self.transfers, {}, policy, Costs(2, 0.0, {"host": 0.0})
         )
-        scheduler.pool.listeners.append(self.offloader)
+        scheduler.blocks.pool.listeners.append(self.offloader)
 
     def begin(self, request_id, prompt):
         self.scheduler.add(Request(request_id, prompt, params()))
@@ -541,7 +541,7 @@ def test_a_copy_waits_for_steps_in_flight_where_they_may_use_its_blocks(complete
     scheduler.abort("b")
     for _ in range(2 if completed else 1):
         offloader.step_completed()
-    assert begin("c", [1, 2, 3, 4, 5]) is None and len(scheduler.fetches) == 1
+    assert begin("c", [1, 2, 3, 4, 5]) is None and len(scheduler.blocks.fetches) == 1
     assert offloader.transfers.waits[1:] == [not completed] * 2, (
         "out with what b has left, in with what a had"
     )
@@ -551,7 +551,7 @@ def test_a_copy_waits_for_steps_in_flight_where_they_may_use_its_blocks(complete
 def test_what_a_fetch_takes_and_nothing_below_has_is_copied_out_before():
     small = Small()
     small.come_and_go()
-    assert small.begin("c", [1, 2, 3, 4, 5]) is None and len(small.scheduler.fetches) == 1
+    assert small.begin("c", [1, 2, 3, 4, 5]) is None and len(small.scheduler.blocks.fetches) == 1
     assert small.transfers.behind == [2], "the first copy out was of a's blocks, the second is of b's"
     small.scheduler.abort("c")
     assert small.begin("d", [6, 7, 8, 9, 6]) is None and small.transfers.behind == [2, 0], (
@@ -601,10 +601,10 @@ def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_the
     )
     policy = offload_policy(watermark=8)
     transfers = Recorded(32)
-    offloader = scheduler.tiers = Offloader(
+    offloader = scheduler.blocks.tiers = Offloader(
         scheduler, HostTier(32), transfers, {}, policy, Costs(2, 0.0005, {"host": 0.0001})
     )
-    scheduler.pool.listeners.append(offloader)
+    scheduler.blocks.pool.listeners.append(offloader)
 
     def step(**prompts):
         for name, prompt in prompts.items():
@@ -624,7 +624,7 @@ def test_what_hits_have_held_is_not_copied_out_when_a_step_is_about_to_write_the
     transfers.copied_out.clear()
     plan = step(short=[1, 2, 3, 4, 5], again=[*range(1, 14)])
     assert [entry.seq.request.request_id for entry in plan.scheduled] == ["short"] and len(
-        scheduler.fetches
+        scheduler.blocks.fetches
     ) == 1
     [copied] = transfers.copied_out
     assert not set(copied) & set(plan.scheduled[0].seq.block_ids)
@@ -650,8 +650,8 @@ def test_a_block_whose_content_a_copy_inherits_is_not_rewritten_before_it_was_co
     policy = offload_policy(watermark=4, on_registration=True)
     transfers = Recorded(8)
     offloader = Offloader(scheduler, HostTier(8), transfers, {}, policy, Costs(2, 0.0, {"host": 0.0}))
-    scheduler.tiers = offloader
-    scheduler.pool.listeners.append(offloader)
+    scheduler.blocks.tiers = offloader
+    scheduler.blocks.pool.listeners.append(offloader)
     for request_id, prompt in (("a", [1, 2, 3]), ("b", [1, 2, 3])):
         scheduler.add(Request(request_id, prompt, params(skip_reading_prefix_cache=True)))
     offloader.poll()
@@ -681,13 +681,15 @@ def test_an_end_does_not_wait_for_a_disk_that_takes_nothing():
 
     costs = Costs(2, 0.0, {"host": 0.0, "disk": 0.0})
     tiers = {"disk": SimpleNamespace(contains=lambda key: False)}
-    offloader = scheduler.tiers = Offloader(scheduler, HostTier(2), Refused(2), tiers, policy, costs, clock)
-    scheduler.pool.listeners.append(offloader)
+    offloader = scheduler.blocks.tiers = Offloader(
+        scheduler, HostTier(2), Refused(2), tiers, policy, costs, clock
+    )
+    scheduler.blocks.pool.listeners.append(offloader)
     scheduler.add(Request("a", list(range(13)), params()))
     offloader.poll()
     scheduler.schedule()
     scheduler.abort("a")
-    assert len(scheduler.pool.cached_keys()) == 6, "more than the host has room for"
+    assert len(scheduler.blocks.pool.cached_keys()) == 6, "more than the host has room for"
     assert offloader.flush(1000.0) > 0 and now[0] < 500
     assert offloader.stats["disk"].failed_blocks > 0
     offloader.check()
@@ -731,8 +733,8 @@ def test_a_block_that_waits_for_a_slow_disk_is_not_copied_out_again_nor_counted_
     policy = offload_policy(has_host_tier=False, watermark=8)
     costs, transfers = Costs(2, 0.0, {"host": 0.0, "disk": 0.0}), Slow(64)
     tiers = {"disk": SimpleNamespace(contains=lambda key: False)}
-    offloader = scheduler.tiers = Offloader(scheduler, HostTier(64), transfers, tiers, policy, costs)
-    scheduler.pool.listeners.append(offloader)
+    offloader = scheduler.blocks.tiers = Offloader(scheduler, HostTier(64), transfers, tiers, policy, costs)
+    scheduler.blocks.pool.listeners.append(offloader)
     for name, first in (("a", 0), ("b", 100)):
         scheduler.add(Request(name, list(range(first, first + 13)), params()))
         offloader.poll()
@@ -758,10 +760,10 @@ def test_while_nothing_may_leave_nobody_looks_for_what_might():
     policy = offload_policy(block_bytes=10, watermark=16, bytes_per_s=40.0)
     costs = Costs(2, 0.0, {"host": 0.0})
     offloader = Offloader(scheduler, HostTier(16), Recorded(16), {}, policy, costs, clock=lambda: now[0])
-    scheduler.tiers = offloader
-    scheduler.pool.listeners.append(offloader)
-    coldest = scheduler.pool.coldest
-    scheduler.pool.coldest = lambda count: looks.append(now[0]) or coldest(count)
+    scheduler.blocks.tiers = offloader
+    scheduler.blocks.pool.listeners.append(offloader)
+    coldest = scheduler.blocks.pool.coldest
+    scheduler.blocks.pool.coldest = lambda count: looks.append(now[0]) or coldest(count)
     scheduler.add(Request("a", list(range(21)), params()))
     offloader.poll()
     scheduler.schedule()

@@ -237,9 +237,9 @@ class TieredTrace(Trace):
         if past is not None:
             self.r.seed(-seed)
         r, scheduler = self.r, self.scheduler
-        if not scheduler.pool.enable_caching:
-            scheduler.pool.enable_caching = True
-        num_blocks = scheduler.pool.num_blocks
+        if not scheduler.blocks.pool.enable_caching:
+            scheduler.blocks.pool.enable_caching = True
+        num_blocks = scheduler.blocks.pool.num_blocks
         self.device = TieredDevice(r, num_blocks, self.block_size)
         self.fetching = r.choice((1.0, 1.0, 0.5))
         self.disks = {} if disks is None else disks
@@ -271,8 +271,8 @@ class TieredTrace(Trace):
             Costs(self.block_size, r.choice((0.01, 0.001)), {"host": 0.001, "disk": 0.02 * r.random()}),
             clock=self.clock,
         )
-        scheduler.tiers = self
-        scheduler.pool.listeners.append(self.offloader)
+        scheduler.blocks.tiers = self
+        scheduler.blocks.pool.listeners.append(self.offloader)
 
     def clock(self):
         self.time += 0.001
@@ -347,7 +347,7 @@ class TieredTrace(Trace):
                 self.see(*self.in_flight.popleft())
             self.seen["sleeps"] += 1
             self.offloader.quiesce()
-            assert not self.scheduler.fetches and not self.transfers.out and not self.transfers.into
+            assert not self.scheduler.blocks.fetches and not self.transfers.out and not self.transfers.into
             self.scheduler.preempt_all()
             self.scheduler.reset_prefix_cache()
             self.device.slots = [None] * len(self.device.slots)
@@ -371,7 +371,7 @@ class TieredTrace(Trace):
     def compare(self):
         for _ in range(2000):
             self.offloader.tick()
-            if not self.scheduler.fetches:
+            if not self.scheduler.blocks.fetches:
                 break
         self.offloader.check()
         self.scheduler.check()

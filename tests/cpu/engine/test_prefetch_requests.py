@@ -193,7 +193,7 @@ def test_an_owner_that_is_lost_in_the_middle_of_a_prompt_costs_time_and_no_token
     def lose():
         steps.append(True)
         if len(steps) == 3:
-            until(lambda: trio.reader.scheduler.fetches, trio.reader)
+            until(lambda: trio.reader.scheduler.blocks.fetches, trio.reader)
             if way == "gone":
                 lender.peers.lender._server.close()
             elif way == "withdrawn":
@@ -257,10 +257,12 @@ def test_a_prefetch_request_that_is_aborted_gives_everything_back(trio, chunked)
     lender.add(request("p", offers_kv=True, max_tokens=1))
     [output] = lender.step()
     trio.reader.add(request("f", kv_ticket=output.kv_ticket, fetches_only=True))
-    until(lambda: trio.reader.scheduler.fetches, trio.reader)
+    until(lambda: trio.reader.scheduler.blocks.fetches, trio.reader)
     trio.reader.check()
     trio.reader.abort("f")
-    until(lambda: not trio.reader.scheduler.fetches, trio.reader)  # while the lender computes no more of it
+    until(
+        lambda: not trio.reader.scheduler.blocks.fetches, trio.reader
+    )  # while the lender computes no more of it
     until(lambda: not (lender.has_work or trio.reader.has_work), lender, trio.reader)
     all_is_given_back(lender, trio.reader)
     assert lender.stats().kv_loans.offers == blocks_in(trio.reader) == 0
@@ -311,7 +313,7 @@ def test_a_cache_that_is_lost_under_a_prefetch_request_is_computed(build, trio, 
         [first] = run(trio.lender, request("p", prompt, offers_kv=True, max_tokens=1))
         [expected] = run(one, request("one", prompt, first.tokens))
         reader.add(request("f", prompt, kv_ticket=first.ticket, fetches_only=True))
-        until(lambda: reader.scheduler.running and not reader.scheduler.fetches, reader)
+        until(lambda: reader.scheduler.running and not reader.scheduler.blocks.fetches, reader)
         reader.sleep(1, mode="keep") if way == "sleep" else reader.update_weights(str(changed))
         reader.wake_up() if way == "sleep" else None
         behind = request("d", prompt, first.tokens)
@@ -350,7 +352,7 @@ def new_scheduler(**options):
         "max_model_len": 32,
     }
     scheduler = Scheduler(**defaults | options)
-    scheduler.peers = FakeSource(5)
+    scheduler.blocks.peers = FakeSource(5)
     return scheduler
 
 
@@ -371,7 +373,7 @@ def test_a_continuation_starts_before_those_who_lack_room():
     scheduler.add(ahead("f", prompt))
     assert scheduler.schedule() is None
     scheduler.add(request("long", list(range(50, 70))))
-    [fetch] = scheduler.peers.begun
+    [fetch] = scheduler.blocks.peers.begun
     assert len(fetch.keys) == 5
     scheduler.fetched(fetch, 5)
     assert scheduler.schedule() is None, "two blocks are free, and the other one needs five"
@@ -392,7 +394,7 @@ def test_a_continuation_waits_for_what_is_on_its_way():
     scheduler.schedule()
     scheduler.add(continuation("d", "f", prompt, 7))
     assert scheduler.schedule() is None
-    scheduler.fetched(scheduler.peers.begun[0], 2)
+    scheduler.fetched(scheduler.blocks.peers.begun[0], 2)
     [entry] = scheduler.schedule().scheduled
     assert (entry.seq.request.request_id, entry.start, entry.num_tokens) == ("d", 8, 13)
     scheduler.check()
@@ -404,7 +406,7 @@ def test_a_continuation_whose_first_token_was_lost_starts_though_its_whole_promp
     prompt = list(range(20))
     scheduler.add(ahead("f", prompt))
     scheduler.schedule()
-    scheduler.fetched(scheduler.peers.begun[0], 5)
+    scheduler.fetched(scheduler.blocks.peers.begun[0], 5)
     behind = request("d", prompt)
     behind.continues = "f"
     scheduler.add(behind)
@@ -416,21 +418,21 @@ def test_a_continuation_whose_first_token_was_lost_starts_though_its_whole_promp
 
 def test_a_prefetch_request_gives_way_to_sequences_that_run():
     scheduler = new_scheduler(num_blocks=7)
-    scheduler.peers.end = 0
+    scheduler.blocks.peers.end = 0
     scheduler.add(request("runs", list(range(50, 54)), max_tokens=10))
     plan = scheduler.schedule()
-    scheduler.peers.end = 5
+    scheduler.blocks.peers.end = 5
     prompt = list(range(19))
     scheduler.add(ahead("f", prompt))
     scheduler.update(plan, [1])
     for _ in range(6):
         plan = scheduler.schedule()
-        if scheduler.fetches:
-            scheduler.fetched(scheduler.fetches[0], 4)
+        if scheduler.blocks.fetches:
+            scheduler.fetched(scheduler.blocks.fetches[0], 4)
         scheduler.check()
         scheduler.update(plan, [1])
     assert [seq.request.request_id for seq in scheduler.take_finished_outside()] == ["f"]
-    scheduler.peers.end = 0
+    scheduler.blocks.peers.end = 0
     scheduler.add(continuation("d", "f", prompt, 7))
     while scheduler.has_work:
         plan = scheduler.schedule()

@@ -119,8 +119,8 @@ def schedule_of(name: str) -> list[str]:
     scheduler = Scheduler(**options_of(changes))
     sources = [SlowSource(number) for number in range(changes.get("fetches", 0))]
     if sources:
-        scheduler.tiers = sources[0]
-        scheduler.peers = sources[1] if len(sources) > 1 else None
+        scheduler.blocks.tiers = sources[0]
+        scheduler.blocks.peers = sources[1] if len(sources) > 1 else None
     arrivals = deque(requests_of(7))
     in_flight: deque[StepPlan] = deque()
     steps, now = [], 0

@@ -300,7 +300,7 @@ class Trace:
             seq.grammar is not None and seq.grammar.is_waiting
             for seq in (*self.scheduler.running, *self.scheduler.waiting)
         )
-        return bool(self.held or self.scheduler.fetches or waiting)
+        return bool(self.held or self.scheduler.blocks.fetches or waiting)
 
     def check_target(self, plan: StepPlan) -> None:
         """A step with decodes ends in time, or takes no more of prompts than it takes at least."""
@@ -370,7 +370,7 @@ class Trace:
                 self.seen["ended from outside"] += 1
             assert scheduler.abort(request_id) is None
         if r.random() < 0.02:
-            is_idle = not scheduler.fetches and not any(s.block_ids for s in scheduler.running)
+            is_idle = not scheduler.blocks.fetches and not any(s.block_ids for s in scheduler.running)
             assert scheduler.reset_prefix_cache() == is_idle
             self.device.epoch += 1
 

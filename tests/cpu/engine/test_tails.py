@@ -34,7 +34,7 @@ def scheduler():
     made = Scheduler(
         num_blocks=20, block_size=SIZE, max_num_seqs=4, max_num_batched_tokens=64, max_model_len=64
     )
-    made.peers = Elsewhere()
+    made.blocks.peers = Elsewhere()
     return made
 
 
@@ -55,7 +55,7 @@ def holding(scheduler, **options):
     """A prefetch request whose blocks have come."""
     seq = scheduler.add(ahead("f", **options))
     assert scheduler.schedule() is None
-    [fetch] = scheduler.fetches
+    [fetch] = scheduler.blocks.fetches
     scheduler.fetched(fetch, len(fetch.keys))
     assert scheduler.schedule() is None and seq.status is SequenceStatus.HOLDING
     scheduler.check()
@@ -75,7 +75,7 @@ def planned(scheduler):
 def test_the_first_step_is_a_decode_of_one_token(scheduler):
     seq = scheduler.add(request("d"))
     assert scheduler.schedule() is None
-    [fetch] = scheduler.fetches
+    [fetch] = scheduler.blocks.fetches
     assert fetch.keys == keys_with_tail(seq.keys, seq.root, PROMPT, SIZE) and fetch.num_full == 4
     scheduler.fetched(fetch, 5)
     scheduler.check()
@@ -101,14 +101,14 @@ def test_prompts_around_the_ends_of_blocks_leave_one_token_to_compute(scheduler,
 
 def test_it_joins_the_decodes_of_a_step_with_prefills(scheduler):
     scheduler.add(request("runs", range(6), first=()))
-    scheduler.peers.lacks = 99
+    scheduler.blocks.peers.lacks = 99
     planned(scheduler)
-    scheduler.peers.lacks = 0
+    scheduler.blocks.peers.lacks = 0
     prefetch = scheduler.add(ahead("f"))
     assert planned(scheduler) == ([("runs", 6, 1)], [])
-    scheduler.fetched(scheduler.fetches[0], 5)
+    scheduler.fetched(scheduler.blocks.fetches[0], 5)
     assert prefetch.status is SequenceStatus.HOLDING
-    scheduler.peers.lacks = 99
+    scheduler.blocks.peers.lacks = 99
     scheduler.add(request("d", continues="f"))
     scheduler.add(request("new", range(50, 55), first=()))
     assert planned(scheduler) == ([("d", 18, 1), ("runs", 7, 1)], [("new", 0, 5)])
@@ -117,14 +117,14 @@ def test_it_joins_the_decodes_of_a_step_with_prefills(scheduler):
 def test_a_tail_is_found_by_nobody_else_until_its_block_is_full(scheduler):
     holding(scheduler)
     scheduler.add(request("d", continues="f"))
-    scheduler.peers.lacks = 99
+    scheduler.blocks.peers.lacks = 99
     [seq] = scheduler.waiting
     planned(scheduler)
     full, tail = seq.block_ids[:4], seq.block_ids[4]
-    assert scheduler.pool.match(seq.keys) == full and scheduler.pool.key_of(tail) is None
+    assert scheduler.blocks.pool.match(seq.keys) == full and scheduler.blocks.pool.key_of(tail) is None
     planned(scheduler)  # Position 19, the block's last, is computed; its key is known when its token is.
     planned(scheduler)
-    assert scheduler.pool.match(seq.keys) == [*full, tail]
+    assert scheduler.blocks.pool.match(seq.keys) == [*full, tail]
     again = scheduler.add(request("again", [*PROMPT, FIRST, 1, 1], first=()))
     assert planned(scheduler)[0][-1] == ("again", 20, 1) and again.block_ids[:5] == seq.block_ids[:5]
 
@@ -133,10 +133,10 @@ def test_a_first_token_that_fills_the_block_makes_it_findable_with_that_token(sc
     prompt = PROMPT[:15]
     seq = scheduler.add(request("d", prompt))
     scheduler.schedule()
-    scheduler.fetched(scheduler.fetches[0], 4)
-    assert scheduler.pool.match(seq.keys) == seq.block_ids[:3], "its last token has not been computed"
+    scheduler.fetched(scheduler.blocks.fetches[0], 4)
+    assert scheduler.blocks.pool.match(seq.keys) == seq.block_ids[:3], "its last token has not been computed"
     planned(scheduler)
-    assert scheduler.pool.match(seq.keys) == seq.block_ids[:4] and len(seq.keys) == 4
+    assert scheduler.blocks.pool.match(seq.keys) == seq.block_ids[:4] and len(seq.keys) == 4
 
 
 @pytest.mark.parametrize(
@@ -154,7 +154,7 @@ def test_a_first_token_that_fills_the_block_makes_it_findable_with_that_token(sc
 )
 def test_a_prefetch_request_of_something_else_gives_no_wrong_token(scheduler, other):
     tail = holding(scheduler).block_ids[4]
-    scheduler.peers.lacks = 99
+    scheduler.blocks.peers.lacks = 99
     scheduler.add(request("d", continues="f", **other))
     (seq,) = scheduler.waiting
     decodes, [(_, start, num_tokens)] = planned(scheduler)
@@ -164,7 +164,7 @@ def test_a_prefetch_request_of_something_else_gives_no_wrong_token(scheduler, ot
 
 def test_a_prefetch_request_has_one_continuation(scheduler):
     holding(scheduler)
-    scheduler.peers.lacks = 99
+    scheduler.blocks.peers.lacks = 99
     scheduler.add(request("d", continues="f"))
     scheduler.add(request("e", continues="f"))
     decodes, prefills = planned(scheduler)
@@ -188,7 +188,7 @@ def test_a_continuation_that_has_more_tokens_computes_those(scheduler):
 @pytest.mark.parametrize("num_tokens", [3, 18])
 def test_a_reset_cache_takes_the_tail_with_it(scheduler, num_tokens):
     holding(scheduler, prompt=PROMPT[:num_tokens])
-    scheduler.peers.lacks = 99
+    scheduler.blocks.peers.lacks = 99
     assert not scheduler.reset_prefix_cache()
     scheduler.add(request("d", PROMPT[:num_tokens], continues="f"))
     assert planned(scheduler) == ([], [("d", 0, num_tokens + 1)])
@@ -196,8 +196,8 @@ def test_a_reset_cache_takes_the_tail_with_it(scheduler, num_tokens):
 
 def test_a_tail_behind_a_block_that_is_forgotten_is_computed(scheduler):
     prefetch = holding(scheduler)
-    scheduler.peers.lacks = 99
-    scheduler.pool.reset(prefetch.keys[2:3])
+    scheduler.blocks.peers.lacks = 99
+    scheduler.blocks.pool.reset(prefetch.keys[2:3])
     scheduler.add(request("d", continues="f"))
     assert planned(scheduler) == ([], [("d", 8, 11)])
 
@@ -205,9 +205,9 @@ def test_a_tail_behind_a_block_that_is_forgotten_is_computed(scheduler):
 @pytest.mark.parametrize("way", ["aborted", "preempted"])
 def test_a_prefetch_request_that_is_gone_leaves_its_full_blocks_alone(scheduler, way):
     holding(scheduler)
-    scheduler.peers.lacks = 99
+    scheduler.blocks.peers.lacks = 99
     scheduler.abort("f") if way == "aborted" else scheduler.preempt_all()
-    assert scheduler.pool.num_free == 20
+    assert scheduler.blocks.pool.num_free == 20
     scheduler.add(request("d", continues="f"))
     assert planned(scheduler) == ([], [("d", 16, 3)])
 
@@ -215,36 +215,39 @@ def test_a_prefetch_request_that_is_gone_leaves_its_full_blocks_alone(scheduler,
 def test_a_sequence_that_is_preempted_before_its_first_step_computes_its_tail(scheduler):
     seq = scheduler.add(request("d"))
     scheduler.schedule()
-    scheduler.fetched(scheduler.fetches[0], 5)
+    scheduler.fetched(scheduler.blocks.fetches[0], 5)
     scheduler.preempt_all()
-    scheduler.peers.lacks = 99
+    scheduler.blocks.peers.lacks = 99
     assert planned(scheduler) == ([], [("d", 16, 3)]) and seq.num_admissions == 2
 
 
 def test_a_tail_that_comes_too_late_is_not_taken_for_a_full_block(scheduler):
     """Its sequence was preempted, started again, and has filled the block by itself."""
-    scheduler.peers.lacks = 99
+    scheduler.blocks.peers.lacks = 99
     scheduler.add(request("before", PROMPT, first=(), max_tokens=1))
     planned(scheduler)
-    scheduler.peers.lacks = 0
+    scheduler.blocks.peers.lacks = 0
     seq = scheduler.add(request("d"))
     assert scheduler.schedule() is None
-    [late] = scheduler.fetches
+    [late] = scheduler.blocks.fetches
     assert (late.start, len(late.keys), late.num_full) == (4, 1, 0), "only the tail is missing"
     scheduler.preempt_all()
-    scheduler.peers.lacks = 99
+    scheduler.blocks.peers.lacks = 99
     for _ in range(4):
         planned(scheduler)
-    found = scheduler.pool.match(seq.keys)
+    found = scheduler.blocks.pool.match(seq.keys)
     assert len(found) == 5 and late.blocks[0] not in found
     scheduler.fetched(late, 1)
     scheduler.check()
-    assert scheduler.pool.match(seq.keys) == found and scheduler.pool.key_of(late.blocks[0]) is None
+    assert (
+        scheduler.blocks.pool.match(seq.keys) == found
+        and scheduler.blocks.pool.key_of(late.blocks[0]) is None
+    )
 
 
 def test_what_lends_its_prompt_and_what_is_embedded_are_prefills(scheduler):
     """A prefill notifies readers of its layers, and gives a hidden state."""
-    scheduler.peers.lacks = 99
+    scheduler.blocks.peers.lacks = 99
     scheduler.add(request("before", PROMPT[:17], first=(), max_tokens=1))
     planned(scheduler)
     lends = request("lends", PROMPT[:17], first=())
@@ -271,12 +274,12 @@ def test_a_continuation_has_one_part_of_a_step(threshold):
         max_model_len=64,
         long_prefill_token_threshold=threshold,
     )
-    scheduler.peers = Elsewhere()
+    scheduler.blocks.peers = Elsewhere()
     seq = scheduler.add(ahead("f"))
     scheduler.schedule()
-    scheduler.fetched(scheduler.fetches[0], 0)
+    scheduler.fetched(scheduler.blocks.fetches[0], 0)
     assert seq.status is SequenceStatus.HOLDING
-    scheduler.peers.lacks = 99
+    scheduler.blocks.peers.lacks = 99
     scheduler.add(request("other", range(40, 52), first=()))
     scheduler.add(request("d", continues="f"))
     for _ in range(3):
@@ -311,9 +314,9 @@ class LentTrace(Trace):
     def __init__(self, seed: int):
         super().__init__(seed)
         scheduler = self.scheduler
-        scheduler.pool.enable_caching = True
-        scheduler.peers = self
-        self.device = LentDevice(scheduler.pool.num_blocks, self.block_size)
+        scheduler.blocks.pool.enable_caching = True
+        scheduler.blocks.peers = self
+        self.device = LentDevice(scheduler.blocks.pool.num_blocks, self.block_size)
         self.under_way = []
         self.num_requests = 0
         self.later: list[Request] = []  # continuations that have not come

@@ -287,8 +287,8 @@ def test_after_an_interrupt_the_scheduler_knows_of_the_new_offloader_alone():
     tiers, _, scheduler = open_tiers(events=(listener := Listener()))
     first = tiers.offloader
     tiers.start_anew()
-    assert scheduler.tiers is tiers.offloader is not first
-    assert first not in scheduler.pool.listeners and tiers.offloader in scheduler.pool.listeners
+    assert scheduler.blocks.tiers is tiers.offloader is not first
+    assert first not in scheduler.blocks.pool.listeners and tiers.offloader in scheduler.blocks.pool.listeners
     assert listener.told == [("cleared", CPU)]
     tiers.check()
 

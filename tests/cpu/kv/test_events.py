@@ -225,13 +225,13 @@ def test_events_of_any_load_match_the_pool(seed):
         if r.random() < 0.5:
             for batch in events.drain():
                 view.apply(kv_events.encode(batch))
-            assert view.names() == set(names(scheduler.pool.cached_keys()))
+            assert view.names() == set(names(scheduler.blocks.pool.cached_keys()))
             assert {parent for parent, _ in view.blocks.values()} <= view.names() | {None}, (
                 "cached, and out of reach"
             )
         if r.random() < 0.05:
             late = View(SIZE).apply(kv_events.encode(events.snapshot()))
-            assert late.names() == set(names(scheduler.pool.cached_keys()))
+            assert late.names() == set(names(scheduler.blocks.pool.cached_keys()))
     assert scheduler.stats().prefix_cache_hits > 0
     events.close()
 

@@ -1,0 +1,324 @@
+"""`SequenceBlocks`: which KV blocks each sequence has. It finds cached prefixes, gives sequences blocks,
+makes computed blocks findable, and knows of the blocks that are on their way or lent to other workers.
+
+scheduler.py decides who starts, grows and ends; kv/blocks.py counts references; the sources (lower tiers and
+other workers) copy. A block of a running sequence goes through these states:
+
+    start, grow --> held, not computed --> computed --> findable by other sequences --> release
+                      |                                     ^
+                      fetch --> on its way --> arrived -----+
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter, abc
+from typing import TYPE_CHECKING
+
+from shoal.engine.scheduling.sequence import Fetch, Sequence, Source, Tiers
+from shoal.hashing import common_length, extend_keys, keys_with_tail
+from shoal.kv.blocks import BlockPool
+from shoal.stats import Stats
+
+if TYPE_CHECKING:
+    from shoal.kv.events.publisher import KvEvents
+
+NEVER = sys.maxsize  # `register_at` of a sequence whose blocks must stay out of the prefix cache
+
+
+class SequenceBlocks:
+    """The KV blocks of one engine's sequences.
+
+    A sequence that waits has no blocks. From `start` to `release` it has blocks for all its tokens, in order,
+    and `grow` adds one where a decode needs it. This class writes the sequence's `block_ids`, `keys`,
+    `register_at`, `promised`, `fetch` and the counts of cached tokens, and no other field.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        events: KvEvents | None = None,
+    ) -> None:
+        self.pool = BlockPool(num_blocks, enable_prefix_caching, events)
+        self.block_size = block_size
+        self.tiers: Tiers | None = None
+        self.peers: Source | None = None  # other workers that have blocks of prompts
+        self.fetches: list[Fetch] = []  # all that are under way, also for sequences that have left meanwhile
+        self._events = events
+        self._lent = Counter[int]()  # how often each block is held for readers in other workers
+        self._arriving: set[bytes] = set()  # keys of the blocks that fetches will make findable
+        # key of a block -> how many of the sequences that compute prompts now will make it findable
+        self._promised: dict[bytes, int] = {}
+        # the prompt that was looked up last: its root, tokens and keys
+        self._last_looked_up: tuple[bytes, list[int], list[bytes]] = b"", [], []
+        self._num_queries = 0  # tokens looked up in the prefix cache
+        self._num_hits = 0
+        self._num_external_queries = 0  # tokens looked up in the sources
+        self._num_external_hits = 0
+
+    @property
+    def room(self) -> int:
+        """The most tokens that one sequence can have."""
+        return self.pool.num_blocks * self.block_size
+
+    # A sequence's life
+
+    def find(self, seq: Sequence) -> list[int]:
+        """Returns the cached blocks of the sequence's longest prefix, without the last token: that one is
+        always computed, because its logits are needed to sample the next."""
+        if not self._looks_up(seq):
+            return []
+        root, token_ids, keys = self._last_looked_up
+        if not seq.keys and root == seq.root:  # comparing tokens is many times as fast as hashing them
+            seq.keys = keys[: common_length(seq.token_ids, token_ids) // self.block_size]
+        self._last_looked_up = seq.root, seq.token_ids, seq.keys
+        extend_keys(seq.keys, seq.root, seq.token_ids, self.block_size)
+        return self.pool.match(seq.keys[: (seq.num_tokens - 1) // self.block_size])
+
+    def is_coming(self, seq: Sequence, index: int) -> bool:
+        """True if another sequence computes or fetches the block `index` of this one, which will then be
+        found in the cache. A block's key covers all tokens before it, so equal keys mean equal positions."""
+        if not self._looks_up(seq) or index >= (seq.num_tokens - 1) // self.block_size:
+            return False
+        key = seq.keys[index]
+        return key in self._arriving or key in self._promised
+
+    def start(self, seq: Sequence, found: list[int], num_cached: int) -> bool:
+        """Gives a waiting sequence blocks for all its tokens. The first are `found`, with the KV of
+        `num_cached` tokens. Returns False, with nothing changed, if there is no room for the others."""
+        num_full, size = num_cached // self.block_size, self.block_size
+        blocks = self.pool.try_allocate(-(-seq.num_tokens // size) - len(found), shared=found)
+        if blocks is None:
+            return False
+        seq.block_ids = blocks
+        seq.num_computed = num_cached
+        seq.num_admissions += 1
+        seq.register_at = NEVER
+        if self.pool.enable_caching:
+            seq.register_at = (num_full + 1) * size
+            extend_keys(seq.keys, seq.root, seq.token_ids, size)
+            seq.promised = seq.keys[num_full:]
+            for key in seq.promised:
+                self._promised[key] = self._promised.get(key, 0) + 1
+        # A preempted sequence mostly finds its own blocks again, which do not count as hits.
+        if seq.num_admissions == 1 and self._looks_up(seq):
+            seq.num_cached_tokens = seq.num_computed
+            if not seq.request.continues:  # otherwise its prefetch request was counted
+                self._num_queries += seq.num_tokens
+                self._num_hits += seq.num_computed
+        return True
+
+    def inherited(
+        self, seq: Sequence, holder: Sequence, blocks: list[int], end: int
+    ) -> tuple[list[int], int]:
+        """Returns the cached blocks of a sequence's prefix and their number of tokens, as `start` takes them.
+        `holder`: the sequence's prefetch request, which has just ended with these `blocks` and the KV of its
+        tokens up to `end`. No other sequence has the last of them, and none can take it before `seq` does."""
+        found = self.find(seq)
+        if self._has_same_tail(seq, holder, end, len(found)):
+            return [*found, blocks[len(found)]], min(end, seq.num_tokens - 1)
+        return found, len(found) * self.block_size
+
+    def grow(self, seq: Sequence) -> bool:
+        """Gives the sequence one block more. Returns False if none is free."""
+        blocks = self.pool.try_allocate(1)
+        if blocks is None:
+            return False
+        seq.block_ids += blocks
+        return True
+
+    def computed(self, seq: Sequence) -> None:
+        """Makes the sequence's full blocks findable, as far as its tokens are known and a step that computes
+        them is planned. They may be found before they are written: they are read only later in that step, or
+        in a later one."""
+        num_known = min(seq.num_computed, len(seq.token_ids))
+        if num_known < seq.register_at:
+            return
+        size = self.block_size
+        num_full = num_known // size
+        extend_keys(seq.keys, seq.root, seq.token_ids, size)
+        start = seq.register_at // size - 1
+        self._make_findable(seq, start, seq.block_ids[start:num_full])
+        seq.register_at = (num_full + 1) * size
+
+    def prompt_ends(self, seq: Sequence) -> None:
+        """Drops the sequence's promises of blocks: its prompt has been computed, or will not be."""
+        for key in seq.promised:
+            self._promised[key] -= 1
+            if not self._promised[key]:
+                del self._promised[key]
+        seq.promised = []
+
+    def release(self, seq: Sequence) -> None:
+        """Takes the sequence's blocks back. Steps in flight may still write there, but the next owner writes
+        later."""
+        self.prompt_ends(seq)
+        self._release(seq.block_ids)
+        seq.block_ids, seq.fetch = [], None
+
+    # Blocks from lower tiers and other workers
+
+    def fetch(self, seq: Sequence) -> bool:
+        """Starts a fetch of the missing blocks of a sequence that has just started, from the first source
+        that has them. Returns whether the sequence waits for it."""
+        sources = [source for source in (self.tiers, self.peers) if source is not None]
+        if not sources or not self._looks_up(seq):
+            return False
+        if seq.num_admissions == 1:
+            self._num_external_queries += seq.num_tokens - seq.num_computed
+        return self._fetch(seq, seq.num_computed // self.block_size, sources)
+
+    def _fetch(self, seq: Sequence, start: int, sources: abc.Sequence[Source]) -> bool:
+        """Starts a fetch from the first of these sources that has the next block. When it ends, the sources
+        after that one are asked for blocks still missing."""
+        num_tokens, size = seq.num_tokens - 1, self.block_size
+        keys = keys_with_tail(seq.keys, seq.root, seq.token_ids[:num_tokens], size)
+        for i, source in enumerate(sources):
+            num_blocks = source.lookup(keys, start)
+            if num_blocks:
+                end = start + num_blocks
+                num_full = min(end, num_tokens // size) - start
+                fetch = Fetch(seq, start, keys[start:end], num_full, seq.block_ids[:end], sources[i + 1 :])
+                seq.fetch = fetch
+                self.pool.hold(fetch.held_blocks)
+                self.fetches.append(fetch)
+                self._arriving.update(fetch.keys[:num_full])
+                source.begin(fetch)
+                return True
+        return False
+
+    def arrived(self, fetch: Fetch, num_blocks: int) -> None:
+        """Ends a fetch whose first `num_blocks` blocks have arrived intact. If its sequence still waits for
+        it, the sources after this one are asked for the other blocks."""
+        self.fetches.remove(fetch)
+        num_full = min(num_blocks, fetch.num_full)
+        if fetch.findable:
+            self._arriving.difference_update(fetch.keys[: fetch.num_full])
+            self._make_findable(fetch.seq, fetch.start, fetch.blocks[:num_full])
+        seq = fetch.seq
+        is_wanted = seq.fetch is fetch  # otherwise the sequence has ended or was preempted meanwhile
+        if is_wanted:
+            seq.fetch = None
+            # A block that is not full has the tokens up to the last, which is always computed.
+            end = min((fetch.start + num_blocks) * self.block_size, seq.num_tokens - 1)
+            num_tokens = end - seq.num_computed
+            seq.num_computed = end
+            if seq.register_at != NEVER:
+                # The full blocks that have arrived are findable already.
+                seq.register_at += num_full * self.block_size
+            if seq.num_admissions == 1:
+                seq.num_cached_tokens += num_tokens
+                self._num_external_hits += num_tokens
+        self._release(fetch.held_blocks)
+        if is_wanted and fetch.findable:
+            self._fetch(seq, fetch.start + num_blocks, fetch.next_sources)
+
+    # Blocks for readers in other workers
+
+    def lend(self, blocks: abc.Sequence[int]) -> None:
+        """Holds blocks of a sequence, or findable blocks, until `take_back`."""
+        self.pool.hold(blocks)
+        self._lent.update(blocks)
+
+    def take_back(self, blocks: abc.Sequence[int]) -> None:
+        self._lent.subtract(blocks)
+        self._release(blocks)
+
+    def check_lent(self, lent: abc.Sequence[int]) -> None:
+        """Checks that these are the lent blocks, once for each reader."""
+        assert Counter(lent) == +self._lent, "blocks that are lent without a reader, or not held"
+
+    # Everything else
+
+    def reset(self, running: abc.Iterable[Sequence]) -> bool:
+        """Forgets all cached blocks. Returns False if some are in use: running sequences continue, but no
+        other sequence will find their KV."""
+        for seq in running:
+            self.prompt_ends(seq)
+            seq.register_at = NEVER
+        for fetch in self.fetches:
+            fetch.findable = False
+        self._arriving.clear()
+        idle = self.pool.reset()
+        if self._events is not None:
+            self._events.flush()  # the next step, which would do it, may be far away
+        return idle
+
+    def fill_in(self, stats: Stats) -> None:
+        """Adds the figures of the blocks to the scheduler's."""
+        stats.num_blocks = self.pool.num_blocks
+        stats.num_free_blocks = self.pool.num_free
+        stats.prefix_cache_queries, stats.prefix_cache_hits = self._num_queries, self._num_hits
+        stats.external_prefix_cache_queries = self._num_external_queries
+        stats.external_prefix_cache_hits = self._num_external_hits
+
+    def check(self, running: abc.Sequence[Sequence]) -> None:
+        """Checks references, promises and fetches. `running`: all sequences that have blocks. Raises
+        AssertionError."""
+        held = [*self._lent.elements()]
+        for blocks in (*(seq.block_ids for seq in running), *(fetch.held_blocks for fetch in self.fetches)):
+            held += blocks
+        self.pool.check(held)
+        assert self._promised == Counter(key for seq in running for key in seq.promised), (
+            "promises without a sequence"
+        )
+        waited_for = [seq.fetch for seq in running if seq.fetch is not None]
+        assert all(fetch in self.fetches for fetch in waited_for), "fetches and waiting sequences differ"
+        for seq in running:
+            assert not seq.promised or seq.register_at != NEVER, "a promise that is not kept"
+
+    # Inside
+
+    def _looks_up(self, seq: Sequence) -> bool:
+        """True if the sequence may use cached blocks. Prompt logprobs need every prompt token computed."""
+        params = seq.request.params
+        return (
+            self.pool.enable_caching
+            and params.prompt_logprobs is None
+            and not params.skip_reading_prefix_cache
+        )
+
+    def _has_same_tail(self, seq: Sequence, holder: Sequence, end: int, num_full: int) -> bool:
+        """True if the last block of a prefetch request has the tail after the first `num_full` blocks of its
+        continuation. The pool has no key for a tail, so a reset is recognized by `register_at`."""
+        size = self.block_size
+        if end % size == 0 or end // size != num_full:
+            return False
+        if holder.register_at == NEVER or not self._looks_up(seq):
+            return False
+        both = [keys_with_tail(one.keys, one.root, one.token_ids[:end], size) for one in (seq, holder)]
+        return both[0] == both[1]
+
+    def _make_findable(self, seq: Sequence, start: int, blocks: list[int]) -> None:
+        """Enters the sequence's full blocks from `start` on into the prefix cache. A block whose content is
+        findable already, in another block, stays with the sequence as a private copy."""
+        for block, key in zip(blocks, seq.keys[start:]):
+            self.pool.register(block, key)
+        if self.tiers is not None:
+            self.tiers.registered(seq, start, start + len(blocks))
+        if self._events is None:
+            return
+        # An event has a run of adjacent findable blocks: a block that stays a copy ends the run, which began
+        # at `run`.
+        size, end, run = self.block_size, start + len(blocks), start
+        for i in range(start, end + 1):
+            if i < end and self.pool.key_of(blocks[i - start]) is not None:
+                continue
+            if run < i:
+                self._events.stored(
+                    seq.keys[run:i],
+                    seq.keys[run - 1] if run else None,
+                    seq.token_ids[run * size : i * size],
+                    seq.request.adapter,
+                    seq.request.cache_salt,
+                )
+            run = i + 1
+
+    def _release(self, blocks: abc.Sequence[int]) -> None:
+        """Releases references on these blocks. The tiers are notified before another sequence can get the
+        blocks."""
+        if self.tiers is not None:
+            self.tiers.released(list(blocks))
+        self.pool.release(blocks)
