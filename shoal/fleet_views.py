@@ -66,7 +66,7 @@ class WorkerView(msgspec.Struct, kw_only=True):
     failed: int = 0  # its failed requests
     breaks: int = 0  # changes to the state broken since the router's start
 
-    def tell(self, stats: Stats) -> None:
+    def apply(self, stats: Stats) -> None:
         """Copies the engine's figures into this view."""
         self.running, self.waiting, self.preemptions = (
             stats.num_running,

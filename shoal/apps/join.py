@@ -134,11 +134,11 @@ async def weights_of_peers(
 
 def with_events(planned: ModelToServe, events: EventEndpoints) -> ModelToServe:
     """Returns the model with an engine that publishes to these addresses."""
-    told = KVEventsConfig(
+    kv_events = KVEventsConfig(
         enable_kv_cache_events=True, endpoint=events.publisher, replay_endpoint=events.replay
     )
     return ModelToServe(
-        planned.names, dataclasses.replace(planned.config, kv_events_config=told), planned.files
+        planned.names, dataclasses.replace(planned.config, kv_events_config=kv_events), planned.files
     )
 
 

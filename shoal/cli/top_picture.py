@@ -97,9 +97,9 @@ def _totals(view: FleetView, past: Sequence[Point], bars: str, width: int) -> Ta
         sparkline([p.running + p.waiting for p in past], bars, room),
     )
     if view.policy:
-        told = [f"{at_workers} at workers"] if at_workers else []
-        told += [f"{one.length} {what}, {duration(one.oldest_s)}" for one, what in queues if one.length]
-        table.add_row("queue", "; ".join(told) or "nothing waits")
+        waiting_at = [f"{at_workers} at workers"] if at_workers else []
+        waiting_at += [f"{one.length} {what}, {duration(one.oldest_s)}" for one, what in queues if one.length]
+        table.add_row("queue", "; ".join(waiting_at) or "nothing waits")
     table.add_row(
         "tokens/s",
         f"output {rate(recent.output_tokens_s)}, prompt {rate(recent.prompt_tokens_s)}, "

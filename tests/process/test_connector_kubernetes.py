@@ -140,7 +140,7 @@ def test_a_pod_that_does_not_end_is_not_awaited_for_ever(tmp_path, monkeypatch):
 
 
 def test_an_api_that_is_away_for_a_while_leaves_no_pod_that_nobody_awaits(tmp_path, monkeypatch):
-    """A worker that had been asked for came, and its addition had failed."""
+    """Regression: the requested worker came, although its addition had failed."""
 
     async def scenario(setup, connector):
         async def away(change):

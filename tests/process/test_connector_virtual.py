@@ -192,7 +192,7 @@ def test_the_files_are_for_any_language(tmp_path):
 
 
 def test_a_decision_after_the_file_was_removed_is_one_that_nobody_has_confirmed(tmp_path):
-    """Numbers from 1 on had all been confirmed, and the orchestrator would have waited for ever."""
+    """Regression: numbers began at 1 again, which had all been confirmed, so the orchestrator waited for ever."""
 
     async def run():
         (tmp_path / "scaled.json").write_text('{"scaled_decision_id": 7}\n')
@@ -230,7 +230,7 @@ async def started(folder, cluster, timeout_s=5.0):
 
 
 def test_a_confirmation_that_a_disk_does_not_give_for_a_while_is_awaited(tmp_path, caplog):
-    """The change had failed at once, and the orchestrator started a worker that nobody awaited."""
+    """Regression: the change failed at once, and the orchestrator started a worker that nobody awaited."""
 
     async def run():
         cluster = Cluster()
@@ -288,7 +288,7 @@ def test_an_addition_that_fails_in_any_way_gives_the_count_of_before(tmp_path, f
 
 
 def test_a_decision_that_cannot_be_written_is_none_that_others_wait_for(tmp_path):
-    """No further one was made until the planner started again."""
+    """Regression: no further decision was made until the planner started again."""
 
     async def run():
         cluster = Cluster()

@@ -562,7 +562,7 @@ def test_a_worker_that_was_taken_over_is_not_said_to_have_died_at_once(tmp_path,
 
 
 def test_workers_of_a_dead_arbiter_are_started_until_all_are_there(tmp_path, monkeypatch):
-    """One call that was not answered had lost those behind it, whose places were then free."""
+    """Regression: one call without an answer lost the calls after it, and the devices of their workers were free."""
     worker, adds, names = component(tmp_path, "m", "both", 3), [], set()
 
     class HastyClient:

@@ -171,7 +171,7 @@ def test_a_lost_node_fails_no_request_and_its_worker_comes_back(tmp_path, cluste
 
 
 def test_a_router_that_dies_is_started_again_with_its_workers(tmp_path, cluster, model):
-    """Its actor's process is killed. What it had reserved is free again, or its successor's workers had no room."""
+    """Its actor's process is killed. Its reservations must be free again for its successor's workers."""
     text = WORKERS.replace("count = 2", "count = 3")
     with Fleet(tmp_path, cluster, model, text) as fleet:
         before = {worker["pid"] for worker in fleet.ready(3).values()}

@@ -35,12 +35,12 @@ class RankWeights:
         """Loads these whole tensors on rank 0, and broadcasts them to the other ranks, which call
         `load_broadcast` meanwhile."""
 
-        def told(tensor: torch.Tensor) -> torch.Tensor:
+        def broadcast(tensor: torch.Tensor) -> torch.Tensor:
             if self.tp.size == 1:
                 return tensor
             return self.tp.broadcast(tensor.detach().to(self.device).contiguous())
 
-        self._load(tensors, ((name, told(tensor)) for name, tensor in tensors.items()))
+        self._load(tensors, ((name, broadcast(tensor)) for name, tensor in tensors.items()))
 
     def load_broadcast(self, listed: Sequence[Listed]) -> None:
         """Loads the tensors that rank 0 broadcasts. `listed`: names, dtypes and shapes, in rank 0's order."""

@@ -66,6 +66,8 @@ def reasons_of(choices: Any) -> set[str]:
 
 
 class ExternalStream:
+    """One client's stream of chunks: what was sent, and what the next worker must continue from."""
+
     def __init__(self, request: ExternalRequest) -> None:
         self.request = request
         self.token_ids: list[int] = []  # output sent to the client

@@ -44,6 +44,8 @@ MAX_REFUSALS = 10  # refusals by sleeping or stopping workers, until the request
 
 
 class FleetEngine(Control):
+    """One model's native workers as one Engine. A request of a worker that fails continues at another one."""
+
     def __init__(
         self,
         dispatcher: Dispatcher[RemoteEngine],

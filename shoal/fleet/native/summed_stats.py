@@ -17,6 +17,8 @@ MAX_GONE = 16  # workers that left and are kept apart, as they may return with t
 
 
 class SummedStats:
+    """Sums the stats of workers that come and go, so that no sum of counters falls."""
+
     def __init__(self) -> None:
         self._past = Stats()  # counts of engines that do not return
         self._seen: dict[str, Stats] = {}  # the last stats by address, workers that left first

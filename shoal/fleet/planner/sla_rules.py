@@ -168,7 +168,7 @@ def _planned(
     if not state.history:
         wanted = {role: max(count, config.least(role)) for role, count in counts.items()}
         return wanted, "no request has ended yet", wanted
-    demand = _foretold(config, state)
+    demand = _forecast(config, state)
     if not demand.rate:
         enough = {role: config.least(role) for role in counts}
         tight, why = enough, "no requests are expected"
@@ -195,7 +195,7 @@ def _steps_ahead(config: PlannerConfig) -> int:
     return math.ceil(config.startup_time / config.adjustment_interval) + 1
 
 
-def _foretold(config: PlannerConfig, state: SlaState) -> Demand:
+def _forecast(config: PlannerConfig, state: SlaState) -> Demand:
     """Returns the highest forecast rate until a worker that is started now has served for an interval, with
     the mean lengths."""
     steps = _steps_ahead(config)

@@ -410,7 +410,7 @@ class Fleet:
         )
         view.failed, view.breaks = worker.num_failed, worker.num_breaks
         if worker.stats is not None:
-            view.tell(worker.stats)
+            view.apply(worker.stats)
         elif worker.loads:
             view.running = sum(load.num_running for load in worker.loads)
             view.waiting = sum(load.num_waiting for load in worker.loads)

@@ -43,6 +43,8 @@ class SharedChanges(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ReplicaSync:
+    """Sends the changes of this router's active requests to the other routers, and applies theirs."""
+
     def __init__(self, registry: Registry, models: Callable[[], Iterable[ModelPool]]) -> None:
         """`models` returns the models of this router now."""
         self.num_sent = self.num_received = 0  # changes

@@ -152,6 +152,9 @@ class _Peer:
 
 
 class Hub:
+    """The members and subscribers of all announced processes. `take` and `tick` are its inputs, and `out` has
+    the messages to send, each with the name of its process."""
+
     def __init__(self, now: float, lease_s: float) -> None:
         self.out: deque[tuple[str, HubMessage]] = deque()
         self.reader = Reader()

@@ -54,6 +54,9 @@ class Batch:
 
 
 class PlannerLoop:
+    """Observes the fleet at intervals, has the planner decide, and carries out each decision as a batch of
+    changes. A failed change is reported to the planner, whose next decision starts from the fleet then."""
+
     def __init__(
         self,
         config: PlannerConfig,

@@ -301,7 +301,7 @@ class SimModel:
     def publish(self, rank: WorkerRank, worker: SimWorker) -> None:
         self.router.published(rank, worker.kv_usage, len(worker.waiting))
 
-    def tell(self, rank: WorkerRank, progress: Progress) -> None:
+    def apply_kv_events(self, rank: WorkerRank, progress: Progress) -> None:
         """Applies the KV events of a run, unless the policy is `kv_approx`, which has none."""
         if self._config.policy == "kv_approx" or self.worker(rank) is None:
             return

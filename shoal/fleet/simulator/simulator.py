@@ -267,9 +267,9 @@ class Simulation:
             self._gaps[round(math.log(gap) / GAP_CLASS)] += count
         self.finished += ended
         if self.config.event_delay_ms and (progress.stored or progress.removed):
-            self._at(self.now + self.config.event_delay_ms / 1000, model.tell, rank, progress)
+            self._at(self.now + self.config.event_delay_ms / 1000, model.apply_kv_events, rank, progress)
         else:
-            model.tell(rank, progress)
+            model.apply_kv_events(rank, progress)
         self._begin(model, rank, worker)
         model.publish(rank, worker)
         self._got(model, got)

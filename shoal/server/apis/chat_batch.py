@@ -63,9 +63,9 @@ async def _conversation(exchange: Exchange, batch: BatchChatCompletionRequest, i
             raise context_overflow(found.model.max_model_len, length, found.params.max_tokens)
         return found
     except ShoalError as error:
-        told = to_api_error(error, exchange.names)
+        api_error = to_api_error(error, exchange.names)
         where = f"messages[{i}]"
-        if told.param is not None and told.param.startswith("messages"):
-            told.param = where + told.param.removeprefix("messages")
-        told.message += f" (in {where})"
-        raise told from None
+        if api_error.param is not None and api_error.param.startswith("messages"):
+            api_error.param = where + api_error.param.removeprefix("messages")
+        api_error.message += f" (in {where})"
+        raise api_error from None

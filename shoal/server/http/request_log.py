@@ -133,18 +133,18 @@ def _tokens(generation: Generation, arrival: float) -> dict[str, Any]:
 
 def _tokens_of_external(line: Timeline) -> dict[str, Any]:
     """Returns the same fields of a request that was passed on, as far as its worker reports them."""
-    told = line.summary()
-    fields: dict[str, Any] = {"model": told.model}
-    if told.prompt_tokens:
-        fields |= {"prompt_tokens": told.prompt_tokens, "cached_tokens": told.cached_tokens}
-    if told.output_tokens:
-        fields |= {"completion_tokens": told.output_tokens, "ttft_seconds": told.ttft_s}
-    if told.itl_s:
-        fields["tokens_per_second"] = round(1 / told.itl_s, 1)
-    if told.finish_reason is not None:
-        fields["finish_reason"] = told.finish_reason
-    if told.workers:
-        fields["worker"] = told.workers[-1]
+    summary = line.summary()
+    fields: dict[str, Any] = {"model": summary.model}
+    if summary.prompt_tokens:
+        fields |= {"prompt_tokens": summary.prompt_tokens, "cached_tokens": summary.cached_tokens}
+    if summary.output_tokens:
+        fields |= {"completion_tokens": summary.output_tokens, "ttft_seconds": summary.ttft_s}
+    if summary.itl_s:
+        fields["tokens_per_second"] = round(1 / summary.itl_s, 1)
+    if summary.finish_reason is not None:
+        fields["finish_reason"] = summary.finish_reason
+    if summary.workers:
+        fields["worker"] = summary.workers[-1]
     return fields
 
 

@@ -162,7 +162,7 @@ class Monitor:
             view.state = WorkerState.DRAINING
         try:
             stats, state = await asyncio.gather(model.stats(), model.sleep_state())
-            view.tell(stats)
+            view.apply(stats)
             view.asleep = state.is_sleeping
         except ShoalError as error:
             view.state, view.why = WorkerState.BROKEN, str(error)

@@ -149,13 +149,13 @@ class _Meaning:
             meant["maxProperties"] = 0
             return
         value = meant.get("additionalProperties", True)
-        if names is True or value is False or not (told := names.keys() - ANNOTATIONS - {"type"}):
+        if names is True or value is False or not (keywords := names.keys() - ANNOTATIONS - {"type"}):
             return
         texts = names.get("enum", [names["const"]] if "const" in names else None)
-        if told <= {"enum", "const"} and isinstance(texts, list):
+        if keywords <= {"enum", "const"} and isinstance(texts, list):
             own = meant.get("properties", {})
             meant["properties"] = {**{text: value for text in texts if isinstance(text, str)}, **own}
-        elif told <= {"pattern", "minLength", "maxLength"} and (regex := _regex_of_names(names)):
+        elif keywords <= {"pattern", "minLength", "maxLength"} and (regex := _regex_of_names(names)):
             meant["patternProperties"] = {**meant.get("patternProperties", {}), regex: value}
         else:
             self._left_out.append(f"propertyNames {given!r:.100}")

@@ -385,7 +385,7 @@ def test_a_plane_that_is_no_url_fails():
 def test_a_plane_in_a_folder_needs_that_folder_and_a_path_that_a_socket_may_have(
     tmp_path, path, verdict, words
 ):
-    """The folder was not looked at, and the router ended at it."""
+    """Regression: the folder was not checked, and the router ended at its start."""
     (tmp_path / "a-file").write_text("")
     [found] = network.plane(what_is_asked(None, {"plane": f"ipc://{tmp_path / path}"}))
     assert found.verdict is verdict and words in found.found

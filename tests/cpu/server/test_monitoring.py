@@ -220,7 +220,7 @@ def test_a_monitor_that_fails_is_logged_and_requests_go_on(monkeypatch, caplog):
 
 def test_what_an_engine_says_of_its_blocks_is_in_the_view():
     view = WorkerView(id="w", url="", role="both", model="m", state="ready")
-    view.tell(
+    view.apply(
         Stats(
             num_running=2,
             num_waiting=1,

@@ -244,7 +244,8 @@ def test_a_worker_that_was_given_up_is_none_of_those_that_have_a_role_and_none_t
 
 @pytest.mark.parametrize("later_s", [0.1 * number for number in range(10)])
 def test_a_fleet_has_hope_when_the_first_worker_of_a_planner_does_not_start(tmp_path, later_s):
-    """Others may serve, and the planner tries it again: the fleet had ended, depending on who looked when."""
+    """Regression: the fleet ended, depending on the moment of the check, although other workers may serve and the
+    planner tries the addition again."""
 
     async def test(slow, connector):
         slow.is_bad = True

@@ -221,7 +221,7 @@ def test_a_season_comes_again():
 
 @pytest.mark.parametrize("season", [2, 3, 6, 9, 11])
 def test_a_series_of_any_length_has_a_forecast(season):
-    """A season of fewer than ten intervals had ended the planner after two of them."""
+    """Regression: a season of fewer than ten intervals ended the planner after two of them."""
     for num_values in range(1, least_points(season) + 2):
         values = [10.0 + number % season for number in range(num_values)]
         found = predict("holt_winters", values, 3, season)

@@ -297,7 +297,7 @@ def test_a_worker_that_ends_slowly_keeps_only_those_from_starting_who_need_its_r
 
 
 def test_a_worker_that_cannot_be_removed_keeps_none_from_being_added_for_which_there_is_room():
-    """Nothing had been added, for ever."""
+    """Regression: nothing was added any more."""
     fleet = plan_stuck(100, max_gpu_budget=5)
     assert fleet.counts == {"prefill": 2, "decode": 3}
     assert fleet.done.count(("remove", "prefill")) < 5
