@@ -45,7 +45,7 @@ def step(scheduler: Scheduler, events: KvEvents | None) -> float:
     begin = time.thread_time()
     plan = scheduler.schedule()
     assert plan is not None
-    scheduler.update(plan, [1] * len(plan.scheduled))
+    scheduler.update(plan, [[1]] * len(plan.scheduled))
     if events is not None:
         events.flush()
     return time.thread_time() - begin

@@ -75,7 +75,9 @@ class StepLoop:
         self._completed_at = 0.0  # when a step was completed last, seconds of the monotonic clock
         self._block_size = config.block_size
         self._depth = 1 if config.async_scheduling else 0  # steps in flight while the next one is scheduled
-        assert self._depth + 1 < RING, "tokens of a step would be overwritten before they are read"
+        assert self._depth + 1 < RING, (
+            f"more than {RING - 2} steps in flight: tokens would be overwritten before they are read"
+        )
         self._in_flight: deque[InFlight] = deque()
         self._late: list[Output] = []  # outputs of the steps that `drain` completed
         self.builder = self._new_builder()

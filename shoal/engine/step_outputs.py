@@ -25,7 +25,7 @@ class InFlight:
 
 
 def outputs_of(step: InFlight, results: list[TokenResult]) -> list[Output]:
-    """Returns an output for each of the step's tokens that count (Scheduler.update)."""
+    """Returns an output for each result of the step (Scheduler.update)."""
     result, outputs = step.result, []
     logprobs = result.logprobs.to_lists() if result.logprobs is not None else None
     if result.prompt_logprobs is not None:
@@ -36,7 +36,7 @@ def outputs_of(step: InFlight, results: list[TokenResult]) -> list[Output]:
     for sampled in results:
         seq, params = sampled.seq, sampled.seq.request.params
         num_given = seq.num_prompt_tokens + len(seq.request.output_token_ids)
-        is_first = len(seq.token_ids) == num_given + 1
+        is_first = len(seq.token_ids) - len(sampled.token_ids) == num_given
         if is_first and seq.started_at is None:  # It began as a decode.
             seq.started_at = step.launched_at
         output = Output(
@@ -50,10 +50,15 @@ def outputs_of(step: InFlight, results: list[TokenResult]) -> list[Output]:
         if seq.request.embed:
             output.embedding = embeddings[sampled.sample]
             continue
-        output.token_ids = [sampled.token_id]
-        output.stop_reason = seq.stop_reason
+        output.token_ids = sampled.token_ids
+        if sampled.finish_reason is not None:
+            output.stop_reason = seq.stop_reason
         if logprobs is not None and params.logprobs is not None:
-            output.logprobs = [_token_logprobs(logprobs, sampled.sample, sampled.token_id, params.logprobs)]
+            first = sampled.sample * result.queries
+            output.logprobs = [
+                _token_logprobs(logprobs, first + i, token_id, params.logprobs)
+                for i, token_id in enumerate(sampled.token_ids)
+            ]
         if params.prompt_logprobs is not None and is_first:
             output.prompt_logprobs = seq.prompt_logprobs or [None]
     return outputs

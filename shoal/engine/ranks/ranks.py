@@ -143,8 +143,8 @@ class Ranks:
             self._group.send(commands.STEP.name, packed)
         return self.runner.step(packed, options)
 
-    def wait(self, result: StepResult) -> list[int]:
-        """The step's tokens. Raises EngineDeadError if a rank dies meanwhile."""
+    def wait(self, result: StepResult) -> list[list[int]]:
+        """The step's tokens, a list for each sample. Raises EngineDeadError if a rank dies meanwhile."""
         if self._group is None:
             return result.wait()
         self._waits = True

@@ -69,15 +69,19 @@ POLL_S = 20e-6
 class StepResult:
     """A launched step. Everything is on the host once `done` has passed."""
 
-    tokens: torch.Tensor  # int32 [S]
+    tokens: torch.Tensor  # int32 [S, queries]: the tokens of each sample
     done: torch.cuda.Event | None  # None: the step has run
-    logprobs: LogprobTensors | None
+    logprobs: LogprobTensors | None  # of all tokens, sample after sample
     prompt_logprobs: LogprobTensors | None
     embeddings: torch.Tensor | None  # float32 [extras.embeds, D]
 
-    def wait(self, check: Callable[[], None] | None = None) -> list[int]:
-        """The tokens. This is the one host sync of a step. `check` is called while it waits, and raises if a
-        rank has died."""
+    @property
+    def queries(self) -> int:
+        return self.tokens.shape[1]
+
+    def wait(self, check: Callable[[], None] | None = None) -> list[list[int]]:
+        """The tokens of each sample. This is the one host sync of a step. `check` is called while it waits,
+        and raises if a rank has died."""
         if self.done is not None:
             if check is None:
                 self.done.synchronize()
@@ -170,7 +174,7 @@ class Steps:
         if embeddings is not None:
             embeddings = start_copy(embeddings)
         tokens, done = self.buffers.download(sampled_S)
-        return StepResult(tokens, done, chosen, prompt, embeddings)
+        return StepResult(tokens.unsqueeze(1), done, chosen, prompt, embeddings)
 
     # Decode
 

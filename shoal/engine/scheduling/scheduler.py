@@ -11,7 +11,9 @@ waits owns nothing.
 `schedule` makes a plan and counts it as done at once: the caller must run every plan, in order. It may be
 called again before `update` has brought the tokens that earlier plans sample. A decode can be planned
 nevertheless: the scheduler only needs to know that there will be a token, and the device has the token
-itself. What a plan sends to the device: engine/runner/batch.py.
+itself. A decode of up to n tokens samples 1 to n of them. Until `update` has brought them, the sequence
+counts as n tokens longer, so that it has blocks for all of them. What a plan sends to the device:
+engine/runner/batch.py.
 """
 
 from __future__ import annotations
@@ -42,8 +44,9 @@ HOLDING, DECODE, FINISHED = SequenceStatus.HOLDING, SequenceStatus.DECODE, Seque
 
 @dataclass(slots=True)  # frozen would triple the cost of making one, and a step makes hundreds
 class ScheduledSeq:
-    """One sequence's part of a step: its tokens [start, start + num_tokens). Its block_ids and token_ids must
-    be read before the scheduler is called again."""
+    """One sequence's part of a step: its tokens [start, start + num_tokens). `start` of a decode is an upper
+    bound, as a step in flight may sample fewer tokens than it might. Its block_ids and token_ids must be read
+    before the scheduler is called again."""
 
     seq: Sequence
     row: int
@@ -73,9 +76,10 @@ class ScheduledSeq:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """The content of one step. The first `num_decodes` entries are decodes, the longest first: their one
-    input token is in their row on the device, or is sent with the row. The others are chunks of prompts,
-    whose tokens are sent with the step. `num_tokens` is the sum over all entries."""
+    """The content of one step. The first `num_decodes` entries are decodes, the longest first: their first
+    input token is in their row on the device, or is sent with the row, and they sample at most `num_tokens`
+    tokens. The others are chunks of prompts, whose tokens are sent with the step. `num_tokens` is the sum
+    over all entries."""
 
     scheduled: tuple[ScheduledSeq, ...]
     num_decodes: int
@@ -84,11 +88,11 @@ class StepPlan:
 
 @dataclass(slots=True)
 class TokenResult:
-    """A sampled token that belongs to its sequence. `sample` is its index among the tokens that the step
-    sampled."""
+    """The tokens of one step that belong to a sequence. `sample` is their index in the step's result, which
+    may have more of them: the surplus after the sequence's end."""
 
     seq: Sequence
-    token_id: int
+    token_ids: list[int]
     sample: int
     finish_reason: FinishReason | None
 
@@ -102,7 +106,7 @@ class Scheduler:
 
     target_itl_s: target duration of a step while sequences decode, in seconds, which bounds its prompt
     tokens; None: no target. step_sizes: the token counts, ascending, for which the runner has captured steps;
-    a step that the target shortens prefers one of them.
+    a step that the target shortens prefers one of them. queries: the most tokens of a decode in one step.
     """
 
     def __init__(
@@ -119,6 +123,7 @@ class Scheduler:
         target_itl_s: float | None = None,
         step_sizes: abc.Sequence[int] = (),
         events: KvEvents | None = None,
+        queries: int = 1,
     ) -> None:
         self.blocks = SequenceBlocks(num_blocks, block_size, enable_prefix_caching, events)
         self.waiting: list[Sequence] = []
@@ -136,6 +141,7 @@ class Scheduler:
         self._long_prefill_token_threshold = long_prefill_token_threshold
         self._target_itl_s = target_itl_s
         self._step_sizes = step_sizes
+        self._queries = queries
         self._num_added = 0
         self._num_preemptions = 0
         self._step_tokens = 0
@@ -220,10 +226,9 @@ class Scheduler:
         measured costs of steps; without them the target has no effect."""
         decodes: list[ScheduledSeq] = []
         chunks: list[ScheduledSeq] = []
-        self._schedule_decodes(decodes)
-        num_tokens = len(decodes)
-        if self.waiting or num_tokens < len(self.running):
-            budget = self._prompt_budget(num_tokens, costs)
+        num_tokens = self._schedule_decodes(decodes)
+        if self.waiting or len(decodes) < len(self.running):
+            budget = self._prompt_budget(len(decodes), num_tokens, costs)
             if self._prefetches:
                 self._start_continuations(chunks, budget)
             self._schedule_prompts(chunks, budget)
@@ -239,12 +244,12 @@ class Scheduler:
         self._steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
         return StepPlan((*decodes, *chunks), len(decodes), num_tokens)
 
-    def update(self, plan: StepPlan, token_ids: list[int]) -> list[TokenResult]:
-        """Applies the tokens that a step has sampled, one for each of its entries that samples. It must be
-        called for every plan, in the order of the plans.
+    def update(self, plan: StepPlan, tokens: abc.Sequence[list[int]]) -> list[TokenResult]:
+        """Applies the tokens that a step has sampled, a list for each of its entries that samples: one token,
+        or as many as `num_tokens` of a decode. It must be called for every plan, in the order of the plans.
 
-        Returns the tokens that count. The token of a sequence that has ended meanwhile is dropped. A token
-        that a grammar refuses is dropped too, and ends its sequence with an error.
+        Returns the tokens that count. Tokens after a sequence's end are dropped, whether it ended earlier or
+        with one of these. A token that a grammar refuses is dropped too, and ends its sequence with an error.
         """
         results = []
         sample = -1
@@ -255,35 +260,55 @@ class Scheduler:
             seq = entry.seq
             if seq.status is FINISHED:
                 continue
-            token_id, grammar = token_ids[sample], seq.grammar
+            token_ids, grammar, known = tokens[sample], seq.grammar, seq.token_ids
             if seq.request.embed:  # a row gives its hidden state only if it samples a token
                 self._finish(seq, FinishReason.STOP)
-                results.append(TokenResult(seq, token_id, sample, FinishReason.STOP))
+                results.append(TokenResult(seq, token_ids, sample, FinishReason.STOP))
                 continue
-            if grammar is not None and not grammar.accept(token_id):
-                self.finish(seq.request.request_id, FinishReason.ERROR, "grammar", grammar.error)
-                continue
-            known = seq.token_ids
-            known.append(token_id)
+            if len(token_ids) < entry.num_tokens and sample < plan.num_decodes:
+                self._shorten(seq, entry.num_tokens - len(token_ids))
+            num_known = len(known)
+            reason = stop_reason = error = None
+            for token_id in token_ids:
+                if grammar is not None and not grammar.accept(token_id):
+                    reason, error = FinishReason.ERROR, grammar.error
+                    break
+                known.append(token_id)
+                if grammar is not None and grammar.ended:
+                    reason = FinishReason.STOP
+                    break
+                if (
+                    token_id in seq.stop_ids
+                    and len(known) - seq.num_prompt_tokens >= seq.request.params.min_tokens
+                ):
+                    reason, stop_reason = FinishReason.STOP, seq.stop_reason_of(token_id)
+                    break
+                if len(known) >= seq.max_num_tokens:
+                    reason = FinishReason.LENGTH
+                    break
             # A block becomes findable when all its tokens are computed, and known, as its key is made of
             # them.
             if seq.num_computed >= seq.register_at and len(known) >= seq.register_at:
                 self.blocks.computed(seq)
-            reason = None
-            if grammar is not None and grammar.ended:
-                reason = FinishReason.STOP
-                self._finish(seq, reason)
-            elif (
-                token_id in seq.stop_ids
-                and len(known) - seq.num_prompt_tokens >= seq.request.params.min_tokens
-            ):
-                reason = FinishReason.STOP
-                self._finish(seq, reason, seq.stop_reason_of(token_id))
-            elif len(known) >= seq.max_num_tokens:
-                reason = FinishReason.LENGTH
-                self._finish(seq, reason)
-            results.append(TokenResult(seq, token_id, sample, reason))
+            if reason is not None:
+                token_ids = token_ids[: len(known) - num_known]
+                if reason is FinishReason.ERROR:
+                    self.finish(seq.request.request_id, reason, "grammar", error)
+                    if not token_ids:
+                        continue
+                    reason = None  # `take_finished_outside` reports it, after these tokens
+                else:
+                    self._finish(seq, reason, stop_reason)
+            results.append(TokenResult(seq, token_ids, sample, reason))
         return results
+
+    @staticmethod
+    def _shorten(seq: Sequence, num_tokens: int) -> None:
+        """Takes back tokens that a decode might have sampled and did not. The sequence keeps its blocks, as
+        it will fill them."""
+        seq.num_tokens -= num_tokens
+        if seq.status is DECODE:  # otherwise it was preempted, and has computed nothing
+            seq.num_computed -= num_tokens
 
     def fetched(self, fetch: Fetch, num_blocks: int) -> None:
         """Ends a fetch whose first `num_blocks` blocks have arrived intact. The sequence computes the
@@ -358,36 +383,48 @@ class Scheduler:
                 assert seq.status is DECODE and seq.num_computed == seq.num_tokens - 1, (
                     "a decode with more than one token to compute"
                 )
-                assert len(seq.block_ids) == -(-seq.num_computed // size), "blocks and computed tokens differ"
+                # A decode of several tokens may have got blocks for more of them than it sampled.
+                surplus = len(seq.block_ids) - -(-seq.num_computed // size)
+                assert surplus == 0 or (surplus > 0 and self._queries > 1), (
+                    "blocks and computed tokens differ"
+                )
 
     # Inside a step
 
-    def _schedule_decodes(self, scheduled: list[ScheduledSeq]) -> None:
-        """Adds the sequences that can sample their next token, in turn, within the step's token budget."""
-        budget, block_size = self._max_num_batched_tokens, self._block_size
+    def _schedule_decodes(self, scheduled: list[ScheduledSeq]) -> int:
+        """Adds the sequences that can sample their next tokens, in turn, within the step's token budget.
+        Returns how many tokens they have together."""
+        budget, queries, block_size = self._max_num_batched_tokens, self._queries, self._block_size
         # _grow may preempt sequences, which removes them from `running` within this loop. It removes only
         # sequences after `seq`, which the loop has not reached, or `seq` itself, and then the loop ends.
         for seq in self.running:
             if seq.status is not DECODE:
                 continue
-            if budget == 0:
-                break
+            if budget < queries:
+                if budget == 0:
+                    break
+                queries = budget
             start = seq.num_computed
-            if start + 1 >= seq.max_num_tokens:
-                continue  # a step in flight samples its last token
+            num_tokens = queries
+            if start + num_tokens >= seq.max_num_tokens:
+                num_tokens = seq.max_num_tokens - 1 - start
+                if num_tokens <= 0:
+                    continue  # a step in flight samples its last token, or may do so
             if seq.lockstep and (seq.num_pending or seq.is_delayed):
                 continue  # its next token depends on a token that the host has not seen, or on its grammar
-            if start % block_size == 0 and not self._grow(seq):
+            end = start + num_tokens
+            if len(seq.block_ids) * block_size < end and not self._grow(seq, end):
                 break
-            seq.num_computed = start + 1
-            seq.num_tokens = start + 2
-            scheduled.append(ScheduledSeq(seq, seq.row, start, 1, True))
-            budget -= 1
+            seq.num_computed = end
+            seq.num_tokens = end + 1
+            scheduled.append(ScheduledSeq(seq, seq.row, start, num_tokens, True))
+            budget -= num_tokens
+        return self._max_num_batched_tokens - budget
 
-    def _grow(self, seq: Sequence) -> bool:
-        """Gives the sequence one block more. Where none is free, sequences are preempted until one is.
-        Returns False if `seq` itself was preempted."""
-        while not self.blocks.grow(seq):
+    def _grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Gives the sequence blocks for `num_tokens` tokens. Where too few are free, sequences are preempted
+        until there are enough. Returns False if `seq` itself was preempted."""
+        while not self.blocks.grow(seq, num_tokens):
             # Those before it in turn may be part of the step already.
             candidates = self.running[bisect_left(self.running, seq.turn, key=_turn) :]
             chosen = candidates[policy.victim(candidates)]
@@ -409,14 +446,15 @@ class Scheduler:
         insort(self.waiting, seq, key=_turn)
         self._num_preemptions += 1
 
-    def _prompt_budget(self, num_decodes: int, costs: StepCosts | None) -> PromptBudget:
-        """Returns the budget of prompt tokens of a step with `num_decodes` decodes."""
+    def _prompt_budget(self, num_decodes: int, num_tokens: int, costs: StepCosts | None) -> PromptBudget:
+        """Returns the budget of prompt tokens of a step with `num_decodes` decodes of `num_tokens` tokens
+        together."""
         max_tokens, threshold = self._max_num_batched_tokens, self._long_prefill_token_threshold
         cap = max_tokens
         if threshold:
             num_begun = sum(seq.status is PREFILL for seq in self.running)
             cap = policy.prompt_cap(max_tokens, threshold, num_begun + len(self.waiting))
-        tokens = max_tokens - num_decodes
+        tokens = max_tokens - num_tokens
         if costs is None or self._target_itl_s is None:
             return PromptBudget(tokens, cap)
         # A decoding sequence may be left out of this step, because it waits for its grammar or for a token in

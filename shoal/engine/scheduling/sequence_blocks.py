@@ -30,7 +30,7 @@ class SequenceBlocks:
     """The KV blocks of one engine's sequences.
 
     A sequence that waits has no blocks. From `start` to `release` it has blocks for all its tokens, in order,
-    and `grow` adds one where a decode needs it. This class writes the sequence's `block_ids`, `keys`,
+    and `grow` adds those that a decode needs. This class writes the sequence's `block_ids`, `keys`,
     `register_at`, `promised`, `fetch` and the counts of cached tokens, and no other field.
     """
 
@@ -121,9 +121,10 @@ class SequenceBlocks:
             return [*found, blocks[len(found)]], min(end, seq.num_tokens - 1)
         return found, len(found) * self.block_size
 
-    def grow(self, seq: Sequence) -> bool:
-        """Gives the sequence one block more. Returns False if none is free."""
-        blocks = self.pool.try_allocate(1)
+    def grow(self, seq: Sequence, num_tokens: int) -> bool:
+        """Gives the sequence blocks for `num_tokens` tokens. Returns False, with nothing changed, if too few
+        are free."""
+        blocks = self.pool.try_allocate(-(-num_tokens // self.block_size) - len(seq.block_ids))
         if blocks is None:
             return False
         seq.block_ids += blocks

@@ -104,7 +104,7 @@ def test_a_decode_step_sends_only_new_blocks():
     queue.add(request("a", 6))
     plan = queue.schedule()
     device.apply(plan)
-    queue.update(plan, [50])
+    queue.update(plan, [[50]])
     sizes = []
     for token in range(8):
         plan = queue.schedule()
@@ -112,7 +112,7 @@ def test_a_decode_step_sends_only_new_blocks():
         assert header[Header.DECODE_ONLY] and not options
         device.check(plan)
         sizes.append(len(sections["addresses"]))
-        queue.update(plan, [token])
+        queue.update(plan, [[token]])
     assert sizes == [1, 0, 1, 0, 0, 0, 1, 0]  # first the active list, then a block at positions 8 and 12
     assert device.state[:3].tolist() == [0, -1, -1]
 
@@ -125,7 +125,7 @@ def test_a_row_that_changes_hands_is_sent_anew():
         device.apply(plan)
         device.check(plan)
         assert device.row(plan.scheduled[0].row)[Field.SEED_LOW] == seed
-        queue.update(plan, [1])
+        queue.update(plan, [[1]])
 
 
 def test_extras_name_the_samples_they_are_for():
@@ -151,7 +151,7 @@ def test_a_step_draws_from_whole_rows_where_one_of_its_samples_needs_them(severa
         plan = queue.schedule()
         header, _, _ = device.apply(plan)
         found.append(bool(header[Header.SAMPLES_WHOLE_ROWS]))
-        queue.update(plan, [1] * len(plan.scheduled))
+        queue.update(plan, [[1]] * len(plan.scheduled))
     assert found == [several, False, False]  # b is gone then
 
 
@@ -192,7 +192,7 @@ def test_a_mixed_step_is_padded_to_the_smallest_captured_one_that_has_room():
     assert sections["rows"].tolist() == [-1, -1, 0, -1] and sections["kv_lens"].tolist() == [0, 0, 5, 0]
     assert sections["query_starts"].tolist()[2:] == [0, 5, 5]
     assert sections["sample_index"].tolist() == [4, 0, 0] and sections["sample_rows"].tolist() == [0, -1, -1]
-    queue.update(plan, [50])
+    queue.update(plan, [[50]])
     for name in "bcd":
         queue.add(request(name, 2))
     plan = queue.schedule()

@@ -205,7 +205,7 @@ def test_the_device_holds_the_groups_of_every_step(cheap_groups):
                 in_flight.append(plan)
             if in_flight and (plan is None or len(in_flight) > 1):
                 done = in_flight.pop(0)
-                scheduler.update(done, [rng.randrange(50) for entry in done.scheduled if entry.samples])
+                scheduler.update(done, [[rng.randrange(50)] for entry in done.scheduled if entry.samples])
         scheduler.check()
         most_shared, preemptions = (
             max(most_shared, device.most_shared),
@@ -234,7 +234,7 @@ class Driver:
     def step(self):
         plan = self.scheduler.schedule()
         self.device.run(plan)
-        self.scheduler.update(plan, [1] * sum(entry.samples for entry in plan.scheduled))
+        self.scheduler.update(plan, [[1]] * sum(entry.samples for entry in plan.scheduled))
         return plan
 
 
@@ -288,6 +288,6 @@ def test_steps_that_change_no_membership_send_no_groups(cheap_groups):
         before = device.builder.prefixes
         device.run(plan)
         sizes.append(int((device.builder.prefixes != before).sum()))
-        scheduler.update(plan, [token] * sum(entry.samples for entry in plan.scheduled))
+        scheduler.update(plan, [[token]] * sum(entry.samples for entry in plan.scheduled))
     # lengths, members (the first is 0), the group (its start and row are 0)
     assert sizes[1] == 3 + 2 + 2 and not any(sizes[2:])

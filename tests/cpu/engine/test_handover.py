@@ -798,7 +798,7 @@ def test_blocks_that_are_lent_are_nobody_elses_until_they_are_taken_back():
     plan = scheduler.schedule()
     lent = seq.block_ids[:4]
     scheduler.blocks.lend(lent)
-    scheduler.update(plan, [7])
+    scheduler.update(plan, [[7]])
     scheduler.check()
     scheduler.blocks.check_lent(lent)
     scheduler.add(request("b", list(range(100, 116)), max_tokens=1))

@@ -556,11 +556,11 @@ def test_a_lost_stream_that_is_collected_within_a_step_is_dropped_behind_it(
     engine, handlers, num_lost = build("qwen3", async_scheduling=is_async, max_num_seqs=2), [], []
     grow, scheduler, step = engine.core.loop.scheduler._grow, engine.core.loop.scheduler, engine._step
 
-    def growing(seq):
+    def growing(seq, num_tokens):
         if seq.request.prompt_token_ids == PROMPTS[0]:
             gc.collect()
             num_lost.append(len(engine._abandoned))
-        return grow(seq)
+        return grow(seq, num_tokens)
 
     def stepping():
         handlers.append(signal.getsignal(signal.SIGINT))

@@ -242,7 +242,7 @@ def test_a_preempted_prompt_reports_no_blocks_that_it_had_before(chunked, monkey
 
         def preempting(scheduled):
             scheduler.preempt_all()
-            schedule_decodes(scheduled)
+            return schedule_decodes(scheduled)
 
         patched.setattr(scheduler, "_schedule_decodes", preempting)
         patched.setattr(offers, "advance", lambda *progress: (reported.append(progress), advance(*progress)))
@@ -424,19 +424,19 @@ def test_a_prefetch_request_gives_way_to_sequences_that_run():
     scheduler.blocks.peers.end = 5
     prompt = list(range(19))
     scheduler.add(ahead("f", prompt))
-    scheduler.update(plan, [1])
+    scheduler.update(plan, [[1]])
     for _ in range(6):
         plan = scheduler.schedule()
         if scheduler.blocks.fetches:
             scheduler.fetched(scheduler.blocks.fetches[0], 4)
         scheduler.check()
-        scheduler.update(plan, [1])
+        scheduler.update(plan, [[1]])
     assert [seq.request.request_id for seq in scheduler.take_finished_outside()] == ["f"]
     scheduler.blocks.peers.end = 0
     scheduler.add(continuation("d", "f", prompt, 7))
     while scheduler.has_work:
         plan = scheduler.schedule()
-        scheduler.update(plan, [1 for entry in plan.scheduled if entry.samples])
+        scheduler.update(plan, [[1] for entry in plan.scheduled if entry.samples])
         scheduler.check()
 
 

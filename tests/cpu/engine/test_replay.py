@@ -136,7 +136,7 @@ def schedule_of(name: str) -> list[str]:
         while in_flight and (plan is None or len(in_flight) > changes.get("depth", 1)):
             done = in_flight.popleft()
             sampled = [entry for entry in done.scheduled if entry.samples]
-            scheduler.update(done, [(entry.start * 31 + entry.seq.row) % 256 for entry in sampled])
+            scheduler.update(done, [[(entry.start * 31 + entry.seq.row) % 256] for entry in sampled])
         scheduler.check()
         now += 1
         assert now < 5000, "no progress"

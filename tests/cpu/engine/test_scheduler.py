@@ -56,9 +56,10 @@ def num_samples(plan):
 def update(scheduler, plan, token=7):
     """`token`: one for all, or one for each that samples. Returns {request id: (token, finish reason)}."""
     tokens = token if isinstance(token, list) else [token] * num_samples(plan)
-    results = scheduler.update(plan, tokens)
+    results = scheduler.update(plan, [[token_id] for token_id in tokens])
     scheduler.check()
-    return {r.seq.request.request_id: (r.token_id, r.finish_reason) for r in results}
+    assert all(len(r.token_ids) == 1 for r in results)
+    return {r.seq.request.request_id: (r.token_ids[0], r.finish_reason) for r in results}
 
 
 def step(scheduler, token=7):
@@ -625,7 +626,7 @@ def test_a_stop_is_seen_one_step_late_and_the_surplus_token_is_dropped():
     third = s.schedule()
     assert summary(third) == [("b", 6, 1)]
     assert update(s, second, [1, 8]) == {"b": (8, None)}
-    assert [r.sample for r in s.update(third, [9])] == [0]
+    assert [r.sample for r in s.update(third, [[9]])] == [0]
     assert a.output_token_ids == [EOS] and b.output_token_ids == [7, 8, 9]
 
 
@@ -635,9 +636,10 @@ def test_results_name_the_sample_they_came_from():
         s.add(request(name, 5))
     plan = s.schedule()
     s.abort("b")
-    assert [(r.seq.request.request_id, r.sample, r.token_id) for r in s.update(plan, [4, 5, 6])] == [
-        ("a", 0, 4),
-        ("c", 2, 6),
+    results = s.update(plan, [[4], [5], [6]])
+    assert [(r.seq.request.request_id, r.sample, r.token_ids) for r in results] == [
+        ("a", 0, [4]),
+        ("c", 2, [6]),
     ]
 
 
@@ -738,3 +740,167 @@ def test_rows_and_blocks_of_an_ended_sequence_go_to_the_next_one():
     third = s.schedule()
     assert summary(third) == [("b", 0, 9)] and b.row == 0
     assert update(s, second) == {} and update(s, third) == {"b": (7, None)}
+
+
+# Several tokens of a sequence in one step
+
+
+class OneRefused:
+    """Allows every token but one, and ends with token 50."""
+
+    is_ready = True
+
+    def __init__(self, refused):
+        self.refused, self.ended, self.error, self.taken = refused, False, None, []
+
+    def accept(self, token_id):
+        if token_id == self.refused:
+            self.error = "refused"
+            return False
+        self.taken.append(token_id)
+        self.ended = token_id == 50
+        return True
+
+    def close(self):
+        pass
+
+
+def decoding(queries=4, prompt=5, **params):
+    """A scheduler that plans decodes of up to `queries` tokens, and its only sequence, which has one output
+    token and decodes."""
+    s = make(queries=queries)
+    seq = s.add(request("a", prompt, **params))
+    step(s)
+    assert seq.output_token_ids == [7]
+    return s, seq
+
+
+def sampled(scheduler, plan, *tokens):
+    """Updates with a list of tokens for each sample. Returns [(request id, kept tokens, finish reason)]."""
+    results = scheduler.update(plan, list(tokens))
+    scheduler.check()
+    return [(r.seq.request.request_id, r.token_ids, r.finish_reason) for r in results]
+
+
+def test_a_decode_of_several_tokens_gives_its_sequence_as_many_as_it_sampled():
+    s, a = decoding()
+    for start, tokens in ((5, [1, 2, 3, 4]), (9, [5]), (10, [6, 8])):
+        plan = s.schedule()
+        assert summary(plan) == [("a", start, 4)] and plan.num_tokens == 4
+        assert len(a.block_ids) * 4 >= start + 4
+        assert sampled(s, plan, tokens) == [("a", tokens, None)]
+    assert a.output_token_ids == [7, 1, 2, 3, 4, 5, 6, 8] and a.num_pending == 0
+    assert (a.num_computed, a.num_tokens) == (12, 13)
+
+
+def test_while_steps_are_in_flight_a_sequence_counts_with_the_most_tokens_they_may_sample():
+    s, a = decoding()
+    first, second = s.schedule(), s.schedule()
+    assert summary(second) == [("a", 9, 4)] and (a.num_pending, len(a.block_ids)) == (8, 4)
+    assert sampled(s, first, [1]) == [("a", [1], None)]
+    assert a.num_pending == 4
+    third = s.schedule()
+    assert summary(third) == [("a", 10, 4)]
+    assert sampled(s, second, [2, 3, 4]) == [("a", [2, 3, 4], None)]
+    assert sampled(s, third, [5]) == [("a", [5], None)]
+    assert a.output_token_ids == [7, 1, 2, 3, 4, 5] and (a.num_computed, a.num_pending) == (10, 0)
+
+
+def test_a_stop_in_the_middle_of_a_step_drops_the_tokens_after_it():
+    s, a = decoding()
+    assert sampled(s, s.schedule(), [1, EOS, 2, 3]) == [("a", [1, EOS], STOP)]
+    assert a.output_token_ids == [7, 1, EOS] and a.stop_reason is None and not s.has_work
+    s, a = decoding(stop_token_ids=[3])
+    assert sampled(s, s.schedule(), [1, 2, 3, EOS]) == [("a", [1, 2, 3], STOP)] and a.stop_reason == 3
+
+
+def test_min_tokens_counts_tokens_and_not_steps():
+    s, a = decoding(min_tokens=4)
+    assert sampled(s, s.schedule(), [EOS, 1, EOS, EOS]) == [("a", [EOS, 1, EOS], STOP)]
+    assert len(a.output_token_ids) == 4
+
+
+def test_max_tokens_ends_a_sequence_in_the_middle_of_a_step():
+    s, _ = decoding(max_tokens=4)
+    plan = s.schedule()
+    assert summary(plan) == [("a", 5, 3)]  # more would be surplus
+    assert s.schedule() is None
+    assert sampled(s, plan, [1, 2, 3]) == [("a", [1, 2, 3], LENGTH)]
+    s, _ = decoding(max_tokens=6)
+    first = s.schedule()
+    second = s.schedule()
+    assert summary(second) == [("a", 9, 1)] and s.schedule() is None
+    assert sampled(s, first, [1]) == [("a", [1], None)]
+    third = s.schedule()
+    assert summary(third) == [("a", 7, 3)]
+    assert sampled(s, second, [2]) == [("a", [2], None)]
+    assert sampled(s, third, [3, 4, 5]) == [("a", [3, 4, 5], LENGTH)]
+    s, _ = decoding(max_tokens=3)
+    assert sampled(s, s.schedule(), [1, 2, 3, 4]) == [("a", [1, 2], LENGTH)]  # a runner that gives more
+
+
+def test_a_decode_never_passes_the_end_of_the_context():
+    s = make(queries=8, max_model_len=9)
+    a = s.add(request("a", 5))
+    step(s)
+    plan = s.schedule()
+    assert summary(plan) == [("a", 5, 3)]
+    assert sampled(s, plan, [1, 2, 3]) == [("a", [1, 2, 3], LENGTH)] and len(a.token_ids) == 9
+
+
+def test_a_grammar_that_refuses_the_second_token_keeps_the_first():
+    s, a = decoding()
+    a.grammar = OneRefused(2)
+    assert sampled(s, s.schedule(), [1, 2, 3, 4]) == [("a", [1], None)]
+    assert s.take_finished_outside() == [a] and not s.has_work
+    assert (a.finish_reason, a.stop_reason, a.error) == (FinishReason.ERROR, "grammar", "refused")
+    assert a.output_token_ids == [7, 1] == [7, *a.grammar.taken]
+    s, a = decoding()
+    a.grammar = OneRefused(1)
+    assert sampled(s, s.schedule(), [1, 2]) == [] and s.take_finished_outside() == [a]
+
+
+def test_a_grammar_ends_its_sequence_in_the_middle_of_a_step():
+    s, a = decoding()
+    a.grammar = OneRefused(None)
+    assert sampled(s, s.schedule(), [1, 50, 2, 3]) == [("a", [1, 50], STOP)] and a.grammar.taken == [1, 50]
+
+
+def test_all_tokens_of_a_step_are_dropped_after_an_end_from_outside():
+    s, a = decoding()
+    first, second = s.schedule(), s.schedule()
+    s.abort("a")
+    assert sampled(s, first, [1, 2]) == [] and sampled(s, second, [3, 4, 5]) == []
+    assert a.output_token_ids == [7] and s.stats().num_free_blocks == 100
+
+
+def test_decodes_of_several_tokens_share_the_budget():
+    s = make(queries=4, max_num_batched_tokens=10)
+    for name in "abcd":
+        s.add(request(name, 2))
+    step(s)
+    plan = s.schedule()
+    assert sorted(summary(plan)) == [("a", 2, 4), ("b", 2, 4), ("c", 2, 2)] and plan.num_tokens == 10
+    kept = sampled(s, plan, *([7] * e.num_tokens for e in plan.scheduled))
+    assert sorted(len(tokens) for _, tokens, _ in kept) == [2, 4, 4]
+
+
+def test_a_sequence_preempted_with_several_tokens_in_flight_keeps_those_that_were_sampled():
+    s = make(num_blocks=6, queries=4)
+    _, b = s.add(request("a", 7)), s.add(request("b", 7))
+    step(s)
+    first, second = s.schedule(), s.schedule()
+    assert sorted(summary(first)) == [("a", 7, 4), ("b", 7, 4)] and summary(second) == [("a", 11, 4)]
+    assert names(s.waiting) == ["b"] and b.num_pending == 4
+    kept = sampled(s, first, *([e.row + 1, 9] for e in first.scheduled))
+    assert sorted(kept) == [("a", [1, 9], None), ("b", [2, 9], None)]
+    assert b.output_token_ids == [7, 2, 9] and (b.num_computed, b.num_tokens, b.num_pending) == (0, 10, 0)
+
+
+def test_only_blocks_full_of_kept_tokens_are_found():
+    s, a = decoding(prompt=3, queries=8)
+    assert sampled(s, s.schedule(), [1, 2]) == [("a", [1, 2], None)]
+    assert len(a.block_ids) == 3  # for eight tokens more
+    other = s.add(request("b", [*a.token_ids, 1, 1, 1, 1, 1, 1]))
+    plan = s.schedule()
+    assert other.num_cached_tokens == 4 and ("b", 4, 8) in summary(plan)

@@ -51,6 +51,10 @@ class ToyGrammar:
 
     REFUSED, ENDS = frozenset((7, 8, 9)), frozenset(range(30, 33))
 
+    @staticmethod
+    def delays(token_id: int) -> bool:
+        return token_id % 8 == 0
+
     def __init__(self) -> None:
         self.taken: list[int] = []
         self.ended, self.error = False, None
@@ -74,7 +78,7 @@ class ToyGrammar:
             "a token after the grammar's end"
         )
         assert self._num_delays < 0, "a token before the grammar was ready"
-        self._num_delays = 2 if token_id % 8 == 0 else 0
+        self._num_delays = 2 if self.delays(token_id) else -1
         if token_id in self.REFUSED:
             self.error = "refused"
             return False
@@ -94,45 +98,52 @@ class Row:
 
 class Device:
     """Runs plans in the order they come: stores the KV of a step's tokens, then every sequence reads its
-    history by its block table."""
+    history by its block table. A decode of several tokens samples a random number of them, and the slots of
+    the others get the KV of rejected drafts."""
 
     def __init__(self, num_blocks: int, block_size: int):
+        self.r = random.Random(f"drafts {num_blocks} {block_size}")
         self.block_size = block_size
         # (history, epoch of the writer's admission)
         self.slots: list[tuple[int, int] | None] = [None] * (num_blocks * block_size)
         self.rows: dict[int, Row] = {}
         self.epoch = 0  # prefix cache resets so far
 
-    def run(self, plan: StepPlan) -> list[int]:
+    def run(self, plan: StepPlan) -> list[list[int]]:
         reads, tokens = [], []
         rows = [entry.row for entry in plan.scheduled]
         assert len(rows) == len(set(rows)), "two sequences in one row"
         for i, entry in enumerate(plan.scheduled):
             seq, row = entry.seq, self._row(entry)
-            assert len(row.history.hashes) == entry.start, "a step that does not follow the one before"
+            start, size = len(row.history.hashes), self.block_size
+            assert start == entry.start or (start < entry.start and i < plan.num_decodes), (
+                "a step that does not follow the one before"
+            )
             if i < plan.num_decodes:
-                assert entry.num_tokens == 1
-                assert entry.start >= len(seq.token_ids) or seq.token_ids[entry.start] == row.token
-                step_tokens = [row.token]
+                assert start >= len(seq.token_ids) or seq.token_ids[start] == row.token
+                known = start + 1
+                sampled = self._decode(row, seq, entry.num_tokens)
             else:
-                step_tokens = seq.token_ids[entry.start : entry.start + entry.num_tokens]
+                step_tokens = seq.token_ids[start : start + entry.num_tokens]
                 assert len(step_tokens) == entry.num_tokens > 0, "a prefill of tokens that nobody knows"
-            for token in step_tokens:
-                row.history.append(token)
-            end, size = entry.start + entry.num_tokens, self.block_size
+                known = start + entry.num_tokens
+                for token in step_tokens:
+                    row.history.append(token)
+                row.token = row.history.next_token()
+                sampled = [row.token]
             if seq.lockstep and entry.samples:
-                assert end == len(seq.token_ids), "drawn before the host has seen the last token"
+                assert known == len(seq.token_ids), "drawn before the host has seen the last token"
                 assert seq.grammar is None or seq.grammar.taken == seq.output_token_ids, (
                     "a grammar that is not where its sequence is"
                 )
             assert not seq.waits_for_grammar
-            slots = [seq.block_ids[p // size] * size + p % size for p in range(end)]
-            for p in range(entry.start, end):
-                self.slots[slots[p]] = (row.history.hashes[p], row.epoch)
-            reads.append((row, slots))
+            end = len(row.history.hashes)
+            slots = [seq.block_ids[p // size] * size + p % size for p in range(start + entry.num_tokens)]
+            for p in range(start, start + entry.num_tokens):
+                self.slots[slots[p]] = (row.history.hashes[p] if p < end else 0, row.epoch)
+            reads.append((row, slots[:end]))
             if entry.samples:
-                row.token = row.history.next_token()
-                tokens.append(row.token)
+                tokens.append(sampled)
         for row, slots in reads:
             for p, slot in enumerate(slots):
                 found = self.slots[slot]
@@ -141,6 +152,17 @@ class Device:
                 )
                 assert found[1] >= row.epoch, "a hit from before a reset"
         return tokens
+
+    def _decode(self, row: Row, seq, most: int) -> list[int]:
+        """Samples 1 to `most` tokens. A token after which a grammar is not ready is the step's last."""
+        sampled: list[int] = []
+        for _ in range(self.r.randint(1, most) if most > 1 else 1):
+            row.history.append(row.token)
+            row.token = row.history.next_token()
+            sampled.append(row.token)
+            if seq.request.params.structured_outputs is not None and ToyGrammar.delays(row.token):
+                break
+        return sampled
 
     def _row(self, entry) -> Row:
         owner = (entry.seq, entry.seq.num_admissions)
@@ -177,7 +199,8 @@ class Trace:
 
     patience = 4  # steps a token
 
-    def __init__(self, seed: int):
+    def __init__(self, seed: int, queries: int = 1):
+        """`queries`: the most tokens of a decode in one step."""
         self.r = r = random.Random(seed)
         self.block_size = r.choice((1, 2, 4, 8))
         max_model_len = r.randint(10, 80)
@@ -197,12 +220,13 @@ class Trace:
             long_prefill_token_threshold=r.choice((0, 0, 2, 5)),
             target_itl_s=self.target,
             step_sizes=pace.choice(((), (), (4, 8, 12, 20))),
+            queries=queries,
         )
         self.costs = StepCosts(
             *(pace.choice((0.01, 0.1, 1.0)) for _ in range(3)), pace.choice((0, 0.01, 0.1))
         )
         self.device = Device(num_blocks, self.block_size)
-        self.in_flight: deque[tuple[StepPlan, list[int]]] = deque()
+        self.in_flight: deque[tuple[StepPlan, list[list[int]]]] = deque()
         self.max_depth = r.choice((0, 1, 1, 2, 3))
         self.requests: dict[str, Request] = {}
         self.held = []  # sequences whose grammar is not ready
@@ -313,7 +337,7 @@ class Trace:
         for chunk in chunks:
             pairs = chunk.num_tokens * chunk.start + chunk.num_tokens**2 / 2
             seconds += chunk.num_tokens * costs.token_s + pairs * costs.pair_s
-        taken = plan.num_tokens - num_decodes
+        taken = sum(chunk.num_tokens for chunk in chunks)
         decode_s = costs.step_s + num_decodes * costs.seq_s
         least_s = costs.token_s * max(self.block_size, policy.TOKENS_A_DECODE * num_decodes)
         in_time = seconds <= max(self.target, decode_s + least_s) + 1e-9
@@ -323,7 +347,7 @@ class Trace:
         self.seen["too long"] += taken > 0 and seconds > self.target
         self.seen["in time"] += taken > 0 and seconds <= self.target
 
-    def launch(self, plan: StepPlan) -> list[int]:
+    def launch(self, plan: StepPlan) -> list[list[int]]:
         return self.device.run(plan)
 
     def compile(self) -> None:
@@ -332,28 +356,32 @@ class Trace:
                 self.held.remove(seq)
                 seq.grammar, seq.waits_for_grammar = ToyGrammar(), False
 
-    def see(self, plan: StepPlan, tokens: list[int]) -> None:
+    def see(self, plan: StepPlan, tokens: list[list[int]]) -> None:
         results = self.scheduler.update(plan, tokens)
+        self.seen["dropped"] += sum(map(len, tokens)) - sum(len(result.token_ids) for result in results)
+        decodes = plan.scheduled[: plan.num_decodes]  # they all sample, and come first
+        self.seen["fewer than there may be"] += sum(len(a) < e.num_tokens for e, a in zip(decodes, tokens))
+        for result in results:
+            request_id = result.seq.request.request_id
+            assert request_id not in self.finished, "a token after the end"
+            num_kept, of_one = len(result.token_ids), tokens[result.sample]
+            assert of_one[:num_kept] == result.token_ids
+            self.seen["ended in the middle of a step"] += num_kept < len(of_one)
+            if result.seq.request.embed:
+                self.seen["embeddings"] += 1
+            else:
+                self.outputs[request_id] += result.token_ids
+            self.seen["ended by a grammar"] += result.seq.grammar is not None and result.seq.grammar.ended
+            self.seen["pending when preempted"] += (
+                result.seq.num_admissions > 0 and result.seq.row == -1 and result.seq.finish_reason is None
+            )
+            if result.finish_reason is not None:
+                self.finished[request_id] = (result.finish_reason, result.seq.stop_reason)
         for seq in self.scheduler.take_finished_outside():
             if seq.finish_reason is FinishReason.ERROR:
                 assert seq.error == "refused"
                 self.finished[seq.request.request_id] = (seq.finish_reason, None)
                 self.seen["refused by a grammar"] += 1
-        self.seen["dropped"] += len(tokens) - len(results)
-        for result in results:
-            request_id = result.seq.request.request_id
-            assert request_id not in self.finished, "a token after the end"
-            assert tokens[result.sample] == result.token_id
-            if result.seq.request.embed:
-                self.seen["embeddings"] += 1
-            else:
-                self.outputs[request_id].append(result.token_id)
-            self.seen["ended by a grammar"] += result.seq.grammar is not None and result.seq.grammar.ended
-            self.seen["pending when preempted"] += (
-                result.seq.num_admissions > 0 and result.seq.row == -1 and result.finish_reason is None
-            )
-            if result.finish_reason is not None:
-                self.finished[request_id] = (result.finish_reason, result.seq.stop_reason)
 
     def disturb(self) -> None:
         r, scheduler = self.r, self.scheduler
@@ -393,12 +421,12 @@ class Trace:
         )
 
 
-def trace(seed: int) -> Counter[str]:
-    trace = Trace(seed)
+def trace(seed: int, queries: int = 1) -> Counter[str]:
+    trace = Trace(seed, queries)
     try:
         trace.run(num_requests=30)
     except BaseException:
-        print(f"failed: trace({seed})")
+        print(f"failed: trace({seed}, {queries})")
         raise
     return trace.seen
 
@@ -420,6 +448,24 @@ def test_any_load_gives_each_request_the_tokens_of_an_undisturbed_run(first_seed
         "refused by a grammar",
         "too long",
         "in time",
+    ):
+        assert seen[name] > 10, f"the traces are too tame: {name} {seen[name]}"
+
+
+@pytest.mark.parametrize("queries", [2, 4, 25])
+def test_decodes_of_several_tokens_give_each_request_the_tokens_of_an_undisturbed_run(queries):
+    print(f"seeds 2000..{1999 + TRACES_A_TEST}, decodes of up to {queries} tokens")
+    seen = sum((trace(seed, queries) for seed in range(2000, 2000 + TRACES_A_TEST)), Counter[str]())
+    for name in (
+        "preemptions",
+        "hits",
+        "mixed",
+        "fewer than there may be",
+        "ended in the middle of a step",
+        "pending when preempted",
+        "ended from outside",
+        "ended by a grammar",
+        "refused by a grammar",
     ):
         assert seen[name] > 10, f"the traces are too tame: {name} {seen[name]}"
 

@@ -112,7 +112,7 @@ def test_the_target_holds_only_beside_decodes():
     s.add(request("a", 300))
     plan = s.schedule(COSTS)
     assert summary(plan) == [("a", 0, 300)]
-    s.update(plan, [7])
+    s.update(plan, [[7]])
     s.add(request("b", 300))
     assert summary(s.schedule(COSTS)) == [("a", 300, 1), ("b", 0, 16)]
     assert summary(s.schedule()) == [("a", 301, 1), ("b", 16, 284)], "nobody has measured anything"

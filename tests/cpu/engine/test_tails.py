@@ -67,7 +67,7 @@ def planned(scheduler):
     plan = scheduler.schedule()
     scheduler.check()
     entries = [(entry.seq.request.request_id, entry.start, entry.num_tokens) for entry in plan.scheduled]
-    scheduler.update(plan, [1 for entry in plan.scheduled if entry.samples])
+    scheduler.update(plan, [[1] for entry in plan.scheduled if entry.samples])
     scheduler.check()
     return entries[: plan.num_decodes], entries[plan.num_decodes :]
 

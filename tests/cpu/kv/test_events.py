@@ -219,7 +219,7 @@ def test_events_of_any_load_match_the_pool(seed):
             in_flight.append(plan)
         while len(in_flight) > (r.randint(0, 1) if plan is not None else 0):
             done = in_flight.pop(0)
-            scheduler.update(done, [r.randrange(3) for e in done.scheduled if e.samples])
+            scheduler.update(done, [[r.randrange(3)] for e in done.scheduled if e.samples])
         events.flush()
         scheduler.check()
         if r.random() < 0.5:
@@ -264,7 +264,7 @@ def test_a_step_makes_one_batch_and_what_changes_nothing_makes_none():
         8,
     ]
     assert batch.data_parallel_rank == 0 and abs(batch.ts - time.time()) < 60
-    scheduler.update(plan, [5, 5])
+    scheduler.update(plan, [[5], [5]])
     scheduler.abort("a")
     scheduler.preempt_all()
     events.flush()
