@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import subprocess
 from types import SimpleNamespace
 
 import pytest
@@ -17,6 +18,7 @@ from shoal.fleet.scaling import scaled_fleet
 from shoal.fleet.scaling.loop import PlannerLoop
 from shoal.fleet.scaling.scaled_fleet import OwnFleet, PlannerPort, RemoteFleet, become_planner, find_fleet
 from shoal.fleet_views import PlannerView, WorkerState
+from tests import nats_server
 from tests.fake_connector import FakeConnector
 from tests.serving import free_port
 
@@ -229,6 +231,40 @@ def test_a_second_planner_is_refused_and_one_that_has_left_makes_room():
                 await planner(world)
             await registry.close()
             await planner(world)
+
+    run(test)
+
+
+def test_a_second_fleet_of_the_same_name_answers_no_planner(tmp_path):
+    """Regression: on NATS, both fleets carried out each change until the second one's name was refused."""
+
+    async def test():
+        url = f"nats://127.0.0.1:{free_port()}"
+        options = ["-a", "127.0.0.1", "-p", url.rpartition(":")[2], "-js", "-sd", str(tmp_path)]
+        server = subprocess.Popen([nats_server.find(), *options], stderr=subprocess.DEVNULL)
+        registries = [open_registry(url, lease_s=1.0) for _ in range(3)]
+        components = [Component("m", (), model="m", count=1)]
+        connectors = [FakeConnector(components) for _ in range(2)]
+        first, second = (
+            PlannerPort(OwnFleet(Router(connector), connector, components), registry, "fleet")
+            for connector, registry in zip(connectors, registries)
+        )
+        serving = asyncio.create_task(first.run())
+        try:
+            remote = RemoteFleet(registries[2], await find_fleet(registries[2], "fleet"))
+            refused, num_added = asyncio.create_task(second.run()), 0
+            while not refused.done():
+                await remote.add("m", "both")
+                num_added += 1
+            with pytest.raises(ConfigError, match="got 'fleet', which another process has"):
+                await refused
+            assert num_added and [len(each.states) for each in connectors] == [num_added, 0]
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
+            await asyncio.gather(*(registry.close() for registry in registries))
+            server.kill()
+            server.wait()
 
     run(test)
 

@@ -176,8 +176,9 @@ class Registry(ABC):
     async def serving(
         self, member_id: str, type_: type[T], handler: Callable[[T], Awaitable[msgspec.Struct]]
     ) -> AsyncGenerator[None, None]:
-        """Replies to requests to a member of this process, by `handler`, within the block. A handler runs to
-        its end when the requester gives up or dies, and is cancelled at the end of the block."""
+        """Replies to requests to a member of this process, by `handler`, within the block. The member must
+        be registered before: until then, another process may have its id. A handler runs to its end when the
+        requester gives up or dies, and is cancelled at the end of the block."""
         running: set[asyncio.Task[None]] = set()
 
         def take(payload: bytes, send_answer: SendAnswer) -> None:

@@ -170,9 +170,11 @@ class PlannerPort:
 
     async def run(self) -> None:
         """Serves until it is cancelled, which also cancels the changes under way."""
+        # The registration comes first, because it is refused if another process has the name: that process
+        # alone may answer.
+        await self._registry.register(Member(id=self._name, role=SUPERVISOR, address=""))
         requests: Any = PlannerRequest  # a union, which msgspec decodes by its tags
         async with self._registry.serving(self._name, requests, self._answer):
-            await self._registry.register(Member(id=self._name, role=SUPERVISOR, address=""))
             async for members in self._registry.watch():
                 if _planner_of(self._name) not in members:
                     self._fleet.show(None)
