@@ -16,7 +16,7 @@ import logging
 import math
 import os
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from random import Random
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -241,7 +241,7 @@ class EmbeddedRegistry(Registry):
         self._heard_at = clock.now()
         self._version = 0  # the version of the last list of members
         self._known_before: dict[str, Member] = {}  # members that may yet join a hub that has just started
-        self._out: deque[bytes] = deque()
+        self._out: deque[HubMessage] = deque()
         self._has_out, self._has_room = asyncio.Event(), asyncio.Event()
         self._ids = itertools.count(1)
         self._calls: dict[int, tuple[Register | Subscribe, asyncio.Future[Reply]]] = {}
@@ -402,14 +402,20 @@ class EmbeddedRegistry(Registry):
             del self._calls[call_id]
 
     def _post(self, message: HubMessage) -> None:
-        """Drops the message while the hub is away: `_rejoin` repeats everything that still matters."""
+        """Drops the message while the hub is away: `_rejoin` repeats everything that still matters. Answers
+        are kept for the hub, as the requester may wait for them without having lost it."""
         if self._is_joined:
-            self._out.append(encode(message))
+            self._out.append(message)
             self._has_out.set()
+        elif isinstance(message, Respond):
+            self._keep_answers([*self._out, message])
+
+    def _keep_answers(self, messages: Iterable[HubMessage]) -> None:
+        self._out = deque([each for each in messages if isinstance(each, Respond)][-MAX_OUT:])
 
     def _lose_hub(self) -> None:
         self._is_joined = False
-        self._out.clear()
+        self._keep_answers(self._out)
         self._has_room.set()
         for _, future in self._asks.values():  # a request that was sent must not be sent again
             if not future.done():
@@ -421,6 +427,7 @@ class EmbeddedRegistry(Registry):
     def _rejoin(self) -> None:
         self._is_joined = True
         self._was_joined.set()
+        self._has_out.set()  # answers may have waited for the hub
         for subject in self._listeners:
             self._post(Subscribe(0, subject))
         for message, _ in self._calls.values():
@@ -433,8 +440,8 @@ class EmbeddedRegistry(Registry):
 
     async def _write(self) -> None:
         while True:
-            while self._out:
-                if self._connection.try_send(self._out[0]):
+            while self._is_joined and self._out:
+                if self._connection.try_send(encode(self._out[0])):
                     self._out.popleft()
                     self._has_room.set()
                 else:

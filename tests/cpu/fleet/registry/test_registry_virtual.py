@@ -146,6 +146,69 @@ def test_a_process_that_reads_nothing_costs_the_hub_a_bounded_memory(monkeypatch
     assert run_virtual(main()) >= 400
 
 
+class Link:
+    """A connection that loses what the hub sends while it is deaf, and sends nothing while it is full."""
+
+    def __init__(self, connection):
+        self._connection, self.is_deaf, self.is_full = connection, False, False
+
+    def try_send(self, payload):
+        return not self.is_full and self._connection.try_send(payload)
+
+    async def receive(self):
+        while True:
+            payload = await self._connection.receive()
+            if not self.is_deaf:
+                return payload
+
+    def close(self):
+        self._connection.close()
+
+
+@pytest.mark.parametrize("is_queued", [False, True])
+def test_an_answer_waits_for_the_hub_that_its_process_has_lost(is_queued):
+    """Regression: the answer was dropped, and the requester, who had not lost the hub, waited for ever."""
+
+    async def main():
+        fleet, links = Fleet(), []
+
+        def connect(name):
+            links.append(Link(embedded._LocalConnection(fleet.host, name)))
+            return links[-1]
+
+        a, b = fleet.registry(), EmbeddedRegistry(fleet.clock, fleet.random, LEASE_S, connect)
+        began, may_answer = asyncio.Event(), asyncio.Event()
+
+        async def work(note: Note) -> Note:
+            began.set()
+            await may_answer.wait()
+            return Note(note.n + 1)
+
+        async with b.serving("b", Note, work):
+            await b.register(member("b"))
+            asking = asyncio.create_task(a.request("b", Note(1), Note))
+            await began.wait()
+            [link] = links
+            if is_queued:  # before the process notices that the hub is away
+                link.is_full = True
+                may_answer.set()
+                await asyncio.sleep(1)
+                link.is_deaf, link.is_full = True, False
+                b._lose_hub()
+            else:
+                link.is_deaf = True
+                await asyncio.sleep(2 * LEASE_S)
+                may_answer.set()
+                await asyncio.sleep(1)
+            link.is_deaf = False
+            async with asyncio.timeout(10 * LEASE_S):
+                assert (await asking).n == 2
+        await a.close()
+        await b.close()
+
+    run_virtual(main())
+
+
 def test_virtual_time_reports_a_deadlock_instead_of_hanging():
     async def main():
         await asyncio.Event().wait()
