@@ -71,7 +71,7 @@ class StepResult:
 
     tokens: torch.Tensor  # int32 [S, queries]: the tokens of each sample
     done: torch.cuda.Event | None  # None: the step has run
-    logprobs: LogprobTensors | None  # of all tokens, sample after sample
+    logprobs: LogprobTensors | None  # a row for each of `tokens`, sample after sample
     prompt_logprobs: LogprobTensors | None
     embeddings: torch.Tensor | None  # float32 [extras.embeds, D]
 
