@@ -101,6 +101,9 @@ class BlockPool:
     def is_held(self, block: int) -> bool:
         return self._ref_counts[block] > 0
 
+    def num_holders(self, block: int) -> int:
+        return self._ref_counts[block]
+
     def cached_keys(self) -> list[bytes]:
         """The keys of all findable blocks."""
         return list(self._key_to_block)

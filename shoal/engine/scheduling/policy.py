@@ -51,9 +51,10 @@ POLICIES: dict[str, Callable[[Request, int], Turn]] = {
 def victim(candidates: abc.Sequence[Sequence]) -> int:
     """Which of these running sequences gives its KV blocks back when a decode needs one: an index.
 
-    `candidates` are in turn. The first is the sequence that needs the block; none of them is part of the step
-    yet. The last is a good choice: it waited least, and what runs longer is nearer to its end. The first must
-    never be chosen while there are others, or no sequence would make progress.
+    `candidates` are in turn, and each would free a block. The first is the sequence that needs the block,
+    unless it would free none itself; none of them is part of the step yet. The last is a good choice: it
+    waited least, and what runs longer is nearer to its end. The first must never be chosen while there are
+    others, or no sequence would make progress.
     """
     return len(candidates) - 1
 

@@ -423,10 +423,14 @@ class Scheduler:
 
     def _grow(self, seq: Sequence, num_tokens: int) -> bool:
         """Gives the sequence blocks for `num_tokens` tokens. Where too few are free, sequences are preempted
-        until there are enough. Returns False if `seq` itself was preempted."""
+        until there are enough. Returns False if `seq` itself was preempted, or if no preemption would free a
+        block: the sequence then waits until blocks come back that are lent or being fetched."""
         while not self.blocks.grow(seq, num_tokens):
             # Those before it in turn may be part of the step already.
             candidates = self.running[bisect_left(self.running, seq.turn, key=_turn) :]
+            candidates = [one for one in candidates if self.blocks.would_free(one)]
+            if not candidates:
+                return False
             chosen = candidates[policy.victim(candidates)]
             self._preempt(chosen)
             if chosen is seq:

@@ -130,6 +130,11 @@ class SequenceBlocks:
         seq.block_ids += blocks
         return True
 
+    def would_free(self, seq: Sequence) -> bool:
+        """Returns whether `release` would free a block now, because the sequence alone holds it. Blocks that
+        are lent or that a fetch fills stay held."""
+        return any(self.pool.num_holders(block) == 1 for block in reversed(seq.block_ids))
+
     def computed(self, seq: Sequence) -> None:
         """Makes the sequence's full blocks findable, as far as its tokens are known and a step that computes
         them is planned. They may be found before they are written: they are read only later in that step, or

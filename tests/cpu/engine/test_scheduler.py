@@ -904,3 +904,31 @@ def test_only_blocks_full_of_kept_tokens_are_found():
     other = s.add(request("b", [*a.token_ids, 1, 1, 1, 1, 1, 1]))
     plan = s.schedule()
     assert other.num_cached_tokens == 4 and ("b", 4, 8) in summary(plan)
+
+
+def test_only_sequences_that_free_a_block_are_preempted():
+    """Regression: a decode that needed a block preempted sequences whose blocks were all lent, which freed
+    none, and in the end itself."""
+    s = make(num_blocks=5, enable_prefix_caching=False)
+    s.add(request("a", 4, max_tokens=6))
+    s.add(request("b", 7))
+    c = s.add(request("c", 7))
+    assert step(s) == [("a", 0, 4), ("b", 0, 7), ("c", 0, 7)] and not s.stats().num_free_blocks
+    s.blocks.lend(c.block_ids)
+    lent = list(c.block_ids)
+    assert step(s) == [("c", 7, 1), ("a", 4, 1)] and names(s.waiting) == ["b"]
+    s.blocks.take_back(lent)
+    run(s)
+
+
+def test_a_decode_waits_for_blocks_that_no_preemption_would_free():
+    """Regression: with all blocks lent, sequences were preempted for nothing."""
+    s = make(num_blocks=4, enable_prefix_caching=False)
+    a, b = s.add(request("a", 7, max_tokens=3)), s.add(request("b", 7, max_tokens=3))
+    step(s), step(s)
+    lent = [*a.block_ids, *b.block_ids]
+    s.blocks.lend(lent)
+    assert step(s) is None and names(s.running) == ["a", "b"] and not s.stats().num_preemptions
+    s.blocks.take_back(lent)
+    assert step(s) == [("a", 8, 1)] and names(s.waiting) == ["b"]
+    run(s)
