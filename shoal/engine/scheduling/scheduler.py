@@ -519,6 +519,8 @@ class Scheduler:
                 continue
             if seq.num_pending:
                 break  # it was preempted while a step in flight samples its token, which it needs to start
+            if self.blocks.lacks_room(seq):
+                break
             hits = self.blocks.find(seq)
             if self.blocks.is_coming(seq, len(hits)):
                 index += 1

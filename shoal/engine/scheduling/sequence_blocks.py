@@ -12,6 +12,7 @@ other workers) copy. A block of a running sequence goes through these states:
 from __future__ import annotations
 
 import sys
+from bisect import bisect_left
 from collections import Counter, abc
 from typing import TYPE_CHECKING
 
@@ -70,12 +71,30 @@ class SequenceBlocks:
         always computed, because its logits are needed to sample the next."""
         if not self._looks_up(seq):
             return []
-        root, token_ids, keys = self._last_looked_up
-        if not seq.keys and root == seq.root:  # comparing tokens is many times as fast as hashing them
-            seq.keys = keys[: common_length(seq.token_ids, token_ids) // self.block_size]
-        self._last_looked_up = seq.root, seq.token_ids, seq.keys
-        extend_keys(seq.keys, seq.root, seq.token_ids, self.block_size)
+        self._extend_keys(seq)
         return self.pool.match(seq.keys[: (seq.num_tokens - 1) // self.block_size])
+
+    def lacks_room(self, seq: Sequence) -> bool:
+        """Returns True if a waiting sequence cannot start now, as the blocks that it would take are not free.
+        It looks at a few keys only, because the head of a blocked queue is asked in every step, and may have
+        thousands of blocks."""
+        pool, num_blocks = self.pool, -(-seq.num_tokens // self.block_size)
+        if num_blocks <= pool.num_free:
+            return False
+        if not self._looks_up(seq):
+            return True
+        self._extend_keys(seq)
+        # A block is findable only if all before it are, and the findable block of a content is held only if
+        # all before it are held (kv/blocks.py). So the first that is not can be bisected. Findable blocks
+        # that are free count as free.
+        keys, indices = seq.keys, range((seq.num_tokens - 1) // self.block_size)
+        num_held = bisect_left(
+            indices, True, key=lambda i: (block := pool.find(keys[i])) is None or not pool.is_held(block)
+        )
+        if num_blocks - num_held <= pool.num_free:
+            return False
+        num_found = bisect_left(indices, True, key=lambda i: pool.find(keys[i]) is None)
+        return not self.is_coming(seq, num_found)
 
     def is_coming(self, seq: Sequence, index: int) -> bool:
         """True if another sequence computes or fetches the block `index` of this one, which will then be
@@ -285,6 +304,14 @@ class SequenceBlocks:
             and params.prompt_logprobs is None
             and not params.skip_reading_prefix_cache
         )
+
+    def _extend_keys(self, seq: Sequence) -> None:
+        """Makes the keys of the sequence's full blocks."""
+        root, token_ids, keys = self._last_looked_up
+        if not seq.keys and root == seq.root:  # comparing tokens is many times as fast as hashing them
+            seq.keys = keys[: common_length(seq.token_ids, token_ids) // self.block_size]
+        self._last_looked_up = seq.root, seq.token_ids, seq.keys
+        extend_keys(seq.keys, seq.root, seq.token_ids, self.block_size)
 
     def _has_same_tail(self, seq: Sequence, holder: Sequence, end: int, num_full: int) -> bool:
         """True if the last block of a prefetch request has the tail after the first `num_full` blocks of its
