@@ -49,7 +49,8 @@ class SequenceBlocks:
         self.fetches: list[Fetch] = []  # all that are under way, also for sequences that have left meanwhile
         self._events = events
         self._lent = Counter[int]()  # how often each block is held for readers in other workers
-        self._arriving: set[bytes] = set()  # keys of the blocks that fetches will make findable
+        # key of a block -> the newest fetch that will make it findable
+        self._arriving: dict[bytes, Fetch] = {}
         # key of a block -> how many of the sequences that compute prompts now will make it findable
         self._promised: dict[bytes, int] = {}
         # the prompt that was looked up last: its root, tokens and keys
@@ -97,12 +98,27 @@ class SequenceBlocks:
         return not self.is_coming(seq, num_found)
 
     def is_coming(self, seq: Sequence, index: int) -> bool:
-        """True if another sequence computes or fetches the block `index` of this one, which will then be
-        found in the cache. A block's key covers all tokens before it, so equal keys mean equal positions."""
-        if not self._looks_up(seq) or index >= (seq.num_tokens - 1) // self.block_size:
+        """True if the sequence should wait for its block `index`, because another sequence computes or
+        fetches it, and it will then be found in the cache. A block's key covers all tokens before it, so
+        equal keys mean equal positions.
+
+        A fetch is waited for only if at least half of its blocks are of use here. A source fetches blocks
+        only where that is quicker than to compute them, so the wait takes at most twice as long as computing
+        the blocks here."""
+        end = (seq.num_tokens - 1) // self.block_size
+        if not self._looks_up(seq) or index >= end:
             return False
         key = seq.keys[index]
-        return key in self._arriving or key in self._promised
+        num_promises, fetch = self._promised.get(key, 0), self._arriving.get(key)
+        if fetch is not None:
+            middle = (
+                index + (fetch.num_full + 1) // 2 - 1
+            )  # the last of the blocks that are half of the fetch
+            is_within = middle < min(end, fetch.start + fetch.num_full)
+            if is_within and seq.keys[middle] == fetch.keys[middle - fetch.start]:
+                return True
+            num_promises -= bool(fetch.seq.promised)  # the fetch will keep this one
+        return num_promises > 0
 
     def start(self, seq: Sequence, found: list[int], num_cached: int) -> bool:
         """Gives a waiting sequence blocks for all its tokens. The first are `found`, with the KV of
@@ -209,7 +225,7 @@ class SequenceBlocks:
                 seq.fetch = fetch
                 self.pool.hold(fetch.held_blocks)
                 self.fetches.append(fetch)
-                self._arriving.update(fetch.keys[:num_full])
+                self._arriving.update(dict.fromkeys(fetch.keys[:num_full], fetch))
                 source.begin(fetch)
                 return True
         return False
@@ -220,7 +236,9 @@ class SequenceBlocks:
         self.fetches.remove(fetch)
         num_full = min(num_blocks, fetch.num_full)
         if fetch.findable:
-            self._arriving.difference_update(fetch.keys[: fetch.num_full])
+            for key in fetch.keys[: fetch.num_full]:
+                if self._arriving.get(key) is fetch:
+                    del self._arriving[key]
             self._make_findable(fetch.seq, fetch.start, fetch.blocks[:num_full])
         seq = fetch.seq
         is_wanted = seq.fetch is fetch  # otherwise the sequence has ended or was preempted meanwhile

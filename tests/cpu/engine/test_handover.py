@@ -790,6 +790,33 @@ def test_what_the_tiers_lack_is_asked_of_other_workers(num_arrived):
     assert scheduler.stats().external_prefix_cache_queries == 22
 
 
+@pytest.mark.parametrize("num_shared, waits", [(2, False), (9, False), (10, True), (20, True)])
+def test_a_prompt_waits_for_anothers_fetch_only_if_half_of_it_is_of_use(num_shared, waits):
+    """Regression: a short prompt that shared its beginning with a long one waited for the whole fetch of the
+    long one, which may take seconds."""
+    scheduler = Scheduler(
+        num_blocks=100, block_size=4, max_num_seqs=4, max_num_batched_tokens=200, max_model_len=200
+    )
+    tiers = scheduler.blocks.tiers = FakeSource(20)
+    scheduler.add(request("long", list(range(90))))
+    assert scheduler.schedule() is None
+    [fetch] = tiers.begun
+    assert len(fetch.keys) == 20
+    tiers.end = 0  # nothing of the short one's is worth a fetch
+    seq = scheduler.add(request("short", [*range(4 * num_shared), 500, 501], max_tokens=1))
+    plan = scheduler.schedule()
+    scheduler.check()
+    assert (plan is None) == waits
+    if plan is not None:
+        [entry] = plan.scheduled
+        assert entry.seq is seq and entry.start == 0
+        scheduler.update(plan, [7])
+    scheduler.fetched(fetch, 20)
+    scheduler.check()
+    started = {entry.seq.request.request_id: entry.start for entry in scheduler.schedule().scheduled}
+    assert started == {"long": 80} | ({"short": 4 * num_shared} if waits else {})
+
+
 def test_blocks_that_are_lent_are_nobody_elses_until_they_are_taken_back():
     scheduler = Scheduler(
         num_blocks=6, block_size=4, max_num_seqs=2, max_num_batched_tokens=64, max_model_len=24
