@@ -810,7 +810,7 @@ def test_a_prompt_waits_for_anothers_fetch_only_if_half_of_it_is_of_use(num_shar
     if plan is not None:
         [entry] = plan.scheduled
         assert entry.seq is seq and entry.start == 0
-        scheduler.update(plan, [7])
+        scheduler.update(plan, [[7]])
     scheduler.fetched(fetch, 20)
     scheduler.check()
     started = {entry.seq.request.request_id: entry.start for entry in scheduler.schedule().scheduled}

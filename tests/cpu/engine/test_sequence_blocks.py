@@ -163,7 +163,7 @@ class Trace:
             seq.num_tokens += 1
             if seq.num_computed % self.size == 0:
                 before = len(seq.block_ids)
-                if not self.blocks.grow(seq):
+                if not self.blocks.grow(seq, seq.num_computed + 1):
                     assert self.blocks.pool.num_free == 0
                     seq.token_ids.pop()
                     seq.num_tokens -= 1
