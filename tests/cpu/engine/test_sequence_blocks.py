@@ -35,7 +35,7 @@ class Source:
 
 
 class Model:
-    """What should be so, by searching everything: `computed[block]` is the content of a full block whose
+    """The expected state, by a search of everything: `computed[block]` is the content of a full block whose
     computation is planned, together with everything before it; None: nothing is known of it."""
 
     def __init__(self, num_blocks: int, block_size: int):
