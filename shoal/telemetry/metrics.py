@@ -164,6 +164,15 @@ class ModelMetrics:
     ) -> Iterable[Metric]:
         """Yields the metrics of a scrape. `sleeping_level`: None while the engine is awake. `refused`
         counts requests refused by a full queue. `is_up`: the engine is alive."""
+        yield from self._load(stats, is_up)
+        yield from self._state(stats, sleeping_level)
+        yield from self._counts(stats, refused)
+        if stats.kv_tiers:
+            yield from self._tiers(stats)
+        yield from self._peers(stats)
+        yield from self._requests(stats)
+
+    def _load(self, stats: Stats, is_up: bool) -> Iterable[Metric]:
         up = GaugeMetricFamily("shoal:engine_up", "1 while the engine lives, 0 once it died.", labels=LABELS)
         yield self._one(up, float(is_up))
         for name, text, value in (
@@ -181,6 +190,9 @@ class ModelMetrics:
         waiting.add_metric((*self.labels, "capacity"), stats.num_waiting - stats.num_deferred)
         waiting.add_metric((*self.labels, "deferred"), stats.num_deferred)
         yield waiting
+
+    def _state(self, stats: Stats, sleeping_level: int | None) -> Iterable[Metric]:
+        """Yields the settings, the estimates and the sleep of the engine."""
         cache = GaugeMetricFamily(
             "vllm:cache_config_info",
             "The KV cache's settings, in labels.",
@@ -209,6 +221,8 @@ class ModelMetrics:
         for name, levels in (("awake", (None, 0)), ("weights_offloaded", (1,)), ("discard_all", (2,))):
             state.add_metric((*self.labels, name), int(sleeping_level in levels))
         yield state
+
+    def _counts(self, stats: Stats, refused: int) -> Iterable[Metric]:
         for name, text, value in (
             (
                 "num_preemptions",
@@ -241,9 +255,9 @@ class ModelMetrics:
             ("admission_rejections", "Requests refused as the queue was full.", refused),
         ):
             yield self._one(CounterMetricFamily("vllm:" + name, text, labels=LABELS), value)
-        if stats.kv_tiers:
-            yield from self._tiers(stats)
-        yield from self._peers(stats)
+
+    def _requests(self, stats: Stats) -> Iterable[Metric]:
+        """Yields how requests ended, their times and lengths, and the lengths of steps."""
         ended = CounterMetricFamily(
             "vllm:request_success", "Requests that ended, by reason.", labels=(*LABELS, "finished_reason")
         )

@@ -24,6 +24,19 @@ Row = tuple[Sequence[str], float]
 
 def of_models(models: Iterable[ModelPool]) -> Iterable[Metric]:
     models = list(models)
+    yield from _of_requests(models)
+    yield from _of_prefills_and_loans(models)
+    # For models of our own workers, the engine's figures are among the model's metrics already.
+    yield from _of_external([model for model in models if model.is_external])
+    yield gauge(
+        "shoal:router_index_blocks",
+        "KV blocks in the index, over all workers.",
+        OF_MODEL,
+        [([model.name], model.index.num_blocks()) for model in models],
+    )
+
+
+def _of_requests(models: Sequence[ModelPool]) -> Iterable[Metric]:
     for number, _ in enumerate(models[0].dispatcher.times.histograms if models else ()):
         first = models[0].dispatcher.times.histograms[number].family([models[0].name])
         for model in models[1:]:
@@ -67,6 +80,9 @@ def of_models(models: Iterable[ModelPool]) -> Iterable[Metric]:
         (*OF_MODEL, "migration_type"),
         migrations,
     )
+
+
+def _of_prefills_and_loans(models: Sequence[ModelPool]) -> Iterable[Metric]:
     yield counter(
         "shoal:router_remote_prefills",
         "Prompts computed by a prefill worker for a decode worker.",
@@ -112,8 +128,9 @@ def of_models(models: Iterable[ModelPool]) -> Iterable[Metric]:
         OF_MODEL,
         [([model.name], model.prefills.dispatcher.queue.oldest_s) for model in models],
     )
-    # For models of our own workers, the engine's figures are among the model's metrics already.
-    external = [model for model in models if model.is_external]
+
+
+def _of_external(models: Sequence[ModelPool]) -> Iterable[Metric]:
     engine = (*OF_MODEL, "engine")
     yield gauge(
         "vllm:num_requests_running",
@@ -121,18 +138,18 @@ def of_models(models: Iterable[ModelPool]) -> Iterable[Metric]:
         engine,
         [
             ([model.name, "0"], sum(worker.active for worker in model.dispatcher.workers.values()))
-            for model in external
+            for model in models
         ],
     )
     yield gauge(
         "vllm:num_requests_waiting",
         "Requests that wait for their turn.",
         engine,
-        [([model.name, "0"], model.dispatcher.queue.length) for model in external],
+        [([model.name, "0"], model.dispatcher.queue.length) for model in models],
     )
     counts = [
         (model.name, model.sender.token_counts)
-        for model in external
+        for model in models
         if isinstance(model.sender, ExternalForwarder)
     ]
     for name, text, field in (
@@ -141,12 +158,6 @@ def of_models(models: Iterable[ModelPool]) -> Iterable[Metric]:
         ("vllm:generation_tokens", "Tokens generated.", "generated"),
     ):
         yield counter(name, text, engine, [([model, "0"], getattr(found, field)) for model, found in counts])
-    yield gauge(
-        "shoal:router_index_blocks",
-        "KV blocks in the index, over all workers.",
-        OF_MODEL,
-        [([model.name], model.index.num_blocks()) for model in models],
-    )
 
 
 def of_workers(workers: Iterable[tuple[Worker[Any], WorkerView, int]]) -> Iterable[Metric]:
